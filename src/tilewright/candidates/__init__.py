@@ -1,0 +1,1 @@
+"""Ways to do a gemm, one a file, found by file name."""

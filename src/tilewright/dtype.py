@@ -1,0 +1,191 @@
+"""Element types, spelt as XLA HLO spells them.
+
+Source of the ranges: OCP 8-bit Floating Point Specification 1.0 (f8e4m3fn, f8e5m2), Graphcore/AMD "8-bit Numerical
+Formats for Deep Neural Networks" 2022 (the fnuz forms), IEEE 754-2019 (f16, f32, f64).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, cast
+
+from tilewright.errors import InputError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+Kind = Literal["pred", "int", "uint", "float", "opaque"]
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """One element type.
+
+    Attributes:
+        name: HLO spelling.
+        kind: family.
+        bits: width of one element as stored densely.
+        min, max: smallest and largest finite value.
+        storage: name of the torch dtype that carries it while a graph is evaluated. 4-bit integers travel one code to a
+            byte there (torch has int4 storage but no kernels for it).
+    """
+
+    name: str
+    kind: Kind
+    bits: int
+    min: float | int
+    max: float | int
+    storage: str
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def is_integer(self) -> bool:
+        return self.kind in ("int", "uint")
+
+    @property
+    def is_float(self) -> bool:
+        return self.kind == "float"
+
+    @property
+    def is_signed(self) -> bool:
+        return self.kind in ("int", "float")
+
+    @property
+    def accumulator(self) -> DType:
+        """The type in which a matmul of this operand type accumulates: s32, f32, or the type itself if wider."""
+        if self.is_integer:
+            return self if self.bits >= 32 else S32
+        return self if self.bits >= 32 else F32
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1.0 to the next larger value, 0 for integers."""
+        return _EPSILON.get(self.name, 0.0)
+
+    def size_bytes(self, elements: int) -> int:
+        """Bytes that `elements` of this type occupy when stored densely."""
+        return (elements * self.bits + 7) // 8
+
+    def to_torch(self) -> torch.dtype:
+        """The torch dtype that carries this type during evaluation."""
+        import torch
+
+        return cast("torch.dtype", getattr(torch, self.storage))
+
+    def to_numpy(self) -> np.dtype[np.generic]:
+        """The NumPy dtype (ml_dtypes for the narrow ones) that carries this type in memory, one element an item."""
+        import ml_dtypes
+        import numpy as np
+
+        return np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.name]) if self.name in _ML_DTYPES else self.storage)
+
+
+def _int(bits: int, storage: str | None = None) -> DType:
+    return DType(f"s{bits}", "int", bits, -(1 << bits - 1), (1 << bits - 1) - 1, storage or f"int{bits}")
+
+
+def _uint(bits: int, storage: str | None = None) -> DType:
+    return DType(f"u{bits}", "uint", bits, 0, (1 << bits) - 1, storage or f"uint{bits}")
+
+
+def _float(name: str, bits: int, largest: float, storage: str) -> DType:
+    return DType(name, "float", bits, -largest, largest, storage)
+
+
+PRED = DType("pred", "pred", 8, 0, 1, "bool")
+S4, U4 = _int(4, "int8"), _uint(4, "uint8")
+S8, U8, S16, U16, S32, U32, S64, U64 = _int(8), _uint(8), _int(16), _uint(16), _int(32), _uint(32), _int(64), _uint(64)
+F8E4M3FN = _float("f8e4m3fn", 8, 448.0, "float8_e4m3fn")
+F8E4M3FNUZ = _float("f8e4m3fnuz", 8, 240.0, "float8_e4m3fnuz")
+F8E5M2 = _float("f8e5m2", 8, 57344.0, "float8_e5m2")
+F8E5M2FNUZ = _float("f8e5m2fnuz", 8, 57344.0, "float8_e5m2fnuz")
+BF16 = _float("bf16", 16, 3.3895313892515355e38, "bfloat16")
+F16 = _float("f16", 16, 65504.0, "float16")
+F32 = _float("f32", 32, 3.4028234663852886e38, "float32")
+F64 = _float("f64", 64, 1.7976931348623157e308, "float64")
+# A value only `call` nodes make and read: strings, sequences, complex numbers, shapes known only at run time.
+OPAQUE = DType("opaque", "opaque", 0, 0, 0, "opaque")
+
+_ALL = (PRED, S4, U4, S8, U8, S16, U16, S32, U32, S64, U64)
+_ALL_FLOAT = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, BF16, F16, F32, F64)
+BY_NAME: dict[str, DType] = {d.name: d for d in (*_ALL, *_ALL_FLOAT, OPAQUE)}
+_EPSILON = {
+    "f8e4m3fn": 2**-3,
+    "f8e4m3fnuz": 2**-3,
+    "f8e5m2": 2**-2,
+    "f8e5m2fnuz": 2**-2,
+    "bf16": 2**-7,
+    "f16": 2**-10,
+    "f32": 2**-23,
+    "f64": 2**-52,
+}
+_ML_DTYPES = {
+    "s4": "int4",
+    "u4": "uint4",
+    "bf16": "bfloat16",
+    "f8e4m3fn": "float8_e4m3fn",
+    "f8e4m3fnuz": "float8_e4m3fnuz",
+    "f8e5m2": "float8_e5m2",
+    "f8e5m2fnuz": "float8_e5m2fnuz",
+}
+_ALIASES = {
+    "i1": "pred",
+    "bool": "pred",
+    "i4": "s4",
+    "int4": "s4",
+    "uint4": "u4",
+    "i8": "s8",
+    "int8": "s8",
+    "uint8": "u8",
+    "int16": "s16",
+    "uint16": "u16",
+    "i32": "s32",
+    "int32": "s32",
+    "uint32": "u32",
+    "i64": "s64",
+    "int64": "s64",
+    "uint64": "u64",
+    "float8_e4m3fn": "f8e4m3fn",
+    "float8_e4m3fnuz": "f8e4m3fnuz",
+    "float8_e5m2": "f8e5m2",
+    "float8_e5m2fnuz": "f8e5m2fnuz",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "half": "f16",
+    "float32": "f32",
+    "float": "f32",
+    "float64": "f64",
+    "double": "f64",
+}
+
+
+def dtype(name: str | DType) -> DType:
+    """The element type called `name`: HLO's spelling, or torch's, NumPy's and MLIR's as aliases.
+
+    Raises:
+        InputError: no such type.
+    """
+    if isinstance(name, DType):
+        return name
+    key = name.removeprefix("torch.").lower()
+    found = BY_NAME.get(_ALIASES.get(key, key))
+    if found is None:
+        known = " ".join(n for n in BY_NAME if n != "opaque")
+        raise InputError(f"unknown dtype {name!r}", hint=f"one of {known}")
+    return found
+
+
+def from_torch(t: torch.dtype) -> DType:
+    """The element type stored as torch dtype `t` (4-bit types are never inferred: they need to be said)."""
+    return dtype(str(t))
+
+
+def from_numpy(t: np.dtype[np.generic]) -> DType:
+    """The element type of NumPy (or ml_dtypes) dtype `t`."""
+    return dtype(t.name)

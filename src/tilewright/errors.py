@@ -1,0 +1,45 @@
+"""Every error Tilewright raises on purpose: what went wrong, where, and what to try.
+
+The command line prints these in one or two lines and exits with code 2; anything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class TilewrightError(Exception):
+    """Base class. `what` is a sentence, `where` a place in the input, `hint` something to try."""
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.hint = hint
+        super().__init__(str(self))
+
+    def __str__(self) -> str:
+        place = f" ({self.where})" if self.where else ""
+        advice = f"\n  try: {self.hint}" if self.hint else ""
+        return f"{self.what}{place}{advice}"
+
+
+class InputError(TilewrightError):
+    """A file, model or argument from outside is missing, malformed or hostile."""
+
+
+class TypeMismatchError(TilewrightError):
+    """Shapes or dtypes do not fit together."""
+
+
+class UnsupportedError(TilewrightError):
+    """Well-formed input that Tilewright cannot express at all, not even as an opaque call."""
+
+
+class RewriteError(TilewrightError):
+    """A rule broke the graph's type or did not converge: a bug in the rule named."""
+
+
+class VerificationError(TilewrightError):
+    """A result differs from the reference by more than its bound."""
+
+
+class MissingDependencyError(TilewrightError):
+    """An optional package is needed for this input and is not installed."""

@@ -1,0 +1,64 @@
+"""Readers of programs, one file each, found by file name.
+
+A front end module defines
+
+    accepts(program: object) -> bool          is this mine? cheap; looks at a suffix, a magic number, a type
+    load(program: object, options: LoadOptions) -> Graph
+    evaluate_call(call: Call, values: Sequence[object]) -> Sequence[object]     only if it makes `call` nodes
+
+It reads and never optimises: what the source says is what the graph says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from tilewright.discovery import modules
+from tilewright.errors import InputError
+from tilewright.ir.graph import Graph
+from tilewright.ir.verify import verify
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What a reader may need beside the program.
+
+    Attributes:
+        input_dims: shape of an input by name, where the program leaves it open (or to override its symbolic extents).
+        batch: value of a symbolic first axis that nothing else binds.
+        example_inputs: tensors to trace a PyTorch module with.
+    """
+
+    input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    batch: int | None = None
+    example_inputs: Sequence[object] | None = None
+
+
+def discover(extra: Sequence[Path] = ()) -> list[ModuleType]:
+    """Every front end module, in file-name order; `extra` folders are searched after the package's own."""
+    return [m for m in modules(__name__, extra) if hasattr(m, "accepts")]
+
+
+def load(program: object, options: LoadOptions | None = None) -> Graph:
+    """Read a program: a path, HLO or StableHLO text, an ONNX ModelProto, an ExportedProgram or nn.Module, or a Graph.
+
+    Raises:
+        InputError: no such file, or nothing reads it; malformed contents.
+    """
+    options = options or LoadOptions()
+    if isinstance(program, Graph):
+        return verify(program)
+    if isinstance(program, (str, Path)) and "\n" not in str(program):
+        path = Path(program)
+        if not path.is_file():
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise InputError(f"{what}: {path}", hint="a .hlo, .mlir, .stablehlo or .onnx file")
+        program = path
+    for module in discover():
+        if module.accepts(program):
+            return verify(module.load(program, options))
+    shown = str(program) if isinstance(program, Path) else f"a {type(program).__name__}"
+    raise InputError(f"nothing here reads {shown}", hint="HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module")

@@ -1,0 +1,1 @@
+"""The graph: nodes, operations, rules' machinery, text, verification, and the oracle."""

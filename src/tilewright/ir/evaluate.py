@@ -1,0 +1,144 @@
+"""The oracle: runs any graph node by node on torch tensors.
+
+It is the executor of last resort and the reference every kernel is checked against, so it shares no code with a kernel.
+Integer gemms are exact; float gemms are computed in float64 on request.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+from tilewright.errors import InputError, TilewrightError, TypeMismatchError
+from tilewright.ir.graph import Graph, Node, toposort
+from tilewright.ir.types import TensorType
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewright.ir.graph import Value
+
+_WIDE: ContextVar[bool] = ContextVar("float64_gemms", default=False)
+
+
+def float64_gemms() -> bool:
+    """Whether the evaluation under way wants float gemms accumulated in float64."""
+    return _WIDE.get()
+
+
+@contextlib.contextmanager
+def accumulate_in_float64(enabled: bool = True) -> Generator[None]:
+    """Within: every float gemm accumulates in float64 and rounds once to its accumulator type."""
+    token = _WIDE.set(enabled)
+    try:
+        yield
+    finally:
+        _WIDE.reset(token)
+
+
+def evaluate(
+    graph: Graph,
+    feeds: Mapping[str, torch.Tensor] | Sequence[torch.Tensor],
+    *,
+    float64: bool = False,
+    visit: Callable[[Node, Value], None] | None = None,
+) -> list[Value]:
+    """The graph's outputs for these inputs.
+
+    Args:
+        graph: any verified graph.
+        feeds: a tensor for each input, by name or in order; shapes and storage dtypes must be the declared ones.
+        float64: accumulate float gemms in float64.
+        visit: called with every node and its value as soon as it is known.
+
+    Raises:
+        InputError: an input is missing or of another type.
+        TilewrightError: a node failed; says which.
+    """
+    by_name = feeds if isinstance(feeds, Mapping) else _by_order(graph, feeds)
+    bound: dict[Node, Value] = {}
+    for node in graph.inputs:
+        name = str(getattr(node.op, "label", ""))
+        if name not in by_name:
+            raise InputError(f"no value for input {name!r}", where=graph.name, hint=f"it is {node.type}")
+        bound[node] = check_value(by_name[name], node.tensor, f"input {name!r}")
+    with accumulate_in_float64(float64):
+        return evaluate_nodes(graph.outputs, bound, visit=visit, origin=graph.origin)
+
+
+def _by_order(graph: Graph, feeds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+    if len(feeds) != len(graph.inputs):
+        raise InputError(f"{len(graph.inputs)} inputs wanted, {len(feeds)} given", where=graph.name)
+    return {str(getattr(n.op, "label", "")): t for n, t in zip(graph.inputs, feeds, strict=True)}
+
+
+def check_value(value: torch.Tensor, type: TensorType, where: str) -> torch.Tensor:
+    """`value` itself, if it has the declared shape and storage type.
+
+    Raises:
+        InputError: it does not.
+    """
+    if type.dtype.kind == "opaque":
+        return value
+    if tuple(value.shape) != type.shape:
+        raise InputError(f"shape {list(value.shape)} given, {type} wanted", where=where)
+    if value.dtype != type.dtype.to_torch():
+        raise InputError(f"{value.dtype} given, {type} wanted", where=where, hint=f"pass {type.dtype.to_torch()}")
+    return value
+
+
+def evaluate_nodes(
+    roots: Sequence[Node],
+    bound: Mapping[Node, Value],
+    *,
+    visit: Callable[[Node, Value], None] | None = None,
+    origin: Callable[[Node], str] | None = None,
+) -> list[Value]:
+    """The roots' values, given those of `bound` nodes. A value is dropped once its last reader has run."""
+    order = _needed(roots, bound)
+    last: dict[Node, int] = {}
+    for i, node in enumerate(order):
+        for s in node.src:
+            last[s] = i
+    kept = set(roots)
+    values: dict[Node, Value] = dict(bound)
+    for i, node in enumerate(order):
+        try:
+            value = node.op.evaluate(node, [values[s] for s in node.src])  # type: ignore[misc]
+        except TilewrightError:
+            raise
+        except Exception as error:
+            place = origin(node) if origin else node.op.name
+            raise TypeMismatchError(
+                f"{node.op.name} -> {node.type} cannot be evaluated: {str(error).splitlines()[0] if str(error) else error!r}",
+                where=place,
+            ) from error
+        values[node] = value
+        if visit is not None:
+            visit(node, value)
+        for s in node.src:
+            if last[s] == i and s not in kept and s not in bound:
+                values.pop(s, None)
+    return [values[r] for r in roots]
+
+
+def _needed(roots: Sequence[Node], bound: Mapping[Node, Value]) -> list[Node]:
+    """Nodes to run, sources first, not looking below bound ones."""
+    if not bound:
+        return toposort(roots)
+    order: list[Node] = []
+    seen: set[Node] = set(bound)
+    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            order.append(node)
+            continue
+        if node in seen:
+            continue
+        seen.add(node)
+        stack.append((node, True))
+        stack.extend((s, False) for s in reversed(node.src) if s not in seen)
+    return order

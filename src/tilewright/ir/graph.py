@@ -1,0 +1,296 @@
+"""Nodes, graphs, and the only places that follow or replace uses.
+
+A `Node` is frozen and hash-consed: building an equal expression twice gives the same object, so `is` decides equality
+and common subexpressions never exist. The attributes of a node *are* its operation: an instance of a frozen `Op`
+subclass, which also knows the op's type rule and its meaning. Where a node came from (its origin) is kept by the graph,
+not by the node: two models may share a node.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, ClassVar
+
+from tilewright.dtype import DType
+from tilewright.errors import TypeMismatchError
+from tilewright.ir.types import Shape, TensorType, TupleType, Type
+
+if TYPE_CHECKING:
+    import torch
+
+    Value = torch.Tensor | tuple["Value", ...] | object
+
+OPS: dict[str, type[Op]] = {}
+
+
+@dataclass(frozen=True)
+class Op:
+    """Base of every operation: a frozen attribute class with a type rule and a meaning.
+
+    A subclass is registered under its snake-case name as soon as it is defined; `text.parse` finds it there.
+    """
+
+    name: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+        OPS[cls.name] = cls
+
+    def infer(self, *src: TensorType) -> Type:
+        """The result's type from the sources' types.
+
+        Raises:
+            TypeMismatchError: the sources do not fit this operation.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        """The result on torch tensors; `node` gives the logical types (4-bit codes travel in bytes)."""
+        raise NotImplementedError
+
+    def regions(self) -> dict[str, tuple[Node, ...]]:
+        """Expressions this op carries inside itself, by attribute name (a gemm's operands and stores)."""
+        return {}
+
+
+class Node:
+    """One operation applied to sources. Never constructed twice for equal arguments."""
+
+    __slots__ = ("__weakref__", "op", "src", "type")
+
+    op: Op
+    src: tuple[Node, ...]
+    type: Type
+
+    def __new__(cls, op: Op, *src: Node) -> Node:
+        key = (op, src)
+        with _LOCK:
+            found = _INTERNED.get(key)
+        if found is not None:
+            return found
+        made = object.__new__(cls)
+        types: list[TensorType] = []
+        for s in src:
+            if isinstance(s.type, TupleType):
+                if op.name != "item":
+                    raise TypeMismatchError(f"{op.name} takes tensors, not the tuple {s.type}", hint="item(index=…) first")
+            else:
+                types.append(s.type)
+        inferred = op.infer_item(src[0].type) if op.name == "item" else op.infer(*types)  # type: ignore[attr-defined]
+        object.__setattr__(made, "op", op)
+        object.__setattr__(made, "src", src)
+        object.__setattr__(made, "type", inferred)
+        with _LOCK:
+            return _INTERNED.setdefault(key, made)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"a Node is frozen; build another instead of setting {name}")
+
+    def __reduce__(self) -> tuple[type[Node], tuple[object, ...]]:
+        return (Node, (self.op, *self.src))
+
+    def __repr__(self) -> str:
+        return f"<{self.op} of {len(self.src)}: {self.type}>"
+
+    @property
+    def tensor(self) -> TensorType:
+        """The type, of a node with one result.
+
+        Raises:
+            TypeMismatchError: it has several.
+        """
+        if isinstance(self.type, TupleType):
+            raise TypeMismatchError(f"{self.op.name} has several results: {self.type}", hint="item(index=…) picks one")
+        return self.type
+
+    @property
+    def dtype(self) -> DType:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return self.tensor.shape
+
+    def with_src(self, src: Sequence[Node]) -> Node:
+        """The same operation over other sources (itself, if they are its own)."""
+        return self if all(a is b for a, b in zip(self.src, src, strict=True)) else Node(self.op, *src)
+
+
+_LOCK = threading.Lock()
+_INTERNED: weakref.WeakValueDictionary[tuple[Op, tuple[Node, ...]], Node] = weakref.WeakValueDictionary()
+
+
+def toposort(roots: Iterable[Node]) -> list[Node]:
+    """Every node the roots depend on, each after its sources. Iterative: deep graphs do not exhaust the stack."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, Iterator[Node]]] = []
+    for root in roots:
+        if root in seen:
+            continue
+        seen.add(root)
+        stack.append((root, iter(root.src)))
+        while stack:
+            node, rest = stack[-1]
+            for s in rest:
+                if s not in seen:
+                    seen.add(s)
+                    stack.append((s, iter(s.src)))
+                    break
+            else:
+                order.append(node)
+                stack.pop()
+    return order
+
+
+class Users:
+    """Who reads each node, and how often, with leaving the graph counted as a read.
+
+    Exact at the start of a sweep; `replace` keeps it exact while nodes are rewritten, by forwarding a replaced node's
+    readers to its replacement. A rule only asks; the rewrite driver alone calls `replace`.
+    """
+
+    def __init__(self, roots: Sequence[Node]) -> None:
+        self._of: dict[Node, dict[Node | None, int]] = {}
+        self._forward: dict[Node, Node] = {}
+        for node in toposort(roots):
+            self._of[node] = {}
+            self._add_reads(node)
+        for root in roots:
+            self._read(root, None)
+
+    def __getitem__(self, node: Node) -> Sequence[Node | None]:
+        """The distinct readers of `node`; None stands for an output of the graph. A reader may be about to be rebuilt
+        over rewritten sources, so compare its op, not its identity."""
+        return tuple(self._of.get(node, ()))
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._of
+
+    def count(self, node: Node) -> int:
+        """How many source slots (and outputs) read `node`; 0 when it is not in the graph."""
+        return sum(self._of.get(node, {}).values())
+
+    def only(self, node: Node) -> bool:
+        """Whether `node` is read exactly once."""
+        return self.count(node) == 1
+
+    def replace(self, old: Node, new: Node) -> list[Node]:
+        """`new` takes over the reads of `old`. Returns the nodes that are new to the graph, sources first."""
+        if old is new:
+            return []
+        fresh = _unknown(new, self._of)
+        reads = self._of.get(old, {})
+        self._of[old] = {}
+        for node in fresh:
+            self._of[node] = {}
+        for node in fresh:
+            self._forward.pop(node, None)
+            self._add_reads(node)
+        into = self._of[new]
+        for reader, slots in reads.items():
+            into[reader] = into.get(reader, 0) + slots
+        self._forward[old] = new
+        self._release(old)
+        return fresh
+
+    def _read(self, node: Node, reader: Node | None) -> None:
+        readers = self._of[node]
+        readers[reader] = readers.get(reader, 0) + 1
+
+    def _add_reads(self, node: Node) -> None:
+        for s in node.src:
+            self._forward.pop(s, None)
+            self._read(s, node)
+
+    def _release(self, dead: Node) -> None:
+        """Take back the reads of a node that nothing reads any more, and of what only it kept alive."""
+        stack = [dead]
+        while stack:
+            node = stack.pop()
+            if self._of.get(node):
+                continue
+            for s in node.src:
+                while (after := self._forward.get(s)) is not None:
+                    s = after
+                if self._of.get(s, {}).pop(node, None) is not None and not self._of[s]:
+                    stack.append(s)
+            self._of.pop(node, None)
+
+
+def _unknown(root: Node, known: Mapping[Node, object]) -> list[Node]:
+    """Nodes under `root` that are not in `known`, sources first; does not look below a known node."""
+    if root in known:
+        return []
+    order: list[Node] = []
+    seen: set[Node] = {root}
+    stack: list[tuple[Node, Iterator[Node]]] = [(root, iter(root.src))]
+    while stack:
+        node, rest = stack[-1]
+        for s in rest:
+            if s not in seen and s not in known:
+                seen.add(s)
+                stack.append((s, iter(s.src)))
+                break
+        else:
+            order.append(node)
+            stack.pop()
+    return order
+
+
+def substitute(roots: Sequence[Node], replacement: Mapping[Node, Node]) -> list[Node]:
+    """The roots with every occurrence of a key replaced by its value. A replacement is not itself searched."""
+    memo: dict[Node, Node] = {}
+    for node in toposort(roots):
+        found = replacement.get(node)
+        memo[node] = found if found is not None else node.with_src([memo[s] for s in node.src])
+    return [memo[r] for r in roots]
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A program: named inputs, named outputs, and what each node was called in its source.
+
+    Attributes:
+        name: of the program.
+        inputs: `input` nodes in call order; one that nothing reads is still listed.
+        outputs: result nodes (never tuples).
+        output_names: one a result, as the source calls it.
+        origins: a node's name in the source ("layer.3/attention/query MatMul"), for reports.
+        notes: sentences that the front end wants a reader to see (an op it could not model, a default it assumed).
+    """
+
+    name: str
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    output_names: tuple[str, ...]
+    origins: Mapping[Node, str] = field(default_factory=dict[Node, str], compare=False, hash=False)
+    notes: tuple[str, ...] = field(default=(), compare=False, hash=False)
+
+    def nodes(self) -> list[Node]:
+        """Every node, sources first."""
+        return toposort(self.outputs)
+
+    def users(self) -> Users:
+        return Users(self.outputs)
+
+    def origin(self, node: Node) -> str:
+        """What the source called this node, or its op's name."""
+        return self.origins.get(node, node.op.name)
+
+    def with_outputs(self, outputs: Sequence[Node], origins: Mapping[Node, str] | None = None) -> Graph:
+        """The same program with its results computed by other nodes."""
+        return replace(self, outputs=tuple(outputs), origins=self.origins if origins is None else origins)
+
+    def map_outputs(self, f: Callable[[Sequence[Node]], Sequence[Node]]) -> Graph:
+        return self.with_outputs(f(self.outputs))
+
+
+def attributes(op: Op) -> dict[str, object]:
+    """The op's attributes by name, the regions left out, in declaration order."""
+    inner = op.regions()
+    return {f.name: getattr(op, f.name) for f in fields(op) if f.name not in inner}

@@ -1,0 +1,38 @@
+"""Every operation of the graph. Importing this registers them all; an op is an attribute class (see `ir/graph.py`)."""
+
+from tilewright.ir.ops.elementwise import Convert, Dequantize, Map, Overflow, Quantize, Select
+from tilewright.ir.ops.functions import FUNCTIONS
+from tilewright.ir.ops.gemm import Gemm, gemm
+from tilewright.ir.ops.norm import Attention, LayerNorm, Reduce, Softmax
+from tilewright.ir.ops.shape import Broadcast, Concat, Gather, Iota, Pad, Reshape, Slice, Transpose
+from tilewright.ir.ops.source import Acc, Call, Const, Input, Item, Param
+
+__all__ = [
+    "FUNCTIONS",
+    "Acc",
+    "Attention",
+    "Broadcast",
+    "Call",
+    "Concat",
+    "Const",
+    "Convert",
+    "Dequantize",
+    "Gather",
+    "Gemm",
+    "Input",
+    "Iota",
+    "Item",
+    "LayerNorm",
+    "Map",
+    "Overflow",
+    "Pad",
+    "Param",
+    "Quantize",
+    "Reduce",
+    "Reshape",
+    "Select",
+    "Slice",
+    "Softmax",
+    "Transpose",
+    "gemm",
+]

@@ -1,0 +1,229 @@
+"""Elementwise operations. All broadcast their operands as NumPy does; none promotes a type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tilewright.dtype import F8E4M3FN, F32, F64, PRED, DType
+from tilewright.errors import TypeMismatchError
+from tilewright.ir.graph import Node, Op
+from tilewright.ir.ops.functions import FUNCTIONS, evaluate_function, narrow_integer, result_dtype
+from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+Overflow = Literal["wrap", "saturate", "ieee"]
+
+
+@dataclass(frozen=True)
+class Map(Op):
+    """Function `fn` (a key of `functions.FUNCTIONS`) on each element; operands share one type."""
+
+    fn: str
+
+    def infer(self, *src: TensorType) -> Type:
+        f = FUNCTIONS.get(self.fn)
+        if f is None:
+            raise TypeMismatchError(f"map knows no function {self.fn!r}")
+        if len(src) != f.arity:
+            raise TypeMismatchError(f"{self.fn} takes {f.arity} operands, not {len(src)}")
+        if len({t.dtype for t in src}) != 1:
+            raise TypeMismatchError(
+                f"{self.fn} takes operands of one type, not {', '.join(map(str, src))}", hint="convert first"
+            )
+        if src[0].dtype.kind not in f.kinds:
+            raise TypeMismatchError(f"{self.fn} does not take {src[0].dtype}")
+        return TensorType(result_dtype(f, src[0].dtype), broadcast_shapes(*(t.shape for t in src), where=self.fn))
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return evaluate_function(FUNCTIONS[self.fn], node.src[0].dtype, list(src))
+
+
+@dataclass(frozen=True)
+class Select(Op):
+    """`on_true` where `pred`, else `on_false`, element by element."""
+
+    def infer(self, *src: TensorType) -> Type:
+        if len(src) != 3 or src[0].dtype is not PRED or src[1].dtype is not src[2].dtype:
+            raise TypeMismatchError(f"select takes pred and two operands of one type, not {', '.join(map(str, src))}")
+        return TensorType(src[1].dtype, broadcast_shapes(*(t.shape for t in src), where="select"))
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        a, b = src[1], src[2]
+        if node.dtype.bits == 8 and node.dtype.is_float:
+            return torch.where(src[0], a.view(torch.uint8), b.view(torch.uint8)).view(a.dtype)
+        return torch.where(src[0], a, b)
+
+
+@dataclass(frozen=True)
+class Convert(Op):
+    """Each element as `dtype`.
+
+    To an integer from an integer: `wrap` keeps the low bits, `saturate` clamps. To an integer from a float: rounds toward
+    zero, clamps, and NaN gives 0 (XLA's rule), whatever `overflow` says. To a float: round half to even; past the largest
+    finite value `saturate` clamps to it, any other value gives the format's infinity or, where it has none, NaN. To pred:
+    not equal to zero.
+    """
+
+    dtype: DType
+    overflow: Overflow = "wrap"
+
+    def infer(self, *src: TensorType) -> Type:
+        (x,) = src
+        return x.with_dtype(self.dtype)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return convert_tensor(src[0], node.src[0].dtype, self.dtype, self.overflow)
+
+
+def convert_tensor(x: torch.Tensor, source: DType, target: DType, overflow: Overflow) -> torch.Tensor:
+    """`Convert` on a tensor of logical type `source`."""
+    if target is PRED:
+        return x.to(torch.float32) != 0 if source.is_float and source.bits == 8 else x != 0
+    if target.is_float:
+        return _to_float(x, source, target, overflow)
+    if source.is_float:
+        return _float_to_integer(x, target)
+    if overflow == "saturate" and source.is_integer:
+        x = _clamp_integer(x, source, target)
+    if source.name == "u64":
+        x = x.view(torch.int64)
+    elif source.name in ("u16", "u32"):
+        x = x.to(torch.int64)
+    return narrow_integer(x, target)
+
+
+def _to_float(x: torch.Tensor, source: DType, target: DType, overflow: Overflow) -> torch.Tensor:
+    storage = target.to_torch()
+    if target.bits > 8 and not (overflow == "saturate" and source.is_float and source.bits > target.bits):
+        return x.to(storage)
+    wide = x.to(torch.float64 if source.name in ("f64", "s64", "u64", "s32", "u32") else torch.float32)
+    if overflow == "saturate":
+        clamped = wide.clamp(target.min, target.max)  # clamp keeps NaN
+        return clamped.to(storage)
+    if target.bits > 8:
+        return wide.to(storage)
+    narrow = wide.to(torch.float32).to(storage)
+    if target is F8E4M3FN:
+        # torch saturates here, ml_dtypes and XLA give NaN; 464 is halfway to the missing 480 and still ties to 448.
+        bits = narrow.view(torch.uint8)
+        return torch.where(wide.abs() > 464.0, bits | 0x7F, bits).view(storage)
+    return narrow
+
+
+def _float_to_integer(x: torch.Tensor, target: DType) -> torch.Tensor:
+    wide = torch.nan_to_num(x.to(torch.float64), nan=0.0, posinf=float("inf"), neginf=float("-inf"))
+    wide = wide.clamp(float(target.min), float(target.max)).trunc()
+    if target.bits < 64:
+        return wide.to(torch.int64).to(target.to_torch())
+    # 2**63 - 1 is no float64: clamp below it, then put the limit back.
+    if target.kind == "int":
+        inside = wide.clamp(max=2.0**63 - 1024).to(torch.int64)
+        return torch.where(wide >= 2.0**63 - 1, torch.full_like(inside, (1 << 63) - 1), inside)
+    upper = wide >= 2.0**63
+    low = torch.where(upper, wide - 2.0**63, wide).clamp(max=2.0**63 - 1024).to(torch.int64)
+    value = torch.where(upper, low + torch.full_like(low, -(1 << 63)), low)
+    return torch.where(wide >= 2.0**64 - 1, torch.full_like(low, -1), value).view(torch.uint64)
+
+
+def _clamp_integer(x: torch.Tensor, source: DType, target: DType) -> torch.Tensor:
+    if source.name == "u64":
+        v = x.view(torch.int64)
+        top = torch.full_like(v, min(int(target.max), (1 << 63) - 1))
+        return torch.where((v < 0) | (v > top), top, v).view(torch.uint64)
+    wide = x.to(torch.int64)
+    return wide.clamp(max(int(target.min), -(1 << 63)), min(int(target.max), (1 << 63) - 1)).to(
+        torch.int64 if source.name in ("u16", "u32") else x.dtype
+    )
+
+
+def _check_scale(x: TensorType, scale: TensorType, zero_point: TensorType | None, block: Shape | None, op: str) -> None:
+    if not scale.dtype.is_float:
+        raise TypeMismatchError(f"{op}: the scale is {scale.dtype}, not a float", hint="convert it")
+    for what, t in (("scale", scale), ("zero point", zero_point)):
+        if t is None:
+            continue
+        if block is None:
+            if broadcast_shapes(x.shape, t.shape, where=f"{op} {what}") != x.shape:
+                raise TypeMismatchError(f"{op}: {what} {t} is larger than {x}")
+        elif len(block) != x.rank or t.shape != tuple(-(-d // b) for d, b in zip(x.shape, block, strict=True)):
+            raise TypeMismatchError(f"{op}: {what} {t} does not give one value a {list(block)} block of {x}")
+
+
+def expand_blocks(t: torch.Tensor, shape: Shape, block: Shape | None) -> torch.Tensor:
+    """A scale or zero point given per block, repeated to the shape of what it scales; as it is when not blocked."""
+    if block is None:
+        return t
+    for axis, b in enumerate(block):
+        if b > 1:
+            t = t.repeat_interleave(b, axis).narrow(axis, 0, shape[axis])
+    return t
+
+
+@dataclass(frozen=True)
+class Quantize(Op):
+    """saturate(round_half_even(x / scale) + zero_point), sources x, scale[, zero_point] (ONNX QuantizeLinear).
+
+    The scale broadcasts against x as NumPy does (scalar: per tensor; [C, 1]: per row), or, with `block`, holds one value
+    for each block of that shape. The division is in f32 (f64 if x is f64). To an 8-bit float the quotient is converted,
+    past the largest value as `overflow` says, and the zero point is not added.
+    """
+
+    dtype: DType
+    block: Shape | None = None
+    overflow: Overflow = "saturate"
+
+    def infer(self, *src: TensorType) -> Type:
+        if len(src) not in (2, 3):
+            raise TypeMismatchError(f"quantize takes x, scale and maybe a zero point, not {len(src)} operands")
+        _check_scale(src[0], src[1], src[2] if len(src) == 3 else None, self.block, "quantize")
+        if len(src) == 3 and src[2].dtype is not self.dtype:
+            raise TypeMismatchError(f"quantize to {self.dtype} has a zero point of type {src[2].dtype}")
+        return src[0].with_dtype(self.dtype)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        compute = torch.float64 if node.src[0].dtype is F64 else torch.float32
+        scale = expand_blocks(src[1].to(compute), node.shape, self.block)
+        quotient = src[0].to(compute) / scale
+        if self.dtype.is_float:
+            return convert_tensor(quotient, F64 if compute is torch.float64 else F32, self.dtype, self.overflow)
+        rounded = torch.round(quotient)
+        if len(src) == 3:
+            rounded = rounded + expand_blocks(src[2].to(compute), node.shape, self.block)
+        clamped = torch.nan_to_num(rounded, nan=0.0, posinf=self.dtype.max, neginf=self.dtype.min)
+        clamped = clamped.to(torch.float64).clamp(float(self.dtype.min), float(self.dtype.max))
+        return narrow_integer(clamped.to(torch.int64), self.dtype)
+
+
+@dataclass(frozen=True)
+class Dequantize(Op):
+    """(x - zero_point) * scale, sources x, scale[, zero_point] (ONNX DequantizeLinear); result of type `dtype`.
+
+    Scale as for `Quantize`. The difference is exact; the product is rounded once to f32 (f64 for a result of f64), then to
+    `dtype`.
+    """
+
+    dtype: DType
+    block: Shape | None = None
+
+    def infer(self, *src: TensorType) -> Type:
+        if len(src) not in (2, 3):
+            raise TypeMismatchError(f"dequantize takes x, scale and maybe a zero point, not {len(src)} operands")
+        _check_scale(src[0], src[1], src[2] if len(src) == 3 else None, self.block, "dequantize")
+        if not self.dtype.is_float:
+            raise TypeMismatchError(f"dequantize gives a float, not {self.dtype}")
+        return src[0].with_dtype(self.dtype)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        compute = torch.float64 if self.dtype is F64 else torch.float32
+        x, shape = src[0], node.shape
+        if len(src) == 3 and node.src[0].dtype.is_integer:
+            # int64 keeps the difference of two s32 exact
+            wide = torch.int64 if node.src[0].dtype.bits >= 32 else torch.int32
+            x = x.to(wide) - expand_blocks(src[2].to(wide), shape, self.block)
+        return (x.to(compute) * expand_blocks(src[1].to(compute), shape, self.block)).to(self.dtype.to_torch())

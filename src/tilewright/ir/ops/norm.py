@@ -1,0 +1,184 @@
+"""Reductions and the operations built on them: softmax, layer norm, attention. All compute in f32 or wider."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from tilewright.dtype import F64, PRED, DType
+from tilewright.errors import TypeMismatchError
+from tilewright.ir.graph import Node, Op
+from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.shape import broadcastable, reduced_shape
+from tilewright.ir.types import TensorType, Type, normalize_axis
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+Reduction = Literal["add", "multiply", "maximum", "minimum", "and", "or", "mean"]
+
+
+def _compute(d: DType) -> torch.dtype:
+    return torch.float64 if d is F64 else torch.float32
+
+
+@dataclass(frozen=True)
+class Reduce(Op):
+    """`fn` over `axes` (sorted, not negative); integers wrap; floats narrower than f32 accumulate in f32.
+
+    Over no elements: 0 for add, 1 for multiply, the type's lowest or highest value (or infinity) for maximum and minimum,
+    NaN for mean.
+    """
+
+    fn: Reduction
+    axes: tuple[int, ...]
+    keepdims: bool = False
+
+    def infer(self, *src: TensorType) -> Type:
+        (x,) = src
+        if list(self.axes) != sorted({normalize_axis(a, x.rank, "reduce") for a in self.axes}):
+            raise TypeMismatchError(f"reduce axes {list(self.axes)} of {x} are not sorted, distinct and non-negative")
+        if (self.fn in ("and", "or") and x.dtype.is_float) or (self.fn == "mean" and not x.dtype.is_float):
+            raise TypeMismatchError(f"reduce {self.fn} does not take {x.dtype}")
+        return x.with_shape(reduced_shape(x.shape, self.axes, self.keepdims))
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        x, d = src[0], node.dtype
+        if not self.axes:
+            return x
+        wide = x.to(_compute(d)) if d.is_float else x if d is PRED else x.to(torch.int64)
+        kept = self._reduced(wide, d).reshape(node.shape)
+        if d is PRED:
+            return kept
+        return narrow_integer(kept, d) if d.is_integer else kept.to(d.to_torch())
+
+    def _reduced(self, x: torch.Tensor, d: DType) -> torch.Tensor:
+        axes = list(self.axes)
+        if d is PRED:
+            return x.all(axes) if self.fn in ("and", "multiply", "minimum") else x.any(axes)
+        if self.fn == "add":
+            return x.sum(axes)
+        if self.fn == "mean":
+            return x.mean(axes)
+        if self.fn in ("maximum", "minimum"):
+            if any(x.shape[a] == 0 for a in axes):
+                worst = (
+                    (float("-inf") if d.is_float else int(d.min))
+                    if self.fn == "maximum"
+                    else (float("inf") if d.is_float else int(d.max))
+                )
+                return torch.full(reduced_shape(tuple(x.shape), self.axes, False), worst, dtype=x.dtype, device=x.device)
+            return x.amax(axes) if self.fn == "maximum" else x.amin(axes)
+        one_by_one = {"multiply": torch.mul, "and": torch.bitwise_and, "or": torch.bitwise_or}[self.fn]
+        start = {"multiply": 1, "and": -1, "or": 0}[self.fn]
+        for axis in reversed(axes):
+            total = torch.full_like(x.select(axis, 0), start) if x.shape[axis] else x.sum(axis) + start
+            for part in x.unbind(axis):
+                total = one_by_one(total, part)
+            x = total
+        return x
+
+
+@dataclass(frozen=True)
+class Softmax(Op):
+    """exp(x - max) / sum along `axis`, or its logarithm."""
+
+    axis: int
+    log: bool = False
+
+    def infer(self, *src: TensorType) -> Type:
+        (x,) = src
+        normalize_axis(self.axis, x.rank, "softmax")
+        if not x.dtype.is_float:
+            raise TypeMismatchError(f"softmax does not take {x.dtype}")
+        return x
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        f = torch.log_softmax if self.log else torch.softmax
+        return f(src[0].to(_compute(node.dtype)), self.axis).to(src[0].dtype)
+
+
+@dataclass(frozen=True)
+class LayerNorm(Op):
+    """(x - mean) / sqrt(var + epsilon) over the axes from `axis` on, then * scale + bias; sources x[, scale[, bias]].
+
+    `center=False` is RMS norm: x / sqrt(mean(x**2) + epsilon). Scale and bias broadcast against x. Computed in f32.
+    Sources: Ba et al. 2016 (arXiv 1607.06450); Zhang and Sennrich 2019 (arXiv 1910.07467).
+    """
+
+    axis: int
+    epsilon: float
+    center: bool = True
+
+    def infer(self, *src: TensorType) -> Type:
+        if not 1 <= len(src) <= 3:
+            raise TypeMismatchError(f"layer_norm takes x and maybe scale and bias, not {len(src)} operands")
+        x = src[0]
+        normalize_axis(self.axis, x.rank, "layer_norm")
+        if not x.dtype.is_float:
+            raise TypeMismatchError(f"layer_norm does not take {x.dtype}")
+        for t in src[1:]:
+            if t.dtype is not x.dtype or not broadcastable(t.shape, x.shape):
+                raise TypeMismatchError(f"layer_norm of {x} cannot take a scale or bias {t}")
+        return x
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        x = src[0].to(_compute(node.dtype))
+        axes = list(range(self.axis % x.dim(), x.dim()))
+        if self.center:
+            x = x - x.mean(axes, keepdim=True)
+        y = x * torch.rsqrt(x.square().mean(axes, keepdim=True) + self.epsilon)
+        if len(src) > 1:
+            y = y * src[1].to(y.dtype)
+        if len(src) > 2:
+            y = y + src[2].to(y.dtype)
+        return y.to(src[0].dtype)
+
+
+@dataclass(frozen=True)
+class Attention(Op):
+    """softmax(scale * q @ k^T + mask) @ v; sources q [B, Hq, S, D], k [B, Hk, T, D], v [B, Hk, T, Dv][, mask].
+
+    Hk divides Hq (grouped queries). The mask broadcasts to [B, Hq, S, T]: pred keeps where true, a float is added.
+    `causal` "upper" lets query i see keys 0…i, "lower" keys 0…i + T - S. A row that may see nothing gives 0 when
+    `zero_masked_rows`, else NaN. The result has q's type. Computed in f32.
+    Source: Vaswani et al. 2017 (arXiv 1706.03762).
+    """
+
+    scale: float
+    causal: Literal["no", "upper", "lower"] = "no"
+    zero_masked_rows: bool = False
+
+    def infer(self, *src: TensorType) -> Type:
+        if len(src) not in (3, 4):
+            raise TypeMismatchError(f"attention takes q, k, v and maybe a mask, not {len(src)} operands")
+        q, k, v = src[:3]
+        fits = q.rank == k.rank == v.rank == 4 and q.dtype.is_float
+        fits = fits and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3] and q.shape[3] == k.shape[3]
+        if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+            raise TypeMismatchError(f"attention over q {q}, k {k}, v {v}")
+        scores = (*q.shape[:3], k.shape[2])
+        if len(src) == 4 and not ((src[3].dtype is PRED or src[3].dtype.is_float) and broadcastable(src[3].shape, scores)):
+            raise TypeMismatchError(f"attention mask {src[3]} does not broadcast to {list(scores)}")
+        return q.with_shape((*q.shape[:3], v.shape[3]))
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        compute = _compute(node.dtype)
+        q, k, v = (t.to(compute) for t in src[:3])
+        groups = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
+        scores = q @ k.transpose(-1, -2) * self.scale
+        if len(src) == 4:
+            mask = src[3]
+            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(compute)
+        if self.causal != "no":
+            s, t = scores.shape[-2:]
+            visible = torch.ones(s, t, dtype=torch.bool, device=q.device).tril(t - s if self.causal == "lower" else 0)
+            scores = scores.masked_fill(~visible, float("-inf"))
+        weights = torch.softmax(scores, -1)
+        if self.zero_masked_rows:
+            weights = weights.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
+        return (weights @ v).to(src[0].dtype)

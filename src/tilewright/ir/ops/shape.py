@@ -1,0 +1,231 @@
+"""Operations that move, pick or make elements without computing on them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewright.dtype import DType
+from tilewright.errors import TypeMismatchError
+from tilewright.ir.graph import Node, Op
+from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes, normalize_axis
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+
+def _moved(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`f` on tensors whose elements are only moved: types torch has no kernels for travel as integers of their width."""
+    storage = tensors[0].dtype
+    if storage.is_floating_point and storage.itemsize == 1:
+        return f(*[t.view(torch.uint8) for t in tensors]).view(storage)
+    if storage in (torch.uint16, torch.uint32, torch.uint64):
+        signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[storage.itemsize]
+        return f(*[t.view(signed) for t in tensors]).view(storage)
+    return f(*tensors)
+
+
+@dataclass(frozen=True)
+class Reshape(Op):
+    """The same elements in row-major order under another shape."""
+
+    shape: Shape
+
+    def infer(self, *src: TensorType) -> Type:
+        (x,) = src
+        if x.elements != math.prod(self.shape) or any(d < 0 for d in self.shape):
+            raise TypeMismatchError(f"{x} cannot be reshaped to {list(self.shape)}")
+        return x.with_shape(self.shape)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return src[0].reshape(self.shape)
+
+
+@dataclass(frozen=True)
+class Transpose(Op):
+    """Axis i of the result is axis perm[i] of the source."""
+
+    perm: tuple[int, ...]
+
+    def infer(self, *src: TensorType) -> Type:
+        (x,) = src
+        if sorted(self.perm) != list(range(x.rank)):
+            raise TypeMismatchError(f"{list(self.perm)} is no permutation of the axes of {x}")
+        return x.with_shape(x.shape[p] for p in self.perm)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return src[0].permute(self.perm)
+
+
+@dataclass(frozen=True)
+class Slice(Op):
+    """Elements start, start + step, … below stop, on every axis; steps are positive."""
+
+    start: Shape
+    stop: Shape
+    step: Shape
+
+    def infer(self, *src: TensorType) -> Type:
+        (x,) = src
+        if not len(self.start) == len(self.stop) == len(self.step) == x.rank:
+            raise TypeMismatchError(f"slice of {x} needs {x.rank} starts, stops and steps")
+        for lo, hi, by, d in zip(self.start, self.stop, self.step, x.shape, strict=True):
+            if not 0 <= lo <= hi <= d or by < 1:
+                raise TypeMismatchError(f"slice [{lo}:{hi}:{by}] does not lie in an axis of {d}", where=f"slice of {x}")
+        return x.with_shape(-(-(hi - lo) // by) for lo, hi, by in zip(self.start, self.stop, self.step, strict=True))
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        index = tuple(slice(lo, hi, by) for lo, hi, by in zip(self.start, self.stop, self.step, strict=True))
+        return src[0][index]
+
+
+@dataclass(frozen=True)
+class Pad(Op):
+    """Sources x and a scalar: `low` and `high` copies of the scalar around each axis, `interior` between elements.
+
+    Negative `low` or `high` crops, as in StableHLO.
+    """
+
+    low: Shape
+    high: Shape
+    interior: Shape
+
+    def infer(self, *src: TensorType) -> Type:
+        x, value = src
+        if value.dtype is not x.dtype or value.elements != 1:
+            raise TypeMismatchError(f"pad of {x} takes one {x.dtype}, not {value}")
+        if not len(self.low) == len(self.high) == len(self.interior) == x.rank or any(i < 0 for i in self.interior):
+            raise TypeMismatchError(f"pad of {x} needs {x.rank} lows, highs and interiors")
+        shape = [self._extent(d, axis) for axis, d in enumerate(x.shape)]
+        if any(d < 0 for d in shape):
+            raise TypeMismatchError(f"pad crops more of {x} than there is")
+        return x.with_shape(shape)
+
+    def _extent(self, d: int, axis: int) -> int:
+        return self.low[axis] + self.high[axis] + d + max(d - 1, 0) * self.interior[axis]
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        x, value = src
+        return _moved(lambda a, v: self._padded(a, v, node.shape), x, value.reshape(()))
+
+    def _padded(self, x: torch.Tensor, value: torch.Tensor, shape: Shape) -> torch.Tensor:
+        spread = [d + max(d - 1, 0) * i for d, i in zip(x.shape, self.interior, strict=True)]
+        # Room for everything, then crop what negative edges take away.
+        front = [max(lo, 0) for lo in self.low]
+        room = [f + s + max(hi, 0) for f, s, hi in zip(front, spread, self.high, strict=True)]
+        out = value.expand(room).clone()
+        out[tuple(slice(f, f + s, i + 1) for f, s, i in zip(front, spread, self.interior, strict=True))] = x
+        crop = [max(-lo, 0) for lo in self.low]
+        return out[tuple(slice(c, c + d) for c, d in zip(crop, shape, strict=True))]
+
+
+@dataclass(frozen=True)
+class Concat(Op):
+    """Sources side by side along `axis`."""
+
+    axis: int
+
+    def infer(self, *src: TensorType) -> Type:
+        if not src:
+            raise TypeMismatchError("concat of nothing")
+        axis = normalize_axis(self.axis, src[0].rank, "concat")
+        rest = {(t.dtype, t.shape[:axis], t.shape[axis + 1 :]) for t in src}
+        if len(rest) != 1:
+            raise TypeMismatchError(f"concat along axis {axis} of {', '.join(map(str, src))}")
+        total = sum(t.shape[axis] for t in src)
+        return src[0].with_shape((*src[0].shape[:axis], total, *src[0].shape[axis + 1 :]))
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return _moved(lambda *t: torch.cat(t, self.axis), *src)
+
+
+@dataclass(frozen=True)
+class Broadcast(Op):
+    """The source repeated to `shape`, by NumPy's rule (align right, stretch axes of 1)."""
+
+    shape: Shape
+
+    def infer(self, *src: TensorType) -> Type:
+        (x,) = src
+        if broadcast_shapes(x.shape, self.shape, where="broadcast") != self.shape:
+            raise TypeMismatchError(f"{x} does not broadcast to {list(self.shape)}")
+        return x.with_shape(self.shape)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return src[0].expand(self.shape)
+
+
+@dataclass(frozen=True)
+class Gather(Op):
+    """Sources x and integer indices, both read along `axis`.
+
+    Whole slices (default): the result is x.shape[:axis] + indices.shape + x.shape[axis + 1:] (ONNX Gather, an embedding
+    lookup). `elementwise`: indices have x's rank and pick one element each (ONNX GatherElements). Negative indices count
+    from the end.
+    """
+
+    axis: int
+    elementwise: bool = False
+
+    def infer(self, *src: TensorType) -> Type:
+        x, index = src
+        axis = normalize_axis(self.axis, x.rank, "gather")
+        if not index.dtype.is_integer:
+            raise TypeMismatchError(f"gather takes integer indices, not {index}")
+        if not self.elementwise:
+            return x.with_shape((*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]))
+        if index.rank != x.rank or any(i > d for a, (i, d) in enumerate(zip(index.shape, x.shape, strict=True)) if a != axis):
+            raise TypeMismatchError(f"elementwise gather from {x} with indices {index}")
+        return x.with_shape(index.shape)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        x, index = src
+        axis = self.axis % x.dim()
+        index = index.to(torch.int64)
+        index = torch.where(index < 0, index + x.shape[axis], index)
+        if self.elementwise:
+            return _moved(lambda t: torch.gather(t, axis, index), x)
+        picked = _moved(lambda t: torch.index_select(t, axis, index.reshape(-1)), x)
+        return picked.reshape(node.shape)
+
+
+@dataclass(frozen=True)
+class Iota(Op):
+    """0, 1, 2, … along `axis`, the same on every other."""
+
+    dtype: DType
+    shape: Shape
+    axis: int
+
+    def infer(self, *src: TensorType) -> Type:
+        normalize_axis(self.axis, len(self.shape), "iota")
+        return TensorType(self.dtype, self.shape)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        axis = self.axis % len(self.shape)
+        line = torch.arange(self.shape[axis], dtype=torch.int64).to(self.dtype.to_torch())
+        return line.reshape([-1 if a == axis else 1 for a in range(len(self.shape))]).expand(self.shape)
+
+
+def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
+    """`shape` with `axes` gone, or 1 when kept."""
+    if keepdims:
+        return tuple(1 if a in axes else d for a, d in enumerate(shape))
+    return tuple(d for a, d in enumerate(shape) if a not in axes)
+
+
+def same_but(shape: Shape, axis: int, extent: int) -> Shape:
+    """`shape` with another extent on one axis."""
+    return (*shape[:axis], extent, *shape[axis + 1 :])
+
+
+def broadcastable(small: Shape, large: Shape) -> bool:
+    """Whether `small` broadcasts to exactly `large`."""
+    try:
+        return broadcast_shapes(small, large) == large
+    except TypeMismatchError:
+        return False

@@ -1,0 +1,123 @@
+"""Where values come from: graph inputs, constants, a gemm's own parameters, opaque calls, one of several results."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from tilewright.errors import TypeMismatchError, UnsupportedError
+from tilewright.ir.graph import Node, Op
+from tilewright.ir.literal import Literal
+from tilewright.ir.types import TensorType, TupleType, Type
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewright.ir.graph import Value
+
+
+@dataclass(frozen=True)
+class Input(Op):
+    """A value given at run time, called `label`."""
+
+    label: str
+    type: TensorType
+
+    def infer(self, *src: TensorType) -> Type:
+        return self.type
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        raise TypeMismatchError(f"input {self.label!r} has no value")
+
+
+@dataclass(frozen=True)
+class Const(Op):
+    """A constant; `data` refers to the source's memory."""
+
+    data: Literal
+
+    def infer(self, *src: TensorType) -> Type:
+        return self.data.type
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return self.data.tensor()
+
+
+@dataclass(frozen=True)
+class Param(Op):
+    """Source `index` of the gemm in whose expression this stands. Only inside an op's regions."""
+
+    index: int
+    type: TensorType
+
+    def infer(self, *src: TensorType) -> Type:
+        return self.type
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        raise TypeMismatchError(f"param {self.index} stands outside an operation's expression")
+
+
+@dataclass(frozen=True)
+class Acc(Op):
+    """The accumulator [*batch, M, N] of the gemm in whose store this stands. Only inside a gemm's stores."""
+
+    type: TensorType
+
+    def infer(self, *src: TensorType) -> Type:
+        return self.type
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        raise TypeMismatchError("acc stands outside a gemm's stores")
+
+
+@dataclass(frozen=True)
+class Item(Op):
+    """Result `index` of an operation with several."""
+
+    index: int
+
+    def infer(self, *src: TensorType) -> Type:
+        raise TypeMismatchError("item takes an operation with several results, not a tensor")
+
+    def infer_item(self, source: Type) -> Type:
+        if not isinstance(source, TupleType):
+            raise TypeMismatchError(f"item takes an operation with several results, not {source}")
+        if not 0 <= self.index < len(source.items):
+            raise TypeMismatchError(f"result {self.index} of {len(source.items)} wanted")
+        return source.items[self.index]
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        return cast("tuple[Value, ...]", src[0])[self.index]
+
+
+@dataclass(frozen=True)
+class Call(Op):
+    """An operation no other node expresses, kept as its source wrote it and evaluated by the source's own library.
+
+    `library` names the front end module whose `evaluate_call(call, values)` runs it: slower, never refused. `opaque`
+    among `types` is a value whose type is known only at run time; nothing but another call may read it.
+
+    Attributes:
+        library: front end module.
+        target: operator, as the source spells it; stands in reports.
+        payload: everything else the library needs, as text.
+        types: of the results.
+    """
+
+    library: str
+    target: str
+    payload: str
+    types: tuple[TensorType, ...]
+
+    def infer(self, *src: TensorType) -> Type:
+        return self.types[0] if len(self.types) == 1 else TupleType(self.types)
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        module = importlib.import_module(f"tilewright.frontends.{self.library}")
+        run = getattr(module, "evaluate_call", None)
+        if run is None:
+            raise UnsupportedError(f"nothing can evaluate a call into {self.library!r}", where=self.target)
+        results = tuple(run(self, src))
+        return results[0] if len(self.types) == 1 else results

@@ -1,0 +1,87 @@
+"""What a value is: an element type and a shape, or a tuple of such.
+
+Shapes are concrete today. `Dim` is where a bounded symbolic extent ("tokens", 1 to 4096) will go: an axis is typed `int`
+here and only `shape` handling in this file, `text.py` and the problem need to learn of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from tilewright.dtype import OPAQUE, DType
+from tilewright.errors import TypeMismatchError
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorType:
+    """`dtype[shape]`, e.g. `f32[2,3]`; `opaque` has no shape and travels only between `call` nodes."""
+
+    dtype: DType
+    shape: Shape
+
+    def __str__(self) -> str:
+        return "opaque" if self.dtype is OPAQUE else f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes when stored densely (two 4-bit codes a byte)."""
+        return self.dtype.size_bytes(self.elements)
+
+    def with_dtype(self, dtype: DType) -> TensorType:
+        return TensorType(dtype, self.shape)
+
+    def with_shape(self, shape: Iterable[int]) -> TensorType:
+        return TensorType(self.dtype, tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class TupleType:
+    """Several results of one node; `item` picks one."""
+
+    items: tuple[TensorType, ...]
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.items))})"
+
+
+Type = TensorType | TupleType
+
+
+def broadcast_shapes(*shapes: Shape, where: str = "broadcast") -> Shape:
+    """NumPy broadcasting: align right; extents must be equal or 1.
+
+    Raises:
+        TypeMismatchError: two extents differ and neither is 1.
+    """
+    rank = max((len(s) for s in shapes), default=0)
+    out: list[int] = []
+    for axis in range(-rank, 0):
+        extents = {s[axis] for s in shapes if len(s) >= -axis} - {1}
+        if len(extents) > 1:
+            shown = " and ".join(str(list(s)) for s in shapes)
+            raise TypeMismatchError(f"shapes {shown} do not broadcast together", where=where)
+        out.append(extents.pop() if extents else 1)
+    return tuple(out)
+
+
+def normalize_axis(axis: int, rank: int, where: str) -> int:
+    """`axis` counted from the front.
+
+    Raises:
+        TypeMismatchError: it is not an axis of a rank-`rank` tensor.
+    """
+    if not -rank <= axis < rank:
+        raise TypeMismatchError(f"axis {axis} is not an axis of a tensor of rank {rank}", where=where)
+    return axis % rank

@@ -1,0 +1,1 @@
+"""Rewrite rules, one idea a file, found by file name."""

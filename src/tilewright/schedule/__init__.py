@@ -1,0 +1,1 @@
+"""From a gemm to a choice: problem, candidates, cost, measurement."""
