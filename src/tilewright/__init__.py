@@ -1,3 +1,30 @@
 """Tilewright: a matrix-multiplication compiler for XLA HLO, ONNX and PyTorch programs."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tilewright.compiler import compile
+    from tilewright.frontends import load
+    from tilewright.product import matmul
+    from tilewright.runtime.executable import Executable
+
 __version__ = "0.1.0"
+__all__ = ["Executable", "__version__", "compile", "load", "matmul"]
+
+_HOME = {
+    "compile": "tilewright.compiler",
+    "load": "tilewright.frontends",
+    "matmul": "tilewright.product",
+    "Executable": "tilewright.runtime.executable",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import the public names when first used: torch takes a second to import and `tilewright --help` needs none of it."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'tilewright' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOME[name]), name)

@@ -1,0 +1,1 @@
+"""Library kernels reached through torch: ATen, oneDNN, cuBLASLt."""

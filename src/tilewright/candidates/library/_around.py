@@ -1,0 +1,65 @@
+"""What every library call needs around it: operands evaluated before it, stores after it.
+
+Libraries multiply plain matrices, so views, casts and dequantisations of an operand run first (once, if it is a weight) and
+the epilogue runs afterwards, op by op on torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from tilewright.dtype import DType
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Acc, Convert, Param
+from tilewright.schedule.problem import Problem
+
+Side = Callable[[Sequence[torch.Tensor]], torch.Tensor]
+Finish = Callable[[torch.Tensor], torch.Tensor]
+
+
+def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambda t: t) -> Side:
+    """How to get an operand from the gemm's sources; evaluated now, once, when it depends on weights alone."""
+    params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
+    indices = [cast("Param", n.op).index for n in params]
+
+    def evaluate(sources: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
+        if root in params:
+            return finish(sources[indices[0]])
+        bound = {n: sources[i] for n, i in zip(params, indices, strict=True)}
+        return finish(cast("torch.Tensor", evaluate_nodes((root,), bound)[0]))
+
+    if all(i in weights for i in indices):
+        ready = evaluate(weights)
+        return lambda sources: ready
+    return evaluate
+
+
+def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """How to get the gemm's results from its product, given in the accumulator's type or already in `product_dtype`.
+
+    The latter is only right when every store converts acc to it first (`Problem.first_conversion`).
+    """
+    roots = problem.op.stores
+    nodes = toposort(roots)
+    accs = [n for n in nodes if isinstance(n.op, Acc)]
+    if product_dtype is not problem.acc.dtype:
+        accs = [n for n in nodes if isinstance(n.op, Convert) and n.dtype is product_dtype and n.src[0] in accs]
+    params = [(n, n.op.index) for n in nodes if isinstance(n.op, Param)]
+    if all(r in accs for r in roots):
+        return lambda product, sources: [product] * len(roots)
+
+    def evaluate(product: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        bound: dict[Node, object] = dict.fromkeys(accs, product)
+        bound.update((n, sources[i]) for n, i in params)
+        return cast("list[torch.Tensor]", evaluate_nodes(roots, bound))
+
+    return evaluate
+
+
+def flat(t: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
+    """[*batch, rows, columns] as [product of batch, rows, columns], broadcast over `batch`."""
+    return t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:])

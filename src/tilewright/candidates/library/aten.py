@@ -1,0 +1,66 @@
+"""torch.matmul: MKL and oneDNN on a CPU, cuBLAS on a GPU; floats only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from tilewright.candidates.library._around import side, stores
+from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.problem import Problem
+from tilewright.schedule.schedule import Schedule
+
+
+class Aten:
+    name = "aten"
+    preference = 20
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        if not problem.acc.dtype.is_float:
+            return f"torch.matmul has no {problem.lhs.dtype} x {problem.rhs.dtype} product into {problem.acc.dtype}"
+        return None
+
+    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+        widest = F64 if problem.acc.dtype is F64 else F32
+        found: list[DType] = [widest]
+        a, b = problem.lhs.dtype, problem.rhs.dtype
+        # A 16-bit product leaves torch rounded to 16 bits: allowed when that is what every store does first.
+        if a is b and a in (BF16, F16) and problem.first_conversion() is a:
+            found.insert(0, a)
+        return [Schedule.of(compute=d.name) for d in found]
+
+    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        compute = dtype(str(schedule["compute"]))
+        storage = compute.to_torch()
+        # An f32 product of an f16 gemm is its accumulator; a narrow product is already the converted one.
+        given = compute if compute.bits < 32 else problem.acc.dtype
+        finish = stores(problem, given)
+        narrow = given.to_torch()
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            lhs = side(problem.op.lhs, weights, lambda t: t.to(storage))
+            rhs = side(problem.op.rhs, weights, lambda t: t.to(storage))
+
+            def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                return finish(torch.matmul(lhs(sources), rhs(sources)).to(narrow), sources)
+
+            return run
+
+        return Kernel(self.name, schedule, prepare, packed_bytes=_converted_bytes(problem, compute))
+
+
+def _converted_bytes(problem: Problem, compute: DType) -> int:
+    """Memory of weights held a second time because their operand is not the stored matrix itself."""
+    total = 0
+    for operand in (problem.lhs, problem.rhs):
+        if operand.source is not None and problem.weights[operand.source]:
+            if operand.plain and operand.stored.dtype is compute:
+                continue
+            total += compute.size_bytes(operand.stored.elements)
+    return total
+
+
+CANDIDATE = Aten()

@@ -1,0 +1,59 @@
+"""torch._scaled_mm: cuBLASLt's 8-bit float product (Ada, Hopper and later)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from tilewright.candidates.library._around import side, stores
+from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F32
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.problem import Problem
+from tilewright.schedule.schedule import Schedule
+
+
+class ScaledMm:
+    name = "scaled_mm"
+    preference = 10
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        a, b = problem.lhs.dtype, problem.rhs.dtype
+        if target.kind != "cuda":
+            return "cuBLASLt runs on NVIDIA GPUs"
+        if {a, b} - {F8E4M3FN, F8E5M2} or a is b is F8E5M2:
+            return f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}"
+        if not any(f in target.features for f in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")):
+            return f"{target.name} has no 8-bit float unit"
+        if len(problem.op.rhs.shape) != 2 or problem.K % 16 or problem.N % 16 or not problem.M:
+            return "cuBLASLt's 8-bit float product takes one rhs matrix with K and N in multiples of 16"
+        return None
+
+    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+        out = BF16 if problem.first_conversion() is BF16 else F32
+        return (Schedule.of(out=out.name, fast_accum=False),)
+
+    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        out = BF16 if schedule["out"] == "bf16" else F32
+        finish = stores(problem, out)
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            lhs = side(problem.op.lhs, weights)
+            # The library wants the right operand with K contiguous.
+            rhs = side(problem.op.rhs, weights, lambda t: t.t().contiguous().t())
+            one = torch.ones((), device=target.device)
+
+            def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                a = lhs(sources)
+                product = torch.ops.aten._scaled_mm(
+                    a.reshape(-1, problem.K).contiguous(), rhs(sources), one, one, out_dtype=out.to_torch()
+                )
+                return finish(product.reshape(problem.acc.shape), sources)
+
+            return run
+
+        return Kernel(self.name, schedule, prepare)
+
+
+CANDIDATE = ScaledMm()

@@ -1,0 +1,81 @@
+"""load -> rules -> plan -> executable, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tilewright.frontends import LoadOptions, load
+from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.pattern import Trace, discover, rewrite
+from tilewright.ir.verify import verify
+from tilewright.runtime.executable import Executable, prepare
+from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.search import Decision, search
+
+STAGES = ("accumulator", "canonical")
+DEFAULT_BUDGET_S = 20.0
+
+
+def optimise(graph: Graph, trace: Trace | None = None) -> Graph:
+    """The graph after every stage of rules, verified."""
+    trace = trace if trace is not None else Trace()
+    rules = discover("tilewright.rules")
+    for stage in STAGES:
+        graph = verify(rewrite(graph, [r for r in rules if r.stage == stage], trace))
+    return graph
+
+
+def compile(
+    program: object,
+    *,
+    example_inputs: Sequence[object] | None = None,
+    device: str = "cpu",
+    batch: int | None = None,
+    input_dims: Mapping[str, Sequence[int]] | None = None,
+    budget_s: float = DEFAULT_BUDGET_S,
+) -> Executable:
+    """Compile a program for a device.
+
+    Args:
+        program: path of an .hlo, .mlir, .stablehlo, .onnx or .pt2 file; HLO or StableHLO text; an ONNX ModelProto; a
+            torch ExportedProgram or nn.Module; a Graph.
+        example_inputs: to trace an nn.Module with.
+        device: "cpu", "cuda" or "cuda:1".
+        batch: value of a symbolic first axis.
+        input_dims: shape of an input by name, where the program leaves it open.
+        budget_s: seconds that measuring kernels may take in all; 0 takes the first verified choice of a heuristic.
+
+    Returns:
+        Executable: call it with arrays.
+
+    Raises:
+        InputError: the program cannot be read, or the device is not there.
+        UnsupportedError: it holds control flow or types no graph can express.
+    """
+    target = detect(device)
+    dims = {name: tuple(shape) for name, shape in (input_dims or {}).items()}
+    source = load(program, LoadOptions(dims, batch, example_inputs))
+    trace = Trace()
+    graph = optimise(source, trace)
+    return prepare(source, graph, target, trace, _decider(graph, target, budget_s))
+
+
+class _decider:  # noqa: N801 - a function with memory
+    """Chooses once for each distinct problem, sharing the budget evenly over those of the graph."""
+
+    def __init__(self, graph: Graph, target: Target, budget_s: float) -> None:
+        problems = {problem_of(n) for n in graph.nodes() if n.op.name == "gemm"}
+        self._target = target
+        self._share = budget_s / max(len(problems), 1)
+        self._known: dict[Problem, Decision] = {}
+
+    def __call__(self, node: Node, weights: Mapping[int, torch.Tensor]) -> Decision:
+        problem = problem_of(node)
+        if problem not in self._known:
+            share = min(self._share, 2.0)
+            self._known[problem] = search(problem, self._target, budget_s=share, weights=weights)
+        return self._known[problem]

@@ -1,0 +1,131 @@
+"""What this machine has been seen to reach: the rate of each matrix unit and of memory, measured once and kept.
+
+The rates are those of the best library matmul on a large square, and of the best read and copy of a buffer past the last
+cache. A kernel better than the library may exceed them; reports then show a fraction above 1.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import platformdirs
+import torch
+
+from tilewright.hardware.target import Target
+
+ROUNDS = 7
+
+
+class Record(msgspec.Struct, frozen=True):
+    """What is kept on disk for one machine."""
+
+    key: str
+    peak_gops: dict[str, float]
+    read_gbps: float
+    copy_gbps: float
+
+
+def cache_folder() -> Path:
+    """Where measurements are kept: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only."""
+    given = os.environ.get("TILEWRIGHT_CACHE")
+    folder = Path(given) if given else Path(platformdirs.user_cache_dir("tilewright", appauthor=False))
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def with_ceilings(target: Target, *, remeasure: bool = False) -> Target:
+    """The target with its measured rates: read back if this machine and torch measured them before, else measured now.
+
+    A folder that cannot be written costs the memory of it, not the measurement.
+    """
+    key = f"{target.name}|{target.chip.name}|{target.cores}|{torch.get_num_threads()}|torch {torch.__version__}"
+    record = None if remeasure else _load(key, target.kind)
+    if record is None:
+        record = _measure(target, key)
+        _save(record, target.kind)
+    return replace(target, peak_gops=record.peak_gops, read_gbps=record.read_gbps, copy_gbps=record.copy_gbps)
+
+
+def _load(key: str, kind: str) -> Record | None:
+    try:
+        record = msgspec.json.decode((cache_folder() / f"ceilings-{kind}.json").read_bytes(), type=Record)
+    except (OSError, msgspec.DecodeError):
+        return None
+    return record if record.key == key else None
+
+
+def _save(record: Record, kind: str) -> None:
+    try:
+        final = cache_folder() / f"ceilings-{kind}.json"
+        draft = final.with_suffix(f".{os.getpid()}.tmp")
+        draft.write_bytes(msgspec.json.encode(record))
+        draft.replace(final)
+    except OSError:
+        return
+
+
+def _measure(target: Target, key: str) -> Record:
+    device = target.device
+    large = target.kind == "cuda"
+    peaks: dict[str, float] = {}
+    size = 8192 if large else 1024
+    for name, build in _products(device, size, large).items():
+        try:
+            run = build()
+            seconds = _best_seconds(run, device)
+        except (RuntimeError, NotImplementedError):  # no such kernel on this device
+            continue
+        peaks[name] = 2 * size**3 / seconds / 1e9
+    x = torch.rand((1 << 32 if large else 1 << 29) // 4, device=device)  # well past the last cache
+    y = torch.empty_like(x)
+    reads = (lambda: torch.sum(x), lambda: torch.amax(x), lambda: torch.dot(x, x))
+    read = max(x.nbytes / _best_seconds(f, device) / 1e9 for f in reads)
+    copy = 2 * x.nbytes / _best_seconds(lambda: y.copy_(x), device) / 1e9
+    return Record(key, peaks, max(read, copy), copy)
+
+
+def _products(device: str, size: int, large: bool) -> dict[str, Callable[[], Callable[[], object]]]:
+    def floats(dtype: torch.dtype) -> Callable[[], Callable[[], object]]:
+        def build() -> Callable[[], object]:
+            a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+            out = torch.empty(size, size, dtype=dtype, device=device)
+            return lambda: torch.mm(a, b, out=out)
+
+        return build
+
+    def integers() -> Callable[[], object]:
+        a, b = (torch.randint(-128, 128, (size, size), dtype=torch.int8, device=device) for _ in range(2))
+        b = b.t() if large else b
+        return lambda: torch.ops.aten._int_mm(a, b)
+
+    def fp8() -> Callable[[], object]:
+        a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+        one = torch.ones((), device=device)
+        return lambda: torch.ops.aten._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    found = {"f32": floats(torch.float32), "bf16": floats(torch.bfloat16), "s8": integers}
+    if large:
+        return found | {"f16": floats(torch.float16), "f8e4m3fn": fp8}
+    return found | {"f64": floats(torch.float64)}  # torch's f16 product on a CPU is no ceiling of anything
+
+
+def _best_seconds(run: Callable[[], object], device: str) -> float:
+    """The fastest of a few timed runs after a warm-up: a ceiling is what the machine can do, not what it does on average."""
+    for _ in range(2):
+        run()
+    times: list[float] = []
+    for _ in range(ROUNDS):
+        if device != "cpu":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - start)
+    return min(times) if min(times) > 0 else statistics.median(times)

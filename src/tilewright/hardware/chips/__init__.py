@@ -1,0 +1,1 @@
+"""One data file per chip family; each defines `CHIP`."""

@@ -1,0 +1,17 @@
+"""x86-64 with AVX2 and FMA (Haswell, Zen and later): the family every newer x86-64 falls back to."""
+
+from tilewright.hardware.target import Chip, MatrixUnit
+
+INTEL_GUIDE = "Intel Intrinsics Guide 3.6.9; two 256-bit FMA ports (Intel 64 and IA-32 Optimization Manual, 2.4)"
+
+CHIP = Chip(
+    name="x86_64_avx2",
+    kind="cpu",
+    requires=frozenset({"avx2", "fma"}),
+    units=(
+        MatrixUnit("f32", "f32", "vfmadd231ps ymm", 2 * 8 * 2, INTEL_GUIDE),
+        MatrixUnit("f64", "f64", "vfmadd231pd ymm", 2 * 4 * 2, INTEL_GUIDE),
+        MatrixUnit("s8", "s32", "vpmaddubsw + vpmaddwd ymm", 2 * 32, INTEL_GUIDE),
+    ),
+    notes=("vpmaddubsw saturates its 16-bit sums: exact only while |a * b + c * d| < 2**15",),
+)

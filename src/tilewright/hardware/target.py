@@ -1,0 +1,113 @@
+"""What a machine can do, as data: matrix units and memory levels with their rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tilewright.dtype import DType
+
+DeviceKind = Literal["cpu", "cuda"]
+
+
+@dataclass(frozen=True)
+class MatrixUnit:
+    """The instruction that multiplies a type.
+
+    Attributes:
+        operand: dtype of both operands, HLO spelling.
+        acc: accumulator dtype.
+        instruction: its mnemonic.
+        ops_per_cycle: multiplies plus adds a cycle on one core or SM.
+        source: where the rate stands.
+    """
+
+    operand: str
+    acc: str
+    instruction: str
+    ops_per_cycle: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of processor: a data file in this folder, found by file name.
+
+    Attributes:
+        name: identifier ("x86_64_avx512_vnni").
+        kind: device it is reached through.
+        requires: features the machine must report, as the operating system or driver names them (all of them).
+        units: matrix units, best first for each operand type.
+        notes: sentences with their sources that do not fit a number.
+    """
+
+    name: str
+    kind: DeviceKind
+    requires: frozenset[str]
+    units: tuple[MatrixUnit, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Target:
+    """The machine at hand.
+
+    Attributes:
+        name: marketing name, as the machine reports it.
+        chip: the data file it matched.
+        kind, index: the torch device.
+        cores: threads a CPU kernel may use; SMs on a GPU.
+        features: what the machine reports it has.
+        caches_bytes: size by level ("L1d", "L2", "L3").
+        peak_gops: measured rate by operand dtype, in 1e9 operations a second; empty until measured.
+        read_gbps, copy_gbps: measured memory bandwidth in 1e9 bytes a second, 0 until measured.
+        exact_match: False when the chip is only the nearest family known.
+    """
+
+    name: str
+    chip: Chip
+    kind: DeviceKind
+    cores: int
+    index: int = 0
+    features: frozenset[str] = frozenset()
+    caches_bytes: Mapping[str, int] = field(default_factory=dict[str, int], hash=False)
+    peak_gops: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    read_gbps: float = 0.0
+    copy_gbps: float = 0.0
+    exact_match: bool = True
+
+    @property
+    def device(self) -> str:
+        """As torch spells it."""
+        return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
+
+    def peak_for(self, dtype: DType) -> float:
+        """Measured rate for operands of `dtype` in 1e9 ops/s, or of the nearest wider unit's; 0 while unmeasured."""
+        for name in (dtype.name, *_WIDER_UNIT.get(dtype.name, ())):
+            if name in self.peak_gops:
+                return self.peak_gops[name]
+        return 0.0
+
+    def limit_us(self, ops: int, bytes: int, dtype: DType) -> float:
+        """The least time the measured ceilings allow for `ops` on `dtype` operands and `bytes` of traffic; 0 unmeasured."""
+        peak, bandwidth = self.peak_for(dtype), self.read_gbps
+        return max(ops / peak / 1e3 if peak else 0.0, bytes / bandwidth / 1e3 if bandwidth else 0.0)
+
+
+# Where a chip has no unit for a type, the unit that ends up doing the work after an exact conversion.
+_WIDER_UNIT = {
+    "u8": ("s8",),
+    "s4": ("s8",),
+    "u4": ("s8",),
+    "pred": ("s8",),
+    "f8e4m3fn": ("bf16", "f16", "f32"),
+    "f8e4m3fnuz": ("bf16", "f16", "f32"),
+    "f8e5m2": ("bf16", "f16", "f32"),
+    "f8e5m2fnuz": ("bf16", "f16", "f32"),
+    "bf16": ("f32",),
+    "f16": ("f32",),
+    "s8": ("f32",),
+    "s16": ("f32",),
+    "s32": ("f64", "f32"),
+}

@@ -1,0 +1,170 @@
+"""Building one gemm with what surrounds it: quantised operands, an epilogue of steps, a converted or quantised result."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tilewright.dtype import F32, S32, DType
+from tilewright.errors import TypeMismatchError
+from tilewright.ir.build import const, convert, map_, reduce_, swap_last
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import FUNCTIONS, Acc, Const, Dequantize, Gemm, Overflow, Param, Quantize
+from tilewright.ir.types import Shape
+
+
+@dataclass(frozen=True)
+class Side:
+    """One operand.
+
+    Attributes:
+        value: as stored, [*batch, rows, columns], or with the last two axes exchanged if `transposed`.
+        transposed: multiply by its transpose.
+        scale: broadcasts against the stored value, or holds one value a block; None multiplies the codes themselves.
+        zero_point: of the stored type, shaped as the scale.
+        block: extents of the blocks, one an axis of the stored value.
+    """
+
+    value: Node
+    transposed: bool = False
+    scale: Node | None = None
+    zero_point: Node | None = None
+    block: Shape | None = None
+
+
+@dataclass(frozen=True)
+class Apply:
+    """One step of the epilogue: function `fn` of the running value and, for a binary function, a side input."""
+
+    fn: str
+    operand: Node | None = None
+
+
+@dataclass(frozen=True)
+class Result:
+    """What is stored: the type, and the scale (and zero point) if it is quantised on the way."""
+
+    dtype: DType
+    overflow: Overflow = "wrap"
+    scale: Node | None = None
+    zero_point: Node | None = None
+
+
+@dataclass
+class _Sources:
+    """The gemm's sources as they are met, each once, with the param that stands for it."""
+
+    nodes: list[Node] = field(default_factory=list[Node])
+
+    def param(self, node: Node) -> Node:
+        if node not in self.nodes:
+            self.nodes.append(node)
+        return Node(Param(self.nodes.index(node), node.tensor))
+
+
+def fused_gemm(
+    lhs: Side, rhs: Side, result: Result | None, steps: Sequence[Apply] = (), acc_dtype: DType | None = None
+) -> Node:
+    """One gemm node: lhs @ rhs, then `steps` in f32 (or in the accumulator's type while it suffices), then `result`.
+
+    Codes against codes (both operands integer, or both 8-bit float) multiply as they are: per-tensor and per-row or
+    per-column scales move to the epilogue, and zero points become corrections by row and column sums
+    ((a - za) @ (b - zb) = a @ b - za colsum(b) - zb rowsum(a) + K za zb; Jacob et al. 2018, arXiv 1712.05877, eq. 7).
+    Otherwise a scaled operand is dequantised to the other operand's type before the product.
+
+    Raises:
+        TypeMismatchError: extents or types do not fit, or a zero point varies along K.
+    """
+    sources = _Sources()
+    a, b = lhs.value.dtype, rhs.value.dtype
+    codes = (a.is_integer and b.is_integer) or (a.is_float and b.is_float and a.bits == b.bits == 8)
+    codes = codes and not lhs.block and not rhs.block
+    wider = max(a, b, key=lambda d: (d.is_float, d.bits))
+    compute = wider if wider.is_float and wider.bits >= 16 else F32
+    left = _operand(sources, lhs, codes, compute)
+    right = _operand(sources, rhs, codes, compute)
+    acc_type = acc_dtype or (left.dtype.accumulator if left.dtype.bits >= right.dtype.bits else right.dtype.accumulator)
+    gemm = Gemm(acc_type, left, right, ())
+    acc = Node(Acc(gemm.acc_type))
+    value = acc
+    if codes:
+        value = _corrected(sources, value, lhs, rhs)
+        for side, axis in ((lhs, -1), (rhs, -2)):
+            if side.scale is not None:
+                value = map_("multiply", _float(value), _float(_along(sources.param(side.scale), side, axis)))
+    for step in steps:
+        value = _step(sources, value, step)
+    if result is not None:
+        value = _stored(sources, value, result)
+    return Node(Gemm(acc_type, left, right, (value,)), *sources.nodes)
+
+
+def _operand(sources: _Sources, side: Side, codes: bool, compute: DType) -> Node:
+    value = sources.param(side.value)
+    if side.scale is not None and not codes:
+        extra = [sources.param(p) for p in (side.scale, side.zero_point) if p is not None]
+        value = Node(Dequantize(compute, side.block), value, *extra)
+    elif not codes and value.dtype is not compute and value.dtype.is_integer:
+        value = convert(value, compute)
+    return swap_last(value) if side.transposed else value
+
+
+def _along(parameter: Node, side: Side, summed_axis: int) -> Node:
+    """A scale or zero point as it broadcasts against acc: it may not vary along K."""
+    if parameter.tensor.elements > 1:
+        rank = len(parameter.shape)
+        stored_axis = summed_axis if not side.transposed else {-1: -2, -2: -1}[summed_axis]
+        if rank >= -stored_axis and parameter.shape[stored_axis] != 1:
+            raise TypeMismatchError(f"a scale or zero point {parameter.type} of codes varies along K", hint="give it per block")
+        if side.transposed and rank >= 2:
+            parameter = swap_last(parameter)
+    return parameter
+
+
+def _corrected(sources: _Sources, acc: Node, lhs: Side, rhs: Side) -> Node:
+    k_axis = {False: (-1, -2), True: (-2, -1)}
+    zero = [
+        None if s.zero_point is None else convert(_along(sources.param(s.zero_point), s, axis), S32)
+        for s, axis in ((lhs, -1), (rhs, -2))
+    ]
+    sums: list[Node | None] = []
+    for side, other_zero, pick in ((lhs, zero[1], 0), (rhs, zero[0], 1)):
+        if other_zero is None:
+            sums.append(None)
+            continue
+        total = reduce_("add", convert(side.value, S32), [k_axis[side.transposed][pick]], keepdims=True)
+        total = swap_last(total) if side.transposed else total
+        sums.append(sources.param(total))
+    row_sums, column_sums = sums
+    value = convert(acc, S32) if any(z is not None for z in zero) else acc
+    if zero[0] is not None and column_sums is not None:
+        value = map_("subtract", value, map_("multiply", zero[0], column_sums))
+    if zero[1] is not None and row_sums is not None:
+        value = map_("subtract", value, map_("multiply", zero[1], row_sums))
+    if zero[0] is not None and zero[1] is not None:
+        k = lhs.value.shape[-2 if lhs.transposed else -1]
+        value = map_("add", value, map_("multiply", map_("multiply", zero[0], zero[1]), const(k, S32)))
+    return value
+
+
+def _float(value: Node) -> Node:
+    return value if value.dtype.is_float and value.dtype.bits >= 32 else convert(value, F32)
+
+
+def _step(sources: _Sources, value: Node, step: Apply) -> Node:
+    f = FUNCTIONS[step.fn]
+    if step.operand is None:
+        return map_(step.fn, value if value.dtype.kind in f.kinds else _float(value))
+    operand = step.operand if isinstance(step.operand.op, Const) else sources.param(step.operand)
+    if operand.dtype.is_integer and value.dtype.is_integer:
+        return map_(step.fn, convert(value, S32), convert(operand, S32))
+    value = _float(value)
+    return map_(step.fn, value, convert(operand, value.dtype))
+
+
+def _stored(sources: _Sources, value: Node, result: Result) -> Node:
+    if result.scale is None:
+        overflow: Overflow = "saturate" if result.dtype.is_integer and value.dtype.is_float else result.overflow
+        return convert(value, result.dtype, overflow)
+    extra = [sources.param(p) for p in (result.scale, result.zero_point) if p is not None]
+    return Node(Quantize(result.dtype), _float(value), *extra)

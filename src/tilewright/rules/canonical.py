@@ -1,0 +1,63 @@
+"""One spelling for what can be spelt several ways: operations that change nothing, and two where one does."""
+
+from __future__ import annotations
+
+from tilewright.ir.build import reshape, transpose
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Broadcast, Convert, Map, Reshape, Select, Slice, Transpose
+from tilewright.ir.pattern import Match, Pat, rule
+
+
+@rule(Pat((Reshape, Broadcast, Convert), where=lambda n: n.type == n.src[0].type), stage="canonical")
+def drop_what_changes_nothing(m: Match) -> Node | None:
+    """reshape | broadcast | convert (x) -> x
+
+    Where: the type stays the same. Exact: yes.
+    """
+    return m.node.src[0]
+
+
+@rule(Pat(Transpose), stage="canonical")
+def drop_transpose_in_order(m: Match) -> Node | None:
+    """transpose(x, 0 1 2 …) -> x. Exact: yes."""
+    op = m.node.op
+    assert isinstance(op, Transpose)
+    return m.node.src[0] if list(op.perm) == list(range(len(op.perm))) else None
+
+
+@rule(Pat(Slice, where=lambda n: n.type == n.src[0].type), stage="canonical")
+def drop_slice_of_everything(m: Match) -> Node | None:
+    """slice(x, all of it) -> x
+
+    Where: the extents stay; a step above 1 can only stand on an axis of one element. Exact: yes.
+    """
+    return m.node.src[0]
+
+
+@rule(Pat(Reshape, (Pat(Reshape, name="inner"),)), stage="canonical")
+def join_reshapes(m: Match) -> Node | None:
+    """reshape(reshape(x)) -> reshape(x). Exact: yes."""
+    return reshape(m["inner"].src[0], m.node.shape)
+
+
+@rule(Pat(Transpose, (Pat(Transpose, name="inner"),)), stage="canonical")
+def join_transposes(m: Match) -> Node | None:
+    """transpose(transpose(x, p), q) -> transpose(x, p[q]). Exact: yes."""
+    outer, inner = m.node.op, m["inner"].op
+    assert isinstance(outer, Transpose) and isinstance(inner, Transpose)
+    return transpose(m["inner"].src[0], [inner.perm[q] for q in outer.perm])
+
+
+@rule(Pat((Map, Select), where=lambda n: any(isinstance(s.op, Broadcast) for s in n.src)), stage="canonical")
+def broadcast_inside_the_function(m: Match) -> Node | None:
+    """map(x, broadcast(y)) -> map(x, y)
+
+    Where: the operands left still span the result's shape. Exact: yes, `map` and `select` broadcast by the same rule.
+    """
+    src = [s.src[0] if isinstance(s.op, Broadcast) else s for s in m.node.src]
+    for i, original in enumerate(m.node.src):
+        trial = Node(m.node.op, *src)
+        if trial.type == m.node.type:
+            return trial
+        src[i] = original
+    return None

@@ -1,0 +1,222 @@
+"""Running a plan: steps over numbered value slots, each value dropped after its last reader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tilewright.errors import InputError
+from tilewright.hardware.target import Target
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Call, Const, Input, Iota
+from tilewright.ir.pattern import Trace
+from tilewright.ir.types import TensorType, TupleType
+from tilewright.runtime.arrays import from_user, to_user
+from tilewright.runtime.partition import Part, partition
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.search import Decision
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+Decide = Callable[[Node, Mapping[int, torch.Tensor]], Decision]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the plan and what runs it.
+
+    Attributes:
+        name: where it stands in the source.
+        part: its nodes, inputs and outputs.
+        run: values of the part's inputs in, values of its outputs out.
+        decision: how the kernel of a gemm was chosen; None for a region.
+    """
+
+    name: str
+    part: Part
+    run: Callable[[Sequence[Value]], Sequence[Value]]
+    decision: Decision | None
+
+
+@dataclass
+class Executable:
+    """A compiled program: call it with the inputs in order, or by name.
+
+    Takes torch tensors, NumPy arrays or anything with DLPack. Gives torch tensors, or NumPy arrays if it was given NumPy
+    arrays alone; one result bare, several as a tuple.
+
+    Attributes:
+        source: the graph as read.
+        graph: the graph as compiled.
+        target: where it runs.
+        steps: in order.
+        trace: what the rules did.
+    """
+
+    source: Graph
+    graph: Graph
+    target: Target
+    steps: tuple[Step, ...]
+    trace: Trace
+    _ready: dict[Node, Value] = field(repr=False)
+    _program: list[_Bound] = field(init=False, repr=False)
+    _start: list[Value] = field(init=False, repr=False)
+    _inputs: list[int] = field(init=False, repr=False)
+    _outputs: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        slot: dict[Node, int] = {}
+        for node in self.graph.inputs:
+            slot[node] = len(slot)
+        for node in self._ready:
+            slot.setdefault(node, len(slot))
+        for step in self.steps:
+            for node in step.part.outputs:
+                slot.setdefault(node, len(slot))
+        kept = {slot[n] for n in (*self.graph.outputs, *self._ready)}
+        last: dict[int, int] = {}
+        for i, step in enumerate(self.steps):
+            last.update((slot[n], i) for n in (*step.part.inputs, *step.part.outputs))
+        self._program = [
+            _Bound(
+                step.run,
+                [slot[n] for n in step.part.inputs],
+                [slot[n] for n in step.part.outputs],
+                [s for s, at in last.items() if at == i and s not in kept],
+            )
+            for i, step in enumerate(self.steps)
+        ]
+        self._inputs = [slot[n] for n in self.graph.inputs]
+        self._outputs = [slot[n] for n in self.graph.outputs]
+        self._start = [None] * len(slot)
+        for node, value in self._ready.items():
+            self._start[slot[node]] = value
+
+    @property
+    def input_types(self) -> dict[str, TensorType]:
+        """The inputs by name, in call order."""
+        return {cast("Input", n.op).label: n.tensor for n in self.graph.inputs}
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run the program.
+
+        Raises:
+            InputError: an input is missing, unknown, or of another shape or type.
+        """
+        values = self.bind(args, kwargs)
+        results = self.run(values)
+        plain = all(type(a).__module__ == "numpy" for a in (*args, *kwargs.values())) and bool(args or kwargs)
+        shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=True)]
+        return shown[0] if len(shown) == 1 else tuple(shown)
+
+    def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """The user's arrays as tensors on the device, in input order, checked."""
+        types = self.input_types
+        if len(args) > len(types):
+            raise InputError(f"{len(types)} inputs wanted, {len(args)} given", where=self.graph.name)
+        given = dict(zip(types, args, strict=False))
+        for name, value in kwargs.items():
+            if name not in types or name in given:
+                why = "given twice" if name in types else f"unknown; there are {', '.join(types) or 'none'}"
+                raise InputError(f"input {name!r} is {why}", where=self.graph.name)
+            given[name] = value
+        missing = [n for n in types if n not in given]
+        if missing:
+            raise InputError(f"no value for input {missing[0]!r}", where=self.graph.name, hint=f"it is {types[missing[0]]}")
+        return [from_user(given[name], t, name, self.target.device) for name, t in types.items()]
+
+    def run(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None = None) -> list[Value]:
+        """The results for tensors on the device. `observe` sees each step with its inputs before it runs."""
+        values = list(self._start)
+        for slot, tensor in zip(self._inputs, inputs, strict=True):
+            values[slot] = tensor
+        for i, bound in enumerate(self._program):
+            sources = [values[s] for s in bound.inputs]
+            if observe is not None:
+                observe(self.steps[i], sources)
+            for slot, value in zip(bound.outputs, bound.run(sources), strict=True):
+                values[slot] = value
+            for slot in bound.free:
+                values[slot] = None
+        return [values[s] for s in self._outputs]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Memory that packing weights added."""
+        return sum(s.decision.kernel.packed_bytes for s in self.steps if s.decision is not None)
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """A step over slots: what it reads, writes, and leaves dead."""
+
+    run: Callable[[Sequence[Value]], Sequence[Value]]
+    inputs: list[int]
+    outputs: list[int]
+    free: list[int]
+
+
+def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide) -> Executable:
+    """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm."""
+    parts = partition(graph)
+    ready: dict[Node, Value] = {}
+    for node in graph.nodes():
+        if isinstance(node.op, Const):
+            ready[node] = node.op.data.tensor().to(target.device)
+    steps: list[Step] = []
+    for part in parts:
+        if part.once:
+            ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
+            continue
+        steps.append(_gemm_step(graph, part, ready, decide) if part.kind == "gemm" else _region_step(graph, part, target))
+    used = {n for step in steps for n in step.part.inputs} | set(graph.outputs)
+    return Executable(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
+
+
+def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> list[Value]:
+    bound = {n: _moved(ready[n], "cpu") for n in part.inputs}
+    return [_moved(v, target.device) for v in evaluate_nodes(part.outputs, bound)]
+
+
+def _gemm_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: Decide) -> Step:
+    (node,) = part.nodes
+    weights = {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(node.src) if s in ready}
+    decision = decide(node, weights)
+    order = [part.inputs.index(s) for s in node.src]
+    runner = decision.kernel.prepare(weights)
+    several = isinstance(node.type, TupleType)
+
+    def run(values: Sequence[Value]) -> Sequence[Value]:
+        results = runner([cast("torch.Tensor", values[i]) for i in order])
+        return [tuple(results)] if several else results
+
+    return Step(graph.origin(node), part, run, decision)
+
+
+def _region_step(graph: Graph, part: Part, target: Target) -> Step:
+    """A run of other operations, op by op on torch. Opaque calls and iotas work on the CPU; their values are moved."""
+    on_cpu = any(isinstance(n.op, (Call, Iota, Const)) for n in part.nodes) and target.kind != "cpu"
+
+    def run(values: Sequence[Value]) -> Sequence[Value]:
+        if on_cpu:
+            bound = {n: _moved(v, "cpu") for n, v in zip(part.inputs, values, strict=True)}
+            return [_moved(v, target.device) for v in evaluate_nodes(part.outputs, bound, origin=graph.origin)]
+        return evaluate_nodes(part.outputs, dict(zip(part.inputs, values, strict=True)), origin=graph.origin)
+
+    return Step(graph.origin(part.outputs[-1]), part, run, None)
+
+
+def _moved(value: Value, device: str) -> Value:
+    if isinstance(value, tuple):
+        return tuple(_moved(v, device) for v in cast("tuple[Value, ...]", value))
+    return value.to(device) if isinstance(value, torch.Tensor) else value
+
+
+def gemm_problems(executable: Executable) -> list[str]:
+    """Each gemm of a compiled program in the notation of `tilewright gemm`."""
+    return [str(problem_of(s.part.nodes[0])) for s in executable.steps if s.part.kind == "gemm"]

@@ -1,0 +1,146 @@
+"""Cutting a graph into steps: each gemm alone, everything between gemms in connected regions, constants once and for all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import (
+    Attention,
+    Broadcast,
+    Call,
+    Concat,
+    Const,
+    Convert,
+    Dequantize,
+    Gather,
+    Gemm,
+    Input,
+    Iota,
+    Item,
+    LayerNorm,
+    Pad,
+    Quantize,
+    Reduce,
+    Reshape,
+    Slice,
+    Softmax,
+    Transpose,
+)
+
+Kind = Literal["gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view"]
+
+VIEW = (Reshape, Transpose, Slice, Broadcast, Item)
+MOVE = (Concat, Pad)
+CAST = (Quantize, Dequantize, Convert)
+# The first that a region holds names it.
+_NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
+    ("attention", (Attention,)),
+    ("call", (Call,)),
+    ("norm", (LayerNorm,)),
+    ("softmax", (Softmax,)),
+    ("reduce", (Reduce,)),
+    ("gather", (Gather,)),
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Nodes that run together.
+
+    Attributes:
+        kind: what the step is called in reports.
+        nodes: sources first.
+        inputs: values it reads from outside.
+        outputs: values others read.
+        once: depends on constants alone; runs when the program is prepared, not at every call.
+    """
+
+    kind: Kind
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+    once: bool = False
+
+    @property
+    def dangling(self) -> bool:
+        """Whether it only quantises, dequantises, converts or moves data: work that belongs inside another step."""
+        return self.kind in ("quantize", "move") and not self.once
+
+
+def partition(graph: Graph) -> list[Part]:
+    """The graph's parts in an order in which they can run.
+
+    A node's level is the number of gemms before it on the longest path; nodes of one level that touch each other form one
+    region. A region reads gemms of its own level and lower and feeds only higher ones, so no cycle can arise.
+    """
+    nodes = graph.nodes()
+    constant: set[Node] = set()
+    level: dict[Node, int] = {}
+    group: dict[Node, Node] = {}
+
+    def find(n: Node) -> Node:
+        while group[n] is not n:
+            group[n] = group[group[n]]
+            n = group[n]
+        return n
+
+    for node in nodes:
+        if isinstance(node.op, (Const, Iota)) or (node.src and all(s in constant for s in node.src)):
+            constant.add(node)
+        level[node] = max((level[s] for s in node.src), default=0) + isinstance(node.op, Gemm)
+        if isinstance(node.op, (Input, Gemm)) or _is_leaf_constant(node):
+            continue
+        group[node] = node
+        for s in node.src:
+            if s in group and level[s] == level[node] and (s in constant) == (node in constant):
+                group[find(node)] = find(s)
+    members: dict[Node, list[Node]] = {}
+    for node in nodes:
+        if node in group:
+            members.setdefault(find(node), []).append(node)
+    readers = _readers(graph, nodes)
+    parts = [_part(m, readers, m[0] in constant) for m in members.values()]
+    parts += [_part([n], readers, n in constant) for n in nodes if isinstance(n.op, Gemm)]
+    index = {n: i for i, n in enumerate(nodes)}
+    # Within a level the gemms come first; regions of one level do not depend on each other.
+    parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], p.kind != "gemm", index[p.nodes[0]]))
+    return parts
+
+
+def _is_leaf_constant(node: Node) -> bool:
+    return isinstance(node.op, Const)
+
+
+def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]]:
+    readers: dict[Node, set[Node | None]] = {n: set() for n in nodes}
+    for node in nodes:
+        for s in node.src:
+            readers[s].add(node)
+    for output in graph.outputs:
+        readers[output].add(None)
+    return readers
+
+
+def _part(members: Sequence[Node], readers: dict[Node, set[Node | None]], once: bool) -> Part:
+    inside = set(members)
+    inputs = dict.fromkeys(s for n in members for s in n.src if s not in inside)
+    outputs = [n for n in members if not readers[n] <= inside]
+    return Part(_kind(members), tuple(members), tuple(inputs), tuple(outputs), once)
+
+
+def _kind(members: Sequence[Node]) -> Kind:
+    ops = [n.op for n in members]
+    if isinstance(ops[0], Gemm):
+        return "gemm"
+    for kind, classes in _NAMING:
+        if any(isinstance(op, classes) for op in ops):
+            return kind
+    rest = [op for op in ops if not isinstance(op, (*VIEW, Const))]
+    if not rest:
+        return "view"
+    if all(isinstance(op, (*CAST, *MOVE)) for op in rest):
+        return "quantize" if any(isinstance(op, CAST) for op in rest) else "move"
+    return "elementwise"

@@ -1,0 +1,84 @@
+"""One notion for a generated kernel, a library call and the reference: something that may do a gemm.
+
+A candidate is one module under `candidates/` with a module-level `CANDIDATE`; it is found by file name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import torch
+
+from tilewright.discovery import modules
+from tilewright.hardware.target import Target
+from tilewright.schedule.problem import Problem
+from tilewright.schedule.schedule import Schedule
+
+LAST_RESORT = 90
+
+Runner = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A built candidate.
+
+    Attributes:
+        candidate: name of the candidate.
+        schedule: the point it was built for.
+        prepare: given the weights by source index, packs them and returns what runs: all the gemm's sources in, one tensor a
+            store out. The runner must not write its inputs nor return memory it will write again.
+        workspace_bytes: scratch memory a call needs.
+        packed_bytes: what packing adds to the memory of the weights.
+        registers, spills, shared_bytes: of the machine code, where there is any of our own.
+    """
+
+    candidate: str
+    schedule: Schedule
+    prepare: Callable[[Mapping[int, torch.Tensor]], Runner]
+    workspace_bytes: int = 0
+    packed_bytes: int = 0
+    registers: int | None = None
+    spills: int | None = None
+    shared_bytes: int | None = None
+
+
+@runtime_checkable
+class Candidate(Protocol):
+    """A way to do gemms. `refuse` comes first: the other two may assume it said None.
+
+    Attributes:
+        name: unique.
+        preference: order in which candidates are tried when nothing is measured, and which of two equally fast ones is kept:
+            below 10 for kernels generated for the problem, 10 to 89 for libraries, `LAST_RESORT` for the reference.
+    """
+
+    name: str
+    preference: int
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        """A sentence why this candidate cannot do the problem there, or None. `explain` prints it."""
+        ...
+
+    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+        """The legal points of its space, best guess first."""
+        ...
+
+    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        """A kernel for one point."""
+        ...
+
+
+def discover(extra: Iterable[Path] = ()) -> list[Candidate]:
+    """Every candidate, by preference."""
+    return list(_discover(tuple(extra)))
+
+
+@cache
+def _discover(extra: tuple[Path, ...]) -> tuple[Candidate, ...]:
+    found = [m.CANDIDATE for m in modules("tilewright.candidates", extra) if hasattr(m, "CANDIDATE")]
+    return tuple(sorted(found, key=lambda c: (c.preference, c.name)))

@@ -1,0 +1,148 @@
+"""Choosing a kernel: refuse, build, verify, time, pick. Every decision keeps its reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.errors import TilewrightError
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, discover
+from tilewright.schedule.measure import check, expect, random_sources, time_interleaved
+from tilewright.schedule.problem import Problem
+
+TIE_BAND = 0.03
+
+
+@dataclass(frozen=True)
+class Rejected:
+    """A candidate that was not chosen, the sentence why, and its time if it was timed."""
+
+    candidate: str
+    why: str
+    time_us: float | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was chosen for a problem and why.
+
+    Attributes:
+        problem: the gemm.
+        kernel: the winner.
+        time_us: its measured time, None when nothing was timed.
+        rejected: the others, in the order they were considered.
+        measured: False for a heuristic answer.
+        verified: the kernel agreed with the reference on random data.
+    """
+
+    problem: Problem
+    kernel: Kernel
+    time_us: float | None
+    rejected: tuple[Rejected, ...]
+    measured: bool
+    verified: bool
+
+
+@dataclass
+class _Trial:
+    kernel: Kernel
+    runner: Runner
+    order: int
+
+
+def search(
+    problem: Problem,
+    target: Target,
+    *,
+    budget_s: float = 0.2,
+    candidates: Sequence[Candidate] | None = None,
+    weights: Mapping[int, torch.Tensor] | None = None,
+) -> Decision:
+    """The fastest kernel that agrees with the reference.
+
+    Args:
+        problem: what to do.
+        target: where.
+        budget_s: time for measuring; 0 takes the first candidate that passes its check (heuristic order), untimed.
+        candidates: who may compete; all that are found by default.
+        weights: values of constant sources to measure with instead of random ones, by source index.
+
+    Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice.
+    """
+    found = list(candidates) if candidates is not None else discover()
+    rejected: list[Rejected] = []
+    builds: list[tuple[Candidate, Kernel]] = []
+    for candidate in found:
+        why = candidate.refuse(problem, target)
+        if why is not None:
+            rejected.append(Rejected(candidate.name, why))
+            continue
+        for schedule in candidate.schedules(problem, target):
+            builds.append((candidate, candidate.build(problem, schedule, target)))
+    sources = [t.to(target.device) for t in _sources(problem, weights)]
+    expected = expect(problem, [t.cpu() for t in sources])
+    constants = {i: t for i, t in enumerate(sources) if problem.weights[i]}
+    trials: list[_Trial] = []
+    for order, (candidate, kernel) in enumerate(_heuristic_order(builds)):
+        is_reference = candidate.preference >= LAST_RESORT
+        if is_reference and trials:
+            rejected.append(Rejected("reference", "not timed: a verified kernel exists"))
+            continue
+        try:
+            runner = kernel.prepare(constants)
+            why = check(problem, expected, runner(sources))
+        except (RuntimeError, NotImplementedError, ValueError, TilewrightError) as error:
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            why = f"failed: {first_line[:160]}"
+        if why is not None and not is_reference:
+            rejected.append(Rejected(_label(kernel), why))
+            continue
+        trials.append(_Trial(kernel, runner, order))  # pyright: ignore[reportPossiblyUnboundVariable]
+        if budget_s <= 0:
+            break
+    if budget_s <= 0:
+        tried = trials[0].order
+        rejected.extend(
+            Rejected(_label(k), "not tried: no time budget, and an earlier candidate passed")
+            for i, (_, k) in enumerate(_heuristic_order(builds))
+            if i > tried
+        )
+        return Decision(problem, trials[0].kernel, None, tuple(rejected), False, True)
+    return _timed(problem, target, trials, sources, rejected, budget_s)
+
+
+def _timed(
+    problem: Problem,
+    target: Target,
+    trials: list[_Trial],
+    sources: Sequence[torch.Tensor],
+    rejected: list[Rejected],
+    budget_s: float,
+) -> Decision:
+    runs = [lambda r=t.runner: r(sources) for t in trials]
+    times = time_interleaved(runs, target.device, budget_s=budget_s)
+    best = min(times)
+    winner = next(i for i, t in enumerate(times) if t <= best * (1 + TIE_BAND))
+    for i, (trial, us) in enumerate(zip(trials, times, strict=True)):
+        if i != winner:
+            ratio = us / times[winner]
+            why = f"slower: {us:.1f} us, {ratio:.2f} times the winner" if ratio > 1 else "a tie; the earlier one is kept"
+            rejected.append(Rejected(_label(trial.kernel), why, us))
+    return Decision(problem, trials[winner].kernel, times[winner], tuple(rejected), True, True)
+
+
+def _sources(problem: Problem, weights: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:
+    given = weights or {}
+    return [given.get(i, t) for i, t in enumerate(random_sources(problem))]
+
+
+def _label(kernel: Kernel) -> str:
+    return f"{kernel.candidate} ({kernel.schedule})" if kernel.schedule.knobs else kernel.candidate
+
+
+def _heuristic_order(builds: Sequence[tuple[Candidate, Kernel]]) -> list[tuple[Candidate, Kernel]]:
+    """By the candidates' own preference, then in the order found."""
+    return sorted(builds, key=lambda b: b[0].preference)
