@@ -62,7 +62,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
 
         array = np.asarray(value)
         given = numpy_dtype(array.dtype)
-        if given is not type.dtype:
+        if given is not type.dtype and given.to_torch() != type.dtype.to_torch():
             raise InputError(f"{given} given, {type} wanted", where=where, hint=f"astype({type.dtype.to_numpy()})")
         tensor = from_numpy(array, given)
     elif hasattr(value, "__dlpack__"):
@@ -74,7 +74,15 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     if tensor.dtype != type.dtype.to_torch():
         given_name = from_torch(tensor.dtype)
         raise InputError(f"{given_name} given, {type} wanted", where=where, hint=f"pass {type.dtype.to_torch()}")
+    if type.dtype.bits == 4 and tensor.numel() and not _are_codes(tensor, type.dtype):
+        raise InputError(f"values outside {type.dtype.min}…{type.dtype.max}, {type} wanted", where=where)
     return tensor.to(device)
+
+
+def _are_codes(tensor: torch.Tensor, dtype: DType) -> bool:
+    """Whether every byte is a 4-bit code: anything else would be read as another number later, silently."""
+    low, high = torch.aminmax(tensor)
+    return int(low) >= dtype.min and int(high) <= dtype.max
 
 
 def to_user(value: Value, type: TensorType, as_numpy: bool) -> object:
