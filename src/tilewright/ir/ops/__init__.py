@@ -1,9 +1,10 @@
 """Every operation of the graph. Importing this registers them all; an op is an attribute class (see `ir/graph.py`)."""
 
+from tilewright.ir.ops.attention import Attention
 from tilewright.ir.ops.elementwise import Convert, Dequantize, Map, Overflow, Quantize, Select
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.ops.gemm import Gemm, gemm
-from tilewright.ir.ops.norm import Attention, LayerNorm, Reduce, Softmax
+from tilewright.ir.ops.norm import LayerNorm, Reduce, Softmax
 from tilewright.ir.ops.shape import Broadcast, Concat, Gather, Iota, Pad, Reshape, Slice, Transpose
 from tilewright.ir.ops.source import Acc, Call, Const, Input, Item, Param
 

@@ -1,4 +1,4 @@
-"""Reductions and the operations built on them: softmax, layer norm, attention. All compute in f32 or wider."""
+"""Reductions and the operations built on them: softmax, layer norm. All compute in f32 or wider."""
 
 from __future__ import annotations
 
@@ -136,49 +136,3 @@ class LayerNorm(Op):
         if len(src) > 2:
             y = y + src[2].to(y.dtype)
         return y.to(src[0].dtype)
-
-
-@dataclass(frozen=True)
-class Attention(Op):
-    """softmax(scale * q @ k^T + mask) @ v; sources q [B, Hq, S, D], k [B, Hk, T, D], v [B, Hk, T, Dv][, mask].
-
-    Hk divides Hq (grouped queries). The mask broadcasts to [B, Hq, S, T]: pred keeps where true, a float is added.
-    `causal` "upper" lets query i see keys 0…i, "lower" keys 0…i + T - S. A row that may see nothing gives 0 when
-    `zero_masked_rows`, else NaN. The result has q's type. Computed in f32.
-    Source: Vaswani et al. 2017 (arXiv 1706.03762).
-    """
-
-    scale: float
-    causal: Literal["no", "upper", "lower"] = "no"
-    zero_masked_rows: bool = False
-
-    def infer(self, *src: TensorType) -> Type:
-        if len(src) not in (3, 4):
-            raise TypeMismatchError(f"attention takes q, k, v and maybe a mask, not {len(src)} operands")
-        q, k, v = src[:3]
-        fits = q.rank == k.rank == v.rank == 4 and q.dtype.is_float
-        fits = fits and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3] and q.shape[3] == k.shape[3]
-        if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-            raise TypeMismatchError(f"attention over q {q}, k {k}, v {v}")
-        scores = (*q.shape[:3], k.shape[2])
-        if len(src) == 4 and not ((src[3].dtype is PRED or src[3].dtype.is_float) and broadcastable(src[3].shape, scores)):
-            raise TypeMismatchError(f"attention mask {src[3]} does not broadcast to {list(scores)}")
-        return q.with_shape((*q.shape[:3], v.shape[3]))
-
-    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
-        compute = _compute(node.dtype)
-        q, k, v = (t.to(compute) for t in src[:3])
-        groups = q.shape[1] // k.shape[1]
-        k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
-        scores = q @ k.transpose(-1, -2) * self.scale
-        if len(src) == 4:
-            mask = src[3]
-            scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask.to(compute)
-        if self.causal != "no":
-            s, t = scores.shape[-2:]
-            visible = torch.ones(s, t, dtype=torch.bool, device=q.device).tril(t - s if self.causal == "lower" else 0)
-            scores = scores.masked_fill(~visible, float("-inf"))
-        weights = torch.softmax(scores, -1)
-        if self.zero_masked_rows:
-            weights = weights.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
-        return (weights @ v).to(src[0].dtype)

@@ -1,0 +1,198 @@
+"""Expressions inside an operation: leaves `param` and `acc`, and how they are moved in, renumbered, and normalised.
+
+Folding is substitution. These functions are all that rules need to fold something into a gemm (or an attention) or to take it
+out again; none of them follows the uses of a node.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from tilewright.dtype import DType
+from tilewright.ir.build import broadcast, reshape, slice_, transpose
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import (
+    Acc,
+    Const,
+    Convert,
+    Dequantize,
+    Gemm,
+    Map,
+    Param,
+    Quantize,
+    Reshape,
+    Select,
+    Transpose,
+)
+from tilewright.ir.types import Shape
+
+ELEMENTWISE = (Map, Select, Convert, Quantize, Dequantize)
+REARRANGE = (Reshape, Transpose)
+
+
+class Sources:
+    """The sources of an operation under construction, each once; gives the `param` that stands for one."""
+
+    def __init__(self, nodes: Sequence[Node] = ()) -> None:
+        self.nodes = list(nodes)
+
+    def param(self, node: Node) -> Node:
+        """The param for `node`, which becomes a source if it is none yet. A one-element constant stands for itself."""
+        if isinstance(node.op, Const) and node.tensor.elements == 1:
+            return node
+        if node not in self.nodes:
+            self.nodes.append(node)
+        return Node(Param(self.nodes.index(node), node.tensor))
+
+    def rebase(self, roots: Sequence[Node], src: Sequence[Node]) -> list[Node]:
+        """Expressions over the sources `src`, rewritten over these sources."""
+        moved = {n: self.param(src[n.op.index]) for n in toposort(roots) if isinstance(n.op, Param)}
+        return substitute(roots, moved)
+
+
+def make_gemm(acc_dtype: DType, lhs: Node, rhs: Node, stores: Sequence[Node], src: Sequence[Node]) -> Node:
+    """A gemm whose sources are just those its expressions use, in the order they use them: one spelling a meaning."""
+    used = Sources()
+    roots = used.rebase([lhs, rhs, *stores], src)
+    return Node(Gemm(acc_dtype, roots[0], roots[1], tuple(roots[2:])), *used.nodes)
+
+
+def acc_leaf(op: Gemm) -> Node:
+    """The node that stands for a gemm's accumulator in its stores."""
+    return Node(Acc(op.acc_type))
+
+
+def depends_on_acc(roots: Sequence[Node]) -> set[Node]:
+    """The nodes of expressions that depend on acc."""
+    found: set[Node] = set()
+    for n in toposort(roots):
+        if isinstance(n.op, Acc) or any(s in found for s in n.src):
+            found.add(n)
+    return found
+
+
+def views_outward(root: Node) -> Node:
+    """The expression with reshapes and transposes of the accumulator moved to its root: how the result is written.
+
+    map(view(x), s) -> view(map(x, unview(s))), for every elementwise operation. Exact: elementwise operations do not see
+    where an element stands. A side input that cannot be unviewed, or two operands under different views, stay as they are.
+    """
+    dependent = depends_on_acc((root,))
+    core: dict[Node, tuple[Node, tuple[Node, ...]]] = {}  # value without its views; the views, inner first
+    for n in toposort((root,)):
+        if n not in dependent:
+            core[n] = (n, ())
+        elif isinstance(n.op, REARRANGE):
+            inner, views = core[n.src[0]]
+            core[n] = (inner, (*views, n))
+        elif isinstance(n.op, ELEMENTWISE):
+            core[n] = _under_views(n, dependent, core)
+        else:
+            core[n] = (n.with_src([_viewed(*core[s]) for s in n.src]), ())
+    return _viewed(*core[root])
+
+
+def _under_views(
+    n: Node, dependent: set[Node], core: Mapping[Node, tuple[Node, tuple[Node, ...]]]
+) -> tuple[Node, tuple[Node, ...]]:
+    chains = {core[s][1] for s in n.src if s in dependent}
+    views = next(iter(chains)) if len(chains) == 1 else ()
+    blocked = isinstance(n.op, (Quantize, Dequantize)) and n.op.block is not None
+    if views and not blocked and all(s not in dependent or s.shape == n.shape for s in n.src):
+        src: list[Node] = []
+        for s in n.src:
+            inner = core[s][0] if s in dependent else unview(s, views)
+            if inner is None:
+                break
+            src.append(inner)
+        else:
+            return Node(n.op, *src), views
+    return n.with_src([_viewed(*core[s]) for s in n.src]), ()
+
+
+def _viewed(inner: Node, views: Sequence[Node]) -> Node:
+    for v in views:
+        inner = reshape(inner, v.shape) if isinstance(v.op, Reshape) else Node(v.op, inner)
+    return inner
+
+
+def unview(side: Node, views: Sequence[Node]) -> Node | None:
+    """What broadcasts against a value as `side` broadcasts against that value under `views`; None if nothing does."""
+    for v in reversed(views):
+        before, after = v.src[0].shape, v.shape
+        rank = len(after)
+        side = reshape(side, (1,) * (rank - len(side.shape)) + side.shape)
+        if isinstance(v.op, Transpose):
+            inverse = sorted(range(rank), key=v.op.perm.__getitem__)
+            side = transpose(side, inverse)
+            continue
+        unshaped = _unreshape(side, before, after)
+        if unshaped is None:
+            return None
+        side = unshaped
+    return side
+
+
+def _unreshape(side: Node, before: Shape, after: Shape) -> Node | None:
+    """`side`, which broadcasts to `after`, as it broadcasts to `before`: each group of axes that the reshape splits or merges
+    is either not varied over at all, or repeated to its full extent first."""
+    groups = reshape_groups(before, after)
+    if groups is None:
+        return None
+    full = list(side.shape)
+    result: list[int] = []
+    for old, new in groups:
+        varies = any(side.shape[a] != 1 for a in new)
+        if varies and len(old) > 1 and len(new) == 1:
+            result.extend(before[a] for a in old)
+        elif varies:
+            for a in new:
+                full[a] = after[a]
+            result.extend(before[a] for a in old)
+        else:
+            result.extend(1 for _ in old)
+    return reshape(broadcast(side, full), result)
+
+
+def reshape_groups(before: Shape, after: Shape) -> list[tuple[list[int], list[int]]] | None:
+    """The smallest runs of axes with equal products on both sides of a reshape; None where an extent is zero."""
+    if 0 in before or 0 in after:
+        return None
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(before) or j < len(after):
+        old, new = [], []
+        while True:
+            p, q = math.prod(before[a] for a in old), math.prod(after[a] for a in new)
+            if p == q and (old or new):
+                break
+            if (p <= q and i < len(before)) or j >= len(after):
+                old.append(i)
+                i += 1
+            else:
+                new.append(j)
+                j += 1
+        groups.append((old, new))
+    return groups
+
+
+def slice_columns(root: Node, start: int, stop: int, columns: int, acc: Node) -> Node | None:
+    """An elementwise expression over acc [..., columns], restricted to columns start…stop; acc itself is not narrowed but
+    sliced. None where the expression rearranges acc."""
+    memo: dict[Node, Node] = {}
+    dependent = depends_on_acc((root,))
+    for n in toposort((root,)):
+        if n is acc:
+            memo[n] = slice_(n, -1, start, stop)
+        elif n in dependent:
+            if not isinstance(n.op, ELEMENTWISE) or n.shape[-1:] != (columns,):
+                return None
+            if isinstance(n.op, (Quantize, Dequantize)) and n.op.block is not None:
+                return None
+            memo[n] = Node(n.op, *(memo[s] for s in n.src))
+        elif n.shape and n.shape[-1] == columns and columns != 1:
+            memo[n] = slice_(n, -1, start, stop)
+        else:
+            memo[n] = n
+    return memo[root]
