@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -10,22 +10,32 @@ from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.pattern import Trace, discover, rewrite
+from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
 from tilewright.ir.verify import verify
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.search import Decision, search
 
-STAGES = ("accumulator", "canonical")
+# In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
+# in any order and give the same graph.
+STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product", "siblings", "tails")
+CANONICAL = "canonical"
 DEFAULT_BUDGET_S = 20.0
 
 
-def optimise(graph: Graph, trace: Trace | None = None) -> Graph:
-    """The graph after every stage of rules, verified."""
+def optimise(graph: Graph, trace: Trace | None = None, visit: Callable[[str, Graph], None] | None = None) -> Graph:
+    """The graph after every stage of rules, verified. `visit` sees the graph after each stage, with the stage's name."""
     trace = trace if trace is not None else Trace()
-    rules = discover("tilewright.rules")
+    rules = discover("tilewright.rules", Rule)
+    passes = discover("tilewright.rules", Pass)
     for stage in STAGES:
-        graph = verify(rewrite(graph, [r for r in rules if r.stage == stage], trace))
+        graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace)
+        for p in passes:
+            if p.stage == stage:
+                graph = p.apply(graph, trace)
+        verify(graph)
+        if visit is not None:
+            visit(stage, graph)
     return graph
 
 

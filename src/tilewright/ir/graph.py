@@ -60,11 +60,12 @@ class Op:
 class Node:
     """One operation applied to sources. Never constructed twice for equal arguments."""
 
-    __slots__ = ("__weakref__", "op", "src", "type")
+    __slots__ = ("__weakref__", "constant", "op", "src", "type")
 
     op: Op
     src: tuple[Node, ...]
     type: Type
+    constant: bool  # depends on constants alone
 
     def __new__(cls, op: Op, *src: Node) -> Node:
         key = (op, src)
@@ -84,6 +85,8 @@ class Node:
         object.__setattr__(made, "op", op)
         object.__setattr__(made, "src", src)
         object.__setattr__(made, "type", inferred)
+        made_here = op.name in ("const", "iota")
+        object.__setattr__(made, "constant", made_here or (bool(src) and all(s.constant for s in src)))
         with _LOCK:
             return _INTERNED.setdefault(key, made)
 
@@ -242,6 +245,23 @@ def _unknown(root: Node, known: Mapping[Node, object]) -> list[Node]:
     return order
 
 
+def _replaced_order(roots: Iterable[Node], replacement: Mapping[Node, Node]) -> list[Node]:
+    """Nodes in an order in which each follows what computes it: its replacement if it has one, else its sources."""
+    order: list[Node] = []
+    seen: set[Node] = set()
+    stack: list[tuple[Node, bool]] = [(r, False) for r in roots]
+    while stack:
+        node, expanded = stack.pop()
+        if expanded:
+            order.append(node)
+        elif node not in seen:
+            seen.add(node)
+            stack.append((node, True))
+            target = replacement.get(node)
+            stack.extend((x, False) for x in ((target,) if target is not None else node.src) if x not in seen)
+    return order
+
+
 def substitute(roots: Sequence[Node], replacement: Mapping[Node, Node]) -> list[Node]:
     """The roots with every occurrence of a key replaced by its value. A replacement is not itself searched."""
     memo: dict[Node, Node] = {}
@@ -285,6 +305,20 @@ class Graph:
     def with_outputs(self, outputs: Sequence[Node], origins: Mapping[Node, str] | None = None) -> Graph:
         """The same program with its results computed by other nodes."""
         return replace(self, outputs=tuple(outputs), origins=self.origins if origins is None else origins)
+
+    def replace(self, replacement: Mapping[Node, Node]) -> Graph:
+        """The program with every key computed as its value, and origins handed over.
+
+        Keys inside values are replaced too; no value may depend on its own key.
+        """
+        origins = dict(self.origins)
+        settled: dict[Node, Node] = {}
+        for node in _replaced_order(self.outputs, replacement):
+            target = replacement.get(node)
+            settled[node] = settled[target] if target is not None else node.with_src([settled[x] for x in node.src])
+            if node in self.origins:
+                origins.setdefault(settled[node], self.origins[node])
+        return self.with_outputs([settled[o] for o in self.outputs], origins)
 
     def map_outputs(self, f: Callable[[Sequence[Node]], Sequence[Node]]) -> Graph:
         return self.with_outputs(f(self.outputs))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tilewright.discovery import modules
 from tilewright.errors import RewriteError, TilewrightError
@@ -94,9 +95,31 @@ def rule(pattern: Pat, *, stage: str) -> Callable[[Callable[[Match], Node | None
     return decorate
 
 
-def discover(package: str, extra: Iterable[Path] = ()) -> list[Rule]:
-    """Every `Rule` defined in the modules of `package`, by file name; `extra` folders are searched too."""
-    found = {v.name: v for module in modules(package, extra) for v in vars(module).values() if isinstance(v, Rule)}
+@dataclass(frozen=True)
+class Pass:
+    """A rewrite that must see several nodes at once. As rare as possible; a pattern is easier to read and to trust."""
+
+    name: str
+    stage: str
+    apply: Callable[[Graph, Trace], Graph]
+    doc: str
+
+
+def graph_pass(*, stage: str) -> Callable[[Callable[[Graph, Trace], Graph]], Pass]:
+    """Make a function over the whole graph a pass. It runs after the rules of its stage have settled."""
+
+    def decorate(f: Callable[[Graph, Trace], Graph]) -> Pass:
+        return Pass(f.__name__, stage, f, f.__doc__ or "")
+
+    return decorate
+
+
+R = TypeVar("R", Rule, Pass)
+
+
+def discover(package: str, kind: type[R], extra: Iterable[Path] = ()) -> list[R]:
+    """Every `Rule` (or `Pass`) defined in the modules of `package`, by file name; `extra` folders are searched too."""
+    found = {v.name: v for module in modules(package, extra) for v in vars(module).values() if isinstance(v, kind)}
     return [found[name] for name in sorted(found)]
 
 

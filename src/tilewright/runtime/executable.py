@@ -12,9 +12,9 @@ from tilewright.errors import InputError
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import Call, Const, Input, Iota
+from tilewright.ir.ops import Call, Const, Input, Iota, Item
 from tilewright.ir.pattern import Trace
-from tilewright.ir.types import TensorType, TupleType
+from tilewright.ir.types import TensorType
 from tilewright.runtime.arrays import from_user, to_user
 from tilewright.runtime.partition import Part, partition
 from tilewright.schedule.problem import problem_of
@@ -184,16 +184,16 @@ def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> l
 
 
 def _gemm_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: Decide) -> Step:
-    (node,) = part.nodes
-    weights = {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(node.src) if s in ready}
+    node = part.nodes[0]
+    weights = {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(node.src) if s.constant}
     decision = decide(node, weights)
     order = [part.inputs.index(s) for s in node.src]
     runner = decision.kernel.prepare(weights)
-    several = isinstance(node.type, TupleType)
+    picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
 
     def run(values: Sequence[Value]) -> Sequence[Value]:
         results = runner([cast("torch.Tensor", values[i]) for i in order])
-        return [tuple(results)] if several else results
+        return [results[i] for i in picked]
 
     return Step(graph.origin(node), part, run, decision)
 

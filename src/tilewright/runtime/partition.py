@@ -18,7 +18,6 @@ from tilewright.ir.ops import (
     Gather,
     Gemm,
     Input,
-    Iota,
     Item,
     LayerNorm,
     Pad,
@@ -35,8 +34,10 @@ Kind = Literal["gemm", "attention", "norm", "softmax", "call", "reduce", "gather
 VIEW = (Reshape, Transpose, Slice, Broadcast, Item)
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
+ALONE = (Gemm, Attention, Call)
 # The first that a region holds names it.
 _NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
+    ("gemm", (Gemm,)),
     ("attention", (Attention,)),
     ("call", (Call,)),
     ("norm", (LayerNorm,)),
@@ -73,11 +74,11 @@ class Part:
 def partition(graph: Graph) -> list[Part]:
     """The graph's parts in an order in which they can run.
 
-    A node's level is the number of gemms before it on the longest path; nodes of one level that touch each other form one
-    region. A region reads gemms of its own level and lower and feeds only higher ones, so no cycle can arise.
+    Gemms, attentions and calls stand alone, with the items that pick their results. A node's level is the number of such
+    before it on the longest path; other nodes of one level that touch each other form one region. A region reads what stands
+    alone at its own level or lower and feeds only higher ones, so no cycle can arise.
     """
     nodes = graph.nodes()
-    constant: set[Node] = set()
     level: dict[Node, int] = {}
     group: dict[Node, Node] = {}
 
@@ -88,30 +89,33 @@ def partition(graph: Graph) -> list[Part]:
         return n
 
     for node in nodes:
-        if isinstance(node.op, (Const, Iota)) or (node.src and all(s in constant for s in node.src)):
-            constant.add(node)
-        level[node] = max((level[s] for s in node.src), default=0) + isinstance(node.op, Gemm)
-        if isinstance(node.op, (Input, Gemm)) or _is_leaf_constant(node):
+        level[node] = max((level[s] for s in node.src), default=0) + (isinstance(node.op, ALONE) and not node.constant)
+        if isinstance(node.op, (Input, Const)):
             continue
         group[node] = node
         for s in node.src:
-            if s in group and level[s] == level[node] and (s in constant) == (node in constant):
+            if s in group and level[s] == level[node] and s.constant == node.constant and _touch(node, s):
                 group[find(node)] = find(s)
     members: dict[Node, list[Node]] = {}
     for node in nodes:
         if node in group:
             members.setdefault(find(node), []).append(node)
     readers = _readers(graph, nodes)
-    parts = [_part(m, readers, m[0] in constant) for m in members.values()]
-    parts += [_part([n], readers, n in constant) for n in nodes if isinstance(n.op, Gemm)]
+    parts = [_part(m, readers, m[0].constant) for m in members.values()]
     index = {n: i for i, n in enumerate(nodes)}
-    # Within a level the gemms come first; regions of one level do not depend on each other.
-    parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], p.kind != "gemm", index[p.nodes[0]]))
+    # Within a level what stands alone comes first; regions of one level do not depend on each other.
+    parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], not isinstance(p.nodes[0].op, ALONE), index[p.nodes[0]]))
     return parts
 
 
-def _is_leaf_constant(node: Node) -> bool:
-    return isinstance(node.op, Const)
+def _touch(node: Node, source: Node) -> bool:
+    """Whether a node belongs with its source: an item with what it picks from, anything else unless that stands alone."""
+    if node.constant:
+        return True
+    if isinstance(node.op, Item):
+        return True
+    alone = source.src[0] if isinstance(source.op, Item) else source
+    return not isinstance(alone.op, ALONE) and not isinstance(node.op, ALONE)
 
 
 def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]]:
@@ -133,8 +137,6 @@ def _part(members: Sequence[Node], readers: dict[Node, set[Node | None]], once: 
 
 def _kind(members: Sequence[Node]) -> Kind:
     ops = [n.op for n in members]
-    if isinstance(ops[0], Gemm):
-        return "gemm"
     for kind, classes in _NAMING:
         if any(isinstance(op, classes) for op in ops):
             return kind

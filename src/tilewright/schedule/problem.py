@@ -9,7 +9,7 @@ from functools import cached_property
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.notation import show_gemm
-from tilewright.ir.ops import Acc, Broadcast, Const, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
+from tilewright.ir.ops import Acc, Broadcast, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
 from tilewright.ir.types import Shape, TensorType
 
 VIEWS = (Reshape, Transpose, Slice, Broadcast)
@@ -151,4 +151,4 @@ class Problem:
 def problem_of(node: Node) -> Problem:
     """The problem that a gemm node poses."""
     assert isinstance(node.op, Gemm)
-    return Problem(node.op, tuple(s.tensor for s in node.src), tuple(isinstance(s.op, Const) for s in node.src))
+    return Problem(node.op, tuple(s.tensor for s in node.src), tuple(s.constant for s in node.src))

@@ -1,0 +1,58 @@
+"""What follows a product is computed where the product stands: elementwise tails and views become part of its store."""
+
+from __future__ import annotations
+
+from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Quantize
+from tilewright.ir.pattern import Match, Pat, rule
+
+
+@rule(Pat(ELEMENTWISE, where=lambda n: any(isinstance(s.op, CARRIERS) for s in n.src)), stage="epilogue")
+def absorb_elementwise_into_store(m: Match) -> Node | None:
+    """f(gemm(a, b), s) -> gemm(a, b, s) {store = f(store, s)}; gemm or attention.
+
+    Where: nothing else reads the gemm, f does not broadcast it, and it has one store. The other operands become sources; they
+    cannot depend on the gemm, since f alone reads it. Views of the accumulator move to the root of the store. Exact: yes.
+    """
+    node = m.node
+    for producer in dict.fromkeys(s for s in node.src if isinstance(s.op, CARRIERS)):
+        why = _stays(m, node, producer)
+        if why is None:
+            return _absorbed(node, producer)
+        m.refuse(why)
+    return None
+
+
+def _stays(m: Match, node: Node, producer: Node) -> str | None:
+    """Why `node` cannot move into the store of `producer`, or None."""
+    name = producer.op.name
+    if len(m.users[producer]) != 1:
+        return f"{len(m.users[producer])} operations read the {name}"
+    if producer.shape != node.shape:
+        return f"it broadcasts the {name} from {list(producer.shape)} to {list(node.shape)}"
+    if isinstance(node.op, Quantize) and producer in node.src[1:]:
+        return f"the {name} is its scale"
+    return None
+
+
+def _absorbed(node: Node, producer: Node) -> Node:
+    sources = Sources(producer.src)
+    (store,) = stores_of(producer)
+    src = [store if s is producer else sources.param(s) for s in node.src]
+    return rebuilt(producer, operands_of(producer), [views_outward(Node(node.op, *src))], sources.nodes)
+
+
+@rule(Pat(REARRANGE, (Pat(CARRIERS, name="producer"),)), stage="epilogue")
+def absorb_view_into_store(m: Match) -> Node | None:
+    """view(gemm(a, b)) -> gemm(a, b) {store = view(store)}; a view is a reshape or transpose; gemm or attention.
+
+    Where: nothing else reads the gemm, and it has one store. Exact: yes, the result is written where the view would find it.
+    """
+    producer = m["producer"]
+    if len(m.users[producer]) != 1:
+        m.refuse(f"{len(m.users[producer])} operations read the {producer.op.name}")
+        return None
+    (store,) = stores_of(producer)
+    return rebuilt(producer, operands_of(producer), [views_outward(Node(m.node.op, store))], producer.src)

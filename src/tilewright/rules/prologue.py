@@ -1,0 +1,67 @@
+"""What stands before a product is read where it is multiplied: views, casts and dequantisation become part of the operand."""
+
+from __future__ import annotations
+
+from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.expression import Sources
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import Broadcast, Convert, Dequantize, Param, Reshape, Slice, Transpose
+from tilewright.ir.pattern import Match, Pat, rule
+
+VIEWS = (Reshape, Transpose, Slice, Broadcast)
+
+
+@rule(Pat(CARRIERS), stage="prologue")
+def read_operand_through_views_and_casts(m: Match) -> Node | None:
+    """gemm(f(x), b) -> gemm(x, b) {lhs = f(param0)}, for f a view, a dequantisation or a widening cast; any operand.
+
+    Where: f is a reshape, transpose, slice or broadcast; a dequantize; or a convert from a type that takes no more bytes. The
+    kernel then reads what is stored, never a wider copy. Other readers of f(x) keep it. Exact: yes.
+    """
+    node = m.node
+    inside = {n for n in toposort(operands_of(node)) if isinstance(n.op, Param)}
+    for leaf in toposort(operands_of(node)):
+        if leaf not in inside or not isinstance(leaf.op, Param):
+            continue
+        source = node.src[leaf.op.index]
+        if not _readable(source):
+            continue
+        if any(leaf in toposort((s,)) for s in stores_of(node)):
+            continue  # an epilogue reads the same value: it would be needed twice in two forms
+        sources = Sources(node.src)
+        inner = Node(source.op, *(sources.param(s) for s in source.src))
+        operands = substitute(operands_of(node), {leaf: inner})
+        return rebuilt(node, operands, stores_of(node), sources.nodes)
+    return None
+
+
+def _readable(source: Node) -> bool:
+    op = source.op
+    if isinstance(op, (*VIEWS, Dequantize)):
+        return True
+    if isinstance(op, Convert):
+        given = source.src[0].dtype
+        return given.kind in ("int", "uint", "float") and given.bits <= op.dtype.bits
+    return False
+
+
+@rule(Pat(CARRIERS), stage="prologue")
+def read_side_inputs_unbroadcast(m: Match) -> Node | None:
+    """gemm(a, b, f(s)) -> gemm(a, b, s) {store over f(param)}, for a side input that a broadcast, reshape or widening cast
+    made.
+
+    Where: f's source is no larger than its result. Exact: yes. A bias stays a vector however the source wrote it.
+    """
+    node = m.node
+    in_operands = {n for n in toposort(operands_of(node)) if isinstance(n.op, Param)}
+    for leaf in toposort(stores_of(node)):
+        if not isinstance(leaf.op, Param) or leaf in in_operands:
+            continue
+        source = node.src[leaf.op.index]
+        if not isinstance(source.op, (Broadcast, Reshape, Transpose, Convert)) or not _readable(source):
+            continue
+        sources = Sources(node.src)
+        inner = Node(source.op, sources.param(source.src[0]))
+        stores = substitute(stores_of(node), {leaf: inner})
+        return rebuilt(node, operands_of(node), stores, sources.nodes)
+    return None

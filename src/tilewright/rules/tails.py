@@ -1,0 +1,52 @@
+"""A product that several operations read: those that are elementwise become further stores of it."""
+
+from __future__ import annotations
+
+from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.expression import ELEMENTWISE, Sources, views_outward
+from tilewright.ir.graph import Graph, Node, Users
+from tilewright.ir.ops import Item
+from tilewright.ir.pattern import Step, Trace, graph_pass
+from tilewright.ir.types import TupleType
+
+
+@graph_pass(stage="tails")
+def store_every_elementwise_tail(graph: Graph, trace: Trace) -> Graph:
+    """f(g), h(g) with g = gemm(a, b) -> gemm(a, b) {stores = f(store), h(store)[, store]}; gemm or attention.
+
+    Where: f keeps the gemm's shape and its other operands do not depend on the gemm. The gemm's own result is still stored if
+    anything else reads it. Work never grows: every store was a tensor written before, and reading the product again is saved.
+    Exact: yes.
+    """
+    replacement: dict[Node, Node] = {}
+    users = graph.users()
+    nodes = graph.nodes()
+    for at, node in enumerate(nodes):
+        if isinstance(node.op, CARRIERS) and not isinstance(node.type, TupleType) and len(users[node]) > 1:
+            replacement.update(_tails(node, nodes[at + 1 :], users, trace))
+    return graph.replace(replacement) if replacement else graph
+
+
+def _tails(carrier: Node, after: list[Node], users: Users, trace: Trace) -> dict[Node, Node]:
+    """The nodes that become stores, each with the item that replaces it."""
+    dependent: set[Node] = {carrier}
+    absorbed: dict[Node, Node] = {}
+    sources = Sources(carrier.src)
+    (own,) = stores_of(carrier)
+    expression: dict[Node, Node] = {carrier: own}
+    for n in after:
+        if not any(s in dependent for s in n.src):
+            continue
+        dependent.add(n)
+        foldable = isinstance(n.op, ELEMENTWISE) and not isinstance(n.type, TupleType) and n.shape == carrier.shape
+        if foldable and all(s in expression or s not in dependent for s in n.src):
+            expression[n] = Node(n.op, *(expression[s] if s in expression else sources.param(s) for s in n.src))
+            absorbed[n] = n
+    if not absorbed:
+        return {}
+    leaving = [n for n in expression if any(r is None or r not in expression for r in users[n])]
+    stores = [views_outward(expression[n]) for n in leaving]
+    one = rebuilt(carrier, operands_of(carrier), stores, sources.nodes)
+    made = {n: Node(Item(i), one) if len(leaving) > 1 else one for i, n in enumerate(leaving)}
+    trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in leaving if n in absorbed)
+    return made
