@@ -44,6 +44,9 @@ class DType:
     def __repr__(self) -> str:
         return self.name
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return (dtype, (self.name,))  # a copy is the same object: types are compared by identity
+
     @property
     def is_integer(self) -> bool:
         return self.kind in ("int", "uint")
@@ -140,17 +143,23 @@ _ALIASES = {
     "i4": "s4",
     "int4": "s4",
     "uint4": "u4",
+    "ui4": "u4",
     "i8": "s8",
     "int8": "s8",
     "uint8": "u8",
+    "ui8": "u8",
+    "i16": "s16",
     "int16": "s16",
     "uint16": "u16",
+    "ui16": "u16",
     "i32": "s32",
     "int32": "s32",
     "uint32": "u32",
+    "ui32": "u32",
     "i64": "s64",
     "int64": "s64",
     "uint64": "u64",
+    "ui64": "u64",
     "float8_e4m3fn": "f8e4m3fn",
     "float8_e4m3fnuz": "f8e4m3fnuz",
     "float8_e5m2": "f8e5m2",
@@ -173,7 +182,7 @@ def dtype(name: str | DType) -> DType:
     """
     if isinstance(name, DType):
         return name
-    key = name.removeprefix("torch.").lower()
+    key = str(name).removeprefix("torch.").lower()
     found = BY_NAME.get(_ALIASES.get(key, key))
     if found is None:
         known = " ".join(n for n in BY_NAME if n != "opaque")

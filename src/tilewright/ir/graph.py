@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from tilewright.dtype import DType
 from tilewright.errors import TypeMismatchError
+from tilewright.ir.attributes import normalise
 from tilewright.ir.types import Shape, TensorType, TupleType, Type
 
 if TYPE_CHECKING:
@@ -35,6 +36,10 @@ class Op:
     """
 
     name: ClassVar[str] = ""
+    arity: ClassVar[int | None] = None  # number of sources; None leaves the count to `infer`
+
+    def __post_init__(self) -> None:
+        normalise(self, self.name)
 
     def __init_subclass__(cls) -> None:
         cls.name = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
@@ -73,6 +78,8 @@ class Node:
             found = _INTERNED.get(key)
         if found is not None:
             return found
+        if op.arity is not None and len(src) != op.arity:
+            raise TypeMismatchError(f"{op.name} takes {op.arity} operand{'' if op.arity == 1 else 's'}, not {len(src)}")
         made = object.__new__(cls)
         types: list[TensorType] = []
         for s in src:
@@ -92,6 +99,9 @@ class Node:
 
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"a Node is frozen; build another instead of setting {name}")
+
+    def __deepcopy__(self, memo: object) -> Node:
+        return self
 
     def __reduce__(self) -> tuple[type[Node], tuple[object, ...]]:
         return (Node, (self.op, *self.src))

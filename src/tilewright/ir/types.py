@@ -7,6 +7,7 @@ here and only `shape` handling in this file, `text.py` and the problem need to l
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ class TensorType:
 
     dtype: DType
     shape: Shape
+
+    def __post_init__(self) -> None:
+        shape = () if self.dtype is OPAQUE else self.shape
+        if shape is not self.shape or type(shape) is not tuple or any(type(d) is not int for d in shape):
+            object.__setattr__(self, "shape", tuple(operator.index(d) for d in shape))
 
     def __str__(self) -> str:
         return "opaque" if self.dtype is OPAQUE else f"{self.dtype}[{','.join(map(str, self.shape))}]"

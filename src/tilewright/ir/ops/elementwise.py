@@ -70,6 +70,8 @@ class Convert(Op):
     not equal to zero.
     """
 
+    arity = 1
+
     dtype: DType
     overflow: Overflow = "wrap"
 

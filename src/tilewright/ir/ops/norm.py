@@ -33,6 +33,8 @@ class Reduce(Op):
     NaN for mean.
     """
 
+    arity = 1
+
     fn: Reduction
     axes: tuple[int, ...]
     keepdims: bool = False
@@ -85,6 +87,8 @@ class Reduce(Op):
 @dataclass(frozen=True)
 class Softmax(Op):
     """exp(x - max) / sum along `axis`, or its logarithm."""
+
+    arity = 1
 
     axis: int
     log: bool = False

@@ -33,6 +33,8 @@ def _moved(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tens
 class Reshape(Op):
     """The same elements in row-major order under another shape."""
 
+    arity = 1
+
     shape: Shape
 
     def infer(self, *src: TensorType) -> Type:
@@ -49,6 +51,8 @@ class Reshape(Op):
 class Transpose(Op):
     """Axis i of the result is axis perm[i] of the source."""
 
+    arity = 1
+
     perm: tuple[int, ...]
 
     def infer(self, *src: TensorType) -> Type:
@@ -64,6 +68,8 @@ class Transpose(Op):
 @dataclass(frozen=True)
 class Slice(Op):
     """Elements start, start + step, … below stop, on every axis; steps are positive."""
+
+    arity = 1
 
     start: Shape
     stop: Shape
@@ -89,6 +95,8 @@ class Pad(Op):
 
     Negative `low` or `high` crops, as in StableHLO.
     """
+
+    arity = 2
 
     low: Shape
     high: Shape
@@ -147,6 +155,8 @@ class Concat(Op):
 class Broadcast(Op):
     """The source repeated to `shape`, by NumPy's rule (align right, stretch axes of 1)."""
 
+    arity = 1
+
     shape: Shape
 
     def infer(self, *src: TensorType) -> Type:
@@ -167,6 +177,8 @@ class Gather(Op):
     lookup). `elementwise`: indices have x's rank and pick one element each (ONNX GatherElements). Negative indices count
     from the end.
     """
+
+    arity = 2
 
     axis: int
     elementwise: bool = False
@@ -196,6 +208,8 @@ class Gather(Op):
 @dataclass(frozen=True)
 class Iota(Op):
     """0, 1, 2, … along `axis`, the same on every other."""
+
+    arity = 0
 
     dtype: DType
     shape: Shape

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 class Input(Op):
     """A value given at run time, called `label`."""
 
+    arity = 0
+
     label: str
     type: TensorType
 
@@ -36,6 +38,8 @@ class Input(Op):
 class Const(Op):
     """A constant; `data` refers to the source's memory."""
 
+    arity = 0
+
     data: Literal
 
     def infer(self, *src: TensorType) -> Type:
@@ -48,6 +52,8 @@ class Const(Op):
 @dataclass(frozen=True)
 class Param(Op):
     """Source `index` of the gemm in whose expression this stands. Only inside an op's regions."""
+
+    arity = 0
 
     index: int
     type: TensorType
@@ -63,6 +69,8 @@ class Param(Op):
 class Acc(Op):
     """The accumulator [*batch, M, N] of the gemm in whose store this stands. Only inside a gemm's stores."""
 
+    arity = 0
+
     type: TensorType
 
     def infer(self, *src: TensorType) -> Type:
@@ -75,6 +83,8 @@ class Acc(Op):
 @dataclass(frozen=True)
 class Item(Op):
     """Result `index` of an operation with several."""
+
+    arity = 1
 
     index: int
 
