@@ -9,11 +9,12 @@ import torch
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
+from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
 from tilewright.ir.verify import verify
 from tilewright.runtime.executable import Executable, prepare
-from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.problem import AnyProblem, problem_of
 from tilewright.schedule.search import Decision, search
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
@@ -78,10 +79,10 @@ class _decider:  # noqa: N801 - a function with memory
     """Chooses once for each distinct problem, sharing the budget evenly over those of the graph."""
 
     def __init__(self, graph: Graph, target: Target, budget_s: float) -> None:
-        problems = {problem_of(n) for n in graph.nodes() if n.op.name == "gemm"}
+        problems = {problem_of(n) for n in graph.nodes() if isinstance(n.op, CARRIERS)}
         self._target = target
         self._share = budget_s / max(len(problems), 1)
-        self._known: dict[Problem, Decision] = {}
+        self._known: dict[AnyProblem, Decision] = {}
 
     def __call__(self, node: Node, weights: Mapping[int, torch.Tensor]) -> Decision:
         problem = problem_of(node)

@@ -1,4 +1,4 @@
-"""The reference: evaluates the gemm with the oracle. Slow, exact for integers, refuses nothing."""
+"""The reference: evaluates the gemm or attention with the oracle. Slow, exact for integers, refuses nothing."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ import torch
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.schedule.candidate import LAST_RESORT, Kernel, Runner
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import AnyProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 
 class Reference:
     name = "reference"
+    kinds = frozenset[ProblemKind]({"gemm", "attention"})
     preference = LAST_RESORT
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
         return None
 
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
         return (Schedule(),)
 
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
         node = problem.node
         several = len(problem.outputs) > 1
 

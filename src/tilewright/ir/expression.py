@@ -119,6 +119,8 @@ def _viewed(inner: Node, views: Sequence[Node]) -> Node:
 
 def unview(side: Node, views: Sequence[Node]) -> Node | None:
     """What broadcasts against a value as `side` broadcasts against that value under `views`; None if nothing does."""
+    if side.tensor.elements == 1:
+        return reshape(side, ()) if views else side
     for v in reversed(views):
         before, after = v.src[0].shape, v.shape
         rank = len(after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tilewright.dtype import F32, S32, DType
+from tilewright.dtype import BY_NAME, F32, S32, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.build import const, convert, map_, reduce_, swap_last
 from tilewright.ir.graph import Node
@@ -34,7 +34,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Apply:
-    """One step of the epilogue: function `fn` of the running value and, for a binary function, a side input."""
+    """One step of the epilogue: function `fn` of the running value and, for a binary function, a side input.
+
+    The name of a dtype stands for the conversion to it.
+    """
 
     fn: str
     operand: Node | None = None
@@ -152,6 +155,8 @@ def _float(value: Node) -> Node:
 
 
 def _step(sources: _Sources, value: Node, step: Apply) -> Node:
+    if step.fn in BY_NAME:
+        return convert(value, BY_NAME[step.fn])
     f = FUNCTIONS[step.fn]
     if step.operand is None:
         return map_(step.fn, value if value.dtype.kind in f.kinds else _float(value))

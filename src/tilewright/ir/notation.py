@@ -7,15 +7,17 @@
     problem  = operand "@" operand step* ["->" result]
     operand  = type ["^T"] attribute*               the type as stored; ^T multiplies by its transpose
     attribute= "group=" G | "block=" R "x" C | "scale=tensor" | "scale=channel" | "zero_point"
-    step     = ("+" | "-" | "*" | "/") side | "," function ["(" side ")"]
+    step     = ("+" | "-" | "*" | "/") side | "," function ["(" side ")"] | "," dtype
     side     = "bias" | "residual" | "scale" | "row" | type | number      [":" dtype after a word]
     result   = dtype ["wrap" | "saturate"] ["scale=tensor" | "scale=row" | "scale=column"] ["zero_point"] ["acc=" dtype]
 
 `bias` is [N], `residual` the whole result, `row` one value a row, `scale` one number. `group=G` scales every G elements along K
 (and, with `zero_point`, shifts them); `channel` is a row of the left or a column of the right operand. Steps are computed in
-f32. Without "->" the accumulator is stored.
+f32; a dtype as a step rounds to it. Without "->" the accumulator is stored.
 
-A gemm that the notation cannot express is printed with the rest of its expression in braces; that form is not parsed.
+Reports print more than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64(0,2,1,3)`
+for the shape and the permutation under which it is written, `|` between weights side by side, and an expression in braces where
+steps do not form a chain.
 """
 
 from __future__ import annotations
@@ -29,7 +31,22 @@ from tilewright.errors import InputError
 from tilewright.ir.build import const, input_
 from tilewright.ir.fused import Apply, Result, Side, fused_gemm
 from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.ops import FUNCTIONS, Acc, Const, Convert, Dequantize, Gemm, Map, Overflow, Param, Quantize, Transpose
+from tilewright.ir.ops import (
+    FUNCTIONS,
+    Acc,
+    Concat,
+    Const,
+    Convert,
+    Dequantize,
+    Gemm,
+    Map,
+    Overflow,
+    Param,
+    Quantize,
+    Reshape,
+    Slice,
+    Transpose,
+)
 from tilewright.ir.text import print_expression
 from tilewright.ir.types import Shape, TensorType, TupleType, broadcast_shapes
 
@@ -213,6 +230,8 @@ def _step(r: _Reader) -> tuple[str, object]:
         r.at -= 1
         raise r.fail("a step, '->' or the end")
     fn = r.take("word", "the name of a function")
+    if fn in BY_NAME:
+        return fn, None
     if fn not in FUNCTIONS or FUNCTIONS[fn].to_pred or FUNCTIONS[fn].arity > 2:
         r.at -= 1
         raise r.fail("the name of an elementwise function")
@@ -287,9 +306,7 @@ def show_gemm(op: Gemm, types: Sequence[TensorType]) -> str:
     """A gemm in the notation, given the types of its sources."""
     head = f"{_show_operand(op.lhs, types, rows=True)} @ {_show_operand(op.rhs, types, rows=False)}"
     tails = [_show_store(store, op) for store in op.stores]
-    if len(tails) == 1:
-        return head + tails[0]
-    return f"{head} {{{';'.join(tails)} }}"
+    return head + tails[0] if len(tails) == 1 else f"{head} {{{';'.join(tails)} }}"
 
 
 def _show_operand(root: Node, types: Sequence[TensorType], *, rows: bool) -> str:
@@ -303,6 +320,8 @@ def _show_operand(root: Node, types: Sequence[TensorType], *, rows: bool) -> str
         code, scale = node.src[0], node.src[1]
         zero = " zero_point" if len(node.src) == 3 else ""
         return f"{code.type}{transposed}{_show_scale(node, code, scale, rows, bool(transposed))}{zero}"
+    if isinstance(node.op, Concat) and all(isinstance(n.op, Param) for n in node.src):
+        return f"{'|'.join(str(n.type) for n in node.src)}{transposed}"
     if isinstance(node.op, Convert) and isinstance(node.src[0].op, Param) and node.src[0].dtype.is_integer:
         return f"{node.src[0].type}{transposed}"
     return f"{root.type}{{{print_expression(root)}}}"
@@ -321,8 +340,12 @@ def _show_scale(node: Node, code: Node, scale: Node, rows: bool, transposed: boo
 
 
 def _show_store(store: Node, op: Gemm) -> str:
-    """Steps from acc to the store, if each has one operand that depends on acc; otherwise the expression in braces."""
-    result, node = "", store
+    """Range of acc, steps, result and view of a store, if its steps form a chain; else its expression in braces."""
+    view, node = "", store
+    while isinstance(node.op, (Reshape, Transpose)):
+        shown = "x".join(map(str, node.shape)) if isinstance(node.op, Reshape) else f"({','.join(map(str, node.op.perm))})"
+        view, node = f" as {shown}{view[3:]}", node.src[0]
+    result = ""
     if isinstance(node.op, Quantize):
         scale = node.src[1].tensor
         kind = "tensor" if scale.elements == 1 else "column" if scale.rank < 2 or scale.shape[-2] == 1 else "row"
@@ -331,22 +354,30 @@ def _show_store(store: Node, op: Gemm) -> str:
     elif isinstance(node.op, Convert):
         saturates = node.op.overflow == "saturate" and node.src[0].dtype.is_integer
         result, node = f" -> {node.dtype}{' saturate' if saturates else ''}", node.src[0]
-    depends = {n for n in toposort((store,)) if isinstance(n.op, Acc)}
+    dependent: set[Node] = set()
     for n in toposort((store,)):
-        if any(s in depends for s in n.src):
-            depends.add(n)
+        if isinstance(n.op, Acc) or any(s in dependent for s in n.src):
+            dependent.add(n)
     steps: list[str] = []
     while not isinstance(node.op, Acc):
-        inner = [s for s in node.src if s in depends]
+        inner = [s for s in node.src if s in dependent]
         if isinstance(node.op, Convert) and len(inner) == 1 and _implied(node):
             node = inner[0]
             continue
-        step = _show_step(node, inner, op.acc_type.shape) if isinstance(node.op, Map) and len(inner) == 1 else None
+        if isinstance(node.op, Slice) and isinstance(node.src[0].op, Acc):
+            steps.append(f" [{node.op.start[-1]}:{node.op.stop[-1]}]")
+            break
+        if isinstance(node.op, Convert) and len(inner) == 1:
+            steps.append(f", {node.dtype}")
+            node = inner[0]
+            continue
+        step = _show_step(node, inner, node.shape) if isinstance(node.op, Map) and len(inner) == 1 else None
         if step is None:
-            return f" {{{print_expression(node)}}}{''.join(reversed(steps))}{result}"
+            steps.append(f" {{{print_expression(node)}}}")
+            break
         steps.append(step)
         node = inner[0]
-    return "".join(reversed(steps)) + result
+    return "".join(reversed(steps)) + result + view
 
 
 def _implied(node: Node) -> bool:
@@ -362,15 +393,14 @@ def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
     if len(node.src) != 2 or (node.src[0] is not inner[0] and fn not in ("add", "multiply", "maximum", "minimum")):
         return None
     other = node.src[1] if node.src[0] is inner[0] else node.src[0]
-    shown = _show_side(other, shape, fn)
+    shown = _show_side(other, shape)
     if shown is None:
         return None
     return f" {SYMBOLS[fn]} {shown}" if fn in SYMBOLS else f", {fn}({shown})"
 
 
-def _show_side(side: Node, shape: Shape, fn: str) -> str | None:
-    del fn
-    if isinstance(side.op, Convert):
+def _show_side(side: Node, shape: Shape) -> str | None:
+    while isinstance(side.op, (Convert, Reshape)) and side.src[0].tensor.elements == side.tensor.elements:
         side = side.src[0]
     if isinstance(side.op, Const) and side.tensor.elements == 1:
         return f"{side.op.data.scalar():g}"

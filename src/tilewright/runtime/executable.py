@@ -10,6 +10,7 @@ import torch
 
 from tilewright.errors import InputError
 from tilewright.hardware.target import Target
+from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Const, Input, Iota, Item
@@ -34,7 +35,7 @@ class Step:
         name: where it stands in the source.
         part: its nodes, inputs and outputs.
         run: values of the part's inputs in, values of its outputs out.
-        decision: how the kernel of a gemm was chosen; None for a region.
+        decision: how the kernel of a gemm or attention was chosen; None for a region.
     """
 
     name: str
@@ -173,7 +174,11 @@ def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: D
         if part.once:
             ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
             continue
-        steps.append(_gemm_step(graph, part, ready, decide) if part.kind == "gemm" else _region_step(graph, part, target))
+        steps.append(
+            _kernel_step(graph, part, ready, decide)
+            if isinstance(part.nodes[0].op, CARRIERS)
+            else _region_step(graph, part, target)
+        )
     used = {n for step in steps for n in step.part.inputs} | set(graph.outputs)
     return Executable(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
 
@@ -183,7 +188,7 @@ def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> l
     return [_moved(v, target.device) for v in evaluate_nodes(part.outputs, bound)]
 
 
-def _gemm_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: Decide) -> Step:
+def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: Decide) -> Step:
     node = part.nodes[0]
     weights = {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(node.src) if s.constant}
     decision = decide(node, weights)

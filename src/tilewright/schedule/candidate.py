@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from tilewright.discovery import modules
 from tilewright.hardware.target import Target
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 LAST_RESORT = 90
@@ -49,26 +49,28 @@ class Kernel:
 
 @runtime_checkable
 class Candidate(Protocol):
-    """A way to do gemms. `refuse` comes first: the other two may assume it said None.
+    """A way to do gemms or attentions. `refuse` comes first: the other two may assume it said None.
 
     Attributes:
         name: unique.
+        kinds: of problem it is ever asked about: a `Problem`, an `AttentionProblem`, or both.
         preference: order in which candidates are tried when nothing is measured, and which of two equally fast ones is kept:
             below 10 for kernels generated for the problem, 10 to 89 for libraries, `LAST_RESORT` for the reference.
     """
 
     name: str
+    kinds: frozenset[ProblemKind]
     preference: int
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
+    def refuse(self, problem: Any, target: Target) -> str | None:
         """A sentence why this candidate cannot do the problem there, or None. `explain` prints it."""
         ...
 
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+    def schedules(self, problem: Any, target: Target) -> Iterable[Schedule]:
         """The legal points of its space, best guess first."""
         ...
 
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, problem: Any, schedule: Schedule, target: Target) -> Kernel:
         """A kernel for one point."""
         ...
 

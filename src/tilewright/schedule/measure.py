@@ -13,21 +13,23 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
 from tilewright.dtype import F32, DType
+from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Dequantize, Map, Param, Quantize
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
 
 NORM_SAFETY = 16.0
 EPILOGUE_ROUNDINGS = 4
+ATTENTION_ROUNDINGS = 64
 CANCELLING = frozenset({"add", "subtract", "gelu", "gelu_tanh", "erf", "erfc", "exponential_minus_one"})
 
 
@@ -44,12 +46,12 @@ def random_tensor(t: TensorType, generator: torch.Generator, *, positive: bool =
     return wide.to(d.to_torch())
 
 
-def random_sources(problem: Problem, seed: int = 0) -> list[torch.Tensor]:
+def random_sources(problem: AnyProblem, seed: int = 0) -> list[torch.Tensor]:
     """Random sources of a problem; a scale is positive."""
     generator = torch.Generator().manual_seed(seed)
     scales = {
         n.op.index
-        for q in toposort((problem.op.lhs, problem.op.rhs, *problem.op.stores))
+        for q in toposort((*operands_of(problem.node), *stores_of(problem.node)))
         if isinstance(q.op, (Quantize, Dequantize))
         for n in toposort((q.src[1],))
         if isinstance(n.op, Param)
@@ -68,7 +70,7 @@ class Expected:
     exact: bool
 
 
-def expect(problem: Problem, sources: Sequence[torch.Tensor]) -> Expected:
+def expect(problem: AnyProblem, sources: Sequence[torch.Tensor]) -> Expected:
     """The reference results and their bounds.
 
     The epilogue is evaluated on the float64 product and on it plus and minus its error bound, its own steps pushed the same
@@ -82,11 +84,7 @@ def expect(problem: Problem, sources: Sequence[torch.Tensor]) -> Expected:
     reference = cast("tuple[torch.Tensor, ...]", value if isinstance(value, tuple) else (value,))
     if problem.acc.dtype.is_integer:
         return Expected(reference, reference, reference, 0.0, True)
-    params = {n: sources[n.op.index] for n in toposort((problem.op.lhs, problem.op.rhs)) if isinstance(n.op, Param)}
-    a, b = cast("list[torch.Tensor]", evaluate_nodes((problem.op.lhs, problem.op.rhs), params))
-    acc64 = a.double() @ b.double()
-    u = problem.acc.dtype.epsilon / 2
-    slack = (problem.K + 2) * u * (a.double().abs() @ b.double().abs())
+    acc64, slack, norm = _product(problem, sources) if isinstance(problem, Problem) else _attention(problem, sources)
     stores = [_stores_at(problem, sources, acc64 + sign * slack, sign) for sign in (-1, 1)]
     low: list[torch.Tensor] = []
     high: list[torch.Tensor] = []
@@ -96,16 +94,42 @@ def expect(problem: Problem, sources: Sequence[torch.Tensor]) -> Expected:
         margin = three.abs().nan_to_num(0.0, 0.0, 0.0).amax(0) * rounding
         low.append(three.amin(0) - margin)
         high.append(three.amax(0) + margin)
-    norm = NORM_SAFETY * math.sqrt(max(problem.K, 1)) * u
     return Expected(reference, tuple(low), tuple(high), norm, False)
 
 
-def _stores_at(problem: Problem, sources: Sequence[torch.Tensor], acc: torch.Tensor, sign: int) -> list[torch.Tensor]:
+def _product(problem: Problem, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The product in float64, the bound of each element, and the bound of the error's norm relative to its own."""
+    roots = (problem.op.lhs, problem.op.rhs)
+    params = {n: sources[n.op.index] for n in toposort(roots) if isinstance(n.op, Param)}
+    a, b = (t.double() for t in cast("list[torch.Tensor]", evaluate_nodes(roots, params)))
+    u = problem.acc.dtype.epsilon / 2
+    return a @ b, (problem.K + 2) * u * (a.abs() @ b.abs()), NORM_SAFETY * math.sqrt(max(problem.K, 1)) * u
+
+
+def _attention(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """The same for an attention. Its weights are a convex combination, so errors scale with weights @ |v|: T roundings of the
+    sum, and those of the scores and of the weights, which a kernel may round to the operands' type."""
+    op = problem.op
+    operands = op.operands or problem.node.src
+    plain = replace(op, stores=())
+    sized = replace(op, operands=(*operands[:2], Node(Map("abs"), operands[2]), *operands[3:]), stores=())
+    bound = dict(zip(problem.node.src, sources, strict=True))
+    with accumulate_in_float64():
+        acc, size = evaluate_nodes([Node(o, *problem.node.src) for o in (plain, sized)], bound)
+    u, narrow = F32.epsilon / 2, max(t.dtype.epsilon for t in problem.operands[:3])
+    tokens = problem.operands[1].shape[2]
+    slack = (tokens * u + ATTENTION_ROUNDINGS * narrow) * cast("torch.Tensor", size).double()
+    norm = NORM_SAFETY * math.sqrt(max(tokens, 1)) * u + ATTENTION_ROUNDINGS / 4 * narrow
+    return cast("torch.Tensor", acc).double(), slack, norm
+
+
+def _stores_at(problem: AnyProblem, sources: Sequence[torch.Tensor], acc: torch.Tensor, sign: int) -> list[torch.Tensor]:
     """The stores for another accumulator, every float step of the epilogue pushed by a few roundings in one direction.
 
     A step's rounding is relative to its result and, where it cancels (a sum, 1 + erf(x) in a gelu), to its operands.
     """
-    nodes = toposort(problem.op.stores)
+    stores = stores_of(problem.node)
+    nodes = toposort(stores)
     values: dict[Node, torch.Tensor] = {}
     for n in nodes:
         if isinstance(n.op, Acc):
@@ -120,10 +144,10 @@ def _stores_at(problem: Problem, sources: Sequence[torch.Tensor], acc: torch.Ten
                 push = EPILOGUE_ROUNDINGS * max(F32.epsilon, n.dtype.epsilon) * size.nan_to_num(0.0, 0.0, 0.0)
                 value = (value + sign * push).to(value.dtype)
             values[n] = value
-    return [values[r] for r in problem.op.stores]
+    return [values[r] for r in stores]
 
 
-def check(problem: Problem, expected: Expected, results: Sequence[torch.Tensor]) -> str | None:
+def check(problem: AnyProblem, expected: Expected, results: Sequence[torch.Tensor]) -> str | None:
     """None if the results are right, else a sentence: which store, which element, how far off."""
     if len(results) != len(problem.outputs):
         return f"gave {len(results)} results, {len(problem.outputs)} wanted"

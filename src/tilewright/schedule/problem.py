@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.notation import show_gemm
-from tilewright.ir.ops import Acc, Broadcast, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
+from tilewright.ir.ops import Acc, Attention, Broadcast, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
 from tilewright.ir.types import Shape, TensorType
 
+ProblemKind = Literal["gemm", "attention"]
 VIEWS = (Reshape, Transpose, Slice, Broadcast)
 
 
@@ -84,6 +86,8 @@ class Problem:
     types: tuple[TensorType, ...]
     weights: tuple[bool, ...]
 
+    kind: ClassVar[ProblemKind] = "gemm"
+
     @cached_property
     def batch(self) -> int:
         """Product of the batch extents."""
@@ -134,12 +138,12 @@ class Problem:
 
     def first_conversion(self) -> DType | None:
         """The one type to which every store first converts acc, acc's own type if all use it as it is, else None."""
-        acc = [n for n in toposort(self.op.stores) if isinstance(n.op, Acc)]
-        if not acc:
-            return None
-        readers = [n for n in toposort(self.op.stores) if acc[0] in n.src]
+        nodes = toposort(self.op.stores)
+        raw = {n for n in nodes if isinstance(n.op, Acc)}
+        raw |= {n for n in nodes if isinstance(n.op, Slice) and n.src[0] in raw}
+        readers = [n for n in nodes if n not in raw and any(s in raw for s in n.src)]
         kinds = {n.dtype if isinstance(n.op, Convert) and n.op.overflow == "wrap" else None for n in readers}
-        if acc[0] in self.op.stores:
+        if any(s in raw for s in self.op.stores):
             kinds.add(None)
         kind = next(iter(kinds)) if len(kinds) == 1 else None
         return kind if kind is not None and kind.is_float == self.acc.dtype.is_float else self.acc.dtype
@@ -148,7 +152,60 @@ class Problem:
         return show_gemm(self.op, self.types)
 
 
-def problem_of(node: Node) -> Problem:
-    """The problem that a gemm node poses."""
+@dataclass(frozen=True)
+class AttentionProblem:
+    """An attention and the types of its sources; the attributes mean what they mean for a gemm's `Problem`."""
+
+    op: Attention
+    types: tuple[TensorType, ...]
+    weights: tuple[bool, ...]
+
+    kind: ClassVar[ProblemKind] = "attention"
+
+    @cached_property
+    def acc(self) -> TensorType:
+        return self.op.result_type(self.types)
+
+    @cached_property
+    def operands(self) -> tuple[TensorType, ...]:
+        """Types of q, k, v and maybe the mask, as they enter the products."""
+        return self.op.operand_types(self.types)
+
+    @cached_property
+    def outputs(self) -> tuple[TensorType, ...]:
+        return tuple(s.tensor for s in self.op.stores) or (self.acc,)
+
+    @cached_property
+    def node(self) -> Node:
+        """The attention over stand-in sources, for evaluation."""
+        return Node(self.op, *(Node(Param(i, t)) for i, t in enumerate(self.types)))
+
+    @property
+    def ops(self) -> int:
+        """Arithmetic of the two products, causal or not: 2 B H S T (D + Dv)."""
+        q, k, v = self.operands[:3]
+        return 2 * math.prod(q.shape[:3]) * k.shape[2] * (q.shape[3] + v.shape[3])
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.size_bytes for t in (*self.types, *self.outputs))
+
+    def __str__(self) -> str:
+        q, k, v = self.operands[:3]
+        mask = f" mask {self.operands[3]}" if len(self.operands) == 4 else ""
+        causal = "" if self.op.causal == "no" else f" causal={self.op.causal}"
+        stored = [s.tensor for s in self.op.stores if s.tensor != self.acc]
+        result = f" -> {', '.join(map(str, stored))}" if stored else ""
+        return f"attention q {q} k {k} v {v}{mask}{causal}{result}"
+
+
+AnyProblem = Problem | AttentionProblem
+
+
+def problem_of(node: Node) -> AnyProblem:
+    """The problem that a gemm or attention node poses."""
+    types, weights = tuple(s.tensor for s in node.src), tuple(s.constant for s in node.src)
+    if isinstance(node.op, Attention):
+        return AttentionProblem(node.op, types, weights)
     assert isinstance(node.op, Gemm)
-    return Problem(node.op, tuple(s.tensor for s in node.src), tuple(s.constant for s in node.src))
+    return Problem(node.op, types, weights)

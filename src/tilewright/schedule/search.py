@@ -11,7 +11,7 @@ from tilewright.errors import TilewrightError
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, discover
 from tilewright.schedule.measure import check, expect, random_sources, time_interleaved
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import AnyProblem
 
 TIE_BAND = 0.03
 
@@ -38,7 +38,7 @@ class Decision:
         verified: the kernel agreed with the reference on random data.
     """
 
-    problem: Problem
+    problem: AnyProblem
     kernel: Kernel
     time_us: float | None
     rejected: tuple[Rejected, ...]
@@ -54,7 +54,7 @@ class _Trial:
 
 
 def search(
-    problem: Problem,
+    problem: AnyProblem,
     target: Target,
     *,
     budget_s: float = 0.2,
@@ -72,7 +72,7 @@ def search(
 
     Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice.
     """
-    found = list(candidates) if candidates is not None else discover()
+    found = [c for c in (candidates if candidates is not None else discover()) if problem.kind in c.kinds]
     rejected: list[Rejected] = []
     builds: list[tuple[Candidate, Kernel]] = []
     for candidate in found:
@@ -115,7 +115,7 @@ def search(
 
 
 def _timed(
-    problem: Problem,
+    problem: AnyProblem,
     target: Target,
     trials: list[_Trial],
     sources: Sequence[torch.Tensor],
@@ -134,7 +134,7 @@ def _timed(
     return Decision(problem, trials[winner].kernel, times[winner], tuple(rejected), True, True)
 
 
-def _sources(problem: Problem, weights: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:
+def _sources(problem: AnyProblem, weights: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:
     given = weights or {}
     return [given.get(i, t) for i, t in enumerate(random_sources(problem))]
 

@@ -6,6 +6,7 @@ the epilogue runs afterwards, op by op on torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -62,4 +63,9 @@ def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Se
 
 def flat(t: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
     """[*batch, rows, columns] as [product of batch, rows, columns], broadcast over `batch`."""
-    return t.expand(*batch, *t.shape[-2:]).reshape(-1, *t.shape[-2:])
+    return t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:])
+
+
+def one_matrix(problem: Problem) -> bool:
+    """Whether the right operand is one matrix for all batches, so that the batches are more rows of one product."""
+    return len(problem.op.rhs.shape) == 2

@@ -10,12 +10,13 @@ from tilewright.candidates.library._around import side, stores
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Kernel, Runner
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 
 class Aten:
     name = "aten"
+    kinds = frozenset[ProblemKind]({"gemm"})
     preference = 20
 
     def refuse(self, problem: Problem, target: Target) -> str | None:

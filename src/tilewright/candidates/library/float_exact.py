@@ -15,7 +15,7 @@ from tilewright.dtype import F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.schedule.candidate import Kernel, Runner
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 EXACT = {F32: 1 << 24, F64: 1 << 53}
@@ -31,6 +31,7 @@ def block_k(problem: Problem, compute: DType) -> int:
 
 class FloatExact:
     name = "float_exact"
+    kinds = frozenset[ProblemKind]({"gemm"})
     preference = 40
 
     def refuse(self, problem: Problem, target: Target) -> str | None:

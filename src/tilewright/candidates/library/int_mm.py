@@ -1,4 +1,7 @@
-"""torch._int_mm: oneDNN's integer product on a CPU, cuBLASLt's on a GPU; s8 x s8 -> s32, one matrix at a time."""
+"""torch._int_mm: oneDNN's integer product on a CPU, cuBLASLt's on a GPU; s8 x s8 -> s32, one matrix at a time.
+
+4-bit signed codes travel one to a byte, so they are s8 to it.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +9,23 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tilewright.candidates.library._around import flat, side, stores
-from tilewright.dtype import S8, S32
+from tilewright.candidates.library._around import flat, one_matrix, side, stores
+from tilewright.dtype import S4, S8, S32
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Kernel, Runner
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 
 class IntMm:
     name = "int_mm"
+    kinds = frozenset[ProblemKind]({"gemm"})
     preference = 20
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         if problem.acc.dtype is not S32:
             return f"torch._int_mm accumulates in s32, not {problem.acc.dtype}"
-        if problem.lhs.dtype is not S8 or problem.rhs.dtype is not S8:
+        if not {problem.lhs.dtype, problem.rhs.dtype} <= {S4, S8}:
             return f"torch._int_mm multiplies s8 by s8, not {problem.lhs.dtype} by {problem.rhs.dtype}"
         if target.kind == "cuda" and (problem.M <= 16 or problem.K % 8 or problem.N % 8):
             # restrictions that torch's CUDA implementation checks and raises on
@@ -34,26 +38,38 @@ class IntMm:
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         batch = problem.acc.shape[:-2]
         finish = stores(problem, problem.acc.dtype)
-        flatten_rows = len(problem.op.rhs.shape) == 2
+        one_rhs = one_matrix(problem)
+        multiply = torch.ops.aten._int_mm
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             lhs, rhs = side(problem.op.lhs, weights), side(problem.op.rhs, weights)
 
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 a, b = lhs(sources), rhs(sources)
-                if flatten_rows:
-                    product = torch.ops.aten._int_mm(a.reshape(-1, a.shape[-1]), b)
+                if one_rhs:
+                    product = multiply(_plain(a.reshape(problem.batch * problem.M, problem.K)), _plain(b))
                 else:
                     a, b = flat(a, batch), flat(b, batch)
                     product = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=torch.int32, device=a.device)
                     for i in range(a.shape[0]):
-                        torch.ops.aten._int_mm.out(a[i], b[i], out=product[i])
+                        multiply.out(_plain(a[i]), _plain(b[i]), out=product[i])
                 return finish(product.reshape(problem.acc.shape), sources)
 
             return run
 
         scratch = problem.acc.size_bytes
         return Kernel(self.name, schedule, prepare, workspace_bytes=scratch)
+
+
+def _plain(t: torch.Tensor) -> torch.Tensor:
+    """The matrix itself if its rows (or columns) lie apart in memory, else a copy.
+
+    oneDNN misreads any other strides without a word: repeated rows, overlapping ones, and the stride of an axis of one
+    element, which torch leaves arbitrary and calls contiguous.
+    """
+    (rows, columns), (down, across) = t.shape, t.stride()
+    apart = down >= max(columns, 1) if across == 1 else down == 1 and across >= max(rows, 1)
+    return t if apart else t.clone(memory_format=torch.contiguous_format)
 
 
 CANDIDATE = IntMm()

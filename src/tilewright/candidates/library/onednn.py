@@ -12,7 +12,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import Kernel, Runner
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 
@@ -22,6 +22,7 @@ def _constant(root: Node, problem: Problem) -> bool:
 
 class OneDnn:
     name = "onednn"
+    kinds = frozenset[ProblemKind]({"gemm"})
     preference = 10
 
     def refuse(self, problem: Problem, target: Target) -> str | None:

@@ -6,16 +6,17 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tilewright.candidates.library._around import side, stores
+from tilewright.candidates.library._around import one_matrix, side, stores
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F32
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Kernel, Runner
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 
 class ScaledMm:
     name = "scaled_mm"
+    kinds = frozenset[ProblemKind]({"gemm"})
     preference = 10
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
@@ -26,7 +27,7 @@ class ScaledMm:
             return f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}"
         if not any(f in target.features for f in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")):
             return f"{target.name} has no 8-bit float unit"
-        if len(problem.op.rhs.shape) != 2 or problem.K % 16 or problem.N % 16 or not problem.M:
+        if not one_matrix(problem) or problem.K % 16 or problem.N % 16 or 0 in (problem.batch, problem.M, problem.N, problem.K):
             return "cuBLASLt's 8-bit float product takes one rhs matrix with K and N in multiples of 16"
         return None
 
@@ -47,7 +48,11 @@ class ScaledMm:
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 a = lhs(sources)
                 product = torch.ops.aten._scaled_mm(
-                    a.reshape(-1, problem.K).contiguous(), rhs(sources), one, one, out_dtype=out.to_torch()
+                    a.reshape(problem.batch * problem.M, problem.K).contiguous(),
+                    rhs(sources),
+                    one,
+                    one,
+                    out_dtype=out.to_torch(),
                 )
                 return finish(product.reshape(problem.acc.shape), sources)
 

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.dtype import F32, F64, PRED
 from tilewright.errors import TypeMismatchError
-from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.evaluate import evaluate_nodes, float64_gemms
 from tilewright.ir.graph import Node, Op, toposort
 from tilewright.ir.ops.shape import broadcastable
 from tilewright.ir.ops.source import Acc, Param
@@ -97,7 +97,7 @@ class Attention(Op):
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         result = self.result_type([s.tensor for s in node.src])
-        compute = torch.float64 if result.dtype is F64 else torch.float32
+        compute = torch.float64 if result.dtype is F64 or float64_gemms() else torch.float32
         operands = [self._region((o,), src, None)[0] for o in self.operands] or list(src)
         q, k, v = (t.to(compute) for t in operands[:3])
         groups = q.shape[1] // k.shape[1]

@@ -1,0 +1,82 @@
+"""torch.nn.functional.scaled_dot_product_attention: flash kernels on a GPU, a fused loop on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import cast
+
+import torch
+
+from tilewright.candidates.library._around import side
+from tilewright.dtype import BF16, F16, F32, F64, PRED, dtype
+from tilewright.hardware.target import Target
+from tilewright.ir.carrier import acc_of, operands_of, stores_of
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.problem import AttentionProblem, ProblemKind
+from tilewright.schedule.schedule import Schedule
+
+
+class Sdpa:
+    name = "sdpa"
+    kinds = frozenset[ProblemKind]({"attention"})
+    preference = 10
+
+    def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
+        op = problem.op
+        if op.scores is not None or op.weights is not None:
+            return "scaled_dot_product_attention cannot round its scores or weights on the way"
+        if op.causal == "lower" and problem.operands[0].shape[2] != problem.operands[1].shape[2]:
+            return "scaled_dot_product_attention aligns a causal mask to the first key, not the last"
+        if op.causal != "no" and len(problem.operands) == 4:
+            return "scaled_dot_product_attention takes a mask or is causal, not both"
+        if op.zero_masked_rows and len(problem.operands) == 4 and target.kind != "cpu":
+            return "what a row that sees no key gives depends on the kernel the library picks"
+        if problem.operands[0].dtype not in (F64, F32, BF16, F16):
+            return f"scaled_dot_product_attention does not take {problem.operands[0].dtype}"
+        return None
+
+    def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
+        q = problem.operands[0].dtype
+        found = [Schedule.of(compute=q.name)]
+        if q in (BF16, F16) and target.kind == "cpu":
+            found.append(Schedule.of(compute="f32"))
+        return found
+
+    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
+        op, node = problem.op, problem.node
+        storage = dtype(str(schedule["compute"])).to_torch()
+        result = problem.acc.dtype.to_torch()
+        acc, stores = acc_of(node), stores_of(node)
+        params = [(n, n.op.index) for n in toposort(stores) if isinstance(n.op, Param)]
+        grouped = problem.operands[0].shape[1] != problem.operands[1].shape[1]
+        as_mask = None if len(problem.operands) < 4 or problem.operands[3].dtype is PRED else storage
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            q, k, v = (side(o, weights, lambda t: t.to(storage)) for o in operands_of(node)[:3])
+            mask = None
+            if len(problem.operands) == 4:
+                mask = side(operands_of(node)[3], weights, lambda t: t if as_mask is None else t.to(as_mask))
+
+            def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                product = torch.nn.functional.scaled_dot_product_attention(
+                    q(sources),
+                    k(sources),
+                    v(sources),
+                    attn_mask=None if mask is None else mask(sources),
+                    is_causal=op.causal != "no",
+                    scale=op.scale,
+                    enable_gqa=grouped,
+                ).to(result)
+                bound: dict[Node, object] = {n: sources[i] for n, i in params}
+                bound[acc] = product
+                return cast("list[torch.Tensor]", evaluate_nodes(stores, bound))
+
+            return run
+
+        return Kernel(self.name, schedule, prepare)
+
+
+CANDIDATE = Sdpa()
