@@ -13,9 +13,10 @@ from typing import cast
 import torch
 
 from tilewright.dtype import DType
+from tilewright.ir.carrier import acc_of
 from tilewright.ir.evaluate import evaluate_nodes
-from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, Convert, Param
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import Acc, Convert, Param, Slice
 from tilewright.schedule.problem import Problem
 
 Side = Callable[[Sequence[torch.Tensor]], torch.Tensor]
@@ -44,21 +45,30 @@ def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Se
 
     The latter is only right when every store converts acc to it first (`Problem.first_conversion`).
     """
-    roots = problem.op.stores
-    nodes = toposort(roots)
-    accs = [n for n in nodes if isinstance(n.op, Acc)]
+    acc = acc_of(problem.node)
+    roots: Sequence[Node] = problem.op.stores
     if product_dtype is not problem.acc.dtype:
-        accs = [n for n in nodes if isinstance(n.op, Convert) and n.dtype is product_dtype and n.src[0] in accs]
-    params = [(n, n.op.index) for n in nodes if isinstance(n.op, Param)]
-    if all(r in accs for r in roots):
+        given = Node(Acc(problem.acc.with_dtype(product_dtype)))
+        converted = [n for n in toposort(roots) if isinstance(n.op, Convert) and n.dtype is product_dtype]
+        # convert(slice(acc)) is slice(convert(acc)).
+        moved = {n: substitute((n.src[0],), {acc: given})[0] for n in converted if _is_slice_of(n.src[0], acc)}
+        roots, acc = substitute(roots, moved), given
+    params = [(n, n.op.index) for n in toposort(roots) if isinstance(n.op, Param)]
+    if all(r is acc for r in roots):
         return lambda product, sources: [product] * len(roots)
 
     def evaluate(product: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        bound: dict[Node, object] = dict.fromkeys(accs, product)
-        bound.update((n, sources[i]) for n, i in params)
+        bound: dict[Node, object] = {n: sources[i] for n, i in params}
+        bound[acc] = product
         return cast("list[torch.Tensor]", evaluate_nodes(roots, bound))
 
     return evaluate
+
+
+def _is_slice_of(node: Node, acc: Node) -> bool:
+    while isinstance(node.op, Slice):
+        node = node.src[0]
+    return node is acc
 
 
 def flat(t: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from tilewright.candidates.library._around import flat, one_matrix, side, stores
-from tilewright.dtype import S4, S8, S32
+from tilewright.dtype import S4, S8, S32, U8
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
@@ -25,7 +25,8 @@ class IntMm:
     def refuse(self, problem: Problem, target: Target) -> str | None:
         if problem.acc.dtype is not S32:
             return f"torch._int_mm accumulates in s32, not {problem.acc.dtype}"
-        if not {problem.lhs.dtype, problem.rhs.dtype} <= {S4, S8}:
+        unsigned = problem.lhs.dtype is U8 and target.kind == "cpu"  # oneDNN's own form; cuBLASLt has none
+        if not ({problem.rhs.dtype} | ({problem.lhs.dtype} if not unsigned else set())) <= {S4, S8}:
             return f"torch._int_mm multiplies s8 by s8, not {problem.lhs.dtype} by {problem.rhs.dtype}"
         if target.kind == "cuda" and (problem.M <= 16 or problem.K % 8 or problem.N % 8):
             # restrictions that torch's CUDA implementation checks and raises on
