@@ -23,6 +23,8 @@ STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product
 CANONICAL = "canonical"
 DEFAULT_BUDGET_S = 20.0
 
+Progress = Callable[[int, int, str], None]
+
 
 def optimise(graph: Graph, trace: Trace | None = None, visit: Callable[[str, Graph], None] | None = None) -> Graph:
     """The graph after every stage of rules, verified. `visit` sees the graph after each stage, with the stage's name."""
@@ -48,6 +50,7 @@ def compile(
     batch: int | None = None,
     input_dims: Mapping[str, Sequence[int]] | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
+    progress: Progress | None = None,
 ) -> Executable:
     """Compile a program for a device.
 
@@ -59,6 +62,7 @@ def compile(
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
         budget_s: seconds that measuring kernels may take in all; 0 takes the first verified choice of a heuristic.
+        progress: called before each choice of a kernel with how many are done, how many there are, and the problem.
 
     Returns:
         Executable: call it with arrays.
@@ -72,21 +76,25 @@ def compile(
     source = load(program, LoadOptions(dims, batch, example_inputs))
     trace = Trace()
     graph = optimise(source, trace)
-    return prepare(source, graph, target, trace, _decider(graph, target, budget_s))
+    return prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress))
 
 
 class _decider:  # noqa: N801 - a function with memory
     """Chooses once for each distinct problem, sharing the budget evenly over those of the graph."""
 
-    def __init__(self, graph: Graph, target: Target, budget_s: float) -> None:
+    def __init__(self, graph: Graph, target: Target, budget_s: float, progress: Progress | None) -> None:
         problems = {problem_of(n) for n in graph.nodes() if isinstance(n.op, CARRIERS)}
         self._target = target
         self._share = budget_s / max(len(problems), 1)
+        self._total = len(problems)
+        self._progress = progress
         self._known: dict[AnyProblem, Decision] = {}
 
     def __call__(self, node: Node, weights: Mapping[int, torch.Tensor]) -> Decision:
         problem = problem_of(node)
         if problem not in self._known:
+            if self._progress is not None:
+                self._progress(len(self._known), self._total, str(problem))
             share = min(self._share, 2.0)
             self._known[problem] = search(problem, self._target, budget_s=share, weights=weights)
         return self._known[problem]

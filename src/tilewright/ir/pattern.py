@@ -135,16 +135,17 @@ class Step:
 
 @dataclass(frozen=True)
 class NearMiss:
-    """A rule that recognised `node` and left it, and why."""
+    """A rule that recognised `node` and left it, and why; `where` is what the source called the node."""
 
     rule: str
     node: Node
     why: str
+    where: str
 
 
 @dataclass
 class Trace:
-    """What a rewrite did. Near misses are those of the last sweep: what stands in the result unfolded, and why."""
+    """What rewrites did. Near misses are those of each rewrite's last sweep: what stood unfolded when it settled, and why."""
 
     steps: list[Step] = field(default_factory=list[Step])
     near_misses: list[NearMiss] = field(default_factory=list[NearMiss])
@@ -162,9 +163,10 @@ def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None) -> 
     trace = trace if trace is not None else Trace()
     driver = _Driver(graph, rules, trace)
     outputs: Sequence[Node] = graph.outputs
+    earlier = len(trace.near_misses)
     for _ in range(MAX_SWEEPS):
         trace.sweeps += 1
-        trace.near_misses.clear()
+        del trace.near_misses[earlier:]
         done = len(trace.steps)
         outputs = driver.sweep(outputs)
         if len(trace.steps) == done:
@@ -201,7 +203,7 @@ class _Driver:
         """The node that stands for `node` once no rule fires on it; its sources are settled already."""
         if depth > MAX_DEPTH:
             last = ", ".join(s.rule for s in self.trace.steps[-6:])
-            raise RewriteError(f"rules do not converge at one node: {last}", where=self.graph.origin(node))
+            raise RewriteError(f"rules do not converge at one node: {last}", where=self._where(node))
         after = self._fire(node)
         if after is None:
             return node
@@ -217,6 +219,10 @@ class _Driver:
             self.origins.setdefault(new, self.origins[old])
         return self._users.replace(old, new)
 
+    def _where(self, node: Node) -> str:
+        """What the source called the node, or the node it replaces."""
+        return self.origins.get(node, node.op.name)
+
     def _fire(self, node: Node) -> Node | None:
         kind = type(node.op)
         rules = self._by_op.get(kind)
@@ -231,17 +237,15 @@ class _Driver:
             try:
                 after = r.apply(m)
             except TilewrightError as error:
-                raise RewriteError(f"rule {r.name} failed: {error.what}", where=self.graph.origin(node)) from error
+                raise RewriteError(f"rule {r.name} failed: {error.what}", where=self._where(node)) from error
             if after is None:
                 if m.refusal is not None:
-                    self.trace.near_misses.append(NearMiss(r.name, node, m.refusal))
+                    self.trace.near_misses.append(NearMiss(r.name, node, m.refusal, self._where(node)))
                 continue
             if after is node:
                 continue
             if after.type != node.type:
-                raise RewriteError(
-                    f"rule {r.name} changes the type: {node.type} -> {after.type}", where=self.graph.origin(node)
-                )
+                raise RewriteError(f"rule {r.name} changes the type: {node.type} -> {after.type}", where=self._where(node))
             self.trace.steps.append(Step(r.name, r.stage, node, after))
             return after
         return None

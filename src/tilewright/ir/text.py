@@ -15,8 +15,8 @@
       return "y" %6
     }
 
-Attributes left out take their defaults. Small constants stand in the text; a large one is a reference `@"name"` to be
-found in the `literals` given to `parse`.
+Attributes left out take their defaults; `//` starts a comment. Small constants stand in the text; a large one is a reference
+`@"name"` to be found in the `literals` given to `parse`.
 """
 
 from __future__ import annotations
@@ -152,8 +152,9 @@ def print_expression(root: Node, names: Mapping[Node, str] | None = None) -> str
     return f"{root.op.name}({', '.join([*(print_expression(s, names) for s in root.src), *shown])})"
 
 
+_BLANK = r"(?:\s|//[^\n]*+)*+"  # possessive: no part of a comment is ever tried as a token
 _TOKEN = re.compile(
-    r'\s*(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<ref>%\d+)|(?P<number>-?(?:\d[\d.]*(?:e[-+]?\d+)?|inf))'
+    _BLANK + r'(?:(?P<string>"(?:[^"\\]|\\.)*")|(?P<ref>%\d+)|(?P<number>-?(?:\d[\d.]*(?:e[-+]?\d+)?|inf))'
     r"|(?P<word>[A-Za-z_][A-Za-z0-9_]*)|(?P<punct>[(){}\[\]=:,@]))"
 )
 
@@ -166,11 +167,10 @@ class _Parser:
         while at < len(text):
             m = _TOKEN.match(text, at)
             if m is None:
-                if not text[at:].strip():
+                rest = re.sub(f"^{_BLANK}", "", text[at:])
+                if not rest:
                     break
-                raise InputError(
-                    f"unexpected {text[at:].strip()[:12]!r}", where=f"line {line + text[at:].count(chr(10), 0, 1)}"
-                )
+                raise InputError(f"unexpected {rest[:12]!r}", where=f"line {1 + text.count(chr(10), 0, len(text) - len(rest))}")
             line += text.count("\n", at, m.start(m.lastgroup or 0))
             self.tokens.append((m.lastgroup or "", m.group(m.lastgroup or 0), line))
             at = m.end()
