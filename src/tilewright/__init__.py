@@ -5,16 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilewright.compiler import compile
+    from tilewright.compiler import Quantization, compile
     from tilewright.frontends import load
     from tilewright.product import matmul
+    from tilewright.rules.calibrate import scheme
     from tilewright.runtime.executable import Executable
 
 __version__ = "0.1.0"
-__all__ = ["Executable", "__version__", "compile", "load", "matmul"]
+__all__ = ["Executable", "Quantization", "__version__", "compile", "load", "matmul", "scheme"]
 
 _HOME = {
     "compile": "tilewright.compiler",
+    "Quantization": "tilewright.compiler",
+    "scheme": "tilewright.rules.calibrate",
     "load": "tilewright.frontends",
     "matmul": "tilewright.product",
     "Executable": "tilewright.runtime.executable",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,6 +14,8 @@ from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
 from tilewright.ir.verify import verify
+from tilewright.rules.calibrate import Scheme, calibrate
+from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.schedule.problem import AnyProblem, problem_of
 from tilewright.schedule.search import Decision, search
@@ -24,6 +27,21 @@ CANONICAL = "canonical"
 DEFAULT_BUDGET_S = 20.0
 
 Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How to quantise a float model.
+
+    Attributes:
+        scheme: types and granularity, from `tilewright.scheme("int8")`, "fp8", "w4" or "w8".
+        batches: calibration inputs by name.
+        rtol: products that lose more than this (relative error of the result on calibration data) stay in float.
+    """
+
+    scheme: Scheme
+    batches: Sequence[Mapping[str, torch.Tensor]]
+    rtol: float | None = None
 
 
 def optimise(graph: Graph, trace: Trace | None = None, visit: Callable[[str, Graph], None] | None = None) -> Graph:
@@ -50,6 +68,7 @@ def compile(
     batch: int | None = None,
     input_dims: Mapping[str, Sequence[int]] | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
+    quantize: Quantization | None = None,
     progress: Progress | None = None,
 ) -> Executable:
     """Compile a program for a device.
@@ -62,6 +81,7 @@ def compile(
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
         budget_s: seconds that measuring kernels may take in all; 0 takes the first verified choice of a heuristic.
+        quantize: quantise a float model on the way; `Executable.layers` then says what each product lost.
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem.
 
     Returns:
@@ -74,9 +94,14 @@ def compile(
     target = detect(device)
     dims = {name: tuple(shape) for name, shape in (input_dims or {}).items()}
     source = load(program, LoadOptions(dims, batch, example_inputs))
+    start, layers = source, ()
+    if quantize is not None:
+        seen = calibrate(source, quantize.batches)
+        start, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
     trace = Trace()
-    graph = optimise(source, trace)
-    return prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress))
+    graph = optimise(start, trace)
+    executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress))
+    return replace(executable, layers=tuple(layers))
 
 
 class _decider:  # noqa: N801 - a function with memory

@@ -16,6 +16,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Const, Input, Iota, Item
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
+from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import from_user, to_user
 from tilewright.runtime.partition import Part, partition
 from tilewright.schedule.problem import problem_of
@@ -57,6 +58,7 @@ class Executable:
         target: where it runs.
         steps: in order.
         trace: what the rules did.
+        layers: what quantising a float model did to each product; empty if it was not quantised here.
     """
 
     source: Graph
@@ -65,6 +67,7 @@ class Executable:
     steps: tuple[Step, ...]
     trace: Trace
     _ready: dict[Node, Value] = field(repr=False)
+    layers: tuple[Layer, ...] = ()
     _program: list[_Bound] = field(init=False, repr=False)
     _start: list[Value] = field(init=False, repr=False)
     _inputs: list[int] = field(init=False, repr=False)

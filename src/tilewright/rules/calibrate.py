@@ -1,0 +1,229 @@
+"""Quantising a float model: which types, from which ranges, and what each layer loses by it.
+
+Not rewrite rules but the choice that feeds them: `quantize` writes quantise-dequantise pairs around each product with a
+constant weight, exactly as a model file with such pairs would, and the rules fold them.
+
+Symmetric throughout: scale = largest magnitude / largest code. Weights per column (or per group of K), activations per tensor
+(from calibration data) or per row (computed as the model runs). Source: Nagel et al. 2021, arXiv 2106.08295, sections 2 and 4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+
+from tilewright.dtype import F8E4M3FN, F32, S4, S8, DType
+from tilewright.errors import InputError
+from tilewright.ir.build import const, map_, reduce_
+from tilewright.ir.evaluate import evaluate, evaluate_nodes
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.literal import Literal as Data
+from tilewright.ir.ops import Const, Convert, Dequantize, Gemm, Param, Quantize
+from tilewright.ir.types import TensorType
+
+SAMPLE_ROWS = 256
+SMALLEST_SCALE = 2.0**-40  # a column of zeros gets a scale that divides
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What to quantise to.
+
+    Attributes:
+        weight: type of the weights' codes.
+        activation: type of the activations' codes; None leaves activations as they are.
+        group: elements along K that share a weight's scale; 0 for one scale a column.
+        rows: activations are scaled per row, computed at run time, instead of per tensor from calibration.
+    """
+
+    weight: DType
+    activation: DType | None
+    group: int = 0
+    rows: Literal["tensor", "row"] = "tensor"
+
+    def __str__(self) -> str:
+        weight = f"{self.weight} weights per {f'group of {self.group}' if self.group else 'column'}"
+        return f"{weight}, {self.activation or 'float'} activations" + (f" per {self.rows}" if self.activation else "")
+
+
+SCHEMES: dict[str, Callable[[int, Literal["tensor", "row"]], Scheme]] = {
+    "int8": lambda group, rows: Scheme(S8, S8, 0, rows),
+    "fp8": lambda group, rows: Scheme(F8E4M3FN, F8E4M3FN, 0, rows),
+    "w4": lambda group, rows: Scheme(S4, None, group),
+    "w8": lambda group, rows: Scheme(S8, None, 0),
+}
+
+
+def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tensor") -> Scheme:
+    """The scheme called `name`: int8, fp8, w4 or w8.
+
+    Raises:
+        InputError: no such scheme, or a group below 1.
+    """
+    if name not in SCHEMES:
+        raise InputError(f"no quantisation called {name!r}", hint=", ".join(SCHEMES))
+    if group < 1:
+        raise InputError(f"a group of {group} elements", hint="32, 64 or 128")
+    return SCHEMES[name](group, rows)
+
+
+@dataclass
+class Seen:
+    """What calibration saw of one product's left operand: its largest magnitude and some of its rows."""
+
+    largest: float = 0.0
+    rows: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What quantising did to one product.
+
+    Attributes:
+        where: its name in the source.
+        error: relative error of its result on calibration rows, in norm.
+        largest: magnitude that scales its activations per tensor.
+        kept: a sentence why it stayed in float, None if it was quantised.
+    """
+
+    where: str
+    error: float
+    largest: float
+    kept: str | None
+
+
+@dataclass
+class Calibration:
+    """Ranges by product."""
+
+    seen: dict[Node, Seen] = field(default_factory=dict[Node, Seen])
+
+
+def quantizable(node: Node) -> bool:
+    """Whether a node is a float product of something computed with one constant matrix."""
+    op = node.op
+    if not isinstance(op, Gemm) or not isinstance(op.lhs.op, Param) or not isinstance(op.rhs.op, Param):
+        return False
+    left, right = node.src[op.lhs.op.index], node.src[op.rhs.op.index]
+    return left.dtype.is_float and right.dtype.is_float and right.constant and not left.constant and len(right.shape) == 2
+
+
+def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]) -> Calibration:
+    """Run the float model on each batch and record what its products read.
+
+    Raises:
+        InputError: no batch, or an input is missing or of another type.
+    """
+    if not batches:
+        raise InputError("no calibration data", where=graph.name, hint="one batch of inputs at least")
+    found = Calibration()
+    readers: dict[Node, list[Node]] = {}
+    for node in graph.nodes():
+        if quantizable(node):
+            found.seen[node] = Seen()
+            readers.setdefault(_left(node), []).append(node)
+
+    def visit(node: Node, value: object) -> None:
+        for reader in readers.get(node, ()):
+            _see(found.seen[reader], cast("torch.Tensor", value))
+
+    for batch in batches:
+        for node in graph.inputs:
+            visit(node, batch.get(getattr(node.op, "label", "")))
+        evaluate(graph, batch, visit=visit)
+    return found
+
+
+def _see(seen: Seen, value: torch.Tensor) -> None:
+    flat = value.detach().reshape(-1, value.shape[-1]).to(torch.float32)
+    if not flat.numel():
+        return
+    seen.largest = max(seen.largest, float(flat.abs().max()))
+    if seen.rows is None:
+        step = max(flat.shape[0] // SAMPLE_ROWS, 1)
+        seen.rows = flat[::step][:SAMPLE_ROWS].clone()
+
+
+def _left(node: Node) -> Node:
+    assert isinstance(node.op, Gemm) and isinstance(node.op.lhs.op, Param)
+    return node.src[node.op.lhs.op.index]
+
+
+def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float | None = None) -> tuple[Graph, list[Layer]]:
+    """The model with every product that has a constant weight quantised, and what each lost.
+
+    A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float.
+    """
+    replacement: dict[Node, Node] = {}
+    layers: list[Layer] = []
+    for node in graph.nodes():
+        if node not in calibration.seen:
+            continue
+        seen = calibration.seen[node]
+        made, error = _quantized(node, to, seen)
+        kept = None
+        if not seen.largest < float("inf"):
+            kept = "its activations are not finite"
+        elif rtol is not None and not error <= rtol:
+            kept = f"its error {error:.2g} exceeds {rtol:g}"
+        else:
+            replacement[node] = made
+        layers.append(Layer(graph.origin(node), error, seen.largest, kept))
+    return graph.replace(replacement), layers
+
+
+def _quantized(node: Node, to: Scheme, seen: Seen) -> tuple[Node, float]:
+    op = node.op
+    assert isinstance(op, Gemm) and isinstance(op.lhs.op, Param) and isinstance(op.rhs.op, Param)
+    left, right = node.src[op.lhs.op.index], node.src[op.rhs.op.index]
+    weight = cast("torch.Tensor", evaluate_nodes((right,), {})[0]).to(torch.float32)
+    codes, scale = _encode(weight, to.weight, to.group)
+    block = (to.group, 1) if to.group else None
+    label = right.op.data.label if isinstance(right.op, Const) else ""
+    coded = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
+    back = Node(Dequantize(right.dtype, block), coded, const(scale))
+    rows = seen.rows
+    if to.activation is not None:
+        left = _quantized_activation(left, to.activation, to.rows, seen.largest)
+        if rows is not None:
+            rows = _rounded(rows, to.activation, to.rows, seen.largest)
+    src = list(node.src)
+    src[op.lhs.op.index], src[op.rhs.op.index] = left, back
+    error = 0.0
+    if rows is not None and seen.rows is not None:
+        exact = seen.rows.double() @ weight.double()
+        got = rows.double() @ cast("torch.Tensor", evaluate_nodes((back,), {})[0]).double()
+        error = float((got - exact).norm() / exact.norm().clamp_min(1e-300))
+    return Node(op, *src), error
+
+
+def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a [K, N] weight and its scales: [1, N], or [ceil(K / group), N]."""
+    if group:
+        blocks = -(-weight.shape[0] // group)
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, blocks * group - weight.shape[0]))
+        largest = padded.reshape(blocks, group, -1).abs().amax(1)
+    else:
+        largest = weight.abs().amax(0, keepdim=True) if weight.shape[0] else torch.zeros(1, weight.shape[1])
+    scale = (largest / to.max).clamp_min(SMALLEST_SCALE)
+    block = (group, 1) if group else None
+    node = Node(Quantize(to, block), const(weight), const(scale))
+    return cast("torch.Tensor", evaluate_nodes((node,), {})[0]), scale
+
+
+def _quantized_activation(x: Node, to: DType, rows: str, largest: float) -> Node:
+    if rows == "tensor":
+        scale = const(max(largest / to.max, SMALLEST_SCALE), F32)
+    else:
+        wide = x if x.dtype is F32 else Node(Convert(F32), x)
+        peak = reduce_("maximum", map_("abs", wide), [-1], keepdims=True)
+        scale = map_("maximum", map_("multiply", peak, const(1 / to.max, F32)), const(SMALLEST_SCALE, F32))
+    return Node(Dequantize(x.dtype), Node(Quantize(to), x, scale), scale)
+
+
+def _rounded(rows: torch.Tensor, to: DType, by: str, largest: float) -> torch.Tensor:
+    node = _quantized_activation(const(rows), to, by, largest)
+    return cast("torch.Tensor", evaluate_nodes((node,), {})[0])
