@@ -29,12 +29,12 @@ class LoadOptions:
     Attributes:
         input_dims: shape of an input by name, where the program leaves it open (or to override its symbolic extents).
         batch: value of a symbolic first axis that nothing else binds.
-        example_inputs: tensors to trace a PyTorch module with.
+        example_inputs: tensors to trace a PyTorch module with: positional ones, or a mapping of keyword arguments.
     """
 
     input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     batch: int | None = None
-    example_inputs: Sequence[object] | None = None
+    example_inputs: Sequence[object] | Mapping[str, object] | None = None
 
 
 def discover(extra: Sequence[Path] = ()) -> list[ModuleType]:

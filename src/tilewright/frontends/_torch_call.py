@@ -1,0 +1,155 @@
+"""Operators kept as they are: written as a `call` with a JSON payload, and run by torch.
+
+The payload is `{"args": […], "kwargs": {…}}`, positional and keyword arguments of the operator's schema. JSON values stand
+for themselves; an object with one key stands for what JSON lacks: `{"tensor": i}` operand i of the call, `{"float": "inf"}`,
+`{"torch": "float16"}` a dtype, layout or memory format, `{"device": "cpu"}`, `{"complex": [re, im]}`. Nothing in it is code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch._ops import OpOverload
+
+from tilewright.dtype import OPAQUE
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.frontends._torch_types import dtype_of
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Call
+from tilewright.ir.types import TensorType
+
+_TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
+# Packages whose import registers a namespace that torch itself ships.
+_REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
+
+
+def call(target: str, args: Sequence[object], kwargs: Mapping[str, object], types: Sequence[TensorType], where: str) -> Node:
+    """The operator `target` as a call over the nodes among its arguments.
+
+    Raises:
+        UnsupportedError: it writes to an operand, draws random numbers, or an argument is of a kind the payload cannot hold.
+    """
+    operator = find_operator(target, where)
+    if schema_of(operator).is_mutable:
+        raise UnsupportedError(f"{target} writes to its operand", where=where)
+    if torch.Tag.nondeterministic_seeded in operator.tags:
+        raise UnsupportedError(f"{target} draws random numbers", where=where, hint="model.eval() turns dropout off")
+    nodes: list[Node] = []
+    payload = {
+        "args": [_encode(a, nodes, where) for a in args],
+        "kwargs": {k: _encode(v, nodes, where) for k, v in kwargs.items()},
+    }
+    text = json.dumps(payload, allow_nan=False, separators=(",", ":"))
+    return Node(Call("torch", target, text, tuple(types)), *nodes)
+
+
+def find_operator(target: str, where: str) -> OpOverload:
+    """The operator spelt "namespace.name.overload".
+
+    Raises:
+        UnsupportedError: nothing registered it.
+    """
+    parts = target.split(".")
+    if len(parts) == 3 and parts[0] in _REGISTERED_BY:
+        importlib.import_module(_REGISTERED_BY[parts[0]])
+    found: object = torch.ops
+    for part in parts:
+        found = getattr(found, part, None)
+    if len(parts) != 3 or not isinstance(found, OpOverload):
+        raise UnsupportedError(
+            f"torch knows no operator {target!r}", where=where, hint="import the package that registers it first"
+        )
+    return found
+
+
+def schema_of(operator: OpOverload) -> torch.FunctionSchema:
+    """The operator's schema: its arguments, and whether it writes to them."""
+    return cast(torch.FunctionSchema, vars(operator)["_schema"])
+
+
+def _encode(value: object, nodes: list[Node], where: str) -> object:
+    if isinstance(value, Node):
+        nodes.append(value)
+        return {"tensor": len(nodes) - 1}
+    if value is None or isinstance(value, (bool, int, str)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"float": str(value)}
+    if isinstance(value, complex):
+        return {"complex": [_encode(value.real, nodes, where), _encode(value.imag, nodes, where)]}
+    if isinstance(value, (list, tuple)):
+        return [_encode(v, nodes, where) for v in cast("Sequence[object]", value)]
+    if isinstance(value, _TORCH_CONSTANTS):
+        return {"torch": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise UnsupportedError(f"an argument of type {type(value).__name__} cannot be kept", where=where)
+
+
+def _decode(value: object, tensors: Sequence[torch.Tensor], where: str) -> object:
+    if isinstance(value, list):
+        return [_decode(v, tensors, where) for v in cast("list[object]", value)]
+    if not isinstance(value, dict):
+        return value
+    if len(cast("dict[str, object]", value)) != 1:
+        raise InputError("the payload of a call is malformed", where=where)
+    ((kind, content),) = cast("dict[str, object]", value).items()
+    if kind == "tensor" and isinstance(content, int) and 0 <= content < len(tensors):
+        return tensors[content]
+    if kind == "float" and content in ("inf", "-inf", "nan"):
+        return float(content)
+    if kind == "complex" and isinstance(content, list):
+        real, imaginary = (cast(float, _decode(c, tensors, where)) for c in cast("list[object]", content))
+        return complex(real, imaginary)
+    if kind == "device":
+        # Where the operands are now, which need not be where they were when the program was traced.
+        return tensors[0].device if tensors else torch.device(str(content))
+    found = getattr(torch, str(content), None)
+    if kind != "torch" or not isinstance(found, _TORCH_CONSTANTS):
+        raise InputError("the payload of a call is malformed", where=where)
+    return found
+
+
+def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
+    """Run a call on contiguous operands; its tensor results in order, the other results left out.
+
+    Raises:
+        InputError: the payload is malformed, or the operator reads files.
+        UnsupportedError: the operator is not registered, or writes to an operand.
+        TypeMismatchError: the results are not of the types the call declares.
+    """
+    operator = find_operator(op.target, op.target)
+    if schema_of(operator).is_mutable:
+        raise UnsupportedError(f"{op.target} writes to its operand", where=op.target)
+    if any(a.name == "filename" for a in schema_of(operator).arguments):
+        raise InputError(f"{op.target} reads a file, which a program may not", where=op.target)
+    tensors = [cast(torch.Tensor, v).contiguous() for v in values]
+    try:
+        payload = json.loads(op.payload)
+        args, kwargs = payload["args"], payload["kwargs"]
+    except (ValueError, TypeError, KeyError) as error:
+        raise InputError("the payload of a call is malformed", where=op.target) from error
+    with torch.no_grad():
+        result = operator(
+            *(_decode(a, tensors, op.target) for a in args), **{k: _decode(v, tensors, op.target) for k, v in kwargs.items()}
+        )
+    results = list(tensors_in(result))
+    types = [TensorType(dtype_of(t.dtype), tuple(t.shape)) for t in results]
+    if len(types) != len(op.types) or any(w.dtype is not OPAQUE and t != w for t, w in zip(types, op.types, strict=True)):
+        given, declared = ", ".join(map(str, types)), ", ".join(map(str, op.types))
+        raise TypeMismatchError(f"{op.target} gave {given} where {declared} is declared", where=op.target)
+    return results
+
+
+def tensors_in(value: object) -> Iterator[torch.Tensor]:
+    """The tensors of an operator's result, depth first."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for v in cast("Sequence[object]", value):
+            yield from tensors_in(v)

@@ -1,0 +1,294 @@
+"""ATen's elementwise operators: arithmetic, functions, comparisons, selection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+from tilewright.dtype import PRED
+from tilewright.frontends._torch_registry import Operand, Scalar, Site, aten
+from tilewright.frontends._torch_types import cast, common_dtype, mapped, mapped_wide, rounded
+from tilewright.ir.build import broadcast, map_
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Select
+
+Rounding = Literal["trunc", "floor"]
+
+# Functions of a float; an integer operand is converted to the result's float type first.
+_FLOAT_FUNCTIONS = {
+    "acos": "acos",
+    "acosh": "acosh",
+    "asin": "asin",
+    "asinh": "asinh",
+    "atan": "atan",
+    "atanh": "atanh",
+    "cos": "cosine",
+    "cosh": "cosh",
+    "erf": "erf",
+    "erfc": "erfc",
+    "exp": "exponential",
+    "expm1": "exponential_minus_one",
+    "log": "log",
+    "log1p": "log_plus_one",
+    "rsqrt": "rsqrt",
+    "sigmoid": "logistic",
+    "silu": "silu",
+    "sin": "sine",
+    "sinh": "sinh",
+    "sqrt": "sqrt",
+    "tan": "tan",
+    "tanh": "tanh",
+}
+_SAME_TYPE_FUNCTIONS = {"abs": "abs", "neg": "negate", "relu": "relu"}
+_ROUNDINGS = {"ceil": "ceil", "floor": "floor", "round": "round_half_even", "trunc": "trunc"}
+_COMPARISONS = {
+    "eq": "equal",
+    "ge": "greater_equal",
+    "gt": "greater",
+    "le": "less_equal",
+    "lt": "less",
+    "ne": "not_equal",
+}
+_BITWISE = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor"}
+_LOGICAL = {"logical_and": "and", "logical_or": "or", "logical_xor": "xor"}
+_BINARY = {"atan2": "atan2", "fmod": "remainder", "maximum": "maximum", "minimum": "minimum", "remainder": "modulo"}
+_SHIFTS = {
+    "__lshift__": "shift_left",
+    "__rshift__": "shift_right_arithmetic",
+    "bitwise_left_shift": "shift_left",
+    "bitwise_right_shift": "shift_right_arithmetic",
+}
+
+
+def _select(pred: Node, on_true: Node, on_false: Node) -> Node:
+    return Node(Select(), pred, on_true, on_false)
+
+
+def _register_unary() -> None:
+    def function(fn: str) -> Callable[[Site, Node], Node]:
+        return lambda site, self: mapped(fn, site.dtype, self)
+
+    def rounding(fn: str) -> Callable[[Site, Node], Node]:
+        return lambda _, self: map_(fn, self) if self.dtype.is_float else self
+
+    for name, fn in {**_FLOAT_FUNCTIONS, **_SAME_TYPE_FUNCTIONS}.items():
+        aten(f"{name}.default")(function(fn))
+    for name, fn in _ROUNDINGS.items():
+        aten(f"{name}.default")(rounding(fn))
+
+
+def _register_binary() -> None:
+    def in_result_type(fn: str) -> Callable[[Site, Operand, Operand], Node]:
+        return lambda site, self, other: mapped(fn, site.dtype, self, other)
+
+    def in_common_type(fn: str) -> Callable[[Site, Operand, Operand], Node]:
+        return lambda _, self, other: mapped(fn, common_dtype(self, other), self, other)
+
+    def of_truth(fn: str) -> Callable[[Site, Node, Node], Node]:
+        return lambda _, self, other: mapped(fn, PRED, self, other)
+
+    for name, fn in _BINARY.items():
+        aten(f"{name}.default", f"{name}.Tensor", f"{name}.Scalar", f"{name}.Scalar_Tensor")(in_result_type(fn))
+    for name, fn in {**_BITWISE, **_SHIFTS}.items():
+        overloads = ("Tensor", "Scalar", "Scalar_Tensor", "Tensor_Scalar")
+        aten(*(f"{name}.{o}" for o in overloads))(in_result_type(fn))
+    for name, fn in _COMPARISONS.items():
+        aten(f"{name}.Tensor", f"{name}.Scalar")(in_common_type(fn))
+    for name, fn in _LOGICAL.items():
+        aten(f"{name}.default")(of_truth(fn))
+
+
+_register_unary()
+_register_binary()
+
+
+@aten("add.Tensor", "add.Scalar")
+def add(site: Site, self: Operand, other: Operand, alpha: Scalar = 1) -> Node:
+    """self + alpha * other."""
+    return _sum(site, "add", self, other, alpha)
+
+
+@aten("sub.Tensor", "sub.Scalar")
+def sub(site: Site, self: Operand, other: Operand, alpha: Scalar = 1) -> Node:
+    """self - alpha * other."""
+    return _sum(site, "subtract", self, other, alpha)
+
+
+@aten("rsub.Tensor", "rsub.Scalar")
+def rsub(site: Site, self: Node, other: Operand, alpha: Scalar = 1) -> Node:
+    """other - alpha * self."""
+    return _sum(site, "subtract", other, self, alpha)
+
+
+def _sum(site: Site, fn: str, left: Operand, right: Operand, alpha: Scalar) -> Node:
+    if alpha == 1:
+        return mapped(fn, site.dtype, left, right)
+    wide = site.compute_dtype
+    # As a whole: the product is not rounded to a narrow float before the sum, though alpha is.
+    scaled = mapped("multiply", wide, cast(right, site.dtype), rounded(alpha, site.dtype))
+    return cast(mapped(fn, wide, cast(left, site.dtype), scaled), site.dtype)
+
+
+@aten("mul.Tensor", "mul.Scalar")
+def mul(site: Site, self: Operand, other: Operand) -> Node:
+    """self * other."""
+    return mapped_wide("multiply", site.dtype, self, other)
+
+
+@aten("div.Tensor", "div.Scalar")
+def div(site: Site, self: Operand, other: Operand) -> Node:
+    """self / other, a float even of integers."""
+    return mapped_wide("divide", site.dtype, self, other)
+
+
+@aten("reciprocal.default")
+def reciprocal(site: Site, self: Node) -> Node:
+    """1 / self."""
+    return mapped("divide", site.dtype, 1, self)
+
+
+@aten("div.Tensor_mode", "div.Scalar_mode")
+def div_mode(site: Site, self: Operand, other: Operand, *, rounding_mode: Rounding | None = None) -> Node:
+    """self / other, rounded toward zero or down."""
+    if rounding_mode is None:
+        return div(site, self, other)
+    if rounding_mode == "floor":
+        return floor_divide(site, self, other)
+    quotient = mapped("divide", site.compute_dtype, self, other)
+    return cast(map_("trunc", quotient), site.dtype) if site.dtype.is_float else quotient
+
+
+@aten("floor_divide.default", "floor_divide.Scalar")
+def floor_divide(site: Site, self: Operand, other: Operand) -> Node:
+    """The quotient rounded down; of floats from the exact remainder, as Python's `//`, so that it is right at whole numbers.
+
+    A zero divisor gives what a division gives (integers: -1; torch raises).
+    """
+    d = site.compute_dtype
+    a, b = cast(cast(self, site.dtype), d), cast(cast(other, site.dtype), d)
+    remainder = map_("remainder", a, b)
+    zero = cast(0, d)
+    inexact = map_("not_equal", remainder, zero)
+    crossed = map_("not_equal", map_("less", remainder, zero), map_("less", b, zero))
+    below = map_("and", inexact, crossed)
+    if d.is_integer:
+        quotient = map_("divide", a, b)
+        return _select(below, map_("subtract", quotient, cast(1, d)), quotient)
+    near = map_("divide", map_("subtract", a, remainder), b)
+    near = _select(below, map_("subtract", near, cast(1, d)), near)
+    down = map_("floor", near)
+    off = map_("greater", map_("subtract", near, down), cast(0.5, d))
+    whole = _select(off, map_("add", down, cast(1, d)), down)
+    return cast(_select(map_("equal", b, zero), map_("divide", a, b), whole), site.dtype)
+
+
+@aten("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")
+def pow_(site: Site, self: Operand, exponent: Operand) -> Node:
+    """self ** exponent; a half is a square root, which differs at -inf and -0."""
+    if site.dtype.is_float and exponent in (0.5, -0.5):
+        return mapped("sqrt" if exponent == 0.5 else "rsqrt", site.dtype, self)
+    return mapped("power", site.dtype, self, exponent)
+
+
+@aten("exp2.default")
+def exp2(site: Site, self: Node) -> Node:
+    """2 ** self."""
+    return mapped("power", site.dtype, 2, self)
+
+
+@aten("sign.default")
+def sign(site: Site, self: Node) -> Node:
+    """-1, 0 or 1; unlike StableHLO's sign, 0 for NaN and for -0."""
+    if self.dtype is PRED:
+        return self
+    zero = cast(0, self.dtype)
+    above, below = map_("greater", self, zero), map_("less", self, zero)
+    return map_("subtract", cast(above, self.dtype), cast(below, self.dtype))
+
+
+@aten("gelu.default")
+def gelu(site: Site, self: Node, *, approximate: str = "none") -> Node:
+    """x * Phi(x), by erf or by tanh (Hendrycks and Gimpel 2016, arXiv 1606.08415)."""
+    return mapped("gelu_tanh" if approximate == "tanh" else "gelu", site.dtype, self)
+
+
+@aten("leaky_relu.default")
+def leaky_relu(site: Site, self: Node, negative_slope: Scalar = 0.01) -> Node:
+    """x above 0, else x * slope."""
+    d = site.compute_dtype
+    x = cast(self, d)
+    return cast(_select(map_("greater", x, cast(0, d)), x, mapped("multiply", d, x, negative_slope)), site.dtype)
+
+
+@aten("elu.default")
+def elu(site: Site, self: Node, alpha: Scalar = 1, scale: Scalar = 1, input_scale: Scalar = 1) -> Node:
+    """scale * (x above 0, else alpha * (exp(input_scale * x) - 1))."""
+    d = site.compute_dtype
+    x = cast(self, d)
+    below = map_("exponential_minus_one", mapped("multiply", d, x, input_scale))
+    below = mapped("multiply", d, below, alpha * scale)
+    return cast(_select(map_("greater", x, cast(0, d)), mapped("multiply", d, x, scale), below), site.dtype)
+
+
+@aten("clamp.default", "clamp.Tensor")
+def clamp(site: Site, self: Node, min: Operand | None = None, max: Operand | None = None) -> Node:
+    """min(max(x, low), high): the upper bound wins where they cross, and NaN stays."""
+    if min is not None and max is not None:
+        return mapped("clamp", site.dtype, min, self, max)
+    if min is not None:
+        return mapped("maximum", site.dtype, self, min)
+    return mapped("minimum", site.dtype, self, max) if max is not None else cast(self, site.dtype)
+
+
+@aten("hardtanh.default")
+def hardtanh(site: Site, self: Node, min_val: Scalar = -1, max_val: Scalar = 1) -> Node:
+    """x within [min_val, max_val]."""
+    return mapped("clamp", site.dtype, min_val, self, max_val)
+
+
+@aten("logical_not.default")
+def logical_not(site: Site, self: Node) -> Node:
+    """Whether self is zero."""
+    return mapped("not", PRED, self)
+
+
+@aten("bitwise_not.default")
+def bitwise_not(site: Site, self: Node) -> Node:
+    """Every bit inverted; of a bool, its negation."""
+    return map_("not", self)
+
+
+@aten("isnan.default")
+def isnan(site: Site, self: Node) -> Node:
+    """Whether self is NaN; no integer is."""
+    return map_("is_nan", self) if self.dtype.is_float else map_("not_equal", self, self)
+
+
+@aten("isinf.default")
+def isinf(site: Site, self: Node) -> Node:
+    """Whether self is an infinity; no integer is."""
+    return map_("is_inf", self) if self.dtype.is_float else map_("not_equal", self, self)
+
+
+@aten("isfinite.default")
+def isfinite(site: Site, self: Node) -> Node:
+    """Whether self is neither an infinity nor NaN."""
+    return map_("is_finite", self) if self.dtype.is_float else map_("equal", self, self)
+
+
+@aten("where.self")
+def where(site: Site, condition: Node, self: Operand, other: Operand) -> Node:
+    """self where the condition is true, else other."""
+    return _select(cast(condition, PRED), cast(self, site.dtype), cast(other, site.dtype))
+
+
+@aten("masked_fill.Scalar", "masked_fill.Tensor")
+def masked_fill(site: Site, self: Node, mask: Node, value: Operand) -> Node:
+    """The value where the mask is true, else self."""
+    return _select(mask, cast(value, site.dtype), self)
+
+
+@aten("copy.default")
+def copy(site: Site, self: Node, src: Node, non_blocking: bool = False) -> Node:
+    """src in the type and shape of self."""
+    return broadcast(cast(src, site.dtype), site.out.shape)

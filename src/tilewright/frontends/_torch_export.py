@@ -1,0 +1,219 @@
+"""From a module or an exported program to functional ATen of concrete shapes, with torch's complaints in two lines."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.utils import _pytree as pytree
+
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends import LoadOptions
+from tilewright.frontends._torch_registry import TRANSLATIONS
+
+_MUTATIONS = {
+    OutputKind.BUFFER_MUTATION: "buffer",
+    OutputKind.PARAMETER_MUTATION: "parameter",
+    OutputKind.USER_INPUT_MUTATION: "input",
+}
+
+
+def exported(program: ExportedProgram | torch.nn.Module, options: LoadOptions) -> ExportedProgram:
+    """The program as functional ATen: shapes concrete, only operators kept that have a translation or no decomposition.
+
+    Weights are those of the program: nothing is copied.
+
+    Raises:
+        InputError: example inputs are missing or do not fit; a symbolic extent is not bound.
+        UnsupportedError: control flow or shapes depend on data; the program changes its buffers or inputs.
+    """
+    if isinstance(program, torch.nn.Module):
+        program = _export(program, *_arguments(options.example_inputs, program), where=program_name(program))
+    elif symbolic := _symbolic_inputs(program):
+        program = _bound(program, symbolic, options)
+    _check_dims(program, options)
+    _check_mutations(program)
+    table = torch.export.default_decompositions()
+    kept = {op: f for op, f in table.items() if str(op) not in TRANSLATIONS}
+    source = program
+    functional = _translated_errors(lambda: source.run_decompositions(kept), program_name(source))
+    _check_mutations(functional)
+    return functional
+
+
+def _export(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], where: str) -> ExportedProgram:
+    return _translated_errors(lambda: torch.export.export(module, args, kwargs, strict=False), where)
+
+
+def _arguments(given: object, module: torch.nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Positional and keyword arguments from example inputs: a tensor, a sequence, or a mapping of keywords."""
+    if given is None:
+        raise InputError(
+            "an nn.Module needs example inputs to be traced with",
+            where=type(module).__name__,
+            hint="example_inputs=(tensor, …), or a dict of keyword arguments",
+        )
+    if isinstance(given, Mapping):
+        named = cast("Mapping[str, object]", given)
+        return (), {k: pytree.tree_map(_as_tensor, v) for k, v in named.items()}
+    if isinstance(given, (list, tuple)):
+        return tuple(pytree.tree_map(_as_tensor, v) for v in cast("Sequence[object]", given)), {}
+    return (_as_tensor(given),), {}
+
+
+def _as_tensor(value: object) -> object:
+    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+
+
+def _translated_errors(run: Callable[[], ExportedProgram], where: str) -> ExportedProgram:
+    """`run()`, quietly; what torch raises becomes a typed error with the first line of its message."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    depends = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
+    try:
+        with _quiet(), torch.no_grad():
+            return run()
+    except depends as error:
+        raise UnsupportedError(
+            f"the program branches or takes a shape on the data: {_first_line(error)}",
+            where=where,
+            hint="torch.where instead of `if`, no .item(), no masks that pick elements",
+        ) from error
+    except Exception as error:
+        raise InputError(f"torch.export fails: {_first_line(error)}", where=where, hint=_advice(str(error))) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {text[:200]}" if text else repr(error)[:200]
+
+
+def _advice(message: str) -> str:
+    if "register a pytree" in message:
+        return "return tensors only; a transformers model wants use_cache=False"
+    return "check that module(*example_inputs) runs, and see torch.export's notes on what it can trace"
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """torch logs tracebacks of what it then raises; the error alone reaches the user."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def user_inputs(program: ExportedProgram) -> dict[str, object]:
+    """Traced value of each user input by placeholder name: a fake tensor, or the Python value it was traced with."""
+    named = {getattr(s.arg, "name", "") for s in program.graph_signature.input_specs if s.kind is InputKind.USER_INPUT}
+    return {n.name: n.meta.get("val") for n in program.graph.nodes if n.op == "placeholder" and n.name in named}
+
+
+def _symbolic_inputs(program: ExportedProgram) -> dict[str, object]:
+    """All user inputs, if any has a symbolic extent or is a symbolic number; else none."""
+    inputs = user_inputs(program)
+    symbolic = any(
+        not isinstance(v, int) and (isinstance(v, torch.SymInt) or (isinstance(v, torch.Tensor) and not _is_concrete(v)))
+        for v in inputs.values()
+    )
+    return inputs if symbolic else {}
+
+
+def _is_concrete(value: torch.Tensor) -> bool:
+    return all(type(d) is int for d in value.shape)
+
+
+def _bound(program: ExportedProgram, inputs: Mapping[str, object], options: LoadOptions) -> ExportedProgram:
+    """The program traced again with every symbolic extent bound, from example inputs, `input_dims` or `batch`."""
+    if options.example_inputs is not None:
+        args, kwargs = _arguments(options.example_inputs, program.graph_module)
+        return _export(program.module(), args, kwargs, where=program_name(program))
+    symbols: dict[object, int] = {}
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            _bind(name, value, options, symbols)
+        elif isinstance(value, torch.SymInt):
+            raise UnsupportedError("a number among the inputs is symbolic", where=name, hint="example_inputs=(…)")
+    values = [_example(name, value, symbols) for name, value in inputs.items()]
+    args, kwargs = pytree.tree_unflatten(values, cast(pytree.TreeSpec, program.call_spec.in_spec))
+    return _export(program.module(), args, kwargs, where=program_name(program))
+
+
+def program_name(program: torch.nn.Module | ExportedProgram) -> str:
+    """The class of the module, as far as an export remembers it."""
+    if isinstance(program, torch.nn.Module):
+        return type(program).__name__
+    for node in program.graph.nodes:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            if not path:
+                return str(kind).rsplit(".", 1)[-1]
+    return "program"
+
+
+def _bind(name: str, value: torch.Tensor, options: LoadOptions, symbols: dict[object, int]) -> None:
+    """Learn what the symbols of one input's extents are."""
+    given = options.input_dims.get(name)
+    for axis, d in enumerate(value.shape):
+        if type(d) is int:
+            continue
+        expression = _expression(d)
+        if given is not None and axis < len(given):
+            symbols[expression] = given[axis]
+        elif axis == 0 and options.batch is not None:
+            symbols.setdefault(expression, options.batch)
+
+
+def _expression(d: object) -> Any:
+    """The sympy expression of a symbolic extent."""
+    return cast(Any, d).node.expr
+
+
+def _example(name: str, value: object, symbols: Mapping[object, int]) -> object:
+    """A value of an input's type with its symbols bound."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    shape = [d if type(d) is int else _expression(d).subs(dict(symbols)) for d in value.shape]
+    free = [str(d) for d in shape if not isinstance(d, int) and not getattr(d, "is_Integer", False)]
+    if free:
+        raise InputError(
+            f"extents of an input are symbolic: [{', '.join(map(str, value.shape))}]",
+            where=name,
+            hint=f"input_dims={{{name!r}: (…)}}, batch=… for the first axis, or example_inputs",
+        )
+    return torch.zeros([int(d) for d in shape], dtype=value.dtype, device=value.device)
+
+
+def _check_dims(program: ExportedProgram, options: LoadOptions) -> None:
+    inputs = user_inputs(program)
+    for name, dims in options.input_dims.items():
+        value = inputs.get(name)
+        if not isinstance(value, torch.Tensor):
+            raise InputError(f"no input {name!r} to give dims to", hint=f"inputs are {', '.join(inputs) or 'none'}")
+        if tuple(value.shape) != tuple(dims):
+            raise InputError(
+                f"the program was traced with {list(value.shape)}, not {list(dims)}",
+                where=f"input {name!r}",
+                hint="example inputs of that shape, or export with dynamic_shapes",
+            )
+
+
+def _check_mutations(program: ExportedProgram) -> None:
+    for spec in program.graph_signature.output_specs:
+        if spec.kind in _MUTATIONS:
+            raise UnsupportedError(
+                f"the program changes its {_MUTATIONS[spec.kind]} {spec.target!r}",
+                where=program_name(program),
+                hint="model.eval() for batch norm; pass a cache in and return the new one",
+            )

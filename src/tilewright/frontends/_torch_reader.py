@@ -1,0 +1,265 @@
+"""From a functional ATen program to a graph: one pass over its operators."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import fx
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses import FakeTensor
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
+from torch.utils import _pytree as pytree
+
+from tilewright.dtype import OPAQUE
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.frontends._torch_call import call, schema_of, tensors_in
+from tilewright.frontends._torch_registry import TRANSLATIONS, Site
+from tilewright.frontends._torch_types import dtype_of, type_of
+from tilewright.ir.build import input_, items
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.literal import Literal
+from tilewright.ir.ops import Const, Convert
+from tilewright.ir.types import TensorType
+
+
+class Reader:
+    """Builds the graph of one program; used once."""
+
+    def __init__(self, program: ExportedProgram, name: str) -> None:
+        self._program = program
+        self._name = name
+        self._env: dict[fx.Node, object] = {}
+        self._inputs: list[Node] = []
+        self._origins: dict[Node, str] = {}
+        self._notes: list[str] = []
+        self._literals: dict[object, Literal] = {}
+
+    def read(self) -> Graph:
+        """The graph, with its notes.
+
+        Raises:
+            UnsupportedError: control flow, shapes that depend on data, random numbers, types no graph can hold.
+        """
+        specs = {getattr(s.arg, "name", ""): s for s in self._program.graph_signature.input_specs}
+        wanted = _live(self._program.graph)
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                self._env[node] = self._placeholder(node, specs[node.name])
+            elif node.op == "call_function" and node in wanted:
+                self._env[node] = self._operator(node)
+        outputs, names = self._outputs()
+        self._note_conversions(outputs)
+        return Graph(self._name, tuple(self._inputs), tuple(outputs), tuple(names), self._origins, tuple(self._notes))
+
+    def _placeholder(self, node: fx.Node, spec: InputSpec) -> object:
+        if spec.kind is not InputKind.USER_INPUT:
+            return self._weight(node, spec)
+        if isinstance(spec.arg, ConstantArgument):
+            if spec.arg.value is not None:
+                self._notes.append(f"input {node.name!r} is fixed to {spec.arg.value!r}, the value it was traced with")
+            return spec.arg.value
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor):
+            raise UnsupportedError(f"an input is a {type(value).__name__}, not a tensor", where=node.name)
+        found = type_of(value, node.name)
+        if found.dtype is OPAQUE:
+            raise UnsupportedError(f"an input is of type {value.dtype}, which no graph holds", where=node.name)
+        made = input_(node.name, found.dtype, found.shape)
+        self._inputs.append(made)
+        return made
+
+    def _weight(self, node: fx.Node, spec: InputSpec) -> object:
+        label = spec.target or node.name
+        held: object = self._program.state_dict.get(label)
+        if held is None:
+            held = self._program.constants.get(label)
+        if not isinstance(held, torch.Tensor):
+            raise UnsupportedError(f"a weight is a {type(held).__name__}, not a tensor", where=label)
+        return self._constant(held, label)
+
+    def _constant(self, held: torch.Tensor, label: str) -> Node:
+        """A reference to somebody's tensor; tied weights are one."""
+        t = held.detach()
+        if t.device.type == "meta" or isinstance(t, FakeTensor):
+            raise InputError("a weight has no data (meta device)", where=label, hint="load the weights before compiling")
+        if t.layout is not torch.strided or t.is_quantized:
+            raise UnsupportedError(f"a weight is {t.layout} {t.dtype}, which no graph holds", where=label)
+        if t.is_complex():
+            # The graph has no complex type: a call makes the complex view of the same memory.
+            pairs = self._constant(torch.view_as_real(t.resolve_conj()), label)
+            return call("aten.view_as_complex.default", [pairs], {}, [TensorType(OPAQUE, ())], label)
+        d = dtype_of(t.dtype)
+        if d is OPAQUE:
+            raise UnsupportedError(f"a weight is of type {t.dtype}, which no graph holds", where=label)
+        key = (t.untyped_storage().data_ptr(), t.storage_offset(), tuple(t.shape), t.stride(), d, t.device)
+        found = self._literals.setdefault(key, Literal(TensorType(d, tuple(t.shape)), t, label))
+        return Node(Const(found))
+
+    def _operator(self, node: fx.Node) -> object:
+        where = _place(node)
+        if node.target is operator.getitem:
+            whole = cast("Sequence[object]", self._env[cast(fx.Node, node.args[0])])
+            return whole[cast(int, node.args[1])]
+        value = node.meta.get("val")
+        if isinstance(value, (bool, int, float)) and not isinstance(node.target, HigherOrderOperator):
+            return value
+        if isinstance(node.target, HigherOrderOperator):
+            raise UnsupportedError(
+                f"control flow ({node.target.name()}) has no place in a graph",
+                where=where,
+                hint="torch.where over both branches",
+            )
+        if not isinstance(node.target, OpOverload) or not any(True for _ in tensors_in(value)):
+            raise UnsupportedError(f"{node.target} makes a number that depends on the data", where=where, hint="avoid .item()")
+        return self._apply(node, node.target, where)
+
+    def _apply(self, node: fx.Node, target: OpOverload, where: str) -> object:
+        positional, named = _arranged(target, node.args, node.kwargs)
+        args = [self._resolved(a) for a in positional]
+        kwargs = {name: self._resolved(a) for name, a in named.items()}
+        value = node.meta["val"]
+        types = tuple(type_of(t, where) for t in tensors_in(value))
+        site = Site(str(target), where, types, _used(node))
+        results = self._translate(site, args, kwargs)
+        if results is None:
+            results = self._call(node, site, args, kwargs)
+        self._remember(results, where)
+        return _shaped_like(value, results)
+
+    def _resolved(self, argument: object) -> object:
+        """An argument with the program's nodes replaced by what they were read as."""
+        if isinstance(argument, fx.Node):
+            return self._env[argument]
+        if isinstance(argument, (list, tuple)):
+            return [self._resolved(a) for a in cast("Sequence[object]", argument)]
+        return argument
+
+    def _translate(self, site: Site, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Node | None] | None:
+        translation = TRANSLATIONS.get(site.target)
+        opaque = any(t.dtype is OPAQUE for t in site.outs) or any(_is_opaque(a) for a in _nodes_in((args, kwargs)))
+        if translation is None or opaque:
+            return None
+        made = translation(site, *args, **kwargs)
+        if made is None:
+            return None
+        results: list[Node | None] = [made] if isinstance(made, Node) else list(made)
+        for i, (result, wanted) in enumerate(zip(results, site.outs, strict=True)):
+            if result is not None and result.type != wanted:
+                raise TypeMismatchError(f"{site.target} reads as {result.type}, torch says {wanted}", where=site.where)
+            if result is None and i in site.used:
+                return None
+        return results
+
+    def _call(self, node: fx.Node, site: Site, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Node | None]:
+        if site.target.startswith("aten.as_strided"):
+            source = cast(fx.Node, node.args[0]).meta["val"]
+            if not cast(torch.Tensor, source).is_contiguous():
+                raise site.refuse("reads memory by strides that a graph does not keep", "reshape or index instead")
+        made = call(site.target, args, kwargs, site.outs, site.where)
+        self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
+        return [*items(made)]
+
+    def _remember(self, results: Sequence[Node | None], where: str) -> None:
+        """Give every node this operator made the operator's place, unless it has one."""
+        stack = [r for r in results if r is not None]
+        while stack:
+            made = stack.pop()
+            if made not in self._origins and not isinstance(made.op, Const) and made not in self._inputs:
+                self._origins[made] = where
+                stack.extend(made.src)
+
+    def _outputs(self) -> tuple[list[Node], list[str]]:
+        signature = self._program.graph_signature
+        (last,) = (n for n in self._program.graph.nodes if n.op == "output")
+        values = cast("Sequence[object]", self._resolved(last.args[0]))
+        specs = [s for s in signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
+        names = _output_names(self._program, len(specs))
+        nodes: list[Node] = []
+        kept: list[str] = []
+        for value, spec, name in zip(values, specs, names, strict=True):
+            if isinstance(spec.arg, TensorArgument) and isinstance(value, Node):
+                nodes.append(value)
+                kept.append(name)
+            elif value is not None:
+                self._notes.append(f"output {name!r} is {value!r}, no tensor, and is left out")
+        return nodes, kept
+
+    def _note_conversions(self, outputs: Sequence[Node]) -> None:
+        graph = Graph(self._name, (), tuple(outputs), ())
+        for node in graph.nodes():
+            if isinstance(node.op, Convert) and node.op.dtype.is_integer and node.src[0].dtype.is_float:
+                self._notes.append("a float out of an integer's range saturates where torch leaves it undefined (NaN gives 0)")
+                return
+
+
+def _live(graph: fx.Graph) -> set[fx.Node]:
+    """The operators an output depends on; assertions about shapes are none."""
+    wanted: set[fx.Node] = set()
+    stack = [n for n in graph.nodes if n.op == "output"]
+    while stack:
+        node = stack.pop()
+        if node not in wanted:
+            wanted.add(node)
+            stack.extend(node.all_input_nodes)
+    return wanted
+
+
+def _place(node: fx.Node) -> str:
+    """The module an operator stands in and what the operator is: "encoder.layer.0.attention.query linear"."""
+    stack = cast("Mapping[str, tuple[str, object]]", node.meta.get("nn_module_stack") or {})
+    path = next(reversed([p for p, _ in stack.values()]), "").removeprefix("L['self']").lstrip(".")
+    if not path or not isinstance(node.target, OpOverload):
+        return node.name
+    return f"{path} {node.target.overloadpacket.__name__}"
+
+
+def _used(node: fx.Node) -> frozenset[int]:
+    """Which of several results anything reads; of one result, that one."""
+    picked = [user.args[1] for user in node.users if user.target is operator.getitem and user.args[0] is node]
+    return frozenset(cast("list[int]", picked)) or frozenset({0})
+
+
+def _arranged(
+    target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
+) -> tuple[list[object], dict[str, object]]:
+    """Arguments with every positional one of the schema in its place, whether it was passed by name or not."""
+    named = dict(kwargs)
+    places = [a for a in schema_of(target).arguments if not a.kwarg_only]
+    given = max((i + 1 for i, a in enumerate(places) if i < len(args) or a.name in named), default=0)
+    positional = [args[i] if i < len(args) else named.pop(a.name, a.default_value) for i, a in enumerate(places[:given])]
+    return positional, named
+
+
+def _nodes_in(value: object) -> list[Node]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Node)]
+
+
+def _is_opaque(node: Node) -> bool:
+    return isinstance(node.type, TensorType) and node.dtype is OPAQUE
+
+
+def _shaped_like(value: object, results: Sequence[Node | None]) -> object:
+    """The results where the operator's own result has tensors; what else it has (numbers, None) stays."""
+    remaining = iter(results)
+    if isinstance(value, torch.Tensor):
+        return next(remaining)
+    return [next(remaining) if isinstance(v, torch.Tensor) else v for v in cast("Sequence[object]", value)]
+
+
+def _output_names(program: ExportedProgram, count: int) -> list[str]:
+    """Outputs by their place in what the module returns: "logits", "hidden.0", "output" for one alone."""
+    spec = program.call_spec.out_spec
+    if spec is None or spec.num_leaves != count:
+        return [f"output_{i}" for i in range(count)]
+    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(count)), spec))
+    names: list[str] = []
+    for path, _ in paths:
+        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+        if not parts or parts[0].isdigit():
+            parts = ["_".join(["output", *parts[:1]]), *parts[1:]]
+        names.append(".".join(parts))
+    return names

@@ -1,0 +1,68 @@
+"""The PyTorch front end: an `nn.Module` with example inputs, or a `torch.export.ExportedProgram`.
+
+A module is exported (non-strict), made functional and decomposed until only operators remain that have a translation
+(`_torch_*.py`) or no decomposition; the latter become `call` nodes that torch itself evaluates. Weights are referred to, not
+copied. Results agree with torch's up to the rounding of its own kernels; where torch is undefined (a float out of an
+integer's range) XLA's rule holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from tilewright.errors import UnsupportedError
+from tilewright.frontends import (
+    LoadOptions,
+    _torch_elementwise,
+    _torch_index,
+    _torch_matmul,
+    _torch_quantize,
+    _torch_reduce,
+    _torch_views,
+)
+from tilewright.frontends import _torch_call as calls
+from tilewright.frontends._torch_export import exported, program_name
+from tilewright.frontends._torch_reader import Reader
+from tilewright.ir.graph import Graph
+from tilewright.ir.ops import Call
+
+# Each registers the translations of its topic as it is imported.
+TOPICS = (_torch_elementwise, _torch_index, _torch_matmul, _torch_quantize, _torch_reduce, _torch_views)
+_PICKLES = (".pt2", ".pt", ".pth")
+
+
+def accepts(program: object) -> bool:
+    """Whether `program` is a module, an exported program, or a file that torch writes."""
+    if isinstance(program, Path):
+        return program.suffix in _PICKLES
+    return isinstance(program, (torch.nn.Module, ExportedProgram))
+
+
+def load(program: object, options: LoadOptions) -> Graph:
+    """The graph of a module or an exported program.
+
+    An input is called as the export calls its placeholder, an output by its place in what the module returns, a node by the
+    module it stands in. Symbolic extents of an exported program are bound by `input_dims`, `batch` or example inputs.
+
+    Raises:
+        InputError: example inputs are missing, torch cannot export the module, or a symbolic extent is not bound.
+        UnsupportedError: control flow or shapes depend on data; buffers or inputs are changed; a saved file is given.
+    """
+    if isinstance(program, Path):
+        raise UnsupportedError(
+            "torch opens its own files by unpickling and evaluating what they hold, so a file could run any code",
+            where=str(program),
+            hint="if you trust it: tilewright.compile(torch.export.load(path))",
+        )
+    assert isinstance(program, (torch.nn.Module, ExportedProgram))
+    ready = exported(program, options)
+    return Reader(ready, program_name(program)).read()
+
+
+def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
+    """Run a `call` node of this front end with torch (see `_torch_call`)."""
+    return calls.evaluate_call(call, values)
