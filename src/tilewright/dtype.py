@@ -67,6 +67,16 @@ class DType:
         return self if self.bits >= 32 else F32
 
     @property
+    def lowest(self) -> float | int:
+        """What every value is at least: minus infinity where the type has it, else `min`."""
+        return -float("inf") if self.name in _INFINITE else self.min
+
+    @property
+    def highest(self) -> float | int:
+        """What every value is at most: infinity where the type has it, else `max`."""
+        return float("inf") if self.name in _INFINITE else self.max
+
+    @property
     def epsilon(self) -> float:
         """Distance from 1.0 to the next larger value, 0 for integers."""
         return _EPSILON.get(self.name, 0.0)
@@ -128,6 +138,7 @@ _EPSILON = {
     "f32": 2**-23,
     "f64": 2**-52,
 }
+_INFINITE = frozenset({"f8e5m2", "bf16", "f16", "f32", "f64"})
 _ML_DTYPES = {
     "s4": "int4",
     "u4": "uint4",

@@ -40,7 +40,7 @@ def reshape(x: Node, shape: Sequence[int]) -> Node:
 
 def transpose(x: Node, perm: Sequence[int]) -> Node:
     """Axes permuted: axis i of the result is axis perm[i] of x; x itself if in order."""
-    return x if list(perm) == list(range(len(perm))) else Node(Transpose(tuple(perm)), x)
+    return x if list(perm) == list(range(len(x.shape))) else Node(Transpose(tuple(perm)), x)
 
 
 def swap_last(x: Node) -> Node:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tilewright.dtype import DType, from_torch
+import numpy as np
+
+from tilewright.dtype import F32, PRED, S64, U64, DType, from_torch
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.types import TensorType
 
@@ -18,15 +20,15 @@ SMALL_BYTES = 256
 class Literal:
     """A constant's value.
 
-    Up to 256 bytes it is equal to any literal of the same type and bits; past that it is equal to itself alone, so that
-    hash-consing never reads a weight.
+    Up to 256 bytes it is copied, and equal to any literal of the same type and bits; past that it is equal to itself alone,
+    so that hash-consing never reads a weight.
 
     Attributes:
         type: logical type.
         label: name of the weight in its source, or "" for a number written in the program.
     """
 
-    __slots__ = ("__weakref__", "_key", "_load", "_tensor", "label", "type")
+    __slots__ = ("__weakref__", "_checked", "_key", "_load", "_tensor", "label", "type")
 
     def __init__(self, type: TensorType, load: Callable[[], torch.Tensor] | torch.Tensor, label: str = "") -> None:
         """`load` is the tensor, or gives it when first asked (memory-mapped data). 4-bit codes are one to a byte."""
@@ -34,26 +36,35 @@ class Literal:
         self.label = label
         self._load = load if callable(load) else None
         self._tensor: torch.Tensor | None = None if callable(load) else load
+        self._checked = False
         self._key: object = None
         if type.elements * max(type.dtype.bits, 8) <= SMALL_BYTES * 8:
-            data = self.tensor()
-            self._key = (type, tensor_bytes(data))
+            # Copied: another program may share this node, and must not see its owner write to the memory.
+            self._tensor = self.tensor().detach().clone()
+            self._key = (type, tensor_bytes(self._tensor))
 
     def tensor(self) -> torch.Tensor:
         """The value; the same memory each time, to be read only.
 
         Raises:
-            TypeMismatchError: the source gave a tensor of another shape or storage type.
+            TypeMismatchError: the source gave a tensor of another shape or storage type, or bytes that are no 4-bit codes.
         """
         if self._tensor is None:
             assert self._load is not None
             self._tensor, self._load = self._load(), None
-        t = self._tensor
+        if not self._checked:
+            self._check(self._tensor)
+            self._checked = True
+        return self._tensor
+
+    def _check(self, t: torch.Tensor) -> None:
+        d = self.type.dtype
         if tuple(t.shape) != self.type.shape or t.dtype != self.type.dtype.to_torch():
             raise TypeMismatchError(
                 f"a constant declared {self.type} holds {t.dtype}{list(t.shape)}", where=self.label or "constant"
             )
-        return t
+        if d.bits == 4 and t.numel() and not d.min <= int(t.min()) <= int(t.max()) <= d.max:
+            raise TypeMismatchError(f"a constant declared {self.type} holds bytes that are no 4-bit codes", where=self.label)
 
     def scalar(self) -> float | int | bool | None:
         """The value of a one-element literal, else None."""
@@ -78,19 +89,45 @@ def tensor_bytes(t: torch.Tensor) -> bytes:
 
 
 def literal(value: bool | float | int | Sequence[float] | torch.Tensor, dtype: DType | None = None) -> Literal:
-    """A literal from a Python number, a list of numbers, or a torch tensor (kept by reference).
+    """A literal from a Python number, a list of numbers, or a torch tensor (kept by reference unless small).
 
-    Integers out of the type's range and floats too fine for it are converted as torch converts them.
+    Without a dtype, whole numbers are s64 and others f32. A float is rounded to its type.
+
+    Raises:
+        TypeMismatchError: a number is no value of an integer type, or they are not numbers, equally many in each row.
     """
     import torch
+
+    from tilewright.ir.ops.rounding import to_float
 
     if isinstance(value, torch.Tensor):
         t = value.detach()
         d = dtype or from_torch(t.dtype)
         return Literal(TensorType(d, tuple(t.shape)), t)
-    if dtype is None:
-        probe = torch.tensor(value)
-        dtype = from_torch(probe.dtype)
-        return Literal(TensorType(dtype, tuple(probe.shape)), probe)
-    wide = torch.tensor(value, dtype=torch.float64 if dtype.is_float else torch.int64)
-    return Literal(TensorType(dtype, tuple(wide.shape)), wide.to(dtype.to_torch()))
+    try:
+        given = np.array(value, dtype=object)
+        numbers: list[bool | int | float] = given.reshape(-1).tolist()
+        if dtype is None:
+            kinds = {type(v) for v in numbers}
+            dtype = PRED if kinds == {bool} else S64 if kinds and kinds <= {bool, int} else F32
+        if dtype.is_integer:
+            flat = _integers(numbers, dtype)
+        else:
+            wide = torch.tensor(numbers, dtype=torch.float64)
+            flat = wide != 0 if dtype is PRED else to_float(wide, dtype)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TypeMismatchError(f"no constant can be made of this {type(value).__name__}: {error}") from None
+    return Literal(TensorType(dtype, given.shape), flat.reshape(given.shape))
+
+
+def _integers(numbers: Sequence[bool | int | float], dtype: DType) -> torch.Tensor:
+    import torch
+
+    whole: list[int] = []
+    for v in numbers:
+        if not dtype.min <= v <= dtype.max or int(v) != v:
+            raise TypeMismatchError(f"{v} is no {dtype}")
+        whole.append(int(v))
+    if dtype is U64:
+        return torch.tensor([v - (1 << 64) if v >> 63 else v for v in whole], dtype=torch.int64).view(torch.uint64)
+    return torch.tensor(whole, dtype=torch.int64).to(dtype.to_torch())

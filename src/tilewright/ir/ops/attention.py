@@ -12,6 +12,7 @@ from tilewright.dtype import F32, F64, PRED
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.evaluate import evaluate_nodes, float64_gemms
 from tilewright.ir.graph import Node, Op, toposort
+from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.ops.shape import broadcastable
 from tilewright.ir.ops.source import Acc, Param
 from tilewright.ir.types import TensorType, TupleType, Type
@@ -67,7 +68,7 @@ class Attention(Op):
         if len(operands) not in (3, 4):
             raise TypeMismatchError(f"attention takes q, k, v and maybe a mask, not {len(operands)} operands")
         q, k, v = operands[:3]
-        fits = q.rank == k.rank == v.rank == 4 and q.dtype.is_float
+        fits = q.rank == k.rank == v.rank == 4 and q.dtype.is_float and k.dtype.is_float and v.dtype.is_float
         fits = fits and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1:3] == v.shape[1:3] and q.shape[3] == k.shape[3]
         if not fits or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
             raise TypeMismatchError(f"attention over q {q}, k {k}, v {v}")
@@ -101,17 +102,17 @@ class Attention(Op):
         operands = [self._region((o,), src, None)[0] for o in self.operands] or list(src)
         q, k, v = (t.to(compute) for t in operands[:3])
         groups = q.shape[1] // k.shape[1]
-        k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
+        k, v = (t.repeat_interleave(groups, 1) if groups != 1 else t for t in (k, v))
         scores = q @ k.transpose(-1, -2) * self.scale
         if self.scores is not None:
-            scores = self._region((self.scores,), src, scores)[0]
+            scores = self._region((self.scores,), src, scores)[0].to(compute)
         scores = self._masked(scores, operands[3] if len(operands) == 4 else None)
         weights = torch.softmax(scores, -1)
         if self.zero_masked_rows:
             weights = weights.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
         if self.weights is not None:
-            weights = self._region((self.weights,), src, weights)[0]
-        product = (weights @ v).to(result.dtype.to_torch())
+            weights = self._region((self.weights,), src, weights)[0].to(compute)
+        product = to_float(weights @ v, result.dtype)
         stored = self._region(self.stores, src, product) if self.stores else [product]
         return stored[0] if len(stored) == 1 else tuple(stored)
 

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tilewright.dtype import F8E4M3FN, F32, F64, PRED, DType
+from tilewright.dtype import F64, PRED, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops.functions import FUNCTIONS, evaluate_function, narrow_integer, result_dtype
+from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes
 
 if TYPE_CHECKING:
@@ -65,9 +66,9 @@ class Convert(Op):
     """Each element as `dtype`.
 
     To an integer from an integer: `wrap` keeps the low bits, `saturate` clamps. To an integer from a float: rounds toward
-    zero, clamps, and NaN gives 0 (XLA's rule), whatever `overflow` says. To a float: round half to even; past the largest
-    finite value `saturate` clamps to it, any other value gives the format's infinity or, where it has none, NaN. To pred:
-    not equal to zero.
+    zero, clamps, and NaN gives 0 (XLA's rule), whatever `overflow` says. To a float: round half to even, once; past the
+    largest finite value `saturate` clamps to it (to a type of a greater range nothing is past it, and infinity stays), any
+    other value gives the format's infinity or, where it has none, NaN. To pred: not equal to zero.
     """
 
     arity = 1
@@ -77,6 +78,8 @@ class Convert(Op):
 
     def infer(self, *src: TensorType) -> Type:
         (x,) = src
+        if self.dtype.kind == "opaque":
+            raise TypeMismatchError(f"nothing converts to {self.dtype}")
         return x.with_dtype(self.dtype)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
@@ -88,7 +91,8 @@ def convert_tensor(x: torch.Tensor, source: DType, target: DType, overflow: Over
     if target is PRED:
         return x.to(torch.float32) != 0 if source.is_float and source.bits == 8 else x != 0
     if target.is_float:
-        return _to_float(x, source, target, overflow)
+        narrows = source is not target and source.max >= target.max
+        return to_float(x, target, saturate=overflow == "saturate" and narrows)
     if source.is_float:
         return _float_to_integer(x, target)
     if overflow == "saturate" and source.is_integer:
@@ -98,24 +102,6 @@ def convert_tensor(x: torch.Tensor, source: DType, target: DType, overflow: Over
     elif source.name in ("u16", "u32"):
         x = x.to(torch.int64)
     return narrow_integer(x, target)
-
-
-def _to_float(x: torch.Tensor, source: DType, target: DType, overflow: Overflow) -> torch.Tensor:
-    storage = target.to_torch()
-    if target.bits > 8 and not (overflow == "saturate" and source.is_float and source.bits > target.bits):
-        return x.to(storage)
-    wide = x.to(torch.float64 if source.name in ("f64", "s64", "u64", "s32", "u32") else torch.float32)
-    if overflow == "saturate":
-        clamped = wide.clamp(target.min, target.max)  # clamp keeps NaN
-        return clamped.to(storage)
-    if target.bits > 8:
-        return wide.to(storage)
-    narrow = wide.to(torch.float32).to(storage)
-    if target is F8E4M3FN:
-        # torch saturates here, ml_dtypes and XLA give NaN; 464 is halfway to the missing 480 and still ties to 448.
-        bits = narrow.view(torch.uint8)
-        return torch.where(wide.abs() > 464.0, bits | 0x7F, bits).view(storage)
-    return narrow
 
 
 def _float_to_integer(x: torch.Tensor, target: DType) -> torch.Tensor:
@@ -147,6 +133,8 @@ def _clamp_integer(x: torch.Tensor, source: DType, target: DType) -> torch.Tenso
 def _check_scale(x: TensorType, scale: TensorType, zero_point: TensorType | None, block: Shape | None, op: str) -> None:
     if not scale.dtype.is_float:
         raise TypeMismatchError(f"{op}: the scale is {scale.dtype}, not a float", hint="convert it")
+    if block is not None and any(b < 1 for b in block):
+        raise TypeMismatchError(f"{op}: a block cannot be {list(block)}")
     for what, t in (("scale", scale), ("zero point", zero_point)):
         if t is None:
             continue
@@ -163,7 +151,7 @@ def expand_blocks(t: torch.Tensor, shape: Shape, block: Shape | None) -> torch.T
         return t
     for axis, b in enumerate(block):
         if b > 1:
-            t = t.repeat_interleave(b, axis).narrow(axis, 0, shape[axis])
+            t = t.repeat_interleave(min(b, max(shape[axis], 1)), axis).narrow(axis, 0, shape[axis])
     return t
 
 
@@ -172,8 +160,8 @@ class Quantize(Op):
     """saturate(round_half_even(x / scale) + zero_point), sources x, scale[, zero_point] (ONNX QuantizeLinear).
 
     The scale broadcasts against x as NumPy does (scalar: per tensor; [C, 1]: per row), or, with `block`, holds one value
-    for each block of that shape. The division is in f32 (f64 if x is f64). To an 8-bit float the quotient is converted,
-    past the largest value as `overflow` says, and the zero point is not added.
+    for each block of that shape. The division is in f32 (f64 if x is f64); the sum is exact; NaN gives 0. To a float the
+    quotient is converted, past the largest value as `overflow` says, and the zero point is not added.
     """
 
     dtype: DType
@@ -183,7 +171,10 @@ class Quantize(Op):
     def infer(self, *src: TensorType) -> Type:
         if len(src) not in (2, 3):
             raise TypeMismatchError(f"quantize takes x, scale and maybe a zero point, not {len(src)} operands")
+        x = src[0].dtype
         _check_scale(src[0], src[1], src[2] if len(src) == 3 else None, self.block, "quantize")
+        if not (x.is_float or x.is_integer) or not (self.dtype.is_float or (self.dtype.is_integer and self.dtype.bits <= 32)):
+            raise TypeMismatchError(f"quantize does not turn {x} into {self.dtype}", hint="s32 and narrower, or a float")
         if len(src) == 3 and src[2].dtype is not self.dtype:
             raise TypeMismatchError(f"quantize to {self.dtype} has a zero point of type {src[2].dtype}")
         return src[0].with_dtype(self.dtype)
@@ -193,21 +184,19 @@ class Quantize(Op):
         scale = expand_blocks(src[1].to(compute), node.shape, self.block)
         quotient = src[0].to(compute) / scale
         if self.dtype.is_float:
-            return convert_tensor(quotient, F64 if compute is torch.float64 else F32, self.dtype, self.overflow)
-        rounded = torch.round(quotient)
+            return to_float(quotient, self.dtype, saturate=self.overflow == "saturate")
+        rounded = torch.round(quotient).to(torch.float64)
         if len(src) == 3:
-            rounded = rounded + expand_blocks(src[2].to(compute), node.shape, self.block)
-        clamped = torch.nan_to_num(rounded, nan=0.0, posinf=self.dtype.max, neginf=self.dtype.min)
-        clamped = clamped.to(torch.float64).clamp(float(self.dtype.min), float(self.dtype.max))
-        return narrow_integer(clamped.to(torch.int64), self.dtype)
+            rounded = rounded + expand_blocks(src[2].to(torch.float64), node.shape, self.block)
+        return _float_to_integer(rounded, self.dtype)
 
 
 @dataclass(frozen=True)
 class Dequantize(Op):
     """(x - zero_point) * scale, sources x, scale[, zero_point] (ONNX DequantizeLinear); result of type `dtype`.
 
-    Scale as for `Quantize`. The difference is exact; the product is rounded once to f32 (f64 for a result of f64), then to
-    `dtype`.
+    Scale as for `Quantize`. The difference is exact, then rounded to f32 (f64 for a result of f64) if it does not fit; the
+    product is rounded to that, then to `dtype`.
     """
 
     dtype: DType
@@ -219,6 +208,10 @@ class Dequantize(Op):
         _check_scale(src[0], src[1], src[2] if len(src) == 3 else None, self.block, "dequantize")
         if not self.dtype.is_float:
             raise TypeMismatchError(f"dequantize gives a float, not {self.dtype}")
+        if not (src[0].dtype.is_float or src[0].dtype.is_integer):
+            raise TypeMismatchError(f"dequantize does not take {src[0]}")
+        if len(src) == 3 and src[2].dtype is not src[0].dtype:
+            raise TypeMismatchError(f"dequantize of {src[0]} has a zero point of type {src[2].dtype}")
         return src[0].with_dtype(self.dtype)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
@@ -228,4 +221,4 @@ class Dequantize(Op):
             # int64 keeps the difference of two s32 exact
             wide = torch.int64 if node.src[0].dtype.bits >= 32 else torch.int32
             x = x.to(wide) - expand_blocks(src[2].to(wide), shape, self.block)
-        return (x.to(compute) * expand_blocks(src[1].to(compute), shape, self.block)).to(self.dtype.to_torch())
+        return to_float(x.to(compute) * expand_blocks(src[1].to(compute), shape, self.block), self.dtype)

@@ -1,7 +1,8 @@
 """The elementwise functions that `map` names: arity, operand kinds, and meaning on torch tensors.
 
 Meanings are the StableHLO specification's where it has the function: integers wrap, integer division truncates and gives
--1 for a zero divisor, `remainder` takes the dividend's sign, `maximum` and `minimum` propagate NaN.
+-1 for a zero divisor, `remainder` takes the dividend's sign, `maximum` and `minimum` propagate NaN, a shift by the width or
+more leaves zeros (or the sign).
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.dtype import BF16, F16, F32, F64, PRED, DType
+from tilewright.dtype import PRED, DType
+from tilewright.ir.ops import integers
+from tilewright.ir.ops.rounding import to_float
 
 FLOAT = frozenset({"float"})
 INTEGER = frozenset({"int", "uint"})
@@ -20,35 +23,47 @@ BITS = INTEGER | {"pred"}
 ANY = NUMBER | {"pred"}
 
 _WIDER = {"u16": torch.int32, "u32": torch.int64}
-_SIGN64 = -(1 << 63)
 
 
 @dataclass(frozen=True)
 class Function:
-    """One elementwise function: its torch meaning takes and gives tensors of the operands' common type."""
+    """One elementwise function.
+
+    Attributes:
+        arity: number of operands.
+        kinds: of types it takes.
+        apply: its meaning on torch tensors of the operands' common type, or a wider one; a shift takes s64 and the width.
+        to_pred: whether it gives pred, not the operands' type.
+        on_u64: its meaning on u64, which travels as the s64 of the same bits, where `apply` would see the sign.
+    """
 
     arity: int
     kinds: frozenset[str]
     apply: Callable[..., torch.Tensor]
     to_pred: bool = False
+    on_u64: Callable[..., torch.Tensor] | None = None
 
 
 def evaluate_function(f: Function, dtype: DType, args: list[torch.Tensor]) -> torch.Tensor:
     """`f` on operands of logical type `dtype`: narrow floats through f32, unsigned types through a wider signed one."""
-    storage = dtype.to_torch()
-    if dtype.is_float and dtype not in (BF16, F16, F32, F64):
+    if f.kinds == INTEGER:  # a shift
+        return narrow_integer(f.apply(*[_as_s64(a) for a in args], dtype.bits), dtype)
+    apply = f.apply
+    if dtype.is_float and dtype.bits == 8:
         args = [a.to(torch.float32) for a in args]
     elif dtype.name in _WIDER:
         args = [a.to(_WIDER[dtype.name]) for a in args]
     elif dtype.name == "u64":
-        args = [a.view(torch.int64) for a in args]
-        if f.to_pred or f is FUNCTIONS["maximum"] or f is FUNCTIONS["minimum"] or f is FUNCTIONS["clamp"]:
-            flipped = f.apply(*[a ^ _SIGN64 for a in args])
-            return flipped if f.to_pred else (flipped ^ _SIGN64).view(storage)
-    result = f.apply(*args)
-    if f.to_pred:
+        args = [_as_s64(a) for a in args]
+        apply = f.on_u64 or f.apply
+    result = apply(*args)
+    if f.to_pred or dtype is PRED:
         return result
-    return narrow_integer(result, dtype) if dtype.is_integer else result.to(storage)
+    return narrow_integer(result, dtype) if dtype.is_integer else to_float(result, dtype)
+
+
+def _as_s64(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int64) if x.dtype is torch.uint64 else x.to(torch.int64)
 
 
 def narrow_integer(value: torch.Tensor, dtype: DType) -> torch.Tensor:
@@ -61,25 +76,14 @@ def narrow_integer(value: torch.Tensor, dtype: DType) -> torch.Tensor:
     return value.to(dtype.to_torch())
 
 
-def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.is_floating_point():
-        return a / b
-    zero = b == 0
-    quotient = torch.div(a, torch.where(zero, torch.ones_like(b), b), rounding_mode="trunc")
-    return torch.where(zero, torch.full_like(quotient, -1), quotient)
-
-
-def _remainder(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    if a.is_floating_point():
-        return torch.fmod(a, b)
-    zero = b == 0
-    return torch.where(zero, a, torch.fmod(a, torch.where(zero, torch.ones_like(b), b)))
-
-
 def _sign(x: torch.Tensor) -> torch.Tensor:
     if not x.is_floating_point():
         return torch.sign(x)
     return torch.where(torch.isnan(x) | (x == 0), x, torch.sign(x))
+
+
+def _magnitude(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.uint8 else torch.abs(x)
 
 
 def _round_half_away(x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +95,14 @@ def _clamp(low: torch.Tensor, x: torch.Tensor, high: torch.Tensor) -> torch.Tens
 
 
 def _cbrt(x: torch.Tensor) -> torch.Tensor:
-    return torch.sign(x) * x.abs().pow(1 / 3)
+    wide = x.to(torch.float64)
+    root = torch.copysign(wide.abs().pow(1 / 3), wide)
+    refined = root - (root * root * root - wide) / (3 * root * root)  # one step of Newton's: 1/3 is no float
+    return torch.where(torch.isfinite(root) & (root != 0), refined, root).to(x.dtype)
+
+
+def _relu(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dtype is torch.uint8 else torch.relu(x)
 
 
 def _silu(x: torch.Tensor) -> torch.Tensor:
@@ -113,49 +124,37 @@ def _logical(on_bool: Callable[..., torch.Tensor], on_bits: Callable[..., torch.
     return apply
 
 
-def _shift(a: torch.Tensor, n: torch.Tensor, shifted: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Shifts by the width or more give 0, or the sign when arithmetic."""
-    width = a.dtype.itemsize * 8
-    return shifted(a, n.clamp(0, width - 1))
+def _by_kind(on_float: Callable[..., torch.Tensor], on_int: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def apply(*args: torch.Tensor) -> torch.Tensor:
+        return on_float(*args) if args[0].is_floating_point() else on_int(*args)
 
-
-def _shift_left(a: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    inside = (n >= 0) & (n < a.dtype.itemsize * 8)
-    return torch.where(inside, _shift(a, n, torch.bitwise_left_shift), torch.zeros_like(a))
-
-
-def _shift_right(a: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    n = torch.where(n < 0, torch.full_like(n, a.dtype.itemsize * 8 - 1), n)
-    return _shift(a, n, torch.bitwise_right_shift)
-
-
-def _shift_right_logical(a: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-    width = a.dtype.itemsize * 8
-    wide = a.to(torch.int64) & ((1 << width) - 1) if width < 64 else a
-    inside = (n >= 0) & (n < width)
-    step = n.to(torch.int64).clamp(0, 63)
-    if width == 64:
-        mask = torch.where(step > 0, (torch.ones_like(step) << (64 - step).clamp(0, 63)) - 1, torch.full_like(step, -1))
-        out = torch.bitwise_right_shift(wide, step) & mask
-    else:
-        out = torch.bitwise_right_shift(wide, step)
-    return torch.where(inside, out, torch.zeros_like(out)).to(a.dtype)
+    return apply
 
 
 def _unary(kinds: frozenset[str], apply: Callable[..., torch.Tensor]) -> Function:
     return Function(1, kinds, apply)
 
 
-def _binary(kinds: frozenset[str], apply: Callable[..., torch.Tensor]) -> Function:
-    return Function(2, kinds, apply)
+def _binary(
+    kinds: frozenset[str], apply: Callable[..., torch.Tensor], on_u64: Callable[..., torch.Tensor] | None = None
+) -> Function:
+    return Function(2, kinds, apply, on_u64=on_u64)
 
 
 def _compare(apply: Callable[..., torch.Tensor]) -> Function:
-    return Function(2, ANY, apply, to_pred=True)
+    return Function(2, ANY, apply, to_pred=True, on_u64=integers.in_order_u64(apply, to_pred=True))
+
+
+def _itself(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _is_nonzero(x: torch.Tensor) -> torch.Tensor:
+    return (x != 0).to(x.dtype)
 
 
 FUNCTIONS: dict[str, Function] = {
-    "abs": _unary(NUMBER, torch.abs),
+    "abs": Function(1, NUMBER, _magnitude, on_u64=_itself),
     "acos": _unary(FLOAT, torch.acos),
     "acosh": _unary(FLOAT, torch.acosh),
     "add": _binary(ANY, _logical(torch.logical_or, torch.add)),
@@ -167,10 +166,10 @@ FUNCTIONS: dict[str, Function] = {
     "atanh": _unary(FLOAT, torch.atanh),
     "cbrt": _unary(FLOAT, _cbrt),
     "ceil": _unary(FLOAT, torch.ceil),
-    "clamp": Function(3, NUMBER, _clamp),  # clamp(low, x, high)
+    "clamp": Function(3, NUMBER, _clamp, on_u64=integers.in_order_u64(_clamp, to_pred=False)),  # clamp(low, x, high)
     "cosh": _unary(FLOAT, torch.cosh),
     "cosine": _unary(FLOAT, torch.cos),
-    "divide": _binary(NUMBER, _divide),
+    "divide": _binary(NUMBER, _by_kind(torch.div, integers.divide), integers.divide_u64),
     "equal": _compare(torch.eq),
     "erf": _unary(FLOAT, torch.erf),
     "erfc": _unary(FLOAT, torch.erfc),
@@ -189,24 +188,24 @@ FUNCTIONS: dict[str, Function] = {
     "log": _unary(FLOAT, torch.log),
     "log_plus_one": _unary(FLOAT, torch.log1p),
     "logistic": _unary(FLOAT, torch.sigmoid),
-    "maximum": _binary(ANY, _logical(torch.logical_or, torch.maximum)),
-    "minimum": _binary(ANY, _logical(torch.logical_and, torch.minimum)),
-    "modulo": _binary(NUMBER, torch.remainder),  # sign of the divisor
+    "maximum": _binary(ANY, _logical(torch.logical_or, torch.maximum), integers.in_order_u64(torch.maximum, to_pred=False)),
+    "minimum": _binary(ANY, _logical(torch.logical_and, torch.minimum), integers.in_order_u64(torch.minimum, to_pred=False)),
+    "modulo": _binary(NUMBER, _by_kind(torch.remainder, integers.modulo), integers.remainder_u64),  # sign of the divisor
     "multiply": _binary(ANY, _logical(torch.logical_and, torch.mul)),
     "negate": _unary(NUMBER, torch.neg),
     "not": _unary(BITS, _logical(torch.logical_not, torch.bitwise_not)),
     "not_equal": _compare(torch.ne),
     "or": _binary(BITS, _logical(torch.logical_or, torch.bitwise_or)),
-    "power": _binary(NUMBER, torch.pow),
-    "relu": _unary(NUMBER, torch.relu),
-    "remainder": _binary(NUMBER, _remainder),  # sign of the dividend
+    "power": _binary(NUMBER, _by_kind(torch.pow, integers.power), integers.power_u64),
+    "relu": Function(1, NUMBER, _relu, on_u64=_itself),
+    "remainder": _binary(NUMBER, _by_kind(torch.fmod, integers.remainder), integers.remainder_u64),  # sign of the dividend
     "round_half_away": _unary(FLOAT, _round_half_away),
     "round_half_even": _unary(FLOAT, torch.round),
     "rsqrt": _unary(FLOAT, torch.rsqrt),
-    "shift_left": _binary(INTEGER, _shift_left),
-    "shift_right_arithmetic": _binary(INTEGER, _shift_right),
-    "shift_right_logical": _binary(INTEGER, _shift_right_logical),
-    "sign": _unary(NUMBER, _sign),
+    "shift_left": _binary(INTEGER, integers.shift_left),
+    "shift_right_arithmetic": _binary(INTEGER, integers.shift_right_arithmetic),
+    "shift_right_logical": _binary(INTEGER, integers.shift_right_logical),
+    "sign": Function(1, NUMBER, _sign, on_u64=_is_nonzero),
     "silu": _unary(FLOAT, _silu),
     "sine": _unary(FLOAT, torch.sin),
     "sinh": _unary(FLOAT, torch.sinh),

@@ -20,6 +20,7 @@ from tilewright.ir.evaluate import evaluate_nodes, float64_gemms
 from tilewright.ir.graph import Node, Op, toposort
 from tilewright.ir.ops.elementwise import Convert, Overflow
 from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.ops.source import Acc, Param
 from tilewright.ir.types import TensorType, TupleType, Type, broadcast_shapes
 
@@ -58,7 +59,8 @@ class Gemm(Op):
         a, b = self.lhs.tensor, self.rhs.tensor
         if a.rank < 2 or b.rank < 2 or a.shape[-1] != b.shape[-2]:
             raise TypeMismatchError(f"cannot multiply {a} by {b}", where="gemm", hint="inner extents must agree")
-        if a.dtype.kind == "pred" or a.dtype.is_float != b.dtype.is_float or self.acc_dtype.is_float != a.dtype.is_float:
+        kinds = {t.is_float for t in (a.dtype, b.dtype, self.acc_dtype)}
+        if len(kinds) != 1 or any(t.kind in ("pred", "opaque") for t in (a.dtype, b.dtype, self.acc_dtype)):
             raise TypeMismatchError(f"cannot multiply {a.dtype} by {b.dtype} into {self.acc_dtype}", hint="convert first")
         batch = broadcast_shapes(a.shape[:-2], b.shape[:-2], where="gemm batch")
         return TensorType(self.acc_dtype, (*batch, a.shape[-2], b.shape[-1]))
@@ -102,15 +104,15 @@ def leaves(roots: Sequence[Node]) -> Iterator[Node]:
 
 
 def matmul_exact(a: torch.Tensor, b: torch.Tensor, a_dtype: DType, b_dtype: DType, acc_dtype: DType) -> torch.Tensor:
-    """a @ b in `acc_dtype`: integers exactly (modulo the accumulator's width), floats in it or, on request, in float64.
+    """a @ b in `acc_dtype`: integers exactly (modulo the accumulator's width); floats in f32, or in float64 for an f64
+    operand or accumulator or on request, rounded once.
 
     Integer products go through float64 while every partial sum stays below 2**53, where float64 is exact; wider operands
     multiply in int64, whose wrap-around is exact modulo 2**64.
     """
     if acc_dtype.is_float:
-        compute = torch.float64 if acc_dtype is F64 or float64_gemms() else torch.float32
-        product = torch.matmul(a.to(compute), b.to(compute))
-        return product.to(acc_dtype.to_torch())
+        compute = torch.float64 if F64 in (acc_dtype, a_dtype, b_dtype) or float64_gemms() else torch.float32
+        return to_float(torch.matmul(a.to(compute), b.to(compute)), acc_dtype)
     k = a.shape[-1]
     largest = max(abs(int(a_dtype.min)), int(a_dtype.max)) * max(abs(int(b_dtype.min)), int(b_dtype.max))
     if largest * max(k, 1) < 1 << 53:
@@ -137,7 +139,7 @@ def gemm(
     Raises:
         TypeMismatchError: shapes or types do not fit.
     """
-    acc = acc_dtype or a.dtype.accumulator
+    acc = acc_dtype or max(a.dtype.accumulator, b.dtype.accumulator, key=lambda d: d.bits)
     lhs, rhs = Node(Param(0, a.tensor)), Node(Param(1, b.tensor))
     result = Node(Acc(Gemm(acc, lhs, rhs, ()).acc_type))
     if out_dtype is not None and out_dtype is not acc:

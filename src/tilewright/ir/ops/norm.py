@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from tilewright.dtype import F64, PRED, DType
+from tilewright.dtype import F64, PRED, U64, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.integers import in_order_u64
+from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.ops.shape import broadcastable, reduced_shape
 from tilewright.ir.types import TensorType, Type, normalize_axis
 
@@ -29,8 +32,8 @@ def _compute(d: DType) -> torch.dtype:
 class Reduce(Op):
     """`fn` over `axes` (sorted, not negative); integers wrap; floats narrower than f32 accumulate in f32.
 
-    Over no elements: 0 for add, 1 for multiply, the type's lowest or highest value (or infinity) for maximum and minimum,
-    NaN for mean.
+    Over no elements: 0 for add, 1 for multiply, the type's lowest or highest value for maximum and minimum (an infinity where
+    it has one), NaN for mean. On pred, add and maximum are `or`, multiply and minimum `and`.
     """
 
     arity = 1
@@ -51,11 +54,11 @@ class Reduce(Op):
         x, d = src[0], node.dtype
         if not self.axes:
             return x
-        wide = x.to(_compute(d)) if d.is_float else x if d is PRED else x.to(torch.int64)
+        wide = x.to(_compute(d)) if d.is_float else x if d is PRED else x.view(torch.int64) if d is U64 else x.to(torch.int64)
         kept = self._reduced(wide, d).reshape(node.shape)
         if d is PRED:
             return kept
-        return narrow_integer(kept, d) if d.is_integer else kept.to(d.to_torch())
+        return narrow_integer(kept, d) if d.is_integer else to_float(kept, d)
 
     def _reduced(self, x: torch.Tensor, d: DType) -> torch.Tensor:
         axes = list(self.axes)
@@ -67,13 +70,11 @@ class Reduce(Op):
             return x.mean(axes)
         if self.fn in ("maximum", "minimum"):
             if any(x.shape[a] == 0 for a in axes):
-                worst = (
-                    (float("-inf") if d.is_float else int(d.min))
-                    if self.fn == "maximum"
-                    else (float("inf") if d.is_float else int(d.max))
-                )
+                worst = d.lowest if self.fn == "maximum" else d.highest
+                worst = -1 if worst == U64.max else worst  # its bits, as s64
                 return torch.full(reduced_shape(tuple(x.shape), self.axes, False), worst, dtype=x.dtype, device=x.device)
-            return x.amax(axes) if self.fn == "maximum" else x.amin(axes)
+            extreme = partial(torch.amax if self.fn == "maximum" else torch.amin, dim=axes)
+            return (in_order_u64(extreme, to_pred=False) if d is U64 else extreme)(x)
         one_by_one = {"multiply": torch.mul, "and": torch.bitwise_and, "or": torch.bitwise_or}[self.fn]
         start = {"multiply": 1, "and": -1, "or": 0}[self.fn]
         for axis in reversed(axes):
@@ -102,7 +103,7 @@ class Softmax(Op):
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         f = torch.log_softmax if self.log else torch.softmax
-        return f(src[0].to(_compute(node.dtype)), self.axis).to(src[0].dtype)
+        return to_float(f(src[0].to(_compute(node.dtype)), self.axis), node.dtype)
 
 
 @dataclass(frozen=True)
@@ -139,4 +140,4 @@ class LayerNorm(Op):
             y = y * src[1].to(y.dtype)
         if len(src) > 2:
             y = y + src[2].to(y.dtype)
-        return y.to(src[0].dtype)
+        return to_float(y, node.dtype)

@@ -12,6 +12,8 @@ import torch
 from tilewright.dtype import DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node, Op
+from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes, normalize_axis
 
 if TYPE_CHECKING:
@@ -141,7 +143,7 @@ class Concat(Op):
         if not src:
             raise TypeMismatchError("concat of nothing")
         axis = normalize_axis(self.axis, src[0].rank, "concat")
-        rest = {(t.dtype, t.shape[:axis], t.shape[axis + 1 :]) for t in src}
+        rest = {(t.dtype, t.rank, t.shape[:axis], t.shape[axis + 1 :]) for t in src}
         if len(rest) != 1:
             raise TypeMismatchError(f"concat along axis {axis} of {', '.join(map(str, src))}")
         total = sum(t.shape[axis] for t in src)
@@ -207,7 +209,7 @@ class Gather(Op):
 
 @dataclass(frozen=True)
 class Iota(Op):
-    """0, 1, 2, … along `axis`, the same on every other."""
+    """0, 1, 2, … along `axis`, the same on every other; converted as `convert` does where the type is too narrow."""
 
     arity = 0
 
@@ -217,11 +219,14 @@ class Iota(Op):
 
     def infer(self, *src: TensorType) -> Type:
         normalize_axis(self.axis, len(self.shape), "iota")
+        if not (self.dtype.is_integer or self.dtype.is_float) or any(d < 0 for d in self.shape):
+            raise TypeMismatchError(f"iota cannot give {TensorType(self.dtype, self.shape)}")
         return TensorType(self.dtype, self.shape)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         axis = self.axis % len(self.shape)
-        line = torch.arange(self.shape[axis], dtype=torch.int64).to(self.dtype.to_torch())
+        count = torch.arange(self.shape[axis], dtype=torch.int64)
+        line = to_float(count, self.dtype) if self.dtype.is_float else narrow_integer(count, self.dtype)
         return line.reshape([-1 if a == axis else 1 for a in range(len(self.shape))]).expand(self.shape)
 
 
