@@ -1,0 +1,182 @@
+"""Opening an ONNX model and the data files beside it, trusting neither.
+
+`onnx.checker` accepts offsets past the end of a file, negative lengths and sizes that overflow, so everything here is
+checked again before memory is touched. Files are mapped, never read: a weight costs nothing until something uses it.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import TYPE_CHECKING
+
+from tilewright.errors import InputError
+from tilewright.frontends._onnx_wire import strip_weights
+
+if TYPE_CHECKING:
+    import onnx
+
+SHOWN = 60  # characters of a name from a file that a message repeats
+
+
+def quoted(name: str) -> str:
+    """A name from a file, fit for one line of a message."""
+    text = repr(name)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…'"
+
+
+@dataclass(frozen=True)
+class Span:
+    """`size` bytes at `offset` of a mapped file."""
+
+    data: mmap.mmap
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """A parsed model, the mapped bytes of each of its graph's initializers that were cut out, and its data files."""
+
+    model: onnx.ModelProto
+    embedded: tuple[Span | None, ...]
+    files: DataFiles
+
+
+def open_model(path: Path) -> ModelFile:
+    """The model at `path`, its weights left in the file.
+
+    Raises:
+        InputError: missing, not a regular file, empty, or not an ONNX model.
+    """
+    data = _mapped(path.name, _opened(path), str(path))
+    if data is None:
+        raise InputError(f"the file is empty: {path}", hint="export the model again")
+    stripped = strip_weights(memoryview(data))
+    model = parsed(stripped.model, str(path))
+    embedded = tuple(Span(data, s[0], s[1] - s[0]) if s else None for s in stripped.spans)
+    return ModelFile(model, embedded, DataFiles(path.parent))
+
+
+def parsed(data: bytes | memoryview, where: str) -> onnx.ModelProto:
+    """A ModelProto from its serialised form.
+
+    Raises:
+        InputError: it is not one.
+    """
+    import onnx
+    from google.protobuf.message import DecodeError
+
+    try:
+        model = onnx.ModelProto.FromString(data)  # pyright: ignore[reportArgumentType] # takes any buffer
+    except (DecodeError, RecursionError) as error:
+        detail = (str(error).splitlines() or ["malformed"])[0][:SHOWN]
+        raise InputError(
+            f"not an ONNX model, or a damaged one: {detail}", where=where, hint="export the model again"
+        ) from error
+    if not model.HasField("graph"):
+        raise InputError("not an ONNX model: it holds no graph", where=where, hint="a file written by an ONNX exporter")
+    return model
+
+
+class DataFiles:
+    """The files in a model's folder that its tensors refer to."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self._folder = folder
+        self._maps: dict[str, mmap.mmap | None] = {}
+
+    def span(self, tensor: onnx.TensorProto, size: int, where: str) -> Span | None:
+        """Where the `size` bytes of `tensor` lie; None if `size` is 0.
+
+        Raises:
+            InputError: no such file, outside the model's folder, or the bytes do not lie inside it.
+        """
+        entries = {e.key: e.value for e in tensor.external_data}
+        location = entries.get("location", "")
+        offset = _number(entries.get("offset", "0"), "offset", where)
+        stated = entries.get("length")
+        if stated is not None and _number(stated, "length", where) != size:
+            raise InputError(
+                f"external data of {stated} bytes for a tensor of {size}", where=where, hint="export the model again"
+            )
+        data = self._map(location, where)
+        held = len(data) if data is not None else 0
+        if offset + size > held:
+            raise InputError(
+                f"bytes {offset} to {offset + size} wanted from {quoted(location)}, which has {held}",
+                where=where,
+                hint="the data file is truncated or not this model's: copy it again",
+            )
+        return Span(data, offset, size) if data is not None and size else None
+
+    def _map(self, location: str, where: str) -> mmap.mmap | None:
+        if location not in self._maps:
+            self._maps[location] = _mapped(location, self._inside(location, where), where)
+        return self._maps[location]
+
+    def _inside(self, location: str, where: str) -> int:
+        """A descriptor of a file under the folder, reached without following any symbolic link."""
+        if self._folder is None:
+            raise InputError(
+                f"the model's weights are in {quoted(location)} but its folder is not known",
+                where=where,
+                hint="pass the path of the .onnx file instead of a ModelProto",
+            )
+        parts = PurePosixPath(location).parts
+        windows = PureWindowsPath(location)
+        outside = location.startswith(("/", "\\")) or windows.drive or ".." in parts or ".." in windows.parts
+        if not parts or outside or "\0" in location:
+            raise InputError(
+                f"external data at {quoted(location)}, outside the model's folder",
+                where=where,
+                hint="only files beside the model are read: export it again, or move the data there",
+            )
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            for part in parts[:-1]:
+                inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            return os.open(parts[-1], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+        except OSError as error:
+            raise _cannot_open(error, location, where) from error
+        finally:
+            os.close(folder)
+
+
+def _number(text: str, what: str, where: str) -> int:
+    if not re.fullmatch(r"[0-9]{1,19}", text):
+        raise InputError(f"external data with {what} {quoted(text)}", where=where, hint=f"the {what} is a number of bytes")
+    return int(text)
+
+
+def _opened(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise _cannot_open(error, str(path), "") from error
+
+
+def _cannot_open(error: OSError, name: str, where: str) -> InputError:
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        what = f"{quoted(name)} is or passes through a symbolic link or is not a file"
+        return InputError(what, where=where or None, hint="put the file itself beside the model")
+    what = f"cannot open {quoted(name)}: {error.strerror or error}"
+    return InputError(what, where=where or None, hint="is it there, and may you read it?")
+
+
+def _mapped(name: str, descriptor: int, where: str) -> mmap.mmap | None:
+    """The file mapped copy-on-write (torch wants writable memory; nothing here writes); None if it is empty."""
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise InputError(f"{quoted(name)} is not a regular file", where=where, hint="a file on disk")
+        return mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY) if status.st_size else None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,119 @@
+"""Bodies of operators that are defined by other operators, and the protobufs that stand inside a node."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tilewright.frontends._onnx_files import DataFiles
+from tilewright.frontends._onnx_tensors import element_code, embedded_tensor
+from tilewright.ir.graph import Node
+
+if TYPE_CHECKING:
+    import onnx
+
+
+def definition(schema: Any, opset: int, node: onnx.NodeProto, sources: Sequence[Node | None]) -> onnx.FunctionProto | None:
+    """The function that ONNX defines an operator as, for these source types; None if it defines none.
+
+    `schema` is an `onnx.defs.OpSchema`, whose stub leaves these methods out.
+    """
+    import onnx
+
+    versions = [v for v in schema.function_opset_versions if v <= opset]
+    if schema.has_function and versions:
+        return onnx.FunctionProto.FromString(_serialised(schema.get_function_with_opset_version(max(versions))))
+    versions = [v for v in schema.context_dependent_function_opset_versions if v <= opset]
+    if not versions:
+        return None
+    types: list[bytes] = []
+    for source in sources:
+        type = onnx.TypeProto()
+        if source is not None:
+            type.tensor_type.elem_type = element_code(source.dtype)
+            type.tensor_type.shape.SetInParent()
+            for d in source.shape:
+                type.tensor_type.shape.dim.add(dim_value=d)
+        types.append(type.SerializeToString())
+    body = schema.get_context_dependent_function_with_opset_version(max(versions), node.SerializeToString(), types)
+    return onnx.FunctionProto.FromString(body) if body else None
+
+
+def _serialised(body: bytes | onnx.FunctionProto) -> bytes:
+    return body if isinstance(body, bytes) else body.SerializeToString()
+
+
+def resolved(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto], absent: set[str]) -> onnx.NodeProto:
+    """A function's node as this use of the function has it.
+
+    References to the function's attributes become the attributes themselves (one that is not given is left out), also
+    within subgraphs, and inputs that the caller left out become absent.
+    """
+    import onnx
+
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    for inner in _with_inner_nodes(copy):
+        for i, name in enumerate(inner.input):
+            if name in absent:
+                inner.input[i] = ""
+        kept: list[onnx.AttributeProto] = []
+        for attribute in inner.attribute:
+            if not attribute.ref_attr_name:
+                kept.append(attribute)
+            elif attribute.ref_attr_name in attributes:
+                given = onnx.AttributeProto()
+                given.CopyFrom(attributes[attribute.ref_attr_name])
+                given.name = attribute.name
+                kept.append(given)
+        if any(a.ref_attr_name for a in inner.attribute):
+            del inner.attribute[:]
+            inner.attribute.extend(kept)
+    return copy
+
+
+def self_contained(node: onnx.NodeProto, files: DataFiles, where: str) -> onnx.NodeProto:
+    """A copy of the node, with the external data of tensors in its attributes and subgraphs brought inside.
+
+    Raises:
+        InputError: such data is missing or lies outside the model's folder.
+    """
+    import onnx
+
+    copy = onnx.NodeProto()
+    copy.CopyFrom(node)
+    for inner in _with_inner_nodes(copy):
+        for attribute in inner.attribute:
+            tensors = [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
+            for graph in _graphs(attribute):
+                tensors.extend(graph.initializer)
+            for tensor in tensors:
+                if tensor.data_location == onnx.TensorProto.EXTERNAL:
+                    tensor.CopyFrom(embedded_tensor(tensor, files, where))
+    return copy
+
+
+def free_names(node: onnx.NodeProto) -> set[str]:
+    """Names that the node's subgraphs read and do not define."""
+    free: set[str] = set()
+    for graph in (g for a in node.attribute for g in _graphs(a)):
+        used = {o.name for o in graph.output}
+        defined = {t.name for t in graph.initializer} | {i.name for i in graph.input}
+        for inner in graph.node:
+            used.update(inner.input)
+            used |= free_names(inner)
+            defined.update(inner.output)
+        free |= used - defined - {""}
+    return free
+
+
+def _graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
+    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+
+
+def _with_inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    yield node
+    for attribute in list(node.attribute):
+        for graph in _graphs(attribute):
+            for inner in graph.node:
+                yield from _with_inner_nodes(inner)

@@ -1,0 +1,107 @@
+"""Shapes of a model's inputs, with the extents it leaves open bound to numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from tilewright.dtype import OPAQUE
+from tilewright.errors import InputError
+from tilewright.frontends import LoadOptions
+from tilewright.frontends._onnx_files import quoted
+from tilewright.frontends._onnx_tensors import checked_shape, element_type
+from tilewright.ir.types import TensorType
+
+if TYPE_CHECKING:
+    import onnx
+
+_UNTYPED = TensorType(OPAQUE, ())
+
+
+def input_types(inputs: Sequence[onnx.ValueInfoProto], options: LoadOptions) -> dict[str, TensorType]:
+    """The concrete type of each input, by name; `opaque` for a sequence, a string and the like.
+
+    A symbolic extent (`dim_param`) has one value everywhere: that which `options.input_dims` gives it in any input, else
+    `options.batch` if it is some input's first axis.
+
+    Raises:
+        InputError: an extent stays open, is given two values, or contradicts the model.
+    """
+    unknown = set(options.input_dims) - {i.name for i in inputs}
+    if unknown:
+        names = ", ".join(quoted(i.name) for i in inputs[:8])
+        raise InputError(f"no input is called {quoted(sorted(unknown)[0])}", hint=f"the inputs are {names}")
+    symbols: dict[str, int] = {}
+    for info in inputs:
+        given = options.input_dims.get(info.name)
+        if given is not None and info.type.HasField("tensor_type"):
+            _match(info, given, symbols)
+    if options.batch is not None:
+        for info in inputs:
+            dims = info.type.tensor_type.shape.dim
+            if dims and dims[0].dim_param and info.name not in options.input_dims:
+                symbols.setdefault(dims[0].dim_param, options.batch)
+    return {i.name: _type(i, options, symbols) for i in inputs}
+
+
+def _match(info: onnx.ValueInfoProto, given: Sequence[int], symbols: dict[str, int]) -> None:
+    """Learn the symbols of one input from the shape given for it."""
+    where = f"input {quoted(info.name)}"
+    if not info.type.tensor_type.HasField("shape"):
+        return
+    dims = info.type.tensor_type.shape.dim
+    if len(dims) != len(given):
+        raise InputError(f"{len(given)} extents given, the model has {len(dims)}", where=where, hint=_hint(info))
+    for axis, (dim, value) in enumerate(zip(dims, given, strict=True)):
+        if dim.HasField("dim_value") and dim.dim_value != value:
+            raise InputError(
+                f"axis {axis} is {dim.dim_value} in the model, not {value}", where=where, hint="export the model with that size"
+            )
+        if dim.dim_param and symbols.setdefault(dim.dim_param, value) != value:
+            raise InputError(
+                f"{quoted(dim.dim_param)} is given as {symbols[dim.dim_param]} and as {value}", where=where, hint=_hint(info)
+            )
+
+
+def _type(info: onnx.ValueInfoProto, options: LoadOptions, symbols: Mapping[str, int]) -> TensorType:
+    where = f"input {quoted(info.name)}"
+    if not info.type.HasField("tensor_type"):
+        return _UNTYPED
+    dtype = element_type(info.type.tensor_type.elem_type, where)
+    if dtype is OPAQUE:
+        return _UNTYPED
+    given = options.input_dims.get(info.name)
+    if not info.type.tensor_type.HasField("shape"):
+        if given is None:
+            raise InputError("its shape is not in the model", where=where, hint=_hint(info))
+        return TensorType(dtype, checked_shape(list(given), where))
+    shape: list[int] = []
+    for axis, dim in enumerate(info.type.tensor_type.shape.dim):
+        value = dim.dim_value if dim.HasField("dim_value") else symbols.get(dim.dim_param)
+        if value is None and given is not None:
+            value = given[axis]
+        if value is None and axis == 0 and options.batch is not None and not dim.dim_param:
+            value = options.batch
+        if value is None:
+            called = f" ({quoted(dim.dim_param)})" if dim.dim_param else ""
+            raise InputError(f"axis {axis}{called} has no size", where=where, hint=_hint(info))
+        shape.append(value)
+    return TensorType(dtype, checked_shape(shape, where))
+
+
+def _hint(info: onnx.ValueInfoProto) -> str:
+    dims = info.type.tensor_type.shape.dim
+    if not info.type.tensor_type.HasField("shape"):
+        shown = "D…"
+    else:
+        shown = " ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "N" for d in dims)
+    return f"--input-dim @{info.name} {shown}".replace("\n", " ")[:120] + ", or --batch N for a first axis"
+
+
+def symbolic(inputs: Sequence[onnx.ValueInfoProto]) -> bool:
+    """Whether some tensor input leaves an extent open."""
+    return any(
+        not i.type.tensor_type.HasField("shape") or any(not d.HasField("dim_value") for d in i.type.tensor_type.shape.dim)
+        for i in inputs
+        if i.type.HasField("tensor_type")
+    )
