@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.errors import TilewrightError
+from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, discover
-from tilewright.schedule.measure import check, expect, random_sources, time_interleaved
+from tilewright.schedule.expected import expect
+from tilewright.schedule.measure import examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.sample import random_sources
 
 TIE_BAND = 0.03
 
@@ -71,47 +73,78 @@ def search(
         weights: values of constant sources to measure with instead of random ones, by source index.
 
     Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice.
+
+    Raises:
+        UnsupportedError: not even the reference ran.
     """
     found = [c for c in (candidates if candidates is not None else discover()) if problem.kind in c.kinds]
     rejected: list[Rejected] = []
-    builds: list[tuple[Candidate, Kernel]] = []
-    for candidate in found:
-        why = candidate.refuse(problem, target)
-        if why is not None:
-            rejected.append(Rejected(candidate.name, why))
-            continue
-        for schedule in candidate.schedules(problem, target):
-            builds.append((candidate, candidate.build(problem, schedule, target)))
+    builds = _heuristic_order(_built(problem, target, found, rejected))
     sources = [t.to(target.device) for t in _sources(problem, weights)]
+    others = [
+        t if w else o.to(target.device) for t, o, w in zip(sources, random_sources(problem, 1), problem.weights, strict=True)
+    ]
     expected = expect(problem, [t.cpu() for t in sources])
     constants = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     trials: list[_Trial] = []
-    for order, (candidate, kernel) in enumerate(_heuristic_order(builds)):
+    for order, (candidate, kernel) in enumerate(builds):
         is_reference = candidate.preference >= LAST_RESORT
         if is_reference and trials:
-            rejected.append(Rejected("reference", "not timed: a verified kernel exists"))
+            rejected.append(Rejected(candidate.name, "not timed: a verified kernel exists"))
             continue
         try:
             runner = kernel.prepare(constants)
-            why = check(problem, expected, runner(sources))
-        except (RuntimeError, NotImplementedError, ValueError, TilewrightError) as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            why = f"failed: {first_line[:160]}"
-        if why is not None and not is_reference:
+            why = None
+            if is_reference:  # the others are examined by it; it only has to run
+                runner(sources)
+            else:
+                why = examine(problem, expected, runner, sources, others)
+        except Exception as error:
+            rejected.append(Rejected(_label(kernel), _failure("failed", error)))
+            continue
+        if why is not None:
             rejected.append(Rejected(_label(kernel), why))
             continue
-        trials.append(_Trial(kernel, runner, order))  # pyright: ignore[reportPossiblyUnboundVariable]
+        trials.append(_Trial(kernel, runner, order))
         if budget_s <= 0:
             break
+    if not trials:
+        reasons = "; ".join(f"{r.candidate}: {r.why}" for r in rejected) or "no candidate was given"
+        raise UnsupportedError(f"nothing can run {problem}: {reasons}", hint="report this: the reference refuses nothing")
     if budget_s <= 0:
-        tried = trials[0].order
         rejected.extend(
             Rejected(_label(k), "not tried: no time budget, and an earlier candidate passed")
-            for i, (_, k) in enumerate(_heuristic_order(builds))
-            if i > tried
+            for _, k in builds[trials[0].order + 1 :]
         )
         return Decision(problem, trials[0].kernel, None, tuple(rejected), False, True)
     return _timed(problem, target, trials, sources, rejected, budget_s)
+
+
+def _built(
+    problem: AnyProblem, target: Target, candidates: Sequence[Candidate], rejected: list[Rejected]
+) -> list[tuple[Candidate, Kernel]]:
+    """Every kernel there is to try. A candidate that raises anything at all is out of this race, and the compile goes on."""
+    builds: list[tuple[Candidate, Kernel]] = []
+    for candidate in candidates:
+        try:
+            why = candidate.refuse(problem, target)
+            schedules = [] if why is not None else list(candidate.schedules(problem, target))
+        except Exception as error:
+            why, schedules = _failure("failed to consider it", error), []
+        if why is not None:
+            rejected.append(Rejected(candidate.name, why))
+        for schedule in schedules:
+            try:
+                builds.append((candidate, candidate.build(problem, schedule, target)))
+            except Exception as error:
+                label = f"{candidate.name} ({schedule})" if schedule.knobs else candidate.name
+                rejected.append(Rejected(label, _failure("failed to build", error)))
+    return builds
+
+
+def _failure(what: str, error: Exception) -> str:
+    first_line = (str(error).splitlines() or [""])[0] or type(error).__name__
+    return f"{what}: {first_line[:160]}"
 
 
 def _timed(

@@ -1,0 +1,143 @@
+"""Random data for a problem, chosen so that a wrong kernel shows.
+
+Plain random data hides mistakes: beside a sum of a thousand products a bias of 1 is below the tolerance, and a result quantised
+with a scale of 1 is the largest code everywhere. So scales and side inputs are brought to the size of what they meet.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+
+from tilewright.dtype import F64
+from tilewright.ir.carrier import acc_of, operands_of, stores_of
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.expression import depends_on_acc
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Dequantize, Map, Param, Quantize
+from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.types import TensorType
+from tilewright.schedule.problem import AnyProblem, Problem
+
+ADDITIVE = frozenset({"add", "subtract", "maximum", "minimum"})
+LARGE = 16.0
+LIMIT = 2.0**62  # what float64 can hand to int64
+
+
+def random_tensor(t: TensorType, generator: torch.Generator, *, positive: bool = False) -> torch.Tensor:
+    """Random data of a type: integers over their full range, floats normal (or in [0.5, 1.5) if `positive`)."""
+    d = t.dtype
+    if d.kind == "pred":
+        return torch.rand(t.shape, generator=generator) < 0.5
+    if d.is_integer:
+        low, high = max(int(d.min), -(1 << 40)), min(int(d.max), 1 << 40)
+        wide = torch.randint(low, high + 1, t.shape, generator=generator, dtype=torch.int64)
+        return narrow_integer(wide, d)
+    wide = torch.rand(t.shape, generator=generator) + 0.5 if positive else torch.randn(t.shape, generator=generator)
+    return wide.to(d.to_torch())
+
+
+def random_sources(problem: AnyProblem, seed: int = 0) -> list[torch.Tensor]:
+    """Random sources of a problem. Integer operands take their full range, and so do integer side inputs where only integers
+    follow; scales are positive; other side inputs are as large as the values they are added to or compared with."""
+    return _Sampler(problem, seed).sources
+
+
+class _Sampler:
+    def __init__(self, problem: AnyProblem, seed: int) -> None:
+        self._generator = torch.Generator().manual_seed(seed)
+        self._problem = problem
+        self._settled: set[int] = set()
+        self.sources = [random_tensor(t, self._generator) for t in problem.types]
+        node = problem.node
+        self._params = [n for n in toposort((*operands_of(node), *stores_of(node))) if isinstance(n.op, Param)]
+        for n in toposort(operands_of(node)):
+            if isinstance(n.op, Dequantize):
+                code = n.src[0].dtype
+                self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
+        self._settle_epilogue()
+
+    def _value(self, node: Node) -> torch.Tensor:
+        """An expression over sources alone."""
+        bound = {p: self.sources[cast("Param", p.op).index] for p in self._params}
+        return cast("torch.Tensor", evaluate_nodes((node,), bound)[0])
+
+    def _accumulator(self) -> torch.Tensor:
+        """Numbers as large as the products will be, without multiplying."""
+        operands = [self._value(n).double() for n in operands_of(self._problem.node)]
+        acc = self._problem.acc
+        normal = torch.randn(acc.shape, generator=self._generator, dtype=torch.float64)
+        if isinstance(self._problem, Problem):
+            a, b = operands
+            k = self._problem.K
+            wide = k * _mean(a) * _mean(b) + math.sqrt(k) * _rms(a) * _rms(b) * normal
+        else:
+            wide = _rms(operands[2]) * normal
+        wide = wide.clamp(-LIMIT, LIMIT)
+        return narrow_integer(wide.to(torch.int64), acc.dtype) if acc.dtype.is_integer else wide.to(acc.dtype.to_torch())
+
+    def _settle_epilogue(self) -> None:
+        node = self._problem.node
+        stores = stores_of(node)
+        dependent = depends_on_acc(stores)
+        values: dict[Node, torch.Tensor] = {acc_of(node): self._accumulator()}
+        for n in toposort(stores):
+            if n not in dependent or n in values:
+                continue
+            inner = [values[s] for s in n.src if s in dependent]
+            beside = [s for s in n.src if s not in dependent]
+            if isinstance(n.op, Quantize):
+                self._settle(n.src[1], 3 * _rms(inner[0]) / n.dtype.max, positive=True)
+            elif isinstance(n.op, Map) and len(inner) == len(beside) == 1:
+                self._settle_side(n.op.fn, inner[0], beside[0], rounded=n.dtype.is_float or _rounds_later(n, stores))
+            values[n] = cast("torch.Tensor", n.op.evaluate(n, [values[s] if s in dependent else self._value(s) for s in n.src]))
+
+    def _settle_side(self, fn: str, value: torch.Tensor, side: Node, *, rounded: bool) -> None:
+        size = _rms(value)
+        if fn in ADDITIVE and rounded:
+            self._settle(side, size)
+        elif fn == "multiply" and side.dtype.is_float and size > LARGE:
+            self._settle(side, LARGE / size)
+        elif fn == "divide" and side.dtype.is_float and size > LARGE:
+            self._settle(side, size / LARGE, positive=True)
+
+    def _settle(self, expression: Node, size: float, *, positive: bool = False) -> None:
+        """Give the one source under an expression values about as large as `size`, unless an earlier use decided that."""
+        leaves = [n.op for n in toposort((expression,)) if isinstance(n.op, Param)]
+        if len(leaves) != 1 or leaves[0].index in self._settled or not 0 < size < math.inf:
+            return
+        index, t = leaves[0].index, leaves[0].type
+        self._settled.add(index)
+        if t.dtype.is_float:
+            wide = random_tensor(TensorType(F64, t.shape), self._generator, positive=positive) * size
+            limit = float(t.dtype.max)
+            self.sources[index] = wide.clamp(-limit, limit).to(t.dtype.to_torch())
+        elif t.dtype.is_integer:
+            wide = torch.randn(t.shape, generator=self._generator, dtype=torch.float64) * size
+            self.sources[index] = (
+                wide.clamp(max(t.dtype.min, -LIMIT), min(t.dtype.max, LIMIT)).to(torch.int64).to(t.dtype.to_torch())
+            )
+
+
+def _rounds_later(node: Node, stores: Sequence[Node]) -> bool:
+    """Whether a store makes floats of an integer node."""
+    reached = {node}
+    for n in toposort(stores):
+        if any(s in reached for s in n.src):
+            reached.add(n)
+            if n.dtype.is_float:
+                return True
+    return False
+
+
+def _mean(t: torch.Tensor) -> float:
+    return float(t.mean()) if t.numel() else 0.0
+
+
+def _rms(t: torch.Tensor) -> float:
+    wide = t.double()
+    wide = wide[wide.isfinite()]
+    return float(wide.square().mean().sqrt()) if wide.numel() else 0.0
