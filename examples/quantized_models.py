@@ -4,14 +4,14 @@ The result has the structure that onnxruntime.quantization.quantize_static write
 "Gemm"]`, and for the integer types the same scales, zero points and codes (a test compares them). The pairs are placed
 here and not by that tool because of what it does to the models of `models.py`:
 
-- Its only calibration for fp8 fits a normal distribution and cuts at about 4.6 standard deviations. Attention
+- Its only calibration for fp8 fits a normal distribution and cuts at about 4.5 standard deviations. Attention
   probabilities are not normal: the 1.0 in a causal model's first row became 0.08, and the logits of DistilGPT2 (1 x 128,
   random weights) were off by 86 % at the first position and by 21 % overall. Mapping a tensor's largest magnitude to
   the type's, as here, leaves 9 %.
 - It has no e4m3fnuz.
 - It takes a transposed weight (DistilGPT2's output projection is the token embedding, transposed) for an activation,
   to be quantised anew in every run.
-- It takes several times as long, most of it in copies of the model and in quantising channel by channel.
+- It took 20 s for BERT in int8 on two cores, where this takes 2.
 
 Scales follow the QuantizeLinear and DynamicQuantizeLinear pages of the ONNX operator documentation: the range widened
 to hold zero; symmetric, scale = max|x| / q_max; else scale = (max - min) / (q_max - q_min), zero point =
