@@ -104,6 +104,8 @@ def literal(value: bool | float | int | Sequence[float] | torch.Tensor, dtype: D
         t = value.detach()
         d = dtype or from_torch(t.dtype)
         return Literal(TensorType(d, tuple(t.shape)), t)
+    if dtype is not None and dtype.kind == "opaque":
+        raise TypeMismatchError(f"a constant cannot be {dtype}")
     try:
         given = np.array(value, dtype=object)
         numbers: list[bool | int | float] = given.reshape(-1).tolist()
