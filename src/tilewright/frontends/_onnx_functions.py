@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.frontends._onnx_files import DataFiles
 from tilewright.frontends._onnx_tensors import element_code, embedded_tensor

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Call, Input, Item
+from tilewright.ir.ops import Call, Item
 from tilewright.ir.types import TensorType
 
 LARGEST = 4096  # elements
@@ -45,12 +45,7 @@ class KnownValues:
     def _below(self, node: Node) -> Iterator[Node]:
         if node in self._values:
             return iter(())
-        small = isinstance(node.type, TensorType) and node.type.elements <= LARGEST and node.dtype.kind != "opaque"
-        if (
-            not small
-            or isinstance(node.op, (Input, Item))
-            or (isinstance(node.op, Call) and node.op.target in _NOT_WHILE_READING)
-        ):
+        if not _may_be_known(node):
             self._values[node] = None
             return iter(())
         return iter(node.src)
@@ -60,3 +55,10 @@ class KnownValues:
         if any(v is None for v in values):
             return None
         return cast("torch.Tensor", node.op.evaluate(node, [v for v in values if v is not None]))
+
+
+def _may_be_known(node: Node) -> bool:
+    if not node.constant or not isinstance(node.type, TensorType) or node.dtype.kind == "opaque":
+        return False
+    drawn = isinstance(node.op, Call) and node.op.target in _NOT_WHILE_READING
+    return node.type.elements <= LARGEST and not isinstance(node.op, Item) and not drawn

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 DEEPEST = 48  # functions and branches inside each other
 MOST_NODES = 1_000_000  # after functions are read in place: a few lines can stand for very many
+# What a malformed node trips in a converter, in torch, or in onnx's C++: one line for the user either way.
+_MALFORMED = (ArithmeticError, LookupError, MemoryError, RuntimeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,7 @@ class Reader:
                 self._node(_Site(proto, plain_domain(proto.domain), name, sources, scope, context))
             except TilewrightError:
                 raise
-            except Exception as error:  # a malformed node can trip any converter; the user gets one line either way
+            except _MALFORMED as error:
                 detail = (str(error).splitlines() or [""])[0][:SHOWN]
                 raise InputError(
                     f"malformed {quoted(proto.op_type)}: {type(error).__name__} {detail}",
