@@ -16,7 +16,7 @@
 f32; a dtype as a step rounds to it. Without "->" the accumulator is stored.
 
 Reports print more than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64(0,2,1,3)`
-for the shape and the permutation under which it is written, `|` between weights side by side, and an expression in braces where
+for the shape and the permutation under which it is written, `quantize(s8)` for a rounding on the way, `|` between weights side by side, and an expression in braces where
 steps do not form a chain.
 """
 
@@ -367,6 +367,10 @@ def _show_store(store: Node, op: Gemm) -> str:
         if isinstance(node.op, Slice) and isinstance(node.src[0].op, Acc):
             steps.append(f" [{node.op.start[-1]}:{node.op.stop[-1]}]")
             break
+        if isinstance(node.op, (Quantize, Dequantize)) and inner == [node.src[0]]:
+            steps.append(f", {node.op.name}({node.dtype})")
+            node = inner[0]
+            continue
         if isinstance(node.op, Convert) and len(inner) == 1:
             steps.append(f", {node.dtype}")
             node = inner[0]

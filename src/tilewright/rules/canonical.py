@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
+
 from tilewright.ir.build import reshape, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Broadcast, Convert, Map, Reshape, Select, Slice, Transpose
+from tilewright.ir.ops import Broadcast, Const, Convert, Dequantize, Map, Quantize, Reshape, Select, Slice, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
 
 
@@ -61,3 +63,17 @@ def broadcast_inside_the_function(m: Match) -> Node | None:
             return trial
         src[i] = original
     return None
+
+
+@rule(Pat((Quantize, Dequantize), where=lambda n: len(n.src) == 3), stage="canonical")
+def drop_zero_point_of_zero(m: Match) -> Node | None:
+    """quantize(x, s, 0) -> quantize(x, s); dequantize likewise.
+
+    Where: the zero point is a constant, zero everywhere. Exact: yes.
+    """
+    zero = m.node.src[2]
+    while isinstance(zero.op, (Reshape, Transpose, Broadcast, Slice)):
+        zero = zero.src[0]
+    if not isinstance(zero.op, Const) or bool(zero.op.data.tensor().to(torch.float32).any()):
+        return None
+    return Node(m.node.op, *m.node.src[:2])

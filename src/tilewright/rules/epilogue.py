@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
-from tilewright.ir.graph import Node
-from tilewright.ir.ops import Quantize
+from tilewright.ir.graph import Node, Users
+from tilewright.ir.ops import Convert, Dequantize, Quantize, Slice
 from tilewright.ir.pattern import Match, Pat, rule
 
 
@@ -14,15 +14,36 @@ def absorb_elementwise_into_store(m: Match) -> Node | None:
     """f(gemm(a, b), s) -> gemm(a, b, s) {store = f(store, s)}; gemm or attention.
 
     Where: nothing else reads the gemm, f does not broadcast it, and it has one store. The other operands become sources; they
-    cannot depend on the gemm, since f alone reads it. Views of the accumulator move to the root of the store. Exact: yes.
+    cannot depend on the gemm, since f alone reads it. Views of the accumulator move to the root of the store. A widening f
+    (dequantize, or a cast to more bits) whose result a product, a norm or the like reads is left to that reader: what is
+    stored stays narrow. Exact: yes.
     """
     node = m.node
+    if _widens(node) and not all(r is None or isinstance(r.op, ELEMENTWISE) for r in _readers_past_views(m.users, node)):
+        return None
     for producer in dict.fromkeys(s for s in node.src if isinstance(s.op, CARRIERS)):
         why = _stays(m, node, producer)
         if why is None:
             return _absorbed(node, producer)
         m.refuse(why)
     return None
+
+
+def _widens(node: Node) -> bool:
+    return isinstance(node.op, (Convert, Dequantize)) and node.dtype.bits > node.src[0].dtype.bits
+
+
+def _readers_past_views(users: Users, node: Node) -> set[Node | None]:
+    """Who reads a value, views of it left out of account."""
+    found: set[Node | None] = set()
+    pending = [node]
+    while pending:
+        for reader in users[pending.pop()]:
+            if reader is not None and isinstance(reader.op, (*REARRANGE, Slice)):
+                pending.append(reader)
+            else:
+                found.add(reader)
+    return found
 
 
 def _stays(m: Match, node: Node, producer: Node) -> str | None:

@@ -47,10 +47,11 @@ def _readable(source: Node) -> bool:
 
 @rule(Pat(CARRIERS), stage="prologue")
 def read_side_inputs_unbroadcast(m: Match) -> Node | None:
-    """gemm(a, b, f(s)) -> gemm(a, b, s) {store over f(param)}, for a side input that a broadcast, reshape or widening cast
-    made.
+    """gemm(a, b, f(s)) -> gemm(a, b, s) {store over f(param)}, for a side input that a broadcast, reshape, transpose, widening
+    cast or dequantisation made.
 
-    Where: f's source is no larger than its result. Exact: yes. A bias stays a vector however the source wrote it.
+    Where: f's source is no larger than its result. Exact: yes. A bias stays a vector however the source wrote it, and a
+    residual that arrives as codes is read as codes.
     """
     node = m.node
     in_operands = {n for n in toposort(operands_of(node)) if isinstance(n.op, Param)}
@@ -58,10 +59,10 @@ def read_side_inputs_unbroadcast(m: Match) -> Node | None:
         if not isinstance(leaf.op, Param) or leaf in in_operands:
             continue
         source = node.src[leaf.op.index]
-        if not isinstance(source.op, (Broadcast, Reshape, Transpose, Convert)) or not _readable(source):
+        if isinstance(source.op, Slice) or not _readable(source):
             continue
         sources = Sources(node.src)
-        inner = Node(source.op, sources.param(source.src[0]))
+        inner = Node(source.op, *(sources.param(s) for s in source.src))
         stores = substitute(stores_of(node), {leaf: inner})
         return rebuilt(node, operands_of(node), stores, sources.nodes)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
-from tilewright.ir.expression import ELEMENTWISE, Sources, views_outward
+from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
 from tilewright.ir.ops import Item
 from tilewright.ir.pattern import Step, Trace, graph_pass
@@ -29,24 +29,37 @@ def store_every_elementwise_tail(graph: Graph, trace: Trace) -> Graph:
 
 def _tails(carrier: Node, after: list[Node], users: Users, trace: Trace) -> dict[Node, Node]:
     """The nodes that become stores, each with the item that replaces it."""
-    dependent: set[Node] = {carrier}
-    absorbed: dict[Node, Node] = {}
     sources = Sources(carrier.src)
     (own,) = stores_of(carrier)
-    expression: dict[Node, Node] = {carrier: own}
-    for n in after:
-        if not any(s in dependent for s in n.src):
-            continue
-        dependent.add(n)
-        foldable = isinstance(n.op, ELEMENTWISE) and not isinstance(n.type, TupleType) and n.shape == carrier.shape
-        if foldable and all(s in expression or s not in dependent for s in n.src):
-            expression[n] = Node(n.op, *(expression[s] if s in expression else sources.param(s) for s in n.src))
-            absorbed[n] = n
-    if not absorbed:
+    banned: set[Node] = set()
+    while True:
+        expression = _closure(carrier, own, after, banned, sources)
+        # A view is no work of its own: it is folded only on the way to something that is.
+        loose = {n for n in expression if isinstance(n.op, REARRANGE) and any(r not in expression for r in users[n])}
+        if not loose:
+            break
+        banned |= loose
+    if len(expression) == 1:
         return {}
     leaving = [n for n in expression if any(r is None or r not in expression for r in users[n])]
     stores = [views_outward(expression[n]) for n in leaving]
     one = rebuilt(carrier, operands_of(carrier), stores, sources.nodes)
     made = {n: Node(Item(i), one) if len(leaving) > 1 else one for i, n in enumerate(leaving)}
-    trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in leaving if n in absorbed)
+    trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in leaving if n is not carrier)
     return made
+
+
+def _closure(carrier: Node, own: Node, after: list[Node], banned: set[Node], sources: Sources) -> dict[Node, Node]:
+    """Everything that can be computed from the carrier's store without waiting for anything else that depends on it."""
+    dependent: set[Node] = {carrier}
+    expression: dict[Node, Node] = {carrier: own}
+    for n in after:
+        if not any(s in dependent for s in n.src):
+            continue
+        dependent.add(n)
+        inner = [s for s in n.src if s in expression]
+        if n in banned or any(s in dependent and s not in expression for s in n.src):
+            continue
+        if isinstance(n.op, REARRANGE) or (isinstance(n.op, ELEMENTWISE) and all(s.shape == n.shape for s in inner)):
+            expression[n] = Node(n.op, *(expression[s] if s in expression else sources.param(s) for s in n.src))
+    return expression

@@ -8,7 +8,7 @@ from tilewright.ir.build import slice_
 from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.expression import ELEMENTWISE, Sources, make_gemm, reshape_groups, slice_columns
 from tilewright.ir.graph import Node, substitute
-from tilewright.ir.ops import Acc, Gemm, Reshape, Slice, Transpose
+from tilewright.ir.ops import Acc, Gemm, Param, Reshape, Slice, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
 
 
@@ -104,12 +104,15 @@ def slice_of_gemm_is_gemm_of_slice(m: Match) -> Node | None:
     acc = Node(Acc(op.acc_type))
     (store,) = stores_of(gemm)
     lhs, rhs = operands_of(gemm)
-    narrow_rhs = slice_(rhs, -1, start, stop)
+    sources = Sources(gemm.src)
+    if isinstance(rhs.op, Param):  # cut outside, where what made the operand can be cut in turn
+        narrow_rhs = sources.param(slice_(gemm.src[rhs.op.index], -1, start, stop))
+    else:
+        narrow_rhs = slice_(rhs, -1, start, stop)
     part = slice_columns(store, start, stop, op.acc_type.shape[-1], acc)
     if part is None:
         m.refuse("its store rearranges the product")
         return None
     narrow_acc = Node(Acc(Gemm(op.acc_dtype, lhs, narrow_rhs, ()).acc_type))
-    sources = Sources(gemm.src)
     (part,) = substitute((part,), {slice_(acc, -1, start, stop): narrow_acc})
     return make_gemm(op.acc_dtype, lhs, narrow_rhs, (part,), sources.nodes)
