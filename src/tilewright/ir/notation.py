@@ -16,8 +16,8 @@
 f32; a dtype as a step rounds to it. Without "->" the accumulator is stored.
 
 Reports print more than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64(0,2,1,3)`
-for the shape and the permutation under which it is written, `quantize(s8)` for a rounding on the way, `|` between weights side by side, and an expression in braces where
-steps do not form a chain.
+for the shape and the permutation under which it is written, `quantize(s8)` for a rounding on the way, `|` between weights side
+by side, and an expression in braces where steps do not form a chain.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.ops import (
     FUNCTIONS,
     Acc,
+    Broadcast,
     Concat,
     Const,
     Convert,
@@ -404,13 +405,15 @@ def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
 
 
 def _show_side(side: Node, shape: Shape) -> str | None:
-    while isinstance(side.op, (Convert, Reshape)) and side.src[0].tensor.elements == side.tensor.elements:
-        side = side.src[0]
-    if isinstance(side.op, Const) and side.tensor.elements == 1:
-        return f"{side.op.data.scalar():g}"
-    if not isinstance(side.op, Param):
+    value = side
+    while isinstance(value.op, (Convert, Reshape, Transpose, Broadcast, Slice, Dequantize)):
+        value = value.src[0]
+    if isinstance(value.op, Const) and value.tensor.elements == 1 and value.dtype is side.dtype:
+        return f"{value.op.data.scalar():g}"
+    if not isinstance(value.op, Param):
         return None
-    for word, extent in (("bias", shape[-1:]), ("residual", shape), ("row", (*shape[:-1], 1)), ("scale", ())):
-        if side.shape == extent:
-            return f"{word}:{side.dtype}"
-    return str(side.type)
+    axes = [a for a, d in enumerate(side.shape, len(shape) - len(side.shape)) if d != 1]
+    word = "scale" if not axes else "bias" if axes == [len(shape) - 1] else "residual" if side.shape == shape else None
+    if word is None and side.shape == (*shape[:-1], 1):
+        word = "row"
+    return f"{word}:{value.dtype}" if word is not None else str(value.tensor.with_shape(side.shape))
