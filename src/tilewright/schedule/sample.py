@@ -20,10 +20,11 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Map, Param, Quantize
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.problem import AnyProblem, Operand, Problem
 
 ADDITIVE = frozenset({"add", "subtract", "maximum", "minimum"})
 LARGE = 16.0
+ENOUGH = 4  # rows, so that two may hold one value
 LIMIT = 2.0**62  # what float64 can hand to int64
 
 
@@ -41,8 +42,8 @@ def random_tensor(t: TensorType, generator: torch.Generator, *, positive: bool =
 
 
 def random_sources(problem: AnyProblem, seed: int = 0) -> list[torch.Tensor]:
-    """Random sources of a problem. Integer operands take their full range, and so do integer side inputs where only integers
-    follow; scales are positive; other side inputs are as large as the values they are added to or compared with."""
+    """Random sources of a problem. Integer operands take their full range, two rows (columns) its ends alone; integer side
+    inputs take it where only integers follow. Scales are positive; other side inputs are as large as what they are added to."""
     return _Sampler(problem, seed).sources
 
 
@@ -58,7 +59,20 @@ class _Sampler:
             if isinstance(n.op, Dequantize):
                 code = n.src[0].dtype
                 self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
+        if isinstance(problem, Problem):
+            self._reach_extremes(problem.lhs, -2)
+            self._reach_extremes(problem.rhs, -1)
         self._settle_epilogue()
+
+    def _reach_extremes(self, operand: Operand, axis: int) -> None:
+        """Two rows of the left (columns of the right) at the ends of the range: the largest sums there can be."""
+        as_stored = operand.plain and len(operand.views) == int(operand.transposed)
+        if operand.source is None or not as_stored or not operand.dtype.is_integer or operand.shape[axis] < ENOUGH:
+            return
+        matrix = self.sources[operand.source]
+        across = matrix.transpose(-1, -2) if operand.transposed else matrix
+        for i, value in enumerate((operand.dtype.max, operand.dtype.min)):
+            across.select(axis, i).fill_(value)
 
     def _value(self, node: Node) -> torch.Tensor:
         """An expression over sources alone."""

@@ -1,0 +1,403 @@
+"""The judge of kernels: what it must accept, what it must reject, and how it times."""
+
+import math
+
+import pytest
+import torch
+
+from tilewright.ir.notation import parse
+from tilewright.schedule import measure
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.measure import examine, time_interleaved
+from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.sample import random_sources
+
+
+def posed(text: str) -> Problem:
+    problem = problem_of(parse(text).outputs[0])
+    assert isinstance(problem, Problem)
+    return problem
+
+
+def judged(text: str, kernel, seed: int = 0, prepare=None):
+    """The verdict on `kernel(sources) -> result`, where sources are a, b and then what the line names."""
+    problem = posed(text)
+    sources = random_sources(problem, seed)
+    if prepare is not None:
+        prepare(sources)
+    return check(problem, expect(problem, sources), [kernel(sources)])
+
+
+def in_blocks(length, order=1):
+    """A product that adds up K in blocks, in either direction."""
+
+    def product(a, b):
+        k = a.shape[-1]
+        starts = range(0, k, length)
+        total = torch.zeros(*a.shape[:-1], b.shape[-1])
+        for at in starts if order > 0 else reversed(starts):
+            total += a[..., at : at + length].float() @ b[..., at : at + length, :].float()
+        return total
+
+    return product
+
+
+def one_by_one(a, b):
+    total = torch.zeros(a.shape[0], b.shape[1])
+    for k in range(a.shape[1]):
+        total += a[:, k : k + 1].float() * b[k : k + 1].float()
+    return total
+
+
+PRODUCTS = {"library": lambda a, b: a.float() @ b.float(), "blocks of 16": in_blocks(16), "backwards": in_blocks(64, -1)}
+LENGTHS = [1, 2, 3, 7, 31, 64, 257, 1024, 3001, 8192]
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("k", LENGTHS)
+def test_right_products_of_any_length_and_order_are_accepted(name, k):
+    product = PRODUCTS[name]
+    for dtype in ("f32", "bf16", "f16"):
+        assert judged(f"{dtype}[17,{k}] @ {dtype}[{k},19]", lambda s: product(s[0], s[1])) is None
+
+
+@pytest.mark.parametrize("k", [1, 5, 300, 4000])
+def test_a_sum_in_strict_order_is_accepted_even_for_data_of_one_sign(k):
+    def of_one_sign(sources):
+        sources[0].abs_()
+        sources[1].abs_()
+
+    assert judged(f"f32[9,{k}] @ f32[{k},11]", lambda s: one_by_one(s[0], s[1])) is None
+    assert judged(f"f32[9,{k}] @ f32[{k},11]", lambda s: one_by_one(s[0], s[1]), prepare=of_one_sign) is None
+
+
+def exp2_silu(x):
+    return x / (1 + torch.exp2(-x * 1.4426950408889634))
+
+
+RIGHT_EPILOGUES = {
+    "+ bias, gelu": lambda p, s: (p + s[2]) * 0.5 * (1 + torch.erf((p + s[2]) * math.sqrt(0.5))),
+    ", gelu_tanh": lambda p, s: 0.5 * p * (1 + torch.tanh(0.7978845608028654 * (p + 0.044715 * p * p * p))),
+    ", silu": lambda p, s: exp2_silu(p),
+    ", logistic": lambda p, s: 0.5 * (1 + torch.tanh(p / 2)),
+    ", relu + residual": lambda p, s: torch.where(p > 0, p, torch.zeros(())) + s[2],
+    "* scale + bias": lambda p, s: torch.addcmul(s[3].double(), p.double(), s[2].double()).float(),  # a fused multiply-add
+    ", maximum(-1.5), minimum(2)": lambda p, s: p.clamp(-1.5, 2),
+    "* row, tanh": lambda p, s: torch.tanh(p * s[2]),
+    ", abs, sqrt": lambda p, s: p.abs().sqrt(),
+    ", exponential": lambda p, s: torch.exp2(p * 1.4426950408889634),
+    ", cosine": lambda p, s: p.cos(),
+    "- 0.25, negate": lambda p, s: 0.25 - p,
+}
+
+
+@pytest.mark.parametrize("steps", RIGHT_EPILOGUES)
+@pytest.mark.parametrize("k", [1, 33, 500, 4096])
+def test_right_epilogues_are_accepted_however_they_are_written(steps, k):
+    product, finish = in_blocks(32), RIGHT_EPILOGUES[steps]
+    assert judged(f"f32[23,{k}] @ f32[{k},29] {steps}", lambda s: finish(product(s[0], s[1]), s)) is None
+    to_bf16 = judged(f"f32[23,{k}] @ f32[{k},29] {steps} -> bf16", lambda s: finish(product(s[0], s[1]), s).bfloat16())
+    assert to_bf16 is None
+
+
+def quantised(p, scale, zero=0.0, low=-128, high=127):
+    return (torch.round(p / scale) + zero).clamp(low, high)
+
+
+@pytest.mark.parametrize("k", [1, 64, 4096])
+def test_right_quantised_results_are_accepted(k):
+    def kernel(s):
+        p = in_blocks(32)(s[0], s[1])
+        return quantised(torch.relu(p + s[2]), s[3], s[4].float()).to(torch.int8)
+
+    assert judged(f"bf16[31,{k}] @ bf16[{k},37] + bias:f32, relu -> s8 scale=column zero_point", kernel) is None
+
+
+def test_right_integer_results_are_accepted_to_the_last_bit():
+    wide = lambda s: s[0].long() @ s[1].long()  # noqa: E731
+    assert judged("s8[33,1000] @ s8[1000,17]", lambda s: wide(s).int()) is None
+    assert judged("s8[33,1000] @ s8[1000,17] -> s8", lambda s: wide(s).to(torch.int8)) is None
+    assert judged("u8[33,1000] @ s8[1000,17] -> s8 saturate", lambda s: wide(s).clamp(-128, 127).to(torch.int8)) is None
+    assert judged("s8[33,1000] @ s8[1000,17] -> f32", lambda s: wide(s).float()) is None
+    scaled = "s8[33,1000] scale=channel @ s8[1000,17] scale=channel + bias, gelu -> bf16"
+    gelu = torch.nn.functional.gelu
+    reordered = lambda s: gelu(wide(s).float() * (s[2] * s[3]) + s[4].float()).bfloat16()  # noqa: E731
+    assert judged(scaled, reordered) is None
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("steps", ["", "+ bias, relu", ", gelu", ", tanh", "-> bf16", "-> s8 scale=tensor"])
+def test_data_that_is_no_number_is_no_excuse_and_no_crime(bad, steps):
+    def plant(sources):
+        sources[0][2, 5] = bad
+        sources[1][7, 3] = bad
+
+    problem = posed(f"f32[8,40] @ f32[40,9] {steps}")
+    sources = random_sources(problem)
+    plant(sources)
+    expected = expect(problem, sources)
+    right = expected.reference[0]
+    assert check(problem, expected, [right.clone()]) is None
+    wrong = right.clone()
+    wrong[2, 1] = 77 if right[2, 1] != 77 else 76
+    assert "1 of 72 elements differ, first at [2, 1]" in str(check(problem, expected, [wrong]))
+    if steps == "":
+        assert not right[2].isfinite().any() and right[0, :3].isfinite().all()
+
+
+def ten_bits(t):
+    """Rounded to 10 bits of mantissa, as TF32 does."""
+    bits = t.contiguous().view(torch.int32)
+    return ((bits + 0x0FFF + ((bits >> 13) & 1)) & ~0x1FFF).view(torch.float32)
+
+
+def bf16_sum(a, b):
+    total = torch.zeros(a.shape[0], b.shape[1], dtype=torch.bfloat16)
+    for at in range(0, a.shape[1], 32):
+        total = (total.float() + a[:, at : at + 32].float() @ b[at : at + 32].float()).bfloat16()
+    return total
+
+
+@pytest.mark.parametrize("k", [1, 4, 64, 1024, 12288])
+@pytest.mark.parametrize("steps", ["", "+ bias, gelu", ", silu"])
+def test_dropped_precision_is_rejected(k, steps):
+    finish = {
+        "": lambda p, s: p,
+        "+ bias, gelu": lambda p, s: torch.nn.functional.gelu(p + s[2]),
+        ", silu": lambda p, s: torch.nn.functional.silu(p),
+    }[steps]
+    text = f"f32[24,{k}] @ f32[{k},40] {steps}"
+    assert judged(text, lambda s: finish(s[0] @ s[1], s)) is None
+    for drop in (
+        lambda s: ten_bits(s[0]) @ ten_bits(s[1]),
+        lambda s: (s[0].bfloat16() @ s[1].bfloat16()).float(),
+        lambda s: s[0].half().float() @ s[1].half().float(),
+        lambda s: bf16_sum(s[0], s[1]).float(),
+    ):
+        assert judged(text, lambda s, drop=drop: finish(drop(s), s)) is not None
+
+
+@pytest.mark.parametrize("k", [64, 1024, 8192])
+def test_dropped_precision_is_rejected_behind_a_narrow_result(k):
+    text = f"bf16[64,{k}] @ bf16[{k},64] -> bf16"
+    assert judged(text, lambda s: (s[0].float() @ s[1].float()).bfloat16()) is None
+    assert judged(text, lambda s: bf16_sum(s[0], s[1])) is not None
+    truncated = lambda s: ((s[0].float() @ s[1].float()).view(torch.int32) & ~0xFFFF).view(torch.float32).bfloat16()  # noqa: E731
+    assert judged(text, truncated) is not None
+    halves = f"f32[64,{k}] @ f32[{k},64] -> s8 scale=row"
+    right = lambda s, p: quantised(p, s[2]).to(torch.int8)  # noqa: E731
+    assert judged(halves, lambda s: right(s, s[0] @ s[1])) is None
+    assert judged(halves, lambda s: right(s, (s[0].bfloat16() @ s[1].bfloat16()).float())) is not None
+
+
+def bad_tail(p):
+    p[..., -1] = p[..., -2]
+    return p
+
+
+def bad_row(p):
+    p[-1] += 1
+    return p
+
+
+INT = "s8[33,300] @ s8[300,33]"
+WRONG = {
+    "tail column": ("f32[33,65] @ f32[65,17]", lambda s: bad_tail(s[0] @ s[1])),
+    "transposed": ("f32[33,65] @ f32[65,33]", lambda s: (s[0] @ s[1]).T),
+    "one NaN": ("f32[33,65] @ f32[65,33]", lambda s: (s[0] @ s[1]).index_fill(1, torch.tensor([3]), math.nan)),
+    "last k left out": ("f32[33,65] @ f32[65,33]", lambda s: s[0][:, :-1] @ s[1][:-1]),
+    "last k left out, long": ("f32[33,8192] @ f32[8192,33]", lambda s: s[0][:, :-1] @ s[1][:-1]),
+    "last k left out, bf16": ("bf16[33,1024] @ bf16[1024,33] -> bf16", lambda s: s[0][:, :-1] @ s[1][:-1]),
+    "zeros": ("f32[33,65] @ f32[65,33]", lambda s: torch.zeros(33, 33)),
+    "one off": (INT, lambda s: bad_row((s[0].long() @ s[1].long()).int())),
+    "16-bit sums": (INT, lambda s: (s[0].long() @ s[1].long()).short().int()),
+    "saturated pairs": (INT, lambda s: (s[0].long() @ s[1].long()).clamp(-(2**15), 2**15 - 1).int()),
+    "sums in f32": ("s8[33,2001] @ s8[2001,33]", lambda s: (s[0].float() @ s[1].float()).int()),
+    "saturates": (f"{INT} -> s8", lambda s: (s[0].long() @ s[1].long()).clamp(-128, 127).to(torch.int8)),
+    "wraps": (f"{INT} -> s8 saturate", lambda s: (s[0].long() @ s[1].long()).to(torch.int8)),
+    "unsigned as signed": ("u8[33,300] @ s8[300,33]", lambda s: (s[0].view(torch.int8).long() @ s[1].long()).int()),
+    "bf16 scale": (
+        f"{INT} * scale -> bf16",
+        lambda s: ((s[0].long() @ s[1].long()).bfloat16() * s[2].bfloat16() * 1.02).bfloat16(),
+    ),
+    "fp8 scale": (
+        f"{INT} * scale -> f8e4m3fn",
+        lambda s: ((s[0].long() @ s[1].long()) * s[2] * 1.1).to(torch.float8_e4m3fn),
+    ),
+    "bias left out": ("f32[33,4096] @ f32[4096,33] + bias", lambda s: s[0] @ s[1]),
+    "bias left out, quantised": (
+        f"{INT} * scale + bias -> s8 scale=tensor",
+        lambda s: quantised((s[0].long() @ s[1].long()) * s[2], s[4]).to(torch.int8),
+    ),
+    "integer bias left out": (
+        f"{INT} + bias:s32, relu -> u8 scale=tensor",
+        lambda s: quantised(torch.relu(s[0].long() @ s[1].long()).float(), s[3], 0, 0, 255).to(torch.uint8),
+    ),
+    "floor": (f"{INT} -> s8 scale=tensor", lambda s: torch.floor((s[0].long() @ s[1].long()) / s[2]).clamp(-128, 127).char()),
+    "truncate": (f"{INT} -> s8 scale=tensor", lambda s: ((s[0].long() @ s[1].long()) / s[2]).clamp(-128, 127).char()),
+    "floor of floats": (
+        "f32[33,65] @ f32[65,33] -> s8 scale=tensor",
+        lambda s: torch.floor(s[0] @ s[1] / s[2]).clamp(-128, 127).char(),
+    ),
+    "zero point inside": (
+        "f32[33,65] @ f32[65,33] -> u8 scale=tensor zero_point",
+        lambda s: (quantised(s[0] @ s[1], s[2], 0, 0, 255) + s[3].float()).clamp(0, 255).to(torch.uint8),
+    ),
+    "relu drops NaN": ("f32[9,65] @ f32[65,9] * scale, sqrt, relu", lambda s: (s[0] @ s[1] * s[2]).sqrt().nan_to_num(0.0)),
+    "tanh for erf": ("f32[99,65] @ f32[65,99], gelu", lambda s: torch.nn.functional.gelu(s[0] @ s[1], approximate="tanh")),
+    "residual twice": ("f32[9,65] @ f32[65,9] + residual", lambda s: s[0] @ s[1] + 2 * s[2]),
+    "row for column": ("f32[9,65] @ f32[65,9] + bias", lambda s: s[0] @ s[1] + s[2][:, None]),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_kernels_are_rejected(name):
+    text, kernel = WRONG[name]
+    why = judged(text, kernel)
+    assert why is not None and why.startswith("the result is wrong: ")
+
+
+def test_half_away_from_even_is_seen_where_ties_occur():
+    """With a scale that is a power of two every other code is a tie."""
+
+    def even(sources):
+        sources[2].fill_(2.0)
+
+    text = "s8[40,1] @ s4[1,50] -> s8 scale=tensor"
+    product = lambda s: (s[0].long() @ s[1].long()) / 2  # noqa: E731
+    assert judged(text, lambda s: product(s).round().clamp(-128, 127).char(), prepare=even) is None
+    away = lambda s: (product(s).sign() * torch.floor(product(s).abs() + 0.5)).clamp(-128, 127).char()  # noqa: E731
+    assert "elements differ" in str(judged(text, away, prepare=even))
+
+
+def test_results_of_another_form_are_rejected_in_words():
+    problem = posed("f32[3,4] @ f32[4,5] -> bf16")
+    expected = expect(problem, random_sources(problem))
+    assert check(problem, expected, []) == "gave 0 results, 1 wanted"
+    assert check(problem, expected, [torch.zeros(5, 3, dtype=torch.bfloat16)]) == (
+        "the result is torch.bfloat16[5, 3], bf16[3,5] wanted"
+    )
+    assert check(problem, expected, [torch.zeros(3, 5)]) == "the result is torch.float32[3, 5], bf16[3,5] wanted"
+
+
+def test_each_type_can_be_judged():
+    for a, out in [
+        ("s8", t) for t in ("u16", "s16", "u32", "u64", "s64", "u4", "s4", "f16", "f64", "f8e5m2", "f8e4m3fnuz", "pred")
+    ]:
+        problem = posed(f"{a}[5,6] @ {a}[6,7] -> {out}")
+        expected = expect(problem, random_sources(problem))
+        right = expected.reference[0]
+        assert check(problem, expected, [right.clone()]) is None, out
+        other = right.clone().view(torch.uint8)
+        other[0, 0] ^= 1
+        assert check(problem, expected, [other.view(right.dtype)]) is not None, out
+
+
+def test_sampled_sources_let_every_part_be_seen():
+    problem = posed("s8[64,2000] @ s8[2000,64] * scale + bias + residual -> s8 scale=tensor")
+    sources = random_sources(problem)
+    result = expect(problem, sources).reference[0]
+    assert len(result.unique()) > 100 and float((result.abs() == 127).float().mean()) < 0.2
+    product = ((sources[0].long() @ sources[1].long()) * sources[2].double()).std()
+    for side in sources[3:5]:
+        assert 0.2 < float(side.double().std() / product) < 5
+
+
+def test_sources_are_random_never_zeros_and_repeat_with_their_seed():
+    problem = posed("f16[4,64] @ s4[64,8] group=32 zero_point + bias -> f16")
+    first, again, other = random_sources(problem), random_sources(problem), random_sources(problem, 1)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    assert not torch.equal(first[0], other[0])
+    assert all(t.count_nonzero() for t in first)
+    assert first[1].min() == -8 and first[1].max() == 7
+
+
+def examined(text: str, runner):
+    problem = posed(text)
+    sources = random_sources(problem)
+    return examine(problem, expect(problem, sources), runner, sources, random_sources(problem, 1))
+
+
+def test_a_runner_is_examined_beyond_one_result():
+    text = "f32[9,33] @ f32[33,17]"
+    fresh = lambda s: [s[0] @ s[1]]  # noqa: E731
+    assert examined(text, fresh) is None
+
+    kept = []
+
+    def stale(s):
+        if not kept:
+            kept.append(s[0] @ s[1])
+        return kept
+
+    assert "elements differ" in examined(text, stale)
+
+    room = torch.empty(9, 17)
+    assert examined(text, lambda s: [torch.mm(s[0], s[1], out=room)]) == (
+        "a result changed when it ran again: it gives memory that it writes later"
+    )
+
+    def writes(s):
+        result = s[0] @ s[1]
+        s[0].zero_()
+        return [result]
+
+    assert examined(text, writes) == "it writes its sources"
+
+    def bump(s):
+        result = s[0] @ s[1]
+        s[1].view(torch.int32).bitwise_xor_(1)  # below what the check of the result could see
+        return [result]
+
+    assert examined(text, bump) == "it writes its sources"
+
+    def ignores_strides(s):
+        rows, columns = s[0].shape
+        return [torch.as_strided(s[0], (rows, columns), (columns, 1)) @ s[1]]
+
+    assert examined(text, ignores_strides).endswith("(only when its sources are not contiguous)")
+
+
+class Clock:
+    """Time that passes only when a run says so."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+
+    def run(self, *seconds):
+        """A run that takes the given times in turn, the last one ever after; counts its calls."""
+
+        def run():
+            self.now += seconds[min(run.calls, len(seconds) - 1)]
+            run.calls += 1
+
+        run.calls = 0
+        return run
+
+
+def test_hopeless_runs_cost_one_call(monkeypatch):
+    clock = Clock(monkeypatch)
+    fast, hopeless, slower = clock.run(0.01), clock.run(0.09), clock.run(0.02)
+    times = time_interleaved([fast, hopeless, slower], "cpu", budget_s=0.1)
+    assert times == pytest.approx([10_000, 90_000, 20_000])
+    assert hopeless.calls == 1 and fast.calls == slower.calls > 3
+
+
+def test_one_interruption_does_not_make_a_run_hopeless(monkeypatch):
+    clock = Clock(monkeypatch)
+    interrupted, steady = clock.run(0.009, 0.0002), clock.run(0.0005)
+    assert time_interleaved([interrupted, steady], "cpu", budget_s=0.01) == pytest.approx([200, 500])
+
+
+def test_medians_and_the_budget(monkeypatch):
+    clock = Clock(monkeypatch)
+    uneven = clock.run(0.004, 0.001, 0.009, 0.001, 0.001)
+    assert time_interleaved([uneven], "cpu", budget_s=0.012) == pytest.approx([1000])
+    assert clock.now < 0.02
+    long = clock.run(10.0)
+    time_interleaved([long], "cpu", budget_s=0.001)
+    assert long.calls == 4  # one to look, three to have a median
+    endless = clock.run(0.0)
+    time_interleaved([endless], "cpu", budget_s=1.0)
+    assert endless.calls == 201
