@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypeGuard
 
+import numpy as np
 import torch
 
 from tilewright.dtype import DType, from_torch
+from tilewright.dtype import from_numpy as numpy_dtype
 from tilewright.errors import InputError
 from tilewright.ir.types import TensorType
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from tilewright.ir.graph import Value
 
 # NumPy's own interchange knows none of the narrow types: they travel as integers of their width.
 _CARRIER = {1: "uint8", 2: "int16"}
 
 
-def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
-    """A NumPy array of logical type `dtype` as a tensor over the same memory (copied only if read-only or not contiguous)."""
-    import numpy as np
+def is_numpy(value: object) -> TypeGuard[np.ndarray | np.generic]:
+    """Whether it is a NumPy array or scalar, of ml_dtypes' types too."""
+    return isinstance(value, (np.ndarray, np.generic))
 
-    contiguous = np.require(array, requirements=["C", "W"])
+
+def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
+    """A NumPy array of logical type `dtype` as a tensor over the same memory; copied only if it is read-only, not contiguous or
+    not in the machine's byte order."""
+    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    contiguous = np.require(native, requirements=["C", "W"])
     if contiguous.dtype.isbuiltin != 1:
         carrier = contiguous.view(_CARRIER[contiguous.dtype.itemsize])
         return torch.from_numpy(carrier).view(dtype.to_torch()) if dtype.bits != 4 else _codes(carrier, dtype)
@@ -55,20 +61,19 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     where = f"input {name!r}"
     if isinstance(value, torch.Tensor):
         tensor = value.detach()
-    elif value.__class__.__module__ == "numpy":
-        import numpy as np
-
-        from tilewright.dtype import from_numpy as numpy_dtype
-
+    elif is_numpy(value):
         array = np.asarray(value)
-        given = numpy_dtype(array.dtype)
+        given = _named(array.dtype, where)
         if given is not type.dtype and given.to_torch() != type.dtype.to_torch():
             raise InputError(f"{given} given, {type} wanted", where=where, hint=f"astype({type.dtype.to_numpy()})")
         tensor = from_numpy(array, given)
     elif hasattr(value, "__dlpack__"):
-        tensor = torch.from_dlpack(value)
+        tensor = from_dlpack(value, where)
     else:
         raise InputError(f"a {value.__class__.__name__} is no array", where=where, hint="a torch tensor, NumPy array or DLPack")
+    if tensor.layout != torch.strided or tensor.is_meta:
+        what = "no data" if tensor.is_meta else f"layout {tensor.layout}"
+        raise InputError(f"a tensor with {what} given, {type} wanted", where=where, hint="pass a dense tensor")
     if tuple(tensor.shape) != type.shape:
         raise InputError(f"shape {list(tensor.shape)} given, {type} wanted", where=where)
     if tensor.dtype != type.dtype.to_torch():
@@ -77,6 +82,26 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     if type.dtype.bits == 4 and tensor.numel() and not _are_codes(tensor, type.dtype):
         raise InputError(f"values outside {type.dtype.min}…{type.dtype.max}, {type} wanted", where=where)
     return tensor.to(device)
+
+
+def from_dlpack(value: object, where: str) -> torch.Tensor:
+    """A tensor over the memory of anything with DLPack.
+
+    Raises:
+        InputError: its producer fails, or gives a type that torch has not.
+    """
+    try:
+        return torch.from_dlpack(value)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0] or error.__class__.__name__
+        raise InputError(f"a {value.__class__.__name__} cannot be read through DLPack: {reason}", where=where) from error
+
+
+def _named(dtype: np.dtype, where: str) -> DType:
+    try:
+        return numpy_dtype(dtype)
+    except InputError as error:
+        raise InputError(error.what, where=where, hint=error.hint) from error
 
 
 def _are_codes(tensor: torch.Tensor, dtype: DType) -> bool:
@@ -90,3 +115,22 @@ def to_user(value: Value, type: TensorType, as_numpy: bool) -> object:
     if not isinstance(value, torch.Tensor):
         return value
     return to_numpy(value, type.dtype) if as_numpy else value
+
+
+def separate(results: Sequence[Value], borrowed: Iterable[int]) -> list[Value]:
+    """Results that the caller may write to: copied where they lie in borrowed memory (inputs and constants, by the address of their
+    storage), share memory with another result, or hold one element in several places."""
+    taken = set(borrowed)
+    found: list[Value] = []
+    for value in results:
+        if isinstance(value, torch.Tensor) and value.numel():
+            if address(value) in taken or 0 in (st for st, d in zip(value.stride(), value.shape, strict=True) if d > 1):
+                value = value.clone(memory_format=torch.contiguous_format)
+            taken.add(address(value))
+        found.append(value)
+    return found
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Where its storage begins."""
+    return tensor.untyped_storage().data_ptr()

@@ -17,7 +17,7 @@ from tilewright.ir.ops import Call, Const, Input, Iota, Item
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
-from tilewright.runtime.arrays import from_user, to_user
+from tilewright.runtime.arrays import address, from_user, is_numpy, separate, to_user
 from tilewright.runtime.partition import Part, partition
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.search import Decision
@@ -50,7 +50,7 @@ class Executable:
     """A compiled program: call it with the inputs in order, or by name.
 
     Takes torch tensors, NumPy arrays or anything with DLPack. Gives torch tensors, or NumPy arrays if it was given NumPy
-    arrays alone; one result bare, several as a tuple.
+    arrays alone; one result bare, several as a tuple. The results are the caller's own: never memory of an input or a constant.
 
     Attributes:
         source: the graph as read.
@@ -72,6 +72,7 @@ class Executable:
     _start: list[Value] = field(init=False, repr=False)
     _inputs: list[int] = field(init=False, repr=False)
     _outputs: list[int] = field(init=False, repr=False)
+    _constant_memory: frozenset[int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         slot: dict[Node, int] = {}
@@ -100,6 +101,7 @@ class Executable:
         self._start = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
+        self._constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
 
     @property
     def input_types(self) -> dict[str, TensorType]:
@@ -113,8 +115,8 @@ class Executable:
             InputError: an input is missing, unknown, or of another shape or type.
         """
         values = self.bind(args, kwargs)
-        results = self.run(values)
-        plain = all(type(a).__module__ == "numpy" for a in (*args, *kwargs.values())) and bool(args or kwargs)
+        results = separate(self.run(values), {*self._constant_memory, *map(address, values)})
+        plain = all(map(is_numpy, (*args, *kwargs.values()))) and bool(args or kwargs)
         shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=True)]
         return shown[0] if len(shown) == 1 else tuple(shown)
 
@@ -143,8 +145,11 @@ class Executable:
             sources = [values[s] for s in bound.inputs]
             if observe is not None:
                 observe(self.steps[i], sources)
-            for slot, value in zip(bound.outputs, bound.run(sources), strict=True):
-                values[slot] = value
+            with torch.no_grad():
+                results = bound.run(sources)
+            for at, slot in enumerate(bound.outputs):
+                values[slot] = results[at]
+            del results, sources
             for slot in bound.free:
                 values[slot] = None
         return [values[s] for s in self._outputs]
@@ -171,7 +176,7 @@ def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: D
     ready: dict[Node, Value] = {}
     for node in graph.nodes():
         if isinstance(node.op, Const):
-            ready[node] = node.op.data.tensor().to(target.device)
+            ready[node] = node.op.data.tensor().detach().to(target.device)
     steps: list[Step] = []
     for part in parts:
         if part.once:
