@@ -1,0 +1,171 @@
+"""Operations that no node expresses: each becomes a `call` whose payload is a module of that operation alone.
+
+StableHLO's own reference interpreter, which jaxlib carries, evaluates the payload. The interpreter ends the process on what it
+does not know and on integer division by zero, so only the operations named here ever reach it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends import _jaxlib
+from tilewright.frontends._stablehlo_module import Operation, attribute_from, elements, tensor_type
+from tilewright.frontends._stablehlo_registry import Site
+from tilewright.ir.build import items
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import FUNCTIONS, Call
+
+CALLABLE = frozenset(
+    {
+        "bitcast_convert",
+        "compare",
+        "convolution",
+        "count_leading_zeros",
+        "map",
+        "popcnt",
+        "reduce",
+        "reduce_precision",
+        "reduce_window",
+        "rng_bit_generator",
+        "scatter",
+        "select_and_scatter",
+        "shift_left",
+        "shift_right_arithmetic",
+        "shift_right_logical",
+        "sort",
+        "triangular_solve",
+    }
+)
+# What may stand in the body of one of those: scalar arithmetic.
+_IN_BODY = CALLABLE.union(
+    FUNCTIONS,
+    ["broadcast_in_dim", "constant", "convert", "reshape", "return", "round_nearest_afz", "round_nearest_even", "select"],
+)
+_DIVISIONS = ("stablehlo.divide", "stablehlo.remainder")
+_BITCAST = re.compile(r'"mhlo\.bitcast"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
+_COPY = re.compile(r'"mhlo\.copy"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
+_FUNCTIONS = ("func.func", "func.call", "func.return")
+
+
+def make_module(op: Operation, function: Callable[[str, str], Operation]) -> str:
+    """The text of a module whose `main` is the one operation, with the functions that its regions call.
+
+    Made by way of text: a clone of an operation outlives the module it is put in, and jaxlib does not keep that alive.
+
+    Raises:
+        UnsupportedError: a region reads more than constants from outside.
+    """
+    printed = _generic(op)
+    head = printed.index(f'"{op.name}"(') + len(op.name) + 2
+    rest = printed[printed.index(")", head) + 1 :]
+    arguments = ", ".join(f"%in{i}: {v.type}" for i, v in enumerate(op.operands))
+    names = ", ".join(f"%in{i}" for i in range(len(op.operands)))
+    types = ", ".join(str(r.type) for r in op.results)
+    count = len(op.results)
+    results = ", ".join(f"%out#{i}" for i in range(count))
+    constants = "\n".join(_generic(c) for c in _captured_constants(op))
+    text = (
+        f"func.func @main({arguments}) -> ({types}) {{\n{constants}\n"
+        f'%out:{count} = "{op.name}"({names}){rest}\nfunc.return {results} : {types}\n}}\n'
+    )
+    called = [_generic(function(n, op.where)) for n in sorted(_callees(op, function, set()))]
+    try:
+        return str(_jaxlib.parse("\n".join([text, *called]), op.where, op.raw.context))
+    except InputError as error:
+        raise UnsupportedError(f"it cannot stand alone: {error.what}", where=op.where) from None
+
+
+def _generic(op: Operation) -> str:
+    """Generic text, without what XLA's layouts leave in scalar bodies: a copy is a no-op, a bitcast reinterprets bits."""
+    text = op.raw.operation.get_asm(print_generic_op_form=True, use_local_scope=True)
+    text = _BITCAST.sub(r'"stablehlo.bitcast_convert"(\g<operand>) : ', text)
+    return _COPY.sub(r'"stablehlo.reshape"(\g<operand>) : ', text)
+
+
+def _captured_constants(op: Operation) -> list[Operation]:
+    """Constants that regions of `op` read and that stand outside it, where canonicalisation puts them."""
+    known = {v for inner in (op, *_inside(op)) for r in inner.raw.regions for b in r.blocks for v in b.arguments}
+    known.update(v for inner in _inside(op) for v in inner.results)
+    outside = {v: v.owner for inner in _inside(op) for v in inner.operands if v not in known}
+    makers = [Operation(owner) for owner in outside.values() if hasattr(owner, "operation")]
+    return [m for m in makers if m.name == "stablehlo.constant"]
+
+
+def _inside(op: Operation) -> Iterator[Operation]:
+    """Operations in the regions of `op`, at any depth."""
+    for region in op.raw.regions:
+        for block in region.blocks:
+            for raw in block.operations:
+                inner = Operation(raw)
+                yield inner
+                yield from _inside(inner)
+
+
+def _callees(op: Operation, function: Callable[[str, str], Operation], seen: set[str]) -> set[str]:
+    for inner in _inside(op):
+        name = inner.string("callee") if inner.name == "func.call" else ""
+        if name and name not in seen:
+            seen.add(name)
+            _callees(function(name, inner.where), function, seen)
+    return seen
+
+
+def _runnable(module: Any, where: str) -> Operation:
+    """The function `main` of a payload, once nothing in it can end the process that interprets it.
+
+    Raises:
+        InputError: there is no main.
+        UnsupportedError: an operation outside the known ones, an integer division, or a type that cannot be carried.
+    """
+    functions = [Operation(raw) for raw in module.body.operations]
+    for inner in (i for f in functions for i in _inside(f)):
+        dialect, _, name = inner.name.partition(".")
+        if inner.name not in _FUNCTIONS and not (dialect == "stablehlo" and name in _IN_BODY):
+            raise UnsupportedError(f"{inner.name} in a region cannot be interpreted", where=where)
+        for value in (*inner.operands, *inner.results):
+            t = tensor_type(value.type, where)
+            if inner.name in _DIVISIONS and not t.dtype.is_float:
+                raise UnsupportedError("an integer division in a region cannot be interpreted", where=where)
+    main = next((f for f in functions if f.name == "func.func" and f.string("sym_name") == "main"), None)
+    if main is None:
+        raise InputError("the payload of a call has no main", where=where)
+    return main
+
+
+def make_call(site: Site) -> list[Node]:
+    """A `call` for the operation: its results.
+
+    Raises:
+        UnsupportedError: the interpreter cannot run it.
+    """
+    op = site.op
+    payload = make_module(op, site.reader.function)
+    _runnable(_jaxlib.parse(payload, op.where, op.raw.context), op.where)
+    return items(Node(Call("stablehlo", op.name, payload, tuple(site.outs)), *site.nodes))
+
+
+def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
+    """Run a `call` of this front end with StableHLO's reference interpreter, on the CPU.
+
+    Raises:
+        InputError: the payload is no module with a `main` that takes these values.
+        UnsupportedError: the interpreter cannot run it.
+    """
+    # A context keeps every constant it ever saw, inputs among them: one for each evaluation.
+    module = _jaxlib.parse(call.payload, call.target)
+    arguments = _runnable(module, call.target).block().arguments
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    if not len(arguments) == len(tensors) == len(values):
+        raise InputError(f"{len(values)} values for a payload that takes {len(arguments)} tensors", where=call.target)
+    with module.context:
+        types = [tensor_type(a.type, call.target) for a in arguments]
+        inputs = [attribute_from(x, t.dtype) for x, t in zip(tensors, types, strict=True)]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    results = _jaxlib.interpret(module, inputs)
+    found = [elements(a, t, "", call.target).expand(t.shape) for a, t in zip(results, call.types, strict=True)]
+    return [t.to(device) for t in found]

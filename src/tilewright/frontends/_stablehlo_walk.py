@@ -1,0 +1,290 @@
+"""The walk from a StableHLO module to a graph: functions, regions and fusions inlined, names and notes kept."""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap, Counter
+from collections.abc import Sequence
+from typing import Any
+
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.frontends import _jaxlib
+from tilewright.frontends._stablehlo_call import CALLABLE, make_call, make_module
+from tilewright.frontends._stablehlo_module import Block, Operation, tensor_type
+from tilewright.frontends._stablehlo_registry import Site, Value, lowering
+from tilewright.ir.build import input_
+from tilewright.ir.graph import Graph, Node
+
+MAX_OPERATIONS = 1_000_000
+MAX_DEPTH = 100
+_Scope = ChainMap[Any, Value]
+_RETURNS = ("func.return", "stablehlo.return", "mhlo.return")
+_CONTROL_FLOW = ("while", "if", "case")
+_COLLECTIVES = re.compile(r"(all_|reduce_scatter|collective_|partition_id|replica_id|send|recv|infeed|outfeed|cross_replica)")
+
+
+class Walk:
+    """One module being read.
+
+    Attributes:
+        asm: the module's text, where bytes of constants may stand.
+        where: the file, for messages.
+        elided: inputs that stand for constants whose value the text leaves out, by name.
+        notes: sentences for the graph.
+    """
+
+    def __init__(self, module: Any, asm: str, where: str) -> None:
+        self.module = module
+        self.asm = asm
+        self.where = where
+        self.elided: dict[str, Node] = {}
+        self.notes: dict[str, None] = {}
+        self.called: Counter[str] = Counter()
+        self._functions = [_functions(module)]
+        self._origins: dict[Node, str] = {}
+        self._prefix: list[str] = []
+        self._active: list[tuple[int, str | None]] = []
+        self._scopes: list[_Scope] = []
+        self._count = 0
+
+    def signature(self, labels: Sequence[str]) -> tuple[list[str], list[Any]]:
+        """Names and MLIR types of the entry function's arguments; `labels` where they are as many, else the module's names.
+
+        Raises:
+            InputError: no entry function.
+        """
+        arguments = self._entry()[1].block().arguments
+        if len(labels) != len(arguments):
+            labels = [_argument_name(a, i, self.asm) for i, a in enumerate(arguments)]
+        return _unique(labels), [a.type for a in arguments]
+
+    def graph(self, labels: Sequence[str], output_names: Sequence[str]) -> Graph:
+        """The graph of the module's entry function.
+
+        Args:
+            labels: names of its arguments.
+            output_names: names of its results, taken where they are as many.
+
+        Raises:
+            InputError: no entry function, or the program calls itself or is too large once inlined.
+            UnsupportedError: an operation or a type that cannot be expressed.
+        """
+        name, entry = self._entry()
+        inputs: list[Node] = []
+        for label, argument in zip(labels, entry.block().arguments, strict=True):
+            t = tensor_type(argument.type, f"input {label!r}")
+            inputs.append(input_(label, t.dtype, t.shape))
+            self._origins[inputs[-1]] = label
+        results = self._flat(self._run(name, entry.block(), list(inputs)), entry.where)
+        names = output_names if len(output_names) == len(results) else _result_names(entry, len(results))
+        self._note_annotations(entry, labels)
+        if self.elided:
+            self.note(f"the text leaves out the values of {', '.join(self.elided)}: they are inputs here")
+        for target, times in self.called.items():
+            self.note(f"{target} ({times} in all) is evaluated by StableHLO's reference interpreter, which is slow")
+        said = self.module.operation.attributes
+        return Graph(
+            str(said["sym_name"].value) if "sym_name" in said else name,
+            (*inputs, *self.elided.values()),
+            tuple(results),
+            tuple(_unique(names)),
+            self._origins,
+            tuple(self.notes),
+        )
+
+    # What a lowering may ask for: see `_stablehlo_registry.Reader`.
+
+    def note(self, sentence: str) -> None:
+        self.notes[sentence] = None
+
+    def function(self, name: str, where: str) -> Operation:
+        found = self._functions[-1].get(name)
+        if found is None:
+            raise InputError(f"there is no function called {name!r}", where=where)
+        return found
+
+    def call(self, name: str, args: Sequence[Value], where: str) -> list[Value]:
+        return self._run(name, self.function(name, where).block(), args)
+
+    def region(self, op: Operation, args: Sequence[Value]) -> list[Value]:
+        return self._run(None, op.block(), args, self._scopes[-1])
+
+    def expand(self, text: str, args: Sequence[Node], where: str) -> list[Value]:
+        module = _jaxlib.parse(text, where, self.module.context)
+        problem = _jaxlib.expand_chlo(module)
+        if problem:
+            raise UnsupportedError(f"StableHLO has no decomposition of it: {problem}", where=where)
+        self._functions.append(_functions(module))
+        self._prefix.append(where)
+        try:
+            return self._run("main", self.function("main", where).block(), list(args))
+        finally:
+            self._prefix.pop()
+            self._functions.pop()
+
+    # The walk itself.
+
+    def _entry(self) -> tuple[str, Operation]:
+        functions = self._functions[0]
+        public = [n for n, f in functions.items() if f.string("sym_visibility") != "private"]
+        if "main" in functions:
+            name = "main"
+        elif len(public) == 1:
+            name = public[0]
+        else:
+            shown = ", ".join(public[:8]) or "none"
+            raise InputError(
+                f"no function is called main, and {len(public)} are public: {shown}", where=self.where, hint="name one main"
+            )
+        entry = functions[name]
+        if not list(entry.raw.regions[0].blocks):
+            raise InputError(f"function {name!r} has no body", where=self.where)
+        return name, entry
+
+    def _run(self, name: str | None, block: Block, args: Sequence[Value], outer: _Scope | None = None) -> list[Value]:
+        """Results of a block; `name` is that of the function it is the body of, `outer` what a region may read besides."""
+        key = (len(self._functions), name)
+        if name is not None and key in self._active:
+            raise InputError(f"function {name!r} calls itself", where=self.where)
+        if len(self._active) >= MAX_DEPTH:
+            raise InputError(f"calls and regions nest more than {MAX_DEPTH} deep", where=self.where)
+        arguments = block.arguments
+        if len(arguments) != len(args):
+            raise InputError(f"{len(args)} values are passed where {len(arguments)} are taken", where=name or self.where)
+        scope: _Scope = ChainMap(dict(zip(arguments, args, strict=True)), *(outer.maps if outer is not None else ()))
+        self._active.append(key)
+        self._scopes.append(scope)
+        try:
+            for op in block.operations():
+                operands = [scope[v] for v in op.operands]
+                if op.name in _RETURNS:
+                    return operands
+                for result, value in zip(op.results, self._results(op, operands), strict=True):
+                    scope[result] = value
+        finally:
+            self._active.pop()
+            self._scopes.pop()
+        raise InputError("a function returns nothing", where=name or self.where)
+
+    def _results(self, op: Operation, operands: list[Value]) -> list[Value]:
+        self._count += 1
+        if self._count > MAX_OPERATIONS:
+            raise InputError(f"the program is more than {MAX_OPERATIONS} operations once inlined", where=self.where)
+        site = Site(op, operands, self)
+        try:
+            lower = lowering(op.name)
+            value = lower(site) if lower is not None else NotImplemented
+            if value is NotImplemented:
+                value = self._unmodelled(site)
+        except TypeMismatchError as error:
+            raise UnsupportedError(error.what, where=f"{op.where}: {error.where}" if error.where else op.where) from error
+        values = value if isinstance(value, list) and len(op.results) != 1 else [value]
+        if len(values) != len(op.results):
+            raise UnsupportedError(f"it has {len(op.results)} results, {len(values)} were found", where=op.where)
+        for result, v in zip(op.results, values, strict=True):
+            if isinstance(v, Node):
+                self._credit(v, op)
+                if v.type != tensor_type(result.type, op.where):
+                    raise UnsupportedError(f"its result is {v.type} where the text says {result.type}", where=op.where)
+        return values
+
+    def _unmodelled(self, site: Site) -> Value:
+        """What becomes of an operation without a lowering: its own decomposition, a call, or an error."""
+        op = site.op
+        dialect, _, name = op.name.partition(".")
+        if dialect == "chlo":
+            return _as_value(self.expand(make_module(op, self.function), site.nodes, op.where))
+        if dialect in ("stablehlo", "mhlo") and name in _CONTROL_FLOW:
+            hint = "unroll it, or trace with concrete values"
+            raise UnsupportedError(f"control flow ({name}) cannot be expressed", where=op.where, hint=hint)
+        if dialect in ("stablehlo", "mhlo") and _COLLECTIVES.match(name):
+            hint = "read the program as it is before partitioning"
+            raise UnsupportedError(f"{name} needs several devices, and a program runs on one", where=op.where, hint=hint)
+        if dialect == "stablehlo" and name in CALLABLE:
+            self.called[op.name] += 1
+            return _as_value(list(make_call(site)))
+        raise UnsupportedError(f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it", where=op.where)
+
+    def _credit(self, root: Node, op: Operation) -> None:
+        """Name the nodes that `op` made: those under its results that have no name yet."""
+        origin = self._prefix[-1] if self._prefix else op.origin
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node not in self._origins:
+                self._origins[node] = origin
+                stack.extend(node.src)
+
+    def _flat(self, values: Sequence[Value], where: str) -> list[Node]:
+        out: list[Node] = []
+        for v in values:
+            if v is None:
+                raise UnsupportedError("a token leaves the program", where=where)
+            out.extend(self._flat(v, where) if isinstance(v, list) else [v])
+        return out
+
+    def _note_annotations(self, entry: Operation, labels: Sequence[str]) -> None:
+        """What the module says about its arguments beyond their logical types."""
+        attributes = self.module.operation.attributes
+        key = "mhlo.xla_entry_computation_parameter_layouts"
+        layouts = list(attributes[key]) if key in attributes else []
+        for label, layout in zip(labels, layouts, strict=False):
+            order = [int(d) for d in layout] if hasattr(layout, "is_splat") else []
+            if order != sorted(order, reverse=True):
+                shown = ",".join(map(str, order))
+                self.note(f"input {label!r} has layout {{{shown}}} in its source; it is taken and read row-major here")
+        for i, attrs in enumerate(list(entry.attribute("arg_attrs")) if entry.has("arg_attrs") else []):
+            for name in ("mhlo.sharding", "sdy.sharding"):
+                if name in attrs and not re.search(r"\{(replicated|maximal[^}]*)\}", str(attrs[name])):
+                    self.note(f"input {labels[i]!r} is sharded ({attrs[name]}) in its source; the whole of it is taken here")
+
+
+def _functions(module: Any) -> dict[str, Operation]:
+    found: dict[str, Operation] = {}
+    for raw in module.body.operations:
+        if raw.operation.name == "func.func":
+            op = Operation(raw)
+            found[op.string("sym_name")] = op
+    return found
+
+
+def _as_value(values: list[Value]) -> Value:
+    return values[0] if len(values) == 1 else values
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, with a number behind each that another has already."""
+    seen: set[str] = set()
+    out: list[str] = []
+    for name in names:
+        candidate, n = name, 1
+        while candidate in seen:
+            candidate, n = f"{name}.{n}", n + 1
+        seen.add(candidate)
+        out.append(candidate)
+    return out
+
+
+def _argument_name(argument: Any, index: int, asm: str) -> str:
+    """What the source calls an argument: the name of its location, or the identifier that stands where it was parsed."""
+    location = argument.location
+    if hasattr(location, "name_str") and location.name_str:
+        return str(location.name_str)
+    if hasattr(location, "start_line"):
+        start = 0
+        for _ in range(int(location.start_line) - 1):
+            start = asm.find("\n", start) + 1
+        found = re.compile(r"%([\w$.\-]+)").match(asm, start + int(location.start_col) - 1)
+        if found and not found.group(1).isdigit():
+            return found.group(1)
+    return f"arg{index}"
+
+
+def _result_names(entry: Operation, count: int) -> list[str]:
+    """Names of the results: JAX writes them as attributes; else result0, result1, …"""
+    attributes = list(entry.attribute("res_attrs")) if entry.has("res_attrs") else []
+    names: list[str] = []
+    for i in range(count):
+        said = attributes[i]["jax.result_info"].value if i < len(attributes) and "jax.result_info" in attributes[i] else ""
+        names.append(str(said) or (f"result{i}" if count > 1 else "result"))
+    return names

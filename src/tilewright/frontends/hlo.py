@@ -1,0 +1,107 @@
+"""The HLO front end: XLA's own text, before or after optimisation, as `--xla_dump_to` and JAX print it.
+
+XLA's parser (in jaxlib) turns it into StableHLO, which the walk of that front end reads: nested fusions and calls are inlined,
+bitcasts are given their meaning from the layouts on either side, names in the metadata become origins.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilewright.errors import InputError
+from tilewright.frontends import LoadOptions, _jaxlib
+from tilewright.frontends._stablehlo_read import read_module, source_text
+from tilewright.frontends._stablehlo_structure import ELIDED
+from tilewright.ir.graph import Graph
+
+_HEADER = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*HloModule\b", re.DOTALL)
+_PEEK = 4096
+# `%constant.1 = f32[64,64]{1,0} constant({...})`: XLA reads the dots as made-up values.
+_ELIDED = re.compile(
+    r"^(?P<head>\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*[^=\n]*?)\bconstant\(\s*\{\s*\.\.\.\s*\}\s*\)", re.MULTILINE
+)
+_ENTRY = re.compile(r"^ENTRY\b.*?^\}", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
+_ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)")
+
+
+def accepts(program: object) -> bool:
+    """Whether `program` is a path ending in .hlo, or text (or a .txt file) that begins with `HloModule`."""
+    if isinstance(program, Path):
+        if program.suffix != ".txt":
+            return program.suffix == ".hlo"
+        with program.open("rb") as file:
+            return _HEADER.match(file.read(_PEEK).decode(errors="replace")) is not None
+    return isinstance(program, str) and _HEADER.match(program[:_PEEK]) is not None
+
+
+def load(program: object, options: LoadOptions) -> Graph:
+    """The graph of a module's entry computation.
+
+    An input is called as its parameter is (`Arg_0.1`), an output as the root instruction or, of a tuple, its operands. A layout
+    that is not row-major is noted and otherwise ignored: shapes are logical. A constant that the text leaves out
+    (`constant({...})`) becomes an input of that name.
+
+    Raises:
+        InputError: malformed or truncated text.
+        UnsupportedError: control flow, custom calls, collectives, or types that nothing expresses.
+        MissingDependencyError: no jaxlib.
+    """
+    text, where = source_text(program)
+    if _HEADER.match(text) is None:
+        raise InputError("HLO text begins with HloModule", where=where, hint="StableHLO goes in a .mlir file")
+    prepared = _ELIDED.sub(rf'\g<head>custom-call(), custom_call_target="{ELIDED}\g<name>"', text)
+    if re.search(r"\bconstant\([^)\n]*\.\.\.", prepared):
+        hint = "print it with XLA_FLAGS=--xla_dump_large_constants"
+        raise InputError("a constant is left out in part of the text", where=where, hint=hint)
+    module = _jaxlib.parse(_jaxlib.hlo_to_stablehlo(prepared, where), where)
+    entry = _ENTRY.search(prepared)
+    instructions = _instructions(entry.group(0) if entry else prepared)
+    return read_module(module, "", where, options, _parameters(instructions), _results(instructions))
+
+
+@dataclass(frozen=True)
+class _Instruction:
+    name: str
+    opcode: str
+    operands: str
+    is_root: bool
+
+
+def _instructions(computation: str) -> list[_Instruction]:
+    """The instructions of one computation, as far as names go: `name = type opcode(operands)`."""
+    found: list[_Instruction] = []
+    for line in _COMMENT.sub("", computation).splitlines():
+        said = _ASSIGNMENT.match(line)
+        if said is None:
+            continue
+        head, _, operands = said["rest"][_type_end(said["rest"]) :].strip().partition("(")
+        found.append(_Instruction(said["name"], head.strip(), operands.partition(")")[0], said["root"] is not None))
+    return found
+
+
+def _type_end(text: str) -> int:
+    """Where the type that `text` begins with ends: at a space outside all brackets."""
+    depth = 0
+    for i, c in enumerate(text):
+        depth += (c in "([{") - (c in ")]}")
+        if c == " " and depth == 0:
+            return i
+    return len(text)
+
+
+def _parameters(instructions: Sequence[_Instruction]) -> list[str]:
+    """Names of the parameters, in order."""
+    found = {int(i.operands): i.name for i in instructions if i.opcode == "parameter" and i.operands.isdigit()}
+    return [found[n] for n in sorted(found)]
+
+
+def _results(instructions: Sequence[_Instruction]) -> list[str]:
+    """The name of the root instruction or, where it is a tuple, those of its operands."""
+    root = next((i for i in instructions if i.is_root), None)
+    if root is None or root.opcode != "tuple":
+        return [root.name] if root else []
+    return re.findall(r"%?([\w.\-]+)(?=\s*(?:,|$))", root.operands)

@@ -1,0 +1,49 @@
+"""The StableHLO front end: MLIR text as JAX, torch-xla or TensorFlow write it, parsed by jaxlib.
+
+Functions, composites and nested regions are inlined. CHLO is read too. Meanings are those of the StableHLO specification:
+integers wrap, a float becomes an integer by rounding toward zero and clamping, an integer divided by zero is -1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tilewright.frontends import LoadOptions, _jaxlib
+from tilewright.frontends import _stablehlo_call as calls
+from tilewright.frontends._stablehlo_read import read_module, source_text
+from tilewright.ir.graph import Graph
+from tilewright.ir.ops import Call
+
+_SUFFIXES = (".mlir", ".stablehlo")
+_SIGNS = re.compile(r"\b(stablehlo|chlo|func\.func)\b")
+
+
+def accepts(program: object) -> bool:
+    """Whether `program` is a path ending in .mlir or .stablehlo, or text that mentions a function or StableHLO."""
+    if isinstance(program, Path):
+        return program.suffix in _SUFFIXES
+    return isinstance(program, str) and not program.lstrip().startswith("HloModule") and bool(_SIGNS.search(program))
+
+
+def load(program: object, options: LoadOptions) -> Graph:
+    """The graph of a module's entry function: the one called main, or the only public one.
+
+    An input is called as its argument's location or identifier says, else arg0, arg1, …; an output as `jax.result_info` says,
+    else result0, result1, … Open extents of arguments are bound by `input_dims` and `batch`.
+
+    Raises:
+        InputError: malformed text, no entry function, or dimensions for an input that is not there.
+        UnsupportedError: control flow, shapes known only at run time, an element type or operation that nothing expresses.
+        MissingDependencyError: no jaxlib.
+    """
+    text, where = source_text(program)
+    return read_module(_jaxlib.parse(text, where), text, where, options)
+
+
+def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
+    """Run a `call` node of this front end with StableHLO's reference interpreter (see `_stablehlo_call`)."""
+    return calls.evaluate_call(call, values)
