@@ -118,8 +118,8 @@ def to_user(value: Value, type: TensorType, as_numpy: bool) -> object:
 
 
 def separate(results: Sequence[Value], borrowed: Iterable[int]) -> list[Value]:
-    """Results that the caller may write to: copied where they lie in borrowed memory (inputs and constants, by the address of their
-    storage), share memory with another result, or hold one element in several places."""
+    """Results that the caller may write to: copied where they lie in borrowed memory (inputs and constants, by the address of
+    their storage), share memory with another result, or hold one element in several places."""
     taken = set(borrowed)
     found: list[Value] = []
     for value in results:
