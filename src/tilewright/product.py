@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from tilewright.compiler import compile
-from tilewright.dtype import DType, dtype, from_numpy, from_torch
+from tilewright.dtype import F32, F64, DType, dtype
 from tilewright.errors import InputError
 from tilewright.ir.build import input_
 from tilewright.ir.fused import Apply, Result, Side, fused_gemm
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import FUNCTIONS, Overflow
 from tilewright.ir.types import Shape, TensorType
+from tilewright.runtime.arrays import Array, dtype_of, from_dlpack, is_numpy
 from tilewright.runtime.executable import Executable
 
 DEFAULT_BUDGET_S = 0.2
@@ -47,7 +49,8 @@ def matmul(
 ) -> object:
     """activation((a @ b) * scale + bias) + residual, as `out_dtype`.
 
-    Arrays are torch tensors, NumPy arrays or anything with DLPack; the result is NumPy's if all of them are.
+    Arrays are torch tensors, NumPy arrays or anything with DLPack; the result is NumPy's if all of them are. Anything but a and
+    b may also be a plain number.
 
     Args:
         a, b: [*batch, M, K] and [*batch, K, N]; [*batch, K, M] and [*batch, N, K] when transposed. Batch axes broadcast.
@@ -58,10 +61,10 @@ def matmul(
         overflow: how an integer accumulator becomes a narrower integer: "wrap" (modulo 2**bits) or "saturate".
         a_scale, b_scale: the operand stands for (code - zero_point) * scale. Per tensor, per row of a, per column of b
             (shaped to broadcast against the stored operand), or per group along K with `group_size`.
-        a_zero_point, b_zero_point: of the operand's type, shaped as its scale.
+        a_zero_point, b_zero_point: integers, shaped as the operand's scale.
         group_size: elements along K that share one value of `b_scale`.
-        scale: multiplies the product; a number or anything that broadcasts.
-        bias: [N], or anything that broadcasts.
+        scale: multiplies the product; anything that broadcasts to the result.
+        bias: [N], or anything that broadcasts to the result.
         activation: "relu", "gelu", "gelu_tanh", "silu", "tanh", "logistic" or another function of `map`.
         residual: added last, shaped as the result.
         out_scale, out_zero_point: quantise the result to `out_dtype` (round half to even, saturate).
@@ -72,43 +75,58 @@ def matmul(
         InputError: a value is no array, or an unknown dtype or function is named.
         TypeMismatchError: extents or types do not fit.
     """
-    given = {
-        "a": (a, a_dtype),
-        "b": (b, b_dtype),
-        "a_scale": (a_scale, None),
-        "a_zero_point": (a_zero_point, a_dtype),
-        "b_scale": (b_scale, None),
-        "b_zero_point": (b_zero_point, b_dtype),
-        "scale": (scale, None),
-        "bias": (bias, None),
-        "residual": (residual, None),
-        "out_scale": (out_scale, None),
-        "out_zero_point": (out_zero_point, out_dtype),
+    given: dict[str, object] = {
+        "a": a,
+        "b": b,
+        "a_scale": a_scale,
+        "a_zero_point": a_zero_point,
+        "b_scale": b_scale,
+        "b_zero_point": b_zero_point,
+        "scale": scale,
+        "bias": bias,
+        "residual": residual,
+        "out_scale": out_scale,
+        "out_zero_point": out_zero_point,
     }
-    arrays = {name: _array(value) for name, (value, _) in given.items() if value is not None}
-    types = tuple((name, _type(arrays[name], given[name][1], name)) for name in arrays)
+    named = {"a": a_dtype, "b": b_dtype, "a_zero_point": a_dtype, "b_zero_point": b_dtype, "out_zero_point": out_dtype}
+    arrays: dict[str, Array] = {}
+    types: dict[str, TensorType] = {}
+    for name, value in given.items():
+        if value is not None:
+            said = named.get(name)
+            wanted = None if said is None else dtype(said)
+            arrays[name] = _array(value, name, wanted or _number_type(name, types))
+            types[name] = _type(arrays[name], wanted, name)
+    if group_size is not None and group_size < 1:
+        raise InputError(f"group_size is {group_size}", hint="a positive number of elements along K")
     request = (transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation)
-    return _compiled(types, request, device, budget_s)(*arrays.values())
+    return _compiled(tuple(types.items()), request, device, budget_s)(*arrays.values())
 
 
-def _array(value: object) -> object:
-    return torch.tensor(value, dtype=torch.float32) if isinstance(value, (int, float)) else value
+def _number_type(name: str, types: Mapping[str, TensorType]) -> DType:
+    """The type of an argument given as a plain number: its operand's for a zero point, else a float as wide as the operands."""
+    if name.endswith("zero_point") and name[0] in types:
+        return types[name[0]].dtype
+    return F64 if any(types[side].dtype is F64 for side in "ab" if side in types) else F32
 
 
-def _type(array: object, named: str | None, name: str) -> TensorType:
-    shape: Sequence[int] | None = getattr(array, "shape", None)
-    if shape is None:
-        raise InputError(f"a {type(array).__name__} is no array", where=name, hint="a torch tensor, NumPy array or DLPack")
-    if isinstance(array, torch.Tensor):
-        found = from_torch(array.dtype)
-    elif type(array).__module__ == "numpy":
-        found = from_numpy(array.dtype)  # type: ignore[attr-defined]
-    else:
-        found = from_torch(torch.from_dlpack(array).dtype)
-    wanted = dtype(named) if named is not None else found
-    if wanted is not found and wanted.to_torch() != found.to_torch():
+def _array(value: object, name: str, number_type: DType) -> Array:
+    if isinstance(value, torch.Tensor) or is_numpy(value):
+        return value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if number_type.is_integer and not (value == int(value) and number_type.min <= value <= number_type.max):
+            raise InputError(f"{value} is no {number_type}", where=name)
+        return np.asarray(value, dtype=number_type.to_numpy())
+    if hasattr(value, "__dlpack__"):
+        return from_dlpack(value, name)
+    raise InputError(f"a {type(value).__name__} is no array", where=name, hint="a torch tensor, NumPy array or DLPack")
+
+
+def _type(array: Array, wanted: DType | None, name: str) -> TensorType:
+    found = dtype_of(array, name)
+    if wanted is not None and wanted is not found and wanted.to_torch() != found.to_torch():
         raise InputError(f"{name} holds {found}, not {wanted}", hint="4-bit codes travel one to a byte")
-    return TensorType(wanted, tuple(shape))
+    return TensorType(wanted or found, tuple(array.shape))
 
 
 @lru_cache(maxsize=1024)
@@ -133,7 +151,7 @@ def _compiled(
         if operand in node:
             steps.append(Apply(fn, node[operand]))
     if activation is not None:
-        if activation not in FUNCTIONS or FUNCTIONS[activation].arity != 1:
+        if activation not in FUNCTIONS or FUNCTIONS[activation].arity != 1 or FUNCTIONS[activation].to_pred:
             raise InputError(f"no activation {activation!r}", hint="relu, gelu, gelu_tanh, silu, tanh, logistic")
         steps.append(Apply(activation))
     if "residual" in node:
@@ -146,7 +164,8 @@ def _compiled(
 
 def _result(node: dict[str, Node], out: DType | None, overflow: Overflow) -> Result | None:
     if out is None:
-        if "out_scale" in node:
-            raise InputError("out_scale is given but not the type to quantise to", hint="out_dtype='s8'")
+        for name in ("out_scale", "out_zero_point"):
+            if name in node:
+                raise InputError(f"{name} is given but not the type to quantise to", hint="out_dtype='s8'")
         return None
     return Result(out, overflow, node.get("out_scale"), node.get("out_zero_point"))

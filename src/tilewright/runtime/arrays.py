@@ -17,12 +17,25 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 # NumPy's own interchange knows none of the narrow types: they travel as integers of their width.
+Array = torch.Tensor | np.ndarray | np.generic
 _CARRIER = {1: "uint8", 2: "int16"}
 
 
 def is_numpy(value: object) -> TypeGuard[np.ndarray | np.generic]:
     """Whether it is a NumPy array or scalar, of ml_dtypes' types too."""
     return isinstance(value, (np.ndarray, np.generic))
+
+
+def dtype_of(array: Array, where: str) -> DType:
+    """The element type of a tensor or NumPy array; 4-bit codes in bytes are taken for bytes.
+
+    Raises:
+        InputError: there is no such type here (complex numbers, strings).
+    """
+    try:
+        return from_torch(array.dtype) if isinstance(array, torch.Tensor) else numpy_dtype(array.dtype)
+    except InputError as error:
+        raise InputError(error.what, where=where, hint=error.hint) from error
 
 
 def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
@@ -63,7 +76,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
         tensor = value.detach()
     elif is_numpy(value):
         array = np.asarray(value)
-        given = _named(array.dtype, where)
+        given = dtype_of(array, where)
         if given is not type.dtype and given.to_torch() != type.dtype.to_torch():
             raise InputError(f"{given} given, {type} wanted", where=where, hint=f"astype({type.dtype.to_numpy()})")
         tensor = from_numpy(array, given)
@@ -77,8 +90,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     if tuple(tensor.shape) != type.shape:
         raise InputError(f"shape {list(tensor.shape)} given, {type} wanted", where=where)
     if tensor.dtype != type.dtype.to_torch():
-        given_name = from_torch(tensor.dtype)
-        raise InputError(f"{given_name} given, {type} wanted", where=where, hint=f"pass {type.dtype.to_torch()}")
+        raise InputError(f"{dtype_of(tensor, where)} given, {type} wanted", where=where, hint=f"pass {type.dtype.to_torch()}")
     if type.dtype.bits == 4 and tensor.numel() and not _are_codes(tensor, type.dtype):
         raise InputError(f"values outside {type.dtype.min}…{type.dtype.max}, {type} wanted", where=where)
     return tensor.to(device)
@@ -95,13 +107,6 @@ def from_dlpack(value: object, where: str) -> torch.Tensor:
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0] or error.__class__.__name__
         raise InputError(f"a {value.__class__.__name__} cannot be read through DLPack: {reason}", where=where) from error
-
-
-def _named(dtype: np.dtype, where: str) -> DType:
-    try:
-        return numpy_dtype(dtype)
-    except InputError as error:
-        raise InputError(error.what, where=where, hint=error.hint) from error
 
 
 def _are_codes(tensor: torch.Tensor, dtype: DType) -> bool:

@@ -132,6 +132,8 @@ def _part(members: Sequence[Node], readers: dict[Node, set[Node | None]], once: 
     inside = set(members)
     inputs = dict.fromkeys(s for n in members for s in n.src if s not in inside)
     outputs = [n for n in members if not readers[n] <= inside]
+    if all(isinstance(n.op, Item) for n in outputs):
+        outputs.sort(key=lambda n: n.op.index if isinstance(n.op, Item) else 0)
     return Part(_kind(members), tuple(members), tuple(inputs), tuple(outputs), once)
 
 
