@@ -1,0 +1,77 @@
+"""How the command line fails: one or two lines and an exit code, never a traceback unless asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import traceback
+
+import click
+
+from tilewright.errors import TilewrightError
+
+DIFFERS = 1
+BAD_INPUT = 2
+BUG = 70
+INTERRUPTED = 130
+CLOSED_PIPE = 141
+_TRACEBACK = "tilewright.traceback"
+# What torch says when memory runs out, in place of a MemoryError.
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory")
+
+
+class Group(click.Group):
+    """Verbs in the order they are defined; every error of a verb ends here."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            result = super().invoke(ctx)
+            sys.stdout.flush()
+            return result
+        except (click.ClickException, click.exceptions.Exit, click.Abort):
+            raise
+        except TilewrightError as error:
+            _say(ctx, str(error))
+            ctx.exit(BAD_INPUT)
+        except KeyboardInterrupt:
+            click.echo(err=True)
+            ctx.exit(INTERRUPTED)
+        except BrokenPipeError:
+            with contextlib.suppress(OSError):  # what is still in the buffer must not fail once more at exit
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            ctx.exit(CLOSED_PIPE)
+        except Exception as error:
+            if isinstance(error, MemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY):
+                _say(ctx, "out of memory\n  try: smaller shapes (--batch, --input-dim), or another --device")
+                ctx.exit(BAD_INPUT)
+            said = (str(error).splitlines() or [""])[0]
+            _say(
+                ctx,
+                f"{type(error).__name__}: {said}\n  this is a bug in Tilewright: please report it with what --traceback shows",
+            )
+            ctx.exit(BUG)
+
+
+def _say(ctx: click.Context, message: str) -> None:
+    if ctx.meta.get(_TRACEBACK):
+        click.echo(traceback.format_exc(), err=True, nl=False)
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+
+
+def _remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        ctx.meta[_TRACEBACK] = True
+
+
+traceback_option = click.option(
+    "--traceback",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_remember,
+    help="Show where an error comes from.",
+)

@@ -1,0 +1,130 @@
+"""Options that verbs share, spelt as migraphx-driver spells them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tilewright._cli_errors import traceback_option
+
+F = TypeVar("F", bound=Callable[..., Any])
+Shapes = list[tuple[str, tuple[int, ...]]]
+INPUT_DIM = "--input-dim"
+
+
+class Command(click.Command):
+    """A verb. `--input-dim @NAME D D …` takes every name and number that follows it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, gather_dims(args))
+
+
+def gather_dims(args: Sequence[str]) -> list[str]:
+    """The arguments with everything that belongs to one `--input-dim` joined into its value."""
+    found: list[str] = []
+    at = 0
+    while at < len(args):
+        arg = args[at]
+        at += 1
+        if arg == "--":
+            return [*found, arg, *args[at:]]
+        name, given, first = arg.partition("=")
+        if name != INPUT_DIM:
+            found.append(arg)
+            continue
+        values = [first] if given else []
+        while at < len(args) and (args[at].startswith("@") or (values and re.fullmatch(r"-?\d+", args[at]))):
+            values.append(args[at])
+            at += 1
+        found += [INPUT_DIM, " ".join(values)]
+    return found
+
+
+class _Dims(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
+    """`@NAME D D …`, once or several times over."""
+
+    name = "shape"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "@NAME D D…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shapes:
+        shapes: Shapes = []
+        for word in str(value).split():
+            if word.startswith("@"):
+                shapes.append((word[1:], ()))
+            elif shapes and word.isdigit():
+                name, shape = shapes[-1]
+                shapes[-1] = (name, (*shape, int(word)))
+            else:
+                self.fail(f"{word!r} is no extent; write @NAME and then its extents", param, ctx)
+        for name, shape in shapes:
+            if not name or not shape:
+                self.fail(f"@{name} needs its extents", param, ctx)
+        if not shapes:
+            self.fail("write @NAME and then its extents", param, ctx)
+        return shapes
+
+
+def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...]) -> dict[str, tuple[int, ...]]:
+    merged: dict[str, tuple[int, ...]] = {}
+    for name, shape in (pair for shapes in value for pair in shapes):
+        if name in merged:
+            raise click.BadParameter(f"@{name} is given twice", ctx, param)
+        merged[name] = shape
+    return merged
+
+
+def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    def decorate(f: F) -> F:
+        for d in reversed(decorators):
+            f = d(f)
+        return f
+
+    return decorate
+
+
+_PATH = click.Path(path_type=Path)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on standard output.")
+device_option = click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1.")
+budget_option = click.option(
+    "--budget",
+    type=click.FloatRange(min=0),
+    metavar="SECONDS",
+    help="Time that choosing kernels may take in all; 0 measures none.",
+)
+iterations_option = click.option(
+    "--iterations",
+    "-n",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Timed runs; as many as a few seconds allow if not given.",
+)
+everything_option = click.option("--all", "everything", is_flag=True, help="List views and every step of a long program.")
+
+file_options = _all(
+    click.argument("file", type=_PATH),
+    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Value of a symbolic first axis."),
+    click.option(
+        INPUT_DIM,
+        "input_dims",
+        type=_Dims(),
+        multiple=True,
+        callback=_merged,
+        help="Shape of an input that the program leaves open; several may follow each other.",
+    ),
+)
+fill_options = _all(
+    click.option("--fill0", multiple=True, metavar="NAME", help="Fill an input with 0 instead of random data; repeatable."),
+    click.option("--fill1", multiple=True, metavar="NAME", help="Fill an input with 1 instead of random data; repeatable."),
+    click.option(
+        "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", default=0, show_default=True, help="Of the random data."
+    ),
+)
+inputs_option = click.option("--inputs", type=_PATH, metavar="F.npz", help="Take inputs from an .npz file, by name.")
+compile_options = _all(device_option, budget_option)
+common_options = _all(json_option, traceback_option)

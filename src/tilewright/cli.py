@@ -1,0 +1,380 @@
+"""The command line: read, run, verify, perf, explain, gemm, devices.
+
+Nothing but click is imported before a verb runs, so `tilewright --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import click
+
+from tilewright import __version__
+from tilewright._cli_errors import DIFFERS, Group, traceback_option
+from tilewright._cli_options import (
+    Command,
+    budget_option,
+    common_options,
+    compile_options,
+    device_option,
+    everything_option,
+    file_options,
+    fill_options,
+    inputs_option,
+    iterations_option,
+)
+
+if TYPE_CHECKING:
+    import msgspec
+    import numpy as np
+
+    from tilewright.ir.graph import Graph
+    from tilewright.report.inputs import Feed
+    from tilewright.report.perf import Measured
+    from tilewright.runtime.executable import Executable
+
+GEMM_BUDGET_S = 2.0
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="tilewright")
+@traceback_option
+def cli() -> None:
+    """A matrix-multiplication compiler: XLA HLO, StableHLO, ONNX and PyTorch programs in, every matmul done the fastest way
+    that was checked.
+
+    FILE is an .hlo, .mlir, .stablehlo, .onnx or .pt2 file, or a .tw file as `read` prints it.
+
+    Exit codes: 0 fine; 1 `verify` or `gemm` found a difference; 2 bad input or usage; 70 a bug in Tilewright; 130 interrupted.
+    """
+
+
+@cli.command(cls=Command)
+@file_options
+@common_options
+def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], as_json: bool) -> None:
+    """Print a program's graph as text, with counts."""
+    from tilewright.ir.text import print_graph
+    from tilewright.report.summary import comments, summarise
+
+    graph = _load(file, batch, input_dims)
+    report = summarise(graph, str(file))
+    if as_json:
+        _print_json(report)
+        return
+    click.echo(comments(report) + print_graph(graph), nl=False)
+
+
+@cli.command(cls=Command)
+@file_options
+@compile_options
+@fill_options
+@inputs_option
+@click.option("--output", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to an .npz file.")
+@common_options
+def run(
+    file: Path,
+    batch: int | None,
+    input_dims: Mapping[str, Sequence[int]],
+    device: str,
+    budget: float | None,
+    fill0: Sequence[str],
+    fill1: Sequence[str],
+    seed: int,
+    inputs: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Run a program once and print what it gave."""
+    from tilewright.report.perf import bind
+    from tilewright.report.program import target_name
+    from tilewright.report.schema import Run
+    from tilewright.report.summary import outputs
+
+    graph = _load(file, batch, input_dims)
+    feeds = _feeds(graph, seed, fill0, fill1, inputs)
+    program = _compile(graph, device, budget)
+    results = program.run(bind(program, feeds))
+    written = None if output is None else str(output)
+    report = Run(str(file), target_name(program.target), [f.shown for f in feeds], outputs(program.source, results), written)
+    if output is not None:
+        _write(output, program, results)
+    if as_json:
+        _print_json(report)
+        return
+    from tilewright.report.console import console
+    from tilewright.report.other_tables import print_run
+
+    print_run(console(), report)
+
+
+@cli.command(cls=Command)
+@file_options
+@compile_options
+@fill_options
+@inputs_option
+@click.option(
+    "--rtol", type=click.FloatRange(min=0), help="Allow floats this error relative to the element, not the derived one."
+)
+@click.option("--atol", type=click.FloatRange(min=0), help="Allow floats this absolute error, not the derived one.")
+@click.option(
+    "--rms-tol", type=click.FloatRange(min=0), help="Allow floats this root mean square of the error, relative to theirs."
+)
+@common_options
+def verify(
+    file: Path,
+    batch: int | None,
+    input_dims: Mapping[str, Sequence[int]],
+    device: str,
+    budget: float | None,
+    fill0: Sequence[str],
+    fill1: Sequence[str],
+    seed: int,
+    inputs: Path | None,
+    rtol: float | None,
+    atol: float | None,
+    rms_tol: float | None,
+    as_json: bool,
+) -> None:
+    """Compare a compiled program with the oracle, step by step and end to end.
+
+    Integers must be equal. Floats are compared with float64 under a bound that grows with the length of the sums, unless a
+    tolerance is given. Exits with 1 and names the first step that differs.
+    """
+    from tilewright.report.compare import Tolerances
+    from tilewright.report.verify import verify_program
+
+    graph = _load(file, batch, input_dims)
+    feeds = _feeds(graph, seed, fill0, fill1, inputs)
+    program = _compile(graph, device, budget)
+    with _progress("comparing") as show:
+        report = verify_program(program, str(file), feeds, Tolerances(rtol, atol, rms_tol), show)
+    if as_json:
+        _print_json(report)
+    else:
+        from tilewright.report.console import console
+        from tilewright.report.other_tables import print_verify
+
+        print_verify(console(), report)
+    if not report.verified:
+        click.get_current_context().exit(DIFFERS)
+
+
+@cli.command(cls=Command, short_help="Time a program and each step; what fell back, what dangles.")
+@file_options
+@compile_options
+@fill_options
+@inputs_option
+@iterations_option
+@everything_option
+@common_options
+def perf(
+    file: Path,
+    batch: int | None,
+    input_dims: Mapping[str, Sequence[int]],
+    device: str,
+    budget: float | None,
+    fill0: Sequence[str],
+    fill1: Sequence[str],
+    seed: int,
+    inputs: Path | None,
+    iterations: int | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    """Time a program and each of its steps; say what fell back and what dangles."""
+    graph = _load(file, batch, input_dims)
+    feeds = _feeds(graph, seed, fill0, fill1, inputs)
+    _print_perf(_measure(_compile(graph, device, budget), str(file), feeds, iterations), everything, as_json)
+
+
+@cli.command(cls=Command, short_help="Say what was folded into each matmul, what was not, and why.")
+@file_options
+@compile_options
+@common_options
+def explain(
+    file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], device: str, budget: float | None, as_json: bool
+) -> None:
+    """Say for each matmul what was folded into it, what was not and why, which kernel does it and why others do not."""
+    from tilewright.report.explain import explain_program
+
+    graph = _load(file, batch, input_dims)
+    report = explain_program(_compile(graph, device, budget), str(file))
+    if as_json:
+        _print_json(report)
+        return
+    from tilewright.report.console import console
+    from tilewright.report.explain_text import print_explain
+
+    print_explain(console(), report)
+
+
+class _GemmCommand(Command):
+    """`gemm`, whose help ends with the notation's own description."""
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        import ast
+
+        # Read, not imported: the module needs torch, and help should not.
+        source = Path(__file__).parent.joinpath("ir", "notation.py").read_text("utf-8")
+        described = ast.get_docstring(ast.parse(source)) or ""
+        formatter.write("\nThe notation:\n\n" + "".join(f"  {row}".rstrip() + "\n" for row in described.splitlines()))
+
+
+@cli.command(cls=_GemmCommand, short_help="Compile and check, or time, one product written in one line.")
+@click.argument("problem")
+@device_option
+@budget_option
+@fill_options
+@click.option("--perf", "timed", is_flag=True, help="Time it and print the performance report.")
+@iterations_option
+@everything_option
+@common_options
+def gemm(
+    problem: str,
+    device: str,
+    budget: float | None,
+    fill0: Sequence[str],
+    fill1: Sequence[str],
+    seed: int,
+    timed: bool,
+    iterations: int | None,
+    everything: bool,
+    as_json: bool,
+) -> None:
+    r"""Compile one product, written in one line, check it on random data, and say which kernel does it and why.
+
+    \b
+    tilewright gemm "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8" --perf
+    """
+    from tilewright.ir.notation import parse
+    from tilewright.report.inputs import check_memory, make_feeds
+
+    graph = parse(problem)
+    check_memory(graph)
+    feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
+    program = _compile(graph, device, GEMM_BUDGET_S if budget is None else budget)
+    if timed:
+        _print_perf(_measure(program, problem, feeds, iterations), everything, as_json)
+        return
+    from tilewright.report.one_gemm import account
+
+    report = account(program, problem, feeds)
+    if as_json:
+        _print_json(report)
+    else:
+        from tilewright.report.console import console
+        from tilewright.report.other_tables import print_gemm
+
+        print_gemm(console(), report)
+    if not report.verified:
+        click.get_current_context().exit(DIFFERS)
+
+
+@cli.command(cls=Command, short_help="Say what this machine is and what it was seen to reach.")
+@click.option("--remeasure", is_flag=True, help="Measure the ceilings again instead of reading them back.")
+@common_options
+def devices(remeasure: bool, as_json: bool) -> None:
+    """Say which devices were found, what they are, and what they were seen to reach."""
+    from tilewright.report.machine import describe_machine, targets
+
+    with _progress("measuring the machine"):
+        report = describe_machine(targets(), remeasure=remeasure)
+    if as_json:
+        _print_json(report)
+        return
+    from tilewright.report.console import console
+    from tilewright.report.other_tables import print_devices
+
+    print_devices(console(), report)
+
+
+def main() -> None:
+    """The `tilewright` command."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without µ still gets its report
+    cli(prog_name="tilewright")
+
+
+def _load(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]]) -> Graph:
+    """The program in `file`, checked to have the shapes asked for and to fit in memory."""
+    from tilewright.frontends import LoadOptions, load
+    from tilewright.report.inputs import check_memory, check_shapes
+
+    with _progress(f"reading {file.name}"):
+        graph = load(file, LoadOptions({name: tuple(shape) for name, shape in input_dims.items()}, batch))
+    check_shapes(graph, input_dims)
+    check_memory(graph)
+    return graph
+
+
+def _feeds(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], inputs: Path | None) -> list[Feed]:
+    """A value for each input, from the options every running verb has."""
+    from tilewright.report.inputs import make_feeds, read_npz
+
+    given = None if inputs is None else read_npz(inputs, graph)
+    return make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1, given=given)
+
+
+def _compile(graph: Graph, device: str, budget: float | None) -> Executable:
+    from tilewright.compiler import DEFAULT_BUDGET_S, compile
+
+    with _progress("choosing kernels") as show:
+        return compile(graph, device=device, budget_s=DEFAULT_BUDGET_S if budget is None else budget, progress=show)
+
+
+def _measure(program: Executable, name: str, feeds: Sequence[Feed], iterations: int | None) -> Measured:
+    from tilewright.hardware.ceilings import with_ceilings
+    from tilewright.report.perf import measure
+
+    with _progress("measuring the machine"):
+        ceilings = with_ceilings(program.target)
+    with _progress("timing steps") as show:
+        return measure(program, name, feeds, ceilings, iterations=iterations, progress=show)
+
+
+def _print_perf(measured: Measured, everything: bool, as_json: bool) -> None:
+    if as_json:
+        _print_json(measured.report)
+        return
+    from tilewright.report.console import console
+    from tilewright.report.perf_table import print_perf
+
+    print_perf(console(), measured, everything=everything)
+
+
+def _print_json(report: msgspec.Struct) -> None:
+    from tilewright.report.schema import to_json
+
+    click.echo(to_json(report))
+
+
+def _write(path: Path, program: Executable, results: Sequence[object]) -> None:
+    """Write a program's results as an .npz file by output name."""
+    from tilewright.errors import InputError
+    from tilewright.report.inputs import write_npz
+    from tilewright.runtime.arrays import to_user
+
+    source = program.source
+    arrays: dict[str, np.ndarray] = {}
+    for name, node, value in zip(source.output_names, source.outputs, results, strict=True):
+        array = to_user(value, node.tensor, as_numpy=True)
+        if not hasattr(array, "dtype"):
+            raise InputError(f"output {name!r} is no array and cannot be written", where=str(path))
+        arrays[name] = cast("np.ndarray", array)
+    write_npz(path, arrays)
+
+
+def _progress(what: str) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
+    """A progress bar, without importing what draws it where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext(None)
+    from tilewright.report.console import progress
+
+    return progress(what)

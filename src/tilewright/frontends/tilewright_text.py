@@ -1,0 +1,42 @@
+"""The graph's own textual form as a program: `.tw` files, and text that begins with `graph "name" {`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from tilewright.errors import InputError
+from tilewright.frontends import LoadOptions
+from tilewright.ir.graph import Graph
+from tilewright.ir.text import parse
+
+SUFFIX = ".tw"
+_HEAD = re.compile(r'(?:\s|//[^\n]*+)*+graph\s+"')
+
+
+def accepts(program: object) -> bool:
+    """A path that ends in .tw, or text that begins as the textual form does."""
+    if isinstance(program, Path):
+        return program.suffix.lower() == SUFFIX
+    return isinstance(program, str) and _HEAD.match(program) is not None
+
+
+def load(program: object, options: LoadOptions) -> Graph:
+    """The graph the text describes. Its shapes are written out, so `options` has nothing to bind.
+
+    Raises:
+        InputError: not UTF-8, malformed, or it refers to a constant too large to stand in the text.
+    """
+    where = str(program) if isinstance(program, Path) else "text"
+    try:
+        text = program.read_text("utf-8") if isinstance(program, Path) else str(program)
+    except UnicodeDecodeError as error:
+        raise InputError(f"byte {error.start} is not UTF-8 text", where=where) from error
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=where) from error
+    try:
+        return parse(text)
+    except InputError as error:
+        large = error.what.startswith("no data given for constant")
+        hint = "text holds small constants only: read the program it was printed from" if large else error.hint
+        raise InputError(error.what, where=", ".join(p for p in (where, error.where) if p), hint=hint) from error

@@ -1,0 +1,55 @@
+"""Where reports are printed: a terminal in its own width and colours, a pipe in plain text wide enough not to wrap."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column
+
+PIPE_WIDTH = 160
+WIDE = 120
+LABEL_WIDTH = 56
+
+
+class _Console(Console):
+    """A console that leaves a closed pipe to the command line, as any other printing does."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def console() -> Console:
+    """The console on standard output."""
+    fixed = PIPE_WIDTH if not sys.stdout.isatty() and "COLUMNS" not in os.environ else None
+    return _Console(width=fixed, markup=False, highlight=False, emoji=False)
+
+
+@contextlib.contextmanager
+def progress(what: str) -> Generator[Callable[[int, int, str], None] | None]:
+    """A progress bar on standard error while something long runs; None when that is not a terminal.
+
+    The function given takes how many are done, how many there are, and what comes next.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    label = Column(width=LABEL_WIDTH, no_wrap=True, overflow="ellipsis")
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    bar = Progress(
+        *columns,
+        TextColumn("{task.fields[next]}", table_column=label, markup=False),
+        console=Console(stderr=True, markup=False, highlight=False),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=None, next="")
+
+        def show(done: int, total: int, following: str) -> None:
+            bar.update(task, completed=done, total=total, next=following)
+
+        yield show

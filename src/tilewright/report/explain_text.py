@@ -1,0 +1,65 @@
+"""The account of every product, as prose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+
+from tilewright.report.schema import Choice, Explain, Product, Refusal
+from tilewright.report.tables import count, findings, hanging, heading, line, listing, us
+
+
+def print_explain(out: Console, report: Explain) -> None:
+    """Print the account."""
+    products = sum(len(p.names) for p in report.products)
+    line(out, f"{report.program} on {report.target}", style="bold")
+    kinds = f", {len(report.products):,} different ones" if len(report.products) != products else ""
+    line(out, f"{count(products, 'product')} (matrix multiplications and attentions){kinds}.")
+    for i, p in enumerate(report.products, start=1):
+        _product(out, i, p)
+    out.print()
+    findings(out, "Fell back", report.fallback, "Nothing fell back.")
+    findings(out, "Dangling: work that belongs inside another step", report.dangling, "Nothing dangles.")
+    if report.dangling or report.fallback:
+        line(out, "`tilewright perf` measures what these cost.", style="dim")
+
+
+def _product(out: Console, number: int, p: Product) -> None:
+    times = f"{len(p.names)} times: " if len(p.names) > 1 else ""
+    heading(out, f"{number}. {p.problem}")
+    line(out, f"{times}{listing(p.names)}", indent=3, style="dim")
+    section(out, "Reads", p.operands)
+    section(out, "Accumulates", [p.accumulates])
+    for i, store in enumerate(p.stores, start=1):
+        which = f" (result {i} of {len(p.stores)})" if len(p.stores) > 1 else ""
+        section(out, f"Then{which}", store.steps or ["nothing: the accumulator is the result"])
+        section(out, "Writes", [store.writes])
+    section(out, "Not folded", [f"{f.where} -> {f.why}" for f in p.beside])
+    section(out, "Rules that left it", p.left)
+    section(out, "Done by", [f"{choice(p.chosen)}: {how(p.chosen, p.measured)}"])
+    section(out, "Not by", refusals(p.rejected))
+
+
+def section(out: Console, title: str, lines: Sequence[str]) -> None:
+    """A title and its lines beside it."""
+    for i, text in enumerate(lines):
+        out.print(hanging(f"   {title if not i else '':<18}", text))
+
+
+def choice(chosen: Choice) -> str:
+    """A candidate and its settings."""
+    return chosen.candidate if chosen.schedule == "default" else f"{chosen.candidate} ({chosen.schedule})"
+
+
+def how(chosen: Choice, measured: bool) -> str:
+    """Why a candidate was chosen."""
+    if not measured or chosen.time_us is None:
+        return "the first in order of preference that agrees with the reference; nothing was timed"
+    return f"{us(chosen.time_us)} µs, the fastest that agrees with the reference"
+
+
+def refusals(rejected: Sequence[Refusal]) -> list[str]:
+    """The candidates that lost, timed ones first, each with why."""
+    ordered = sorted(rejected, key=lambda r: (r.time_us is None, r.time_us or 0.0))
+    return [f"{r.candidate}: {r.why}" for r in ordered]

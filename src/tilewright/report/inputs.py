@@ -1,0 +1,195 @@
+"""What a program is run on: random data unless told otherwise, never silently constant."""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tilewright.errors import InputError
+from tilewright.ir.carrier import CARRIERS, operands_of
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Input, Param
+from tilewright.ir.types import TensorType
+from tilewright.report.domains import domains
+from tilewright.report.program import tensor_types
+from tilewright.report.schema import Input as InputRow
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.sample import random_sources
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+@dataclass(frozen=True)
+class Feed:
+    """A value for an input and what it is."""
+
+    value: object
+    shown: InputRow
+
+
+def make_feeds(
+    graph: Graph,
+    *,
+    seed: int = 0,
+    fill0: Sequence[str] = (),
+    fill1: Sequence[str] = (),
+    given: Mapping[str, object] | None = None,
+) -> list[Feed]:
+    """A value for each input of `graph`, in order: given, filled with 0 or 1, or random.
+
+    What random means stands in `domains`; a scale or side input of a gemm is sized to what it meets there (`schedule.sample`).
+
+    Raises:
+        InputError: a name is no input, or is filled twice.
+    """
+    given = given or {}
+    labels = {_label(n): n for n in graph.inputs}
+    for name in (*fill0, *fill1, *given):
+        if name not in labels:
+            raise no_input(name, labels)
+    for name in fill0:
+        if name in fill1 or name in given:
+            raise InputError(f"input {name!r} is to be filled with 0 and with something else")
+    for name in fill1:
+        if name in given:
+            raise InputError(f"input {name!r} is to be filled with 1 and with something else")
+    generator = torch.Generator().manual_seed(seed)
+    drawn = domains(graph)
+    sized = _side_inputs(graph, seed)
+    feeds: list[Feed] = []
+    for name, node in labels.items():
+        filled = name in fill0 or name in fill1
+        if name in given:
+            value, data = given[name], "given"
+        elif filled:
+            data = "zeros" if name in fill0 else "ones"
+            value = torch.full(node.shape, int(name in fill1), dtype=torch.int64).to(node.tensor.dtype.to_torch())
+        elif node in sized:
+            value, data = sized[node], "random, sized to what it meets"
+        else:
+            value, data = drawn[node].draw(node, generator), str(drawn[node])
+        feeds.append(Feed(value, InputRow(name, str(node.type), data, filled)))
+    return feeds
+
+
+def _side_inputs(graph: Graph, seed: int) -> dict[Node, torch.Tensor]:
+    """Values for the inputs that gemms of the program, as it was read, take beside their operands."""
+    found: dict[Node, torch.Tensor] = {}
+    for node in graph.nodes():
+        if not isinstance(node.op, CARRIERS):
+            continue
+        operands = {n.op.index for n in map(_leaf, operands_of(node)) if isinstance(n.op, Param)}
+        beside = [i for i, s in enumerate(node.src) if i not in operands and isinstance(s.op, Input)]
+        if beside:
+            values = random_sources(problem_of(node), seed)
+            found.update((node.src[i], values[i]) for i in beside)
+    return found
+
+
+def _leaf(operand: Node) -> Node:
+    """The stored tensor at the end of an operand's views, casts and dequantisation."""
+    while operand.src:
+        operand = operand.src[0]
+    return operand
+
+
+def no_input(name: str, labels: Mapping[str, object]) -> InputError:
+    """The error for a name that is no input of the program."""
+    return InputError(f"no input is called {name!r}", hint=f"one of {', '.join(labels)}" if labels else "there are none")
+
+
+def _label(node: Node) -> str:
+    return str(getattr(node.op, "label", ""))
+
+
+def check_shapes(graph: Graph, input_dims: Mapping[str, Sequence[int]]) -> None:
+    """See that the shapes asked for by name are those the program was read with.
+
+    Raises:
+        InputError: no such input, or its source fixes another shape.
+    """
+    labels = {_label(n): n for n in graph.inputs}
+    for name, shape in input_dims.items():
+        if name not in labels:
+            raise no_input(name, labels)
+        if labels[name].shape != tuple(shape):
+            raise InputError(
+                f"input {name!r} cannot be {list(shape)}: the program fixes it to {labels[name].type}", where="--input-dim"
+            )
+
+
+def check_memory(graph: Graph) -> None:
+    """See that the machine can hold the program's values at all.
+
+    Raises:
+        InputError: inputs and outputs, or a single value, are larger than the machine's memory.
+    """
+    if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
+        return
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    ends = sum(_bytes(t) for n in (*graph.inputs, *graph.outputs) for t in tensor_types(n))
+    largest = max((_bytes(t) for n in graph.nodes() for t in tensor_types(n)), default=0)
+    need = max(ends, largest)
+    if need > memory:
+        raise InputError(
+            f"its values need {need / 2**30:,.0f} GiB at least and the machine has {memory / 2**30:,.0f} GiB",
+            where=graph.name,
+            hint="smaller shapes (--batch, --input-dim)",
+        )
+
+
+def _bytes(t: TensorType) -> int:
+    return t.elements * max(t.dtype.bits, 8) // 8
+
+
+def read_npz(path: Path, graph: Graph) -> dict[str, object]:
+    """The arrays of an .npz file by input name. Types NumPy lacks (bf16, f8) may be raw bytes of their width.
+
+    Raises:
+        InputError: no such file, not an .npz, or it holds Python objects.
+    """
+    import numpy as np
+
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: cast("np.ndarray", archive[name]) for name in archive.files}
+    except FileNotFoundError:
+        raise InputError(f"no such file: {path}", where="--inputs") from None
+    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise InputError(f"not an .npz of arrays: {said}", where=str(path), hint="numpy.savez(path, name=array, …)") from error
+    labels = {_label(n): n for n in graph.inputs}
+    for name, array in arrays.items():
+        if name in labels and array.dtype.kind == "V":
+            native = labels[name].tensor.dtype.to_numpy()
+            if array.dtype.itemsize == native.itemsize:
+                arrays[name] = array.view(native)
+    return dict(arrays)
+
+
+def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write an .npz; either all of it appears under `path` or nothing changes. Types NumPy lacks are raw bytes of their width.
+
+    Raises:
+        InputError: the folder is not there or cannot be written.
+    """
+    from numpy.lib.format import write_array
+
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with zipfile.ZipFile(draft, "w") as archive:
+            for name, array in arrays.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                    write_array(file, array, allow_pickle=False)
+        draft.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)

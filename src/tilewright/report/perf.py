@@ -1,0 +1,114 @@
+"""Where the time of a program goes: the whole of it, and each step with the values it has there."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewright.hardware.target import Target
+from tilewright.report.findings import Reasons, dangling, fallback
+from tilewright.report.inputs import Feed
+from tilewright.report.program import Program, Step, target_name
+from tilewright.report.schema import Perf, Rejected
+from tilewright.report.schema import Step as StepRow
+from tilewright.report.timing import Rounds, device_us, wall_us
+from tilewright.report.work import candidate_of, describe, work_of
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+WHOLE_S = 2.0
+STEPS_S = 4.0
+PROGRESS = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A performance report and what its table shows beside it.
+
+    Attributes:
+        report: what `--json` prints.
+        whole_us: every timed run of the whole program.
+        memory_bound: for each step whether memory, not the matrix unit, sets its limit.
+        ceilings: the machine with its measured rates.
+    """
+
+    report: Perf
+    whole_us: tuple[float, ...]
+    memory_bound: tuple[bool, ...]
+    ceilings: Target
+
+
+def measure(
+    program: Program,
+    name: str,
+    feeds: Sequence[Feed],
+    ceilings: Target,
+    *,
+    iterations: int | None = None,
+    progress: PROGRESS | None = None,
+) -> Measured:
+    """Time a program and each of its steps.
+
+    Args:
+        program: compiled.
+        name: what the report calls it.
+        feeds: a value for each input.
+        ceilings: the program's target with its measured rates.
+        iterations: runs of the whole and of each step; as many as a few seconds allow if None.
+        progress: called with how many steps are timed, how many there are, and the next one's name.
+    """
+    inputs = bind(program, feeds)
+    device = program.target.device
+    whole = wall_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S))
+    share = Rounds.of(iterations, STEPS_S / max(len(program.steps), 1))
+    times: list[float] = []
+
+    def time_step(step: Step, values: list[Value]) -> None:
+        if progress is not None:
+            progress(len(times), len(program.steps), step.name)
+        times.append(statistics.median(device_us(lambda: step.run(values), device, share)))
+
+    program.run(inputs, time_step)
+    works = [work_of(step) for step in program.steps]
+    rows = [_row(step, us, ceilings) for step, us in zip(program.steps, times, strict=True)]
+    cost = dict(enumerate(round(us, 3) for us in times))
+    report = Perf(
+        program=name,
+        target=target_name(program.target),
+        total_us=round(statistics.median(whole), 3),
+        verified=all(s.decision.verified for s in program.steps if s.decision is not None),
+        steps=rows,
+        dangling=dangling(program, Reasons(program), cost),
+        fallback=fallback(program, cost),
+        inputs=[f.shown for f in feeds],
+    )
+    return Measured(report, tuple(whole), tuple(w.memory_bound(ceilings) for w in works), ceilings)
+
+
+def bind(program: Program, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+    """The values of the inputs as tensors on the program's device."""
+    return program.bind((), {f.shown.name: f.value for f in feeds})
+
+
+def _row(step: Step, us: float, ceilings: Target) -> StepRow:
+    work = work_of(step)
+    limit = work.limit_us(ceilings)
+    decision = step.decision
+    return StepRow(
+        name=step.name,
+        kind=step.part.kind,
+        problem=describe(step),
+        candidate=candidate_of(step),
+        schedule=str(decision.kernel.schedule) if decision is not None else "",
+        time_us=round(us, 3),
+        ops=work.ops,
+        bytes=work.bytes,
+        limit_us=round(limit, 3),
+        peak_fraction=round(limit / us, 4) if us > 0 else 0.0,
+        rejected=[Rejected(r.candidate, r.why) for r in decision.rejected] if decision is not None else [],
+    )

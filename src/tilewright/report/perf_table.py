@@ -1,0 +1,125 @@
+"""The performance report for people: steps, a summary by kind, totals, what fell back, what dangles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from tilewright.report.console import WIDE
+from tilewright.report.perf import Measured
+from tilewright.report.schema import Step
+from tilewright.report.tables import Align, count, findings, input_lines, line, percent, table, us
+
+FEW_ENOUGH = 60
+MOST_EXPENSIVE = 40
+NUMBERS: tuple[tuple[str, Align], ...] = (
+    ("median µs", "right"),
+    ("share %", "right"),
+    ("of peak %", "right"),
+    ("bound by", "left"),
+    ("limit µs", "right"),
+)
+
+
+def print_perf(out: Console, measured: Measured, *, everything: bool = False) -> None:
+    """Print the report; `everything` lists views and every step of a long program."""
+    report = measured.report
+    line(out, f"{report.program} on {report.target}", style="bold")
+    input_lines(out, report.inputs)
+    out.print()
+    _steps(out, measured, everything)
+    out.print()
+    _summary(out, report.steps)
+    out.print()
+    _totals(out, measured)
+    findings(out, "Fell back", report.fallback, "Nothing fell back.")
+    findings(out, "Dangling: work that belongs inside another step", report.dangling, "Nothing dangles.")
+
+
+def _steps(out: Console, measured: Measured, everything: bool) -> None:
+    steps = measured.report.steps
+    listed = [i for i, s in enumerate(steps) if everything or s.kind != "view"]
+    shown = listed
+    if not everything and len(listed) > FEW_ENOUGH:
+        dearest = sorted(listed, key=lambda i: -steps[i].time_us)[:MOST_EXPENSIVE]
+        shown = sorted(dearest)
+    total = sum(s.time_us for s in steps)
+    out.print((_wide if out.width >= WIDE else _narrow)(measured, shown, total))
+    hidden = [steps[i] for i in range(len(steps)) if i not in set(shown)]
+    if hidden:
+        share = percent(sum(s.time_us for s in hidden) / total if total else 0.0)
+        more = count(len(hidden), "more step")
+        line(
+            out,
+            f"{more}, {share} % of the time, {'is' if len(hidden) == 1 else 'are'} not listed: --all lists them",
+            style="dim",
+        )
+    if any(steps[i].peak_fraction > 1 for i in shown):
+        line(out, "Above 100 %: the data stayed in a cache, or the kernel beats the library that set the peak.", style="dim")
+
+
+def _wide(measured: Measured, shown: Sequence[int], total: float) -> Table:
+    made = table(("#", "right"), ("kind", "left"), ("problem", "left"), ("candidate", "left"), *NUMBERS)
+    for i in shown:
+        s = measured.report.steps[i]
+        made.add_row(str(i), s.kind, Text(s.problem), Text(_candidate(s)), *_numbers(s, measured.memory_bound[i], total))
+    return made
+
+
+def _narrow(measured: Measured, shown: Sequence[int], total: float) -> Table:
+    """Kind, candidate and problem in one column, on lines of their own."""
+    made = table(("#", "right"), ("step", "left"), *NUMBERS)
+    for i in shown:
+        s = measured.report.steps[i]
+        step = Text(f"{s.kind} by {s.candidate}\n").append(s.problem, style="dim")
+        made.add_row(str(i), step, *_numbers(s, measured.memory_bound[i], total))
+    return made
+
+
+def _candidate(s: Step) -> str:
+    return s.candidate if s.schedule in ("", "default") else f"{s.candidate} {s.schedule}"
+
+
+def _numbers(s: Step, memory_bound: bool, total: float) -> tuple[str, ...]:
+    share = percent(s.time_us / total if total else 0.0)
+    if not s.limit_us:
+        return us(s.time_us), share, "", "", ""
+    return us(s.time_us), share, percent(s.peak_fraction), "memory" if memory_bound else "compute", us(s.limit_us)
+
+
+def _summary(out: Console, steps: Sequence[Step]) -> None:
+    total = sum(s.time_us for s in steps)
+    by_kind: dict[str, list[Step]] = {}
+    for s in steps:
+        by_kind.setdefault(s.kind, []).append(s)
+    made = table(("kind", "left"), ("total ms", "right"), ("share %", "right"), ("steps", "right"), ("mean µs", "right"))
+    for kind, group in sorted(by_kind.items(), key=lambda g: -sum(s.time_us for s in g[1])):
+        spent = sum(s.time_us for s in group)
+        share = percent(spent / total if total else 0.0)
+        made.add_row(kind, f"{spent / 1e3:,.3f}", share, f"{len(group):,}", us(spent / len(group)))
+    out.print(made)
+
+
+def _totals(out: Console, measured: Measured) -> None:
+    report = measured.report
+    runs = measured.whole_us
+    steps_us, limit_us = sum(s.time_us for s in report.steps), sum(s.limit_us for s in report.steps)
+    made = Table.grid(padding=(0, 2))
+    made.add_column()
+    made.add_column(justify="right", no_wrap=True)
+    made.add_column(overflow="fold")
+    spread = f"median of {count(len(runs), 'run')}, {us(min(runs))} to {us(max(runs))}"
+    made.add_row("Whole program", f"{us(report.total_us)} µs", spread)
+    made.add_row("Sum of steps", f"{us(steps_us)} µs", "each timed by itself, its data still in cache where it fits")
+    if limit_us:
+        made.add_row("Sum of limits", f"{us(limit_us)} µs", "what the measured ceilings of this machine allow")
+    if report.total_us:
+        made.add_row("Rate", f"{1e6 / report.total_us:,.1f} /s", "")
+    out.print(made)
+    products = [s for s in report.steps if s.kind in ("gemm", "attention")]
+    if products:
+        said = "every product agrees with the reference on random data" if report.verified else "a product was NOT verified"
+        line(out, f"Verified: {said}.")

@@ -1,0 +1,229 @@
+"""What `--json` prints, as types. Fields are added, never renamed or removed; docs/cli.md describes each."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Input(msgspec.Struct, frozen=True):
+    """An input and what was put into it; `filled` if it was a constant, which flatters a measurement."""
+
+    name: str
+    type: str
+    data: str
+    filled: bool
+
+
+class Rejected(msgspec.Struct, frozen=True):
+    """A candidate that was not chosen."""
+
+    candidate: str
+    why: str
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One step of the plan, timed with the values it has in the program."""
+
+    name: str
+    kind: str
+    problem: str
+    candidate: str
+    schedule: str
+    time_us: float
+    ops: int
+    bytes: int
+    limit_us: float
+    peak_fraction: float
+    rejected: list[Rejected]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """Something that a reader should know: what, where in the source, why, and what it costs (null: not a step)."""
+
+    op: str
+    where: str
+    why: str
+    cost_us: float | None
+
+
+class Perf(msgspec.Struct, frozen=True):
+    """`perf --json` and `gemm --perf --json`."""
+
+    program: str
+    target: str
+    total_us: float
+    verified: bool
+    steps: list[Step]
+    dangling: list[Finding]
+    fallback: list[Finding]
+    inputs: list[Input]
+
+
+class Port(msgspec.Struct, frozen=True):
+    """An input or output as declared."""
+
+    name: str
+    type: str
+
+
+class Read(msgspec.Struct, frozen=True):
+    """`read --json`."""
+
+    program: str
+    inputs: list[Port]
+    outputs: list[Port]
+    nodes: int
+    ops: dict[str, int]
+    constant_bytes: int
+    notes: list[str]
+
+
+class Output(msgspec.Struct, frozen=True):
+    """One result of `run`; the statistics are of its finite elements, null where there is none."""
+
+    name: str
+    type: str
+    minimum: float | None
+    maximum: float | None
+    mean: float | None
+    rms: float | None
+    nans: int
+    infinities: int
+
+
+class Run(msgspec.Struct, frozen=True):
+    """`run --json`."""
+
+    program: str
+    target: str
+    inputs: list[Input]
+    outputs: list[Output]
+    written: str | None
+
+
+class Comparison(msgspec.Struct, frozen=True):
+    """Something compared with the oracle: its largest error and the bound at that element."""
+
+    name: str
+    kind: str
+    problem: str
+    candidate: str
+    error: float
+    bound: float
+    ok: bool
+    why: str | None
+
+
+class Verify(msgspec.Struct, frozen=True):
+    """`verify --json`."""
+
+    program: str
+    target: str
+    verified: bool
+    first_difference: Comparison | None
+    steps: list[Comparison]
+    end_to_end: list[Comparison]
+    inputs: list[Input]
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """A candidate with its settings and, if it was timed, its time."""
+
+    candidate: str
+    schedule: str
+    time_us: float | None
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A candidate that lost, and its time if it was timed."""
+
+    candidate: str
+    why: str
+    time_us: float | None
+
+
+class Store(msgspec.Struct, frozen=True):
+    """One result of a product: what happens to the accumulator on the way, and what is written."""
+
+    steps: list[str]
+    writes: str
+
+
+class Product(msgspec.Struct, frozen=True):
+    """One matmul or attention of the program, or several that are alike."""
+
+    names: list[str]
+    kind: str
+    problem: str
+    operands: list[str]
+    accumulates: str
+    stores: list[Store]
+    beside: list[Finding]
+    left: list[str]
+    chosen: Choice
+    measured: bool
+    rejected: list[Refusal]
+
+
+class Explain(msgspec.Struct, frozen=True):
+    """`explain --json`."""
+
+    program: str
+    target: str
+    products: list[Product]
+    dangling: list[Finding]
+    fallback: list[Finding]
+
+
+class Gemm(msgspec.Struct, frozen=True):
+    """`gemm --json` without `--perf`."""
+
+    program: str
+    target: str
+    verified: bool
+    chosen: Choice
+    measured: bool
+    rejected: list[Refusal]
+    error: float
+    bound: float
+    why: str | None
+    inputs: list[Input]
+
+
+class Unit(msgspec.Struct, frozen=True):
+    """A matrix unit of a chip and the rate it was seen to reach (null: not measured)."""
+
+    operand: str
+    acc: str
+    instruction: str
+    ops_per_cycle: int
+    measured_gops: float | None
+    source: str
+
+
+class Device(msgspec.Struct, frozen=True):
+    """One device of `devices --json`."""
+
+    device: str
+    name: str
+    chip: str
+    exact_match: bool
+    cores: int
+    features: list[str]
+    caches_bytes: dict[str, int]
+    units: list[Unit]
+    other_gops: dict[str, float]
+    read_gbps: float
+    copy_gbps: float
+    notes: list[str]
+
+
+class Devices(msgspec.Struct, frozen=True):
+    """`devices --json`."""
+
+    devices: list[Device]
+
+
+def to_json(report: msgspec.Struct) -> str:
+    """The report as indented JSON text; not-a-number and infinities become null."""
+    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()

@@ -1,0 +1,58 @@
+"""What a program is and what a run of it gave, in numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from tilewright.ir.graph import Graph
+from tilewright.ir.ops import Const
+from tilewright.report.program import tensor_types
+from tilewright.report.schema import Output, Port, Read
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+
+def summarise(graph: Graph, name: str) -> Read:
+    """Counts of a program as it was read."""
+    nodes = graph.nodes()
+    ops = Counter(n.op.name for n in nodes)
+    return Read(
+        program=name,
+        inputs=[Port(str(getattr(n.op, "label", "")), str(n.type)) for n in graph.inputs],
+        outputs=[Port(label, str(n.type)) for label, n in zip(graph.output_names, graph.outputs, strict=True)],
+        nodes=len(nodes),
+        ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),
+        constant_bytes=sum(n.tensor.size_bytes for n in nodes if isinstance(n.op, Const)),
+        notes=list(graph.notes),
+    )
+
+
+def comments(report: Read) -> str:
+    """The counts as comments, to stand above the textual form."""
+    ops = ", ".join(f"{name} {count:,}" for name, count in report.ops.items())
+    lines = [f"{report.program}: {report.nodes:,} nodes, constants of {report.constant_bytes:,} bytes", ops]
+    lines += [f"note: {note}" for note in report.notes]
+    return "".join(f"// {' '.join(line.split())}\n" for line in lines if line)
+
+
+def outputs(graph: Graph, results: Sequence[Value]) -> list[Output]:
+    """A line for each result of a program."""
+    named = zip(graph.output_names, graph.outputs, results, strict=True)
+    return [_output(name, ", ".join(map(str, tensor_types(node))), value) for name, node, value in named]
+
+
+def _output(name: str, type: str, value: Value) -> Output:
+    if not isinstance(value, torch.Tensor):
+        return Output(name, type, None, None, None, None, 0, 0)
+    wide = value.detach().cpu().double()
+    finite = wide[wide.isfinite()]
+    nans, infinities = int(wide.isnan().sum()), int(wide.isinf().sum())
+    if not finite.numel():
+        return Output(name, type, None, None, None, None, nans, infinities)
+    low, high = (float(x) for x in torch.aminmax(finite))
+    return Output(name, type, low, high, float(finite.mean()), float(finite.square().mean().sqrt()), nans, infinities)

@@ -1,0 +1,106 @@
+"""The look that all reports share: plain tables, numbers to the right, units in the headers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tilewright.report.schema import Finding, Input
+
+Align = Literal["left", "right"]
+
+
+def table(*headers: tuple[str, Align]) -> Table:
+    """An empty table; right-aligned columns hold numbers and never wrap."""
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    for title, align in headers:
+        number = align == "right"
+        made.add_column(title, justify=align, no_wrap=number, overflow="fold")
+    return made
+
+
+def heading(out: Console, text: str) -> None:
+    """A blank line and a title."""
+    out.print()
+    out.print(Text(text, style="bold"))
+
+
+def line(out: Console, text: str, *, indent: int = 0, style: str = "") -> None:
+    """A paragraph, wrapped under its own indentation."""
+    out.print(Padding(Text(text, style=style), (0, 0, 0, indent), expand=False))
+
+
+def hanging(label: str, text: str, style: str = "") -> RenderableType:
+    """A label, and beside it a paragraph that wraps clear of the label."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row(Text(label), Text(text, style=style))
+    return grid
+
+
+def us(value: float) -> str:
+    """Microseconds: one decimal, thousands separated."""
+    return f"{value:,.1f}"
+
+
+def percent(fraction: float) -> str:
+    """A share; two digits that mean something, however small."""
+    value = 100 * fraction
+    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
+
+
+def small(value: float) -> str:
+    """An error or bound: three digits, and a bare 0."""
+    return "0" if value == 0 else f"{value:.2e}"
+
+
+def count(n: int, noun: str) -> str:
+    """`1 step`, `2 steps`."""
+    return f"{n:,} {noun}{'' if n == 1 else 's'}"
+
+
+def listing(names: Sequence[str], most: int = 4) -> str:
+    """Some names, and how many more there are."""
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def findings(out: Console, title: str, found: Sequence[Finding], nothing: str) -> None:
+    """A list of findings, the costly ones first, those alike together; or the sentence that there are none."""
+    if not found:
+        line(out, nothing)
+        return
+    heading(out, title)
+    alike: dict[tuple[str, str], list[Finding]] = {}
+    for f in sorted(found, key=lambda f: -(f.cost_us or 0.0)):
+        alike.setdefault((f.op, f.why), []).append(f)
+    for (op, why), group in alike.items():
+        costs = [f.cost_us for f in group if f.cost_us is not None]
+        times = f"{len(group)} x " if len(group) > 1 else ""
+        cost = f", {us(sum(costs))} µs" if costs else ""
+        head = Text(f"  {times}{op}", style="bold") if op != "note" else Text("  note", style="bold")
+        out.print(head.append(cost, style="not bold"))
+        places = list(dict.fromkeys(f.where for f in group))
+        line(out, f"at {listing(places)}", indent=4, style="dim")
+        line(out, why, indent=4)
+
+
+def input_lines(out: Console, inputs: Sequence[Input]) -> None:
+    """What the program was run on; filled inputs stand out."""
+    if not inputs:
+        return
+    heading(out, "Inputs")
+    made = table(("name", "left"), ("type", "left"), ("data", "left"))
+    for i in inputs:
+        data = Text(f"{i.data} (filled)", style="yellow") if i.filled else Text(i.data)
+        made.add_row(Text(i.name), Text(i.type), data)
+    out.print(made)
+    if any(i.filled for i in inputs):
+        line(out, "Filled inputs flatter a measurement: kernels run faster and cooler on constant data.", style="yellow")
