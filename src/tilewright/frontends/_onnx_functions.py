@@ -20,11 +20,11 @@ def definition(schema: Any, opset: int, node: onnx.NodeProto, sources: Sequence[
     """
     import onnx
 
-    versions = [v for v in schema.function_opset_versions if v <= opset]
-    if schema.has_function and versions:
-        return onnx.FunctionProto.FromString(_serialised(schema.get_function_with_opset_version(max(versions))))
-    versions = [v for v in schema.context_dependent_function_opset_versions if v <= opset]
-    if not versions:
+    version = _nearest(schema.function_opset_versions, opset)
+    if version is not None:
+        return onnx.FunctionProto.FromString(_serialised(schema.get_function_with_opset_version(version)))
+    version = _nearest(schema.context_dependent_function_opset_versions, opset)
+    if version is None:
         return None
     types: list[bytes] = []
     for source in sources:
@@ -35,8 +35,13 @@ def definition(schema: Any, opset: int, node: onnx.NodeProto, sources: Sequence[
             for d in source.shape:
                 type.tensor_type.shape.dim.add(dim_value=d)
         types.append(type.SerializeToString())
-    body = schema.get_context_dependent_function_with_opset_version(max(versions), node.SerializeToString(), types)
+    body = schema.get_context_dependent_function_with_opset_version(version, node.SerializeToString(), types)
     return onnx.FunctionProto.FromString(body) if body else None
+
+
+def _nearest(versions: Sequence[int], opset: int) -> int | None:
+    """The operator set to take a body from: the model's or the last before it, else the first after (same meaning)."""
+    return max((v for v in versions if v <= opset), default=min(versions, default=None))
 
 
 def _serialised(body: bytes | onnx.FunctionProto) -> bytes:

@@ -157,7 +157,10 @@ def _slice(op: OpNode) -> Node:
     reversed_axes: list[tuple[int, range]] = []
     for start, stop, axis, step in zip(starts, stops, axes, steps, strict=True):
         a = op.normal_axis(axis, len(x.shape))
-        picked = range(*slice(start, stop, step).indices(x.shape[a]))
+        extent = x.shape[a]
+        if step < 0:  # unlike Python, ONNX lets a start before the first element be the first element
+            start = max(start, -extent)
+        picked = range(*slice(start, stop, step).indices(extent))
         if step < 0:
             reversed_axes.append((a, picked))
         else:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from tilewright.dtype import BY_NAME, OPAQUE, PRED, DType
+from tilewright.dtype import BY_NAME, F16, F32, F64, OPAQUE, PRED, DType
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import _jaxlib
 from tilewright.ir.ops.functions import narrow_integer
@@ -64,6 +64,11 @@ def attribute_from(x: torch.Tensor, dtype: DType) -> Any:
     return ir.DenseElementsAttr.get(bits, type=ir.Type.parse(MLIR_NAMES[dtype]))
 
 
+def _lent(dtype: DType) -> bool:
+    """Whether jaxlib lends the memory of an attribute with such elements."""
+    return dtype is PRED or dtype.bits >= 8 and dtype.is_integer or dtype in (F16, F32, F64)
+
+
 def is_splat(attribute: Any) -> bool:
     """Whether an elements attribute repeats one value."""
     return bool(getattr(attribute, "is_splat", False))
@@ -88,10 +93,9 @@ def elements(attribute: Any, type: TensorType, asm: str, where: str) -> torch.Te
         return _from_bytes(_resource(attribute, asm, where), type, where)
     if written:
         raise UnsupportedError(f"a constant written as {written} is not read", where=where)
-    try:
-        array = np.asarray(attribute)
-    except TypeError:
+    if not _lent(type.dtype):
         return _from_text(attribute, type, where).reshape(shape)
+    array = np.asarray(attribute)
     if is_splat(attribute):
         array = array[(0,) * array.ndim] if array.size else np.zeros((), array.dtype)
     return torch.from_numpy(np.array(array, dtype=type.dtype.to_numpy())).reshape(shape)

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, OPAQUE, PRED, DType, from_torch
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.frontends._torch_registry import Operand
+from tilewright.frontends._torch_registry import Operand, Scalar
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.types import TensorType
@@ -52,8 +52,18 @@ def cast(x: Operand, dtype: DType) -> Node:
     range is undefined in torch and saturates here (NaN gives 0), as in XLA.
     """
     if not isinstance(x, Node):
-        return const(bool(x) if dtype is PRED else x, dtype)
+        return const(_number(x, dtype), dtype)
     return convert(x, dtype, "saturate" if dtype is F8E4M3FN else "wrap")
+
+
+def _number(x: Scalar, dtype: DType) -> Scalar:
+    """A number of that type: whether it is not 0, the whole part modulo 2**bits, or itself."""
+    if dtype is PRED:
+        return bool(x)
+    if not dtype.is_integer:
+        return x
+    low = int(x) % (1 << dtype.bits)
+    return low - (1 << dtype.bits) if low > dtype.max else low
 
 
 def common_dtype(*operands: Operand) -> DType:
