@@ -6,12 +6,14 @@ cache. A kernel better than the library may exceed them; reports then show a fra
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import platformdirs
@@ -22,13 +24,16 @@ from tilewright.hardware.target import Target
 ROUNDS = 7
 
 
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+
+
 class Record(msgspec.Struct, frozen=True):
     """What is kept on disk for one machine."""
 
     key: str
-    peak_gops: dict[str, float]
-    read_gbps: float
-    copy_gbps: float
+    peak_gops: dict[str, Rate]
+    read_gbps: Rate
+    copy_gbps: Rate
 
 
 def cache_folder() -> Path:
@@ -61,13 +66,14 @@ def _load(key: str, kind: str) -> Record | None:
 
 
 def _save(record: Record, kind: str) -> None:
-    try:
+    with contextlib.suppress(OSError):
         final = cache_folder() / f"ceilings-{kind}.json"
         draft = final.with_suffix(f".{os.getpid()}.tmp")
-        draft.write_bytes(msgspec.json.encode(record))
-        draft.replace(final)
-    except OSError:
-        return
+        try:
+            draft.write_bytes(msgspec.json.encode(record))
+            draft.replace(final)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 def _measure(target: Target, key: str) -> Record:
@@ -122,10 +128,10 @@ def _best_seconds(run: Callable[[], object], device: str) -> float:
     times: list[float] = []
     for _ in range(ROUNDS):
         if device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         start = time.perf_counter()
         run()
         if device != "cpu":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
     return min(times) if min(times) > 0 else statistics.median(times)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
@@ -17,15 +18,15 @@ from tilewright.hardware.target import Chip, Target
 SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
-def chips() -> list[Chip]:
-    """Every chip with a data file, the most demanding first."""
-    found = [m.CHIP for m in modules("tilewright.hardware.chips") if hasattr(m, "CHIP")]
-    return sorted(found, key=lambda c: (-len(c.requires), c.name))
+def chips(extra: Iterable[Path] = ()) -> list[Chip]:
+    """Every chip with a data file, the most demanding first, families last; `extra` folders are searched too."""
+    found = [m.CHIP for m in modules("tilewright.hardware.chips", extra) if hasattr(m, "CHIP")]
+    return sorted(found, key=lambda c: (c.family, -len(c.requires), c.name))
 
 
-def match(kind: str, features: frozenset[str]) -> Chip | None:
+def match(kind: str, features: frozenset[str], extra: Iterable[Path] = ()) -> Chip | None:
     """The most demanding chip of this kind whose every requirement is met."""
-    return next((c for c in chips() if c.kind == kind and c.requires <= features), None)
+    return next((c for c in chips(extra) if c.kind == kind and c.requires <= features), None)
 
 
 @cache
@@ -35,11 +36,10 @@ def cpu() -> Target:
     features = frozenset(_field(text, "flags").split() or _field(text, "Features").split())
     name = _field(text, "model name") or platform.processor() or platform.machine()
     chip = match("cpu", features)
-    exact = chip is not None
     if chip is None:  # no /proc/cpuinfo (macOS, Windows): the architecture's baseline
         baseline = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86_64"
         chip = next(c for c in chips() if c.name == baseline)
-    return Target(name, chip, "cpu", _usable_cores(), features=features, caches_bytes=_caches(), exact_match=exact)
+    return Target(name, chip, "cpu", _usable_cores(), features=features, caches_bytes=_caches(), exact_match=not chip.family)
 
 
 @cache
@@ -57,8 +57,7 @@ def gpu(index: int = 0) -> Target:
     chip = match("cuda", features)
     assert chip is not None
     caches = {"L2": int(p.L2_cache_size), "shared": int(p.shared_memory_per_block_optin)}
-    exact = chip.name != "nvidia"
-    return Target(p.name, chip, "cuda", p.multi_processor_count, index, features, caches, exact_match=exact)
+    return Target(p.name, chip, "cuda", p.multi_processor_count, index, features, caches, exact_match=not chip.family)
 
 
 def detect(device: str) -> Target:

@@ -40,6 +40,7 @@ class Chip:
         requires: features the machine must report, as the operating system or driver names them (all of them).
         units: matrix units, best first for each operand type.
         notes: sentences with their sources that do not fit a number.
+        family: stands for every processor of its kind that has no file of its own.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Chip:
     requires: frozenset[str]
     units: tuple[MatrixUnit, ...]
     notes: tuple[str, ...] = ()
+    family: bool = False
 
 
 @dataclass(frozen=True)

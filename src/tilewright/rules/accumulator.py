@@ -19,7 +19,7 @@ def accumulate_narrow_integers_in_s32(m: Match) -> Node | None:
     assert isinstance(op, Gemm)
     narrow = op.acc_dtype
     wide = narrow.accumulator
-    if wide is narrow:
+    if wide is narrow or not narrow.is_integer:  # a narrow float accumulator was asked for, and rounds otherwise
         return None
     acc = op.acc_type
     widened = Node(Convert(narrow, "wrap"), Node(Acc(acc.with_dtype(wide))))

@@ -16,8 +16,8 @@ from tilewright.ir.types import TensorType
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
-# NumPy's own interchange knows none of the narrow types: they travel as integers of their width.
 Array = torch.Tensor | np.ndarray | np.generic
+# NumPy's own interchange knows none of the narrow types: they travel as integers of their width.
 _CARRIER = {1: "uint8", 2: "int16"}
 
 

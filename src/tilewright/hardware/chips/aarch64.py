@@ -12,4 +12,5 @@ CHIP = Chip(
         MatrixUnit("f32", "f32", "fmla v.4s", 2 * 4 * 2, NEOVERSE),
         MatrixUnit("f64", "f64", "fmla v.2d", 2 * 2 * 2, NEOVERSE),
     ),
+    family=True,
 )

@@ -9,4 +9,5 @@ CHIP = Chip(
     kind="cuda",
     requires=frozenset({"cuda"}),
     units=(MatrixUnit("f32", "f32", "ffma", 64 * 2, CUDA_GUIDE),),
+    family=True,
 )

@@ -7,7 +7,7 @@ H100 = "NVIDIA H100 Tensor Core GPU Architecture whitepaper v1.04, table 2: dens
 CHIP = Chip(
     name="nvidia_sm90",
     kind="cuda",
-    requires=frozenset({"sm_90"}),
+    requires=frozenset({"cuda", "sm_90"}),
     units=(
         MatrixUnit("s8", "s32", "wgmma.m64nNk32.s32.s8.s8", 8192, H100),
         MatrixUnit("f8e4m3fn", "f32", "wgmma.m64nNk32.f32.e4m3.e4m3", 8192, H100),

@@ -12,4 +12,5 @@ CHIP = Chip(
         MatrixUnit("f32", "f32", "mulps + addps", 4 * 2, SYSV),
         MatrixUnit("f64", "f64", "mulpd + addpd", 2 * 2, SYSV),
     ),
+    family=True,
 )
