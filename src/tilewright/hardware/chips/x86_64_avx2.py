@@ -14,4 +14,5 @@ CHIP = Chip(
         MatrixUnit("s8", "s32", "vpmaddubsw + vpmaddwd ymm", 2 * 32, INTEL_GUIDE),
     ),
     notes=("vpmaddubsw saturates its 16-bit sums: exact only while |a * b + c * d| < 2**15",),
+    family=True,
 )
