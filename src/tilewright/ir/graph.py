@@ -161,24 +161,20 @@ def toposort(roots: Iterable[Node]) -> list[Node]:
 
 
 class Users:
-    """Who reads each node, and how often, with leaving the graph counted as a read.
-
-    Exact at the start of a sweep; `replace` keeps it exact while nodes are rewritten, by forwarding a replaced node's
-    readers to its replacement. A rule only asks; the rewrite driver alone calls `replace`.
-    """
+    """Who reads each node, and how often, with leaving the graph counted as a read. A rule only asks."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self._of: dict[Node, dict[Node | None, int]] = {}
-        self._forward: dict[Node, Node] = {}
         for node in toposort(roots):
             self._of[node] = {}
-            self._add_reads(node)
+            for s in node.src:
+                self._read(s, node)
         for root in roots:
             self._read(root, None)
 
     def __getitem__(self, node: Node) -> Sequence[Node | None]:
-        """The distinct readers of `node`; None stands for an output of the graph. A reader may be about to be rebuilt
-        over rewritten sources, so compare its op, not its identity."""
+        """The distinct readers of `node`; None stands for an output of the graph. While rules run, a reader that has not been
+        settled yet may be rebuilt over rewritten sources: look at its op and its type, not at its identity."""
         return tuple(self._of.get(node, ()))
 
     def __contains__(self, node: Node) -> bool:
@@ -192,67 +188,9 @@ class Users:
         """Whether `node` is read exactly once."""
         return self.count(node) == 1
 
-    def replace(self, old: Node, new: Node) -> list[Node]:
-        """`new` takes over the reads of `old`. Returns the nodes that are new to the graph, sources first."""
-        if old is new:
-            return []
-        fresh = _unknown(new, self._of)
-        reads = self._of.get(old, {})
-        self._of[old] = {}
-        for node in fresh:
-            self._of[node] = {}
-        for node in fresh:
-            self._forward.pop(node, None)
-            self._add_reads(node)
-        into = self._of[new]
-        for reader, slots in reads.items():
-            into[reader] = into.get(reader, 0) + slots
-        self._forward[old] = new
-        self._release(old)
-        return fresh
-
     def _read(self, node: Node, reader: Node | None) -> None:
         readers = self._of[node]
         readers[reader] = readers.get(reader, 0) + 1
-
-    def _add_reads(self, node: Node) -> None:
-        for s in node.src:
-            self._forward.pop(s, None)
-            self._read(s, node)
-
-    def _release(self, dead: Node) -> None:
-        """Take back the reads of a node that nothing reads any more, and of what only it kept alive."""
-        stack = [dead]
-        while stack:
-            node = stack.pop()
-            if self._of.get(node):
-                continue
-            for s in node.src:
-                while (after := self._forward.get(s)) is not None:
-                    s = after
-                if self._of.get(s, {}).pop(node, None) is not None and not self._of[s]:
-                    stack.append(s)
-            self._of.pop(node, None)
-
-
-def _unknown(root: Node, known: Mapping[Node, object]) -> list[Node]:
-    """Nodes under `root` that are not in `known`, sources first; does not look below a known node."""
-    if root in known:
-        return []
-    order: list[Node] = []
-    seen: set[Node] = {root}
-    stack: list[tuple[Node, Iterator[Node]]] = [(root, iter(root.src))]
-    while stack:
-        node, rest = stack[-1]
-        for s in rest:
-            if s not in seen and s not in known:
-                seen.add(s)
-                stack.append((s, iter(s.src)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order
 
 
 def _replaced_order(roots: Iterable[Node], replacement: Mapping[Node, Node]) -> list[Node]:

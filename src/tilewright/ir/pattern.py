@@ -15,9 +15,11 @@ from typing import TypeVar
 from tilewright.discovery import modules
 from tilewright.errors import RewriteError, TilewrightError
 from tilewright.ir.graph import Graph, Node, Op, Users, toposort
+from tilewright.ir.rewriting import Rewriting
 
-MAX_SWEEPS = 100
-MAX_DEPTH = 200
+# Rewrites at one place, or sweeps, before rules are taken to fire for ever: far more than any that settle need.
+FREE_STEPS = 1000
+STEPS_A_NODE = 10
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,18 @@ class Match:
 
     def __getitem__(self, name: str) -> Node:
         return self._captured[name]
+
+    def read_outside(self, inside: Iterable[Node]) -> Node | None:
+        """A node of `inside` that something other than `inside` and the matched node reads; None if there is none.
+
+        A rule that replaces the matched node by one that does the work of all `inside` must find none: what is read outside
+        would stay, and its work be done twice. `inside` are nodes that the matched node is computed from.
+        """
+        within = dict.fromkeys(inside)
+        for node in within:
+            if any(reader is not self.node and reader not in within for reader in self.users[node]):
+                return node
+        return None
 
     def refuse(self, why: str) -> None:
         """Leave the node as it is and record, in a sentence, what stopped the rule."""
@@ -155,76 +169,70 @@ class Trace:
 def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None) -> Graph:
     """Apply `rules` everywhere, sources first, until none fires. Origins go over to the nodes that replace theirs.
 
-    Each rewrite is checked to keep the node's type. Cost is linear in the graph for rules that look a bounded distance.
+    Each rewrite is checked to keep the node's type. A sweep is linear in the graph for rules that look a bounded distance; a
+    rule that waits for another to fire further on costs another sweep.
 
     Raises:
         RewriteError: a rule changed a type, failed, or the rules do not converge; names the rule.
     """
     trace = trace if trace is not None else Trace()
     driver = _Driver(graph, rules, trace)
-    outputs: Sequence[Node] = graph.outputs
+    outputs = list(graph.outputs)
+    seen: dict[tuple[Node, ...], int] = {}
     earlier = len(trace.near_misses)
-    for _ in range(MAX_SWEEPS):
+    while True:
         trace.sweeps += 1
         del trace.near_misses[earlier:]
         done = len(trace.steps)
+        seen[tuple(outputs)] = done
         outputs = driver.sweep(outputs)
         if len(trace.steps) == done:
-            return graph.with_outputs(outputs, {n: o for n, o in driver.origins.items() if n in driver.alive})
-    raise RewriteError(
-        f"rules still fire after {MAX_SWEEPS} sweeps: {', '.join(s.rule for s in trace.steps[-6:])}",
-        where=graph.name,
-        hint="one of them undoes another",
-    )
+            alive = set(toposort((*outputs, *graph.inputs)))
+            return graph.with_outputs(outputs, {n: o for n, o in driver.origins.items() if n in alive})
+        since = seen.get(tuple(outputs))
+        if since is not None:
+            raise _endless(trace, since, graph.name)
+        if len(seen) > driver.limit:
+            raise _endless(trace, done, graph.name)
+
+
+def _endless(trace: Trace, since: int, where: str) -> RewriteError:
+    """Rules that will not stop firing, named by the steps from number `since` on."""
+    names = dict.fromkeys(s.rule for s in trace.steps[since:][-50:])
+    return RewriteError(f"rules do not converge: {', '.join(names)}", where=where, hint="one of them undoes another")
 
 
 class _Driver:
     def __init__(self, graph: Graph, rules: Sequence[Rule], trace: Trace) -> None:
-        self.graph = graph
         self.trace = trace
         self.origins = dict(graph.origins)
-        self.alive: set[Node] = set()
+        self.limit = FREE_STEPS
         self._rules = rules
         self._by_op: dict[type[Op], list[Rule]] = {}
-        self._users = Users(())
 
     def sweep(self, outputs: Sequence[Node]) -> list[Node]:
-        self._users = Users(outputs)
-        memo: dict[Node, Node] = {}
-        for node in toposort(outputs):
-            rebuilt = node.with_src([memo[s] for s in node.src])
-            self._replace(node, rebuilt)
-            memo[node] = self._settle(rebuilt, 0)
-        result = [memo[o] for o in outputs]
-        self.alive = set(toposort(result))
-        return result
+        """Each place in its turn: rules fire there until none does, at what they put below it first."""
+        program = Rewriting(outputs, self.origins)
+        self.limit = max(self.limit, FREE_STEPS + STEPS_A_NODE * len(program))
+        for first in program:
+            before = len(self.trace.steps)
+            turns = [first]
+            while turns:
+                place = turns.pop()
+                node = program.arrive(place)
+                after = self._fire(node, place.origin, program)
+                if after is None:
+                    program.settle(place)
+                else:
+                    turns.extend(reversed(program.replace(place, after)))
+                    if len(self.trace.steps) - before > self.limit:
+                        raise _endless(self.trace, before, place.origin or node.op.name)
+                if place.origin is not None and place.settled is not None:
+                    self.origins.setdefault(place.settled, place.origin)
+        return program.results()
 
-    def _settle(self, node: Node, depth: int) -> Node:
-        """The node that stands for `node` once no rule fires on it; its sources are settled already."""
-        if depth > MAX_DEPTH:
-            last = ", ".join(s.rule for s in self.trace.steps[-6:])
-            raise RewriteError(f"rules do not converge at one node: {last}", where=self._where(node))
-        after = self._fire(node)
-        if after is None:
-            return node
-        local: dict[Node, Node] = {}
-        for fresh in self._replace(node, after):
-            rebuilt = fresh.with_src([local.get(s, s) for s in fresh.src])
-            self._replace(fresh, rebuilt)
-            local[fresh] = self._settle(rebuilt, depth + 1)
-        return local.get(after, after)
-
-    def _replace(self, old: Node, new: Node) -> list[Node]:
-        if old is not new and old in self.origins:
-            self.origins.setdefault(new, self.origins[old])
-        return self._users.replace(old, new)
-
-    def _where(self, node: Node) -> str:
-        """What the source called the node, or the node it replaces."""
-        return self.origins.get(node, node.op.name)
-
-    def _fire(self, node: Node) -> Node | None:
-        kind = type(node.op)
+    def _fire(self, node: Node, origin: str | None, users: Users) -> Node | None:
+        kind, where = type(node.op), origin or node.op.name
         rules = self._by_op.get(kind)
         if rules is None:
             rules = [r for r in self._rules if r.pattern.op is None or issubclass(kind, r.pattern.op)]
@@ -233,19 +241,20 @@ class _Driver:
             captured: dict[str, Node] = {}
             if not r.pattern.match(node, captured):
                 continue
-            m = Match(node, captured, self._users)
+            m = Match(node, captured, users)
             try:
                 after = r.apply(m)
-            except TilewrightError as error:
-                raise RewriteError(f"rule {r.name} failed: {error.what}", where=self._where(node)) from error
+            except Exception as error:
+                what = error.what if isinstance(error, TilewrightError) else f"{type(error).__name__}: {error}"
+                raise RewriteError(f"rule {r.name} failed: {what}", where=where) from error
             if after is None:
                 if m.refusal is not None:
-                    self.trace.near_misses.append(NearMiss(r.name, node, m.refusal, self._where(node)))
+                    self.trace.near_misses.append(NearMiss(r.name, node, m.refusal, where))
                 continue
             if after is node:
                 continue
             if after.type != node.type:
-                raise RewriteError(f"rule {r.name} changes the type: {node.type} -> {after.type}", where=self._where(node))
+                raise RewriteError(f"rule {r.name} changes the type: {node.type} -> {after.type}", where=where)
             self.trace.steps.append(Step(r.name, r.stage, node, after))
             return after
         return None
