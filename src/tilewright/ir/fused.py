@@ -212,5 +212,7 @@ def _stored(sources: _Sources, value: Node, result: Result) -> Node:
     if result.scale is None:
         overflow: Overflow = "saturate" if result.dtype.is_integer and value.dtype.is_float else result.overflow
         return convert(value, result.dtype, overflow)
+    if result.dtype.bits > 8 and not result.dtype.is_integer:
+        raise TypeMismatchError(f"a result is not quantised to {result.dtype}", hint="an integer or 8-bit float type")
     extra = [sources.param(p) for p in (result.scale, result.zero_point) if p is not None]
     return Node(Quantize(result.dtype), _float(value), *extra)

@@ -9,8 +9,8 @@ from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.notation import show_gemm
 from tilewright.ir.ops import Acc, Attention, Broadcast, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
+from tilewright.ir.shown import show_gemm
 from tilewright.ir.types import Shape, TensorType
 
 ProblemKind = Literal["gemm", "attention"]

@@ -1,0 +1,161 @@
+"""Gemms printed in the notation of `notation.py`: one line for every report and message.
+
+More is printed than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64(0,2,1,3)`
+for the shape and the permutation under which it is written, `|` between weights side by side, and an expression in braces where
+steps do not form a chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tilewright.dtype import F32, DType
+from tilewright.ir.expression import depends_on_acc
+from tilewright.ir.fused import natural_accumulator
+from tilewright.ir.graph import Node
+from tilewright.ir.notation import OPERATORS
+from tilewright.ir.ops import (
+    Acc,
+    Broadcast,
+    Concat,
+    Const,
+    Convert,
+    Dequantize,
+    Gemm,
+    Map,
+    Param,
+    Quantize,
+    Reshape,
+    Slice,
+    Transpose,
+)
+from tilewright.ir.text import print_expression
+from tilewright.ir.types import Shape, TensorType
+
+SYMBOLS = {fn: sign for sign, fn in OPERATORS.items()}
+
+
+def show_gemm(op: Gemm, types: Sequence[TensorType]) -> str:
+    """A gemm in the notation, given the types of its sources."""
+    head = f"{_show_operand(op.lhs, types, rows=True)} @ {_show_operand(op.rhs, types, rows=False)}"
+    tails = [_show_store(store, op) for store in op.stores]
+    return head + tails[0] if len(tails) == 1 else f"{head} {{{';'.join(tails)} }}"
+
+
+def _show_operand(root: Node, types: Sequence[TensorType], *, rows: bool) -> str:
+    node, transposed = root, ""
+    rank = len(root.shape)
+    if isinstance(node.op, Transpose) and node.op.perm == (*range(rank - 2), rank - 1, rank - 2):
+        node, transposed = node.src[0], "^T"
+    if isinstance(node.op, Param):
+        return f"{node.type}{transposed}"
+    if isinstance(node.op, Dequantize) and isinstance(node.src[0].op, Param):
+        code, scale = node.src[0], node.src[1]
+        zero = " zero_point" if len(node.src) == 3 else ""
+        return f"{code.type}{transposed}{_show_scale(node, code, scale, rows, bool(transposed))}{zero}"
+    if isinstance(node.op, Concat) and all(isinstance(n.op, Param) for n in node.src):
+        return f"{'|'.join(str(n.type) for n in node.src)}{transposed}"
+    if isinstance(node.op, Convert) and isinstance(node.src[0].op, Param) and node.src[0].dtype.is_integer:
+        return f"{node.src[0].type}{transposed}"
+    return f"{root.type}{{{print_expression(root)}}}"
+
+
+def _show_scale(node: Node, code: Node, scale: Node, rows: bool, transposed: bool) -> str:
+    op = node.op
+    assert isinstance(op, Dequantize)
+    rank = len(code.shape)
+    k_axis = rank + ((-1 if rows else -2) if not transposed else (-2 if rows else -1))
+    if op.block is not None:
+        if all(b == 1 for i, b in enumerate(op.block) if i != k_axis):
+            return f" group={op.block[k_axis]}"
+        return f" block={op.block[-2]}x{op.block[-1]}"
+    if isinstance(scale.op, Const) and scale.op.data.scalar() == 1:
+        return ""
+    return " scale=tensor" if scale.tensor.elements == 1 else " scale=channel"
+
+
+def _show_store(store: Node, op: Gemm) -> str:
+    """Range of acc, steps, result and view of a store, if its steps form a chain; else its expression in braces."""
+    view, node = "", store
+    while isinstance(node.op, (Reshape, Transpose)):
+        shown = "x".join(map(str, node.shape)) if isinstance(node.op, Reshape) else f"({','.join(map(str, node.op.perm))})"
+        view, node = f" as {shown}{view[3:]}", node.src[0]
+    result = ""
+    if isinstance(node.op, Quantize):
+        scale = node.src[1].tensor
+        kind = "tensor" if scale.elements == 1 else "column" if scale.rank < 2 or scale.shape[-2] == 1 else "row"
+        result = f" -> {node.dtype} scale={kind}{' zero_point' if len(node.src) == 3 else ''}"
+        node = node.src[0]
+    elif isinstance(node.op, Convert):
+        saturates = node.op.overflow == "saturate" and (node.src[0].dtype.is_integer or node.dtype.is_float)
+        result, node = f" -> {node.dtype}{' saturate' if saturates else ''}", node.src[0]
+    if op.acc_dtype is not natural_accumulator(op.lhs.dtype, op.rhs.dtype):
+        result = f"{result or f' -> {node.dtype}'} acc={op.acc_dtype}"
+    dependent = depends_on_acc((store,))
+    steps: list[str] = []
+    while not isinstance(node.op, Acc):
+        inner = [s for s in node.src if s in dependent]
+        if isinstance(node.op, Convert) and len(inner) == 1 and _implied(node):
+            node = inner[0]
+            continue
+        if isinstance(node.op, Slice) and isinstance(node.src[0].op, Acc):
+            steps.append(f" [{node.op.start[-1]}:{node.op.stop[-1]}]")
+            break
+        if isinstance(node.op, (Quantize, Dequantize)) and inner == [node.src[0]]:
+            steps.append(f", {node.op.name}({node.dtype})")
+            node = inner[0]
+            continue
+        if isinstance(node.op, Convert) and len(inner) == 1:
+            steps.append(f", {node.dtype}")
+            node = inner[0]
+            continue
+        step = _show_step(node, inner, node.shape) if isinstance(node.op, Map) and len(inner) == 1 else None
+        if step is None:
+            steps.append(f" {{{print_expression(node)}}}")
+            break
+        steps.append(step)
+        node = inner[0]
+    return "".join(reversed(steps)) + result + view
+
+
+def _implied(node: Node) -> bool:
+    """A conversion the notation makes by itself: steps are computed in f32."""
+    return node.dtype is F32
+
+
+def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
+    assert isinstance(node.op, Map)
+    fn = node.op.fn
+    if len(node.src) == 1:
+        return f", {fn}"
+    if len(node.src) != 2 or (node.src[0] is not inner[0] and fn not in ("add", "multiply", "maximum", "minimum")):
+        return None
+    other = node.src[1] if node.src[0] is inner[0] else node.src[0]
+    shown = _show_side(other, shape)
+    if shown is None:
+        return None
+    return f" {SYMBOLS[fn]} {shown}" if fn in SYMBOLS else f", {fn}({shown})"
+
+
+def _show_side(side: Node, shape: Shape) -> str | None:
+    value = side
+    while isinstance(value.op, (Convert, Reshape, Transpose, Broadcast, Slice, Dequantize)):
+        value = value.src[0]
+    if isinstance(value.op, Const) and value.tensor.elements == 1 and value.dtype is side.dtype:
+        return _show_number(value.op.data.scalar(), value.dtype)
+    if not isinstance(value.op, Param):
+        return None
+    axes = [a for a, d in enumerate(side.shape, len(shape) - len(side.shape)) if d != 1]
+    word = "scale" if not axes else "bias" if axes == [len(shape) - 1] else "residual" if side.shape == shape else None
+    if word is None and side.shape == (*shape[:-1], 1):
+        word = "row"
+    return f"{word}:{value.dtype}" if word is not None else str(value.tensor.with_shape(side.shape))
+
+
+def _show_number(value: float | int | bool | None, t: DType) -> str:
+    """The shortest digits that give the value back, and its type unless that is f32."""
+    assert value is not None
+    digits = str(int(value)) if not t.is_float else str(np.float32(value)) if t is F32 else repr(float(value))
+    return digits if t is F32 else f"{digits}:{t}"
