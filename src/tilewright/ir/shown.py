@@ -140,10 +140,11 @@ def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
 
 
 def _show_side(side: Node, shape: Shape) -> str | None:
-    value = side
+    value, scaled = side, False
     while isinstance(value.op, (Convert, Reshape, Transpose, Broadcast, Slice, Dequantize)):
+        scaled |= isinstance(value.op, Dequantize)
         value = value.src[0]
-    if isinstance(value.op, Const) and value.tensor.elements == 1 and value.dtype is side.dtype:
+    if isinstance(value.op, Const) and value.tensor.elements == 1 and not scaled:
         return _show_number(value.op.data.scalar(), value.dtype)
     if not isinstance(value.op, Param):
         return None
@@ -158,4 +159,5 @@ def _show_number(value: float | int | bool | None, t: DType) -> str:
     """The shortest digits that give the value back, and its type unless that is f32."""
     assert value is not None
     digits = str(int(value)) if not t.is_float else str(np.float32(value)) if t is F32 else repr(float(value))
+    digits = digits.removesuffix(".0")
     return digits if t is F32 else f"{digits}:{t}"
