@@ -142,7 +142,7 @@ def _operand(sources: _Sources, side: Side, codes: bool, compute: DType) -> Node
 
 def _along(parameter: Node, side: Side, summed_axis: int) -> Node:
     """A scale or zero point as it broadcasts against acc: it may not vary along K."""
-    if parameter.tensor.elements > 1:
+    if parameter.tensor.elements != 1:
         rank = len(parameter.shape)
         stored_axis = summed_axis if not side.transposed else {-1: -2, -2: -1}[summed_axis]
         if rank >= -stored_axis and parameter.shape[stored_axis] != 1:
