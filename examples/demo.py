@@ -1,0 +1,286 @@
+"""Run the programs Tilewright was made for on this machine, and print one scoreboard.
+
+    python examples/demo.py [--out models] [--only xla] [--json F]
+
+Each program is compiled, checked step by step against the oracle, and timed; beside it stand the least time this machine's
+measured ceilings allow, and torch or onnxruntime on the same program. A peer runs in a process of its own, so that two thread
+pools never share one; peer and product take turns, and the median of the rounds counts.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+HERE = Path(__file__).parent
+ROUNDS = 3
+SECONDS_A_ROUND = 0.7
+
+
+@dataclass(frozen=True)
+class Program:
+    """One row: what it is, the file or module to compile, and who else can run it."""
+
+    key: str
+    what: str
+    source: Callable[[Path], Any]
+    peer: str
+    run_peer: Callable[[Any], Callable[[], object]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the scoreboard; times in µs."""
+
+    program: str
+    what: str
+    verified: bool
+    steps: int
+    time_us: float
+    limit_us: float
+    peer: str
+    peer_us: float | None
+    note: str = ""
+
+
+def _hlo(name: str) -> Callable[[Path], Any]:
+    return lambda out: HERE / name
+
+
+def _torch_int8(path: Any) -> Callable[[], object]:
+    import torch
+
+    a, b = (torch.randint(-128, 128, (16, 1024, 1024), dtype=torch.int8) for _ in range(2))
+    out = torch.empty(16, 1024, 1024, dtype=torch.int8)
+
+    def run() -> object:
+        for i in range(16):
+            out[i].copy_(torch.ops.aten._int_mm(a[i], b[i].t()))
+        return out
+
+    return run
+
+
+def _mixed_input(out: Path) -> Any:
+    from mixed_input import write_mixed_input
+
+    return write_mixed_input("matmulnbits", out)
+
+
+def _module(out: Path) -> Any:
+    from nvfuser_linear import example_inputs, module
+
+    return module(), example_inputs()
+
+
+def _torch_module(program: Any) -> Callable[[], object]:
+    import torch
+
+    module, inputs = program
+
+    def run() -> object:
+        with torch.inference_mode():
+            return module(*inputs)
+
+    return run
+
+
+def _model(name: str, variant: str) -> Callable[[Path], Any]:
+    def write(out: Path) -> Any:
+        from models import write_model
+
+        return write_model(name, variant, out, batch=1, sequence=128)
+
+    return write
+
+
+def _onnxruntime(path: Any) -> Callable[[], object]:
+    import onnxruntime
+
+    import tilewright
+    from tilewright.report.inputs import make_feeds
+
+    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+    feeds = {f.shown.name: f.value.numpy() for f in make_feeds(tilewright.load(path))}  # type: ignore[attr-defined]
+    return lambda: session.run(None, feeds)
+
+
+PROGRAMS: Sequence[Program] = (
+    Program("xla_s8", "openxla/xla #7117: s8 x s8 -> s8", _hlo("xla_7117_s8.hlo"), "torch._int_mm", _torch_int8),
+    Program("xla_s32", "the same, spelt s32 + convert", _hlo("xla_7117_s32_convert.hlo"), "torch._int_mm", _torch_int8),
+    Program("mixed_input", "NVIDIA/cutlass #1549: s4 weights, f16", _mixed_input, "onnxruntime", _onnxruntime),
+    Program("linear_gelu", "NVIDIA/Fuser #1743: bf16 linear + gelu", _module, "torch eager", _torch_module),
+    Program("bert", "BERT-base, f32, 1 x 128", _model("bert", "f32"), "onnxruntime", _onnxruntime),
+    Program("bert_int8", "the same, int8 QDQ", _model("bert", "int8"), "onnxruntime", _onnxruntime),
+    Program("distilgpt2", "DistilGPT2, f32, 1 x 128", _model("distilgpt2", "f32"), "onnxruntime", _onnxruntime),
+    Program("distilgpt2_int8", "the same, int8 QDQ", _model("distilgpt2", "int8"), "onnxruntime", _onnxruntime),
+)
+
+
+def median_us(run: Callable[[], object], seconds: float = SECONDS_A_ROUND) -> float:
+    """Median time of a call, after one to warm up, over as many as fit in `seconds` (three at least)."""
+    run()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 3 or time.perf_counter() - began < seconds:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+class Peer:
+    """A peer in a process of its own that times itself each time it is asked; None where it cannot run the program."""
+
+    def __init__(self, key: str, out: Path) -> None:
+        command = [sys.executable, __file__, "--peer", key, "--out", str(out)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+
+    def ask(self) -> tuple[float | None, str]:
+        """One round: median µs, or None and why not."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass
+        line = self._process.stdout.readline()
+        if not line:
+            assert self._process.stderr is not None
+            return None, (self._process.stderr.read().strip().splitlines() or ["it stopped"])[-1][:120]
+        return float(line), ""
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def answer_as_peer(key: str, out: Path) -> None:
+    """Time the peer of one program once for every line on standard input."""
+    program = next(p for p in PROGRAMS if p.key == key)
+    run = program.run_peer(program.source(out))
+    for _ in sys.stdin:
+        click.echo(f"{median_us(run):.3f}")
+
+
+def run_program(program: Program, out: Path, tell: Callable[[str], None]) -> Row:
+    """Compile, check and time one program, beside its peer."""
+    import tilewright
+    from tilewright.hardware.ceilings import with_ceilings
+    from tilewright.report.inputs import make_feeds
+    from tilewright.report.perf import bind
+    from tilewright.report.verify import verify_program
+    from tilewright.report.work import work_of
+
+    tell("preparing")
+    source = program.source(out)
+    module, example = source if isinstance(source, tuple) else (source, None)
+    tell("compiling")
+    compiled = tilewright.compile(module, example_inputs=example)
+    feeds = make_feeds(compiled.source)
+    tell("checking")
+    checked = verify_program(compiled, program.key, feeds)
+    inputs = bind(compiled, feeds)
+    tell("timing")
+    ours: list[float] = []
+    theirs: list[float] = []
+    wrong = checked.first_difference
+    note = "" if wrong is None else f"{wrong.name} differs from the oracle: {wrong.why}"
+    peer = Peer(program.key, out)
+    try:
+        for _ in range(ROUNDS):
+            ours.append(median_us(lambda: compiled.run(inputs)))
+            us, why = peer.ask()
+            if us is None:
+                note = note or f"{program.peer}: {why}"
+                break
+            theirs.append(us)
+    finally:
+        peer.close()
+    ceilings = with_ceilings(compiled.target)
+    limit = sum(work_of(step).limit_us(ceilings) for step in compiled.steps)
+    return Row(
+        program.key,
+        program.what,
+        checked.verified,
+        sum(step.part.kind != "view" for step in compiled.steps),
+        statistics.median(ours),
+        limit,
+        program.peer,
+        statistics.median(theirs) if theirs else None,
+        note,
+    )
+
+
+def scoreboard(rows: Sequence[Row], machine: str) -> Any:
+    """The table."""
+    from rich.table import Table
+
+    table = Table(title=f"Tilewright on {machine}", title_justify="left")
+    for name in ("program", "", "verified"):
+        table.add_column(name)
+    for name in ("steps", "ms", "limit ms", "peer ms", "speed-up"):
+        table.add_column(name, justify="right")
+    table.add_column("peer")
+    for r in rows:
+        ratio = "" if r.peer_us is None else f"{r.peer_us / r.time_us:.2f}x"
+        peer_ms = "-" if r.peer_us is None else f"{r.peer_us / 1e3:.2f}"
+        cells = (
+            r.program,
+            r.what,
+            "yes" if r.verified else "NO",
+            str(r.steps),
+            f"{r.time_us / 1e3:.2f}",
+            f"{r.limit_us / 1e3:.2f}",
+        )
+        table.add_row(*cells, peer_ms, ratio, r.peer)
+    return table
+
+
+@click.command(help="Run the example programs on this machine and print one scoreboard.")
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=HERE / "models", help="Where models are kept.")
+@click.option("--only", multiple=True, help="Programs whose name starts so; may be repeated.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the rows there too.")
+@click.option("--peer", hidden=True, help="Answer as the peer of one program.")
+def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | None) -> None:
+    """Run every program and print the scoreboard; exit 1 if a result was wrong."""
+    if peer is not None:
+        answer_as_peer(peer, out)
+        return
+    from rich.console import Console
+
+    from tilewright.errors import TilewrightError
+    from tilewright.hardware.detect import detect
+
+    console, progress = Console(), Console(stderr=True)
+    wanted = [p for p in PROGRAMS if not only or any(p.key.startswith(o) for o in only)]
+    rows: list[Row] = []
+    with progress.status("") as status:
+        for program in wanted:
+            try:
+                rows.append(run_program(program, out, lambda what, p=program: status.update(f"{p.key}: {what}")))
+            except TilewrightError as error:
+                progress.print(f"{program.key}: {error}", style="red")
+    console.print(scoreboard(rows, f"{detect('cpu').name}, {detect('cpu').cores} cores"))
+    for row in rows:
+        if row.note:
+            console.print(f"{row.program}: {row.note}", style="yellow", highlight=False)
+    if json_file is not None:
+        json_file.write_text(json.dumps([asdict(r) for r in rows], indent=1))
+    sys.exit(0 if len(rows) == len(wanted) and all(r.verified for r in rows) else 1)
+
+
+if __name__ == "__main__":
+    main()
