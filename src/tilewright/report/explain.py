@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
+
 from msgspec.structs import replace
 
-from tilewright.ir.carrier import CARRIERS
-from tilewright.ir.graph import Node
-from tilewright.ir.ops import Const, Input, Item
+from tilewright.ir.carrier import CARRIERS, operands_of
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Const, Input, Item, Param
 from tilewright.report.findings import FOLDABLE, Reasons, dangling, fallback
 from tilewright.report.program import Program, Step, target_name
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal, Store
@@ -28,9 +31,10 @@ def explain_program(program: Program, name: str) -> Explain:
 
 
 def _likeness(product: Product) -> object:
-    """What two products share that differ in the names of their weights and neighbours alone."""
+    """What two products share that differ in their constants and in the names of their weights and neighbours alone."""
+    problem = re.sub(r"\b\d+\.\d+(e[-+]?\d+)?|\b\d+e[-+]?\d+", "constant", product.problem)
     beside = tuple((f.op, f.why) for f in product.beside)
-    return product.kind, product.problem, beside, tuple(product.left), product.chosen.candidate, product.chosen.schedule
+    return product.kind, problem, beside, tuple(product.left), product.chosen.candidate, product.chosen.schedule
 
 
 def _product(program: Program, step: Step, decision: Decision, reasons: Reasons) -> Product:
@@ -64,41 +68,30 @@ def refusals_of(decision: Decision) -> list[Refusal]:
 def _beside(program: Program, node: Node, reasons: Reasons) -> list[Finding]:
     """The operations next to a product that are of the kind a product can hold, and why they are not in it."""
     found: dict[Node, Finding] = {}
+    operands = {n.op.index for n in toposort(operands_of(node)) if isinstance(n.op, Param)}
 
-    def note(neighbour: Node, place: str) -> None:
+    def note(neighbour: Node, place: str, otherwise: Callable[[Node], str]) -> None:
         if neighbour in found or neighbour.constant or not isinstance(neighbour.op, FOLDABLE):
             return
-        where = program.graph.origin(neighbour)
-        shown = op_name(neighbour) if where == neighbour.op.name else f"{op_name(neighbour)} {where}"
-        found[neighbour] = Finding(
-            f"{op_name(neighbour)} -> {neighbour.type}", f"{place}: {shown}", _why(neighbour, place), None
-        )
+        why = "; ".join(reasons.near_misses(neighbour)) or otherwise(neighbour)
+        where = program.graph.origins.get(neighbour, "")
+        shown = f"{place}, {op_name(neighbour)} {where}".rstrip()
+        found[neighbour] = Finding(f"{op_name(neighbour)} -> {neighbour.type}", shown, why, None)
 
-    def _why(neighbour: Node, place: str) -> str:
-        said = reasons.near_misses(neighbour)
-        if said:
-            return "; ".join(said)
-        if place == "before":
-            return _why_before(neighbour, reasons)
-        return reasons.why(neighbour)
-
-    for source in node.src:
+    for i, source in enumerate(node.src):
         if not isinstance(source.op, (Input, Const, Item, *CARRIERS)):
-            note(source, "before")
+            note(source, "before it", lambda n, operand=i in operands: _why_before(n, operand, reasons))
     for reader in reasons.readers(node):
-        if isinstance(reader.op, Item):
-            for behind in reasons.readers(reader):
-                note(behind, "after")
-        else:
-            note(reader, "after")
+        for behind in reasons.readers(reader) if isinstance(reader.op, Item) else (reader,):
+            note(behind, "after it", reasons.why)
     return list(found.values())
 
 
-def _why_before(neighbour: Node, reasons: Reasons) -> str:
-    """Why something that makes an operand is not read through."""
+def _why_before(neighbour: Node, operand: bool, reasons: Reasons) -> str:
+    """Why something that makes an operand or a side input is not read through."""
     readers = len(reasons.readers(neighbour))
     if readers > 1:
         return f"{readers} operations read it, so it is computed once for all of them"
-    return (
-        "operands are read through views, widening casts and dequantisation; anything else is computed once, not in every tile"
-    )
+    if operand:
+        return "operands are read through views, widening casts and dequantisation; anything else is computed once, beforehand"
+    return "a side input is read as it is; what computes it runs once, beforehand"

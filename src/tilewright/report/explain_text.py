@@ -26,16 +26,16 @@ def print_explain(out: Console, report: Explain) -> None:
 
 
 def _product(out: Console, number: int, p: Product) -> None:
-    times = f"{len(p.names)} times: " if len(p.names) > 1 else ""
+    times = f"{len(p.names)} of them, alike but for constants and names: " if len(p.names) > 1 else ""
     heading(out, f"{number}. {p.problem}")
     line(out, f"{times}{listing(p.names)}", indent=3, style="dim")
     section(out, "Reads", p.operands)
     section(out, "Accumulates", [p.accumulates])
     for i, store in enumerate(p.stores, start=1):
-        which = f" (result {i} of {len(p.stores)})" if len(p.stores) > 1 else ""
+        which = f", result {i} of {len(p.stores)}" if len(p.stores) > 1 else ""
         section(out, f"Then{which}", store.steps or ["nothing: the accumulator is the result"])
         section(out, "Writes", [store.writes])
-    section(out, "Not folded", [f"{f.where} -> {f.why}" for f in p.beside])
+    section(out, "Not folded", [f"{f.where}: {f.why}" for f in p.beside])
     section(out, "Rules that left it", p.left)
     section(out, "Done by", [f"{choice(p.chosen)}: {how(p.chosen, p.measured)}"])
     section(out, "Not by", refusals(p.rejected))
@@ -44,7 +44,7 @@ def _product(out: Console, number: int, p: Product) -> None:
 def section(out: Console, title: str, lines: Sequence[str]) -> None:
     """A title and its lines beside it."""
     for i, text in enumerate(lines):
-        out.print(hanging(f"   {title if not i else '':<18}", text))
+        out.print(hanging(f"   {title if not i else '':<21}", text))
 
 
 def choice(chosen: Choice) -> str:

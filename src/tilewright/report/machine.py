@@ -14,7 +14,7 @@ from tilewright.report.schema import Device, Devices, Unit
 # Of the many features a processor reports, those that decide which matrix instructions and conversions there are.
 MATTERS = re.compile(
     r"sse2|avx2?|fma|f16c|avx_vnni\w*|avx_ne_convert|avx512(f|bw|vl|_vnni|_bf16|_fp16)|amx_\w+"
-    r"|asimd|asimdhp|asimddp|i8mm|bf16|sve\w*|sme\w*"
+    r"|asimd|asimdhp|asimddp|i8mm|bf16|sve\w*|sme2?"
 )
 
 

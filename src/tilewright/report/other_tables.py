@@ -48,10 +48,10 @@ def print_verify(out: Console, report: Verify) -> None:
     for kind, group in by_kind.items():
         worst = max(group, key=_used)
         exact = sum(1 for s in group if s.error == 0 and s.ok)
-        made.add_row(kind, f"{len(group):,}", f"{exact:,}", small(worst.error), small(worst.bound), Text(worst.name))
+        made.add_row(kind, f"{len(group):,}", f"{exact:,}", *_worst(worst, worst.name))
     for end in report.end_to_end:
         exact = "1" if end.error == 0 and end.ok else "0"
-        made.add_row("end to end", "", exact, small(end.error), small(end.bound), Text(f"output {end.name}"))
+        made.add_row("end to end", "1", exact, *_worst(end, f"output {end.name}"))
     out.print(made)
     if report.verified:
         steps, outputs = count(len(report.steps), "step"), count(len(report.end_to_end), "output")
@@ -59,6 +59,13 @@ def print_verify(out: Console, report: Verify) -> None:
     first = report.first_difference
     if first is not None:
         _difference(out, first, [c for c in (*report.steps, *report.end_to_end) if not c.ok])
+
+
+def _worst(c: Comparison, name: str) -> tuple[str, str, Text]:
+    """Error, bound and place; a bound that nothing tried says nothing."""
+    if c.ok and c.error == 0:
+        return "0", "", Text("")
+    return small(c.error), small(c.bound), Text(name)
 
 
 def _used(c: Comparison) -> tuple[bool, float, float]:

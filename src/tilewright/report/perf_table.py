@@ -15,11 +15,12 @@ from tilewright.report.tables import Align, count, findings, input_lines, line, 
 
 FEW_ENOUGH = 60
 MOST_EXPENSIVE = 40
+# Characters of a problem that a table shows; --all and --json give it whole.
+WIDE_PROBLEM, NARROW_PROBLEM = 180, 84
 NUMBERS: tuple[tuple[str, Align], ...] = (
     ("median µs", "right"),
     ("share %", "right"),
     ("of peak %", "right"),
-    ("bound by", "left"),
     ("limit µs", "right"),
 )
 
@@ -47,7 +48,7 @@ def _steps(out: Console, measured: Measured, everything: bool) -> None:
         dearest = sorted(listed, key=lambda i: -steps[i].time_us)[:MOST_EXPENSIVE]
         shown = sorted(dearest)
     total = sum(s.time_us for s in steps)
-    out.print((_wide if out.width >= WIDE else _narrow)(measured, shown, total))
+    out.print((_wide if out.width >= WIDE else _narrow)(measured, shown, total, everything))
     hidden = [steps[i] for i in range(len(steps)) if i not in set(shown)]
     if hidden:
         share = percent(sum(s.time_us for s in hidden) / total if total else 0.0)
@@ -61,33 +62,38 @@ def _steps(out: Console, measured: Measured, everything: bool) -> None:
         line(out, "Above 100 %: the data stayed in a cache, or the kernel beats the library that set the peak.", style="dim")
 
 
-def _wide(measured: Measured, shown: Sequence[int], total: float) -> Table:
-    made = table(("#", "right"), ("kind", "left"), ("problem", "left"), ("candidate", "left"), *NUMBERS)
+def _wide(measured: Measured, shown: Sequence[int], total: float, whole: bool) -> Table:
+    made = table(("#", "right"), ("kind", "left"), ("problem", "left"), ("candidate", "left"), *NUMBERS, ("bound by", "left"))
     for i in shown:
         s = measured.report.steps[i]
-        made.add_row(str(i), s.kind, Text(s.problem), Text(_candidate(s)), *_numbers(s, measured.memory_bound[i], total))
+        problem = s.problem if whole else _cut(s.problem, WIDE_PROBLEM)
+        bound = "" if not s.limit_us else "memory" if measured.memory_bound[i] else "compute"
+        made.add_row(str(i), s.kind, Text(problem), Text(_candidate(s)), *_numbers(s, total), bound)
     return made
 
 
-def _narrow(measured: Measured, shown: Sequence[int], total: float) -> Table:
+def _narrow(measured: Measured, shown: Sequence[int], total: float, whole: bool) -> Table:
     """Kind, candidate and problem in one column, on lines of their own."""
     made = table(("#", "right"), ("step", "left"), *NUMBERS)
     for i in shown:
         s = measured.report.steps[i]
-        step = Text(f"{s.kind} by {s.candidate}\n").append(s.problem, style="dim")
-        made.add_row(str(i), step, *_numbers(s, measured.memory_bound[i], total))
+        problem = s.problem if whole else _cut(s.problem, NARROW_PROBLEM)
+        step = Text(f"{s.kind} by {s.candidate}\n").append(problem, style="dim")
+        made.add_row(str(i), step, *_numbers(s, total))
     return made
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
 def _candidate(s: Step) -> str:
     return s.candidate if s.schedule in ("", "default") else f"{s.candidate} {s.schedule}"
 
 
-def _numbers(s: Step, memory_bound: bool, total: float) -> tuple[str, ...]:
+def _numbers(s: Step, total: float) -> tuple[str, ...]:
     share = percent(s.time_us / total if total else 0.0)
-    if not s.limit_us:
-        return us(s.time_us), share, "", "", ""
-    return us(s.time_us), share, percent(s.peak_fraction), "memory" if memory_bound else "compute", us(s.limit_us)
+    return us(s.time_us), share, *((percent(s.peak_fraction), us(s.limit_us)) if s.limit_us else ("", ""))
 
 
 def _summary(out: Console, steps: Sequence[Step]) -> None:

@@ -42,9 +42,9 @@ def source_name(node: Node, graph: Graph) -> str:
             return f"{node.op.data.scalar():g}"
         return f"constant {node.op.data.label}" if node.op.data.label else "a constant"
     made_by = node.src[0] if isinstance(node.op, Item) else node
-    origin = graph.origin(made_by)
+    origin = graph.origins.get(node) or graph.origins.get(made_by)
     name = made_by.op.fn if isinstance(made_by.op, Map) else made_by.op.name
-    shown = name if origin == made_by.op.name else f"{name} {origin}"
+    shown = name if origin is None else f"{name} {origin}"
     return f"{shown}, from constants alone" if node.constant else shown
 
 
@@ -143,9 +143,11 @@ def _store(root: Node, node: Node, graph: Graph) -> tuple[list[str], str]:
 
 def _step(root: Node, inner: Node, node: Node, graph: Graph) -> str:
     op = root.op
-    if isinstance(op, Quantize):
+    if isinstance(op, Quantize) and root.src[0] is inner:
         zero = " and a zero point" if len(root.src) == 3 else ""
         return f"quantise to {op.dtype} with {_scale(root.src[1].tensor, root.shape, op.block)}{zero}"
+    if isinstance(op, Dequantize) and root.src[0] is inner:
+        return f"dequantise with {_scale(root.src[1].tensor, root.shape, op.block)}"
     if isinstance(op, Convert):
         narrows = op.dtype.is_integer and (root.src[0].dtype.is_float or op.dtype.bits < root.src[0].dtype.bits)
         return f"convert to {op.dtype}{', ' + _OVERFLOW[op.overflow] if narrows else ''}"
@@ -196,8 +198,9 @@ def _list(values: Sequence[int]) -> str:
 
 
 def _ranges(op: Slice, shape: Shape) -> str:
+    names = {len(shape) - 1: "columns", len(shape) - 2: "rows"}
     parts = [
-        f"{lo}:{hi}" + (f":{by}" if by != 1 else "") + f" of axis {axis}"
+        f"{names.get(axis, f'axis {axis}')} {lo}:{hi}{f':{by}' if by != 1 else ''}"
         for axis, (lo, hi, by, d) in enumerate(zip(op.start, op.stop, op.step, shape, strict=True))
         if (lo, hi, by) != (0, d, 1)
     ]

@@ -208,7 +208,15 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
         results = runner([cast("torch.Tensor", values[i]) for i in order])
         return [results[i] for i in picked]
 
-    return Step(graph.origin(node), part, run, decision)
+    return Step(_name(graph, part), part, run, decision)
+
+
+def _name(graph: Graph, part: Part) -> str:
+    """What the source calls a kernel step: its gemm, or the results of one that was joined from several."""
+    node = part.nodes[0]
+    if node in graph.origins:
+        return graph.origins[node]
+    return ", ".join(dict.fromkeys(graph.origins[n] for n in part.outputs if n in graph.origins)) or node.op.name
 
 
 def _region_step(graph: Graph, part: Part, target: Target) -> Step:
