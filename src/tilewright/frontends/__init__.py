@@ -51,14 +51,21 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     options = options or LoadOptions()
     if isinstance(program, Graph):
         return verify(program)
-    if isinstance(program, (str, Path)) and "\n" not in str(program):
-        path = Path(program)
-        if not path.is_file():
-            what = "is a folder" if path.is_dir() else "no such file"
-            raise InputError(f"{what}: {path}", hint="a .hlo, .mlir, .stablehlo or .onnx file")
-        program = path
+    if isinstance(program, Path) or (isinstance(program, str) and "\n" not in program):
+        program = _existing(Path(program))
     for module in discover():
         if module.accepts(program):
             return verify(module.load(program, options))
     shown = str(program) if isinstance(program, Path) else f"a {type(program).__name__}"
     raise InputError(f"nothing here reads {shown}", hint="HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module")
+
+
+def _existing(path: Path) -> Path:
+    shown = str(path) if len(str(path)) <= 200 else f"{str(path)[:200]}…"
+    try:
+        if path.is_file():
+            return path
+        what = "is a folder" if path.is_dir() else "no such file"
+    except OSError as error:
+        what = f"cannot be opened ({error.strerror})"
+    raise InputError(f"{what}: {shown}", hint="a .hlo, .mlir, .stablehlo or .onnx file")

@@ -50,7 +50,7 @@ def evaluate(
     Args:
         graph: any verified graph.
         feeds: a tensor for each input, by name or in order; shapes and storage dtypes must be the declared ones.
-        float64: accumulate float gemms in float64.
+        float64: accumulate float gemms in float64; within `accumulate_in_float64` they are anyway.
         visit: called with every node and its value as soon as it is known.
 
     Raises:
@@ -64,7 +64,7 @@ def evaluate(
         if name not in by_name:
             raise InputError(f"no value for input {name!r}", where=graph.name, hint=f"it is {node.type}")
         bound[node] = check_value(by_name[name], node.tensor, f"input {name!r}")
-    with accumulate_in_float64(float64):
+    with accumulate_in_float64(float64 or float64_gemms()):
         return evaluate_nodes(graph.outputs, bound, visit=visit, origin=graph.origin)
 
 

@@ -132,8 +132,16 @@ R = TypeVar("R", Rule, Pass)
 
 
 def discover(package: str, kind: type[R], extra: Iterable[Path] = ()) -> list[R]:
-    """Every `Rule` (or `Pass`) defined in the modules of `package`, by file name; `extra` folders are searched too."""
-    found = {v.name: v for module in modules(package, extra) for v in vars(module).values() if isinstance(v, kind)}
+    """Every `Rule` (or `Pass`) defined in the modules of `package`, by name; `extra` folders are searched too.
+
+    Raises:
+        RewriteError: two have the same name.
+    """
+    found: dict[str, R] = {}
+    for module in modules(package, extra):
+        for v in vars(module).values():
+            if isinstance(v, kind) and found.setdefault(v.name, v) is not v:
+                raise RewriteError(f"two rules are named {v.name}", where=module.__name__, hint="a report names a rule")
     return [found[name] for name in sorted(found)]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -125,8 +127,9 @@ class Call(Op):
         return self.types[0] if len(self.types) == 1 else TupleType(self.types)
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
-        module = importlib.import_module(f"tilewright.frontends.{self.library}")
-        run = getattr(module, "evaluate_call", None)
+        name = f"tilewright.frontends.{self.library}"
+        known = self.library.isidentifier() and (name in sys.modules or importlib.util.find_spec(name) is not None)
+        run = getattr(importlib.import_module(name), "evaluate_call", None) if known else None
         if run is None:
             raise UnsupportedError(f"nothing can evaluate a call into {self.library!r}", where=self.target)
         results = tuple(run(self, src))
