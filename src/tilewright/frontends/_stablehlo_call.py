@@ -15,6 +15,7 @@ import torch
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import _jaxlib
 from tilewright.frontends._stablehlo_module import Operation, attribute_from, elements, tensor_type
+from tilewright.frontends._stablehlo_order import spelt_out
 from tilewright.frontends._stablehlo_registry import Site
 from tilewright.ir.build import items
 from tilewright.ir.graph import Node
@@ -23,7 +24,6 @@ from tilewright.ir.ops import FUNCTIONS, Call
 CALLABLE = frozenset(
     {
         "bitcast_convert",
-        "compare",
         "convolution",
         "count_leading_zeros",
         "map",
@@ -42,10 +42,8 @@ CALLABLE = frozenset(
     }
 )
 # What may stand in the body of one of those: scalar arithmetic.
-_IN_BODY = CALLABLE.union(
-    FUNCTIONS,
-    ["broadcast_in_dim", "constant", "convert", "reshape", "return", "round_nearest_afz", "round_nearest_even", "select"],
-)
+_NOT_FUNCTIONS = ["broadcast_in_dim", "compare", "constant", "convert", "reshape", "return", "select"]
+_IN_BODY = CALLABLE.union(FUNCTIONS, _NOT_FUNCTIONS, ["round_nearest_afz", "round_nearest_even"])
 _DIVISIONS = ("stablehlo.divide", "stablehlo.remainder")
 _BITCAST = re.compile(r'"mhlo\.bitcast"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
 _COPY = re.compile(r'"mhlo\.copy"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
@@ -81,10 +79,10 @@ def make_module(op: Operation, function: Callable[[str, str], Operation]) -> str
 
 
 def _generic(op: Operation) -> str:
-    """Generic text, without what XLA's layouts leave in scalar bodies: a copy is a no-op, a bitcast reinterprets bits."""
+    """Generic text in which a total order is spelt out, and what XLA's layouts leave in scalar bodies has its meaning."""
     text = op.raw.operation.get_asm(print_generic_op_form=True, use_local_scope=True)
     text = _BITCAST.sub(r'"stablehlo.bitcast_convert"(\g<operand>) : ', text)
-    return _COPY.sub(r'"stablehlo.reshape"(\g<operand>) : ', text)
+    return spelt_out(_COPY.sub(r'"stablehlo.reshape"(\g<operand>) : ', text))
 
 
 def _captured_constants(op: Operation) -> list[Operation]:

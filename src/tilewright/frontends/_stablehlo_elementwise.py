@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from types import NotImplementedType
 
-from tilewright.dtype import BF16, F32, DType
-from tilewright.frontends._stablehlo_module import elements, is_splat
+from tilewright.dtype import BF16, F32, PRED, DType
+from tilewright.frontends._stablehlo_module import elements, is_splat, mlir_type
+from tilewright.frontends._stablehlo_order import total_order
 from tilewright.frontends._stablehlo_registry import Site, Value, lowers
 from tilewright.ir.build import broadcast, const, convert, map_, reshape
 from tilewright.ir.graph import Node
@@ -33,6 +34,8 @@ def _function(site: Site) -> Value | NotImplementedType:
     args = site.nodes
     if name.startswith("shift_") and not _shiftable(name, args[0].dtype):
         return NotImplemented
+    if name == "clamp" and args[1].dtype is PRED:
+        return map_("minimum", map_("maximum", args[1], args[0]), args[2])
     return map_(_RENAMED.get(name, name), *args)
 
 
@@ -48,12 +51,17 @@ def _square(site: Site) -> Value:
 
 
 @lowers("stablehlo.compare")
-def _compare(site: Site) -> Value | NotImplementedType:
-    """A total order of floats tells -0 from 0 and NaNs apart; only the interpreter does."""
+def _compare(site: Site) -> Value:
+    """A total order of floats tells -0 from 0 and NaNs apart: that of their bits, read as integers."""
     a, b = site.nodes
+    direction = site.op.keyword("comparison_direction")
     if a.dtype.is_float and site.op.keyword("compare_type") == "TOTALORDER":
-        return NotImplemented
-    return map_(_COMPARISONS[site.op.keyword("comparison_direction")], a, b)
+        source, pred = mlir_type(a.tensor), mlir_type(site.out)
+        lines = total_order("%out", "%a", "%b", direction, source)
+        text = f"func.func @main(%a: {source}, %b: {source}) -> {pred} {{\n{lines}\nreturn %out : {pred}\n}}"
+        (result,) = site.reader.expand(text, [a, b], site.op.where)
+        return result
+    return map_(_COMPARISONS[direction], a, b)
 
 
 @lowers("stablehlo.select")

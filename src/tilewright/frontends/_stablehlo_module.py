@@ -66,7 +66,7 @@ def attribute_from(x: torch.Tensor, dtype: DType) -> Any:
 
 def _lent(dtype: DType) -> bool:
     """Whether jaxlib lends the memory of an attribute with such elements."""
-    return dtype is PRED or dtype.bits >= 8 and dtype.is_integer or dtype in (F16, F32, F64)
+    return dtype is PRED or (dtype.bits >= 8 and dtype.is_integer) or dtype in (F16, F32, F64)
 
 
 def is_splat(attribute: Any) -> bool:
@@ -98,7 +98,7 @@ def elements(attribute: Any, type: TensorType, asm: str, where: str) -> torch.Te
     array = np.asarray(attribute)
     if is_splat(attribute):
         array = array[(0,) * array.ndim] if array.size else np.zeros((), array.dtype)
-    return torch.from_numpy(np.array(array, dtype=type.dtype.to_numpy())).reshape(shape)
+    return _from_bytes(array.tobytes(), type.with_shape(shape), where)
 
 
 def _resource(attribute: Any, asm: str, where: str) -> bytes:
@@ -130,8 +130,7 @@ def _from_text(attribute: Any, type: TensorType, where: str) -> torch.Tensor:
     text = str(attribute)
     body = text[len("dense<") : text.rindex(">", 0, text.rindex(" : "))]
     if body.startswith('"0x'):
-        t = TensorType(type.dtype, () if is_splat(attribute) else type.shape)
-        return _from_bytes(bytes.fromhex(body[3:-1]), t, where)
+        return _from_bytes(bytes.fromhex(body[3:-1]), type.with_shape(() if is_splat(attribute) else type.shape), where)
     storage = type.dtype.to_torch()
     tokens = cast("list[str]", re.findall(r"[-+.\w]+", body))
     if type.dtype.is_integer:
