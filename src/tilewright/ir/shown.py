@@ -1,6 +1,6 @@
 """Gemms printed in the notation of `notation.py`: one line for every report and message.
 
-More is printed than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64(0,2,1,3)`
+More is printed than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64 (0,2,1,3)`
 for the shape and the permutation under which it is written, `|` between weights side by side, and an expression in braces where
 steps do not form a chain.
 """
@@ -84,9 +84,7 @@ def _show_store(store: Node, op: Gemm) -> str:
         view, node = f" as {shown}{view[3:]}", node.src[0]
     result = ""
     if isinstance(node.op, Quantize):
-        scale = node.src[1].tensor
-        kind = "tensor" if scale.elements == 1 else "column" if scale.rank < 2 or scale.shape[-2] == 1 else "row"
-        result = f" -> {node.dtype} scale={kind}{' zero_point' if len(node.src) == 3 else ''}"
+        result = f" -> {node.dtype} scale={_spread(node.src[1].tensor)}{' zero_point' if len(node.src) == 3 else ''}"
         node = node.src[0]
     elif isinstance(node.op, Convert):
         saturates = node.op.overflow == "saturate" and (node.src[0].dtype.is_integer or node.dtype.is_float)
@@ -118,6 +116,14 @@ def _show_store(store: Node, op: Gemm) -> str:
         steps.append(step)
         node = inner[0]
     return "".join(reversed(steps)) + result + view
+
+
+def _spread(scale: TensorType) -> str:
+    if scale.elements == 1:
+        return "tensor"
+    if scale.shape[-1] == 1:
+        return "row"
+    return "column" if set(scale.shape[:-1]) <= {1} else str(scale)
 
 
 def _implied(node: Node) -> bool:
