@@ -1,0 +1,81 @@
+"""What is known before the program runs: the number a node holds everywhere, the value of a node made of constants."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from tilewright.ir.build import const
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import (
+    Broadcast,
+    Concat,
+    Const,
+    Convert,
+    Gather,
+    Iota,
+    Map,
+    Pad,
+    Reduce,
+    Reshape,
+    Select,
+    Slice,
+    Transpose,
+)
+from tilewright.ir.types import TupleType
+
+if TYPE_CHECKING:
+    import torch
+
+_SPREAD = (Broadcast, Reshape, Transpose)
+_CLOSED = (Broadcast, Concat, Convert, Gather, Map, Pad, Reduce, Reshape, Select, Slice, Transpose)
+
+
+def scalar_value(node: Node) -> float | int | bool | None:
+    """The one number that `node` holds everywhere: a one-element constant, seen through views, repetition and conversion.
+
+    None if it is none, or holds no element.
+    """
+    conversions: list[Convert] = []
+    while isinstance(node.op, (*_SPREAD, Convert)):
+        if node.tensor.elements == 0:
+            return None
+        if isinstance(node.op, Convert):
+            conversions.append(node.op)
+        node = node.src[0]
+    if not isinstance(node.op, Const) or node.tensor.elements != 1:
+        return None
+    literal = node.op.data
+    for op in reversed(conversions):
+        node = Node(op, node)
+    if conversions:
+        value = cast("torch.Tensor", evaluate_nodes([node], {})[0])
+        return value.reshape(()).item()
+    return literal.scalar()
+
+
+def scalar_like(value: float, node: Node) -> Node:
+    """A constant number of `node`'s type, without axes."""
+    return const(value, node.dtype)
+
+
+def constant_value(node: Node, max_elements: int = 1 << 24, max_nodes: int = 64) -> torch.Tensor | None:
+    """The value of a node that nothing but constants and `iota` make; None if it depends on anything else.
+
+    Nor is one computed that would take more than `max_elements` elements or `max_nodes` operations: looking costs no more than
+    that either.
+    """
+    seen: set[Node] = {node}
+    stack = [node]
+    while stack:
+        n = stack.pop()
+        if isinstance(n.type, TupleType) or n.tensor.elements > max_elements:
+            return None
+        if isinstance(n.op, (Const, Iota)):
+            continue
+        if not isinstance(n.op, _CLOSED) or len(seen) > max_nodes:
+            return None
+        fresh = [s for s in n.src if s not in seen]
+        seen.update(fresh)
+        stack.extend(fresh)
+    return cast("torch.Tensor", evaluate_nodes([node], {})[0])

@@ -1,0 +1,154 @@
+"""What hides scores from a softmax, however it is written, as one mask or as causality."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Literal, cast
+
+import torch
+
+from tilewright.dtype import PRED, DType
+from tilewright.ir.axes import Placed, against
+from tilewright.ir.build import const, convert, map_
+from tilewright.ir.constant import constant_value, scalar_value
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Select
+from tilewright.rules._attention_parts import Slots
+
+Sight = Literal["upper", "lower", "all", "other"]
+
+# Added to any f32 score below 6e22 this gives the number itself, and next to a visible score its exponential is 0.
+DROWNS = -1e30
+# In the place of a score, beside at least one visible score above it by 104 (exp underflows), this hides as -inf does.
+HIDES = -1e9
+_SIGHT: weakref.WeakKeyDictionary[Node, Sight] = weakref.WeakKeyDictionary()
+
+
+class Masks:
+    """Masks of one attention, put together in the order they apply.
+
+    Attributes:
+        value: pred that keeps where true, or float that is added; None while nothing is masked.
+        count: how many masks there were.
+        bias: the float mask as the program has it and where it lies, while it is the only mask.
+        alone: whether the mask stands for the program's only if it stays the only one.
+    """
+
+    def __init__(self, slots: Slots, inner: DType) -> None:
+        self.value: Node | None = None
+        self.count = 0
+        self.bias: Placed | None = None
+        self.alone = False
+        self._slots = slots
+        self._inner = inner
+
+    @property
+    def only_hides(self) -> bool:
+        """Whether what is masked is -inf, and nothing else is changed."""
+        return self.value is None or self.value.dtype is PRED
+
+    def add(self, side: Placed, *, negated: bool) -> None:
+        """scores + side, or scores - side."""
+        node = side.node
+        if isinstance(node.op, Select) and not negated:
+            on, off = scalar_value(node.src[1]), scalar_value(node.src[2])
+            lies = against(node.src[0].shape, side.layout)
+            infinite = float("-inf")
+            if lies is not None and (on, off) in ((0, infinite), (infinite, 0)):
+                self.hide(Placed(node.src[0], lies).without_views(), infinite, kept=on == 0)
+                self.bias = side if self.count == 1 else None
+                return
+        arranged = side.arranged(self._slots.of_scores)
+        arranged = map_("negate", arranged) if negated else arranged
+        self._count(side)
+        if self.value is None:
+            self.value = arranged
+        elif self.value.dtype is PRED:
+            self.value = Node(Select(), self.value, convert(arranged, self._inner), self._number(float("-inf")))
+        else:
+            self.value = map_("add", convert(self.value, self._inner), convert(arranged, self._inner))
+
+    def hide(self, side: Placed, fill: float, *, kept: bool) -> None:
+        """select(side, scores, fill), or with the sides exchanged if the predicate is not what is `kept`."""
+        visible = self._visible(side, kept)
+        self._count(None)
+        if fill == float("-inf") and (self.value is None or self.value.dtype is PRED):
+            self.value = visible if self.value is None else map_("and", self.value, visible)
+            return
+        if self.value is None:
+            before = self._number(0.0)
+        elif self.value.dtype is PRED:
+            before = Node(Select(), self.value, self._number(0.0), self._number(float("-inf")))
+        else:
+            before = convert(self.value, self._inner)
+        self.value = Node(Select(), visible, before, self._number(fill))
+
+    def hide_if_causal(self, side: Placed, *, kept: bool) -> bool:
+        """The same with a fill that hides only where a row sees something: done if the mask is first and causal."""
+        visible = self._visible(side, kept)
+        if self.count or self._sight(visible) not in ("upper", "lower"):
+            return False
+        self._count(None)
+        self.value = visible
+        self.alone = True
+        return True
+
+    def result(self) -> tuple[Literal["no", "upper", "lower"], Node | None]:
+        """Causality and the mask that is left."""
+        if self.count == 1 and self.value is not None:
+            seen = self._sight(self.value)
+            if seen == "all":
+                return "no", None
+            if seen != "other":
+                return seen, None
+        return "no", self.value
+
+    def _visible(self, side: Placed, kept: bool) -> Node:
+        arranged = side.arranged(self._slots.of_scores)
+        return arranged if kept else map_("not", arranged)
+
+    def _sight(self, mask: Node) -> Sight:
+        """`sight` of a mask over every query and key; one that repeats is causal for none."""
+        seen = sight(mask)
+        extents = [math.prod(a.extent for a in dim) for dim in (self._slots.queries, self._slots.keys)]
+        return seen if seen == "all" or list(mask.shape[-2:]) == extents else "other"
+
+    def _count(self, bias: Placed | None) -> None:
+        self.count += 1
+        self.bias = bias if self.count == 1 else None
+
+    def _number(self, value: float) -> Node:
+        return const(value, self._inner)
+
+
+def sight(mask: Node) -> Sight:
+    """What a constant mask [1, 1, queries, keys] lets be seen: all; keys up to the query's own place, counted from the first
+    key ("upper") or from the last ("lower"); anything else, or not constant: "other"."""
+    if mask not in _SIGHT:
+        _SIGHT[mask] = _sight(mask)
+    return _SIGHT[mask]
+
+
+def _sight(mask: Node) -> Sight:
+    value = constant_value(mask) if mask.dtype is PRED or mask.dtype.bits >= 16 else None
+    if value is None:
+        return "other"
+    if mask.dtype is PRED:
+        visible = value
+    else:
+        lowest = max(DROWNS, float(mask.dtype.min))  # f16 has nothing lower than -65504
+        visible = value == 0
+        if not bool((visible | (value <= lowest)).all()):
+            return "other"
+    if bool(visible.all()):
+        return "all"
+    if mask.shape[:-2] != (1,) * (len(mask.shape) - 2):
+        return "other"
+    table = visible.reshape(mask.shape[-2:])
+    queries, keys = table.shape
+    full = torch.ones(queries, keys, dtype=torch.bool)
+    for kind, diagonal in (("upper", 0), ("lower", keys - queries)):
+        if torch.equal(table, full.tril(diagonal)):
+            return cast("Sight", kind)
+    return "other"

@@ -1,0 +1,227 @@
+"""Softmax attention, however it is spelt, as the one operation that says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilewright.dtype import F32, F64, DType
+from tilewright.ir.axes import Placed, axes_of
+from tilewright.ir.build import const, convert
+from tilewright.ir.constant import scalar_value
+from tilewright.ir.expression import Sources
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, Map, Param, Reduce, Select
+from tilewright.ir.pattern import Match, Pat, rule
+from tilewright.ir.types import TensorType
+from tilewright.rules._attention_mask import DROWNS, HIDES, Masks
+from tilewright.rules._attention_parts import Operand, Slots, operand, scaling, slots
+from tilewright.rules._attention_path import Applied, Found, find
+from tilewright.rules._rows import function_of
+
+
+class _LeftError(Exception):
+    """Why a place that is attention cannot be written as one operation; a sentence."""
+
+
+@rule(Pat(Gemm), stage="recognise")
+def softmax_between_two_products_is_attention(m: Match) -> Node | None:
+    """gemm(softmax(f(scale * gemm(q, k^T)) + mask), v) -> attention(q, k, v, mask)
+
+    The scale may stand on q, on k or on the product; the mask may be added, selected, or causal by construction; f and what
+    follows the softmax may round to codes and back (`scores`, `weights`); heads may be merged, repeated for groups of queries,
+    or split from a batch of matrices; either product may be transposed; select(is_nan(softmax), 0, softmax) makes blind rows 0.
+    Where: float products of plain operands; nothing else reads what stands between; after the mask comes only the softmax.
+    Exact: no: scores and weights are not rounded to types narrower than f32 on the way; a finite mask below -1e30 is taken to
+    drown every score it is added to, and a causal one that puts -1e9 or less in their place to hide them; and where scores are
+    NaN or +inf the guard would give 0, attention gives NaN. Source: Vaswani et al. 2017 (arXiv 1706.03762).
+    """
+    found = find(m.node)
+    if found is None:
+        return None
+    query, key = (operand(p, m.users, scaled=True) for p in (found.query, found.key))
+    value = operand(found.value, m.users, scaled=False)
+    by_role = slots(found, key, value)
+    if by_role is None:
+        return None
+    outside = m.read_outside(found.inside)
+    if outside is not None:
+        what = outside.op.fn if isinstance(outside.op, Map) else outside.op.name
+        m.refuse(f"the {what} inside this attention is also read elsewhere")
+        return None
+    try:
+        return _attention(found, by_role, query, key, value)
+    except _LeftError as left:
+        m.refuse(str(left))
+        return None
+
+
+def _attention(found: Found, by_role: Slots, query: Operand, key: Operand, value: Operand) -> Node:
+    q, k, v = (o.arranged(d) for o, d in ((query, by_role.of_query), (key, by_role.of_key), (value, by_role.of_value)))
+    q = convert(q, _result_type(q.dtype, found.out_dtype))
+    inner = F64 if q.dtype is F64 else F32
+    region = Sources([q, k, v])
+    acc = Node(Acc(TensorType(inner, (*q.shape[:3], k.shape[2]))))
+    scores = _Scores(acc, region, by_role, query.factor * key.factor)
+    for applied in found.scores:
+        scores.apply(applied)
+    weights = _Weights(acc, region, by_role, scores.masks)
+    for applied in found.weights:
+        weights.apply(applied)
+    causal, mask = scores.masks.result()
+    op = Attention(scores.scale, causal, weights.zero_masked_rows)
+    made = _made(op, [q, k, v] if mask is None else [q, k, v, mask], scores.result(), weights.result(), region)
+    return convert(Placed(made, tuple(map(tuple, by_role.of_result))).arranged(found.out), found.out_dtype)
+
+
+def _result_type(q: DType, out: DType) -> DType:
+    """The type of query, and so of the result, from which the product's own type follows by one rounding at most."""
+    if q is out or q.bits > out.bits:
+        return q
+    return out if out.bits > q.bits else F32
+
+
+def _made(op: Attention, operands: list[Node], scores: Node | None, weights: Node | None, region: Sources) -> Node:
+    """The attention, whose sources are its operands alone where no expression reads more."""
+    expressions = [e for e in (scores, weights) if e is not None]
+    leaves = [region.param(o) for o in operands]
+    if not any(isinstance(n.op, Param) for n in toposort(expressions)):
+        return Node(replace(op, scores=scores, weights=weights), *operands)
+    used = Sources()
+    roots = used.rebase([*leaves, *expressions], region.nodes)
+    inner = iter(roots[len(operands) :])
+    made = replace(
+        op,
+        operands=tuple(roots[: len(operands)]),
+        scores=None if scores is None else next(inner),
+        weights=None if weights is None else next(inner),
+    )
+    return Node(made, *used.nodes)
+
+
+class _Expression:
+    """An expression over acc that grows step by step, computed in acc's type; codes and 8-bit floats keep theirs in between."""
+
+    def __init__(self, acc: Node, sources: Sources, by_role: Slots) -> None:
+        self.value = acc
+        self.acc = acc
+        self._sources = sources
+        self._slots = by_role
+
+    def grow(self, applied: Applied) -> None:
+        """The step on what there is so far."""
+        node, at = applied.step.node, applied.step.at
+        if isinstance(node.op, Convert):
+            if node.dtype.bits <= 8:
+                self.value = Node(node.op, self._wide())
+            return
+        alike = isinstance(node.op, (Map, Select))
+        given = self.value if isinstance(node.op, Dequantize) else self._wide()
+        src = [given if i == at else self._side(s, applied.sides[i], alike) for i, s in enumerate(node.src)]
+        self.value = Node(Dequantize(self.acc.dtype) if isinstance(node.op, Dequantize) else node.op, *src)
+
+    def result(self) -> Node | None:
+        """The expression, or None if it is acc itself."""
+        return None if self.value is self.acc else self._wide()
+
+    def _wide(self) -> Node:
+        return convert(self.value, self.acc.dtype)
+
+    def _side(self, given: Node, side: Placed | None, alike: bool) -> Node:
+        """A source beside the value, laid out as the scores are; of the value's type if the function takes one type."""
+        alike = alike and given.dtype.is_float
+        number = scalar_value(given)
+        if number is not None:
+            return const(number, self.acc.dtype if alike else given.dtype)
+        if side is None:
+            raise _LeftError("its guard against rows that see nothing does not stand right behind the softmax")
+        param = self._sources.param(side.arranged(self._slots.of_scores))
+        return convert(param, self.acc.dtype) if alike else param
+
+
+class _Scores(_Expression):
+    """What is done to the first product: a scale, an expression, then masks."""
+
+    def __init__(self, acc: Node, sources: Sources, by_role: Slots, scale: float) -> None:
+        super().__init__(acc, sources, by_role)
+        self.scale = scale
+        self.masks = Masks(by_role, acc.dtype)
+
+    def apply(self, applied: Applied) -> None:
+        """One more step.
+
+        Raises:
+            _LeftError: the operation cannot do it in this place.
+        """
+        node, at = applied.step.node, applied.step.at
+        number = scaling(node)
+        other = applied.sides[1 - at] if isinstance(node.op, Map) and len(node.src) == 2 else None
+        if isinstance(node.op, Convert) and node.dtype.bits > 8:
+            return
+        if number is not None and number[0] == at:
+            if self.masks.count and not (self.masks.only_hides and number[1] > 0):
+                raise _LeftError("its scores are scaled after they are masked")
+            self._scaled(applied, number[1])
+        elif self.masks.alone:
+            raise _LeftError("its causal mask hides scores behind a finite number, and something follows it")
+        elif function_of(node) in ("add", "subtract") and other is not None and (at == 0 or function_of(node) == "add"):
+            self.masks.add(other, negated=function_of(node) == "subtract")
+        elif isinstance(node.op, Select):
+            self._selected(applied)
+        elif self.masks.count:
+            raise _LeftError(f"its scores go through {function_of(node) or node.op.name} after they are masked")
+        else:
+            self.grow(applied)
+
+    def _scaled(self, applied: Applied, number: float) -> None:
+        if self.value is self.acc:
+            self.scale *= number
+        else:
+            self.grow(applied)
+
+    def _selected(self, applied: Applied) -> None:
+        node, kept = applied.step.node, applied.step.at == 1
+        fill, side = scalar_value(node.src[2 if kept else 1]), applied.sides[0]
+        if fill is None or side is None:
+            raise _LeftError("what it puts in the place of scores is not one number")
+        if fill <= DROWNS:
+            self.masks.hide(side, fill, kept=kept)
+        elif not ((fill <= HIDES or fill <= node.dtype.min) and self.masks.hide_if_causal(side, kept=kept)):
+            if self.masks.count:
+                raise _LeftError(f"it puts {fill:g} in the place of scores that are masked already")
+            self.grow(applied)
+
+
+class _Weights(_Expression):
+    """What is done to the softmax: a guard against rows that see nothing, then an expression."""
+
+    def __init__(self, acc: Node, sources: Sources, by_role: Slots, masks: Masks) -> None:
+        super().__init__(acc, sources, by_role)
+        self.zero_masked_rows = False
+        self._masks = masks
+
+    def apply(self, applied: Applied) -> None:
+        """One more step.
+
+        Raises:
+            _LeftError: the operation cannot do it in this place.
+        """
+        guard = applied.step.is_nan_guard or self._hides_blind_rows(applied)
+        if guard and self.value is self.acc:
+            self.zero_masked_rows = True
+        else:
+            self.grow(applied)
+
+    def _hides_blind_rows(self, applied: Applied) -> bool:
+        """Whether the step is select(max(bias) == -inf, 0, w), for the one mask `bias` that was added."""
+        node, test, bias = applied.step.node, applied.sides[0], self._masks.bias
+        if not isinstance(node.op, Select) or test is None or bias is None or scalar_value(node.src[1]) != 0:
+            return False
+        if applied.step.at != 2 or function_of(test.node) != "equal" or scalar_value(test.node.src[1]) != float("-inf"):
+            return False
+        peak = test.node.src[0]
+        if not isinstance(peak.op, Reduce) or peak.op.fn != "maximum" or peak.src[0] is not bias.node or not peak.op.keepdims:
+            return False
+        rows = [axes_of((d,)) for d in bias.layout]
+        reduced = [axes for i, axes in enumerate(rows) if i in peak.op.axes]
+        left = [[] if i in peak.op.axes else axes for i, axes in enumerate(rows)]
+        return reduced == [self._slots.keys] and [axes_of((d,)) for d in test.layout] == left

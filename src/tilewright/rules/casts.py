@@ -1,0 +1,46 @@
+"""Arithmetic that a compiler did in f32 for want of narrower instructions is arithmetic of the narrow type again."""
+
+from __future__ import annotations
+
+from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.ir.build import const
+from tilewright.ir.constant import scalar_value
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Broadcast, Convert, Map, Reshape, Select, Transpose
+from tilewright.ir.pattern import Match, Pat, rule
+
+_ELEMENT_BY_ELEMENT = (Map, Select, Reshape, Transpose, Broadcast)
+
+
+def before_cast(node: Node, dtype: DType) -> Node | None:
+    """The node of type `dtype` that was cast to what `node` is; a number is made one, if `dtype` holds it exactly."""
+    if isinstance(node.op, Convert) and node.src[0].dtype is dtype:
+        return node.src[0]
+    number = scalar_value(node)
+    if number is None or node.tensor.elements != 1:
+        return None
+    made = const(number, dtype)
+    return made if scalar_value(made) == number else None
+
+
+@rule(
+    Pat(Convert, (Pat(_ELEMENT_BY_ELEMENT, name="f"),), where=lambda n: n.dtype in (F16, BF16) and n.src[0].dtype is F32),
+    stage="recognise",
+)
+def function_between_casts_is_the_function_of_what_is_cast(m: Match) -> Node | None:
+    """convert(f(convert(x, f32), …), t) -> f(x, …), with x of type t
+
+    Where: t is f16 or bf16, f is elementwise or a view; numbers among its operands are exact in t; nothing else reads the f32
+    result. Exact: yes, a function of a narrow float is computed in f32 and rounded once. XLA writes this where a machine has
+    no bf16 arithmetic; taken back, activations and norms look as they were written.
+    """
+    f = m["f"]
+    src = [s if s.dtype is not F32 else before_cast(s, m.node.dtype) for s in f.src]
+    narrow = [s for s in src if s is not None]
+    if len(narrow) < len(src) or all(s.dtype is not m.node.dtype for s in narrow):
+        return None
+    if not m.users.only(f):
+        m.refuse(f"the {f.op.fn if isinstance(f.op, Map) else f.op.name} is also read in f32")
+        return None
+    made = Node(f.op, *narrow)
+    return made if made.type == m.node.type else None

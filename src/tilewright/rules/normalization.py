@@ -1,0 +1,226 @@
+"""Layer norm and RMS norm from the arithmetic that exporters and XLA write for them.
+
+Small rules that meet: the product of y and 1 / sqrt(mean(y**2) + epsilon) is an RMS norm of y; an RMS norm of x - mean(x) is a
+layer norm of x; what multiplies or shifts either by a vector is its scale and bias; a norm computed in f32 between casts is the
+norm of what was cast.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tilewright.dtype import BF16, F16, F32
+from tilewright.ir.build import const, convert, map_
+from tilewright.ir.constant import scalar_value
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Convert, LayerNorm, Map
+from tilewright.ir.pattern import Match, Pat, rule
+from tilewright.rules._rows import RowReader, Spread, function_of, spans_rows, unrounded
+from tilewright.rules.casts import before_cast
+
+MAX_FACTORS = 8
+
+
+def _float_map(*names: str) -> Pat:
+    return Pat(Map, where=lambda n: function_of(n) in names and n.dtype.is_float)
+
+
+@rule(_float_map("multiply", "divide"), stage="recognise")
+def dividing_by_root_mean_square_is_a_norm(m: Match) -> Node | None:
+    """y * rsqrt(mean(y**2) + epsilon) -> layer_norm(y, center=false); other factors are left over as factors
+
+    y / sqrt(…), y * (1 / sqrt(…)), y * (rsqrt(…) * s) and power(…, -0.5) likewise; the mean may be a sum divided by the count.
+    With mean(x**2) - mean(x)**2 under the root and y = x - mean(x): -> layer_norm(x).
+    Where: over the last axes; nothing else reads what stands in between. Exact: no: the norm is computed in f32, without
+    rounding in between, and from the deviations rather than from a difference of squares, which cancels.
+    Sources: Zhang and Sennrich 2019 (arXiv 1910.07467); Ba et al. 2016 (arXiv 1607.06450).
+    """
+    inside: list[Node] = []
+    above, below = _factors(m, inside)
+    for factors, power in ((above, -0.5), (below, 0.5)):
+        for factor in factors:
+            reader = RowReader()
+            spread = reader.spread(factor)
+            if reader.why is not None:
+                m.refuse(reader.why)
+            if spread is None or spread.power != power:
+                continue
+            for y in above:
+                between = _normalised(spread, y)
+                if between is None or y.shape != m.node.shape or not spans_rows(factor, y.shape, spread.axes):
+                    continue
+                norm = _norm(m, [*inside, *reader.passed, *between], spread, y)
+                left = (_other_than(above, y, factor), _other_than(below, factor))
+                return None if norm is None else _with_factors(norm, *left)
+    return None
+
+
+def _other_than(factors: Iterable[Node], *used: Node) -> list[Node]:
+    return [f for f in factors if f not in used and scalar_value(f) != 1]
+
+
+def _factors(m: Match, inside: list[Node]) -> tuple[list[Node], list[Node]]:
+    """What the matched node multiplies and what it divides by, through products that nothing else reads."""
+    above: list[Node] = []
+    below: list[Node] = []
+    stack = [(m.node, above, below)]
+    while stack:
+        node, up, down = stack.pop()
+        product = function_of(node) in ("multiply", "divide") and len(above) + len(below) + len(stack) < MAX_FACTORS
+        if product and (node is m.node or m.users.only(node)):
+            inside.append(node)
+            second = (node.src[1], up, down) if function_of(node) == "multiply" else (node.src[1], down, up)
+            stack.extend((second, (node.src[0], up, down)))
+        else:
+            up.append(node)
+    return above, below
+
+
+def _normalised(spread: Spread, y: Node) -> list[Node] | None:
+    """If the deviation is that of y, the nodes from y to what is normalised: none if it is what was squared; the difference
+    and the mean if it is x - mean(x) and the variance was a difference of squares."""
+    if not spread.difference:
+        return [] if unrounded(y) is spread.y else None
+    reader = RowReader()
+    centred = reader.wide(y)
+    if function_of(centred) != "subtract" or unrounded(centred.src[0]) is not spread.y:
+        return None
+    mean = reader.mean(centred.src[1])
+    same = mean is not None and mean.x is spread.y and mean.axes == spread.axes
+    return [centred, *reader.passed] if same else None
+
+
+def _norm(m: Match, inside: Iterable[Node], spread: Spread, y: Node) -> Node | None:
+    """The norm without scale, of the matched node's type; None if it may not stand for what is inside."""
+    rank = len(y.shape)
+    axis = spread.axes[0] if spread.axes else rank
+    if spread.axes != tuple(range(axis, rank)) or axis == rank:
+        m.refuse(f"it normalises over axes {list(spread.axes)} of {rank}, which are not the last")
+        return None
+    outside = m.read_outside(n for n in inside if n is not m.node)
+    if outside is not None:
+        m.refuse(f"the {function_of(outside) or outside.op.name} inside this norm is also read elsewhere")
+        return None
+    x = unrounded(y).src[0] if spread.difference else y
+    return Node(LayerNorm(axis, spread.epsilon, center=spread.difference), x) if x.dtype is m.node.dtype else None
+
+
+def _with_factors(norm: Node, above: list[Node], below: list[Node]) -> Node:
+    """The norm times what is left of the product: vectors first, which are a scale."""
+    for factor in sorted(above, key=lambda f: (scalar_value(f) is not None, len(f.shape), f.tensor.elements)):
+        norm = map_("multiply", norm, factor)
+    for factor in below:
+        norm = map_("divide", norm, factor)
+    return norm
+
+
+@rule(Pat(LayerNorm, where=lambda n: function_of(unrounded(n.src[0])) == "subtract"), stage="recognise")
+def norm_of_what_is_centred_centres_it(m: Match) -> Node | None:
+    """layer_norm(x - mean(x), center=false) -> layer_norm(x)
+
+    Where: the mean is over the normalised axes; only the norm reads the difference, only the difference reads the mean.
+    Exact: no, but for rounding the difference to x's type, which the norm does not.
+    """
+    op, reader = m.node.op, RowReader()
+    assert isinstance(op, LayerNorm)
+    centred = reader.wide(m.node.src[0])
+    mean = reader.mean(centred.src[1])
+    x = centred.src[0]
+    if op.center or mean is None or mean.x is not unrounded(x) or x.shape != centred.shape:
+        return None
+    axes = tuple(range(op.axis % len(x.shape), len(x.shape)))
+    if mean.axes != axes or not spans_rows(centred.src[1], x.shape, axes):
+        return None
+    if m.read_outside([centred, *reader.passed]) is not None:
+        m.refuse("the mean or what it is taken from is also read elsewhere")
+        return None
+    x = x if x.dtype is m.node.dtype else convert(unrounded(x), m.node.dtype)
+    return Node(LayerNorm(op.axis, op.epsilon), x, *m.node.src[1:])
+
+
+@rule(_float_map("multiply"), stage="recognise")
+def vector_times_norm_is_its_scale(m: Match) -> Node | None:
+    """layer_norm(x) * s -> layer_norm(x, s)
+
+    Where: the norm has no scale yet and nothing else reads it; s is of its type and varies over normalised axes only.
+    Exact: yes in f32 and f64; in a narrower type the norm is no longer rounded before it is scaled.
+    """
+    found = _norm_and_vector(m, 1)
+    return None if found is None else Node(found[0].op, *found[0].src, found[1])
+
+
+@rule(_float_map("add"), stage="recognise")
+def vector_added_to_norm_is_its_bias(m: Match) -> Node | None:
+    """layer_norm(x, s) + b -> layer_norm(x, s, b); layer_norm(x) + b -> layer_norm(x, 1, b)
+
+    Where: the norm has no bias yet and nothing else reads it; b is of its type and varies over normalised axes only.
+    Exact: yes in f32 and f64; in a narrower type the norm is no longer rounded before it is shifted.
+    """
+    found = _norm_and_vector(m, 2)
+    if found is None:
+        return None
+    norm, bias = found
+    scale = norm.src[1] if len(norm.src) == 2 else const(1, norm.dtype)
+    return Node(norm.op, norm.src[0], scale, bias)
+
+
+def _norm_and_vector(m: Match, sources: int) -> tuple[Node, Node] | None:
+    """The norm of at most `sources` sources that the matched node reads alone, and the vector beside it."""
+    for norm, vector in (m.node.src, reversed(m.node.src)):
+        op = norm.op
+        if not isinstance(op, LayerNorm) or len(norm.src) > sources or norm.shape != m.node.shape:
+            continue
+        if not _along_rows(vector, norm, op.axis % len(norm.shape)):
+            continue
+        if not m.users.only(norm):
+            m.refuse("the norm is also read without it")
+            return None
+        return norm, vector
+    return None
+
+
+def _along_rows(vector: Node, norm: Node, axis: int) -> bool:
+    """Whether `vector` is more than a number and varies over the axes from `axis` on only."""
+    outer = len(vector.shape) - (len(norm.shape) - axis)
+    return vector.tensor.elements > 1 and all(d == 1 for d in vector.shape[: max(outer, 0)]) and vector is not norm
+
+
+@rule(_float_map("add"), stage="recognise")
+def shift_of_a_norm_spread_out_is_gathered(m: Match) -> Node | None:
+    """x * a + (b - mean(x) * a) -> (x - mean(x)) * a + b
+
+    Where: nothing else reads the products and the difference. Exact: no, the order of roundings changes. TensorFlow writes
+    batch and layer norm this way; gathered, the other rules see the norm.
+    """
+    for scaled, shift in (m.node.src, reversed(m.node.src)):
+        if function_of(scaled) != "multiply" or function_of(shift) != "subtract" or function_of(shift.src[1]) != "multiply":
+            continue
+        for x, a in (scaled.src, reversed(scaled.src)):
+            for mean, again in (shift.src[1].src, reversed(shift.src[1].src)):
+                found = RowReader().mean(mean) if again is a else None
+                if found is None or found.x is not unrounded(x) or not spans_rows(mean, x.shape, found.axes):
+                    continue
+                if x.shape != m.node.shape or m.read_outside((scaled, shift, shift.src[1])) is not None:
+                    return None
+                return map_("add", map_("multiply", map_("subtract", x, mean), a), shift.src[0])
+    return None
+
+
+@rule(Pat(Convert, (Pat(LayerNorm, name="norm"),)), stage="recognise")
+def norm_between_casts_is_the_norm_of_what_is_cast(m: Match) -> Node | None:
+    """convert(layer_norm(convert(x, f32), …), t) -> layer_norm(x, …), with x of type t
+
+    Where: t is f16 or bf16, and scale and bias, if any, were converted from t too; nothing else reads the f32 norm.
+    Exact: yes, a norm is computed in f32 and rounded once to its type.
+    """
+    norm = m["norm"]
+    narrow = [before_cast(s, m.node.dtype) for s in norm.src]
+    if m.node.dtype not in (F16, BF16) or norm.dtype is not F32 or narrow[0] is None:
+        return None
+    if any(s is None for s in narrow):
+        m.refuse(f"its scale or bias is {norm.dtype}, its result {m.node.dtype}")
+        return None
+    if not m.users.only(norm):
+        m.refuse(f"the norm is also read in {norm.dtype}")
+        return None
+    return Node(norm.op, *(s for s in narrow if s is not None))
