@@ -1,0 +1,257 @@
+"""Choosing a kernel: who is considered, who survives, who wins, and what is said of the rest."""
+
+import pytest
+import torch
+
+from tilewright.compiler import _decider, compile
+from tilewright.dtype import F32, S8
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.hardware.detect import detect
+from tilewright.ir.build import const, input_
+from tilewright.ir.graph import Graph
+from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
+from tilewright.schedule import search as search_module
+from tilewright.schedule.candidate import LAST_RESORT, Kernel, discover
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.search import search
+
+CPU = detect("cpu")
+PROBLEM = problem_of(parse("f32[8,16] @ f32[16,12]").outputs[0])
+
+
+DEFAULT = (Schedule(),)
+
+
+class Fake:
+    """A candidate made of a function from sources to results."""
+
+    kinds = frozenset({"gemm"})
+
+    def __init__(self, name, run=None, preference=30, refuse=None, schedules=DEFAULT, build=None, prepare=None):
+        self.name, self.preference = name, preference
+        self._run, self._refuse, self._schedules, self._build, self._prepare = run, refuse, schedules, build, prepare
+        self.calls = self.builds = 0
+
+    def refuse(self, problem, target):
+        if isinstance(self._refuse, Exception):
+            raise self._refuse
+        return self._refuse
+
+    def schedules(self, problem, target):
+        if isinstance(self._schedules, Exception):
+            raise self._schedules
+        return self._schedules
+
+    def build(self, problem, schedule, target):
+        self.builds += 1
+        if isinstance(self._build, BaseException):
+            raise self._build
+
+        def run(sources):
+            self.calls += 1
+            if isinstance(self._run, BaseException):
+                raise self._run
+            return [sources[0] @ sources[1]] if self._run is None else self._run(sources)
+
+        def prepare(weights):
+            if self._prepare is not None:
+                raise self._prepare
+            return run
+
+        return Kernel(self.name, schedule, prepare)
+
+
+REFERENCE = next(c for c in discover() if c.name == "reference")
+
+
+@pytest.fixture
+def times(monkeypatch):
+    """Fixed times, in µs, for the runs that are timed, in their order; records how often timing was asked for."""
+
+    def give(*values):
+        asked = []
+
+        def timed(runs, device, *, budget_s):
+            assert len(runs) == len(values)
+            asked.append((device, budget_s))
+            for run in runs:
+                run()
+            return list(values)
+
+        monkeypatch.setattr(search_module, "time_interleaved", timed)
+        return asked
+
+    return give
+
+
+def whys(decision):
+    return {r.candidate: r.why for r in decision.rejected}
+
+
+def test_the_fastest_that_agrees_wins_and_the_rest_have_reasons(times):
+    times(20.0, 10.0)
+    slow, fast = Fake("slow"), Fake("fast")
+    wrong = Fake("wrong", lambda s: [s[0] @ s[1] + 1])
+    no = Fake("no", refuse="it is Tuesday")
+    d = search(PROBLEM, CPU, candidates=[slow, fast, wrong, no, REFERENCE])
+    assert d.kernel.candidate == "fast" and d.time_us == 10.0 and d.measured and d.verified
+    reasons = whys(d)
+    assert reasons["slow"] == "slower: 20.0 us, 2.00 times the winner"
+    assert reasons["wrong"].startswith("the result is wrong: 96 of 96 elements differ, first at [0, 0]: ")
+    assert reasons["no"] == "it is Tuesday" and reasons["reference"] == "not timed: a verified kernel exists"
+    assert [r.time_us for r in d.rejected if r.candidate == "slow"] == [20.0]
+    assert wrong.calls <= 3 and no.builds == 0
+
+
+def test_ties_go_to_the_earlier_and_the_choice_repeats(times):
+    for _ in range(3):
+        times(103.0, 100.0, 150.0)
+        d = search(PROBLEM, CPU, candidates=[Fake("first"), Fake("second"), Fake("third")])
+        assert d.kernel.candidate == "first" and d.time_us == 103.0
+        assert whys(d)["second"] == "a tie; the earlier one is kept"
+    times(103.1, 100.0, 150.0)
+    d = search(PROBLEM, CPU, candidates=[Fake("first"), Fake("second"), Fake("third")])
+    assert d.kernel.candidate == "second"
+
+
+def test_preference_orders_candidates_and_their_schedules_keep_their_order(times):
+    times(1.0, 1.0, 1.0)
+    points = (Schedule.of(tile_m=64), Schedule.of(tile_m=128))
+    d = search(PROBLEM, CPU, candidates=[Fake("late", preference=40), Fake("early", preference=5, schedules=points)])
+    assert d.kernel.candidate == "early" and d.kernel.schedule["tile_m"] == 64
+    assert [r.candidate for r in d.rejected] == ["early (tile_m=128)", "late"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "label", "why"),
+    [
+        ({"run": IndexError("off by one")}, "broken", "failed: off by one"),
+        ({"run": AssertionError()}, "broken", "failed: AssertionError"),
+        ({"run": MemoryError("no room")}, "broken", "failed: no room"),
+        ({"run": ZeroDivisionError("line one\nline two")}, "broken", "failed: line one"),
+        ({"prepare": KeyError("weight")}, "broken", "failed: 'weight'"),
+        ({"build": TypeError("no such tile")}, "broken", "failed to build: no such tile"),
+        ({"schedules": AttributeError("no cores")}, "broken", "failed to consider it: no cores"),
+        ({"refuse": RuntimeError("cannot say")}, "broken", "failed to consider it: cannot say"),
+        ({"run": lambda s: []}, "broken", "gave 0 results, 1 wanted"),
+        ({"run": lambda s: [(s[0] @ s[1]).double()]}, "broken", "the result is torch.float64[8, 12], f32[8,12] wanted"),
+        ({"run": lambda s: None}, "broken", "failed: "),
+        ({"build": RuntimeError("x"), "schedules": (Schedule.of(mr=4),)}, "broken (mr=4)", "failed to build: x"),
+    ],
+)
+def test_a_broken_candidate_is_out_of_the_race_and_nothing_else(times, broken, label, why):
+    times(1.0)
+    d = search(PROBLEM, CPU, candidates=[Fake("broken", preference=1, **broken), Fake("sound"), REFERENCE])
+    assert d.kernel.candidate == "sound"
+    assert whys(d)[label].startswith(why)
+
+
+def test_an_interrupt_is_not_swallowed():
+    with pytest.raises(KeyboardInterrupt):
+        search(PROBLEM, CPU, candidates=[Fake("slow", KeyboardInterrupt())])
+
+
+def test_the_reference_alone_wins_by_default(times):
+    times(500.0)
+    d = search(PROBLEM, CPU, candidates=[Fake("wrong", lambda s: [torch.zeros(8, 12)]), REFERENCE])
+    assert d.kernel.candidate == "reference" and d.verified and list(whys(d)) == ["wrong"]
+
+
+def test_when_nothing_runs_it_says_why():
+    last = Fake("last", RuntimeError("no more"), preference=LAST_RESORT)
+    with pytest.raises(UnsupportedError, match=r"nothing can run f32\[8,16\] @ f32\[16,12\]: wrong: .* last: failed: no more"):
+        search(PROBLEM, CPU, candidates=[Fake("wrong", lambda s: [torch.zeros(8, 12)]), last])
+    with pytest.raises(UnsupportedError, match="no candidate was given"):
+        search(PROBLEM, CPU, candidates=[])
+
+
+def test_no_budget_takes_the_first_verified_untimed(times):
+    asked = times()
+    wrong, right, other = (
+        Fake("wrong", lambda s: [s[0] @ s[1] * 2], 1),
+        Fake("right", preference=2),
+        Fake("other", preference=3),
+    )
+    d = search(PROBLEM, CPU, budget_s=0, candidates=[other, right, wrong, REFERENCE])
+    assert d.kernel.candidate == "right" and d.time_us is None and not d.measured and d.verified
+    assert not asked and other.calls == 0
+    untried = "not tried: no time budget, and an earlier candidate passed"
+    assert whys(d)["other"] == whys(d)["reference"] == untried and "wrong" in whys(d)
+
+
+def test_only_candidates_of_the_problems_kind_compete(times):
+    times(1.0)
+    elsewhere = Fake("elsewhere")
+    elsewhere.kinds = frozenset({"attention"})
+    d = search(PROBLEM, CPU, candidates=[elsewhere, Fake("here")])
+    assert d.kernel.candidate == "here" and elsewhere.builds == 0 and "elsewhere" not in whys(d)
+
+
+def test_given_weights_are_what_it_measures_with(times):
+    times(1.0)
+    seen = []
+    weight = torch.full((16, 12), 3.0)
+    node = gemm(input_("a", F32, (8, 16)), const(weight))
+
+    class Watching(Fake):
+        def build(self, problem, schedule, target):
+            def prepare(weights):
+                seen.append(dict(weights))
+                return lambda s: [s[0] @ s[1]]
+
+            return Kernel(self.name, schedule, prepare)
+
+    search(problem_of(node), CPU, candidates=[Watching("watching")], weights={1: weight})
+    assert list(seen[0]) == [1] and seen[0][1] is weight
+
+
+def test_really_measured():
+    """Nothing faked: a deliberately slow kernel loses to a library."""
+
+    def slow(sources):
+        total = torch.zeros(8, 12)
+        for k in range(16):
+            total += sources[0][:, k : k + 1] * sources[1][k]
+        return [total]
+
+    d = search(PROBLEM, CPU, budget_s=0.05, candidates=[Fake("slow", slow, 1), Fake("library")])
+    assert d.kernel.candidate == "library" and d.time_us > 0 and whys(d)["slow"].startswith("slower: ")
+
+
+def test_one_decision_for_equal_problems_and_a_fair_share_of_time(monkeypatch):
+    w1, w2 = const(torch.randn(8, 8)), const(torch.randn(8, 8))
+    x = input_("x", F32, (4, 8))
+    a, b = gemm(x, w1), gemm(x, w2)
+    c = gemm(a, const(torch.randn(8, 3)))
+    graph = Graph("g", (x,), (b, c), ("b", "c"))
+    budgets, shown = [], []
+
+    def counted(problem, target, *, budget_s, weights):
+        budgets.append(budget_s)
+        return search(problem, target, budget_s=0, weights=weights)
+
+    monkeypatch.setattr("tilewright.compiler.search", counted)
+    decide = _decider(graph, CPU, 1.0, lambda *now: shown.append(now))
+    one, two, three = (decide(n, {1: n.src[1].op.data.tensor()}) for n in (a, b, c))
+    assert one is two and one is not three
+    assert budgets == [0.5, 0.5]
+    assert shown == [(0, 2, "f32[4,8] @ f32[8,8]"), (1, 2, "f32[4,8] @ f32[8,3]")]
+    _decider(graph, CPU, 1000.0, None)(a, {1: w1.op.data.tensor()})
+    assert budgets[-1] == 2.0
+
+
+def test_schedules_print_their_knobs():
+    schedule = Schedule.of(tile_m=128, swap_ab=True, order="mnk")
+    assert str(schedule) == "tile_m=128 swap_ab=true order=mnk" and schedule["order"] == "mnk"
+    assert str(Schedule()) == "default" and hash(schedule) == hash(Schedule.of(tile_m=128, swap_ab=True, order="mnk"))
+
+
+def test_compile_refuses_what_it_cannot_place():
+    x = input_("x", S8, (2, 2))
+    graph = Graph("g", (x,), (gemm(x, x),), ("y",))
+    with pytest.raises(InputError, match="unknown device 'tpu'"):
+        compile(graph, device="tpu")
+    with pytest.raises(InputError, match="nothing here reads a int"):
+        compile(3)
