@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tilewright.candidates.library._around import side, stores
+from tilewright.candidates.library._around import flat, side, stores
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Kernel, Runner
@@ -26,18 +26,23 @@ class Aten:
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
         widest = F64 if problem.acc.dtype is F64 else F32
-        found: list[DType] = [widest]
+        found = [Schedule.of(compute=widest.name)]
         a, b = problem.lhs.dtype, problem.rhs.dtype
-        # A 16-bit product leaves torch rounded to 16 bits: allowed when that is what every store does first.
-        if a is b and a in (BF16, F16) and problem.first_conversion() is a:
-            found.insert(0, a)
-        return [Schedule.of(compute=d.name) for d in found]
+        if a is b and a in (BF16, F16) and widest is F32:
+            if target.kind == "cuda":
+                found.insert(0, Schedule.of(compute=a.name, out="f32"))
+            # A 16-bit product leaves torch rounded to 16 bits: allowed when that is what every store does first.
+            if problem.first_conversion() is a:
+                found.insert(0, Schedule.of(compute=a.name))
+        return found
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         compute = dtype(str(schedule["compute"]))
         storage = compute.to_torch()
-        # An f32 product of an f16 gemm is its accumulator; a narrow product is already the converted one.
-        given = compute if compute.bits < 32 else problem.acc.dtype
+        knobs = dict(schedule.knobs)
+        multiply = _wide_product if "out" in knobs else torch.matmul
+        # A product in f32 is the accumulator; a narrow one is already the converted one.
+        given = compute if compute.bits < 32 and "out" not in knobs else problem.acc.dtype
         finish = stores(problem, given)
         narrow = given.to_torch()
 
@@ -46,11 +51,21 @@ class Aten:
             rhs = side(problem.op.rhs, weights, lambda t: t.to(storage))
 
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                return finish(torch.matmul(lhs(sources), rhs(sources)).to(narrow), sources)
+                return finish(multiply(lhs(sources), rhs(sources)).to(narrow), sources)
 
             return run
 
         return Kernel(self.name, schedule, prepare, packed_bytes=_converted_bytes(problem, compute))
+
+
+def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b of 16-bit operands, left in f32 as the matrix unit accumulated it (CUDA only)."""
+    if b.dim() == 2:
+        rows = torch.ops.aten.mm.dtype(a.reshape(-1, a.shape[-1]), b, torch.float32)
+        return rows.reshape(*a.shape[:-1], b.shape[-1])
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    product = torch.ops.aten.bmm.dtype(flat(a, batch), flat(b, batch), torch.float32)
+    return product.reshape(*batch, a.shape[-2], b.shape[-1])
 
 
 def _converted_bytes(problem: Problem, compute: DType) -> int:
