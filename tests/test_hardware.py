@@ -1,0 +1,265 @@
+"""What the machine is and can do: recognised from text, measured once, kept safely."""
+
+import json
+import os
+import stat
+import sys
+
+import pytest
+import torch
+
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, PRED, S4, S8, S32, S64, U8
+from tilewright.errors import InputError
+from tilewright.hardware import ceilings, detect
+from tilewright.hardware.target import Chip, MatrixUnit, Target
+
+ZEN4 = """processor	: 0
+vendor_id	: AuthenticAMD
+model name	: AMD EPYC 9R14
+flags		: fpu sse sse2 avx avx2 fma avx512f avx512bw avx512vl avx512_vnni avx512_bf16
+
+processor	: 1
+model name	: another
+flags		: fpu
+"""
+ICE_LAKE = "model name : Intel(R) Xeon(R) 8375C\nflags : sse2 avx2 fma avx512f avx512bw avx512vl avx512_vnni\n"
+HASWELL = "model name : Intel(R) Core(TM) i7-4770\nflags : sse2 avx2 fma\n"
+OLD = "model name : Pentium 4\nflags : mmx sse sse2\n"
+GRAVITON = "processor : 0\nBogoMIPS : 2100\nFeatures : fp asimd evtstrm sve i8mm bf16\nCPU implementer : 0x41\n"
+RISCV = "processor : 0\nisa : rv64imafdcv\n"
+
+
+def chip(name):
+    return next(c for c in detect.chips() if c.name == name)
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine whose /proc/cpuinfo says what it is told to."""
+
+    def be(text, architecture="x86_64"):
+        monkeypatch.setattr(detect, "_read", lambda path: text if path.name == "cpuinfo" else "")
+        monkeypatch.setattr(detect.platform, "machine", lambda: architecture)
+        monkeypatch.setattr(detect.platform, "processor", lambda: "")
+        return detect.cpu.__wrapped__()
+
+    return be
+
+
+@pytest.mark.parametrize(
+    ("text", "architecture", "name", "found", "exact"),
+    [
+        (ZEN4, "x86_64", "AMD EPYC 9R14", "x86_64_avx512_bf16", True),
+        (ICE_LAKE, "x86_64", "Intel(R) Xeon(R) 8375C", "x86_64_avx2", False),
+        (HASWELL, "x86_64", "Intel(R) Core(TM) i7-4770", "x86_64_avx2", False),
+        (OLD, "x86_64", "Pentium 4", "x86_64", False),
+        (GRAVITON, "aarch64", "aarch64", "aarch64", False),
+        ("", "arm64", "arm64", "aarch64", False),
+        ("", "AMD64", "AMD64", "x86_64", False),
+        (RISCV, "riscv64", "riscv64", "x86_64", False),
+    ],
+)
+def test_processors_are_recognised_by_what_they_report(machine, text, architecture, name, found, exact):
+    t = machine(text, architecture)
+    assert (t.name, t.chip.name, t.exact_match) == (name, found, exact)
+    assert t.kind == "cpu" and t.device == "cpu" and t.cores >= 1
+
+
+def test_features_are_those_of_the_first_processor(machine):
+    assert "avx512_bf16" in machine(ZEN4).features and "sve" in machine(GRAVITON, "aarch64").features
+
+
+def test_this_machine():
+    t = detect.detect("cpu")
+    assert t is detect.detect("cpu:0") and 1 <= t.cores <= (os.cpu_count() or 1)
+    if sys.platform == "linux":
+        assert t.features >= t.chip.requires
+        assert all(size >= 1 << 12 for size in t.caches_bytes.values())
+
+
+def test_caches_are_read_from_the_system(monkeypatch, tmp_path):
+    for i, (level, kind, size) in enumerate(
+        [("1", "Data", "32K"), ("1", "Instruction", "32K"), ("2", "Unified", "1024K"), ("3", "Unified", "32M")]
+    ):
+        folder = tmp_path / f"index{i}"
+        folder.mkdir()
+        for name, value in (("level", level), ("type", kind), ("size", size)):
+            (folder / name).write_text(value + "\n")
+    (tmp_path / "index9").mkdir()
+    monkeypatch.setattr(detect, "SYSFS_CACHE", tmp_path)
+    assert detect._caches() == {"L1d": 32 << 10, "L2": 1 << 20, "L3": 32 << 20}
+    monkeypatch.setattr(detect, "SYSFS_CACHE", tmp_path / "nowhere")
+    assert detect._caches() == {}
+
+
+@pytest.mark.parametrize("name", ["tpu", "cpu:", "cuda:-1", "cuda:x", "CPU", "", "cuda:0:1", "mps"])
+def test_unknown_devices_are_refused(name):
+    with pytest.raises(InputError, match=f"unknown device {name!r}") as caught:
+        detect.detect(name)
+    assert caught.value.hint == "cpu, cuda or cuda:0"
+
+
+def test_absent_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(InputError, match="no CUDA device 7: torch sees 0"):
+        detect.gpu.__wrapped__(7)
+    detect.gpu.cache_clear()
+    with pytest.raises(InputError, match="no CUDA device 0"):
+        detect.detect("cuda")
+
+
+@pytest.mark.parametrize(
+    ("major", "minor", "found", "exact"), [(9, 0, "nvidia_sm90", True), (8, 6, "nvidia", False), (12, 0, "nvidia", False)]
+)
+def test_gpus_are_recognised_by_their_architecture(monkeypatch, major, minor, found, exact):
+    class Properties:
+        name, multi_processor_count, L2_cache_size, shared_memory_per_block_optin = "NVIDIA X", 132, 50 << 20, 227 << 10
+
+    Properties.major, Properties.minor = major, minor
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
+    t = detect.gpu.__wrapped__(1)
+    assert (t.chip.name, t.exact_match, t.device, t.cores) == (found, exact, "cuda:1", 132)
+    assert t.caches_bytes == {"L2": 50 << 20, "shared": 227 << 10} and f"sm_{major}{minor}" in t.features
+
+
+def test_every_chip_gives_a_source_for_every_number():
+    names = [c.name for c in detect.chips()]
+    assert len(set(names)) == len(names) >= 6
+    for c in detect.chips():
+        assert c.units and c.requires and c.kind in ("cpu", "cuda")
+        for unit in c.units:
+            assert len(unit.source) > 20 and unit.ops_per_cycle > 0 and unit.instruction
+            assert {unit.operand, unit.acc} <= {"s8", "s32", "f8e4m3fn", "f8e5m2", "bf16", "f16", "f32", "f64"}
+        assert len({u.operand for u in c.units}) == len(c.units)
+
+
+def test_every_kind_of_device_has_a_family_to_fall_back_to():
+    assert detect.match("cuda", frozenset({"cuda"})).name == "nvidia"
+    assert (
+        detect.match("cpu", frozenset({"sse2"})).name == "x86_64"
+        and detect.match("cpu", frozenset({"asimd"})).name == "aarch64"
+    )
+    assert detect.match("cpu", frozenset()) is None
+    own = [c.family for c in detect.chips()]
+    assert own == sorted(own)
+
+
+def test_a_chip_is_found_by_file_name(tmp_path):
+    (tmp_path / "quantum.py").write_text(
+        "from tilewright.hardware.target import Chip, MatrixUnit\n"
+        "UNIT = MatrixUnit('s8', 's32', 'qdot', 10**6, 'a dream, page 3')\n"
+        "CHIP = Chip('quantum', 'cpu', frozenset({'sse2', 'qubits'}), (UNIT,))\n"
+    )
+    features = frozenset({"sse2", "avx2", "fma", "qubits"})
+    assert detect.match("cpu", features).name == "x86_64_avx2"
+    assert detect.match("cpu", features, [tmp_path]).name == "quantum"
+    assert "quantum" not in [c.name for c in detect.chips()]
+
+
+TARGET = Target("a machine", Chip("c", "cpu", frozenset(), (MatrixUnit("f32", "f32", "fma", 2, "x"),)), "cpu", 4)
+RECORD = ceilings.Record("key", {"f32": 100.0, "bf16": 200.0, "s8": 400.0, "f64": 50.0}, 20.0, 15.0)
+
+
+@pytest.fixture
+def measured(monkeypatch, tmp_path):
+    """Counts measurements, which give RECORD; the cache is a fresh folder."""
+    calls = []
+
+    def measure(target, key):
+        calls.append(key)
+        return ceilings.Record(key, RECORD.peak_gops, RECORD.read_gbps, RECORD.copy_gbps)
+
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(ceilings, "_measure", measure)
+    return calls
+
+
+def test_ceilings_are_measured_once_and_kept(measured, tmp_path):
+    first, second = ceilings.with_ceilings(TARGET), ceilings.with_ceilings(TARGET)
+    assert len(measured) == 1 and first == second
+    assert first.peak_gops == RECORD.peak_gops and (first.read_gbps, first.copy_gbps) == (20.0, 15.0)
+    assert "a machine" in measured[0] and torch.__version__ in measured[0]
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == ["ceilings-cpu.json"]
+    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o700
+    ceilings.with_ceilings(TARGET, remeasure=True)
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        b"",
+        b"not json",
+        b"\xff\xfe",
+        b"[]",
+        b'{"key": "x"}',
+        b'{"key": 3, "peak_gops": {}, "read_gbps": 1, "copy_gbps": 1}',
+        b'{"key": "KEY", "peak_gops": {"f32": -1.0}, "read_gbps": 1.0, "copy_gbps": 1.0}',
+        b'{"key": "KEY", "peak_gops": {"f32": 1.0}, "read_gbps": 0.0, "copy_gbps": 1.0}',
+        b'{"key": "KEY", "peak_gops": {"f32": "fast"}, "read_gbps": 1.0, "copy_gbps": 1.0}',
+        b'{"key": "another machine", "peak_gops": {"f32": 9.0}, "read_gbps": 1.0, "copy_gbps": 1.0}',
+    ],
+)
+def test_a_record_that_is_broken_or_another_machines_is_measured_again(measured, tmp_path, kept):
+    ceilings.with_ceilings(TARGET)
+    file = tmp_path / "cache" / "ceilings-cpu.json"
+    file.write_bytes(kept.replace(b"KEY", measured[0].encode()))
+    assert ceilings.with_ceilings(TARGET).peak_gops == RECORD.peak_gops and len(measured) == 2
+    assert json.loads(file.read_bytes())["key"] == measured[0]
+
+
+def test_a_changed_machine_is_measured_again(measured, monkeypatch):
+    ceilings.with_ceilings(TARGET)
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads + 1)
+    ceilings.with_ceilings(TARGET)
+    monkeypatch.setattr(torch, "__version__", "99")
+    ceilings.with_ceilings(TARGET)
+    assert len(set(measured)) == 3
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_memory(measured, monkeypatch, tmp_path):
+    in_the_way = tmp_path / "file"
+    in_the_way.write_text("")
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(in_the_way / "cache"))
+    assert ceilings.with_ceilings(TARGET).peak_gops == RECORD.peak_gops
+    assert ceilings.with_ceilings(TARGET).read_gbps == 20.0 and len(measured) == 2
+
+
+def test_a_write_that_fails_leaves_the_old_record_and_no_litter(measured, monkeypatch, tmp_path):
+    ceilings.with_ceilings(TARGET)
+    before = (tmp_path / "cache" / "ceilings-cpu.json").read_bytes()
+
+    def full(self, data):
+        with self.open("wb") as f:
+            f.write(data[:10])
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(type(tmp_path), "write_bytes", full)
+    ceilings.with_ceilings(TARGET, remeasure=True)
+    assert [p.read_bytes() for p in (tmp_path / "cache").iterdir()] == [before]
+
+
+def test_measured_numbers_are_sane(monkeypatch, tmp_path):
+    """Small sizes, so that it is quick: still positive, and no machine of today multiplies faster than this."""
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path))
+    products = ceilings._products
+    monkeypatch.setattr(ceilings, "_products", lambda device, size, large: products(device, 128, large))
+    monkeypatch.setattr(ceilings.torch, "rand", lambda n, device: torch.zeros(1 << 20))
+    t = ceilings.with_ceilings(detect.detect("cpu"))
+    assert set(t.peak_gops) == {"f32", "bf16", "s8", "f64"}
+    assert all(0 < v < 1e7 for v in t.peak_gops.values()) and t.peak_gops["f32"] > 0.1
+    assert t.read_gbps >= t.copy_gbps > 0.01 and t.read_gbps < 1e5
+
+
+def test_limits():
+    t = Target(**{f: getattr(TARGET, f) for f in ("name", "chip", "kind", "cores")}, peak_gops=RECORD.peak_gops, read_gbps=20.0)
+    assert t.limit_us(2_000_000, 0, F32) == 20.0 and t.limit_us(0, 2_000_000, F32) == 100.0
+    assert t.limit_us(2_000_000, 1_000_000, S8) == 50.0
+    assert TARGET.limit_us(10**9, 10**9, F32) == 0.0
+    assert [t.peak_for(d) for d in (S4, U8, PRED, S8)] == [400.0] * 4
+    assert [t.peak_for(d) for d in (BF16, F8E4M3FN)] == [200.0] * 2
+    assert [t.peak_for(d) for d in (F16, F32)] == [100.0] * 2 and t.peak_for(S32) == t.peak_for(F64) == 50.0
+    assert t.peak_for(S64) == 50.0
