@@ -7,9 +7,12 @@ more leaves zeros (or the sign).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from tilewright.dtype import PRED, DType
@@ -94,11 +97,16 @@ def _clamp(low: torch.Tensor, x: torch.Tensor, high: torch.Tensor) -> torch.Tens
     return torch.minimum(torch.maximum(x, low), high)
 
 
-def _cbrt(x: torch.Tensor) -> torch.Tensor:
-    wide = x.to(torch.float64)
-    root = torch.copysign(wide.abs().pow(1 / 3), wide)
-    refined = root - (root * root * root - wide) / (3 * root * root)  # one step of Newton's: 1/3 is no float
-    return torch.where(torch.isfinite(root) & (root != 0), refined, root).to(x.dtype)
+def _by_numpy(f: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    """A NumPy function of floats, where torch has none or (its vectorised fmod) one that overflows on the way."""
+
+    def apply(*args: torch.Tensor) -> torch.Tensor:
+        kind = torch.float64 if args[0].dtype is torch.float64 else torch.float32
+        with np.errstate(all="ignore"):
+            result = np.asarray(f(*(a.detach().to(kind).cpu().numpy() for a in args)))
+        return torch.from_numpy(result).to(args[0].device, args[0].dtype)
+
+    return apply
 
 
 def _relu(x: torch.Tensor) -> torch.Tensor:
@@ -110,7 +118,9 @@ def _silu(x: torch.Tensor) -> torch.Tensor:
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x)
+    # x * Phi(x) by erfc: 1 + erf(x) loses all digits of a negative tail, and torch's own gives NaN at infinity.
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (0.5 * wide * torch.erfc(wide * -math.sqrt(0.5))).to(x.dtype)
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
@@ -164,7 +174,7 @@ FUNCTIONS: dict[str, Function] = {
     "atan": _unary(FLOAT, torch.atan),
     "atan2": _binary(FLOAT, torch.atan2),
     "atanh": _unary(FLOAT, torch.atanh),
-    "cbrt": _unary(FLOAT, _cbrt),
+    "cbrt": _unary(FLOAT, _by_numpy(np.cbrt)),
     "ceil": _unary(FLOAT, torch.ceil),
     "clamp": Function(3, NUMBER, _clamp, on_u64=integers.in_order_u64(_clamp, to_pred=False)),  # clamp(low, x, high)
     "cosh": _unary(FLOAT, torch.cosh),
@@ -190,7 +200,7 @@ FUNCTIONS: dict[str, Function] = {
     "logistic": _unary(FLOAT, torch.sigmoid),
     "maximum": _binary(ANY, _logical(torch.logical_or, torch.maximum), integers.in_order_u64(torch.maximum, to_pred=False)),
     "minimum": _binary(ANY, _logical(torch.logical_and, torch.minimum), integers.in_order_u64(torch.minimum, to_pred=False)),
-    "modulo": _binary(NUMBER, _by_kind(torch.remainder, integers.modulo), integers.remainder_u64),  # sign of the divisor
+    "modulo": _binary(NUMBER, _by_kind(_by_numpy(np.mod), integers.modulo), integers.remainder_u64),
     "multiply": _binary(ANY, _logical(torch.logical_and, torch.mul)),
     "negate": _unary(NUMBER, torch.neg),
     "not": _unary(BITS, _logical(torch.logical_not, torch.bitwise_not)),
@@ -198,7 +208,8 @@ FUNCTIONS: dict[str, Function] = {
     "or": _binary(BITS, _logical(torch.logical_or, torch.bitwise_or)),
     "power": _binary(NUMBER, _by_kind(torch.pow, integers.power), integers.power_u64),
     "relu": Function(1, NUMBER, _relu, on_u64=_itself),
-    "remainder": _binary(NUMBER, _by_kind(torch.fmod, integers.remainder), integers.remainder_u64),  # sign of the dividend
+    # remainder has the dividend's sign, modulo the divisor's
+    "remainder": _binary(NUMBER, _by_kind(_by_numpy(np.fmod), integers.remainder), integers.remainder_u64),
     "round_half_away": _unary(FLOAT, _round_half_away),
     "round_half_even": _unary(FLOAT, torch.round),
     "rsqrt": _unary(FLOAT, torch.rsqrt),
