@@ -70,6 +70,8 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
     """
     (rows, columns), (down, across) = t.shape, t.stride()
     apart = down >= max(columns, 1) if across == 1 else down == 1 and across >= max(rows, 1)
+    if t.is_cuda:  # cuBLASLt: 16-byte aligned rows
+        apart = apart and max(down, across) % 16 == 0 and t.data_ptr() % 16 == 0
     return t if apart else t.clone(memory_format=torch.contiguous_format)
 
 

@@ -32,8 +32,6 @@ class Sdpa:
             return "scaled_dot_product_attention aligns a causal mask to the first key, not the last"
         if op.causal != "no" and len(problem.operands) == 4:
             return "scaled_dot_product_attention takes a mask or is causal, not both"
-        if op.zero_masked_rows and len(problem.operands) == 4 and target.kind != "cpu":
-            return "what a row that sees no key gives depends on the kernel the library picks"
         if problem.operands[0].dtype not in (F64, F32, BF16, F16):
             return f"scaled_dot_product_attention does not take {problem.operands[0].dtype}"
         return None
@@ -52,6 +50,7 @@ class Sdpa:
         acc, stores = acc_of(node), stores_of(node)
         params = [(n, n.op.index) for n in toposort(stores) if isinstance(n.op, Param)]
         grouped = problem.operands[0].shape[1] != problem.operands[1].shape[1]
+        blind = 0.0 if op.zero_masked_rows else float("nan")
         as_mask = None if len(problem.operands) < 4 or problem.operands[3].dtype is PRED else storage
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
@@ -61,15 +60,20 @@ class Sdpa:
                 mask = side(operands_of(node)[3], weights, lambda t: t if as_mask is None else t.to(as_mask))
 
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+                visible = None if mask is None else mask(sources)
                 product = torch.nn.functional.scaled_dot_product_attention(
                     q(sources),
                     k(sources),
                     v(sources),
-                    attn_mask=None if mask is None else mask(sources),
+                    attn_mask=visible,
                     is_causal=op.causal != "no",
                     scale=op.scale,
                     enable_gqa=grouped,
                 ).to(result)
+                if visible is not None:
+                    # What a row that sees no key gives depends on the kernel the library picks: say it ourselves.
+                    sees = visible if visible.dtype == torch.bool else visible != float("-inf")
+                    product = torch.where(sees.any(-1, keepdim=True), product, blind)
                 bound: dict[Node, object] = {n: sources[i] for n, i in params}
                 bound[acc] = product
                 return cast("list[torch.Tensor]", evaluate_nodes(stores, bound))
