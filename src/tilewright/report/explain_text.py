@@ -14,7 +14,7 @@ def print_explain(out: Console, report: Explain) -> None:
     """Print the account."""
     products = sum(len(p.names) for p in report.products)
     line(out, f"{report.program} on {report.target}", style="bold")
-    kinds = f", {len(report.products):,} different ones" if len(report.products) != products else ""
+    kinds = f", {count(len(report.products), 'different one')}" if len(report.products) != products else ""
     line(out, f"{count(products, 'product')} (matrix multiplications and attentions){kinds}.")
     for i, p in enumerate(report.products, start=1):
         _product(out, i, p)
@@ -28,7 +28,7 @@ def print_explain(out: Console, report: Explain) -> None:
 def _product(out: Console, number: int, p: Product) -> None:
     times = f"{len(p.names)} of them, alike but for constants and names: " if len(p.names) > 1 else ""
     heading(out, f"{number}. {p.problem}")
-    line(out, f"{times}{listing(p.names)}", indent=3, style="dim")
+    line(out, f"{times}{listing(list(dict.fromkeys(p.names)))}", indent=3, style="dim")
     section(out, "Reads", p.operands)
     section(out, "Accumulates", [p.accumulates])
     for i, store in enumerate(p.stores, start=1):
