@@ -1,0 +1,173 @@
+"""Cutting a graph into steps."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from random_graphs import CONSTANTS, INPUTS, ONE, SHAPE, TWO, graphs, joined, quantised, split_by_sign
+from tilewright.dtype import BF16, F32, S8
+from tilewright.ir.build import const, convert, input_, items, map_, reshape, slice_, transpose
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, gemm
+from tilewright.ir.verify import verify
+from tilewright.runtime.partition import ALONE, partition
+
+X, Y, _ = INPUTS
+
+
+def parts_of(*outputs, inputs=(X, Y)):
+    return partition(verify(Graph("g", tuple(inputs), tuple(outputs), tuple(f"r{i}" for i in range(len(outputs))))))
+
+
+@settings(max_examples=300, deadline=None)
+@given(graphs())
+def test_steps_in_order_only_read_what_is_there(graph):
+    verify(graph)
+    nodes = graph.nodes()
+    parts = partition(graph)
+    inside = [n for p in parts for n in p.nodes]
+    leaves = [n for n in nodes if isinstance(n.op, (Input, Const))]
+    assert len(inside) == len(set(inside)) and set(inside) | set(leaves) == set(nodes) and not set(inside) & set(leaves)
+    there = {*graph.inputs, *leaves}
+    for part in parts:
+        assert part.outputs and set(part.inputs) <= there
+        assert set(part.outputs) <= set(part.nodes) and not set(part.inputs) & set(part.nodes)
+        there |= set(part.outputs)
+        position = {n: i for i, n in enumerate(part.nodes)}
+        assert all(position[s] < position[n] for n in part.nodes for s in n.src if s in position)
+    assert set(graph.outputs) <= there
+
+
+@settings(max_examples=200, deadline=None)
+@given(graphs())
+def test_what_stands_alone_stands_alone_and_constants_come_first(graph):
+    parts = partition(graph)
+    once = [p.once for p in parts]
+    assert once == sorted(once, reverse=True)
+    for part in parts:
+        assert all(n.constant == part.once for n in part.nodes)
+        alone = [n for n in part.nodes if isinstance(n.op, ALONE)]
+        if alone and not part.once:
+            assert part.nodes[0] is alone[0] and all(isinstance(n.op, Item) and n.src[0] is alone[0] for n in part.nodes[1:])
+        readers = {s for p in parts if p is not part for n in p.nodes for s in n.src} | set(graph.outputs)
+        assert set(part.outputs) == {n for n in part.nodes if n in readers}
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs())
+def test_parts_run_one_by_one_give_what_the_graph_gives(graph):
+    generator = torch.Generator().manual_seed(1)
+    values = {n: torch.randn(n.shape, generator=generator) for n in graph.inputs}
+    wanted = evaluate_nodes(graph.outputs, values)
+    for node in graph.nodes():
+        if isinstance(node.op, Const):
+            values[node] = node.op.data.tensor()
+    for part in partition(graph):
+        found = evaluate_nodes(part.outputs, {n: values[n] for n in part.inputs})
+        values.update(zip(part.outputs, found, strict=True))
+    for got, node in zip(wanted, graph.outputs, strict=True):
+        assert torch.equal(got, values[node])
+
+
+def table(*outputs, inputs=(X, Y)):
+    return [(p.kind, p.once, p.dangling) for p in parts_of(*outputs, inputs=inputs)]
+
+
+def test_a_chain_of_products_and_what_lies_between():
+    out = gemm(map_("tanh", gemm(map_("relu", X), Y)), Y)
+    assert table(map_("add", out, Y)) == [
+        ("elementwise", False, False),
+        ("gemm", False, False),
+        ("elementwise", False, False),
+        ("gemm", False, False),
+        ("elementwise", False, False),
+    ]
+
+
+def test_what_touches_is_one_region_and_what_does_not_is_two():
+    a = map_("tanh", map_("relu", X))
+    assert len(parts_of(a, map_("negate", a))) == 1
+    assert len(parts_of(map_("tanh", X), map_("relu", Y))) == 2
+    # Joined by a later reader on the same level.
+    assert len(parts_of(map_("add", map_("tanh", X), map_("relu", Y)))) == 1
+
+
+def test_a_product_between_two_halves_of_an_expression_separates_them():
+    """x feeds both a product and, beside it, what the product is added to: one region on either side, no cycle."""
+    h = map_("tanh", X)
+    parts = parts_of(map_("add", gemm(h, Y), map_("relu", h)))
+    assert [p.kind for p in parts] == ["elementwise", "gemm", "elementwise"]
+    assert len(parts[0].nodes) == 2 and len(parts[0].outputs) == 2
+
+
+SCALE = const(0.1, F32)
+Q = input_("q", S8, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("build", "kind", "dangling"),
+    [
+        (lambda: Node(Quantize(S8), X, SCALE), "quantize", True),
+        (lambda: Node(Dequantize(F32), Q, SCALE), "quantize", True),
+        (lambda: convert(X, BF16), "quantize", True),
+        (lambda: quantised(transpose(X, (1, 0))), "quantize", True),
+        (lambda: Node(Concat(0), X, Y), "move", True),
+        (lambda: Node(Pad((1, 0), (0, 0), (0, 0)), X, const(0.0, F32)), "move", True),
+        (lambda: Node(Quantize(S8), Node(Concat(0), X, Y), SCALE), "quantize", True),
+        (lambda: transpose(reshape(X, (2, 8)), (1, 0)), "view", False),
+        (lambda: slice_(X, 0, 1, 3), "view", False),
+        (lambda: quantised(map_("tanh", X)), "elementwise", False),
+        (lambda: Node(Quantize(S8), Node(LayerNorm(1, 1e-5), X), SCALE), "norm", False),
+        (lambda: ONE["softmax"](quantised(X)), "softmax", False),
+        (lambda: ONE["row sums"](X), "reduce", False),
+        (lambda: Node(Gather(0), X, const(torch.tensor([0, 2]))), "gather", False),
+        (lambda: split_by_sign(X)[0], "call", False),
+        (lambda: gemm(X, Y), "gemm", False),
+    ],
+)
+def test_kinds_and_what_dangles(build, kind, dangling):
+    (part,) = parts_of(build(), inputs=(X, Y, Q))
+    assert (part.kind, part.dangling, part.once) == (kind, dangling, False)
+
+
+def test_what_depends_on_constants_alone_runs_once_and_does_not_dangle():
+    weight = quantised(CONSTANTS[0])
+    folded = gemm(weight, CONSTANTS[1])
+    parts = parts_of(gemm(X, folded))
+    assert [(p.once, p.dangling) for p in parts] == [(True, False), (False, False)]
+    assert parts[1].inputs == (X, folded)
+
+
+def test_results_of_several_stores_and_of_calls_go_with_what_makes_them():
+    first, second = joined(X, Y)
+    (only,) = parts_of(second, first)
+    assert only.kind == "gemm" and only.outputs == (first, second)
+    (half,) = parts_of(second)
+    assert half.outputs == (second,)
+    above, below = split_by_sign(X)
+    parts = parts_of(map_("add", above, below))
+    assert [p.kind for p in parts] == ["call", "elementwise"] and parts[0].outputs == (above, below)
+
+
+def test_a_call_without_sources_is_no_constant():
+    """It may be a random number."""
+    node = Node(Call("splitter", "Random", "", (X.tensor,)))
+    parts = parts_of(map_("add", X, node))
+    assert [(p.kind, p.once) for p in parts] == [("call", False), ("elementwise", False)]
+
+
+def test_leaves_alone_make_no_steps():
+    assert parts_of(X, CONSTANTS[1], X) == []
+    assert [p.kind for p in parts_of(TWO["add"](X, CONSTANTS[1]))] == ["elementwise"]
+    assert items(X) == [X]
+
+
+def test_deep_and_wide_graphs_are_cut_in_linear_time():
+    x = X
+    for _ in range(3000):
+        x = map_("tanh", x)
+    wide = x
+    for i in range(1000):
+        wide = map_("add", wide, map_("multiply", x, const(float(i), F32)))
+    assert [p.kind for p in parts_of(wide)] == ["elementwise"]
