@@ -97,7 +97,7 @@ def _decode(value: object, tensors: Sequence[torch.Tensor], where: str) -> objec
     if not isinstance(value, dict):
         return value
     if len(cast("dict[str, object]", value)) != 1:
-        raise InputError("the payload of a call is malformed", where=where)
+        raise _malformed(where)
     ((kind, content),) = cast("dict[str, object]", value).items()
     if kind == "tensor" and isinstance(content, int) and 0 <= content < len(tensors):
         return tensors[content]
@@ -111,7 +111,7 @@ def _decode(value: object, tensors: Sequence[torch.Tensor], where: str) -> objec
         return tensors[0].device if tensors else torch.device(str(content))
     found = getattr(torch, str(content), None)
     if kind != "torch" or not isinstance(found, _TORCH_CONSTANTS):
-        raise InputError("the payload of a call is malformed", where=where)
+        raise _malformed(where)
     return found
 
 
@@ -129,21 +129,35 @@ def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
     if any(a.name == "filename" for a in schema_of(operator).arguments):
         raise InputError(f"{op.target} reads a file, which a program may not", where=op.target)
     tensors = [cast(torch.Tensor, v).contiguous() for v in values]
-    try:
-        payload = json.loads(op.payload)
-        args, kwargs = payload["args"], payload["kwargs"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError("the payload of a call is malformed", where=op.target) from error
+    args, kwargs = _arguments(op, tensors)
     with torch.no_grad():
-        result = operator(
-            *(_decode(a, tensors, op.target) for a in args), **{k: _decode(v, tensors, op.target) for k, v in kwargs.items()}
-        )
+        result = operator(*args, **kwargs)
     results = list(tensors_in(result))
     types = [TensorType(dtype_of(t.dtype), tuple(t.shape)) for t in results]
     if len(types) != len(op.types) or any(w.dtype is not OPAQUE and t != w for t, w in zip(types, op.types, strict=True)):
         given, declared = ", ".join(map(str, types)), ", ".join(map(str, op.types))
         raise TypeMismatchError(f"{op.target} gave {given} where {declared} is declared", where=op.target)
     return results
+
+
+def _arguments(op: Call, tensors: Sequence[torch.Tensor]) -> tuple[list[object], dict[str, object]]:
+    try:
+        payload: object = json.loads(op.payload)
+    except ValueError:
+        payload = None
+    fields = cast("dict[str, object]", payload) if isinstance(payload, dict) else {}
+    args, kwargs = fields.get("args"), fields.get("kwargs")
+    if not isinstance(args, list) or not isinstance(kwargs, dict):
+        raise _malformed(op.target)
+    named = cast("dict[str, object]", kwargs)
+    return (
+        [_decode(a, tensors, op.target) for a in cast("list[object]", args)],
+        {k: _decode(v, tensors, op.target) for k, v in named.items()},
+    )
+
+
+def _malformed(where: str) -> InputError:
+    return InputError("the payload of a call is malformed", where=where)
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import warnings
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from itertools import chain, zip_longest
 from typing import Any, cast
 
 import numpy as np
 import torch
+from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.utils import _pytree as pytree
@@ -35,9 +38,11 @@ def exported(program: ExportedProgram | torch.nn.Module, options: LoadOptions) -
         UnsupportedError: control flow or shapes depend on data; the program changes its buffers or inputs.
     """
     if isinstance(program, torch.nn.Module):
+        _check_weights(chain(program.named_parameters(), program.named_buffers()))
         program = _export(program, *_arguments(options.example_inputs, program), where=program_name(program))
     elif symbolic := _symbolic_inputs(program):
         program = _bound(program, symbolic, options)
+    _check_weights(chain(program.state_dict.items(), program.constants.items()))
     _check_dims(program, options)
     _check_mutations(program)
     table = torch.export.default_decompositions()
@@ -104,11 +109,11 @@ def _advice(message: str) -> str:
 
 @contextlib.contextmanager
 def _quiet() -> Generator[None]:
-    """torch logs tracebacks of what it then raises; the error alone reaches the user."""
+    """torch logs tracebacks and prints programs before it raises; the error alone reaches the user."""
     before = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -137,16 +142,17 @@ def _is_concrete(value: torch.Tensor) -> bool:
 
 def _bound(program: ExportedProgram, inputs: Mapping[str, object], options: LoadOptions) -> ExportedProgram:
     """The program traced again with every symbolic extent bound, from example inputs, `input_dims` or `batch`."""
-    if options.example_inputs is not None:
-        args, kwargs = _arguments(options.example_inputs, program.graph_module)
+    given = options.example_inputs
+    if given is not None and not isinstance(given, Mapping):
+        args, kwargs = _arguments(given, program.graph_module)
         return _export(program.module(), args, kwargs, where=program_name(program))
-    symbols: dict[object, int] = {}
-    for name, value in inputs.items():
-        if isinstance(value, torch.Tensor):
-            _bind(name, value, options, symbols)
-        elif isinstance(value, torch.SymInt):
-            raise UnsupportedError("a number among the inputs is symbolic", where=name, hint="example_inputs=(…)")
-    values = [_example(name, value, symbols) for name, value in inputs.items()]
+    if given is not None:
+        if missing := [name for name in inputs if name not in given]:
+            raise InputError(f"no example of input {missing[0]!r}", hint=f"inputs are {', '.join(inputs)}")
+        values = [_as_tensor(given[name]) for name in inputs]
+    else:
+        symbols = _symbols(inputs, options)
+        values = [_example(name, value, symbols) for name, value in inputs.items()]
     args, kwargs = pytree.tree_unflatten(values, cast(pytree.TreeSpec, program.call_spec.in_spec))
     return _export(program.module(), args, kwargs, where=program_name(program))
 
@@ -162,17 +168,34 @@ def program_name(program: torch.nn.Module | ExportedProgram) -> str:
     return "program"
 
 
-def _bind(name: str, value: torch.Tensor, options: LoadOptions, symbols: dict[object, int]) -> None:
-    """Learn what the symbols of one input's extents are."""
-    given = options.input_dims.get(name)
-    for axis, d in enumerate(value.shape):
-        if type(d) is int:
-            continue
-        expression = _expression(d)
-        if given is not None and axis < len(given):
-            symbols[expression] = given[axis]
-        elif axis == 0 and options.batch is not None:
+def _symbols(inputs: Mapping[str, object], options: LoadOptions) -> dict[object, int]:
+    """What each symbol is, from `input_dims`; what is left of first axes, from `batch`.
+
+    Raises:
+        InputError: two inputs bind one symbol differently.
+        UnsupportedError: a number among the inputs is symbolic.
+    """
+    symbols: dict[object, int] = {}
+    first: list[object] = []
+    for name, value in inputs.items():
+        if isinstance(value, torch.SymInt):
+            raise UnsupportedError("a number among the inputs is symbolic", where=name, hint="example_inputs=(…)")
+        shape = tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+        for axis, (d, given) in enumerate(zip_longest(shape, options.input_dims.get(name, ())[: len(shape)])):
+            if type(d) is int:
+                continue
+            if axis == 0:
+                first.append(_expression(d))
+            if given is not None and symbols.setdefault(_expression(d), given) != given:
+                raise InputError(
+                    f"input dims do not agree: an extent that is {symbols[_expression(d)]} elsewhere is {given} here",
+                    where=f"input {name!r}, axis {axis}",
+                    hint=f"the program has one symbol, {_expression(d)}, for both",
+                )
+    if options.batch is not None:
+        for expression in first:
             symbols.setdefault(expression, options.batch)
+    return symbols
 
 
 def _expression(d: object) -> Any:
@@ -193,6 +216,12 @@ def _example(name: str, value: object, symbols: Mapping[object, int]) -> object:
             hint=f"input_dims={{{name!r}: (…)}}, batch=… for the first axis, or example_inputs",
         )
     return torch.zeros([int(d) for d in shape], dtype=value.dtype, device=value.device)
+
+
+def _check_weights(weights: Iterable[tuple[str, object]]) -> None:
+    for name, weight in weights:
+        if isinstance(weight, FakeTensor) or (isinstance(weight, torch.Tensor) and weight.device.type == "meta"):
+            raise InputError("a weight has no data (meta device)", where=name, hint="load the weights before compiling")
 
 
 def _check_dims(program: ExportedProgram, options: LoadOptions) -> None:

@@ -9,13 +9,12 @@ from typing import cast
 import torch
 from torch import fx
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, OutputKind, TensorArgument
 from torch.utils import _pytree as pytree
 
 from tilewright.dtype import OPAQUE
-from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.frontends._torch_call import call, schema_of, tensors_in
 from tilewright.frontends._torch_registry import TRANSLATIONS, Site
 from tilewright.frontends._torch_types import dtype_of, type_of
@@ -84,8 +83,6 @@ class Reader:
     def _constant(self, held: torch.Tensor, label: str) -> Node:
         """A reference to somebody's tensor; tied weights are one."""
         t = held.detach()
-        if t.device.type == "meta" or isinstance(t, FakeTensor):
-            raise InputError("a weight has no data (meta device)", where=label, hint="load the weights before compiling")
         if t.layout is not torch.strided or t.is_quantized:
             raise UnsupportedError(f"a weight is {t.layout} {t.dtype}, which no graph holds", where=label)
         if t.is_complex():
@@ -182,6 +179,8 @@ class Reader:
         kept: list[str] = []
         for value, spec, name in zip(values, specs, names, strict=True):
             if isinstance(spec.arg, TensorArgument) and isinstance(value, Node):
+                if value.dtype is OPAQUE:
+                    raise UnsupportedError("an output is of a type no graph holds (complex?)", where=name)
                 nodes.append(value)
                 kept.append(name)
             elif value is not None:
