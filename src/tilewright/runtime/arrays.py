@@ -41,7 +41,7 @@ def dtype_of(array: Array, where: str) -> DType:
 def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
     """A NumPy array of logical type `dtype` as a tensor over the same memory; copied only if it is read-only, not contiguous or
     not in the machine's byte order."""
-    native = array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+    native = array if array.dtype.isnative else array.astype(dtype.to_numpy())
     contiguous = np.require(native, requirements=["C", "W"])
     if contiguous.dtype.isbuiltin != 1:
         carrier = contiguous.view(_CARRIER[contiguous.dtype.itemsize])
