@@ -223,8 +223,12 @@ def evaluate(call: Call, values: Sequence[object]) -> list[object]:
     feeds: dict[str, object] = {}
     for (name, code), value in zip(session.inputs, values, strict=True):
         feeds[name] = to_numpy(value, code) if isinstance(value, torch.Tensor) else value
-    with np.errstate(all="ignore"):
-        results = session.evaluator.run(None, feeds)
+    try:
+        with np.errstate(all="ignore"):
+            results = session.evaluator.run(None, feeds)
+    except Exception as error:  # whatever its Python operators raise
+        detail = (str(error).splitlines() or [type(error).__name__])[0][:120]
+        raise TypeMismatchError(f"onnx's reference evaluator failed: {detail}", where=call.target) from error
     out: list[object] = []
     for result, declared in zip(results, call.types, strict=True):
         if declared.dtype is OPAQUE:

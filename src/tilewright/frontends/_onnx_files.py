@@ -13,7 +13,7 @@ import re
 import stat
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import InputError
 from tilewright.frontends._onnx_wire import strip_weights
@@ -21,10 +21,11 @@ from tilewright.frontends._onnx_wire import strip_weights
 if TYPE_CHECKING:
     import onnx
 
+DEEPEST_MESSAGE = 100  # protobuf's own limit when it parses
 SHOWN = 60  # characters of a name from a file that a message repeats
 
 
-def quoted(name: str) -> str:
+def quoted(name: str | bytes) -> str:
     """A name from a file, fit for one line of a message."""
     text = repr(name)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…'"
@@ -79,8 +80,35 @@ def parsed(data: bytes | memoryview, where: str) -> onnx.ModelProto:
         raise InputError(
             f"not an ONNX model, or a damaged one: {detail}", where=where, hint="export the model again"
         ) from error
+    return with_text(model, where)
+
+
+def with_text(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
+    """The model itself, if it has a graph and its names are text (protobuf gives bytes for those that are not).
+
+    Raises:
+        InputError: it has not, or one is not.
+    """
     if not model.HasField("graph"):
         raise InputError("not an ONNX model: it holds no graph", where=where, hint="a file written by an ONNX exporter")
+    stack: list[tuple[Any, int]] = [(model, 0)]
+    while stack:
+        message, depth = stack.pop()
+        if depth > DEEPEST_MESSAGE:
+            raise InputError("graphs nested too deep", where=where, hint="flatten the model")
+        if message.DESCRIPTOR.name == "TensorProto":  # listing its fields would copy its data
+            strings = [message.name, *(t for e in message.external_data for t in (e.key, e.value))]
+        else:
+            strings = []
+            for field, value in message.ListFields():
+                several = (value,) if isinstance(value, (str, bytes)) or hasattr(value, "ListFields") else value
+                if field.type == field.TYPE_STRING:
+                    strings.extend(several)
+                elif field.type == field.TYPE_MESSAGE:
+                    stack.extend((m, depth + 1) for m in several)
+        wrong = next((t for t in strings if not isinstance(t, str)), None)
+        if wrong is not None:
+            raise InputError(f"a name that is not text: {quoted(wrong)}", where=where, hint="export the model again")
     return model
 
 

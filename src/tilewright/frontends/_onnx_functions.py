@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilewright.frontends._onnx_files import DataFiles
+from tilewright.errors import InputError
+from tilewright.frontends._onnx_files import DataFiles, quoted
+from tilewright.frontends._onnx_scope import plain_domain
 from tilewright.frontends._onnx_tensors import element_code, embedded_tensor
 from tilewright.ir.graph import Node
 
 if TYPE_CHECKING:
     import onnx
+
+Key = tuple[str, str]  # domain and name of an operator
 
 
 def definition(schema: Any, opset: int, node: onnx.NodeProto, sources: Sequence[Node | None]) -> onnx.FunctionProto | None:
@@ -75,6 +79,39 @@ def resolved(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto]
             del inner.attribute[:]
             inner.attribute.extend(kept)
     return copy
+
+
+DEEPEST = 48  # functions and branches inside each other
+MOST_NODES = 200_000  # after functions are read in place: a few lines can stand for very many
+
+
+def check_expansion(nodes: Sequence[onnx.NodeProto], functions: Mapping[Key, onnx.FunctionProto], where: str) -> None:
+    """Count what `nodes` become once local functions are read in place, without reading them.
+
+    Raises:
+        InputError: a function calls itself, calls go too deep, or there are too many nodes.
+    """
+    sizes: dict[Key, int] = {}
+
+    def size(nodes: Sequence[onnx.NodeProto], inside: tuple[Key, ...]) -> int:
+        if len(inside) > DEEPEST:
+            raise InputError(f"functions nested more than {DEEPEST} deep", where=where, hint="flatten the model")
+        total = 0
+        for node in (inner for n in nodes for inner in _with_inner_nodes(n)):
+            key = (plain_domain(node.domain), node.op_type)
+            function = functions.get(key)
+            if function is not None and key in inside:
+                raise InputError(f"function {quoted(key[1])} calls itself", where=where, hint="export the model again")
+            if function is not None and key not in sizes:
+                sizes[key] = size(function.node, (*inside, key))
+            total += sizes.get(key, 1)
+        return total
+
+    total = size(nodes, ())
+    if total > MOST_NODES:
+        raise InputError(
+            f"{total:.1e} nodes once functions are read in place", where=where, hint=f"at most {MOST_NODES} are read"
+        )
 
 
 def self_contained(node: onnx.NodeProto, files: DataFiles, where: str) -> onnx.NodeProto:

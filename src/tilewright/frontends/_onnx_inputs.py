@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 _UNTYPED = TensorType(OPAQUE, ())
 
 
-def input_types(inputs: Sequence[onnx.ValueInfoProto], options: LoadOptions) -> dict[str, TensorType]:
-    """The concrete type of each input, by name; `opaque` for a sequence, a string and the like.
+def input_types(inputs: Sequence[onnx.ValueInfoProto], options: LoadOptions) -> list[TensorType]:
+    """The concrete type of each input; `opaque` for a sequence, a string and the like.
 
     A symbolic extent (`dim_param`) has one value everywhere: that which `options.input_dims` gives it in any input, else
     `options.batch` if it is some input's first axis.
@@ -41,7 +41,7 @@ def input_types(inputs: Sequence[onnx.ValueInfoProto], options: LoadOptions) -> 
             dims = info.type.tensor_type.shape.dim
             if dims and dims[0].dim_param and info.name not in options.input_dims:
                 symbols.setdefault(dims[0].dim_param, options.batch)
-    return {i.name: _type(i, options, symbols) for i in inputs}
+    return [_type(i, options, symbols) for i in inputs]
 
 
 def _match(info: onnx.ValueInfoProto, given: Sequence[int], symbols: dict[str, int]) -> None:

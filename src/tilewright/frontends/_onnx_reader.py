@@ -14,7 +14,7 @@ from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import _onnx_calls as calls
 from tilewright.frontends._onnx_files import SHOWN, DataFiles, Span, quoted
-from tilewright.frontends._onnx_functions import definition, free_names, resolved, self_contained
+from tilewright.frontends._onnx_functions import DEEPEST, definition, free_names, resolved, self_contained
 from tilewright.frontends._onnx_known import KnownValues
 from tilewright.frontends._onnx_node import OpNode, Unmodelled, converter_of
 from tilewright.frontends._onnx_scope import Context, Scope, opsets_of, plain_domain
@@ -26,8 +26,6 @@ from tilewright.ir.types import TupleType
 if TYPE_CHECKING:
     import onnx
 
-DEEPEST = 48  # functions and branches inside each other
-MOST_NODES = 1_000_000  # after functions are read in place: a few lines can stand for very many
 # What a malformed node trips in a converter, in torch, or in onnx's C++: one line for the user either way.
 _MALFORMED = (ArithmeticError, LookupError, MemoryError, RuntimeError, ValueError)
 
@@ -62,6 +60,7 @@ class Reader:
     Attributes:
         origins: what each node was called in the model.
         notes: sentences for the user.
+        functions: the model's own, by domain and name.
     """
 
     def __init__(self, files: DataFiles, functions: Sequence[onnx.FunctionProto]) -> None:
@@ -70,8 +69,7 @@ class Reader:
         self._declared: dict[Node, onnx.TypeProto] = {}
         self._known = KnownValues()
         self._files = files
-        self._functions = {(plain_domain(f.domain), f.name): f for f in functions}
-        self._count = 0
+        self.functions = {(plain_domain(f.domain), f.name): f for f in functions}
 
     def tensor(self, tensor: onnx.TensorProto, where: str, embedded: Span | None = None) -> Node:
         """A tensor of the model as a constant.
@@ -93,9 +91,6 @@ class Reader:
         if len(context.inside) > DEEPEST:
             place = " in ".join(quoted(name) for _, name in context.inside[:3])
             raise InputError(f"functions or branches nested more than {DEEPEST} deep", where=place, hint="flatten the model")
-        self._count += len(nodes)
-        if self._count > MOST_NODES:
-            raise InputError(f"more than {MOST_NODES} nodes once functions are read in place", hint="split the model")
         for position, proto in enumerate(nodes):
             name = proto.name or next((o for o in proto.output if o), f"number {position}")
             where = f"{proto.op_type} node {quoted(name)}"
@@ -129,7 +124,7 @@ class Reader:
 
     def _node(self, site: _Site) -> None:
         proto = site.proto
-        function = self._functions.get(site.key)
+        function = self.functions.get(site.key)
         if function is not None:
             results = self._function(site, function, opsets_of(function.opset_import))
         else:
@@ -256,7 +251,7 @@ class Reader:
         known = {s: v for s in present if s.dtype is not OPAQUE and (v := self._known(s)) is not None}
         proto = self_contained(site.proto, self._files, site.where)
         proto.domain = site.domain
-        functions = tuple(self._functions.values())
+        functions = tuple(self.functions.values())
         try:
             results = calls.call(
                 calls.CallSite(proto, site.sources, captured, site.context.opsets, functions, site.where), known, self._declared

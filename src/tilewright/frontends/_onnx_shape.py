@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 
@@ -14,6 +15,8 @@ from tilewright.frontends._onnx_tensors import checked_shape, element_type
 from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Concat, Gather, Iota, Pad, Select, Slice
+
+_LISTED = 1 << 22  # indices that may be listed as a constant
 
 
 @converts("Constant", 1, 25)
@@ -134,14 +137,13 @@ def _split(op: OpNode) -> list[Node]:
         sizes = op.integers("split")
     else:
         count = op.integer("num_outputs", len(op.outputs))
-        if count < 1:
-            raise InputError(f"Split into {count} parts", where=op.where, hint="export the model again")
+        if count != len(op.outputs) or not count:
+            raise InputError(f"Split into {count} parts gives {len(op.outputs)}", where=op.where, hint="export the model again")
         each = -(-extent // count)
         sizes = [max(min(each, extent - i * each), 0) for i in range(count)]
     if sum(sizes) != extent or any(s < 0 for s in sizes):
         raise InputError(f"cannot split an axis of {extent} into {sizes[:8]}", where=op.where, hint="export the model again")
-    starts = [sum(sizes[:i]) for i in range(len(sizes))]
-    return [slice_(x, axis, at, at + size) for at, size in zip(starts, sizes, strict=True)]
+    return [slice_(x, axis, end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
 @converts("Slice", 1, 13)
@@ -173,7 +175,13 @@ def _slice(op: OpNode) -> Node:
 
 
 def picked_along(x: Node, axis: int, indices: Sequence[int]) -> Node:
-    """The given elements of one axis."""
+    """The given elements of one axis.
+
+    Raises:
+        Unmodelled: they are too many to list.
+    """
+    if len(indices) > _LISTED:
+        raise Unmodelled(f"it picks {len(indices)} elements of one axis")
     return Node(Gather(axis), x, const(torch.tensor(list(indices), dtype=torch.int64)))
 
 
@@ -211,7 +219,10 @@ def _pad(op: OpNode) -> Node:
         raise Unmodelled(f"mode={mode!r}")
     for a in axes:
         if low[a] or high[a]:
-            x = picked_along(x, a, [_source(i, x.shape[a], mode) for i in range(-low[a], x.shape[a] + high[a])])
+            places = range(-low[a], x.shape[a] + high[a])
+            if len(places) > _LISTED:
+                raise Unmodelled(f"it pads an axis to {len(places)}")
+            x = picked_along(x, a, [_source(i, x.shape[a], mode) for i in places])
     return x
 
 

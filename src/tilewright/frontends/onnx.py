@@ -45,12 +45,12 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
         MissingDependencyError: the onnx package is not installed.
     """
     _require_onnx()
-    from tilewright.frontends._onnx_files import DataFiles, ModelFile, open_model
+    from tilewright.frontends._onnx_files import DataFiles, ModelFile, open_model, with_text
 
     if isinstance(program, (str, Path)):
         path = Path(program)
         return _graph(open_model(path), path.stem, options or LoadOptions())
-    model = cast("onnx.ModelProto", program)
+    model = with_text(cast("onnx.ModelProto", program), "the ModelProto")
     return _graph(ModelFile(model, (), DataFiles(None)), model.graph.name or "model", options or LoadOptions())
 
 
@@ -81,6 +81,7 @@ def _require_onnx() -> None:
 
 def _graph(file: object, name: str, options: LoadOptions) -> Graph:
     from tilewright.frontends._onnx_files import ModelFile, quoted
+    from tilewright.frontends._onnx_functions import check_expansion
     from tilewright.frontends._onnx_inputs import input_types
     from tilewright.frontends._onnx_reader import Reader
     from tilewright.frontends._onnx_scope import Context, Scope, opsets_of
@@ -102,7 +103,7 @@ def _graph(file: object, name: str, options: LoadOptions) -> Graph:
     constants = {t.name for t in graph.initializer}
     given = [i for i in graph.input if i.name not in constants]
     inputs: list[Node] = []
-    for info, type in zip(given, input_types(given, options).values(), strict=True):
+    for info, type in zip(given, input_types(given, options), strict=True):
         node = Node(Input(info.name, type))
         reader.bind(scope, info.name, node, info.name)
         reader.declare(node, info.type)
@@ -111,6 +112,7 @@ def _graph(file: object, name: str, options: LoadOptions) -> Graph:
         embedded = file.embedded[i] if i < len(file.embedded) else None
         node = reader.tensor(tensor, f"initializer {quoted(tensor.name)}", embedded)
         reader.bind(scope, tensor.name, node, tensor.name)
+    check_expansion(graph.node, reader.functions, name)
     reader.read(graph.node, scope, Context(opsets))
     outputs = [scope.get(o.name, f"output {quoted(o.name)}") for o in graph.output]
     names = tuple(o.name for o in graph.output)
