@@ -95,7 +95,7 @@ def convert_tensor(x: torch.Tensor, source: DType, target: DType, overflow: Over
         return to_float(x, target, saturate=overflow == "saturate" and narrows)
     if source.is_float:
         return _float_to_integer(x, target)
-    if overflow == "saturate" and source.is_integer:
+    if overflow == "saturate" and source.is_integer and source is not target:
         x = _clamp_integer(x, source, target)
     if source.name == "u64":
         x = x.view(torch.int64)
