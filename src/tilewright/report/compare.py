@@ -62,7 +62,7 @@ def element_gap(got: torch.Tensor, reference: torch.Tensor, low: torch.Tensor, h
     at = int(ratio.argmax()) if bool((ratio > 0).any()) else int(torch.where(room.isinf(), 0.0, room).argmax())
     bound = float(room[at])
     gap = Gap(float(error[at]), bound if math.isfinite(bound) else 0.0)
-    wrong = int((error > room).sum())
+    wrong = int((~same & (error > room)).sum())
     if wrong:
         place = list(torch.unravel_index(torch.tensor(at), got.shape))
         shown = [int(x) for x in place]

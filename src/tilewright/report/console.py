@@ -39,7 +39,7 @@ def progress(what: str) -> Generator[Callable[[int, int, str], None] | None]:
         yield None
         return
     label = Column(width=LABEL_WIDTH, no_wrap=True, overflow="ellipsis")
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=20), TimeElapsedColumn())
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TimeElapsedColumn())
     bar = Progress(
         *columns,
         TextColumn("{task.fields[next]}", table_column=label, markup=False),

@@ -54,7 +54,7 @@ class Reasons:
             return "it reads an input of the program: no product stands before it whose result it could be part of"
         carriers = [s for s in made_by if isinstance(s.op, CARRIERS)]
         if not carriers:
-            before = ", ".join(dict.fromkeys(op_name(s) for s in made_by))
+            before = ", ".join(dict.fromkeys(op_name(s) for s in made_by if not isinstance(s.op, Input)))
             return f"it follows {before}, which has no epilogue to hold it"
         several = [s for s in carriers if len(self.readers(s)) > 1 or s in self._graph.outputs]
         if several:

@@ -25,6 +25,9 @@ from tilewright.schedule.sample import random_sources
 if TYPE_CHECKING:
     import numpy as np
 
+# Swap, and memory that a virtual machine is given only as it is used, hold more than the machine reports at first.
+MEMORY_GROWS = 8
+
 
 @dataclass(frozen=True)
 class Feed:
@@ -126,10 +129,10 @@ def check_shapes(graph: Graph, input_dims: Mapping[str, Sequence[int]]) -> None:
 
 
 def check_memory(graph: Graph) -> None:
-    """See that the machine can hold the program's values at all.
+    """See that the program's values are not beyond anything the machine could hold.
 
     Raises:
-        InputError: inputs and outputs, or a single value, are larger than the machine's memory.
+        InputError: inputs and outputs, or a single value, are many times larger than the machine's memory.
     """
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return
@@ -137,7 +140,7 @@ def check_memory(graph: Graph) -> None:
     ends = sum(_bytes(t) for n in (*graph.inputs, *graph.outputs) for t in tensor_types(n))
     largest = max((_bytes(t) for n in graph.nodes() for t in tensor_types(n)), default=0)
     need = max(ends, largest)
-    if need > memory:
+    if need > MEMORY_GROWS * memory:
         raise InputError(
             f"its values need {need / 2**30:,.0f} GiB at least and the machine has {memory / 2**30:,.0f} GiB",
             where=graph.name,
@@ -186,8 +189,9 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     try:
         with zipfile.ZipFile(draft, "w") as archive:
             for name, array in arrays.items():
+                native = array.dtype.isbuiltin == 1
                 with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                    write_array(file, array, allow_pickle=False)
+                    write_array(file, array if native else array.view(f"V{array.itemsize}"), allow_pickle=False)
         draft.replace(path)
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
