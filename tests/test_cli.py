@@ -405,3 +405,25 @@ def test_what_run_writes_is_what_the_oracle_gives(program: str, tmp_path: Path) 
     with np.load(tmp_path / "out.npz") as out:
         np.testing.assert_allclose(out["y"], wanted[0], rtol=1e-4, atol=1e-5)
         np.testing.assert_array_equal(out["codes"], wanted[1])
+
+
+def test_the_docs_describe_the_schema_the_notation_and_every_option() -> None:
+    import re
+
+    import click
+
+    import tilewright.ir.notation as notation
+    from tilewright.cli import cli
+
+    text = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    described = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
+    assert list(described) == PERF_KEYS
+    assert list(described["steps"][0]) == STEP_KEYS
+    assert list(described["dangling"][0]) == list(described["fallback"][0]) == FINDING_KEYS
+    grammar = [row.strip() for row in (notation.__doc__ or "").splitlines() if re.match(r" +\w+ *= ", row)]
+    assert len(grammar) == 6 and all(f"\n{row}\n" in text for row in grammar)
+    for name, command in cli.commands.items():
+        assert f"| `{name}" in text
+        for parameter in command.params:
+            if isinstance(parameter, click.Option):
+                assert all(f"`{flag}" in text for flag in parameter.opts), f"{name} {parameter.opts}"

@@ -1,9 +1,4 @@
-"""Gemms printed in the notation of `notation.py`: one line for every report and message.
-
-More is printed than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64 (0,2,1,3)`
-for the shape and the permutation under which it is written, `|` between weights side by side, and an expression in braces where
-steps do not form a chain.
-"""
+"""Gemms printed in the notation of `notation.py`, which also says what is printed and not parsed: one line a gemm."""
 
 from __future__ import annotations
 
