@@ -104,7 +104,9 @@ iterations_option = click.option(
     metavar="N",
     help="Timed runs; as many as a few seconds allow if not given.",
 )
-everything_option = click.option("--all", "everything", is_flag=True, help="List views and every step of a long program.")
+everything_option = click.option(
+    "--all", "everything", is_flag=True, help="List views, every step of a long program, and long problems whole."
+)
 
 file_options = _all(
     click.argument("file", type=_PATH),

@@ -222,8 +222,14 @@ class _GemmCommand(Command):
 
         # Read, not imported: the module needs torch, and help should not.
         source = Path(__file__).parent.joinpath("ir", "notation.py").read_text("utf-8")
-        described = ast.get_docstring(ast.parse(source)) or ""
-        formatter.write("\nThe notation:\n\n" + "".join(f"  {row}".rstrip() + "\n" for row in described.splitlines()))
+        described = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[1:]
+        with formatter.section("Notation"):
+            for paragraph in described:
+                if paragraph.startswith(" "):  # an example or the grammar, whose lines stay as they are
+                    formatter.write(paragraph.replace("    ", "  ", 1).replace("\n    ", "\n  ") + "\n\n")
+                else:
+                    formatter.write_text(" ".join(paragraph.split()))
+                    formatter.write("\n")
 
 
 @cli.command(cls=_GemmCommand, short_help="Compile and check, or time, one product written in one line.")
@@ -247,11 +253,7 @@ def gemm(
     everything: bool,
     as_json: bool,
 ) -> None:
-    r"""Compile one product, written in one line, check it on random data, and say which kernel does it and why.
-
-    \b
-    tilewright gemm "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8" --perf
-    """
+    """Compile one product, written in one line, check it on random data, and say which kernel does it and why."""
     from tilewright.ir.notation import parse
     from tilewright.report.inputs import check_memory, make_feeds
 

@@ -16,9 +16,9 @@
 f32, or as integers while both sides are; a dtype as a step rounds to it. A number is f32 unless it says otherwise. Without "->"
 what the steps leave is stored.
 
-Reports print more than is parsed: several stores in braces, `[0:768]` for the columns a store takes, `as 64x384x12x64 (0,2,1,3)`
-for the shape and the permutation under which it is written, `|` between weights side by side, and an expression in braces where
-steps do not form a chain.
+Reports print more than is parsed: several stores in braces, `[0:768]` for the columns a store takes,
+`as 64x384x12x64 (0,2,1,3)` for the shape and the permutation under which it is written, `|` between weights side by side, and
+an expression in braces where steps do not form a chain.
 """
 
 from __future__ import annotations
