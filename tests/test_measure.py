@@ -315,7 +315,7 @@ def test_sources_are_random_never_zeros_and_repeat_with_their_seed():
 def examined(text: str, runner):
     problem = posed(text)
     sources = random_sources(problem)
-    return examine(problem, expect(problem, sources), runner, sources, random_sources(problem, 1))
+    return examine(problem, expect(problem, sources), runner, sources)
 
 
 def test_a_runner_is_examined_beyond_one_result():

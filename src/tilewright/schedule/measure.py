@@ -19,9 +19,7 @@ HOPELESS = 8
 SHORT_S = 0.01
 
 
-def examine(
-    problem: AnyProblem, expected: Expected, runner: Runner, sources: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
-) -> str | None:
+def examine(problem: AnyProblem, expected: Expected, runner: Runner, sources: Sequence[torch.Tensor]) -> str | None:
     """None if a runner may be trusted with `sources`, else a sentence.
 
     It runs on other data first, so that a result kept from an earlier call shows; then on `sources` laid out in memory
@@ -29,7 +27,7 @@ def examine(
     be untouched.
     """
     before = [t.clone() for t in sources]
-    first = runner(others)
+    first = runner([t if weight else _other_data(t) for t, weight in zip(sources, problem.weights, strict=True)])
     kept = [t.clone() for t in first]
     laid_out = [t if weight else _otherwise_laid_out(t) for t, weight in zip(sources, problem.weights, strict=True)]
     why = check(problem, expected, runner(laid_out))
@@ -46,6 +44,11 @@ def examine(
     return None
 
 
+def _other_data(t: torch.Tensor) -> torch.Tensor:
+    """The same elements in reverse order."""
+    return t.reshape(-1).view(_bits(t)).flip(0).view(t.dtype).reshape(t.shape)
+
+
 def _otherwise_laid_out(t: torch.Tensor) -> torch.Tensor:
     """The same values with the last two axes exchanged in memory and one element between rows."""
     if t.dim() < 2:
@@ -56,8 +59,11 @@ def _otherwise_laid_out(t: torch.Tensor) -> torch.Tensor:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.itemsize]
-    return a.shape == b.shape and torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
+    return a.shape == b.shape and torch.equal(a.contiguous().view(_bits(a)), b.contiguous().view(_bits(a)))
+
+
+def _bits(t: torch.Tensor) -> torch.dtype:
+    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize]
 
 
 def synchronize(device: str) -> None:

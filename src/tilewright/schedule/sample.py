@@ -25,6 +25,7 @@ from tilewright.schedule.problem import AnyProblem, Operand, Problem
 ADDITIVE = frozenset({"add", "subtract", "maximum", "minimum"})
 LARGE = 16.0
 ENOUGH = 4  # rows, so that two may hold one value
+ENOUGH_TO_TELL = 10_000
 LIMIT = 2.0**62  # what float64 can hand to int64
 
 
@@ -35,8 +36,9 @@ def random_tensor(t: TensorType, generator: torch.Generator, *, positive: bool =
         return torch.rand(t.shape, generator=generator) < 0.5
     if d.is_integer:
         low, high = max(int(d.min), -(1 << 40)), min(int(d.max), 1 << 40)
-        wide = torch.randint(low, high + 1, t.shape, generator=generator, dtype=torch.int64)
-        return narrow_integer(wide, d)
+        storage = d.to_torch()
+        drawn = torch.int64 if storage in (torch.uint16, torch.uint32, torch.uint64) else storage
+        return torch.randint(low, high + 1, t.shape, generator=generator, dtype=drawn).to(storage)
     wide = torch.rand(t.shape, generator=generator) + 0.5 if positive else torch.randn(t.shape, generator=generator)
     return wide.to(d.to_torch())
 
@@ -81,7 +83,7 @@ class _Sampler:
 
     def _accumulator(self) -> torch.Tensor:
         """Numbers as large as the products will be, without multiplying."""
-        operands = [self._value(n).double() for n in operands_of(self._problem.node)]
+        operands = [_some(self._value(n)) for n in operands_of(self._problem.node)]
         acc = self._problem.acc
         normal = torch.randn(acc.shape, generator=self._generator, dtype=torch.float64)
         if isinstance(self._problem, Problem):
@@ -96,6 +98,8 @@ class _Sampler:
     def _settle_epilogue(self) -> None:
         node = self._problem.node
         stores = stores_of(node)
+        if not any(isinstance(n.op, Param) for n in toposort(stores)):
+            return
         dependent = depends_on_acc(stores)
         values: dict[Node, torch.Tensor] = {acc_of(node): self._accumulator()}
         for n in toposort(stores):
@@ -151,7 +155,13 @@ def _mean(t: torch.Tensor) -> float:
     return float(t.mean()) if t.numel() else 0.0
 
 
+def _some(t: torch.Tensor) -> torch.Tensor:
+    """Enough of a tensor's elements, in float64, to tell how large they are."""
+    flat = t.reshape(-1)
+    return flat[:: max(1, flat.numel() // ENOUGH_TO_TELL)].double()
+
+
 def _rms(t: torch.Tensor) -> float:
-    wide = t.double()
+    wide = _some(t)
     wide = wide[wide.isfinite()]
     return float(wide.square().mean().sqrt()) if wide.numel() else 0.0

@@ -81,9 +81,6 @@ def search(
     rejected: list[Rejected] = []
     builds = _heuristic_order(_built(problem, target, found, rejected))
     sources = [t.to(target.device) for t in _sources(problem, weights)]
-    others = [
-        t if w else o.to(target.device) for t, o, w in zip(sources, random_sources(problem, 1), problem.weights, strict=True)
-    ]
     expected = expect(problem, [t.cpu() for t in sources])
     constants = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     trials: list[_Trial] = []
@@ -98,7 +95,7 @@ def search(
             if is_reference:  # the others are examined by it; it only has to run
                 runner(sources)
             else:
-                why = examine(problem, expected, runner, sources, others)
+                why = examine(problem, expected, runner, sources)
         except Exception as error:
             rejected.append(Rejected(_label(kernel), _failure("failed", error)))
             continue
