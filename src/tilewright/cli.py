@@ -48,7 +48,7 @@ def cli() -> None:
     """A matrix-multiplication compiler: XLA HLO, StableHLO, ONNX and PyTorch programs in, every matmul done the fastest way
     that was checked.
 
-    FILE is an .hlo, .mlir, .stablehlo, .onnx or .pt2 file, or a .tw file as `read` prints it.
+    FILE is an .hlo, .mlir, .stablehlo or .onnx file, or a .tw file as `read` prints it.
 
     Exit codes: 0 fine; 1 `verify` or `gemm` found a difference; 2 bad input or usage; 70 a bug in Tilewright; 130 interrupted.
     """
