@@ -88,7 +88,9 @@ class Attention(Op):
                 op = leaf.op
                 if isinstance(op, Param) and not (0 <= op.index < len(src) and src[op.index] == op.type):
                     raise TypeMismatchError(f"param {op.index} of {label} is {op.type}; the source is not", where="attention")
-                if isinstance(op, Acc) and (op.type != acc or label == "operands"):
+                if isinstance(op, Acc) and label == "operands":
+                    raise TypeMismatchError("an operand of attention reads its own accumulator", where="attention")
+                if isinstance(op, Acc) and op.type != acc:
                     raise TypeMismatchError(f"{label} read acc as {op.type}; it is {acc}", where="attention")
         for label, root in (("scores", self.scores), ("weights", self.weights)):
             if root is not None and root.type != inner:
