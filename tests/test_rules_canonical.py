@@ -1,0 +1,163 @@
+"""One spelling for what can be spelt several ways."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rule_checks import assert_exact, fired, graph_of, same_bits, staged
+from tilewright.compiler import CANONICAL, STAGES
+from tilewright.dtype import BF16, F32, PRED, S8, S32, U8
+from tilewright.ir.build import broadcast, const, input_, map_, reshape, slice_
+from tilewright.ir.evaluate import evaluate
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Broadcast, Convert, Dequantize, Map, Quantize, Reshape, Select, Slice, Transpose
+from tilewright.ir.pattern import Rule, discover
+
+X = input_("x", F32, (2, 3, 4))
+Y = input_("y", F32, (3, 1))
+
+
+def node(op, *src):
+    """A node as a front end may write it, with nothing left out."""
+    return Node(op, *src)
+
+
+NOTHING = {
+    "reshape": (lambda: node(Reshape((2, 3, 4)), X), "drop_what_changes_nothing"),
+    "broadcast": (lambda: node(Broadcast((2, 3, 4)), X), "drop_what_changes_nothing"),
+    "convert": (lambda: node(Convert(F32), X), "drop_what_changes_nothing"),
+    "saturating convert": (lambda: node(Convert(F32, "saturate"), X), "drop_what_changes_nothing"),
+    "transpose": (lambda: node(Transpose((0, 1, 2)), X), "drop_transpose_in_order"),
+    "slice": (lambda: node(Slice((0, 0, 0), (2, 3, 4), (1, 1, 1)), X), "drop_slice_of_everything"),
+    "steps along an axis of one": (lambda: None, "drop_slice_of_everything"),
+    "and back": (lambda: node(Transpose((1, 2, 0)), node(Transpose((2, 0, 1)), X)), "join_transposes"),
+    "there and back": (lambda: node(Reshape((2, 3, 4)), node(Reshape((24,)), X)), "join_reshapes"),
+}
+
+
+@pytest.mark.parametrize("name", NOTHING)
+def test_what_changes_nothing_is_dropped(name):
+    build, rule = NOTHING[name]
+    x = X
+    changed = build()
+    if changed is None:
+        x = input_("x", F32, (1, 3))
+        changed = node(Slice((0, 0), (1, 3), (5, 1)), x)
+    before = graph_of(changed)
+    after = staged(before, CANONICAL)
+    assert after.outputs == (x,) and fired(before, rule, CANONICAL) >= 1
+    assert_exact(before, after)
+
+
+KEPT = {
+    "another shape": node(Reshape((24,)), X),
+    "a longer shape of as many": node(Broadcast((1, 2, 3, 4)), X),
+    "another type": node(Convert(BF16), X),
+    "another order": node(Transpose((0, 2, 1)), X),
+    "part of it": node(Slice((0, 0, 0), (2, 3, 3), (1, 1, 1)), X),
+    "every other": node(Slice((0, 0, 0), (2, 3, 4), (1, 1, 2)), X),
+    "a map that needs the broadcast": map_("add", broadcast(Y, (3, 4)), broadcast(input_("z", F32, (3, 1)), (3, 4))),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_changes_something_is_kept(name):
+    before = graph_of(KEPT[name])
+    after = staged(before, CANONICAL)
+    assert after.outputs[0].type == before.outputs[0].type
+    if name != "a map that needs the broadcast":
+        assert after.outputs == before.outputs
+    assert_exact(before, after)
+
+
+def test_two_views_become_one():
+    twice = node(Reshape((6, 4)), node(Reshape((4, 6)), X))
+    assert staged(graph_of(twice), CANONICAL).outputs == (node(Reshape((6, 4)), X),)
+    around = node(Transpose((1, 0, 2)), node(Transpose((2, 0, 1)), X))
+    assert staged(graph_of(around), CANONICAL).outputs == (node(Transpose((0, 2, 1)), X),)
+
+
+def test_functions_broadcast_by_themselves():
+    wide = node(Broadcast((2, 3, 4)), Y)
+    for before, after in (
+        (map_("add", X, wide), map_("add", X, Y)),
+        (map_("subtract", wide, X), map_("subtract", Y, X)),
+        (Node(Map("clamp"), wide, X, node(Broadcast((2, 3, 4)), const(1.0, F32))), Node(Map("clamp"), Y, X, const(1.0, F32))),
+        (
+            Node(Select(), node(Broadcast((2, 3, 4)), input_("p", PRED, (4,))), X, wide),
+            Node(Select(), input_("p", PRED, (4,)), X, Y),
+        ),
+    ):
+        graph = graph_of(before)
+        found = staged(graph, CANONICAL)
+        assert found.outputs == (after,) and len(found.nodes()) < len(graph.nodes())
+        assert_exact(graph, found)
+
+
+def test_one_broadcast_stays_where_it_gives_the_shape():
+    before = graph_of(map_("add", broadcast(Y, (2, 3, 4)), broadcast(const(1.0, F32), (2, 3, 4))))
+    after = staged(before, CANONICAL)
+    assert sum(isinstance(n.op, Broadcast) for n in after.nodes()) == 1
+    assert_exact(before, after)
+
+
+@pytest.mark.parametrize("code", [S8, U8, S32])
+def test_a_zero_point_of_zero_is_no_zero_point(code):
+    x, scale = input_("x", F32, (3, 4)), const(0.1, F32)
+    q = input_("q", code, (3, 4))
+    zero, zeros, one = const(0, code), const([0, 0, 0], code), const([0, 1, 0], code)
+    rule = "drop_zero_point_of_zero"
+    per_row = reshape(zeros, (3, 1))
+    for before, after in (
+        (Node(Quantize(code), x, scale, zero), Node(Quantize(code), x, scale)),
+        (Node(Dequantize(F32), q, scale, zero), Node(Dequantize(F32), q, scale)),
+        (Node(Dequantize(F32), q, scale, per_row), Node(Dequantize(F32), q, scale)),
+        (Node(Dequantize(F32), q, scale, node(Broadcast((3, 4)), zero)), Node(Dequantize(F32), q, scale)),
+    ):
+        graph = graph_of(before)
+        found = staged(graph, CANONICAL)
+        assert found.outputs == (after,) and fired(graph, rule, CANONICAL) == 1
+        assert_exact(graph, found)
+    for kept in (
+        Node(Quantize(code), x, scale, const(1, code)),
+        Node(Dequantize(F32), q, scale, reshape(one, (3, 1))),
+        Node(Dequantize(F32), q, scale, input_("z", code, ())),
+    ):
+        assert fired(graph_of(kept), rule, CANONICAL) == 0
+
+
+OPS = [
+    lambda x: node(Reshape(x.shape), x),
+    lambda x: node(Reshape((x.tensor.elements,)), x),
+    lambda x: node(Reshape((2, x.tensor.elements // 2)), x),
+    lambda x: node(Transpose(tuple(reversed(range(len(x.shape))))), x),
+    lambda x: node(Transpose(tuple(range(len(x.shape)))), x),
+    lambda x: node(Slice((0,) * len(x.shape), x.shape, (1,) * len(x.shape)), x),
+    lambda x: node(Broadcast((1, *x.shape)), x),
+    lambda x: node(Convert(F32), x),
+    lambda x: map_("add", x, node(Broadcast(x.shape), const(0.5, F32))),
+    lambda x: map_("tanh", x),
+    lambda x: slice_(x, -1, 0, x.shape[-1] // 2 * 2),
+]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.sampled_from(range(len(OPS))), max_size=9), st.integers(0, 2**31))
+def test_any_order_of_the_rules_gives_the_same_smaller_graph(picks, shuffle):
+    x = X
+    for i in picks:
+        x = OPS[i](x)
+    before = graph_of(x)
+    after = staged(before, CANONICAL)
+    assert len(after.nodes()) <= len(before.nodes())
+    assert staged(before, CANONICAL, shuffle=shuffle).outputs == after.outputs
+    assert staged(after, CANONICAL).outputs == after.outputs
+    feed = {"x": torch.randn(2, 3, 4)}
+    assert same_bits(evaluate(before, feed)[0], evaluate(after, feed)[0])
+
+
+def test_every_rule_belongs_to_a_stage_that_runs_and_says_what_it_does():
+    for rule in discover("tilewright.rules", Rule):
+        assert rule.stage in (CANONICAL, *STAGES), rule.name
+        assert "->" in rule.doc and "_" in rule.name
