@@ -136,28 +136,35 @@ class Placed:
         """
         mine = self.axes
         wanted = [axes_of((dim,)) for dim in dims]
-        order = [a for dim in wanted for a in dim if a in mine]
-        assert len(order) == len(mine), "an axis of the value has no place among the dimensions"
-        node = _permuted(self.node, mine, order)
-        partly = [0 < sum(a in mine for a in dim) < len(dim) for dim in wanted]
+        kept = [[a for a in dim if a in mine] for dim in wanted]
+        assert sum(map(len, kept)) == len(mine), "an axis of the value has no place among the dimensions"
+        node = _permuted(self.node, [axes_of((dim,)) for dim in self.layout], kept)
+        partly = [0 < len(some) < len(dim) for some, dim in zip(kept, wanted, strict=True)]
         if any(partly):
             apart = [a for dim in wanted for a in dim]
             node = reshape(node, [a.extent if a in mine else 1 for a in apart])
             repeated = [a for dim, part in zip(wanted, partly, strict=True) for a in dim if part]
             node = broadcast(node, [a.extent if a in mine or a in repeated else 1 for a in apart])
-        return reshape(node, [_extent(dim) if any(a in mine for a in dim) else 1 for dim in wanted])
+        return reshape(node, [_extent(dim) if some else 1 for dim, some in zip(wanted, kept, strict=True)])
 
 
-def _permuted(node: Node, mine: list[Axis], order: list[Axis]) -> Node:
-    """The node's axes, which are `mine`, in another order: runs that stay together move as one dimension."""
+def _permuted(node: Node, given: list[list[Axis]], wanted: list[list[Axis]]) -> Node:
+    """The node's axes in another order, each dimension cut only where its axes part, one of extent 1 for each that is empty:
+    a transpose alone, or between reshapes where dimensions are cut or joined."""
+    mine = [a for dim in given for a in dim]
+    order = [a for dim in wanted for a in dim]
     if order == mine:
         return node
-    runs: list[list[Axis]] = []
-    for axis in order:
-        if runs and mine.index(axis) == mine.index(runs[-1][-1]) + 1:
-            runs[-1].append(axis)
-        else:
-            runs.append([axis])
-    given = sorted(range(len(runs)), key=lambda i: mine.index(runs[i][0]))
-    apart = reshape(node, [_extent(runs[i]) for i in given])
-    return transpose(apart, [given.index(i) for i in range(len(runs))])
+    starts = {dim[0] for dim in (*given, *wanted) if dim}
+    runs: list[list[Axis]] = []  # in the wanted order; an empty one stands for an empty dimension
+    for dim in wanted:
+        runs.extend([] if dim else [[]])
+        for axis in dim:
+            follows = bool(runs) and bool(runs[-1]) and mine.index(axis) == mine.index(runs[-1][-1]) + 1
+            if follows and axis not in starts:
+                runs[-1].append(axis)
+            else:
+                runs.append([axis])
+    moved = iter(sorted((i for i, run in enumerate(runs) if run), key=lambda i: mine.index(runs[i][0])))
+    before = [next(moved) if run else i for i, run in enumerate(runs)]
+    return transpose(reshape(node, [_extent(runs[i]) for i in before]), [before.index(i) for i in range(len(runs))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, cast
 
 from tilewright.ir.build import const
@@ -59,11 +60,22 @@ def scalar_like(value: float, node: Node) -> Node:
     return const(value, node.dtype)
 
 
+def scaling(node: Node) -> tuple[int, float] | None:
+    """Which source a node multiplies by a number, and the number; a divisor counts as its reciprocal."""
+    if not isinstance(node.op, Map) or node.op.fn not in ("multiply", "divide") or not node.dtype.is_float:
+        return None
+    for at, other in ((0, 1), (1, 0))[: 1 if node.op.fn == "divide" else 2]:
+        number = scalar_value(node.src[other])
+        if number and math.isfinite(number) and node.src[at].shape == node.shape:
+            return at, 1 / number if node.op.fn == "divide" else float(number)
+    return None
+
+
 def constant_value(node: Node, max_elements: int = 1 << 24, max_nodes: int = 64) -> torch.Tensor | None:
     """The value of a node that nothing but constants and `iota` make; None if it depends on anything else.
 
-    Nor is one computed that would take more than `max_elements` elements or `max_nodes` operations: looking costs no more than
-    that either.
+    Nor is one computed that would take values of more than `max_elements` elements or more than `max_nodes` nodes: looking
+    costs no more than that either.
     """
     seen: set[Node] = {node}
     stack = [node]
@@ -73,9 +85,9 @@ def constant_value(node: Node, max_elements: int = 1 << 24, max_nodes: int = 64)
             return None
         if isinstance(n.op, (Const, Iota)):
             continue
+        fresh = [s for s in dict.fromkeys(n.src) if s not in seen]
+        seen.update(fresh)
         if not isinstance(n.op, _CLOSED) or len(seen) > max_nodes:
             return None
-        fresh = [s for s in n.src if s not in seen]
-        seen.update(fresh)
         stack.extend(fresh)
     return cast("torch.Tensor", evaluate_nodes([node], {})[0])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tilewright.ir.axes import Axis, Placed, axes_of
-from tilewright.ir.constant import scalar_value
+from tilewright.ir.build import broadcast
+from tilewright.ir.constant import scaling
 from tilewright.ir.graph import Node, Users
-from tilewright.ir.ops import Convert, Dequantize, Map, Quantize
+from tilewright.ir.ops import Convert, Dequantize, Quantize
 from tilewright.rules._attention_path import Found
 
 
@@ -31,8 +33,9 @@ class Operand:
         return self.base.axes
 
     def arranged(self, dims: Sequence[Sequence[Axis]]) -> Node:
-        """The operand laid out along these dimensions."""
-        node = self.base.arranged(dims)
+        """The operand laid out along these dimensions, repeated along those it does not vary over."""
+        extents = [math.prod(a.extent for a in axes_of((dim,))) for dim in dims]
+        node = broadcast(self.base.arranged(dims), extents)
         for op, at in reversed(self.kept):
             node = Node(op.op, *(node if i == at else s for i, s in enumerate(op.src)))
         return node
@@ -58,17 +61,6 @@ def operand(placed: Placed, users: Users, *, scaled: bool) -> Operand:
         else:
             return Operand(placed, tuple(kept), factor)
         placed = Placed(node.src[at], placed.layout)
-
-
-def scaling(node: Node) -> tuple[int, float] | None:
-    """Which source a node multiplies by a number, and the number."""
-    if not isinstance(node.op, Map) or node.op.fn not in ("multiply", "divide") or not node.dtype.is_float:
-        return None
-    for at, other in ((0, 1), (1, 0))[: 1 if node.op.fn == "divide" else 2]:
-        number = scalar_value(node.src[other])
-        if number and node.src[at].shape == node.shape:
-            return at, 1 / number if node.op.fn == "divide" else float(number)
-    return None
 
 
 def _per_tensor(node: Node) -> bool:

@@ -33,6 +33,10 @@ class Step:
         return self.node.src[self.at]
 
     @property
+    def others(self) -> list[Node]:
+        return [s for i, s in enumerate(self.node.src) if i != self.at]
+
+    @property
     def is_nan_guard(self) -> bool:
         """Whether it is select(is_nan(w), 0, w), with which an exporter makes the softmax of a row that sees nothing 0."""
         if not isinstance(self.node.op, Select) or self.at != 2 or scalar_value(self.node.src[1]) != 0:
@@ -154,6 +158,9 @@ def _placed(second: Node, at: int, down: list[Step], softmax: Node, up: list[Ste
     dtype = plain(second)
     assert dtype is not None
     inside = [first, *(s.node for s in up), softmax, *(s.node for s in down), *guards]
+    beside = [second.src[1 - at], *(n for s in (*up, *down) if not s.is_nan_guard for n in s.others)]
+    if any(n in inside for n in beside):
+        return None  # what is computed between is needed for itself
     return Found(query, key, value, scores[0], weights[0], scores[1], keys, depth, value_depth, out, dtype, inside)
 
 

@@ -152,7 +152,7 @@ class RowReader:
         if function_of(node) == "add":
             for rest, other in (node.src, reversed(node.src)):
                 number = scalar_value(other)
-                if number is not None:
+                if number is not None and math.isfinite(number):
                     epsilon, node = float(number), self.bare(rest)
                     break
         if power in (0.5, -0.5):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tilewright.ir.build import map_
-from tilewright.ir.constant import scalar_like, scalar_value
+from tilewright.ir.constant import scalar_like, scalar_value, scaling
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Map
 from tilewright.ir.pattern import Match, Pat, rule
@@ -37,7 +37,7 @@ _TANH_SCALE = math.sqrt(2 / math.pi)  # Hendrycks and Gimpel 2016 (arXiv 1606.08
 _TANH_ARGUMENT = {(1,): _TANH_SCALE, (3,): 0.044715 * _TANH_SCALE}
 _HALF_X_TIMES_ONE_PLUS_E = {(1, 0): 0.5, (1, 1): 0.5}
 
-FORMS = (
+_WRITTEN = (
     Form("gelu", "erf", {(1,): _HALF_ROOT}, _HALF_X_TIMES_ONE_PLUS_E),
     Form("gelu", "erfc", {(1,): -_HALF_ROOT}, {(1, 1): 0.5}),
     Form("gelu_tanh", "tanh", _TANH_ARGUMENT, _HALF_X_TIMES_ONE_PLUS_E),
@@ -46,7 +46,17 @@ FORMS = (
     Form("silu", "tanh", {(1,): 0.5}, _HALF_X_TIMES_ONE_PLUS_E),
     Form("logistic", "tanh", {(1,): 0.5}, {(0, 0): 0.5, (0, 1): 0.5}),
 )
+
+
+def _mirrored(form: Form) -> Form:
+    """The same of -x under an odd function: erf(-u) is -erf(u)."""
+    argument = {k: -c for k, c in form.argument.items()}
+    return Form(form.result, form.inner, argument, {(x, e): c * (-1) ** e for (x, e), c in form.outer.items()})
+
+
+FORMS = (*_WRITTEN, *(_mirrored(f) for f in _WRITTEN if f.inner in ("erf", "tanh")))
 _INNER = frozenset(f.inner for f in FORMS)
+_RESULTS = frozenset(f.result for f in FORMS)
 
 
 @rule(Pat(Map, where=lambda n: arithmetic(n) and len(n.src) == 2), stage="recognise")
@@ -142,7 +152,7 @@ def one_plus_exp_of_minus_x_divides_as_logistic(m: Match) -> Node | None:
         if not isinstance(exponential.op, Map) or exponential.op.fn != "exponential":
             continue
         x = _negated(exponential.src[0])
-        if x is None or polynomial(divisor, [exponential], []) != {(0,): 1.0, (1,): 1.0}:
+        if x is None or dividend is divisor or polynomial(divisor, [exponential], []) != {(0,): 1.0, (1,): 1.0}:
             return None
         outside = m.read_outside((divisor, exponential))
         if outside is not None:
@@ -161,20 +171,19 @@ def _negated(node: Node) -> Node | None:
     return None
 
 
-@rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") == "multiply" and n.dtype.is_float), stage="recognise")
-def a_factor_undone_by_the_next_vanishes(m: Match) -> Node | None:
-    """(x * a) * b -> x, with a * b = 1
+@rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") in ("multiply", "divide")), stage="recognise")
+def factor_left_over_from_an_activation_is_undone(m: Match) -> Node | None:
+    """(activation(x) * a) * b -> activation(x), with a * b = 1; a quotient by a number likewise
 
-    Where: floats, a and b powers of two. Exact: yes, unless x * a overflows or underflows. An exporter that writes the 0.5 of a
-    gelu last leaves the gelu times two.
+    Where: a and b are powers of two. Exact: yes, unless the first product overflows or underflows. An exporter that writes the
+    0.5 of a gelu last leaves the gelu times two.
     """
-    outer = _with_number(m.node)
-    if outer is None or not isinstance(outer[0].op, Map) or outer[0].op.fn != "multiply":
+    outer = scaling(m.node)
+    inner = scaling(m.node.src[outer[0]]) if outer is not None else None
+    if outer is None or inner is None or outer[1] * inner[1] != 1 or math.frexp(inner[1])[0] not in (0.5, -0.5):
         return None
-    inner = _with_number(outer[0])
-    if inner is None or outer[1] * inner[1] != 1 or math.frexp(inner[1])[0] not in (0.5, -0.5):
-        return None
-    return inner[0]
+    whole = m.node.src[outer[0]].src[inner[0]]
+    return whole if _name(whole) in _RESULTS else None
 
 
 @rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") == "maximum" and n.dtype.is_signed), stage="recognise")
@@ -198,6 +207,9 @@ def bounds_on_both_sides_are_a_clamp(m: Match) -> Node | None:
     if outer is None or inner is None or {outer[1], inner[1]} != {"maximum", "minimum"}:
         return None
     low, high = (outer[2], inner[2]) if outer[1] == "maximum" else (inner[2], outer[2])
+    dtype = m.node.dtype
+    if (low <= dtype.min and dtype.is_integer) or (high >= dtype.max and dtype.is_integer) or math.inf in (-low, high):
+        return None  # the bound that changes nothing is dropped instead
     if low > high:
         m.refuse(f"its lower bound {low:g} is above its upper bound {high:g}")
         return None

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.dtype import F32, F64, DType
-from tilewright.ir.axes import Placed, axes_of
+from tilewright.ir.axes import Placed, axes_of, layout_of
 from tilewright.ir.build import const, convert
-from tilewright.ir.constant import scalar_value
+from tilewright.ir.constant import scalar_value, scaling
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, Map, Param, Reduce, Select
 from tilewright.ir.pattern import Match, Pat, rule
 from tilewright.ir.types import TensorType
 from tilewright.rules._attention_mask import DROWNS, HIDES, Masks
-from tilewright.rules._attention_parts import Operand, Slots, operand, scaling, slots
+from tilewright.rules._attention_parts import Operand, Slots, operand, slots
 from tilewright.rules._attention_path import Applied, Found, find
 from tilewright.rules._rows import function_of
 
@@ -53,6 +53,27 @@ def softmax_between_two_products_is_attention(m: Match) -> Node | None:
     except _LeftError as left:
         m.refuse(str(left))
         return None
+
+
+@rule(Pat(Attention, where=lambda n: not n.op.regions()), stage="recognise")
+def heads_repeated_for_a_group_are_grouped(m: Match) -> Node | None:
+    """attention(q, repeat(k), repeat(v)) -> attention(q, k, v)
+
+    Where: each head of k and v is repeated the same number of times in a row, as a broadcast between reshapes; casts and
+    quantisation per tensor behind that move before it. Exact: yes.
+    Source: Ainslie et al. 2023 (arXiv 2305.13245).
+    """
+    k, v = m.node.src[1:3]
+    outer = layout_of(k.shape[:3])
+    layouts = [(*outer, *layout_of(o.shape[3:])) for o in (k, v)]
+    found = [operand(Placed(o, layout), m.users, scaled=False) for o, layout in zip((k, v), layouts, strict=True)]
+    heads = axes_of(outer[1:2])
+    kept = [[a for a in heads if a in o.axes] for o in found]
+    group_is_inner = kept[0] == kept[1] == heads[: len(kept[0])] and len(kept[0]) < len(heads)
+    if 0 in (*k.shape, *v.shape) or not group_is_inner:
+        return None
+    fewer = [o.arranged((outer[0], kept[0], *layout[2:])) for o, layout in zip(found, layouts, strict=True)]
+    return Node(m.node.op, m.node.src[0], *fewer, *m.node.src[3:])
 
 
 def _attention(found: Found, by_role: Slots, query: Operand, key: Operand, value: Operand) -> Node:

@@ -7,7 +7,7 @@ norm of what was cast.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from tilewright.dtype import BF16, F16, F32
 from tilewright.ir.build import const, convert, map_
@@ -49,14 +49,20 @@ def dividing_by_root_mean_square_is_a_norm(m: Match) -> Node | None:
                 between = _normalised(spread, y)
                 if between is None or y.shape != m.node.shape or not spans_rows(factor, y.shape, spread.axes):
                     continue
-                norm = _norm(m, [*inside, *reader.passed, *between], spread, y)
-                left = (_other_than(above, y, factor), _other_than(below, factor))
-                return None if norm is None else _with_factors(norm, *left)
+                taken = [*inside, *reader.passed, *between]
+                left = _without(above, y, *([factor] if factors is above else []))
+                under = _without(below, *([factor] if factors is below else []))
+                norm = None if any(f in taken for f in (*left, *under)) else _norm(m, taken, spread, y)
+                return None if norm is None else _with_factors(norm, left, under)
     return None
 
 
-def _other_than(factors: Iterable[Node], *used: Node) -> list[Node]:
-    return [f for f in factors if f not in used and scalar_value(f) != 1]
+def _without(factors: Sequence[Node], *used: Node) -> list[Node]:
+    """The factors but for one occurrence of each that is used, and but for ones."""
+    left = list(factors)
+    for u in used:
+        left.remove(u)
+    return [f for f in left if scalar_value(f) != 1]
 
 
 def _factors(m: Match, inside: list[Node]) -> tuple[list[Node], list[Node]]:
