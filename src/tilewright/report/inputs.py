@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tilewright.errors import InputError
-from tilewright.ir.carrier import CARRIERS, operands_of
+from tilewright.ir.carrier import CARRIERS, acc_of, operands_of
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Input, Param
 from tilewright.ir.types import TensorType
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     import numpy as np
 
 # Swap, and memory that a virtual machine is given only as it is used, hold more than the machine reports at first.
-MEMORY_GROWS = 8
+MEMORY_GROWS = 2
+# A product is checked against its result in float64, its error bound, and both ends of the interval around it.
+CHECKED_BYTES = 4 * 8
 
 
 @dataclass(frozen=True)
@@ -129,23 +131,29 @@ def check_shapes(graph: Graph, input_dims: Mapping[str, Sequence[int]]) -> None:
 
 
 def check_memory(graph: Graph) -> None:
-    """See that the program's values are not beyond anything the machine could hold.
+    """See that the machine could hold the program's values, and what its largest product is checked against.
 
     Raises:
-        InputError: inputs and outputs, or a single value, are many times larger than the machine's memory.
+        InputError: they are far larger than the machine's memory.
     """
     if not hasattr(os, "sysconf") or "SC_PHYS_PAGES" not in os.sysconf_names:
         return
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     ends = sum(_bytes(t) for n in (*graph.inputs, *graph.outputs) for t in tensor_types(n))
-    largest = max((_bytes(t) for n in graph.nodes() for t in tensor_types(n)), default=0)
+    largest = max((_held(n) for n in graph.nodes()), default=0)
     need = max(ends, largest)
     if need > MEMORY_GROWS * memory:
         raise InputError(
-            f"its values need {need / 2**30:,.0f} GiB at least and the machine has {memory / 2**30:,.0f} GiB",
+            f"its values and their check need {need / 2**30:,.0f} GiB at least and the machine has {memory / 2**30:,.0f} GiB",
             where=graph.name,
             hint="smaller shapes (--batch, --input-dim)",
         )
+
+
+def _held(node: Node) -> int:
+    if isinstance(node.op, CARRIERS):
+        return CHECKED_BYTES * acc_of(node).tensor.elements
+    return sum(_bytes(t) for t in tensor_types(node))
 
 
 def _bytes(t: TensorType) -> int:

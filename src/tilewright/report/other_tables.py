@@ -51,7 +51,8 @@ def print_verify(out: Console, report: Verify) -> None:
         made.add_row(kind, f"{len(group):,}", f"{exact:,}", *_worst(worst, worst.name))
     for end in report.end_to_end:
         exact = "1" if end.error == 0 and end.ok else "0"
-        made.add_row("end to end", "1", exact, *_worst(end, f"output {end.name}"))
+        error, bound, _ = _worst(end, end.name)
+        made.add_row("end to end", "", exact, error, bound, Text(f"output {end.name}"))
     out.print(made)
     if report.verified:
         steps, outputs = count(len(report.steps), "step"), count(len(report.end_to_end), "output")

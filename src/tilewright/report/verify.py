@@ -23,7 +23,8 @@ from tilewright.schedule.expected import check, expect
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
-REGION_ROUNDINGS = 64
+# Roundings a region may differ by, of its result's type and of f32, in which most of it is computed; relative to the largest.
+NARROW_ROUNDINGS, WIDE_ROUNDINGS = 16, 64
 PROGRAM_ROUNDINGS = 16
 PROGRAM_RMS = (1e-3, 0.25)
 MOVES = (Input, Const, Param, Acc, *VIEWS)
@@ -115,7 +116,8 @@ def _region_gap(got: torch.Tensor, reference: torch.Tensor, t: TensorType, from_
     if t.dtype.is_float:
         finite = r.abs()[r.isfinite()]
         largest = float(finite.amax()) if finite.numel() else 0.0
-        slack = REGION_ROUNDINGS * max(t.dtype.epsilon, F32.epsilon) * (r.abs() + largest)
+        rounding = max(NARROW_ROUNDINGS * t.dtype.epsilon, WIDE_ROUNDINGS * F32.epsilon)
+        slack = rounding * (r.abs() + largest)
     else:
         slack = torch.ones_like(r)  # a rounding that falls the other way
     return element_gap(got, reference, r - slack, r + slack)
