@@ -225,3 +225,13 @@ def test_progress_shows_on_a_terminal_and_nowhere_else(monkeypatch: pytest.Monke
         show(1, 2, "s8[16,1024] @ s8[16,1024]^T")
     drawn = sys.stderr.getvalue()  # type: ignore[attr-defined]
     assert "reading [bold].onnx" in drawn and "s8[16,1024] @ s8[16,1024]^T" in drawn
+
+
+def test_compiling_tells_which_kernel_it_is_choosing() -> None:
+    x, w = input_("x", F32, (4, 8)), input_("w", F32, (8, 8))
+    value = Node(LayerNorm(1, 1e-5), gemm(x, w))
+    graph = Graph("g", (x, w), (gemm(value, w), gemm(value, transpose(w, (1, 0)))), ("y", "z"))
+    told: list[tuple[int, int, str]] = []
+    tilewright.compile(graph, budget_s=0, progress=lambda *what: told.append(what))
+    plain, turned = "f32[4,8] @ f32[8,8]", "f32[4,8] @ f32[8,8]^T"
+    assert told == [(0, 2, plain), (1, 2, turned)]
