@@ -190,6 +190,11 @@ class TestExportedPrograms:
             load_with(dynamic(), None, input_dims={"x": (3, 7, 4), "mask": (1, 7)})
         assert "has one symbol" in shown(error)
 
+    def test_an_extent_beyond_what_the_program_allows_is_refused(self) -> None:
+        with pytest.raises(InputError, match=r"torch\.export fails: .*64") as error:
+            load_with(dynamic(), None, input_dims={"x": (3, 99, 4)})
+        shown(error)
+
     def test_an_example_of_every_input_is_wanted(self) -> None:
         with pytest.raises(InputError, match=r"no example of input 'mask'(.|\n)*inputs are x, mask") as error:
             load_with(dynamic(), {"x": torch.zeros(3, 7, 4)})

@@ -9,6 +9,8 @@ import torch
 
 from against_torch import Together, agree, read
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, DType
+from tilewright.frontends._torch_call import find_operator
+from tilewright.frontends._torch_registry import TRANSLATIONS
 from tilewright.ir.evaluate import evaluate
 from torch_op_cases import GROUPS, INF, NAN
 
@@ -57,3 +59,8 @@ def test_a_float_outside_an_integer_saturates_and_the_graph_says_so() -> None:
     (given,) = evaluate(graph, [x])
     assert given.tolist() == [127, -128, 0, 127, 2, -2]
     assert any("saturates where torch leaves it undefined" in note for note in graph.notes)
+
+
+def test_every_translation_is_of_an_operator_that_torch_has() -> None:
+    assert all(str(find_operator(name, "")) == name for name in TRANSLATIONS)
+    assert len(TRANSLATIONS) > 200

@@ -49,14 +49,20 @@ _COMPARISONS = {
     "lt": "less",
     "ne": "not_equal",
 }
-_BITWISE = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor"}
 _LOGICAL = {"logical_and": "and", "logical_or": "or", "logical_xor": "xor"}
-_BINARY = {"atan2": "atan2", "fmod": "remainder", "maximum": "maximum", "minimum": "minimum", "remainder": "modulo"}
-_SHIFTS = {
-    "__lshift__": "shift_left",
-    "__rshift__": "shift_right_arithmetic",
-    "bitwise_left_shift": "shift_left",
-    "bitwise_right_shift": "shift_right_arithmetic",
+_BINARY = {
+    "atan2": ("atan2", ("default",)),
+    "bitwise_and": ("and", ("Tensor", "Scalar", "Scalar_Tensor")),
+    "bitwise_left_shift": ("shift_left", ("Tensor", "Tensor_Scalar", "Scalar_Tensor")),
+    "bitwise_or": ("or", ("Tensor", "Scalar", "Scalar_Tensor")),
+    "bitwise_right_shift": ("shift_right_arithmetic", ("Tensor", "Tensor_Scalar", "Scalar_Tensor")),
+    "bitwise_xor": ("xor", ("Tensor", "Scalar", "Scalar_Tensor")),
+    "fmod": ("remainder", ("Tensor", "Scalar")),
+    "__lshift__": ("shift_left", ("Tensor", "Scalar")),
+    "maximum": ("maximum", ("default",)),
+    "minimum": ("minimum", ("default",)),
+    "remainder": ("modulo", ("Tensor", "Scalar", "Scalar_Tensor")),
+    "__rshift__": ("shift_right_arithmetic", ("Tensor", "Scalar")),
 }
 
 
@@ -87,11 +93,8 @@ def _register_binary() -> None:
     def of_truth(fn: str) -> Callable[[Site, Node, Node], Node]:
         return lambda _, self, other: mapped(fn, PRED, self, other)
 
-    for name, fn in _BINARY.items():
-        aten(f"{name}.default", f"{name}.Tensor", f"{name}.Scalar", f"{name}.Scalar_Tensor")(in_result_type(fn))
-    for name, fn in {**_BITWISE, **_SHIFTS}.items():
-        overloads = ("Tensor", "Scalar", "Scalar_Tensor", "Tensor_Scalar")
-        aten(*(f"{name}.{o}" for o in overloads))(in_result_type(fn))
+    for name, (fn, overloads) in _BINARY.items():
+        aten(*(f"{name}.{overload}" for overload in overloads))(in_result_type(fn))
     for name, fn in _COMPARISONS.items():
         aten(f"{name}.Tensor", f"{name}.Scalar")(in_common_type(fn))
     for name, fn in _LOGICAL.items():

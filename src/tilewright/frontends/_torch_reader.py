@@ -120,7 +120,7 @@ class Reader:
         kwargs = {name: self._resolved(a) for name, a in named.items()}
         value = node.meta["val"]
         types = tuple(type_of(t, where) for t in tensors_in(value))
-        site = Site(str(target), where, types, _used(node))
+        site = Site(str(target), where, types, _used(node, value))
         results = self._translate(site, args, kwargs)
         if results is None:
             results = self._call(node, site, args, kwargs)
@@ -216,10 +216,13 @@ def _place(node: fx.Node) -> str:
     return f"{path} {node.target.overloadpacket.__name__}"
 
 
-def _used(node: fx.Node) -> frozenset[int]:
-    """Which of several results anything reads; of one result, that one."""
-    picked = [user.args[1] for user in node.users if user.target is operator.getitem and user.args[0] is node]
-    return frozenset(cast("list[int]", picked)) or frozenset({0})
+def _used(node: fx.Node, value: object) -> frozenset[int]:
+    """Which of an operator's tensor results anything reads; of one result, that one."""
+    if isinstance(value, torch.Tensor):
+        return frozenset({0})
+    picked = {cast(int, user.args[1]) for user in node.users if user.target is operator.getitem and user.args[0] is node}
+    places = [i for i, v in enumerate(cast("Sequence[object]", value)) if isinstance(v, torch.Tensor)]
+    return frozenset(n for n, place in enumerate(places) if place in picked)
 
 
 def _arranged(

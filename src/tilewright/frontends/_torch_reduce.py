@@ -47,10 +47,6 @@ def _extreme_along(fn: str) -> Callable[..., list[Node | None] | None]:
     return extreme
 
 
-for _name, _fn in {"sum": "add", "mean": "mean"}.items():
-    aten(f"{_name}.dim_IntList", f"{_name}.dim")(_reduction(_fn))
-
-
 @aten("sum.default", "mean.default", "prod.default")
 def total(site: Site, self: Node, **_: object) -> Node:
     """Over every element."""
@@ -58,6 +54,8 @@ def total(site: Site, self: Node, **_: object) -> Node:
     return reduce_(fn, cast(self, site.dtype), _axes(self, None))
 
 
+aten("sum.dim_IntList")(_reduction("add"))
+aten("mean.dim")(_reduction("mean"))
 aten("prod.dim_int")(_reduction("multiply"))
 aten("amax.default", "max.default")(_reduction("maximum"))
 aten("amin.default", "min.default")(_reduction("minimum"))
