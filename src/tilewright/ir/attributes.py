@@ -15,6 +15,8 @@ from dataclasses import fields
 from functools import cache
 from typing import Any
 
+import numpy as np
+
 from tilewright.errors import TypeMismatchError
 
 Reader = Callable[[Any], object]
@@ -67,7 +69,7 @@ def _reader(hint: Any) -> Reader:
 
 
 def _bool(value: Any) -> bool:
-    if _int(value) not in (0, 1):
+    if not isinstance(value, np.bool_) and _int(value) not in (0, 1):
         raise _WrongError("true or false")
     return bool(value)
 
