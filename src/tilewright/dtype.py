@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 Kind = Literal["pred", "int", "uint", "float", "opaque"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """One element type.
+    """One element type; there is one object for each, so `is` compares them.
 
     Attributes:
         name: HLO spelling.
