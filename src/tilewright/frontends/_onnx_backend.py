@@ -25,13 +25,17 @@ from tilewright.ir.verify import verify
 
 
 class TilewrightRep(BackendRep):
-    """A model ready to run; one graph for each set of input shapes."""
+    """A model ready to run.
+
+    Attributes:
+        graphs: one for each set of input shapes.
+    """
 
     def __init__(self, model: onnx.ModelProto) -> None:
         constants = {t.name for t in model.graph.initializer}
         self._model = model
         self._inputs = [i for i in model.graph.input if i.name not in constants]
-        self._graphs: dict[tuple[Shape, ...], Graph] = {}
+        self.graphs: dict[tuple[Shape, ...], Graph] = {}
         if not symbolic(self._inputs):
             self.graph([])
 
@@ -44,9 +48,9 @@ class TilewrightRep(BackendRep):
             dims = {i.name: s for i, v, s in named if isinstance(v, np.ndarray) and i.type.HasField("tensor_type")}
         else:
             shapes = ()
-        if shapes not in self._graphs:
-            self._graphs[shapes] = verify(front_end.load(self._model, LoadOptions(input_dims=dims)))
-        return self._graphs[shapes]
+        if shapes not in self.graphs:
+            self.graphs[shapes] = verify(front_end.load(self._model, LoadOptions(input_dims=dims)))
+        return self.graphs[shapes]
 
     def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Results as NumPy arrays (or what a `call` gave, for sequences and strings)."""

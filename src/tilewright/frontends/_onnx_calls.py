@@ -20,6 +20,7 @@ from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends._onnx_files import SHOWN, quoted
 from tilewright.frontends._onnx_known import RANDOM
+from tilewright.frontends._onnx_loop import loop_operator
 from tilewright.frontends._onnx_tensors import array_type, element_code, element_type, from_array, to_numpy
 from tilewright.ir.build import const, items
 from tilewright.ir.graph import Node
@@ -197,7 +198,7 @@ def _session(payload: str) -> _Session:
 
     model = onnx.ModelProto.FromString(base64.b64decode(payload))
     inputs = tuple((i.name, i.type.tensor_type.elem_type) for i in model.graph.input)
-    return _Session(ReferenceEvaluator(model), inputs)
+    return _Session(ReferenceEvaluator(model, new_ops=[loop_operator()]), inputs)
 
 
 def _refuse_unknown(payload: str, site: CallSite) -> None:
@@ -243,12 +244,11 @@ def evaluate(call: Call, values: Sequence[object]) -> list[object]:
     return out
 
 
-def constant(tensor: onnx.TensorProto, where: str) -> Node:
+def constant(tensor: onnx.TensorProto, where: str, declared: dict[Node, onnx.TypeProto]) -> Node:
     """A constant of an element type that Tilewright lacks, as a call."""
     import onnx
 
     node = onnx.NodeProto(op_type="Constant", output=["y"])
     node.attribute.add(name="value", type=onnx.AttributeProto.TENSOR).t.CopyFrom(tensor)
     site = CallSite(node, (), {}, {"": onnx.defs.onnx_opset_version()}, (), where)
-    made = call(site, {}, {})[0]
-    return cast("Node", made)
+    return cast("Node", call(site, {}, declared)[0])

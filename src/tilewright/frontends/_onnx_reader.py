@@ -80,7 +80,7 @@ class Reader:
         literal = tensor_literal(tensor, self._files, where, embedded)
         if literal is not None:
             return Node(Const(literal))
-        return calls.constant(embedded_tensor(tensor, self._files, where), where)
+        return calls.constant(embedded_tensor(tensor, self._files, where), where, self._declared)
 
     def read(self, nodes: Sequence[onnx.NodeProto], scope: Scope, context: Context) -> None:
         """Read nodes in order, binding their results in `scope`.

@@ -1,0 +1,34 @@
+"""All of onnx's node tests, and docs/conformance.md as they leave it."""
+
+from __future__ import annotations
+
+import pytest
+from report import DOCUMENT, tables, written
+
+from onnx_node_suite import NAMED, Outcome, outcomes
+
+pytestmark = pytest.mark.conformance
+
+
+@pytest.fixture(scope="module")
+def found() -> list[Outcome]:
+    return outcomes()
+
+
+def test_at_least_95_in_100_pass(found):
+    failed = [o for o in found if o.status == "fail"]
+    assert len(found) > 1500
+    assert len(failed) <= 0.05 * len(found), failed
+
+
+def test_every_case_of_the_named_operators_passes(found):
+    assert [o for o in found if o.op in NAMED and o.status == "fail"] == []
+
+
+def test_every_failure_is_onnxs_own_or_has_a_reason(found):
+    assert all(o.reason for o in found if o.status == "fail")
+
+
+def test_the_document_says_what_happened(found):
+    text = DOCUMENT.read_text()
+    assert text == written(text, tables(found)), "run python tests/conformance/report.py"
