@@ -133,7 +133,8 @@ def test_names_are_checked() -> None:
 def test_values_beyond_any_memory_are_refused_before_anything_runs() -> None:
     check_memory(block())
     x = input_("x", F32, (1 << 22, 1))
-    with pytest.raises(InputError, match=r"its values and their check need 524,288 GiB at least and the machine has [\d,]+ GiB \(g\)"):
+    said = r"its values and their check need 524,288 GiB at least and the machine has [\d,]+ GiB \(g\)"
+    with pytest.raises(InputError, match=said):
         check_memory(program(gemm(x, transpose(x, (1, 0))), inputs=(x,)))
 
 

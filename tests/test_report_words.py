@@ -15,7 +15,7 @@ from tilewright.hardware.detect import detect
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, transpose
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Attention, Call, Concat, Gather, Quantize, gemm
+from tilewright.ir.ops import Attention, Call, Concat, Gather, LayerNorm, Quantize, gemm
 from tilewright.ir.types import TensorType
 from tilewright.report import schema
 from tilewright.report.console import progress
