@@ -63,7 +63,7 @@ def optimise(graph: Graph, trace: Trace | None = None, visit: Callable[[str, Gra
 def compile(
     program: object,
     *,
-    example_inputs: Sequence[object] | None = None,
+    example_inputs: Sequence[object] | Mapping[str, object] | None = None,
     device: str = "cpu",
     batch: int | None = None,
     input_dims: Mapping[str, Sequence[int]] | None = None,
@@ -74,8 +74,8 @@ def compile(
     """Compile a program for a device.
 
     Args:
-        program: path of an .hlo, .mlir, .stablehlo, .onnx or .pt2 file; HLO or StableHLO text; an ONNX ModelProto; a
-            torch ExportedProgram or nn.Module; a Graph.
+        program: path of an .hlo, .mlir, .stablehlo or .onnx file; HLO or StableHLO text; an ONNX ModelProto; a torch
+            ExportedProgram or nn.Module; a Graph.
         example_inputs: to trace an nn.Module with.
         device: "cpu", "cuda" or "cuda:1".
         batch: value of a symbolic first axis.
