@@ -263,6 +263,19 @@ def test_matmul_nbits_of_a_weight_that_is_an_input():
     )
 
 
+def test_matmul_nbits_of_a_weight_that_is_computed():
+    codes = rng.integers(0, 16, (3, 3, 16)).astype(np.uint8)  # as many groups as rows: a transpose keeps the shape
+    scales = rng.random((3, 3)).astype(np.float32)
+    a = rng.standard_normal((2, 48)).astype(np.float32)
+    nodes = [
+        helper.make_node("Transpose", ["b"], ["t"], perm=[1, 0, 2]),
+        helper.make_node("MatMulNBits", ["a", "t", "s"], ["y"], domain="com.microsoft", K=48, N=3, bits=4, block_size=16),
+    ]
+    m = model(nodes, {"a": a}, {"y": FLOAT}, {"b": packed(codes), "s": scales}, domains={"com.microsoft": 1})
+    weight = ((codes.swapaxes(0, 1) - 8.0) * scales[..., None]).reshape(3, -1)
+    np.testing.assert_allclose(ours(m, {"a": a})[0], a @ weight.T, rtol=1e-4, atol=1e-5)
+
+
 def test_matmul_nbits_forms_that_are_refused():
     a = np.zeros((1, 32), np.float32)
     constants = {"b": np.zeros((3, 2, 4), np.uint8), "s": np.zeros((3, 2), np.float32)}

@@ -14,7 +14,7 @@ from tilewright.frontends._onnx_node import OpNode, Unmodelled, converts
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Concat, Const, Dequantize, gemm
+from tilewright.ir.ops import Concat, Const, Dequantize, Reshape, gemm
 from tilewright.ir.types import TensorType
 
 
@@ -186,7 +186,7 @@ def _unpacked(packed: Node, bits: int) -> Node:
     if bits == 8:
         return packed
     shape = (packed.shape[0], packed.shape[1] * 2)
-    source = packed.src[0] if packed.src else packed
+    source = packed.src[0] if isinstance(packed.op, Reshape) else packed
     if isinstance(source.op, Const):
         data = source.op.data
 

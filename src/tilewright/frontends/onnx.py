@@ -36,7 +36,8 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     """The graph of an ONNX model.
 
     Args:
-        program: path of a .onnx file, or a ModelProto that holds its own weights.
+        program: path of a .onnx file, or a ModelProto that holds its own weights; the graph refers to it, so it must not
+            change afterwards.
         options: sizes of the extents that the model leaves open.
 
     Raises:
