@@ -126,8 +126,9 @@ def _diagnosis(error: Exception) -> tuple[str, str]:
     for line in str(error).splitlines():
         found = re.match(r'\s*error:\s*(?:"[^"]*":(\d+):(\d+):\s*)?(.*)', line)
         if found and found.group(3):
+            what = re.sub(r'^"[^"]*"\(.*\): ', "", found.group(3))  # a location written out
             place = f"line {found.group(1)}" if found.group(1) else ""
-            return found.group(3)[:200], place
+            return what[:200], place
     return (str(error).splitlines() or [type(error).__name__])[0][:200], ""
 
 

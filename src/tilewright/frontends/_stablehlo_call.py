@@ -31,7 +31,6 @@ CALLABLE = frozenset(
         "reduce",
         "reduce_precision",
         "reduce_window",
-        "rng_bit_generator",
         "scatter",
         "select_and_scatter",
         "shift_left",

@@ -10,7 +10,7 @@ from typing import Any
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import _jaxlib
 from tilewright.frontends._stablehlo_call import CALLABLE, make_call, make_module
-from tilewright.frontends._stablehlo_module import Block, Operation, tensor_type
+from tilewright.frontends._stablehlo_module import Block, Operation, place, tensor_type
 from tilewright.frontends._stablehlo_registry import Site, Value, lowering
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph, Node
@@ -55,7 +55,7 @@ class Walk:
         """
         arguments = self._entry()[1].block().arguments
         if len(labels) != len(arguments):
-            labels = [_argument_name(a, i, self.asm) for i, a in enumerate(arguments)]
+            labels = [self._argument_name(a, i) for i, a in enumerate(arguments)]
         return _unique(labels), [a.type for a in arguments]
 
     def graph(self, labels: Sequence[str], output_names: Sequence[str]) -> Graph:
@@ -140,6 +140,22 @@ class Walk:
         if not list(entry.raw.regions[0].blocks):
             raise InputError(f"function {name!r} has no body", where=self.where)
         return name, entry
+
+    def _argument_name(self, argument: Any, index: int) -> str:
+        """What the source calls an argument: the name of its location, or that of the argument it is passed on as (JAX's
+        exports wrap their program so), or the identifier that stands where it was parsed."""
+        location = argument.location
+        if getattr(location, "name_str", ""):
+            return str(location.name_str)
+        for use in argument.uses:
+            user = Operation(use.owner)
+            callee = self._functions[0].get(user.string("callee")) if user.name == "func.call" else None
+            if callee is not None:
+                inner = place(callee.block().arguments[use.operand_number].location)
+                if inner.name:
+                    return inner.name
+        found = _identifier_at(self.asm, location) if hasattr(location, "start_line") else None
+        return found or f"arg{index}"
 
     def _run(self, name: str | None, block: Block, args: Sequence[Value], outer: _Scope | None = None) -> list[Value]:
         """Results of a block; `name` is that of the function it is the body of, `outer` what a region may read besides."""
@@ -265,19 +281,13 @@ def _unique(names: Sequence[str]) -> list[str]:
     return out
 
 
-def _argument_name(argument: Any, index: int, asm: str) -> str:
-    """What the source calls an argument: the name of its location, or the identifier that stands where it was parsed."""
-    location = argument.location
-    if hasattr(location, "name_str") and location.name_str:
-        return str(location.name_str)
-    if hasattr(location, "start_line"):
-        start = 0
-        for _ in range(int(location.start_line) - 1):
-            start = asm.find("\n", start) + 1
-        found = re.compile(r"%([\w$.\-]+)").match(asm, start + int(location.start_col) - 1)
-        if found and not found.group(1).isdigit():
-            return found.group(1)
-    return f"arg{index}"
+def _identifier_at(asm: str, location: Any) -> str | None:
+    """The SSA identifier at a line and column of the text, unless it is a mere number."""
+    start = 0
+    for _ in range(int(location.start_line) - 1):
+        start = asm.find("\n", start) + 1
+    found = re.compile(r"%([\w$.\-]+)").match(asm, start + int(location.start_col) - 1)
+    return found.group(1) if found and not found.group(1).isdigit() else None
 
 
 def _result_names(entry: Operation, count: int) -> list[str]:
