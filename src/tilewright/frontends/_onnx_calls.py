@@ -19,6 +19,7 @@ import torch
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends._onnx_files import SHOWN, quoted
+from tilewright.frontends._onnx_functions import names_inside, operators_of
 from tilewright.frontends._onnx_known import RANDOM
 from tilewright.frontends._onnx_loop import loop_operator
 from tilewright.frontends._onnx_tensors import array_type, element_code, element_type, from_array, to_numpy
@@ -107,9 +108,9 @@ def _model_of(site: CallSite, declared: Mapping[Node, onnx.TypeProto]) -> tuple[
     del node.metadata_props[:]
     model.graph.name = "call"
     # Two draws are not one: a node that draws keeps its name in the payload.
-    draws = node.op_type in RANDOM or bool(site.captured)
+    draws = bool(operators_of(node) & RANDOM)
     node.name = f"{site.proto.name} {site.proto.output[0] if site.proto.output else ''}" if draws else ""
-    reserved = set(site.captured)
+    reserved = names_inside(node)
     sources: dict[Node, str] = {}
     del node.input[:]
     for source in site.sources:

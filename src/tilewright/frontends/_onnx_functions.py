@@ -149,6 +149,17 @@ def free_names(node: onnx.NodeProto) -> set[str]:
     return free
 
 
+def names_inside(node: onnx.NodeProto) -> set[str]:
+    """Every name that the node's subgraphs mention."""
+    inner = [n for n in _with_inner_nodes(node) if n is not node]
+    return {name for n in inner for name in (*n.input, *n.output)} | free_names(node)
+
+
+def operators_of(node: onnx.NodeProto) -> set[str]:
+    """The operator types of the node and of those in its subgraphs."""
+    return {n.op_type for n in _with_inner_nodes(node)}
+
+
 def _graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
     return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
 
