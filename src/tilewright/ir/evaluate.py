@@ -82,6 +82,8 @@ def check_value(value: torch.Tensor, type: TensorType, where: str) -> torch.Tens
     """
     if type.dtype.kind == "opaque":
         return value
+    if not hasattr(value, "shape"):
+        raise InputError(f"a {value.__class__.__name__} given, {type} wanted", where=where)
     if tuple(value.shape) != type.shape:
         raise InputError(f"shape {list(value.shape)} given, {type} wanted", where=where)
     if value.dtype != type.dtype.to_torch():
