@@ -14,7 +14,7 @@ Polynomial = Mapping[tuple[int, ...], float]
 
 ARITHMETIC = ("add", "subtract", "multiply", "divide", "negate", "power")
 MAX_DEGREE = 4
-MAX_NODES = 24
+MAX_NODES = 16
 
 
 def arithmetic(node: Node) -> bool:
@@ -22,14 +22,17 @@ def arithmetic(node: Node) -> bool:
     return isinstance(node.op, Map) and node.op.fn in ARITHMETIC and node.dtype.is_float
 
 
-def polynomial(root: Node, variables: Sequence[Node], inside: list[Node]) -> Polynomial | None:
-    """`root` as a polynomial in `variables`, or None if it is none (of degree 4 and 24 operations at most).
+def polynomial(root: Node, variables: Sequence[Node], inside: list[Node], max_nodes: int = MAX_NODES) -> Polynomial | None:
+    """`root` as a polynomial in `variables`, or None if it is none (of degree 4 and `max_nodes` operations at most).
 
     All have one shape; constants are numbers. The nodes that stand between the variables and the root, the root included,
     are added to `inside`.
     """
-    reader = _Reader(variables)
-    found = reader.read(root)
+    reader = _Reader(variables, max_nodes)
+    try:
+        found = reader.read(root)
+    except _NoPolynomialError:
+        return None
     inside.extend(reader.inside)
     return found
 
@@ -47,34 +50,38 @@ def rounding_tolerance(dtype: DType) -> float:
     return 2 * (F32 if dtype is F64 else dtype).epsilon
 
 
+class _NoPolynomialError(Exception):
+    """Something on the way is neither arithmetic nor a variable nor a number."""
+
+
 class _Reader:
-    def __init__(self, variables: Sequence[Node]) -> None:
+    def __init__(self, variables: Sequence[Node], max_nodes: int) -> None:
         self.inside: list[Node] = []
+        self._max_nodes = max_nodes
         self._shape = variables[0].shape
         self._one = (0,) * len(variables)
-        self._known: dict[Node, Polynomial | None] = {}
+        self._known: dict[Node, Polynomial] = {}
         for i, v in enumerate(variables):
             self._known[v] = {tuple(int(i == j) for j in range(len(variables))): 1.0}
 
-    def read(self, node: Node) -> Polynomial | None:
-        if node not in self._known:
-            self._known[node] = self._read(node)
-        return self._known[node]
+    def read(self, node: Node) -> Polynomial:
+        found = self._known.get(node)
+        if found is None:
+            found = self._known[node] = self._read(node)
+        return found
 
-    def _read(self, node: Node) -> Polynomial | None:
+    def _read(self, node: Node) -> Polynomial:
         value = scalar_value(node)
         if value is not None:
             return {self._one: float(value)} if value else {}
-        if not arithmetic(node) or node.shape != self._shape or len(self.inside) >= MAX_NODES:
-            return None
-        assert isinstance(node.op, Map)
+        if not isinstance(node.op, Map) or node.op.fn not in ARITHMETIC or not node.dtype.is_float:
+            raise _NoPolynomialError
+        if node.shape != self._shape or len(self.inside) >= self._max_nodes:
+            raise _NoPolynomialError
         self.inside.append(node)
-        args = [self.read(s) for s in node.src]
-        if any(a is None for a in args):
-            return None
-        return self._apply(node.op.fn, [a for a in args if a is not None])
+        return self._apply(node.op.fn, [self.read(s) for s in node.src])
 
-    def _apply(self, fn: str, args: list[Polynomial]) -> Polynomial | None:
+    def _apply(self, fn: str, args: list[Polynomial]) -> Polynomial:
         if fn == "negate":
             return _scaled(args[0], -1.0)
         a, b = args
@@ -86,17 +93,17 @@ class _Reader:
             return _product(a, b)
         number = b.get(self._one)
         if number is None or len(b) > 1:
-            return None
+            raise _NoPolynomialError
         if fn == "divide":
             return _scaled(a, 1.0 / number)
         return self._power(a, number)
 
-    def _power(self, base: Polynomial, exponent: float) -> Polynomial | None:
+    def _power(self, base: Polynomial, exponent: float) -> Polynomial:
         if exponent not in range(1, MAX_DEGREE + 1):
-            return None
-        result: Polynomial | None = {self._one: 1.0}
+            raise _NoPolynomialError
+        result: Polynomial = {self._one: 1.0}
         for _ in range(int(exponent)):
-            result = None if result is None else _product(result, base)
+            result = _product(result, base)
         return result
 
 
@@ -109,12 +116,12 @@ def _sum(a: Polynomial, b: Polynomial) -> Polynomial:
     return {k: c for k, c in total.items() if c}
 
 
-def _product(a: Polynomial, b: Polynomial) -> Polynomial | None:
+def _product(a: Polynomial, b: Polynomial) -> Polynomial:
     total: dict[tuple[int, ...], float] = {}
     for ka, ca in a.items():
         for kb, cb in b.items():
             k = tuple(i + j for i, j in zip(ka, kb, strict=True))
             if sum(k) > MAX_DEGREE:
-                return None
+                raise _NoPolynomialError
             total[k] = total.get(k, 0.0) + ca * cb
     return {k: c for k, c in total.items() if c}

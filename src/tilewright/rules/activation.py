@@ -10,16 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 from tilewright.ir.build import map_
 from tilewright.ir.constant import scalar_like, scalar_value, scaling
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Map
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.ir.polynomial import MAX_NODES, Polynomial, agree, arithmetic, polynomial, rounding_tolerance
+from tilewright.ir.polynomial import Polynomial, agree, arithmetic, polynomial, rounding_tolerance
 
 ARGUMENT_OFF = 0.02  # a constant this near its ideal value was meant to be it
-REACH = 10  # operations between an activation's last and its inner function
+DEPTH = 3  # operations from an activation's last to its inner function, at most
+CANDIDATES = 10  # values looked at for x, and operations that make the inner function's argument of it, at most
 
 
 @dataclass(frozen=True)
@@ -68,32 +70,59 @@ def arithmetic_around_erf_or_tanh_is_an_activation(m: Match) -> Node | None:
     Sources: Hendrycks and Gimpel 2016 (arXiv 1606.08415); Elfwing et al. 2017 (arXiv 1702.03118).
     """
     for inner in _inner_functions(m.node):
-        for x in _variables(inner.src[0]):
-            found = _matched(m, inner, x)
+        for reading in _readings(inner):
+            found = _matched(m, inner, reading)
             if found is not None or m.refusal is not None:
                 return found
     return None
 
 
-def _inner_functions(root: Node) -> Iterator[Node]:
-    """The functions under arithmetic of the root's shape that some form is built around, nearest first."""
-    queue, looked = [root], 0
-    while queue and looked < REACH:
-        node = queue.pop(0)
-        looked += 1
-        for s in dict.fromkeys(node.src):
-            if s.shape != root.shape or not isinstance(s.op, Map):
-                continue
-            if s.op.fn in _INNER:
-                yield s
-            elif arithmetic(s):
-                queue.append(s)
+def _inner_functions(root: Node) -> list[Node]:
+    """The functions at most `DEPTH` operations under the root that some form is built around, nearest first."""
+    found: dict[Node, None] = {}
+    level = [root]
+    for _ in range(DEPTH):
+        below = [s for n in level for s in n.src if isinstance(s.op, Map) and s.shape == root.shape]
+        found.update(dict.fromkeys(s for s in below if isinstance(s.op, Map) and s.op.fn in _INNER))
+        level = [s for s in dict.fromkeys(below) if arithmetic(s)]
+    return list(found)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An inner function's argument as a polynomial in x that some forms have, or nearly; `inside` is what it is made by."""
+
+    x: Node
+    argument: Polynomial
+    inside: list[Node]
+    near: list[Form]
+
+
+_READINGS: WeakKeyDictionary[Node, list[Reading]] = WeakKeyDictionary()
+
+
+def _readings(inner: Node) -> list[Reading]:
+    """The readings of an inner function, for each value x that its argument may be computed from."""
+    found = _READINGS.get(inner)
+    if found is None:
+        found = _READINGS[inner] = [r for x in _variables(inner.src[0]) if (r := _reading(inner, x)) is not None]
+    return found
+
+
+def _reading(inner: Node, x: Node) -> Reading | None:
+    assert isinstance(inner.op, Map)
+    inside: list[Node] = []
+    argument = polynomial(inner.src[0], [x], inside, CANDIDATES)
+    if argument is None:
+        return None
+    near = [f for f in FORMS if f.inner == inner.op.fn and agree(argument, f.argument, ARGUMENT_OFF)]
+    return Reading(x, argument, inside, near) if near else None
 
 
 def _variables(argument: Node) -> Iterator[Node]:
-    """What x may be, given the argument of the inner function: any value it is computed from by arithmetic."""
+    """What x may be: any value the argument is computed from by arithmetic."""
     queue, seen = [argument], {argument}
-    while queue and len(seen) < MAX_NODES:
+    while queue and len(seen) <= CANDIDATES:
         node = queue.pop(0)
         yield node
         if arithmetic(node):
@@ -102,26 +131,23 @@ def _variables(argument: Node) -> Iterator[Node]:
             queue.extend(s for s in fresh if scalar_value(s) is None)
 
 
-def _matched(m: Match, inner: Node, x: Node) -> Node | None:
+def _matched(m: Match, inner: Node, reading: Reading) -> Node | None:
     """The activation of x that the matched node is, times what is left over; None if it is none, with or without refusal."""
-    assert isinstance(inner.op, Map)
-    inside: list[Node] = [inner]
-    argument = polynomial(inner.src[0], [x], inside)
-    outer = polynomial(m.node, [x, inner], inside) if argument else None
-    if argument is None or outer is None:
+    x, argument = reading.x, reading.argument
+    inside: list[Node] = [inner, *reading.inside]
+    outer = polynomial(m.node, [x, inner], inside)
+    if outer is None:
         return None
     tolerance = rounding_tolerance(m.node.dtype)
-    for form in FORMS:
-        if form.inner != inner.op.fn or outer.keys() != form.outer.keys():
+    for form in reading.near:
+        if outer.keys() != form.outer.keys():
             continue
         factor = next(outer[k] / c for k, c in form.outer.items())
         if not agree({k: c / factor for k, c in outer.items()}, form.outer, tolerance):
             continue
         if agree(argument, form.argument, tolerance):
             return _replaced(m, form, x, inside, factor, tolerance)
-        if agree(argument, form.argument, ARGUMENT_OFF):
-            m.refuse(f"its constant {argument[(1,)]:.7g} is not {form.result}'s {form.argument[(1,)]:.7g}")
-            return None
+        m.refuse(f"its constant {argument[(1,)]:.7g} is not {form.result}'s {form.argument[(1,)]:.7g}")
     return None
 
 
