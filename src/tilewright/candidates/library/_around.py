@@ -65,6 +65,21 @@ def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Se
     return evaluate
 
 
+def rest_of_store(problem: Problem, done: Node) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """How to get the gemm's one result from the value of `done`, a node of its store that the library computed."""
+    roots = problem.op.stores
+    if roots[0] is done:
+        return lambda value, sources: [value]
+    params = [(n, n.op.index) for n in toposort(roots) if isinstance(n.op, Param)]
+
+    def evaluate(value: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        bound: dict[Node, object] = {n: sources[i] for n, i in params}
+        bound[done] = value
+        return cast("list[torch.Tensor]", evaluate_nodes(roots, bound))
+
+    return evaluate
+
+
 def _is_slice_of(node: Node, acc: Node) -> bool:
     while isinstance(node.op, Slice):
         node = node.src[0]

@@ -43,7 +43,8 @@ class IntMm:
         multiply = torch.ops.aten._int_mm
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            lhs, rhs = side(problem.op.lhs, weights), side(problem.op.rhs, weights)
+            lhs = side(problem.op.lhs, weights)
+            rhs = side(problem.op.rhs, weights, _along_k if target.kind == "cuda" else lambda t: t)
 
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 a, b = lhs(sources), rhs(sources)
@@ -60,6 +61,11 @@ class IntMm:
 
         scratch = problem.acc.size_bytes
         return Kernel(self.name, schedule, prepare, workspace_bytes=scratch)
+
+
+def _along_k(t: torch.Tensor) -> torch.Tensor:
+    """The right operand with K contiguous, the one layout cuBLASLt takes for every extent."""
+    return t if t.stride(-2) == 1 else t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
 
 def _plain(t: torch.Tensor) -> torch.Tensor:

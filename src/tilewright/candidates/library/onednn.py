@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tilewright.candidates.library._around import side, stores
+from tilewright.candidates.library._around import Side, rest_of_store, side, stores
+from tilewright.candidates.library._post_ops import read_post_ops
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
@@ -33,7 +34,8 @@ class OneDnn:
         pair = {problem.lhs.dtype, problem.rhs.dtype}
         if pair not in ({F32}, {BF16}) or problem.acc.dtype is not F32:
             return f"oneDNN's prepacked linear takes f32 or bf16, not {problem.lhs.dtype} x {problem.rhs.dtype}"
-        if pair == {BF16} and problem.first_conversion() is not BF16:
+        fused = read_post_ops(problem).done.dtype is BF16
+        if pair == {BF16} and not fused and problem.first_conversion() is not BF16:
             return "oneDNN's prepacked bf16 linear rounds to bf16, and a store reads the f32 accumulator"
         if len(problem.op.rhs.shape) != 2 or not _constant(problem.op.rhs, problem):
             return "the right operand is not one constant matrix, so there is nothing to pack once"
@@ -42,22 +44,34 @@ class OneDnn:
         return None
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        return (Schedule.of(prepacked=True),)
+        post = read_post_ops(problem)
+        plain = Schedule.of(prepacked=True)
+        does = [word for word, given in (("bias", post.bias is not None), (post.attr, post.attr != "none")) if given]
+        if not does:
+            return (plain,)
+        fused = Schedule.of(prepacked=True, post="+".join(does))
+        return (fused, plain) if problem.lhs.dtype is F32 or problem.first_conversion() is BF16 else (fused,)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         given = problem.lhs.dtype
-        finish = stores(problem, given)
-        rows = problem.batch * problem.M
+        post = read_post_ops(problem) if "post" in dict(schedule.knobs) else None
+        finish = stores(problem, given) if post is None else rest_of_store(problem, post.done)
+        attr, algorithm = ("none", "") if post is None else (post.attr, post.algorithm)
+        rows, columns = problem.batch * problem.M, problem.N
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             lhs = side(problem.op.lhs, weights)
             matrix = side(problem.op.rhs, weights)(())
             packed = torch.ops.mkldnn._reorder_linear_weight(matrix.t().contiguous(), rows)
             linear = torch.ops.mkldnn._linear_pointwise
+            storage = given.to_torch()
+            bias: Side | None = None
+            if post is not None and post.bias is not None:
+                bias = side(post.bias, weights, lambda t: t.reshape(columns).to(storage))
 
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                product = linear(lhs(sources).contiguous(), packed, None, "none", [], "")
-                return finish(product, sources)
+                value = linear(lhs(sources).contiguous(), packed, bias and bias(sources), attr, [], algorithm)
+                return finish(value, sources)
 
             return run
 
