@@ -226,14 +226,15 @@ def run_program(program: Program, out: Path, tell: Callable[[str], None]) -> Row
 
 def scoreboard(rows: Sequence[Row], machine: str) -> Any:
     """The table."""
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
-    table = Table(title=f"Tilewright on {machine}", title_justify="left")
+    table = Table(title=f"Tilewright on {machine}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("program", "", "verified"):
-        table.add_column(name)
+        table.add_column(name, no_wrap=True)
     for name in ("steps", "ms", "limit ms", "peer ms", "speed-up"):
         table.add_column(name, justify="right")
-    table.add_column("peer")
+    table.add_column("peer", no_wrap=True)
     for r in rows:
         ratio = "" if r.peer_us is None else f"{r.peer_us / r.time_us:.2f}x"
         peer_ms = "-" if r.peer_us is None else f"{r.peer_us / 1e3:.2f}"
@@ -264,7 +265,8 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
     from tilewright.errors import TilewrightError
     from tilewright.hardware.detect import detect
 
-    console, progress = Console(), Console(stderr=True)
+    console = Console() if sys.stdout.isatty() else Console(width=124)
+    progress = Console(stderr=True)
     wanted = [p for p in PROGRAMS if not only or any(p.key.startswith(o) for o in only)]
     rows: list[Row] = []
     with progress.status("") as status:
