@@ -107,8 +107,10 @@ def inline(v: Literal) -> str | None:
     else:
         wide = (flat.view(torch.int64) if d is U64 else flat.to(torch.int64)).tolist()
         numbers = [x & U64.max for x in wide] if d is U64 else wide
-    if any(map(math.isnan, numbers)) and Literal(v.type, literal(numbers, d).tensor().reshape(v.type.shape)) != v:
-        return None
+    if any(map(math.isnan, numbers)):
+        plain = [math.nan if math.isnan(x) else x for x in numbers]  # without the sign that float64 keeps
+        if Literal(v.type, literal(plain, d).tensor().reshape(v.type.shape)) != v:
+            return None
     return f"{v.type}{{{', '.join(map(repr, numbers))}}}"
 
 

@@ -148,6 +148,8 @@ class _Parser:
             given[key] = self.value()
         declared = self.type()
         if self.accept("punct", "{"):
+            if not any("Node" in str(f.type) for f in known.values()):
+                self.refuse(f"{cls.name} has no expressions")
             self.nested(lambda: self.region(cls, known, given))
         for name, f in known.items():
             if name not in given and f.default is MISSING:
