@@ -178,7 +178,8 @@ def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None) -> 
     """Apply `rules` everywhere, sources first, until none fires. Origins go over to the nodes that replace theirs.
 
     Each rewrite is checked to keep the node's type. A sweep is linear in the graph for rules that look a bounded distance; a
-    rule that waits for another to fire further on costs another sweep.
+    rule that waits for another to fire further on costs another sweep. A rule gives the same answer for the same match and
+    readers: a graph that comes back after a sweep will come back for ever.
 
     Raises:
         RewriteError: a rule changed a type, failed, or the rules do not converge; names the rule.

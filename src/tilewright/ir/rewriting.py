@@ -105,7 +105,8 @@ class Rewriting(Users):
             return []
         inner: dict[Node, Place] = {}
         for node in fresh[:-1]:
-            inner[node] = self._place(node, tuple(inner.get(s, s) for s in node.src), place.origin)
+            origin = place.origin if node.src else None  # a constant or an input comes from nowhere
+            inner[node] = self._place(node, tuple(inner.get(s, s) for s in node.src), origin)
         place.src = tuple(inner.get(s, s) for s in after.src)
         self._stand(place, after)
         self._count_reads(place)
