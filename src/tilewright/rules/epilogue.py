@@ -19,7 +19,7 @@ def absorb_elementwise_into_store(m: Match) -> Node | None:
     stored stays narrow. Exact: yes.
     """
     node = m.node
-    if _widens(node) and not all(r is None or isinstance(r.op, ELEMENTWISE) for r in _readers_past_views(m.users, node)):
+    if left_to_its_readers(node, m.users):
         return None
     for producer in dict.fromkeys(s for s in node.src if isinstance(s.op, CARRIERS)):
         why = _stays(m, node, producer)
@@ -29,8 +29,11 @@ def absorb_elementwise_into_store(m: Match) -> Node | None:
     return None
 
 
-def _widens(node: Node) -> bool:
-    return isinstance(node.op, (Convert, Dequantize)) and node.dtype.bits > node.src[0].dtype.bits
+def left_to_its_readers(node: Node, users: Users) -> bool:
+    """Whether a node only widens what a product, a norm or the like reads, who can as well read it narrow."""
+    if not isinstance(node.op, (Convert, Dequantize)) or node.dtype.bits <= node.src[0].dtype.bits:
+        return False
+    return not all(r is None or isinstance(r.op, ELEMENTWISE) for r in _readers_past_views(users, node))
 
 
 def _readers_past_views(users: Users, node: Node) -> set[Node | None]:

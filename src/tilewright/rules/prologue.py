@@ -16,22 +16,21 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
     """gemm(f(x), b) -> gemm(x, b) {lhs = f(param0)}, for f a view, a dequantisation or a widening cast; any operand.
 
     Where: f is a reshape, transpose, slice or broadcast; a dequantize; or a convert from a type that takes no more bytes. The
-    kernel then reads what is stored, never a wider copy. Other readers of f(x) keep it. Exact: yes.
+    kernel then reads what is stored, never a wider copy; a store that reads f(x) too reads it likewise, unless f is a slice.
+    Other readers of f(x) keep it. Exact: yes.
     """
     node = m.node
-    inside = {n for n in toposort(operands_of(node)) if isinstance(n.op, Param)}
-    for leaf in toposort(operands_of(node)):
-        if leaf not in inside or not isinstance(leaf.op, Param):
+    operands, stores = operands_of(node), stores_of(node)
+    beside = set(toposort(stores))
+    for leaf in toposort(operands):
+        if not isinstance(leaf.op, Param):
             continue
         source = node.src[leaf.op.index]
-        if not _readable(source):
-            continue
-        if any(leaf in toposort((s,)) for s in stores_of(node)):
-            continue  # an epilogue reads the same value: it would be needed twice in two forms
+        if not _readable(source) or (leaf in beside and isinstance(source.op, Slice)):
+            continue  # a store that reads the same part would have to cut it out again
         sources = Sources(node.src)
-        inner = Node(source.op, *(sources.param(s) for s in source.src))
-        operands = substitute(operands_of(node), {leaf: inner})
-        return rebuilt(node, operands, stores_of(node), sources.nodes)
+        inner = {leaf: Node(source.op, *(sources.param(s) for s in source.src))}
+        return rebuilt(node, substitute(operands, inner), substitute(stores, inner), sources.nodes)
     return None
 
 

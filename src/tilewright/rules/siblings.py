@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from tilewright.ir.build import slice_
 from tilewright.ir.carrier import stores_of
-from tilewright.ir.expression import Sources, make_gemm
+from tilewright.ir.expression import REARRANGE, Sources, make_gemm
 from tilewright.ir.graph import Graph, Node, substitute, toposort
-from tilewright.ir.join import join
-from tilewright.ir.ops import Acc, Gemm, Item, Param
+from tilewright.ir.join import join, manner_of
+from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Item, Param, Quantize, Slice
 from tilewright.ir.pattern import Match, Pat, Step, Trace, graph_pass, rule
 
 
@@ -98,12 +98,12 @@ def join_gemms_that_share_their_left_operand(graph: Graph, trace: Trace) -> Grap
         if _joinable(node):
             op = _gemm(node)
             left = outside(op.lhs, node.src)
-            groups.setdefault((left, op.acc_dtype, op.rhs.dtype, depth[node]), []).append(node)
+            groups.setdefault((left, op.acc_dtype, manner_of(op.rhs), depth[node]), []).append(node)
     replacement: dict[Node, Node] = {}
     for members in groups.values():
         if len(members) < 2:
             continue
-        ordered = sorted(members, key=_place)
+        ordered = _in_order(members)
         one = joined(ordered)
         for i, member in enumerate(ordered):
             replacement[member] = Node(Item(i), one)
@@ -111,6 +111,15 @@ def join_gemms_that_share_their_left_operand(graph: Graph, trace: Trace) -> Grap
     return graph.replace(replacement) if replacement else graph
 
 
-def _place(node: Node) -> tuple[int, ...]:
-    """Where a part's weight stands in the matrix it is a slice of, so that adjacent slices meet in order."""
-    return tuple(start for n in toposort((_gemm(node).rhs,)) for start in getattr(n.op, "start", ()))
+def _in_order(gemms: Sequence[Node]) -> list[Node]:
+    """Parts whose weights are slices of one matrix together and in its order, so that adjacent ones meet; else as they came."""
+    bases: dict[Node, int] = {}
+    place: dict[Node, tuple[int, tuple[int, ...]]] = {}
+    for g in gemms:
+        root = outside(_gemm(g).rhs, g.src)
+        starts: list[int] = []
+        while isinstance(root.op, (*REARRANGE, Slice, Convert, Quantize, Dequantize)):
+            starts.extend(root.op.start if isinstance(root.op, Slice) else ())
+            root = root.src[0]
+        place[g] = (bases.setdefault(root, len(bases)), tuple(starts))
+    return sorted(gemms, key=place.__getitem__)

@@ -2,64 +2,141 @@
 
 from __future__ import annotations
 
+import heapq
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
+
+from tilewright.ir.build import items
 from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
-from tilewright.ir.ops import Item
-from tilewright.ir.pattern import Step, Trace, graph_pass
-from tilewright.ir.types import TupleType
+from tilewright.ir.ops import Call, Item, Quantize, Slice
+from tilewright.ir.pattern import Step, Trace, graph_pass, rewrite
+from tilewright.rules.epilogue import left_to_its_readers
+from tilewright.rules.prologue import read_side_inputs_unbroadcast
+
+Turn = tuple[int, int]
 
 
 @graph_pass(stage="tails")
 def store_every_elementwise_tail(graph: Graph, trace: Trace) -> Graph:
-    """f(g), h(g) with g = gemm(a, b) -> gemm(a, b) {stores = f(store), h(store)[, store]}; gemm or attention.
+    """f(g), h(g) with g = gemm(a, b) -> gemm(a, b) {stores = f(store), h(store)[, store]}; any result of a gemm or attention.
 
-    Where: f keeps the gemm's shape and its other operands do not depend on the gemm. The gemm's own result is still stored if
-    anything else reads it. Work never grows: every store was a tensor written before, and reading the product again is saved.
-    Exact: yes.
+    Where: f keeps the result's shape; its other operands are there when the gemm's turn comes (fewer products before them on
+    the longest path, or as many and an earlier place), so that no cycle can arise, whatever else is folded; and f's result must
+    be written anyway: a product or an opaque call reads it, or it leaves the graph. What only a norm or the like reads is left
+    to that reader. The gemm's own result is still stored if anything else reads it. Work never grows: every store was a tensor
+    written before, and reading the product again is saved. Side inputs are then read as stored, as in the prologue. Exact: yes.
     """
-    replacement: dict[Node, Node] = {}
-    users = graph.users()
-    nodes = graph.nodes()
+    users, nodes = graph.users(), graph.nodes()
+    turn: dict[Node, Turn] = {}
     for at, node in enumerate(nodes):
-        if isinstance(node.op, CARRIERS) and not isinstance(node.type, TupleType) and len(users[node]) > 1:
-            replacement.update(_tails(node, nodes[at + 1 :], users, trace))
-    return graph.replace(replacement) if replacement else graph
+        before = max((turn[s] for s in node.src), default=(0, -1))
+        turn[node] = (before[0] + 1, at) if isinstance(node.op, CARRIERS) else before
+    place = {n: i for i, n in enumerate(nodes)}
+    replacement: dict[Node, Node] = {}
+    for node in nodes:
+        if isinstance(node.op, CARRIERS):
+            replacement.update(_tails(node, users, turn, place, trace))
+    if not replacement:
+        return graph
+    return rewrite(graph.replace(replacement), [read_side_inputs_unbroadcast], trace)
 
 
-def _tails(carrier: Node, after: list[Node], users: Users, trace: Trace) -> dict[Node, Node]:
-    """The nodes that become stores, each with the item that replaces it."""
+def _tails(carrier: Node, users: Users, turn: Mapping[Node, Turn], place: Mapping[Node, int], trace: Trace) -> dict[Node, Node]:
+    """The carrier's results and the nodes that become stores, each with what replaces it."""
+    results = [r for r in items(carrier) if r in place]
     sources = Sources(carrier.src)
-    (own,) = stores_of(carrier)
-    banned: set[Node] = set()
-    while True:
-        expression = _closure(carrier, own, after, banned, sources)
-        # A view is no work of its own: it is folded only on the way to something that is.
-        loose = {n for n in expression if isinstance(n.op, REARRANGE) and any(r not in expression for r in users[n])}
-        if not loose:
-            break
-        banned |= loose
-    if len(expression) == 1:
+    stores = stores_of(carrier)
+    own = {r: stores[r.op.index if isinstance(r.op, Item) else 0] for r in results}
+    expression = _closure(carrier, own, users, turn, place, sources)
+    wanted = own.keys() | _wanted(expression, users, place)
+    leaving = [n for n in expression if n in wanted and any(r is None or r not in wanted for r in users[n])]
+    leaving = list(dict.fromkeys(_followed(n, wanted, expression, users, sources, alone=len(leaving) == 1) for n in leaving))
+    if all(n in own for n in leaving):
         return {}
-    leaving = [n for n in expression if any(r is None or r not in expression for r in users[n])]
-    stores = [views_outward(expression[n]) for n in leaving]
-    one = rebuilt(carrier, operands_of(carrier), stores, sources.nodes)
-    made = {n: Node(Item(i), one) if len(leaving) > 1 else one for i, n in enumerate(leaving)}
-    trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in leaving if n is not carrier)
+    roots = [views_outward(expression[n]) for n in leaving]
+    one = rebuilt(carrier, operands_of(carrier), roots, sources.nodes)
+    made = dict(zip(leaving, items(one), strict=True))
+    trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in leaving if n not in own)
     return made
 
 
-def _closure(carrier: Node, own: Node, after: list[Node], banned: set[Node], sources: Sources) -> dict[Node, Node]:
-    """Everything that can be computed from the carrier's store without waiting for anything else that depends on it."""
-    dependent: set[Node] = {carrier}
-    expression: dict[Node, Node] = {carrier: own}
-    for n in after:
-        if not any(s in dependent for s in n.src):
+def _closure(
+    carrier: Node,
+    own: Mapping[Node, Node],
+    users: Users,
+    turn: Mapping[Node, Turn],
+    place: Mapping[Node, int],
+    sources: Sources,
+) -> dict[Node, Node]:
+    """Everything elementwise that can be computed from one of the carrier's stores when its turn comes, as expressions."""
+    expression = dict(own)
+    result_of = {r: r for r in own}
+    waiting = [(place[r], r) for n in own for r in users[n] if r is not None]
+    heapq.heapify(waiting)
+    seen: set[Node] = set()
+    while waiting:
+        _, n = heapq.heappop(waiting)
+        if n in seen:
             continue
-        dependent.add(n)
+        seen.add(n)
         inner = [s for s in n.src if s in expression]
-        if n in banned or any(s in dependent and s not in expression for s in n.src):
+        elementwise = isinstance(n.op, ELEMENTWISE) and all(s.shape == n.shape for s in inner)
+        late = any(s not in expression and turn[s] >= turn[carrier] for s in n.src)
+        if late or not (elementwise or isinstance(n.op, REARRANGE)) or len({result_of[s] for s in inner}) != 1:
             continue
-        if isinstance(n.op, REARRANGE) or (isinstance(n.op, ELEMENTWISE) and all(s.shape == n.shape for s in inner)):
-            expression[n] = Node(n.op, *(expression[s] if s in expression else sources.param(s) for s in n.src))
+        expression[n] = Node(n.op, *(expression[s] if s in expression else sources.param(s) for s in n.src))
+        result_of[n] = result_of[inner[0]]
+        for r in users[n]:
+            if r is not None:
+                heapq.heappush(waiting, (place[r], r))
     return expression
+
+
+def _wanted(expression: Mapping[Node, Node], users: Users, place: Mapping[Node, int]) -> set[Node]:
+    """What must be written whoever computes it, and what that is computed from."""
+    wanted: set[Node] = set()
+    for n in sorted(expression, key=place.__getitem__, reverse=True):
+        inside = any(r in wanted for r in users[n])
+        if inside or (isinstance(n.op, ELEMENTWISE) and _written_anyway(n, users)):
+            wanted.add(n)
+    return wanted
+
+
+def _followed(
+    node: Node, wanted: AbstractSet[Node], expression: dict[Node, Node], users: Users, sources: Sources, *, alone: bool
+) -> Node:
+    """What is stored for a node that leaves: past every single reader that a rule of the epilogue would absorb.
+
+    If nothing else leaves the carrier, such a reader may wait for whatever it likes: it is all that waits for the carrier.
+    """
+    while len(outside := [r for r in users[node] if r is None or r not in wanted]) == 1:
+        (reader,) = outside
+        if reader is None or left_to_its_readers(reader, users):
+            break
+        if alone and reader not in expression and _absorbable(reader, node):
+            src = [expression[s] if s is node else sources.param(s) for s in reader.src]
+            expression[reader] = Node(reader.op, *src)
+        if reader not in expression:
+            break
+        node = reader
+    return node
+
+
+def _absorbable(reader: Node, node: Node) -> bool:
+    if isinstance(reader.op, ELEMENTWISE):
+        return reader.shape == node.shape and not (isinstance(reader.op, Quantize) and node in reader.src[1:])
+    return isinstance(reader.op, REARRANGE)
+
+
+def _written_anyway(node: Node, users: Users) -> bool:
+    """Whether what stands alone reads a value, or a view of it, or it leaves the graph."""
+    pending: list[Node] = [node]
+    while pending:
+        for r in users[pending.pop()]:
+            if r is None or isinstance(r.op, (*CARRIERS, Call)):
+                return True
+            if isinstance(r.op, (*REARRANGE, Slice)):
+                pending.append(r)
+    return False

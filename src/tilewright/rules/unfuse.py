@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 from tilewright.ir.build import slice_
-from tilewright.ir.carrier import operands_of, stores_of
+from tilewright.ir.carrier import CARRIERS, operands_of, stores_of
 from tilewright.ir.expression import ELEMENTWISE, Sources, make_gemm, reshape_groups, slice_columns
 from tilewright.ir.graph import Node, substitute
 from tilewright.ir.ops import Acc, Gemm, Param, Reshape, Slice, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
 
+LOOK_UP = 64  # operations looked at on the way from a slice up to the product it cuts
 
-def one_axis(node: Node) -> tuple[int, int, int] | None:
+Cut = tuple[int, int, int]  # axis, start, stop
+
+
+def one_axis(node: Node) -> Cut | None:
     """The axis, start and stop of a slice that cuts one axis without stepping; None for any other."""
     op = node.op
     if not isinstance(op, Slice) or any(step != 1 for step in op.step):
@@ -21,17 +26,19 @@ def one_axis(node: Node) -> tuple[int, int, int] | None:
     return (cut[0], op.start[cut[0]], op.stop[cut[0]]) if len(cut) == 1 else None
 
 
-def only_cut_apart(m: Match, node: Node) -> bool:
-    """Whether everything that reads `node` is a slice of one and the same axis, and no two overlap: slicing earlier then does
-    the same work."""
-    found: list[tuple[int, int, int]] = []
+def only_cut_apart(m: Match, node: Node, but: Node | None = None) -> bool:
+    """Whether everything that reads `node` (leaving out `but`) is a slice of one and the same axis, and no two overlap: slicing
+    earlier then does the same work."""
+    found: list[Cut] = []
     for reader in m.users[node]:
+        if reader is not None and reader is but:
+            continue
         cut = None if reader is None else one_axis(reader)
         if cut is None:
             return False
         found.append(cut)
     found.sort()
-    same_axis = len({axis for axis, _, _ in found}) == 1
+    same_axis = len({axis for axis, _, _ in found}) <= 1
     return same_axis and all(a[2] <= b[1] for a, b in pairwise(found))
 
 
@@ -39,50 +46,85 @@ def only_cut_apart(m: Match, node: Node) -> bool:
 def slice_before_what_does_not_mix(m: Match) -> Node | None:
     """slice(f(x, s)) -> f(slice(x), slice(s)), f elementwise, a transpose, or a reshape that keeps the axis.
 
-    Where: all that reads f are slices of one axis that do not overlap (for a transpose or reshape, always: they cost nothing).
-    Exact: yes.
+    Where: for f elementwise, all that reads it are slices of one axis that do not overlap, and it follows a product that can be
+    cut likewise, or only products read what is cut; anything else is left whole. f of constants, a transpose or a reshape:
+    always, they cost nothing at run time. Exact: yes.
     """
     cut, x = one_axis(m.node), m["x"]
     if cut is None:
         return None
-    axis, start, stop = cut
-    if isinstance(x.op, Transpose):
-        return Node(x.op, slice_(x.src[0], x.op.perm[axis], start, stop))
-    if isinstance(x.op, Reshape):
-        return _slice_before_reshape(m.node, x, axis, start, stop)
-    if not only_cut_apart(m, x):
+    if isinstance(x.op, (Transpose, Reshape)):
+        earlier = _through(x, cut)
+        if earlier is None:
+            return None
+        inner = slice_(x.src[0], *earlier)
+        return Node(x.op, inner) if isinstance(x.op, Transpose) else Node(Reshape(m.node.shape), inner)
+    if not (x.constant or _only_products_read(m, m.node) or _follows_a_product(m, x, cut)):
+        return None
+    if not x.constant and not only_cut_apart(m, x):
         m.refuse("what it is cut from is also read otherwise")
         return None
     if getattr(x.op, "block", None) is not None:
         m.refuse("its scale is given per block")
         return None
-    rank = len(x.shape)
-    src: list[Node] = []
+    return Node(x.op, *(s if c is None else slice_(s, *c) for s, c in zip(x.src, _cuts(x, cut), strict=True)))
+
+
+def _cuts(x: Node, cut: Cut) -> list[Cut | None]:
+    """How each operand of an elementwise operation is cut with its result; None for one that does not vary along the axis."""
+    axis, start, stop = cut
+    found: list[Cut | None] = []
     for s in x.src:
-        at = axis - (rank - len(s.shape))
-        varies = at >= 0 and s.shape[at] != 1
-        src.append(slice_(s, at, start, stop) if varies else s)
-    return Node(x.op, *src)
+        at = axis - (len(x.shape) - len(s.shape))
+        found.append((at, start, stop) if at >= 0 and s.shape[at] == x.shape[axis] else None)
+    return found
 
 
-def _slice_before_reshape(node: Node, x: Node, axis: int, start: int, stop: int) -> Node | None:
-    """The slice moved before a reshape, if the cut axis, or the leading one of its group, is kept in proportion."""
-    before = x.src[0].shape
-    for old, new in reshape_groups(before, x.shape) or ():
+def _through(view: Node, cut: Cut) -> Cut | None:
+    """The cut of a transpose's or reshape's source that gives this cut of its result; None if no one run of an axis does.
+
+    Of a reshape: the cut axis is the leading one of its group, and its ends fall on whole steps of the source's leading axis.
+    """
+    axis, start, stop = cut
+    if isinstance(view.op, Transpose):
+        return view.op.perm[axis], start, stop
+    before = view.src[0].shape
+    for old, new in reshape_groups(before, view.shape) or ():
         if axis not in new:
             continue
         if axis != new[0] or not old:
             return None
-        inner = 1
-        for a in new[1:]:
-            inner *= x.shape[a]
-        tail = 1
-        for a in old[1:]:
-            tail *= before[a]
+        inner, tail = math.prod(view.shape[a] for a in new[1:]), math.prod(before[a] for a in old[1:])
         if (start * inner) % tail or (stop * inner) % tail:
             return None
-        return Node(Reshape(node.shape), slice_(x.src[0], old[0], start * inner // tail, stop * inner // tail))
+        return old[0], start * inner // tail, stop * inner // tail
     return None
+
+
+def _only_products_read(m: Match, node: Node) -> bool:
+    return all(r is not None and isinstance(r.op, CARRIERS) for r in m.users[node])
+
+
+def _follows_a_product(m: Match, x: Node, cut: Cut) -> bool:
+    """Whether some way up from x leads to a gemm whose last axis this cut is, past nothing that is read otherwise."""
+    pending: list[tuple[Node, Cut]] = [(x, cut)]
+    for _ in range(LOOK_UP):
+        if not pending:
+            break
+        n, here = pending.pop()
+        if isinstance(n.op, (Transpose, Reshape)):
+            above = [(n.src[0], _through(n, here))]
+        else:
+            above = list(zip(n.src, _cuts(n, here), strict=True))
+        for s, c in above:
+            if c is None or not only_cut_apart(m, s, n):
+                continue
+            if isinstance(s.op, Gemm):
+                if c[0] == len(s.shape) - 1 and s.shape == s.op.acc_type.shape:
+                    return True
+            elif isinstance(s.op, (*ELEMENTWISE, Transpose, Reshape)):
+                pending.append((s, c))
+    return False
 
 
 @rule(Pat(Slice, (Pat(Gemm, name="gemm"),)), stage="unfuse")
