@@ -11,7 +11,7 @@ import pytest
 from jax import export, lax
 
 import jax_models
-from against_jax import agree, close, gemms, program, run
+from against_jax import agree, close, gemms, normal, program, run
 from tilewright.dtype import F32, S8, S32
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
@@ -126,3 +126,28 @@ def test_composites_optimisation_barriers_and_shardings_are_looked_through() -> 
     assert graph.name == "wrapped"
     (note,) = graph.notes
     assert "'a' is sharded" in note
+
+
+def test_operations_that_older_and_dynamic_programs_hold_are_read() -> None:
+    x, v = TensorType(F32, (4, 3)), TensorType(F32, (3,))
+    body = """%shape = stablehlo.constant dense<[4, 3]> : tensor<2xi32>
+%repeated = stablehlo.dynamic_broadcast_in_dim %v, %shape, dims = [1] : (tensor<3xf32>, tensor<2xi32>) -> tensor<4x3xf32>
+%flat = stablehlo.dynamic_reshape %x, %shape : (tensor<4x3xf32>, tensor<2xi32>) -> tensor<4x3xf32>
+%rows = stablehlo.dynamic_iota %shape, dim = 0 : (tensor<2xi32>) -> tensor<4x3xf32>
+%more = stablehlo.broadcast %v, sizes = [4] : (tensor<3xf32>) -> tensor<4x3xf32>
+%extent = stablehlo.get_dimension_size %x, dim = 1 : (tensor<4x3xf32>) -> tensor<i32>
+%pair = stablehlo.tuple %repeated, %more : tuple<tensor<4x3xf32>, tensor<4x3xf32>>
+%second = stablehlo.get_tuple_element %pair[1] : (tuple<tensor<4x3xf32>, tensor<4x3xf32>>) -> tensor<4x3xf32>
+%sum0 = stablehlo.add %repeated, %second : tensor<4x3xf32>
+%sum1 = stablehlo.add %flat, %rows : tensor<4x3xf32>
+%normal = "stablehlo.batch_norm_inference"(%x, %v, %v, %v, %v) {epsilon = 0.5 : f32, feature_index = 1 : i64} :
+  (tensor<4x3xf32>, tensor<3xf32>, tensor<3xf32>, tensor<3xf32>, tensor<3xf32>) -> tensor<4x3xf32>
+%like = "chlo.constant_like"(%x) {value = 2.5 : f32} : (tensor<4x3xf32>) -> tensor<4x3xf32>"""
+    results = {"sum0": x, "sum1": x, "normal": x, "like": x, "extent": TensorType(S32, ())}
+    a, b = normal(F32, (4, 3), 1), abs(normal(F32, (3,), 2))
+    doubled, ramp, normed, like, extent = run(load(program(body, {"x": x, "v": v}, results)), a, b)
+    np.testing.assert_array_equal(doubled.numpy(), np.broadcast_to(2 * b, (4, 3)))
+    np.testing.assert_array_equal(ramp.numpy(), a + np.arange(4, dtype=np.float32)[:, None])
+    np.testing.assert_allclose(normed.numpy(), (a - b) / np.sqrt(b + 0.5) * b + b, rtol=1e-6, atol=1e-6)
+    assert like.unique().tolist() == [2.5]
+    assert extent.item() == 3

@@ -124,6 +124,12 @@ def test_a_payload_from_elsewhere_is_checked_before_it_runs() -> None:
         stablehlo.evaluate_call(call("%r = stablehlo.custom_call @abort(%x) : (tensor<2xi32>) -> tensor<2xi32>"), [x])
     with pytest.raises(UnsupportedError, match="an integer division"):
         stablehlo.evaluate_call(call("%r = stablehlo.divide %x, %x : tensor<2xi32>"), [x])
+    recursive = call("%r = func.call @f(%x) : (tensor<2xi32>) -> tensor<2xi32>").payload + (
+        "func.func private @f(%x: tensor<2xi32>) -> tensor<2xi32> {\n%r = func.call @f(%x) : (tensor<2xi32>) -> tensor<2xi32>\n"
+        "return %r : tensor<2xi32>\n}\n"
+    )
+    with pytest.raises(UnsupportedError, match="function 'f' calls itself"):
+        stablehlo.evaluate_call(Call("stablehlo", "stablehlo.sort", recursive, (t,)), [x])
     with pytest.raises(InputError, match="2 values for a payload that takes 1"):
         stablehlo.evaluate_call(call("%r = stablehlo.not %x : tensor<2xi32>"), [x, x])
     with pytest.raises(InputError, match="no main"):

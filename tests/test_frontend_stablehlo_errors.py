@@ -146,6 +146,20 @@ def test_programs_that_explode_when_inlined_are_stopped(monkeypatch: pytest.Monk
         load(text)
 
 
+def test_text_that_would_exhaust_the_parser_is_refused() -> None:
+    nested = "func.func @main() attributes {a = %s} {\nreturn\n}\n"
+    load(nested % ("[" * 400 + "]" * 400))
+    load(nested % ('"' + "[" * 4000 + '"'))  # a string hides its brackets, an arrow's head is none
+    with pytest.raises(InputError, match="brackets nest more than 500 deep"):
+        load(nested % ("[" * 200_000 + "]" * 200_000))
+
+
+def test_locations_that_double_at_every_step_are_looked_into_only_so_far() -> None:
+    doubling = "".join(f"#l{i + 1} = loc(fused[#l{i}, #l{i}])\n" for i in range(60))
+    graph = load("#l0 = loc(unknown)\n" + doubling + main("%r = stablehlo.abs %x : tensor<2xf32> loc(#l60)"))
+    assert graph.origin(graph.outputs[0]) == "abs"
+
+
 def test_mutilated_text_gives_a_typed_error_or_a_graph(capfd: pytest.CaptureFixture[str]) -> None:
     params, x = jax_models.mlp_inputs((4, 3, 2), 2)
     whole = jax.jit(jax_models.mlp).lower(params, x).as_text()

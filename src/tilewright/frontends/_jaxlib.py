@@ -1,4 +1,4 @@
-"""The one place that touches jaxlib's private API, as jaxlib 0.10 and 0.11 have it.
+"""The one place that touches jaxlib's private API, as jaxlib 0.10, 0.11 and 0.12 have it.
 
 jaxlib carries XLA's own HLO parser, the StableHLO dialects and StableHLO's reference interpreter; `jax` itself is not needed.
 XLA's parser ends the process on some malformed modules (a failed check, not an exception), so HLO text is converted in a
@@ -22,8 +22,12 @@ from typing import Any
 from tilewright.errors import InputError, MissingDependencyError, UnsupportedError
 
 CONVERSION_TIMEOUT_S = 600
+MAX_NESTING = 500
 _CONVERSION_MEMORY_BYTES = 4 << 30
+# Runs of opening and of closing brackets (an arrow's head is none), and strings, which hide theirs.
+_BRACKETS = re.compile(r'[(\[{<]+|[)\]}]+|(?<!-)>+|"(?:[^"\\\n]|\\.)*"')
 _EXPAND_CHLO = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
+_PLAIN_CALLS = "func.func(stablehlo-legalize-composite-to-call)"
 _CANONICAL = "stablehlo-refine-shapes,func.func(stablehlo-canonicalize-dynamism),canonicalize,symbol-dce"
 _HINT = "pip install 'tilewright[jax]'"
 
@@ -34,7 +38,6 @@ class Api:
 
     ir: Any
     stablehlo: Any
-    func: Any
     passmanager: Any
     context: type[Any]
     register: Any
@@ -50,9 +53,8 @@ def api() -> Api:
     try:
         ir = importlib.import_module("jaxlib.mlir.ir")
         extension = importlib.import_module("jaxlib.mlir._mlir_libs._jax_mlir_ext")
-        dialects = {
-            n: importlib.import_module(f"jaxlib.mlir.dialects.{n}") for n in ("chlo", "mhlo", "sdy", "stablehlo", "func")
-        }
+        names = ("chlo", "func", "mhlo", "sdy", "stablehlo")
+        dialects = {n: importlib.import_module(f"jaxlib.mlir.dialects.{n}") for n in names}
         passmanager = importlib.import_module("jaxlib.mlir.passmanager")
         dialects["stablehlo"].register_stablehlo_passes()
         base = ir.Context.__mro__[1]
@@ -79,12 +81,12 @@ def api() -> Api:
         for registrar in registrars:
             registrar(context)
 
-    return Api(ir, dialects["stablehlo"], dialects["func"], passmanager, Context, register)
+    return Api(ir, dialects["stablehlo"], passmanager, Context, register)
 
 
 def _missing(error: Exception) -> MissingDependencyError:
     try:
-        version = f"jaxlib {importlib.import_module('jaxlib').__version__} is not one this reader knows (0.10 and 0.11)"
+        version = f"jaxlib {importlib.import_module('jaxlib').__version__} is not one this reader knows (0.10 to 0.12)"
     except ImportError:
         version = "HLO and StableHLO are read by jaxlib, which is not installed"
     return MissingDependencyError(version, where=str(error).splitlines()[0], hint=_HINT)
@@ -104,9 +106,11 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
     """MLIR text or bytecode as an `ir.Module`, in its own context or the one given.
 
     Raises:
-        InputError: malformed; says where.
+        InputError: malformed, and where; or nested so deep that the parser would exhaust the stack.
         UnsupportedError: it uses a dialect that is not read.
     """
+    if isinstance(program, str) and _nests_too_deep(program):
+        raise InputError(f"brackets nest more than {MAX_NESTING} deep", where=where)
     context = context or new_context()
     with context:
         try:
@@ -119,6 +123,19 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
                 name = f"the dialect {dialect.group(1)!r}" if dialect else "a dialect other than StableHLO"
                 raise UnsupportedError(f"{name} is not read", where=at, hint="lower it to plain StableHLO first") from None
             raise InputError(f"malformed StableHLO: {what}", where=at, hint="is the file complete?") from None
+
+
+def _nests_too_deep(text: str) -> bool:
+    depth = 0
+    for found in _BRACKETS.finditer(text):
+        run = found.group()
+        if run[0] in "([{<":
+            depth += len(run)
+            if depth > MAX_NESTING:
+                return True
+        elif run[0] != '"':
+            depth -= len(run)
+    return False
 
 
 def _diagnosis(error: Exception) -> tuple[str, str]:
@@ -149,7 +166,9 @@ def expand_chlo(module: Any) -> str | None:
 
 def bind_arguments(module: Any, types: Sequence[str]) -> str | None:
     """Give the arguments of `main` these concrete types and carry them through the module; what went wrong, or None."""
-    return run_passes(module, f"builtin.module(stablehlo-refine-arguments{{types={','.join(types)}}},{_CANONICAL})")
+    return run_passes(
+        module, f"builtin.module({_PLAIN_CALLS},stablehlo-refine-arguments{{types={','.join(types)}}},{_CANONICAL})"
+    )
 
 
 def interpret(module: Any, inputs: Sequence[Any]) -> list[Any]:

@@ -120,6 +120,10 @@ def _runnable(module: Any, where: str) -> Operation:
         UnsupportedError: an operation outside the known ones, an integer division, or a type that cannot be carried.
     """
     functions = [Operation(raw) for raw in module.body.operations]
+    named = {f.string("sym_name"): f for f in functions if f.name == "func.func"}
+    for name, f in named.items():
+        if name in _callees(f, lambda callee, _: named[callee], set()):
+            raise UnsupportedError(f"function {name!r} calls itself", where=where)
     for inner in (i for f in functions for i in _inside(f)):
         dialect, _, name = inner.name.partition(".")
         if inner.name not in _FUNCTIONS and not (dialect == "stablehlo" and name in _IN_BODY):
@@ -128,10 +132,9 @@ def _runnable(module: Any, where: str) -> Operation:
             t = tensor_type(value.type, where)
             if inner.name in _DIVISIONS and not t.dtype.is_float:
                 raise UnsupportedError("an integer division in a region cannot be interpreted", where=where)
-    main = next((f for f in functions if f.name == "func.func" and f.string("sym_name") == "main"), None)
-    if main is None:
+    if "main" not in named:
         raise InputError("the payload of a call has no main", where=where)
-    return main
+    return named["main"]
 
 
 def make_call(site: Site) -> list[Node]:

@@ -59,7 +59,7 @@ def _compare(site: Site) -> Value:
         source, pred = mlir_type(a.tensor), mlir_type(site.out)
         lines = total_order("%out", "%a", "%b", direction, source)
         text = f"func.func @main(%a: {source}, %b: {source}) -> {pred} {{\n{lines}\nreturn %out : {pred}\n}}"
-        (result,) = site.reader.expand(text, [a, b], site.op.where)
+        (result,) = site.reader.expand(text, [a, b], site.op)
         return result
     return map_(_COMPARISONS[direction], a, b)
 

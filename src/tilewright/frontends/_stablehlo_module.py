@@ -25,6 +25,7 @@ def _mlir_name(d: DType) -> str:
 
 DTYPES: dict[str, DType] = {_mlir_name(d): d for d in BY_NAME.values() if d is not OPAQUE}
 MLIR_NAMES: dict[DType, str] = {d: name for name, d in DTYPES.items()}
+_PLACES = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -34,7 +35,7 @@ def tensor_type(raw: Any, where: str) -> TensorType:
     Raises:
         UnsupportedError: an open extent, an element type the graph cannot carry, or no tensor at all.
     """
-    text = str(raw)
+    text = str(raw) if len(str(raw)) <= 80 else f"{str(raw)[:80]}…"
     if not hasattr(raw, "element_type") or not getattr(raw, "has_rank", True):
         raise UnsupportedError(f"a value of type {text} cannot be carried", where=where)
     element = str(raw.element_type)
@@ -98,10 +99,10 @@ def elements(attribute: Any, type: TensorType, asm: str, where: str) -> torch.Te
     array = np.asarray(attribute)
     if is_splat(attribute):
         array = array[(0,) * array.ndim] if array.size else np.zeros((), array.dtype)
-    return _from_bytes(array.tobytes(), type.with_shape(shape), where)
+    return _from_bytes(bytearray(np.ascontiguousarray(array)), type.with_shape(shape), where)
 
 
-def _resource(attribute: Any, asm: str, where: str) -> bytes:
+def _resource(attribute: Any, asm: str, where: str) -> bytearray:
     key = re.match(r"dense_resource<\"?(.*?)\"?>", str(attribute))
     name = key.group(1) if key else ""
     found = re.search(rf'^\s*"?{re.escape(name)}"?:\s*"0x([0-9A-Fa-f]*)"', asm, re.MULTILINE)
@@ -109,16 +110,16 @@ def _resource(attribute: Any, asm: str, where: str) -> bytes:
         raise InputError(
             f"the data of constant {name!r} was left out of the text", where=where, hint="print the module without eliding"
         )
-    return bytes.fromhex(found.group(1))[4:]  # the first four bytes are an alignment
+    return bytearray.fromhex(found.group(1))[4:]  # the first four bytes are an alignment
 
 
-def _from_bytes(data: bytes, type: TensorType, where: str) -> torch.Tensor:
+def _from_bytes(data: bytearray, type: TensorType, where: str) -> torch.Tensor:
     storage = type.dtype.to_torch()
     if len(data) != type.elements * storage.itemsize:
         raise InputError(f"a constant of type {type} has {len(data)} bytes of data", where=where)
     if not data:
         return torch.empty(type.shape, dtype=storage)
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    raw = torch.frombuffer(data, dtype=torch.uint8)
     t = raw.view(_BITS[storage.itemsize]) if storage.itemsize > 1 else raw
     if type.dtype.bits == 4:
         return narrow_integer(t, type.dtype).reshape(type.shape)
@@ -130,7 +131,7 @@ def _from_text(attribute: Any, type: TensorType, where: str) -> torch.Tensor:
     text = str(attribute)
     body = text[len("dense<") : text.rindex(">", 0, text.rindex(" : "))]
     if body.startswith('"0x'):
-        return _from_bytes(bytes.fromhex(body[3:-1]), type.with_shape(() if is_splat(attribute) else type.shape), where)
+        return _from_bytes(bytearray.fromhex(body[3:-1]), type.with_shape(() if is_splat(attribute) else type.shape), where)
     storage = type.dtype.to_torch()
     tokens = cast("list[str]", re.findall(r"[-+.\w]+", body))
     if type.dtype.is_integer:
@@ -158,11 +159,13 @@ class Place:
 
 
 def place(location: Any) -> Place:
-    """The first name and the first line of an MLIR location."""
+    """The first name and the first line of an MLIR location, which may be made of many: the first few are looked at."""
     names: list[str] = []
     lines: list[int] = []
     stack = [location]
-    while stack:
+    for _ in range(_PLACES):
+        if not stack:
+            break
         at = stack.pop(0)
         if hasattr(at, "name_str"):
             names.append(str(at.name_str))

@@ -39,8 +39,8 @@ class Reader(Protocol):
         """Results of the operation's only region."""
         ...
 
-    def expand(self, text: str, args: Sequence[Node], where: str) -> list[Value]:
-        """Results of another module's `main`, with its CHLO operations decomposed."""
+    def expand(self, text: str, args: Sequence[Node], op: Operation) -> list[Value]:
+        """Results of another module's `main`, which stands for `op`, with its CHLO operations decomposed."""
         ...
 
     def function(self, name: str, where: str) -> Operation:

@@ -119,6 +119,6 @@ def _reinterpreted(site: Site, x: Node, dtype: DType) -> Node:
         f"func.func @main(%x: {source}) -> {result} {{\n"
         f"  %y = stablehlo.bitcast_convert %x : ({source}) -> {result}\n  return %y : {result}\n}}"
     )
-    (y,) = site.reader.expand(text, [x], site.op.where)
+    (y,) = site.reader.expand(text, [x], site.op)
     assert isinstance(y, Node)
     return y

@@ -159,4 +159,4 @@ def _largest(site: Site, k: int, outs: list[TensorType]) -> Value:
         f"  %v, %i = chlo.top_k(%x, k = {k}) : {mlir_type(x.tensor)} -> ({types})\n"
         f"  return %v, %i : {types}\n}}"
     )
-    return list(site.reader.expand(text, [x], site.op.where))
+    return list(site.reader.expand(text, [x], site.op))

@@ -42,7 +42,7 @@ class Walk:
         self.called: Counter[str] = Counter()
         self._functions = [_functions(module)]
         self._origins: dict[Node, str] = {}
-        self._prefix: list[str] = []
+        self._expanding: list[Operation] = []
         self._active: list[tuple[int, str | None]] = []
         self._scopes: list[_Scope] = []
         self._count = 0
@@ -109,17 +109,17 @@ class Walk:
     def region(self, op: Operation, args: Sequence[Value]) -> list[Value]:
         return self._run(None, op.block(), args, self._scopes[-1])
 
-    def expand(self, text: str, args: Sequence[Node], where: str) -> list[Value]:
-        module = _jaxlib.parse(text, where, self.module.context)
+    def expand(self, text: str, args: Sequence[Node], op: Operation) -> list[Value]:
+        module = _jaxlib.parse(text, op.where, self.module.context)
         problem = _jaxlib.expand_chlo(module)
         if problem:
-            raise UnsupportedError(f"StableHLO has no decomposition of it: {problem}", where=where)
+            raise UnsupportedError(f"StableHLO has no decomposition of it: {problem}", where=op.where)
         self._functions.append(_functions(module))
-        self._prefix.append(where)
+        self._expanding.append(op)
         try:
-            return self._run("main", self.function("main", where).block(), list(args))
+            return self.call("main", args, op.where)
         finally:
-            self._prefix.pop()
+            self._expanding.pop()
             self._functions.pop()
 
     # The walk itself.
@@ -209,7 +209,7 @@ class Walk:
         op = site.op
         dialect, _, name = op.name.partition(".")
         if dialect == "chlo":
-            return _as_value(self.expand(make_module(op, self.function), site.nodes, op.where))
+            return _as_value(self.expand(make_module(op, self.function), site.nodes, op))
         if dialect in ("stablehlo", "mhlo") and name in _CONTROL_FLOW:
             hint = "unroll it, or trace with concrete values"
             raise UnsupportedError(f"control flow ({name}) cannot be expressed", where=op.where, hint=hint)
@@ -223,7 +223,7 @@ class Walk:
 
     def _credit(self, root: Node, op: Operation) -> None:
         """Name the nodes that `op` made: those under its results that have no name yet."""
-        origin = self._prefix[-1] if self._prefix else op.origin
+        origin = (self._expanding[0] if self._expanding else op).origin
         stack = [root]
         while stack:
             node = stack.pop()
