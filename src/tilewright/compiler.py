@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from tilewright.errors import UnsupportedError
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.ir.carrier import CARRIERS
-from tilewright.ir.graph import Graph, Node
+from tilewright.ir.carrier import CARRIERS, operands_of, stores_of
+from tilewright.ir.graph import Graph, Node, substitute, toposort
+from tilewright.ir.ops import Const, Gemm, Input
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
 from tilewright.ir.verify import verify
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.runtime.executable import Executable, prepare
+from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.candidate import discover as discover_candidates
 from tilewright.schedule.problem import AnyProblem, problem_of
+from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, search
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
@@ -105,21 +110,75 @@ def compile(
 
 
 class _decider:  # noqa: N801 - a function with memory
-    """Chooses once for each distinct problem, sharing the budget evenly over those of the graph."""
+    """Chooses once for each distinct problem, sharing the budget evenly over those of the graph.
+
+    Problems that differ in numbers written into their expressions alone (the scales of two layers) are timed once: the others
+    take the same candidate and schedule, built and checked for their own numbers.
+    """
 
     def __init__(self, graph: Graph, target: Target, budget_s: float, progress: Progress | None) -> None:
         problems = {problem_of(n) for n in graph.nodes() if isinstance(n.op, CARRIERS)}
         self._target = target
-        self._share = budget_s / max(len(problems), 1)
+        self._share = min(budget_s / max(len({_without_numbers(p) for p in problems}), 1), 2.0)
         self._total = len(problems)
         self._progress = progress
         self._known: dict[AnyProblem, Decision] = {}
+        self._alike: dict[object, Decision] = {}
 
     def __call__(self, node: Node, weights: Mapping[int, torch.Tensor]) -> Decision:
         problem = problem_of(node)
         if problem not in self._known:
             if self._progress is not None:
                 self._progress(len(self._known), self._total, str(problem))
-            share = min(self._share, 2.0)
-            self._known[problem] = search(problem, self._target, budget_s=share, weights=weights)
+            self._known[problem] = self._chosen(problem, weights)
         return self._known[problem]
+
+    def _chosen(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+        key = _without_numbers(problem)
+        model = self._alike.get(key)
+        if model is not None:
+            try:
+                same = search(problem, self._target, budget_s=0, candidates=[_Only(model.kernel)], weights=weights)
+                return replace(same, time_us=model.time_us, rejected=model.rejected, measured=model.measured)
+            except UnsupportedError:  # the winner is not right for these numbers
+                pass
+        decision = search(problem, self._target, budget_s=self._share, weights=weights)
+        self._alike.setdefault(key, decision)
+        return decision
+
+
+def _without_numbers(problem: AnyProblem) -> object:
+    """What a problem has in common with those that differ from it in one-element constants alone."""
+    roots = (*operands_of(problem.node), *stores_of(problem.node))
+    numbers = {
+        n: Node(Input("number", n.tensor)) for n in toposort(roots) if isinstance(n.op, Const) and n.tensor.elements == 1
+    }
+    return (type(problem), tuple(substitute(roots, numbers)), problem.types, problem.weights, _inner(problem))
+
+
+def _inner(problem: AnyProblem) -> object:
+    """What a problem holds beside its operands and stores: all of an attention's own numbers, a product's accumulator."""
+    op = problem.op
+    return op.acc_dtype if isinstance(op, Gemm) else replace(op, operands=(), stores=())
+
+
+class _Only:
+    """A candidate narrowed to the one schedule that won."""
+
+    preference = 0
+
+    def __init__(self, winner: Kernel) -> None:
+        self._candidate = next(c for c in discover_candidates() if c.name == winner.candidate)
+        self._schedule = winner.schedule
+        self.name = self._candidate.name
+        self.kinds = self._candidate.kinds
+        self.preference = self._candidate.preference
+
+    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
+        return self._candidate.refuse(problem, target)
+
+    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
+        return (self._schedule,)
+
+    def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
+        return self._candidate.build(problem, schedule, target)
