@@ -124,7 +124,6 @@ PROGRAMS: Sequence[Program] = (
     Program("bert", "BERT-base, f32, 1 x 128", _model("bert", "f32"), "onnxruntime", _onnxruntime),
     Program("bert_int8", "the same, int8 QDQ", _model("bert", "int8"), "onnxruntime", _onnxruntime),
     Program("distilgpt2", "DistilGPT2, f32, 1 x 128", _model("distilgpt2", "f32"), "onnxruntime", _onnxruntime),
-    Program("distilgpt2_int8", "the same, int8 QDQ", _model("distilgpt2", "int8"), "onnxruntime", _onnxruntime),
 )
 
 
