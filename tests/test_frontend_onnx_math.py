@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from onnx_models import FLOAT, INT64, agrees, native, one, ours, read, tame, theirs, whole
+from tilewright.compiler import optimise
 
 rng = np.random.default_rng(11)
 
@@ -216,3 +217,11 @@ def test_half_precision_models_stay_half():
     m = one("Gemm", {"x": x}, weights)
     assert read(m).outputs[0].dtype.name == "f16"
     np.testing.assert_allclose(ours(m, {"x": x})[0], theirs(m, {"x": x})[0], rtol=2e-3, atol=2e-3)
+
+
+def test_softmax_of_f16_is_read_as_onnx_defines_it_and_becomes_one_node_again():
+    x = {"x": tame(3, 8).astype(np.float16)}
+    graph = read(one("Softmax", x))
+    assert [n.op.name for n in graph.nodes()] == ["input", "reduce", "map", "map", "reduce", "map"]
+    assert [n.op.name for n in optimise(graph).nodes()] == ["input", "softmax"]
+    np.testing.assert_allclose(ours(graph, x)[0], theirs(one("Softmax", x), x)[0], rtol=2e-3)
