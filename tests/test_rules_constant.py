@@ -13,8 +13,8 @@ from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape
 from tilewright.ir.constant import constant_value, scalar_value, scaling
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Const, Dequantize, Iota, Quantize, Select
-from values import random_value
+from tilewright.ir.ops import Const, Convert, Dequantize, Iota, Quantize, Select
+from values import ALL, every_value, from_numpy, random_value, same, to_numpy
 
 
 def test_a_number_is_read_through_views_and_conversions():
@@ -145,6 +145,30 @@ def test_one_divided_by_x_is_not_x():
         number = {"divide": 1, "subtract": 0}[fn]
         graph = graph_of(map_(fn, const(number, S32), input_("x", S32, (4,))))
         assert staged(graph, "recognise").outputs == graph.outputs
+
+
+# Casts that cancel.
+
+
+@pytest.mark.parametrize("narrow", [d for d in ALL if d.bits <= 16], ids=str)
+@pytest.mark.parametrize("wide", ALL, ids=str)
+def test_a_detour_is_dropped_just_where_no_value_changes(narrow: DType, wide: DType):
+    """Every value of the narrow type, through every other."""
+    values = from_numpy(every_value(narrow), narrow)
+    x = input_("x", narrow, tuple(values.shape))
+    for overflow in ("wrap", "saturate"):
+        detour = Node(Convert(narrow, overflow), Node(Convert(wide, overflow), x))
+        (there_and_back,) = evaluate(graph_of(detour), [values])
+        kept = bool(same(to_numpy(there_and_back, narrow), every_value(narrow)).all())
+        dropped = staged(graph_of(detour), "recognise").outputs == (x,)
+        assert kept or not dropped
+        assert dropped or not kept or wide is narrow or (overflow == "saturate" and narrow.is_float)
+
+
+def test_another_type_at_the_end_is_no_detour():
+    x = input_("x", F16, (4,))
+    for out in (convert(convert(x, F32), BF16), convert(convert(input_("y", F32, (4,)), F16), F32)):
+        assert staged(graph_of(out), "recognise").outputs == (out,)
 
 
 # Casts around arithmetic.

@@ -1,4 +1,5 @@
-"""What is known before the program runs: the number a node holds everywhere, the value of a node made of constants."""
+"""What can be said of a node without running the program: the number it holds everywhere, its value if constants make it, what
+it is a multiple or a rounding of."""
 
 from __future__ import annotations
 
@@ -58,6 +59,13 @@ def scalar_value(node: Node) -> float | int | bool | None:
 def scalar_like(value: float, node: Node) -> Node:
     """A constant number of `node`'s type, without axes."""
     return const(value, node.dtype)
+
+
+def unrounded(node: Node) -> Node:
+    """The value before any conversion between floats of 16 bits or more; what is made narrower than that is quantised."""
+    while isinstance(node.op, Convert) and all(d.is_float and d.bits >= 16 for d in (node.dtype, node.src[0].dtype)):
+        node = node.src[0]
+    return node
 
 
 def scaling(node: Node) -> tuple[int, float] | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from tilewright.dtype import F32, F64, DType
 from tilewright.ir.constant import scalar_value
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Map
+from tilewright.ir.ops import Convert, Map
 
 Polynomial = Mapping[tuple[int, ...], float]
 """Coefficient of each monomial, which is given by the exponents of the variables."""
@@ -18,15 +18,17 @@ MAX_NODES = 16
 
 
 def arithmetic(node: Node) -> bool:
-    """Whether `node` adds, multiplies or raises floats to a power."""
+    """Whether `node` adds, multiplies or raises floats to a power, or rounds them to another float of 16 bits or more."""
+    if isinstance(node.op, Convert):
+        return all(d.is_float and d.bits >= 16 for d in (node.dtype, node.src[0].dtype))
     return isinstance(node.op, Map) and node.op.fn in ARITHMETIC and node.dtype.is_float
 
 
 def polynomial(root: Node, variables: Sequence[Node], inside: list[Node], max_nodes: int = MAX_NODES) -> Polynomial | None:
     """`root` as a polynomial in `variables`, or None if it is none (of degree 4 and `max_nodes` operations at most).
 
-    All have one shape; constants are numbers. The nodes that stand between the variables and the root, the root included,
-    are added to `inside`.
+    All have one shape; constants are numbers; rounding is not part of the polynomial. The nodes that stand between the
+    variables and the root, the root included, are added to `inside`.
     """
     reader = _Reader(variables, max_nodes)
     try:
@@ -74,12 +76,11 @@ class _Reader:
         value = scalar_value(node)
         if value is not None:
             return {self._one: float(value)} if value else {}
-        if not isinstance(node.op, Map) or node.op.fn not in ARITHMETIC or not node.dtype.is_float:
-            raise _NoPolynomialError
-        if node.shape != self._shape or len(self.inside) >= self._max_nodes:
+        if not arithmetic(node) or node.shape != self._shape or len(self.inside) >= self._max_nodes:
             raise _NoPolynomialError
         self.inside.append(node)
-        return self._apply(node.op.fn, [self.read(s) for s in node.src])
+        args = [self.read(s) for s in node.src]
+        return self._apply(node.op.fn, args) if isinstance(node.op, Map) else args[0]
 
     def _apply(self, fn: str, args: list[Polynomial]) -> Polynomial:
         if fn == "negate":

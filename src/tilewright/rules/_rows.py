@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tilewright.ir.constant import scalar_value
+from tilewright.ir.constant import scalar_value, unrounded
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Convert, Map, Reduce, Reshape
+from tilewright.ir.ops import Map, Reduce, Reshape
 from tilewright.ir.ops.shape import reduced_shape
 from tilewright.ir.types import Shape
 
@@ -41,13 +41,6 @@ class Spread:
 def function_of(node: Node) -> str:
     """The name of an elementwise function, or "" for anything else."""
     return node.op.fn if isinstance(node.op, Map) else ""
-
-
-def unrounded(node: Node) -> Node:
-    """The value before any conversion between floats of 16 bits or more; what is made narrower than that is quantised."""
-    while isinstance(node.op, Convert) and all(d.is_float and d.bits >= 16 for d in (node.dtype, node.src[0].dtype)):
-        node = node.src[0]
-    return node
 
 
 def kept_shape(shape: Shape, axes: Sequence[int]) -> Shape:

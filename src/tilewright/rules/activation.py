@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
-from tilewright.ir.build import map_
-from tilewright.ir.constant import scalar_like, scalar_value, scaling
+from tilewright.ir.build import convert, map_
+from tilewright.ir.constant import scalar_like, scalar_value, scaling, unrounded
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Map
 from tilewright.ir.pattern import Match, Pat, rule
@@ -65,8 +65,8 @@ _RESULTS = frozenset(f.result for f in FORMS)
 def arithmetic_around_erf_or_tanh_is_an_activation(m: Match) -> Node | None:
     """0.5 * x * (1 + erf(x / sqrt(2))) -> gelu(x), and the other `FORMS`; a constant factor is left over as a factor.
 
-    Where: float x; nothing else reads what stands in between; every constant within two epsilons of its type. Exact: no: the
-    function is evaluated in one go, without rounding what stands in between to x's type, and with the ideal constants.
+    Where: float x; nothing else reads what stands in between; every constant within two epsilons of the narrowest type there.
+    Exact: no: the function is evaluated in one go, without rounding what stands in between, and with the ideal constants.
     Sources: Hendrycks and Gimpel 2016 (arXiv 1606.08415); Elfwing et al. 2017 (arXiv 1702.03118).
     """
     for inner in _inner_functions(m.node):
@@ -82,9 +82,9 @@ def _inner_functions(root: Node) -> list[Node]:
     found: dict[Node, None] = {}
     level = [root]
     for _ in range(DEPTH):
-        below = [s for n in level for s in n.src if isinstance(s.op, Map) and s.shape == root.shape]
+        below = [unrounded(s) for n in level for s in n.src if s.shape == root.shape]
         found.update(dict.fromkeys(s for s in below if isinstance(s.op, Map) and s.op.fn in _INNER))
-        level = [s for s in dict.fromkeys(below) if arithmetic(s)]
+        level = [s for s in dict.fromkeys(below) if isinstance(s.op, Map) and arithmetic(s)]
     return list(found)
 
 
@@ -138,7 +138,7 @@ def _matched(m: Match, inner: Node, reading: Reading) -> Node | None:
     outer = polynomial(m.node, [x, inner], inside)
     if outer is None:
         return None
-    tolerance = rounding_tolerance(m.node.dtype)
+    tolerance = max(rounding_tolerance(n.dtype) for n in (m.node, *inside))
     for form in reading.near:
         if outer.keys() != form.outer.keys():
             continue
@@ -156,8 +156,9 @@ def _replaced(m: Match, form: Form, x: Node, inside: list[Node], factor: float, 
     if outside is not None:
         m.refuse(f"the {_name(outside)} inside this {form.result} is also read elsewhere")
         return None
-    result = map_(form.result, x)
-    return result if abs(factor - 1) <= tolerance else map_("multiply", result, scalar_like(factor, x))
+    wide = max(x.dtype, m.node.dtype, key=lambda d: d.bits)
+    result = convert(map_(form.result, convert(x, wide)), m.node.dtype)
+    return result if abs(factor - 1) <= tolerance else map_("multiply", result, scalar_like(factor, m.node))
 
 
 def _name(node: Node) -> str:

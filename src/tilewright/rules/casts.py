@@ -1,4 +1,4 @@
-"""Arithmetic that a compiler did in f32 for want of narrower instructions is arithmetic of the narrow type again."""
+"""Casts that cancel, and arithmetic that a compiler did in f32 for want of narrower instructions."""
 
 from __future__ import annotations
 
@@ -21,6 +21,32 @@ def before_cast(node: Node, dtype: DType) -> Node | None:
         return None
     made = const(number, dtype)
     return made if scalar_value(made) == number else None
+
+
+def holds(wide: DType, narrow: DType) -> bool:
+    """Whether every value of `narrow` is one of `wide`."""
+    if wide.kind == "opaque" or narrow.kind == "opaque":
+        return False
+    if wide.is_float:
+        if narrow.is_float:
+            return wide.bits > narrow.bits
+        return max(-narrow.min, narrow.max) <= 2 / wide.epsilon
+    return not narrow.is_float and wide.kind != "pred" and wide.min <= narrow.min and narrow.max <= wide.max
+
+
+@rule(Pat(Convert, (Pat(Convert, name="inner"),)), stage="canonical")
+def drop_detour_through_a_wider_type(m: Match) -> Node | None:
+    """convert(convert(x, wide), t) -> x, with x of type t
+
+    Where: `wide` holds every value of t (f16 -> f32 -> f16, s8 -> s32 -> s8, u8 -> bf16 -> u8), and floats do not saturate,
+    which would make infinity a number; or integers wrap through as many bits (s8 -> u8 -> s8). Exact: yes.
+    """
+    wide, x = m["inner"].dtype, m["inner"].src[0]
+    narrow = x.dtype
+    saturates = any(isinstance(n.op, Convert) and n.op.overflow == "saturate" for n in (m.node, m["inner"]))
+    held = holds(wide, narrow) and not (saturates and narrow.is_float)
+    wrapped = narrow.is_integer and wide.is_integer and wide.bits >= narrow.bits and not saturates
+    return x if m.node.dtype is narrow and (held or wrapped) else None
 
 
 @rule(

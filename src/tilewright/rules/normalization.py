@@ -8,14 +8,15 @@ norm of what was cast.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-from tilewright.dtype import BF16, F16, F32
+from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.build import const, convert, map_
-from tilewright.ir.constant import scalar_value
+from tilewright.ir.constant import scalar_value, unrounded
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Convert, LayerNorm, Map
+from tilewright.ir.ops import Broadcast, Convert, LayerNorm, Map, Reshape
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._rows import RowReader, Spread, function_of, spans_rows, unrounded
+from tilewright.rules._rows import RowReader, Spread, function_of, spans_rows
 from tilewright.rules.casts import before_cast
 
 MAX_FACTORS = 8
@@ -46,13 +47,13 @@ def dividing_by_root_mean_square_is_a_norm(m: Match) -> Node | None:
             if spread is None or spread.power != power:
                 continue
             for y in above:
-                between = _normalised(spread, y)
-                if between is None or y.shape != m.node.shape or not spans_rows(factor, y.shape, spread.axes):
+                subject = _normalised(spread, y)
+                if subject is None or y.shape != m.node.shape or not spans_rows(factor, y.shape, spread.axes):
                     continue
-                taken = [*inside, *reader.passed, *between]
+                taken = [*inside, *reader.passed, *subject.inside]
                 left = _without(above, y, *([factor] if factors is above else []))
                 under = _without(below, *([factor] if factors is below else []))
-                norm = None if any(f in taken for f in (*left, *under)) else _norm(m, taken, spread, y)
+                norm = None if any(f in taken for f in (*left, *under)) else _norm(m, taken, spread, subject)
                 return None if norm is None else _with_factors(norm, left, under)
     return None
 
@@ -77,28 +78,53 @@ def _factors(m: Match, inside: list[Node]) -> tuple[list[Node], list[Node]]:
             inside.append(node)
             second = (node.src[1], up, down) if function_of(node) == "multiply" else (node.src[1], down, up)
             stack.extend((second, (node.src[0], up, down)))
+        elif unrounded(node) is not node and m.users.only(node):
+            inside.append(node)
+            stack.append((node.src[0], up, down))
         else:
             up.append(node)
     return above, below
 
 
-def _normalised(spread: Spread, y: Node) -> list[Node] | None:
-    """If the deviation is that of y, the nodes from y to what is normalised: none if it is what was squared; the difference
-    and the mean if it is x - mean(x) and the variance was a difference of squares."""
-    if not spread.difference:
-        return [] if unrounded(y) is spread.y else None
-    reader = RowReader()
-    centred = reader.wide(y)
-    if function_of(centred) != "subtract" or unrounded(centred.src[0]) is not spread.y:
+@dataclass(frozen=True)
+class _Subject:
+    """What a norm is of, whether it takes its mean off, and what is then no longer needed."""
+
+    x: Node
+    centred: bool
+    inside: list[Node]
+
+
+def _normalised(spread: Spread, y: Node) -> _Subject | None:
+    """The subject, if the deviation is that of y: y is what was squared, or both are x - mean(x), rounded differently maybe, or
+    y is, and the variance is a difference of squares of x."""
+    if not spread.difference and unrounded(y) is spread.y:
+        return _Subject(y, False, [])
+    own = _centred(y, spread.axes)
+    squared = _Subject(spread.y, True, []) if spread.difference else _centred(spread.y, spread.axes)
+    if own is None or squared is None or unrounded(own.x) is not unrounded(squared.x):
         return None
-    mean = reader.mean(centred.src[1])
-    same = mean is not None and mean.x is spread.y and mean.axes == spread.axes
-    return [centred, *reader.passed] if same else None
+    return _Subject(own.x, True, [*own.inside, *squared.inside])
 
 
-def _norm(m: Match, inside: Iterable[Node], spread: Spread, y: Node) -> Node | None:
+def _centred(y: Node, axes: tuple[int, ...]) -> _Subject | None:
+    """x, if y is x - mean(x) over these axes."""
+    reader = RowReader()
+    difference = reader.wide(y)
+    if function_of(difference) != "subtract":
+        return None
+    mean = reader.mean(difference.src[1])
+    x = difference.src[0]
+    if mean is None or mean.x is not unrounded(x) or mean.axes != axes or x.shape != difference.shape:
+        return None
+    if not spans_rows(difference.src[1], x.shape, axes):
+        return None
+    return _Subject(x, True, [difference, *reader.passed])
+
+
+def _norm(m: Match, inside: Iterable[Node], spread: Spread, subject: _Subject) -> Node | None:
     """The norm without scale, of the matched node's type; None if it may not stand for what is inside."""
-    rank = len(y.shape)
+    rank = len(m.node.shape)
     axis = spread.axes[0] if spread.axes else rank
     if spread.axes != tuple(range(axis, rank)) or axis == rank:
         m.refuse(f"it normalises over axes {list(spread.axes)} of {rank}, which are not the last")
@@ -107,16 +133,21 @@ def _norm(m: Match, inside: Iterable[Node], spread: Spread, y: Node) -> Node | N
     if outside is not None:
         m.refuse(f"the {function_of(outside) or outside.op.name} inside this norm is also read elsewhere")
         return None
-    x = unrounded(y).src[0] if spread.difference else y
-    return Node(LayerNorm(axis, spread.epsilon, center=spread.difference), x) if x.dtype is m.node.dtype else None
+    x = _typed(subject.x, m.node.dtype)
+    return Node(LayerNorm(axis, spread.epsilon, center=subject.centred), x)
+
+
+def _typed(x: Node, dtype: DType) -> Node:
+    """x as `dtype`, from as early as it is known."""
+    return x if x.dtype is dtype else convert(unrounded(x), dtype)
 
 
 def _with_factors(norm: Node, above: list[Node], below: list[Node]) -> Node:
     """The norm times what is left of the product: vectors first, which are a scale."""
     for factor in sorted(above, key=lambda f: (scalar_value(f) is not None, len(f.shape), f.tensor.elements)):
-        norm = map_("multiply", norm, factor)
+        norm = map_("multiply", norm, _typed(factor, norm.dtype))
     for factor in below:
-        norm = map_("divide", norm, factor)
+        norm = map_("divide", norm, _typed(factor, norm.dtype))
     return norm
 
 
@@ -127,21 +158,16 @@ def norm_of_what_is_centred_centres_it(m: Match) -> Node | None:
     Where: the mean is over the normalised axes; only the norm reads the difference, only the difference reads the mean.
     Exact: no, but for rounding the difference to x's type, which the norm does not.
     """
-    op, reader = m.node.op, RowReader()
+    op, y = m.node.op, m.node.src[0]
     assert isinstance(op, LayerNorm)
-    centred = reader.wide(m.node.src[0])
-    mean = reader.mean(centred.src[1])
-    x = centred.src[0]
-    if op.center or mean is None or mean.x is not unrounded(x) or x.shape != centred.shape:
+    subject = None if op.center else _centred(y, tuple(range(op.axis % len(y.shape), len(y.shape))))
+    if subject is None:
         return None
-    axes = tuple(range(op.axis % len(x.shape), len(x.shape)))
-    if mean.axes != axes or not spans_rows(centred.src[1], x.shape, axes):
-        return None
-    if m.read_outside([centred, *reader.passed]) is not None:
+    above = [y] if y not in subject.inside else []
+    if m.read_outside([*above, *subject.inside]) is not None:
         m.refuse("the mean or what it is taken from is also read elsewhere")
         return None
-    x = x if x.dtype is m.node.dtype else convert(unrounded(x), m.node.dtype)
-    return Node(LayerNorm(op.axis, op.epsilon), x, *m.node.src[1:])
+    return Node(LayerNorm(op.axis, op.epsilon), _typed(subject.x, m.node.dtype), *m.node.src[1:])
 
 
 @rule(_float_map("multiply"), stage="recognise")
@@ -172,8 +198,8 @@ def vector_added_to_norm_is_its_bias(m: Match) -> Node | None:
 
 def _norm_and_vector(m: Match, sources: int) -> tuple[Node, Node] | None:
     """The norm of at most `sources` sources that the matched node reads alone, and the vector beside it."""
-    for norm, vector in (m.node.src, reversed(m.node.src)):
-        op = norm.op
+    for norm, beside in (m.node.src, reversed(m.node.src)):
+        op, vector = norm.op, _vector(beside)
         if not isinstance(op, LayerNorm) or len(norm.src) > sources or norm.shape != m.node.shape:
             continue
         if not _along_rows(vector, norm, op.axis % len(norm.shape)):
@@ -183,6 +209,16 @@ def _norm_and_vector(m: Match, sources: int) -> tuple[Node, Node] | None:
             return None
         return norm, vector
     return None
+
+
+def _vector(node: Node) -> Node:
+    """The value before it was repeated and given leading axes."""
+    while isinstance(node.op, (Broadcast, Reshape)):
+        inner = node.src[0]
+        if isinstance(node.op, Reshape) and node.shape != (1,) * (len(node.shape) - len(inner.shape)) + inner.shape:
+            break
+        node = inner
+    return node
 
 
 def _along_rows(vector: Node, norm: Node, axis: int) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from tilewright.dtype import BF16, F16, F32
+from tilewright.ir.axes import Placed, against, axes_of, layout_of
 from tilewright.ir.build import convert
-from tilewright.ir.constant import scalar_value
+from tilewright.ir.constant import scalar_value, unrounded
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Convert, Map, Select, Softmax
+from tilewright.ir.ops import Convert, Map, Reduce, Select, Softmax
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._rows import RowReader, function_of, spans_rows, unrounded
+from tilewright.rules._rows import RowReader, function_of, spans_rows
 
 
 @rule(Pat(Map, where=lambda n: function_of(n) in ("divide", "multiply") and n.dtype.is_float), stage="recognise")
@@ -81,11 +82,7 @@ def softmax_subtracts_the_maximum_itself(m: Match) -> Node | None:
     assert isinstance(op, Softmax)
     shifted = reader.wide(m.node.src[0])
     x, row = shifted.src
-    axes = (op.axis % len(x.shape),) if x.shape else ()
-    if x.shape != shifted.shape or not spans_rows(row, x.shape, axes):
-        return None
-    found = RowReader().reduction(_if_finite(row), "maximum")
-    if found is None or found.x is not unrounded(x) or found.axes != axes:
+    if x.shape != shifted.shape or not x.shape or not _is_maximum(row, x, op.axis % len(x.shape)):
         return None
     if m.read_outside((shifted, *reader.passed)) is not None:
         m.refuse("what its maximum is subtracted from is also read elsewhere")
@@ -93,13 +90,39 @@ def softmax_subtracts_the_maximum_itself(m: Match) -> Node | None:
     return Node(op, x if x.dtype is m.node.dtype else convert(unrounded(x), m.node.dtype))
 
 
+def _is_maximum(row: Node, x: Node, axis: int) -> bool:
+    """Whether `row` is the maximum of x along `axis`, as it lies against x, whatever views either is seen through."""
+    layout = layout_of(x.shape)
+    lies = against(row.shape, layout)
+    if lies is None:
+        return False
+    peak = _bare(Placed(row, lies))
+    if isinstance(peak.node.op, Select):
+        peak = _bare(Placed(_if_finite(peak.node), peak.layout))
+    op = peak.node.op
+    if not isinstance(op, Reduce) or op.fn != "maximum" or len(op.axes) != 1:
+        return False
+    dims = list(peak.layout)
+    dims[op.axes[0] : op.axes[0] + op.keepdims] = [layout[axis]]
+    reduced, whole = _bare(Placed(peak.node.src[0], tuple(dims))), _bare(Placed(x, layout))
+    return reduced.node is whole.node and [axes_of((d,)) for d in reduced.layout] == [axes_of((d,)) for d in whole.layout]
+
+
+def _bare(placed: Placed) -> Placed:
+    """What a value is a view of, or a rounding."""
+    while True:
+        placed = placed.without_views()
+        node = unrounded(placed.node)
+        if node is placed.node:
+            return placed
+        placed = Placed(node, placed.layout)
+
+
 def _if_finite(row: Node) -> Node:
     """r, where `row` is select(is_finite(r), r, 0)."""
-    bare = RowReader().bare(row)
-    if not isinstance(bare.op, Select) or scalar_value(bare.src[2]) != 0:
-        return bare
-    test, kept = bare.src[0], bare.src[1]
-    return kept if function_of(test) == "is_finite" and test.src[0] is kept else bare
+    test, kept, otherwise = row.src
+    finite = function_of(test) == "is_finite" and test.src[0] is kept and scalar_value(otherwise) == 0
+    return kept if finite else row
 
 
 @rule(Pat(Convert, (Pat(Softmax, (Pat(Convert, name="wide"),), name="softmax"),)), stage="recognise")
