@@ -133,11 +133,8 @@ def _read_bytes(part: Part) -> int:
 
 def _seen(roots: Sequence[Node], index: int, source: Node) -> int:
     inner = toposort(roots)
-    return (
-        _through(inner, next(n for n in inner if isinstance(n.op, Param) and n.op.index == index))
-        if roots
-        else source.tensor.size_bytes
-    )
+    params = [n for n in inner if isinstance(n.op, Param) and n.op.index == index]
+    return _through(inner, params[0]) if params else source.tensor.size_bytes
 
 
 def _through(nodes: Sequence[Node], value: Node) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from tilewright.dtype import DType
 from tilewright.ir.build import broadcast, reshape, slice_, transpose
@@ -72,6 +73,15 @@ def depends_on_acc(roots: Sequence[Node]) -> set[Node]:
     return found
 
 
+@dataclass(frozen=True)
+class View:
+    """A reshape or transpose of any value of shape `before`."""
+
+    op: Reshape | Transpose
+    before: Shape
+    after: Shape
+
+
 def views_outward(root: Node) -> Node:
     """The expression with reshapes and transposes of the accumulator moved to its root: how the result is written.
 
@@ -79,13 +89,13 @@ def views_outward(root: Node) -> Node:
     where an element stands. A side input that cannot be unviewed, or two operands under different views, stay as they are.
     """
     dependent = depends_on_acc((root,))
-    core: dict[Node, tuple[Node, tuple[Node, ...]]] = {}  # value without its views; the views, inner first
+    core: dict[Node, tuple[Node, tuple[View, ...]]] = {}  # value without its views; the views, inner first
     for n in toposort((root,)):
         if n not in dependent:
             core[n] = (n, ())
         elif isinstance(n.op, REARRANGE):
             inner, views = core[n.src[0]]
-            core[n] = (inner, (*views, n))
+            core[n] = (inner, _further(views, View(n.op, n.src[0].shape, n.shape)))
         elif isinstance(n.op, ELEMENTWISE):
             core[n] = _under_views(n, dependent, core)
         else:
@@ -93,9 +103,21 @@ def views_outward(root: Node) -> Node:
     return _viewed(*core[root])
 
 
+def _further(views: tuple[View, ...], last: View) -> tuple[View, ...]:
+    """Views followed by one more: two of a kind are one, and one that changes nothing is none."""
+    if views and type(views[-1].op) is type(last.op):
+        *rest, before = views
+        op: Reshape | Transpose = last.op
+        if isinstance(op, Transpose) and isinstance(before.op, Transpose):
+            op = Transpose(tuple(before.op.perm[p] for p in op.perm))
+        views, last = tuple(rest), View(op, before.before, last.after)
+    still = last.before == last.after if isinstance(last.op, Reshape) else list(last.op.perm) == list(range(len(last.before)))
+    return views if still else (*views, last)
+
+
 def _under_views(
-    n: Node, dependent: set[Node], core: Mapping[Node, tuple[Node, tuple[Node, ...]]]
-) -> tuple[Node, tuple[Node, ...]]:
+    n: Node, dependent: set[Node], core: Mapping[Node, tuple[Node, tuple[View, ...]]]
+) -> tuple[Node, tuple[View, ...]]:
     chains = {core[s][1] for s in n.src if s in dependent}
     views = next(iter(chains)) if len(chains) == 1 else ()
     blocked = isinstance(n.op, (Quantize, Dequantize)) and n.op.block is not None
@@ -111,25 +133,24 @@ def _under_views(
     return n.with_src([_viewed(*core[s]) for s in n.src]), ()
 
 
-def _viewed(inner: Node, views: Sequence[Node]) -> Node:
+def _viewed(inner: Node, views: Sequence[View]) -> Node:
     for v in views:
-        inner = reshape(inner, v.shape) if isinstance(v.op, Reshape) else Node(v.op, inner)
+        inner = Node(v.op, inner)
     return inner
 
 
-def unview(side: Node, views: Sequence[Node]) -> Node | None:
+def unview(side: Node, views: Sequence[View]) -> Node | None:
     """What broadcasts against a value as `side` broadcasts against that value under `views`; None if nothing does."""
     if side.tensor.elements == 1:
         return reshape(side, ()) if views else side
     for v in reversed(views):
-        before, after = v.src[0].shape, v.shape
-        rank = len(after)
+        rank = len(v.after)
         side = reshape(side, (1,) * (rank - len(side.shape)) + side.shape)
         if isinstance(v.op, Transpose):
             inverse = sorted(range(rank), key=v.op.perm.__getitem__)
             side = transpose(side, inverse)
             continue
-        unshaped = _unreshape(side, before, after)
+        unshaped = _unreshape(side, v.before, v.after)
         if unshaped is None:
             return None
         side = unshaped

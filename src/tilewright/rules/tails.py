@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 
 from tilewright.ir.build import items
@@ -50,9 +50,18 @@ def _tails(carrier: Node, users: Users, turn: Mapping[Node, Turn], place: Mappin
     stores = stores_of(carrier)
     own = {r: stores[r.op.index if isinstance(r.op, Item) else 0] for r in results}
     expression = _closure(carrier, own, users, turn, place, sources)
-    wanted = own.keys() | _wanted(expression, users, place)
-    leaving = [n for n in expression if n in wanted and any(r is None or r not in wanted for r in users[n])]
-    leaving = list(dict.fromkeys(_followed(n, wanted, expression, users, sources, alone=len(leaving) == 1) for n in leaving))
+    wanted = {*own, *_wanted(expression, users, place)}
+    while True:
+        leaving = {n: [r for r in users[n] if r is None or r not in wanted] for n in expression if n in wanted}
+        leaving = {n: outside for n, outside in leaving.items() if outside}
+        further = next(
+            (r for n, (r, *more) in leaving.items() if not more and _follows(n, r, leaving, wanted, expression, users)), None
+        )
+        if further is None:
+            break
+        if further not in expression:
+            expression[further] = Node(further.op, *(expression[s] if s in wanted else sources.param(s) for s in further.src))
+        wanted.add(further)
     if all(n in own for n in leaving):
         return {}
     roots = [views_outward(expression[n]) for n in leaving]
@@ -104,24 +113,23 @@ def _wanted(expression: Mapping[Node, Node], users: Users, place: Mapping[Node, 
     return wanted
 
 
-def _followed(
-    node: Node, wanted: AbstractSet[Node], expression: dict[Node, Node], users: Users, sources: Sources, *, alone: bool
-) -> Node:
-    """What is stored for a node that leaves: past every single reader that a rule of the epilogue would absorb.
+def _follows(
+    node: Node,
+    reader: Node | None,
+    leaving: Collection[Node],
+    wanted: AbstractSet[Node],
+    expression: Mapping[Node, Node],
+    users: Users,
+) -> bool:
+    """Whether the single reader of what would be stored moves into the store, as a rule of the epilogue would have it.
 
-    If nothing else leaves the carrier, such a reader may wait for whatever it likes: it is all that waits for the carrier.
+    If nothing else leaves the carrier, that reader may wait for whatever it likes: it is all that waits for the carrier.
     """
-    while len(outside := [r for r in users[node] if r is None or r not in wanted]) == 1:
-        (reader,) = outside
-        if reader is None or left_to_its_readers(reader, users):
-            break
-        if alone and reader not in expression and _absorbable(reader, node):
-            src = [expression[s] if s is node else sources.param(s) for s in reader.src]
-            expression[reader] = Node(reader.op, *src)
-        if reader not in expression:
-            break
-        node = reader
-    return node
+    if reader is None or left_to_its_readers(reader, users):
+        return False
+    if reader in expression:
+        return all(s in wanted for s in reader.src if s in expression)
+    return len(leaving) == 1 and _absorbable(reader, node)
 
 
 def _absorbable(reader: Node, node: Node) -> bool:

@@ -31,9 +31,11 @@ class Kernel:
         candidate: name of the candidate.
         schedule: the point it was built for.
         prepare: given the weights by source index, packs them and returns what runs: all the gemm's sources in, one tensor a
-            store out. The runner must not write its inputs nor return memory it will write again.
+            store out. The sources may have any strides. The runner must not write them nor return memory it will write again.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
+        roundoff: of the sums, where the hardware keeps fewer bits of them than the accumulator has; it is verified with room
+            for that, and its schedule says so, since precision never drops without a word.
         registers, spills, shared_bytes: of the machine code, where there is any of our own.
     """
 
@@ -42,6 +44,7 @@ class Kernel:
     prepare: Callable[[Mapping[int, torch.Tensor]], Runner]
     workspace_bytes: int = 0
     packed_bytes: int = 0
+    roundoff: float = 0.0
     registers: int | None = None
     spills: int | None = None
     shared_bytes: int | None = None

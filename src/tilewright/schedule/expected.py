@@ -77,8 +77,11 @@ class _Band:
         return cls(low.to(mid.dtype), mid, high.to(mid.dtype))
 
 
-def expect(problem: AnyProblem, sources: Sequence[torch.Tensor]) -> Expected:
-    """The reference results and their bounds, for sources on the CPU."""
+def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float = 0.0) -> Expected:
+    """The reference results and their bounds, for sources on the CPU.
+
+    `roundoff` is that of a kernel that says it keeps fewer bits of its sums than the accumulator has (`Kernel.roundoff`).
+    """
     storage = problem.acc.dtype.to_torch()
     params = {n: sources[cast("Param", n.op).index] for n in _params(problem)}
     if problem.acc.dtype.is_integer:
@@ -88,7 +91,7 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor]) -> Expected:
         worst = typical = _bands(problem, params, _Band(exact, exact, exact))
     else:
         gemm = isinstance(problem, Problem)
-        product, bound, usual = _product(problem, params) if gemm else _attention(problem, sources)
+        product, bound, usual = _product(problem, params, roundoff) if gemm else _attention(problem, sources)
         worst = _bands(problem, params, _Band.around(product, bound, storage))
         typical = _bands(problem, params, _Band.around(product, usual, storage))
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
@@ -117,18 +120,20 @@ def _operands(problem: Problem, params: Mapping[Node, torch.Tensor]) -> list[tor
 _Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _product(problem: Problem, params: Mapping[Node, torch.Tensor]) -> _Bounds:
+def _product(problem: Problem, params: Mapping[Node, torch.Tensor], roundoff: float) -> _Bounds:
     """The product in float64, the bound of each element's error, and its typical size.
 
     The partial sums behind the typical size are taken to be as large as the result (data of one sign) or as a random walk of
-    the products, estimated from the norms of row and column, whichever is more.
+    the products, estimated from the norms of row and column, whichever is more. A unit with fewer bits cuts products off below
+    the largest of a group: that adds a few of its roundoffs of |a|.|b|, whatever K is.
     """
     a, b = (t.double() for t in _operands(problem, params))
     u, k = problem.acc.dtype.epsilon / 2, max(problem.K, 1)
     product = a @ b
-    bound = (k + 2) * u * (a.abs() @ b.abs()) + torch.finfo(problem.acc.dtype.to_torch()).tiny
+    bound = ((k + 2) * u + SAFETY * roundoff) * (a.abs() @ b.abs()) + torch.finfo(problem.acc.dtype.to_torch()).tiny
     walk = a.square().sum(-1, keepdim=True) @ b.square().sum(-2, keepdim=True) / k
-    return product, bound, torch.minimum(bound, SAFETY * math.sqrt(k) * u * (product.square() + walk).sqrt())
+    usual = SAFETY * (math.sqrt(k) * u + roundoff) * (product.square() + walk).sqrt()
+    return product, bound, torch.minimum(bound, usual)
 
 
 def _attention(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> _Bounds:

@@ -10,7 +10,7 @@ import torch
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, discover
-from tilewright.schedule.expected import expect
+from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.measure import examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
@@ -81,7 +81,8 @@ def search(
     rejected: list[Rejected] = []
     builds = _heuristic_order(_built(problem, target, found, rejected))
     sources = [t.to(target.device) for t in _sources(problem, weights)]
-    expected = expect(problem, [t.cpu() for t in sources])
+    on_cpu = [t.cpu() for t in sources]
+    expected: dict[float, Expected] = {}
     constants = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     trials: list[_Trial] = []
     for order, (candidate, kernel) in enumerate(builds):
@@ -95,7 +96,9 @@ def search(
             if is_reference:  # the others are examined by it; it only has to run
                 runner(sources)
             else:
-                why = examine(problem, expected, runner, sources)
+                if kernel.roundoff not in expected:
+                    expected[kernel.roundoff] = expect(problem, on_cpu, kernel.roundoff)
+                why = examine(problem, expected[kernel.roundoff], runner, sources)
         except Exception as error:
             rejected.append(Rejected(_label(kernel), _failure("failed", error)))
             continue
