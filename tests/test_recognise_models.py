@@ -52,10 +52,15 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "torchscript 11, eager": {"dynamo": False, "opset": 11, "attention": "eager"},
     "torchscript 14, dynamic": {"dynamo": False, "opset": 14, "dynamic": True},
 }
+OFTEN = {("bert", "dynamo 20"), ("bert", "torchscript 14"), ("gpt2", "dynamo 23"), ("gpt2", "torchscript 11, eager")}
 
 
-@pytest.mark.parametrize("how", EXPORTS)
-@pytest.mark.parametrize("kind", ["bert", "gpt2"])
+def _rare(kind: str, how: str) -> Any:
+    """The exporters take seconds each: some of the combinations are for the long suite."""
+    return pytest.param(kind, how, marks=[] if (kind, how) in OFTEN else [pytest.mark.conformance])
+
+
+@pytest.mark.parametrize(("kind", "how"), [_rare(kind, how) for kind in ("bert", "gpt2") for how in EXPORTS])
 def test_transformers_exported_by_torch(folder: Path, kind: str, how: str):
     path = exported(folder, f"{kind}-{how.replace(' ', '').replace(',', '-')}", **EXPORTS[how])
     dims = dict.fromkeys(NAMES, (2, 7)) if EXPORTS[how].get("dynamic") else {}
@@ -94,8 +99,9 @@ def test_llama_with_grouped_queries(folder: Path, opset: int):
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
-@pytest.mark.parametrize("variant", ["int8", "int8-asymmetric", "fp8", "fp8-fnuz"])
-@pytest.mark.parametrize("name", ["bert", "distilgpt2"])
+@pytest.mark.parametrize(
+    ("name", "variant"), [("bert", "int8"), ("bert", "fp8"), ("distilgpt2", "int8-asymmetric"), ("distilgpt2", "fp8-fnuz")]
+)
 def test_quantised_models_keep_every_rounding(folder: Path, name: str, variant: str):
     """Pairs on the scores and on the softmax go into the attention, those on its operands stay before it; bit for bit."""
     from models import write_model

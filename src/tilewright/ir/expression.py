@@ -59,9 +59,9 @@ def make_gemm(acc_dtype: DType, lhs: Node, rhs: Node, stores: Sequence[Node], sr
     return Node(Gemm(acc_dtype, roots[0], roots[1], tuple(roots[2:])), *used.nodes)
 
 
-def acc_leaf(op: Gemm) -> Node:
-    """The node that stands for a gemm's accumulator in its stores."""
-    return Node(Acc(op.acc_type))
+def outside(root: Node, src: Sequence[Node]) -> Node:
+    """An expression over `param`s as a node of the graph."""
+    return substitute((root,), {n: src[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param)})[0]
 
 
 def depends_on_acc(roots: Sequence[Node]) -> set[Node]:
@@ -150,16 +150,16 @@ def unview(side: Node, views: Sequence[View]) -> Node | None:
             inverse = sorted(range(rank), key=v.op.perm.__getitem__)
             side = transpose(side, inverse)
             continue
-        unshaped = _unreshape(side, v.before, v.after)
-        if unshaped is None:
+        found = before_reshape(side, v.before, v.after)
+        if found is None:
             return None
-        side = unshaped
+        side = found
     return side
 
 
-def _unreshape(side: Node, before: Shape, after: Shape) -> Node | None:
+def before_reshape(side: Node, before: Shape, after: Shape) -> Node | None:
     """`side`, which broadcasts to `after`, as it broadcasts to `before`: each group of axes that the reshape splits or merges
-    is either not varied over at all, or repeated to its full extent first."""
+    is either not varied over at all, or repeated to its full extent first. None where an extent is zero."""
     groups = reshape_groups(before, after)
     if groups is None:
         return None

@@ -6,18 +6,13 @@ from collections.abc import Sequence
 
 from tilewright.ir.build import slice_
 from tilewright.ir.carrier import stores_of
-from tilewright.ir.expression import REARRANGE, Sources, make_gemm, views_outward
+from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside, views_outward
 from tilewright.ir.graph import Graph, Node, substitute, toposort
 from tilewright.ir.join import join, manner_of
 from tilewright.ir.ops import Acc, Concat, Convert, Dequantize, Gemm, Item, Param, Quantize, Slice
 from tilewright.ir.pattern import Match, Pat, Step, Trace, graph_pass, rule
 
 READ_THROUGH = (*REARRANGE, Slice, Convert, Quantize, Dequantize)
-
-
-def outside(root: Node, src: Sequence[Node]) -> Node:
-    """An operand's expression as a node of the graph."""
-    return substitute((root,), {n: src[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param)})[0]
 
 
 def joined(gemms: Sequence[Node]) -> Node:
