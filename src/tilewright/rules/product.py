@@ -152,7 +152,7 @@ def _beside_acc(node: Node, sources: Sources) -> Node:
     if known is not None:
         return const(known, node.dtype)
     grows = bool(node.src) and node.tensor.elements > max(s.tensor.elements for s in node.src)
-    if isinstance(node.op, Convert) or (isinstance(node.op, Map) and (grows or not node.constant)):
+    if isinstance(node.op, (*REARRANGE, Broadcast, Convert)) or (isinstance(node.op, Map) and (grows or not node.constant)):
         return Node(node.op, *(_beside_acc(s, sources) for s in node.src))
     return sources.param(node)
 
