@@ -1,0 +1,36 @@
+"""Roundings inside a kernel that nothing outside can see are left out."""
+
+from __future__ import annotations
+
+from tilewright.dtype import BF16, F16
+from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.expression import depends_on_acc
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import Convert
+from tilewright.ir.pattern import Match, Pat, rule
+
+
+@rule(Pat(CARRIERS), stage="precision")
+def drop_rounding_between_steps(m: Match) -> Node | None:
+    """gemm {store = f(convert(convert(x, f16), f32))} -> gemm {store = f(x)}, x an f32 that acc is part of; gemm or attention.
+
+    Where: to f16 or bf16 and back to x's own type, without saturation, between acc and what is stored; what is stored keeps its
+    type. Exact: no: it only adds precision (and range: a value past the largest f16 is infinite no longer). XLA does the same
+    under its option allow-excess-precision, and Inductor inside its kernels. A rounding to 8 bits is meant and stays.
+    `compile(…, excess_precision=False)` leaves this out.
+    """
+    node = m.node
+    stores = stores_of(node)
+    dependent = depends_on_acc(stores)
+    dropped = {n: n.src[0].src[0] for n in toposort(stores) if n in dependent and _is_round_trip(n)}
+    if not dropped:
+        return None
+    return rebuilt(node, operands_of(node), substitute(stores, dropped), node.src)
+
+
+def _is_round_trip(n: Node) -> bool:
+    if not isinstance(n.op, Convert) or not isinstance(n.src[0].op, Convert):
+        return False
+    inner = n.src[0]
+    plain = inner.op.overflow != "saturate" and inner.dtype in (F16, BF16)  # type: ignore[attr-defined]
+    return plain and inner.src[0].dtype is n.dtype and n.dtype.bits > inner.dtype.bits
