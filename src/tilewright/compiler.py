@@ -29,6 +29,7 @@ from tilewright.schedule.search import Decision, search
 # in any order and give the same graph.
 STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product", "siblings", "tails")
 CANONICAL = "canonical"
+EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
 
 Progress = Callable[[int, int, str], None]
@@ -49,12 +50,18 @@ class Quantization:
     rtol: float | None = None
 
 
-def optimise(graph: Graph, trace: Trace | None = None, visit: Callable[[str, Graph], None] | None = None) -> Graph:
+def optimise(
+    graph: Graph,
+    trace: Trace | None = None,
+    visit: Callable[[str, Graph], None] | None = None,
+    *,
+    excess_precision: bool = False,
+) -> Graph:
     """The graph after every stage of rules, verified. `visit` sees the graph after each stage, with the stage's name."""
     trace = trace if trace is not None else Trace()
     rules = discover("tilewright.rules", Rule)
     passes = discover("tilewright.rules", Pass)
-    for stage in STAGES:
+    for stage in (*STAGES, EXCESS_PRECISION) if excess_precision else STAGES:
         graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace)
         for p in passes:
             if p.stage == stage:
@@ -74,7 +81,9 @@ def compile(
     input_dims: Mapping[str, Sequence[int]] | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     quantize: Quantization | None = None,
+    excess_precision: bool = False,
     progress: Progress | None = None,
+    visit: Callable[[str, Graph], None] | None = None,
 ) -> Executable:
     """Compile a program for a device.
 
@@ -87,7 +96,10 @@ def compile(
         input_dims: shape of an input by name, where the program leaves it open.
         budget_s: seconds that measuring kernels may take in all; 0 takes the first verified choice of a heuristic.
         quantize: quantise a float model on the way; `Executable.layers` then says what each product lost.
+        excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
+            them again: the result is not the program's to the last bit, but nearer to the real numbers'.
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem.
+        visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
 
     Returns:
         Executable: call it with arrays.
@@ -103,8 +115,10 @@ def compile(
     if quantize is not None:
         seen = calibrate(source, quantize.batches)
         start, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
+    if visit is not None:
+        visit("source", start)
     trace = Trace()
-    graph = optimise(start, trace)
+    graph = optimise(start, trace, visit, excess_precision=excess_precision)
     executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress))
     return replace(executable, layers=tuple(layers))
 

@@ -17,7 +17,7 @@ def drop_rounding_between_steps(m: Match) -> Node | None:
     Where: to f16 or bf16 and back to x's own type, without saturation, between acc and what is stored; what is stored keeps its
     type. Exact: no: it only adds precision (and range: a value past the largest f16 is infinite no longer). XLA does the same
     under its option allow-excess-precision, and Inductor inside its kernels. A rounding to 8 bits is meant and stays.
-    `compile(…, excess_precision=False)` leaves this out.
+    Only `compile(…, excess_precision=True)` runs this.
     """
     node = m.node
     stores = stores_of(node)
