@@ -110,15 +110,14 @@ def compile(
     """
     target = detect(device)
     dims = {name: tuple(shape) for name, shape in (input_dims or {}).items()}
-    source = load(program, LoadOptions(dims, batch, example_inputs))
-    start, layers = source, ()
+    source, layers = load(program, LoadOptions(dims, batch, example_inputs)), ()
     if quantize is not None:
         seen = calibrate(source, quantize.batches)
-        start, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
+        source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
     if visit is not None:
-        visit("source", start)
+        visit("source", source)
     trace = Trace()
-    graph = optimise(start, trace, visit, excess_precision=excess_precision)
+    graph = optimise(source, trace, visit, excess_precision=excess_precision)
     executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress))
     return replace(executable, layers=tuple(layers))
 

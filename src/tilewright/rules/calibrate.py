@@ -87,12 +87,20 @@ class Layer:
         error: relative error of its result on calibration rows, in norm.
         largest: magnitude that scales its activations per tensor.
         kept: a sentence why it stayed in float, None if it was quantised.
+        scale: of its activations; None if they are not quantised, or scaled per row as the model runs.
+        weight_scales: the smallest and the largest scale of its weight.
+        before: the product in the float model.
+        after: what stands for it in the model that `quantize` returns.
     """
 
     where: str
     error: float
     largest: float
     kept: str | None
+    scale: float | None
+    weight_scales: tuple[float, float]
+    before: Node
+    after: Node
 
 
 @dataclass
@@ -158,24 +166,63 @@ def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float 
     A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float.
     """
     replacement: dict[Node, Node] = {}
-    layers: list[Layer] = []
+    made: list[tuple[Node, _Made, str | None]] = []
     for node in graph.nodes():
         if node not in calibration.seen:
             continue
         seen = calibration.seen[node]
-        made, error = _quantized(node, to, seen)
+        coded = _quantized(node, to, seen)
         kept = None
         if not seen.largest < float("inf"):
             kept = "its activations are not finite"
-        elif rtol is not None and not error <= rtol:
-            kept = f"its error {error:.2g} exceeds {rtol:g}"
+        elif rtol is not None and not coded.error <= rtol:
+            kept = f"its error {coded.error:.2g} exceeds {rtol:g}"
         else:
-            replacement[node] = made
-        layers.append(Layer(graph.origin(node), error, seen.largest, kept))
-    return graph.replace(replacement), layers
+            replacement[node] = coded.node
+        made.append((node, coded, kept))
+    whole = graph.with_outputs([*graph.outputs, *(node for node, _, _ in made)]).replace(replacement)
+    results, after = whole.outputs[: len(graph.outputs)], whole.outputs[len(graph.outputs) :]
+    scaled = to.activation is not None and to.rows == "tensor"
+    layers = [
+        Layer(
+            graph.origin(node),
+            coded.error,
+            seen.largest,
+            kept,
+            _scale_of(seen.largest, to.activation) if scaled and to.activation is not None else None,
+            coded.scales,
+            node,
+            now,
+        )
+        for (node, coded, kept), now in zip(made, after, strict=True)
+        for seen in (calibration.seen[node],)
+    ]
+    return whole.with_outputs(
+        results, _named(whole.origins, [n for n, (_, _, kept) in zip(after, made, strict=True) if not kept])
+    ), layers
 
 
-def _quantized(node: Node, to: Scheme, seen: Seen) -> tuple[Node, float]:
+def _named(origins: Mapping[Node, str], products: Sequence[Node]) -> dict[Node, str]:
+    """The origins, with each quantised activation called what its float value is: what makes it will end in its codes."""
+    named = dict(origins)
+    for product in products:
+        pair = _left(product)
+        codes = pair.src[0] if isinstance(pair.op, Dequantize) else pair
+        if codes.src and codes.src[0] in origins:
+            named.setdefault(codes, origins[codes.src[0]])
+    return named
+
+
+@dataclass(frozen=True)
+class _Made:
+    """A quantised product, its relative error on calibration rows, and the smallest and largest scale of its weight."""
+
+    node: Node
+    error: float
+    scales: tuple[float, float]
+
+
+def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
     op = node.op
     assert isinstance(op, Gemm) and isinstance(op.lhs.op, Param) and isinstance(op.rhs.op, Param)
     left, right = node.src[op.lhs.op.index], node.src[op.rhs.op.index]
@@ -197,7 +244,8 @@ def _quantized(node: Node, to: Scheme, seen: Seen) -> tuple[Node, float]:
         exact = seen.rows.double() @ weight.double()
         got = rows.double() @ cast("torch.Tensor", evaluate_nodes((back,), {})[0]).double()
         error = float((got - exact).norm() / exact.norm().clamp_min(1e-300))
-    return Node(op, *src), error
+    scales = (float(scale.min()), float(scale.max())) if scale.numel() else (SMALLEST_SCALE, SMALLEST_SCALE)
+    return _Made(Node(op, *src), error, scales)
 
 
 def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -214,9 +262,14 @@ def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, 
     return cast("torch.Tensor", evaluate_nodes((node,), {})[0]), scale
 
 
+def _scale_of(largest: float, to: DType) -> float:
+    """The scale of a tensor whose largest magnitude is given."""
+    return max(largest / to.max, SMALLEST_SCALE)
+
+
 def _quantized_activation(x: Node, to: DType, rows: str, largest: float) -> Node:
     if rows == "tensor":
-        scale = const(max(largest / to.max, SMALLEST_SCALE), F32)
+        scale = const(_scale_of(largest, to), F32)
     else:
         wide = x if x.dtype is F32 else Node(Convert(F32), x)
         peak = reduce_("maximum", map_("abs", wide), [-1], keepdims=True)

@@ -53,7 +53,7 @@ class Executable:
     arrays alone; one result bare, several as a tuple. The results are the caller's own: never memory of an input or a constant.
 
     Attributes:
-        source: the graph as read.
+        source: the graph as read, and quantised if that was asked for.
         graph: the graph as compiled.
         target: where it runs.
         steps: in order.

@@ -11,6 +11,7 @@ CHIP = Chip(
     units=(
         MatrixUnit("f32", "f32", "fmla v.4s", 2 * 4 * 2, NEOVERSE),
         MatrixUnit("f64", "f64", "fmla v.2d", 2 * 2 * 2, NEOVERSE),
+        MatrixUnit("s8", "s32", "mla v.4s", 4 * 2, NEOVERSE),
     ),
     family=True,
 )

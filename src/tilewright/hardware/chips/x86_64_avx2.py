@@ -11,8 +11,8 @@ CHIP = Chip(
     units=(
         MatrixUnit("f32", "f32", "vfmadd231ps ymm", 2 * 8 * 2, INTEL_GUIDE),
         MatrixUnit("f64", "f64", "vfmadd231pd ymm", 2 * 4 * 2, INTEL_GUIDE),
-        MatrixUnit("s8", "s32", "vpmaddubsw + vpmaddwd ymm", 2 * 32, INTEL_GUIDE),
+        MatrixUnit("s8", "s32", "vpmaddwd ymm", 2 * 16 * 2, INTEL_GUIDE),
     ),
-    notes=("vpmaddubsw saturates its 16-bit sums: exact only while |a * b + c * d| < 2**15",),
+    notes=("vpmaddubsw takes bytes and is twice as fast, but saturates its 16-bit sums: exact only below 2**15",),
     family=True,
 )

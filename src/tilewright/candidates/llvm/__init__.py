@@ -1,0 +1,1 @@
+"""Kernels generated for the CPU as LLVM IR: one loop nest, the chip's own dot instruction, the epilogue in registers."""

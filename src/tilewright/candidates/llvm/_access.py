@@ -1,0 +1,222 @@
+"""Where an expression's leaves lie in memory, seen from the rows and columns that a kernel walks.
+
+An operand or a store is an expression with views in it. Instead of moving data, each leaf gets one stride for each axis, and
+the rows and columns of the kernel's own space are written in those axes: splitting heads, exchanging axes or repeating a
+bias are then nothing but address arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tilewright.ir.axes import Axis, Layout, above, against, axes_of, layout_of
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import (
+    Acc,
+    Broadcast,
+    Const,
+    Convert,
+    Dequantize,
+    Map,
+    Param,
+    Quantize,
+    Reshape,
+    Select,
+    Slice,
+    Transpose,
+)
+from tilewright.ir.types import Shape
+
+
+class Unsupported(Exception):  # noqa: N818
+    """The sentence why an expression has no kernel."""
+
+
+def contiguous(shape: Shape) -> tuple[int, ...]:
+    """Strides of a dense row-major array, in elements."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class View:
+    """How a value of the expression lies in the space of its root: the axes of each dimension, and the part of it taken."""
+
+    layout: Layout
+    start: Shape
+    step: Shape
+
+    @classmethod
+    def whole(cls, layout: Layout) -> View:
+        return cls(layout, (0,) * len(layout), (1,) * len(layout))
+
+    @property
+    def is_whole(self) -> bool:
+        return not any(self.start) and all(s == 1 for s in self.step)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A digit of the row or column number, times a stride: (number // inner) % extent * stride."""
+
+    extent: int
+    inner: int
+    stride: int
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a leaf's element is: offset + the row's terms + the column's terms, in elements; terms inner first."""
+
+    offset: int
+    rows: tuple[Term, ...]
+    columns: tuple[Term, ...]
+
+
+@dataclass
+class Access:
+    """An expression over a space of `rows` x `columns` axes.
+
+    Attributes:
+        root: the expression.
+        views: of each node, in the root's axes.
+        rows, columns: axes of the space, outer first.
+        first: the column of the kernel's space at which the root's columns start (a store of a range of N).
+    """
+
+    root: Node
+    views: dict[Node, View] = field(default_factory=dict[Node, View])
+    rows: Sequence[Axis] = ()
+    columns: Sequence[Axis] = ()
+    first: int = 0
+
+    def of_leaf(self, leaf: Node) -> Place:
+        """Where elements of a dense array are found that stands for `leaf`."""
+        return self._place(self.views[leaf], contiguous(leaf.shape))
+
+    def of_result(self) -> Place:
+        """Where elements of the dense result go."""
+        return self._place(self.views[self.root], contiguous(self.root.shape))
+
+    @property
+    def columns_extent(self) -> int:
+        return math.prod(a.extent for a in axes_of((self.columns,)))
+
+    def _place(self, view: View, strides: Sequence[int]) -> Place:
+        offset, stride_of = 0, dict[Axis, int]()
+        for dim, start, step, stride in zip(view.layout, view.start, view.step, strides, strict=True):
+            offset += start * stride
+            inner = stride * step
+            for axis in reversed(axes_of((dim,))):
+                stride_of[axis] = inner
+                inner *= axis.extent
+        rows, columns = (_terms(axes_of((axes,)), stride_of) for axes in (self.rows, self.columns))
+        if stride_of:
+            raise Unsupported("a side input varies along an axis that the product does not have")
+        return Place(offset, rows, columns)
+
+
+def _terms(axes: Sequence[Axis], stride_of: dict[Axis, int]) -> tuple[Term, ...]:
+    """The digits with a stride, neighbours that step evenly taken as one."""
+    terms: list[Term] = []
+    inner = 1
+    for axis in reversed(axes):
+        stride = stride_of.pop(axis, 0)
+        last = terms[-1] if terms else None
+        if last is not None and last.inner * last.extent == inner and stride == last.stride * last.extent:
+            terms[-1] = replace(last, extent=last.extent * axis.extent)
+        else:
+            terms.append(Term(axis.extent, inner, stride))
+        inner *= axis.extent
+    return tuple(t for t in terms if t.stride)
+
+
+ELEMENTWISE = (Map, Convert, Select, Quantize, Dequantize)
+
+
+def _visit(root: Node) -> Access:
+    access = Access(root)
+    pending = [(root, View.whole(layout_of(root.shape)))]
+    while pending:
+        node, view = pending.pop()
+        known = access.views.get(node)
+        if known is not None:
+            if not _same(known, view):
+                raise Unsupported("an epilogue reads one value in two arrangements")
+            continue
+        access.views[node] = view
+        pending.extend((s, _below(node, s, view)) for s in node.src)
+    return access
+
+
+def _same(a: View, b: View) -> bool:
+    return (a.start, a.step) == (b.start, b.step) and [axes_of((d,)) for d in a.layout] == [axes_of((d,)) for d in b.layout]
+
+
+def _below(node: Node, source: Node, view: View) -> View:
+    """The view of a source of `node`."""
+    op = node.op
+    if isinstance(op, Slice):
+        start = tuple(s + a * t for s, a, t in zip(view.start, op.start, view.step, strict=True))
+        return View(view.layout, start, tuple(a * b for a, b in zip(view.step, op.step, strict=True)))
+    if isinstance(op, Transpose):
+        inverse = sorted(range(len(op.perm)), key=op.perm.__getitem__)
+        return View(*(tuple(part[i] for i in inverse) for part in (view.layout, view.start, view.step)))  # type: ignore[arg-type]
+    if isinstance(op, ELEMENTWISE):
+        if isinstance(op, (Quantize, Dequantize)) and op.block is not None and source is not node.src[0]:
+            raise Unsupported("a scale given by blocks")
+        layout = against(source.shape, view.layout)
+    elif isinstance(op, (Reshape, Broadcast)):
+        layout = above(node, view.layout)
+    else:
+        raise Unsupported(f"{op.name} has no place in a generated kernel")
+    if layout is None:
+        raise Unsupported(f"{op.name} does not follow the axes of the product")
+    if view.is_whole:
+        return View.whole(layout)
+    if isinstance(op, Reshape):
+        raise Unsupported("a range is taken before a reshape")
+    extra = len(view.layout) - len(source.shape)
+    kept = [d > 1 for d in source.shape]
+    start = tuple(s if k else 0 for s, k in zip(view.start[extra:], kept, strict=True))
+    return View(layout, start, tuple(s if k else 1 for s, k in zip(view.step[extra:], kept, strict=True)))
+
+
+def of_store(root: Node) -> Access:
+    """A store over the rows (batch axes and M together) and columns (N) of the accumulator.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    access = _visit(root)
+    acc = next((n for n in access.views if isinstance(n.op, Acc)), None)
+    if acc is None:
+        raise Unsupported("a store does not read the accumulator")
+    view = access.views[acc]
+    if any(view.start[:-1]) or any(s != 1 for s in view.step):
+        raise Unsupported("a store takes a range of rows or every other column")
+    access.rows, access.columns = axes_of(view.layout[:-1]), axes_of(view.layout[-1:])
+    access.first = view.start[-1]
+    if math.prod(a.extent for a in access.rows) != math.prod(acc.shape[:-1]):
+        raise Unsupported("a store does not cover the rows of the accumulator")
+    access.of_result()
+    for leaf in (n for n in access.views if isinstance(n.op, (Param, Const))):
+        access.of_leaf(leaf)
+    return access
+
+
+def of_operand(root: Node, *, columns_last: bool) -> Access:
+    """An operand over batch axes and one of its last two axes as rows, the other as columns (the last one or the last but one).
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    access = _visit(root)
+    *batch, rows, columns = access.views[root].layout
+    if not columns_last:
+        rows, columns = columns, rows
+    access.rows, access.columns = axes_of((*batch, rows)), axes_of((columns,))
+    for leaf in (n for n in access.views if isinstance(n.op, (Param, Const))):
+        access.of_leaf(leaf)
+    return access

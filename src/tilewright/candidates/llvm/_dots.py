@@ -1,0 +1,168 @@
+"""The instructions that multiply: what each takes, and the few lines that emit it. Chips name theirs in their data file.
+
+Every one works on vectors whose lanes are columns; a lane holds the 4 bytes of `k` neighbours along K. The left operand's are
+the same in all lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tilewright.candidates.llvm._text import Function, vec
+from tilewright.dtype import BF16, F32, S8, S16, S32, U8, DType
+from tilewright.hardware.target import Chip
+
+Emit = Callable[[Function, str, str, str], str]
+
+
+@dataclass(frozen=True)
+class Dot:
+    """acc[lane] += sum over k of lhs[k] * rhs[lane][k].
+
+    Attributes:
+        instruction: as the chip's data names it.
+        lanes: of 32 bits each.
+        registers: vectors the processor has.
+        lhs, rhs, acc: types it multiplies and adds up in.
+        emit: the accumulator after it, from function, accumulator and both operands, each a vector of its type.
+    """
+
+    instruction: str
+    lanes: int
+    registers: int
+    lhs: DType
+    rhs: DType
+    acc: DType
+    emit: Emit
+
+    @property
+    def k(self) -> int:
+        """Elements of K in a lane."""
+        return 32 // self.rhs.bits
+
+    @property
+    def element(self) -> str:
+        return {F32: "float", BF16: "bfloat", S16: "i16", S32: "i32"}.get(self.rhs, "i8")
+
+    @property
+    def operand(self) -> str:
+        """The type of an operand vector."""
+        return vec(self.lanes * self.k, self.element)
+
+    @property
+    def accumulator(self) -> str:
+        return vec(self.lanes, "float" if self.acc is F32 else "i32")
+
+
+def _intrinsic(name: str) -> Callable[[Dot], Emit]:
+    def of(dot: Dot) -> Emit:
+        def emit(f: Function, acc: str, lhs: str, rhs: str) -> str:
+            return f.intrinsic(name, dot.accumulator, (dot.accumulator, acc), (dot.operand, lhs), (dot.operand, rhs))
+
+        return emit
+
+    return of
+
+
+def _fma(lanes: int, registers: int, instruction: str) -> Dot:
+    t = vec(lanes, "float")
+
+    def emit(f: Function, acc: str, lhs: str, rhs: str) -> str:
+        return f.intrinsic(f"llvm.fma.v{lanes}f32", t, (t, lhs), (t, rhs), (t, acc))
+
+    return Dot(instruction, lanes, registers, F32, F32, F32, emit)
+
+
+def _called(instruction: str, lanes: int, registers: int, lhs: DType, rhs: DType, acc: DType, name: str) -> Dot:
+    """An instruction with an intrinsic of its own that takes (acc, lhs, rhs)."""
+    bare = Dot(instruction, lanes, registers, lhs, rhs, acc, lambda f, a, x, y: a)
+    return Dot(instruction, lanes, registers, lhs, rhs, acc, _intrinsic(name)(bare))
+
+
+def _vpdpbusd(lanes: int, registers: int, instruction: str, lhs: DType) -> Dot:
+    """u8 by s8: whichever side is unsigned goes first."""
+    acc, operand = vec(lanes, "i32"), vec(4 * lanes, "i8")
+    name = f"llvm.x86.avx512.vpdpbusd.{32 * lanes}"
+
+    def emit(f: Function, a: str, x: str, y: str) -> str:
+        first, second = (x, y) if lhs is U8 else (y, x)
+        return f.intrinsic(name, acc, (acc, a), (operand, first), (operand, second))
+
+    return Dot(instruction, lanes, registers, lhs, S8 if lhs is U8 else U8, S32, emit)
+
+
+def _vpmaddwd(lanes: int, registers: int, instruction: str) -> Dot:
+    """s16 pairs: exact for all 8-bit operands, where vpmaddubsw would saturate."""
+    acc, operand = vec(lanes, "i32"), vec(2 * lanes, "i16")
+    name = {8: "llvm.x86.avx2.pmadd.wd", 16: "llvm.x86.avx512.pmaddw.d.512"}[lanes]
+
+    def emit(f: Function, a: str, x: str, y: str) -> str:
+        return f.v(f"add {acc} {a}, {f.intrinsic(name, acc, (operand, x), (operand, y))}")
+
+    return Dot(instruction, lanes, registers, S16, S16, S32, emit)
+
+
+def _multiply_add(lanes: int, registers: int, instruction: str) -> Dot:
+    acc = vec(lanes, "i32")
+
+    def emit(f: Function, a: str, x: str, y: str) -> str:
+        return f.v(f"add {acc} {a}, {f.v(f'mul {acc} {x}, {y}')}")
+
+    return Dot(instruction, lanes, registers, S32, S32, S32, emit)
+
+
+_NEON = "llvm.aarch64.neon"
+DOTS: dict[str, tuple[Dot, ...]] = {
+    "vfmadd231ps zmm": (_fma(16, 32, "vfmadd231ps zmm"),),
+    "vfmadd231ps ymm": (_fma(8, 16, "vfmadd231ps ymm"),),
+    "fmla v.4s": (_fma(4, 32, "fmla v.4s"),),
+    "vdpbf16ps zmm": (_called("vdpbf16ps zmm", 16, 32, BF16, BF16, F32, "llvm.x86.avx512bf16.dpbf16ps.512"),),
+    "bfdot v.4s": (_called("bfdot v.4s", 4, 32, BF16, BF16, F32, f"{_NEON}.bfdot.v4f32.v8bf16"),),
+    "vpdpbusd zmm": (_vpdpbusd(16, 32, "vpdpbusd zmm", S8), _vpdpbusd(16, 32, "vpdpbusd zmm", U8)),
+    "vpdpbusd ymm": (_vpdpbusd(8, 16, "vpdpbusd ymm", S8), _vpdpbusd(8, 16, "vpdpbusd ymm", U8)),
+    "vpmaddwd zmm": (_vpmaddwd(16, 32, "vpmaddwd zmm"),),
+    "vpmaddwd ymm": (_vpmaddwd(8, 16, "vpmaddwd ymm"),),
+    "sdot v.4s": (
+        _called("sdot v.4s", 4, 32, S8, S8, S32, f"{_NEON}.sdot.v4i32.v16i8"),
+        _called("udot v.4s", 4, 32, U8, U8, S32, f"{_NEON}.udot.v4i32.v16i8"),
+    ),
+    "mla v.4s": (_multiply_add(4, 32, "mla v.4s"),),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A dot for two operands.
+
+    Attributes:
+        dot: the instruction.
+        flip: the right operand's codes change sign by their top bit (x ^ 0x80, that is x + 128 or x - 128 in the other type).
+        correction: what each row's sum of the left operand is to be multiplied by and added, to undo that.
+    """
+
+    dot: Dot
+    flip: bool = False
+    correction: int = 0
+
+
+def choose(lhs: DType, rhs: DType, acc: DType, chip: Chip) -> Choice | None:
+    """The chip's best instruction for a product of these types, None if it has none that is exact for them."""
+    dots = [d for u in chip.units for d in DOTS.get(u.instruction, ()) if d.acc is acc]
+    if acc is F32:
+        narrow = all(t.is_float and (t is BF16 or t.bits == 8) for t in (lhs, rhs))  # every fp8 is a bf16
+        kinds = [BF16, F32] if narrow else [F32]
+        for kind in kinds:
+            found = next((d for d in dots if d.lhs is kind), None)
+            if found is not None and lhs.bits <= 32 >= rhs.bits:
+                return Choice(found)
+        return None
+    if not (lhs.is_integer and rhs.is_integer and max(lhs.bits, rhs.bits) <= 8):
+        return None
+    signs = tuple(S8 if t.kind == "int" else U8 for t in (lhs, rhs))
+    for d in dots:
+        if (d.lhs, d.rhs) == signs or (d.lhs.bits > 8 and d.acc is S32):
+            return Choice(d)
+        if d.lhs is signs[0] and d.rhs.bits == 8:
+            return Choice(d, flip=True, correction=-128 if d.rhs is U8 else 128)
+    return None

@@ -1,0 +1,180 @@
+"""From IR text to something Python calls: code generation, a cache of object code on disk, and the threads to run it on.
+
+Object code is kept under the hash of everything it depends on (the text names the processor and its features), so a process
+that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import llvmlite.binding as llvm
+
+from tilewright.errors import UnsupportedError
+from tilewright.hardware.ceilings import cache_folder
+
+THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
+PYTHON = ("PyLong_AsVoidPtr", "PyLong_AsLong", "PyEval_SaveThread", "PyEval_RestoreThread", "Py_IncRef")
+METH_FASTCALL = 0x80  # CPython, Include/methodobject.h
+
+
+def available() -> str | None:
+    """None if kernels can be generated and run here, else the sentence why not."""
+    try:
+        _threads()
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+@cache
+def host() -> tuple[str, str]:
+    """Name and features of this processor, as LLVM spells them."""
+    _initialize()
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+@cache
+def _initialize() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+@cache
+def _initialize_all() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+def assembly(text: str, triple: str, cpu: str, features: str) -> str:
+    """Machine code as text, for any processor LLVM knows; nothing runs.
+
+    Selecting an instruction that the processor lacks aborts the process (LLVM has no error to return): only emit what the
+    chip's data names.
+    """
+    _initialize_all()
+    machine, module = _parsed(text, triple, cpu, features)
+    return machine.emit_assembly(module)
+
+
+def _parsed(text: str, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
+    target = llvm.Target.from_triple(triple)
+    machine = target.create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True)
+    module = llvm.parse_assembly(text)
+    module.triple, module.data_layout = triple, str(machine.target_data)
+    module.verify()
+    return machine, module
+
+
+def object_code(text: str) -> bytes:
+    """Machine code of a module for this processor, from the cache on disk or made now."""
+    cpu, features = host()
+    key = hashlib.sha256("\0".join((text, cpu, features, repr(llvm.llvm_version_info))).encode()).hexdigest()
+    file = cache_folder() / "kernels" / f"{key}.o"
+    kept = _read(file)
+    if kept is not None:
+        return kept
+    machine, module = _parsed(text, llvm.get_process_triple(), cpu, features)
+    code: bytes = machine.emit_object(module)
+    _write(file, code)
+    return code
+
+
+def _read(file: Path) -> bytes | None:
+    """A cached object, unless it is missing, damaged, or could have been written by someone else."""
+    try:
+        status = file.stat()
+        if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+            return None
+        content = file.read_bytes()
+    except OSError:
+        return None
+    digest, code = content[:32], content[32:]
+    return code if hashlib.sha256(code).digest() == digest else None
+
+
+def _write(file: Path, code: bytes) -> None:
+    """Whole or not at all; a cache that cannot be written is done without."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=file.parent)  # readable by the owner alone
+        try:
+            with os.fdopen(descriptor, "wb") as out:
+                out.write(hashlib.sha256(code).digest() + code)
+            Path(name).replace(file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError:
+        return
+
+
+@cache
+def _threads() -> None:
+    """Let kernels call the OpenMP runtime that torch has loaded, so that both share one pool of threads.
+
+    Raises:
+        UnsupportedError: torch came without one (GNU's or LLVM's, which has GNU's entry points too).
+    """
+    _initialize()
+    for path in _loaded_openmp():
+        library = ctypes.CDLL(path)
+        if all(hasattr(library, name) for name in THREADS):
+            for name in THREADS:
+                llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+            break
+    else:
+        raise UnsupportedError("no OpenMP runtime with GNU's entry points is loaded, and kernels share torch's threads")
+    for name in PYTHON:
+        llvm.add_symbol(name, ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value)
+    llvm.add_symbol("_Py_NoneStruct", id(None))
+
+
+def _loaded_openmp() -> list[str]:
+    """OpenMP runtimes mapped into the process, then those beside torch."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        lines = []
+    mapped = [line.split(maxsplit=5)[-1] for line in lines if any(n in line for n in ("libgomp", "libomp", "libiomp"))]
+    found = importlib.util.find_spec("torch")
+    folder = Path(found.origin).parent / "lib" if found is not None and found.origin else Path()
+    return list(dict.fromkeys([*mapped, *map(str, folder.glob("lib*omp*.so*")), *map(str, folder.glob("lib*omp*.dylib"))]))
+
+
+_kept: list[_Loaded] = []
+
+
+class _MethodDef(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("call", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p))
+
+
+@cache
+def function(text: str) -> Any:
+    """A module's `@python` function, taking integers and giving None. Its code stays in the process: callers come and go."""
+    return _Loaded(object_code(text)).call
+
+
+class _Loaded:
+    """Machine code in this process, kept alive by `_kept`."""
+
+    def __init__(self, code: bytes):
+        _threads()
+        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        address = self._engine.get_function_address("python")
+        assert address, "the module has no @python"
+        self._definition = _MethodDef(b"kernel", address, METH_FASTCALL, None)
+        make = ctypes.pythonapi.PyCFunction_NewEx
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.c_void_p, ctypes.c_void_p]
+        _kept.append(self)
+        self.call: Any = make(ctypes.byref(self._definition), None, None)

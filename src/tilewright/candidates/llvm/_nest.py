@@ -1,0 +1,155 @@
+"""The loop nest as data, in BLIS's terms: blocks of kc, mc and nc in the caches, mr x nr tiles in registers, where all lies.
+
+Sources: Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053); Van Zee and van de Geijn 2015, BLIS (doi 10.1145/2764454).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tilewright.candidates.llvm._access import Access
+from tilewright.candidates.llvm._dots import Choice, Dot
+
+CACHE_LINE = 64
+
+
+def rounded(size: int, to: int = CACHE_LINE) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of the nest. Glossary: mr, nr; mc, nc in tiles and panels; kc in elements.
+
+    Attributes:
+        mr: rows of a tile; the last tile may have fewer.
+        nv: vectors in a row of a tile (nr / lanes).
+        kc: of K in one pass; a multiple of a packed vector unless it is all of K.
+        mc: tiles of a block.
+        nc: panels of a block.
+        pack_lhs: the left operand is copied; else it is read where it lies.
+    """
+
+    mr: int
+    nv: int
+    kc: int
+    mc: int
+    nc: int
+    pack_lhs: bool
+
+
+@dataclass(frozen=True)
+class Nest:
+    """One product to generate.
+
+    Attributes:
+        batch: matrices that have a right operand of their own.
+        rows: of each of them.
+        depth: K.
+        columns: N.
+        choice: the instruction.
+        lhs: the left operand, rows by K.
+        rhs: the right operand, by `along` either columns by K or K by columns.
+        along: K is the right operand's contiguous axis.
+        constant: the right operand is packed beforehand, once.
+        stores: the results.
+        sources: pointers that a call is given before those of the results.
+        blocks: the sizes.
+    """
+
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    choice: Choice
+    lhs: Access
+    rhs: Access
+    along: bool
+    constant: bool
+    stores: tuple[Access, ...]
+    sources: int
+    blocks: Blocks
+
+    @property
+    def dot(self) -> Dot:
+        return self.choice.dot
+
+    @property
+    def nr(self) -> int:
+        return self.blocks.nv * self.dot.lanes
+
+    @cached_property
+    def tiles(self) -> int:
+        return -(-self.rows // self.blocks.mr)
+
+    @cached_property
+    def panels(self) -> int:
+        return -(-self.columns // self.nr)
+
+    @cached_property
+    def passes(self) -> int:
+        """Blocks of K."""
+        return max(1, -(-self.depth // self.blocks.kc))
+
+    def groups(self, k: int) -> int:
+        """4-byte groups that hold k elements of K."""
+        return -(-k // self.dot.k)
+
+    @property
+    def last_mr(self) -> int:
+        """Rows of the last tile."""
+        return self.rows - (self.tiles - 1) * self.blocks.mr
+
+    # -- memory, in bytes
+
+    @property
+    def vector(self) -> int:
+        """Elements of K in a packed vector."""
+        return self.dot.lanes * self.dot.k
+
+    @property
+    def lhs_stride(self) -> int:
+        """Between rows of a packed tile: whole vectors, and one more so that rows do not meet in a cache set."""
+        return rounded(self.groups(min(self.blocks.kc, self.depth)) * 4, self.dot.lanes * 4) + self.dot.lanes * 4
+
+    @property
+    def lhs_tile(self) -> int:
+        return rounded(self.lhs_stride * self.blocks.mr)
+
+    @property
+    def panel(self) -> int:
+        """Of one panel over all of K; its passes follow one another."""
+        return self.groups(self.depth) * self.nr * 4
+
+    @property
+    def packed_rhs(self) -> int:
+        return self.batch * self.panels * self.panel + 4096  # room to prefetch into
+
+    @property
+    def result_tile(self) -> int:
+        return self.blocks.mr * self.nr * 4
+
+    @property
+    def sums_at(self) -> int:
+        return self.batch * self.passes * self.tiles * self.lhs_tile if self.blocks.pack_lhs else 0
+
+    @property
+    def rhs_at(self) -> int:
+        return self.sums_at + (rounded(self.batch * self.rows * 4) if self.choice.correction else 0)
+
+    @property
+    def threads_at(self) -> int:
+        return self.rhs_at + (0 if self.constant else rounded(self.packed_rhs))
+
+    @property
+    def thread_bytes(self) -> int:
+        return self.blocks.mc * self.blocks.nc * self.result_tile if self.passes > 1 else 0
+
+    def scratch(self, threads: int) -> int:
+        return self.threads_at + threads * self.thread_bytes + CACHE_LINE
+
+    @property
+    def pointers(self) -> int:
+        """That a call passes: sources, results, scratch, packed right operand."""
+        return self.sources + len(self.stores) + 2

@@ -1,0 +1,188 @@
+"""Packing both operands, the parts of it that every function of a nest shares first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from tilewright.candidates.llvm._access import Access
+from tilewright.candidates.llvm._casts import element
+from tilewright.candidates.llvm._nest import CACHE_LINE, Nest, rounded
+from tilewright.candidates.llvm._text import Function, Int, Module, vec
+from tilewright.candidates.llvm._vector import Columns, Vectors
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+
+
+class Packing:
+    """Writes the functions that pack a nest's operands."""
+
+    def __init__(self, nest: Nest):
+        self.nest, self.module = nest, Module()
+
+    def _function(self, name: str, *more: tuple[str, str]) -> Function:
+        return Function(self.module, name, [("ptr", "d"), *more])
+
+    def _given(self, f: Function, index: int) -> str:
+        """A pointer that the call was given."""
+        return f.load("ptr", f.at("%d", 8 * index), 8)
+
+    def _sources(self, f: Function, access: Access) -> Callable[[Node], str]:
+        leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
+        loaded = {n: self._given(f, n.op.index) for n in leaves if isinstance(n.op, Param)}
+        return loaded.__getitem__
+
+    def _scratch(self, f: Function, offset: Int) -> str:
+        return f.at(self._given(f, self.nest.pointers - 2), offset)
+
+    def _rhs(self, f: Function) -> str:
+        return self._given(f, self.nest.pointers - 1) if self.nest.constant else self._scratch(f, self.nest.rhs_at)
+
+    def _counter(self, f: Function, which: int) -> str:
+        return f.at("%d", rounded(8 * self.nest.pointers) + CACHE_LINE * which)
+
+    def _operand(self, vectors: Vectors, row: Int, as_: str) -> str:
+        """An operand's value, in the type that the instruction multiplies."""
+        dtype = self.nest.dot.lhs if as_ == "lhs" else self.nest.dot.rhs
+        root = vectors.access.root.dtype
+        value = vectors.row(row)
+        return vectors.convert(value, root, dtype) if element(root) != element(dtype) else value
+
+    def _pack_lhs(self) -> None:
+        """Tiles of the left operand, a task each; and the sums of its rows where they are needed."""
+        n, d = self.nest, self.nest.dot
+        f = self._function("pack_lhs")
+        sources = self._sources(f, n.lhs)
+        copies = self._scratch(f, 0)
+        sums = self._scratch(f, n.sums_at)
+        with f.tasks(self._counter(f, 1), n.batch * n.tiles) as task:
+            b, tile = f.div(task, n.tiles), f.rem(task, n.tiles)
+            begin = f.mul(tile, n.blocks.mr)
+            with f.loop(0, f.min(n.blocks.mr, f.sub(n.rows, begin))) as loop:
+                row = f.add(f.mul(b, n.rows), f.add(begin, loop.index))
+
+                def one(
+                    column: Int, mask: str | None, total: str,
+                    row: Int = row, b: Int = b, tile: Int = tile, at: str = loop.index,
+                ) -> str:  # fmt: skip
+                    vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
+                    value = self._operand(vectors, row, "lhs")
+                    if mask is not None:
+                        t = d.operand
+                        value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
+                    if n.blocks.pack_lhs:
+                        pass_, inside = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
+                        place = f.add(f.mul(f.add(f.mul(b, n.passes), pass_), n.tiles), tile)
+                        offset = f.add(f.mul(place, n.lhs_tile), f.add(f.mul(at, n.lhs_stride), f.mul(inside, 4 // d.k)))
+                        f.store(d.operand, value, f.at(copies, offset), 4)
+                    if not n.choice.correction:
+                        return total
+                    return d.emit(f, total, value, "splat (i8 1)")
+
+                whole = n.depth // n.vector * n.vector
+                zero = [(d.accumulator, "zeroinitializer")]
+                with f.loop(0, whole, n.vector, zero) as inner:
+                    inner.next = [one(inner.index, None, inner.carried[0])]
+                total = inner.carried[0]
+                if n.depth % n.vector:
+                    total = one(whole, f.first_lanes(n.vector, n.depth - whole), total)
+                if n.choice.correction:
+                    i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes}i32", "i32", (d.accumulator, total))
+                    f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction}"), f.at(sums, f.mul(row, 4)), 4)
+        f.finish()
+
+    def _pack_rhs(self) -> None:
+        """Panels of the right operand, a task each."""
+        n = self.nest
+        f = self._function("pack_rhs")
+        with f.tasks(self._counter(f, 0), n.batch * n.panels) as task:
+            b, panel = f.div(task, n.panels), f.rem(task, n.panels)
+            out = f.at(self._rhs(f), f.mul(task, n.panel))
+            (self._pack_along if n.along else self._pack_across)(f, b, panel, out)
+        f.finish()
+
+    def _flipped(self, f: Function, value: str) -> str:
+        return f.v(f"xor {self.nest.dot.operand} {value}, splat (i8 -128)") if self.nest.choice.flip else value
+
+    def _pack_across(self, f: Function, b: Int, panel: Int, out: str) -> None:
+        """From rows of columns: k rows are interleaved into groups."""
+        n, d = self.nest, self.nest.dot
+        sources = self._sources(f, n.rhs)
+        inside = n.columns % n.nr
+        with f.loop(0, n.blocks.nv) as part:
+            column = f.add(f.mul(panel, n.nr), f.mul(part.index, d.lanes))
+            mask = f.first_lanes(d.lanes, f.sub(n.columns, column)) if inside else None
+            vectors = Vectors(f, n.rhs, d.lanes, Columns(column, True, mask), sources)
+
+            def group(index: Int, count: int, at: Int = part.index, vectors: Vectors = vectors) -> None:
+                first = f.add(f.mul(b, n.depth), f.mul(index, d.k))
+                rows = [self._operand(vectors, f.add(first, i), "rhs") for i in range(count)]
+                rows += ["zeroinitializer"] * (d.k - count)
+                value = self._flipped(f, self._interleaved(f, rows))
+                f.store(d.operand, value, f.at(out, f.mul(f.add(f.mul(index, n.blocks.nv), at), d.lanes * 4)), 4)
+
+            with f.loop(0, n.depth // d.k) as loop:
+                group(loop.index, d.k)
+            if n.depth % d.k:
+                group(n.depth // d.k, n.depth % d.k)
+
+    def _interleaved(self, f: Function, rows: list[str]) -> str:
+        """Vectors of a row's columns into one of columns' groups."""
+        lanes, element_type = self.nest.dot.lanes, self.nest.dot.element
+        while len(rows) > 1:
+            # each vector holds groups of `width` elements a column
+            half = len(rows) // 2
+            width = len(rows[:1]) and (self.nest.dot.k // len(rows))
+            pairs: list[str] = []
+            for i in range(half):
+                count = lanes * width
+                picks = [
+                    lane * width + e + (count if side else 0) for lane in range(lanes) for side in (0, 1) for e in range(width)
+                ]
+                pairs.append(f.shuffle(vec(count, element_type), rows[2 * i], rows[2 * i + 1], picks))
+            rows = pairs
+        return rows[0]
+
+    def _pack_along(self, f: Function, b: Int, panel: Int, out: str) -> None:
+        """From columns of K: as many columns as lanes are read and their groups transposed."""
+        n, d = self.nest, self.nest.dot
+        sources = self._sources(f, n.rhs)
+        words = vec(d.lanes, "i32")
+        with f.loop(0, n.blocks.nv) as part:
+            column = f.add(f.mul(panel, n.nr), f.mul(part.index, d.lanes))
+
+            def block(k: Int, count: int, mask: str | None, at: Int = part.index, column: Int = column) -> None:
+                vectors = Vectors(f, n.rhs, n.vector, Columns(k, True, mask), sources)
+                read: list[str] = []
+                for i in range(d.lanes):
+                    inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored
+                    value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
+                    if mask is not None:
+                        value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
+                    read.append(f.v(f"bitcast {d.operand} {self._flipped(f, value)} to {words}"))
+                first = f.div(k, d.k)
+                for i, value in enumerate(transposed(f, read)[: n.groups(count)]):
+                    place = f.add(f.mul(f.add(first, i), n.blocks.nv), at)
+                    f.store(words, value, f.at(out, f.mul(place, d.lanes * 4)), 4)
+
+            whole = n.depth // n.vector * n.vector
+            with f.loop(0, whole, n.vector) as loop:
+                block(loop.index, n.vector, None)
+            if n.depth % n.vector:
+                block(whole, n.depth % n.vector, f.first_lanes(n.vector, n.depth - whole))
+
+
+def transposed(f: Function, rows: Sequence[str]) -> list[str]:
+    """A square of 32-bit words, its rows vectors of as many lanes: blocks are exchanged in ever smaller squares."""
+    lanes = len(rows)
+    type_, values = vec(lanes, "i32"), list(rows)
+    half = lanes // 2
+    while half:
+        low = [i % (2 * half) < half for i in range(lanes)]
+        first = [i if low[i] else lanes + i - half for i in range(lanes)]
+        second = [i + half if low[i] else lanes + i for i in range(lanes)]
+        for i in range(lanes):
+            if low[i]:
+                a, b = values[i], values[i + half]
+                values[i], values[i + half] = f.shuffle(type_, a, b, first), f.shuffle(type_, a, b, second)
+        half //= 2
+    return values

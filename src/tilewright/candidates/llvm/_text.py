@@ -1,0 +1,277 @@
+"""LLVM IR as text: one function at a time, values by name, counted loops with carried values.
+
+llvmlite's own builder has no bfloat and no scalable way to say `splat`; the textual form is LLVM's reference, LangRef. No
+optimiser runs over what is written here, only instruction selection, so what is constant is folded while writing.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+Int = int | str  # an i64: a number known now, or the name of a value
+
+
+def vec(lanes: int, element: str) -> str:
+    """The type of a vector: `<16 x float>`."""
+    return f"<{lanes} x {element}>"
+
+
+def f32(value: float) -> str:
+    """A float constant as LLVM wants it: the bits of the double of the same value."""
+    (rounded,) = struct.unpack("<f", struct.pack("<f", value)) if abs(value) < 3.5e38 else (value,)
+    return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
+
+
+def suffix(type_: str) -> str:
+    """A type in the name of an overloaded intrinsic: `<16 x float>` is v16f32."""
+    names = {"float": "f32", "double": "f64", "half": "f16", "bfloat": "bf16", "ptr": "p0"}
+    if type_.startswith("<"):
+        lanes, element = type_[1:-1].split(" x ")
+        return f"v{lanes}{suffix(element)}"
+    return names.get(type_, type_)
+
+
+@dataclass
+class Module:
+    """Functions and the declarations they need."""
+
+    functions: list[str] = field(default_factory=list)
+    declarations: dict[str, str] = field(default_factory=dict)
+
+    def text(self, cpu: str, features: str) -> str:
+        """The whole module for one processor; the same functions always give the same text."""
+        attributes = (
+            f'attributes #0 = {{ nounwind "target-cpu"="{cpu}" "target-features"="{features}" "no-trapping-math"="true" '
+            '"prefer-vector-width"="512" "min-legal-vector-width"="512" "frame-pointer"="none" }'
+        )
+        return "\n".join([*sorted(self.declarations.values()), *self.functions, attributes, ""])
+
+
+@dataclass
+class Loop:
+    """A counted loop: its index, the carried values inside, what they become, and what they are afterwards."""
+
+    index: str
+    carried: list[str]
+    next: list[str]
+
+
+class Function:
+    """One function being written. Arguments are named `%name`."""
+
+    def __init__(
+        self, module: Module, name: str, args: Sequence[tuple[str, str]], returns: str = "void", *, public: bool = False
+    ):
+        self.module, self.name = module, name
+        linkage = "" if public else "internal "
+        self._head = f"define {linkage}{returns} @{name}({', '.join(f'{t} %{n}' for t, n in args)}) #0 {{"
+        self._lines: list[str] = []
+        self._block = "entry"
+        self._count = 0
+        self._allocas: list[str] = []
+
+    def finish(self, value: str = "void") -> None:
+        """End with a return and hand the text to the module."""
+        self.do(f"ret {value}")
+        self.module.functions.append("\n".join([self._head, "entry:", *self._allocas, *self._lines, "}"]))
+
+    # -- values
+
+    def fresh(self, prefix: str = "v") -> str:
+        self._count += 1
+        return f"{prefix}{self._count}"
+
+    def do(self, instruction: str) -> None:
+        self._lines.append("  " + instruction)
+
+    def v(self, expression: str) -> str:
+        """The name of a new value."""
+        name = "%" + self.fresh()
+        self.do(f"{name} = {expression}")
+        return name
+
+    def intrinsic(self, name: str, returns: str, *args: tuple[str, str]) -> str:
+        """A call of a function of LLVM's (or of the C library's); `args` are types and values. Its result's name, if any."""
+        types, given = ", ".join(t for t, _ in args), ", ".join(f"{t} {x}" for t, x in args)
+        self.module.declarations[name] = f"declare {returns} @{name}({types})"
+        call = f"call {returns} @{name}({given})"
+        if returns == "void":
+            self.do(call)
+            return ""
+        return self.v(call)
+
+    def call(self, name: str, *args: tuple[str, Int]) -> None:
+        """Call another function of the module."""
+        self.do(f"call void @{name}({', '.join(f'{t} {x}' for t, x in args)})")
+
+    def alloca(self, size_bytes: int) -> str:
+        """Memory of the function's own, aligned to a cache line."""
+        name = "%" + self.fresh("a")
+        self._allocas.append(f"  {name} = alloca [{size_bytes} x i8], align 64")
+        return name
+
+    # -- memory; offsets in bytes
+
+    def at(self, pointer: str, offset: Int) -> str:
+        return pointer if offset == 0 else self.v(f"getelementptr i8, ptr {pointer}, i64 {offset}")
+
+    def load(self, type_: str, pointer: str, align: int = 1) -> str:
+        return self.v(f"load {type_}, ptr {pointer}, align {align}")
+
+    def store(self, type_: str, value: str, pointer: str, align: int = 1) -> None:
+        self.do(f"store {type_} {value}, ptr {pointer}, align {align}")
+
+    def load_where(self, type_: str, pointer: str, mask: str | None) -> str:
+        """Lanes of consecutive memory where `mask` is set (all without one); zero elsewhere, and not touched."""
+        if mask is None:
+            return self.load(type_, pointer)
+        lanes = vec(int(type_[1:].split(" ")[0]), "i1")
+        return self.intrinsic(
+            f"llvm.masked.load.{suffix(type_)}.p0",
+            type_,
+            ("ptr", pointer),
+            ("i32 immarg", "1"),
+            (lanes, mask),
+            (type_, "zeroinitializer"),
+        )
+
+    def store_where(self, type_: str, value: str, pointer: str, mask: str | None) -> None:
+        if mask is None:
+            self.store(type_, value, pointer)
+            return
+        lanes = vec(int(type_[1:].split(" ")[0]), "i1")
+        name = f"llvm.masked.store.{suffix(type_)}.p0"
+        self.intrinsic(name, "void", (type_, value), ("ptr", pointer), ("i32 immarg", "1"), (lanes, mask))
+
+    def prefetch(self, pointer: str) -> None:
+        self.intrinsic(
+            "llvm.prefetch.p0", "void", ("ptr", pointer), ("i32 immarg", "0"), ("i32 immarg", "3"), ("i32 immarg", "1")
+        )
+
+    # -- 64-bit integers
+
+    def add(self, a: Int, b: Int) -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return a + b
+        if a == 0 or b == 0:
+            return b if a == 0 else a
+        return self.v(f"add nsw i64 {a}, {b}")
+
+    def sub(self, a: Int, b: Int) -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return a - b
+        return a if b == 0 else self.v(f"sub nsw i64 {a}, {b}")
+
+    def mul(self, a: Int, b: Int) -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return a * b
+        if 0 in (a, b):
+            return 0
+        if a == 1 or b == 1:
+            return b if a == 1 else a
+        return self.v(f"mul nsw i64 {a}, {b}")
+
+    def div(self, a: Int, b: int) -> Int:
+        """a // b for a >= 0."""
+        if isinstance(a, int):
+            return a // b
+        return a if b == 1 else self.v(f"udiv i64 {a}, {b}")
+
+    def rem(self, a: Int, b: int) -> Int:
+        """a % b for a >= 0."""
+        if isinstance(a, int):
+            return a % b
+        return 0 if b == 1 else self.v(f"urem i64 {a}, {b}")
+
+    def min(self, a: Int, b: Int) -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return min(a, b)
+        return self.intrinsic("llvm.smin.i64", "i64", ("i64", str(a)), ("i64", str(b)))
+
+    def max(self, a: Int, b: Int) -> Int:
+        if isinstance(a, int) and isinstance(b, int):
+            return max(a, b)
+        return self.intrinsic("llvm.smax.i64", "i64", ("i64", str(a)), ("i64", str(b)))
+
+    # -- vectors
+
+    def splat(self, lanes: int, element: str, scalar: str) -> str:
+        type_ = vec(lanes, element)
+        first = self.v(f"insertelement {type_} poison, {element} {scalar}, i64 0")
+        return self.v(f"shufflevector {type_} {first}, {type_} poison, <{lanes} x i32> zeroinitializer")
+
+    def shuffle(self, type_: str, a: str, b: str, picks: Sequence[int]) -> str:
+        """Lanes of a and b by number, b's after a's."""
+        mask = ", ".join(f"i32 {i}" for i in picks)
+        return self.v(f"shufflevector {type_} {a}, {type_} {b}, <{len(picks)} x i32> <{mask}>")
+
+    def iota(self, lanes: int, element: str = "i32", step: int = 1) -> str:
+        return f"<{', '.join(f'{element} {i * step}' for i in range(lanes))}>"
+
+    def first_lanes(self, lanes: int, count: Int) -> str:
+        """A mask of the first `count` lanes (none below 0, all above)."""
+        n = self.v(f"trunc i64 {self.max(self.min(count, lanes), 0)} to i32")
+        return self.v(f"icmp slt {vec(lanes, 'i32')} {self.iota(lanes)}, {self.splat(lanes, 'i32', n)}")
+
+    # -- control
+
+    def label(self, name: str) -> None:
+        self._lines.append(f"{name}:")
+        self._block = name
+
+    def jump(self, label: str) -> None:
+        self.do(f"br label %{label}")
+
+    @contextmanager
+    def loop(self, start: Int, stop: Int, step: int = 1, carried: Sequence[tuple[str, str]] = ()) -> Generator[Loop]:
+        """`for index in range(start, stop, step)`. Inside set `next`; afterwards `carried` holds the last values."""
+        before, name = self._block, self.fresh("loop")
+        head, body, done = f"{name}.head", f"{name}.body", f"{name}.done"
+        self.jump(head)
+        self.label(head)
+        index, values = f"%{name}.i", [f"%{name}.c{i}" for i in range(len(carried))]
+        phis = len(self._lines)
+        self._lines.append("")
+        more = self.v(f"icmp slt i64 {index}, {stop}")
+        self.do(f"br i1 {more}, label %{body}, label %{done}")
+        self.label(body)
+        loop = Loop(index, values, list(values))
+        yield loop
+        following = self.v(f"add nsw i64 {index}, {step}")
+        last = self._block
+        self.jump(head)
+        lines = [f"  {index} = phi i64 [{start}, %{before}], [{following}, %{last}]"]
+        for (type_, first), value, nxt in zip(carried, values, loop.next, strict=True):
+            lines.append(f"  {value} = phi {type_} [{first}, %{before}], [{nxt}, %{last}]")
+        self._lines[phis] = "\n".join(lines)
+        self.label(done)
+
+    @contextmanager
+    def when(self, condition: str) -> Generator[None]:
+        """Do what follows only if the i1 `condition` holds."""
+        name = self.fresh("if")
+        self.do(f"br i1 {condition}, label %{name}.then, label %{name}.end")
+        self.label(f"{name}.then")
+        yield
+        self.jump(f"{name}.end")
+        self.label(f"{name}.end")
+
+    def compare(self, how: str, a: Int, b: Int) -> str:
+        """An i1: `how` is slt, sge, eq, ne, …"""
+        return self.v(f"icmp {how} i64 {a}, {b}")
+
+    @contextmanager
+    def tasks(self, counter: str, total: Int) -> Generator[str]:
+        """Threads take task numbers below `total` from a shared counter until none is left."""
+        name = self.fresh("tasks")
+        self.jump(f"{name}.next")
+        self.label(f"{name}.next")
+        task = self.v(f"atomicrmw add ptr {counter}, i64 1 monotonic")
+        self.do(f"br i1 {self.compare('slt', task, total)}, label %{name}.do, label %{name}.done")
+        self.label(f"{name}.do")
+        yield task
+        self.jump(f"{name}.next")
+        self.label(f"{name}.done")

@@ -1,0 +1,296 @@
+"""An expression on a row's consecutive columns, as vectors: views become addresses, elementwise operations instructions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tilewright.candidates.llvm._access import Access, Place, Unsupported
+from tilewright.candidates.llvm._casts import FP8, Casts, constant, element, in_memory, size_bytes
+from tilewright.candidates.llvm._text import Function, Int, suffix, vec
+from tilewright.dtype import F32, PRED, DType
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import (
+    Acc,
+    Broadcast,
+    Const,
+    Convert,
+    Dequantize,
+    Map,
+    Param,
+    Quantize,
+    Reshape,
+    Select,
+    Slice,
+    Transpose,
+)
+
+VIEWS = (Reshape, Transpose, Slice, Broadcast)
+BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
+LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
+COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"}
+FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
+INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round_half_even": "rint", "abs": "fabs"}
+UNARY = FUNCTIONS | set(INTRINSICS) | {"exponential", "relu", "negate", "rsqrt", "is_nan", "not"}
+KNOWN = UNARY | set(BINARY) | set(LOGIC) | set(COMPARE) | {"divide", "maximum", "minimum", "clamp"}
+
+
+def check(roots: Sequence[Node]) -> None:
+    """Nothing if every node of an expression has a vector form.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    for n in toposort(roots):
+        element(n.dtype)
+        op = n.op
+        if isinstance(op, Map):
+            if op.fn not in KNOWN:
+                raise Unsupported(f"{op.fn} has no vector form")
+            operand = n.src[0].dtype
+            if operand in FP8 or (operand.is_integer and op.fn in ("divide", "abs")) or operand.bits == 4:
+                raise Unsupported(f"{op.fn} of {operand} has no vector form")
+        elif isinstance(op, Const):
+            if n.tensor.elements != 1:
+                raise Unsupported("a table of constants")
+        elif isinstance(op, Convert):
+            if op.dtype in FP8 or (op.dtype.bits == 4 and n.src[0].dtype is not op.dtype):
+                raise Unsupported(f"converting to {op.dtype} has no vector form")
+        elif isinstance(op, Quantize):
+            if op.dtype.is_float or op.dtype.bits > 8 or op.block is not None:
+                raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no vector form")
+        elif isinstance(op, Dequantize):
+            if op.block is not None or n.src[0].dtype.bits > 16 or n.src[0].dtype.is_float:
+                raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no vector form")
+        elif not isinstance(op, (*VIEWS, Select, Param, Acc)):
+            raise Unsupported(f"{op.name} has no vector form")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns a vector covers.
+
+    Attributes:
+        first: the column of lane 0, counted in the access's own columns.
+        aligned: it is a multiple of the number of lanes.
+        mask: the lanes that exist; None for all.
+    """
+
+    first: Int
+    aligned: bool
+    mask: str | None
+
+
+class Vectors(Casts):
+    """One access evaluated on vectors of `lanes` columns.
+
+    What does not depend on the row is computed once by the constructor, the rest by `row`.
+    """
+
+    def __init__(self, f: Function, access: Access, lanes: int, columns: Columns, pointer: Callable[[Node], str]):
+        super().__init__(f, lanes)
+        self.access, self.columns, self.pointer = access, columns, pointer
+        self._fixed: dict[Node, str] = {}
+        order = toposort((access.root,))
+        moving: set[Node] = set()
+        for n in order:
+            leaf = isinstance(n.op, Param) and bool(access.of_leaf(n).rows)
+            if leaf or isinstance(n.op, Acc) or any(s in moving for s in n.src):
+                moving.add(n)
+            else:
+                self._fixed[n] = self._value(n, self._fixed, 0)
+        self._order = [n for n in order if n in moving]
+
+    def row(self, row: Int, acc: str | None = None) -> str:
+        """The root's value on one row, `acc` the accumulator's there."""
+        values = dict(self._fixed)
+        for n in self._order:
+            if isinstance(n.op, Acc):
+                assert acc is not None
+                values[n] = acc
+            else:
+                values[n] = self._value(n, values, row)
+        return values[self.access.root]
+
+    def store(self, row: Int, value: str, pointer: str) -> None:
+        """Write the root's value where the result keeps it."""
+        dtype = self.access.root.dtype
+        if dtype is PRED:
+            value = self.f.v(f"zext {vec(self.lanes, 'i1')} {value} to {vec(self.lanes, 'i8')}")
+        type_, place = vec(self.lanes, in_memory(dtype)), self.access.of_result()
+        at = self._address(place, row, pointer, size_bytes(dtype))
+        if self._consecutive(place):
+            self.f.store_where(type_, value, at, self.columns.mask)
+        else:
+            name = f"llvm.masked.scatter.{suffix(type_)}.{suffix(self._pointers)}"
+            mask = (vec(self.lanes, "i1"), self.columns.mask or "splat (i1 true)")
+            where = self._lanes_apart(place, at, in_memory(dtype))
+            self.f.intrinsic(name, "void", (type_, value), (self._pointers, where), ("i32 immarg", "1"), mask)
+
+    # -- addresses
+
+    @property
+    def _pointers(self) -> str:
+        return vec(self.lanes, "ptr")
+
+    def _spread(self, place: Place) -> list[tuple[int, int, int]]:
+        """The column terms that differ between lanes."""
+        whole = self.columns.aligned
+        return [(t.extent, t.inner, t.stride) for t in place.columns if not (whole and t.inner % self.lanes == 0)]
+
+    def _consecutive(self, place: Place) -> bool:
+        """Lanes lie one after the other."""
+        spread = self._spread(place)
+        if len(spread) != 1:
+            return False
+        extent, inner, stride = spread[0]
+        alone = len(place.columns) == 1 and extent * inner >= self.access.columns_extent
+        return (inner, stride) == (1, 1) and (alone or (self.columns.aligned and extent % self.lanes == 0))
+
+    def _address(self, place: Place, row: Int, pointer: str, size: int) -> str:
+        """Of lane 0, or of what is common to all lanes where they do not lie one after the other."""
+        f, offset = self.f, place.offset
+        total: Int = offset
+        for t in place.rows:
+            total = f.add(total, f.mul(self._digit(row, t.extent, t.inner), t.stride))
+        apart = set() if self._consecutive(place) else set(self._spread(place))
+        for t in place.columns:
+            if (t.extent, t.inner, t.stride) not in apart:
+                total = f.add(total, f.mul(self._digit(self.columns.first, t.extent, t.inner, columns=True), t.stride))
+        return f.at(pointer, f.mul(total, size))
+
+    def _digit(self, number: Int, extent: int, inner: int, *, columns: bool = False) -> Int:
+        above = self.f.div(number, inner)
+        most = self.access.columns_extent if columns else None
+        if most is not None and extent * inner >= most:
+            return above
+        if most is None and extent * inner >= self._rows_extent:
+            return above
+        return self.f.rem(above, extent)
+
+    @property
+    def _rows_extent(self) -> int:
+        extent = 1
+        for axis in self.access.rows:
+            extent *= axis.extent
+        return extent
+
+    def _lanes_apart(self, place: Place, base: str, element_type: str) -> str:
+        """A pointer for each lane."""
+        f, i32, i64 = self.f, vec(self.lanes, "i32"), vec(self.lanes, "i64")
+        first = (
+            f.v(f"trunc i64 {self.columns.first} to i32") if isinstance(self.columns.first, str) else str(self.columns.first)
+        )
+        column = f.v(f"add {i32} {f.splat(self.lanes, 'i32', first)}, {f.iota(self.lanes)}")
+        total = "zeroinitializer"
+        for extent, inner, stride in self._spread(place):
+            digit = f.v(f"udiv {i32} {column}, splat (i32 {inner})") if inner > 1 else column
+            digit = f.v(f"urem {i32} {digit}, splat (i32 {extent})")
+            wide = f.v(f"mul {i64} {f.v(f'zext {i32} {digit} to {i64}')}, splat (i64 {stride})")
+            total = f.v(f"add {i64} {total}, {wide}")
+        return f.v(f"getelementptr {element_type}, ptr {base}, {i64} {total}")
+
+    def _leaf(self, n: Node, row: Int) -> str:
+        f, place, memory = self.f, self.access.of_leaf(n), in_memory(n.dtype)
+        at = self._address(place, row, self.pointer(n), size_bytes(n.dtype))
+        type_ = vec(self.lanes, memory)
+        if not self._spread(place):
+            value = f.splat(self.lanes, memory, f.load(memory, at))
+        elif self._consecutive(place):
+            value = f.load_where(type_, at, self.columns.mask)
+        else:
+            value = f.intrinsic(
+                f"llvm.masked.gather.{suffix(type_)}.{suffix(self._pointers)}",
+                type_,
+                (self._pointers, self._lanes_apart(place, at, memory)),
+                ("i32 immarg", "1"),
+                (vec(self.lanes, "i1"), self.columns.mask or "splat (i1 true)"),
+                (type_, "zeroinitializer"),
+            )
+        return f.v(f"icmp ne {type_} {value}, zeroinitializer") if n.dtype is PRED else value
+
+    # -- operations
+
+    def _value(self, n: Node, values: dict[Node, str], row: Int) -> str:
+        op, args = n.op, [values[s] for s in n.src]
+        if isinstance(op, VIEWS):
+            return args[0]
+        if isinstance(op, Param):
+            return self._leaf(n, row)
+        if isinstance(op, Const):
+            return constant(n)
+        if isinstance(op, Convert):
+            return self.convert(args[0], n.src[0].dtype, n.dtype, saturate=op.overflow == "saturate")
+        if isinstance(op, Select):
+            t = vec(self.lanes, element(n.dtype))
+            return self.f.v(f"select {vec(self.lanes, 'i1')} {args[0]}, {t} {args[1]}, {t} {args[2]}")
+        if isinstance(op, Quantize):
+            return self.quantize(n, args)
+        if isinstance(op, Dequantize):
+            return self.dequantize(n, args)
+        assert isinstance(op, Map)
+        return self._map(op.fn, n.src[0].dtype, args)
+
+    def _map(self, fn: str, dtype: DType, args: list[str]) -> str:
+        if not dtype.is_float:
+            return self._integers(fn, dtype, args)
+        wide = [self.convert(a, dtype, F32) for a in args]
+        if fn in COMPARE:
+            return self.math.compare("une" if fn == "not_equal" else f"o{COMPARE[fn]}", *wide)
+        if fn == "is_nan":
+            return self.math.compare("uno", wide[0], wide[0])
+        return self.convert(self._floats(fn, wide), F32, dtype)
+
+    def _floats(self, fn: str, args: list[str]) -> str:
+        m = self.math
+        if fn in BINARY:
+            return m.op(BINARY[fn][0], *args)
+        if fn in FUNCTIONS or fn == "exponential":
+            return getattr(m, "exp" if fn == "exponential" else fn)(args[0])
+        if fn in INTRINSICS:
+            return m.call(INTRINSICS[fn], args[0])
+        match fn:
+            case "divide":
+                return m.op("fdiv", *args)
+            case "maximum" | "minimum":
+                return m.call(fn, *args)
+            case "clamp":
+                return m.call("minimum", m.call("maximum", args[1], args[0]), args[2])
+            case "relu":
+                return m.at_least(args[0], m.const(0.0))
+            case "negate":
+                return m.negated(args[0])
+            case _:
+                assert fn == "rsqrt", fn
+                return m.op("fdiv", m.const(1.0), m.call("sqrt", args[0]))
+
+    def _integers(self, fn: str, dtype: DType, args: list[str]) -> str:
+        f, t = self.f, vec(self.lanes, element(dtype))
+        kind = "s" if dtype.kind == "int" else "u"
+        if fn in COMPARE:
+            how = COMPARE[fn]
+            return f.v(f"icmp {how if how in ('eq', 'ne') else kind + how} {t} {args[0]}, {args[1]}")
+        if dtype is PRED or fn in ("and", "or", "xor"):
+            if fn == "not":
+                return f.v(f"xor {t} {args[0]}, splat (i1 true)")
+            name = {"maximum": "or", "minimum": "and"}.get(fn) or LOGIC[fn]
+            return f.v(f"{name} {t} {args[0]}, {args[1]}")
+        if fn in BINARY:
+            return f.v(f"{BINARY[fn][1]} {t} {args[0]}, {args[1]}")
+
+        def pick(how: str, a: str, b: str) -> str:
+            return f.intrinsic(f"llvm.{kind}{how}.{suffix(t)}", t, (t, a), (t, b))
+
+        match fn:
+            case "maximum" | "minimum":
+                return pick(fn[:3], *args)
+            case "clamp":
+                return pick("min", pick("max", args[1], args[0]), args[2])
+            case "relu":
+                return args[0] if kind == "u" else pick("max", args[0], "zeroinitializer")
+            case "negate":
+                return f.v(f"sub {t} zeroinitializer, {args[0]}")
+            case "not":
+                return f.v(f"xor {t} {args[0]}, splat ({element(dtype)} -1)")
+            case _:
+                raise Unsupported(f"{fn} of {dtype} has no vector form")

@@ -1,0 +1,246 @@
+"""A nest as IR: micro-kernel, epilogue, loops, threads.
+
+Both operands are packed first, unless they lie right as they are: the right one into panels of nr columns, K in groups of 4
+bytes; the left one into tiles of mr rows, copied row by row. A tile's columns are vectors; its rows are broadcast. Threads pack
+together, meet at a barrier, and take blocks of the result from a counter; no sum is ever split between threads, so results do
+not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tilewright.candidates.llvm._access import Access
+from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
+from tilewright.candidates.llvm._pack import Packing
+from tilewright.candidates.llvm._text import Function, Int, Module, vec
+from tilewright.candidates.llvm._vector import Columns, Vectors
+from tilewright.dtype import F32
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Param
+
+
+class Writer(Packing):
+    """Writes a nest as a module with an entry `python(pointers…, threads, pack)`."""
+
+    def write(self) -> Module:
+        n = self.nest
+        sizes = {n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())
+        for rows in sorted(sizes):
+            self._micro(rows, fresh=True)
+            if n.passes > 1:
+                self._micro(rows, fresh=False)
+        for i, store in enumerate(n.stores):
+            self._store(i, store, whole=True)
+            if self._partial(store):
+                self._store(i, store, whole=False)
+        self._pack_rhs()
+        if n.blocks.pack_lhs or n.choice.correction:
+            self._pack_lhs()
+        self._multiply()
+        self._worker()
+        self._entry()
+        return self.module
+
+    # -- the kernel
+
+    def _micro(self, rows: int, *, fresh: bool) -> None:
+        """result tile (+)= lhs tile x rhs panel over `groups` groups of K."""
+        d, nv = self.nest.dot, self.nest.blocks.nv
+        name = f"micro_{rows}{'' if fresh else '_more'}"
+        args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
+        f = Function(self.module, name, args)
+        width = d.lanes * 4
+        row_at = [f.mul("%stride", m) for m in range(rows)]
+        first = ["zeroinitializer"] * (rows * nv)
+        if not fresh:
+            first = [f.load(d.accumulator, f.at("%tile", (m * nv + j) * width), 64) for m in range(rows) for j in range(nv)]
+        unroll = 4 if rows * nv <= 8 else 1
+
+        def step(group: Int, acc: Sequence[str], ahead: bool) -> list[str]:
+            b, a = f.at("%b", f.mul(group, width * nv)), f.at("%a", f.mul(group, 4))
+            if ahead:
+                for j in range(nv):
+                    f.prefetch(f.at(b, width * (j + 12 * nv)))
+            right = [f.load(d.operand, f.at(b, width * j), width) for j in range(nv)]
+            after: list[str] = []
+            for m in range(rows):
+                word = f.splat(d.lanes, "i32", f.load("i32", f.at(a, row_at[m]), 1))
+                left = f.v(f"bitcast {vec(d.lanes, 'i32')} {word} to {d.operand}")
+                after += [d.emit(f, acc[m * nv + j], left, right[j]) for j in range(nv)]
+            return after
+
+        carried = [(d.accumulator, x) for x in first]
+        done: Int = 0
+        if unroll > 1:
+            done = f.mul(f.div("%groups", unroll), unroll)
+            with f.loop(0, done, unroll, carried) as loop:
+                acc = loop.carried
+                for i in range(unroll):
+                    acc = step(f.add(loop.index, i), acc, True)
+                loop.next = list(acc)
+            carried = [(d.accumulator, x) for x in loop.carried]
+        with f.loop(done, "%groups", 1, carried) as loop:
+            loop.next = step(loop.index, loop.carried, unroll == 1)
+        for i, x in enumerate(loop.carried):
+            f.store(d.accumulator, x, f.at("%tile", i * width), 64)
+        f.finish()
+
+    # -- results
+
+    def _partial(self, store: Access) -> bool:
+        """Some panel of the result belongs to this store in part."""
+        return bool(store.first % self.nest.nr or store.columns_extent % self.nest.nr)
+
+    def _store(self, index: int, store: Access, *, whole: bool) -> None:
+        """A result tile through the epilogue into one result: whole rows at a time, so that long chains run side by side."""
+        n, lanes = self.nest, self.nest.nr
+        args = [("ptr", "tile"), ("i64", "row"), ("i64", "rows"), ("i64", "column")]
+        f = self._function(f"store_{index}{'' if whole else '_part'}", *args)
+        mask = None
+        if not whole:
+            below = f.first_lanes(lanes, f.sub(0, "%column"))
+            inside = f.first_lanes(lanes, f.sub(store.columns_extent, "%column"))
+            flags = vec(lanes, "i1")
+            mask = f.v(f"and {flags} {inside}, {f.v(f'xor {flags} {below}, splat (i1 true)')}")
+        columns = Columns("%column", store.first % lanes == 0, mask)
+        vectors = Vectors(f, store, lanes, columns, self._sources(f, store))
+        target = self._given(f, n.sources + index)
+        sums = self._scratch(f, n.sums_at) if n.choice.correction else ""
+        type_ = vec(lanes, "float" if n.dot.acc is F32 else "i32")
+        with f.loop(0, "%rows") as loop:
+            row = f.add("%row", loop.index)
+            acc = f.load(type_, f.at("%tile", f.mul(loop.index, lanes * 4)), 64)
+            if sums:
+                fix = f.splat(lanes, "i32", f.load("i32", f.at(sums, f.mul(row, 4)), 4))
+                acc = f.v(f"add {type_} {acc}, {fix}")
+            vectors.store(row, vectors.row(row, acc), target)
+        f.finish()
+
+    def _stores(self, f: Function, tile: str, row: Int, rows: Int, panel: Int) -> None:
+        """A finished tile into every result it has columns of."""
+        n, nr = self.nest, self.nest.nr
+        column = f.mul(panel, nr)
+        for i, store in enumerate(n.stores):
+            own, last = f.sub(column, store.first), store.columns_extent
+            args = (("ptr", "%d"), ("ptr", tile), ("i64", row), ("i64", rows), ("i64", own))
+            if store.first == 0 and last == n.columns and last % nr == 0:
+                f.call(f"store_{i}", *args)
+                continue
+            full = f.compare("ule", own, last - nr) if last >= nr else "false"
+            if last >= nr:
+                with f.when(full):
+                    f.call(f"store_{i}", *args)
+            if self._partial(store):
+                starts, ends = f.compare("sgt", own, -nr), f.compare("slt", own, last)
+                some = f.v(f"and i1 {starts}, {ends}")
+                with f.when(f.v(f"and i1 {some}, {f.v(f'xor i1 {full}, true')}")):
+                    f.call(f"store_{i}_part", *args)
+
+    # -- the loops
+
+    def _multiply(self) -> None:
+        n, blocks = self.nest, self.nest.blocks
+        f = self._function("multiply")
+        right, copies = self._rhs(f), self._scratch(f, 0)
+        if n.passes > 1:
+            me = f.intrinsic("omp_get_thread_num", "i32")
+            room = self._scratch(f, f.add(n.threads_at, f.mul(f.v(f"sext i32 {me} to i64"), n.thread_bytes)))
+        else:
+            room = f.alloca(n.result_tile)
+        across, down = -(-n.panels // blocks.nc), -(-n.tiles // blocks.mc)
+        with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
+            b, inner = f.div(task, across * down), f.rem(task, across * down)
+            p0, t0 = f.mul(f.div(inner, down), blocks.nc), f.mul(f.rem(inner, down), blocks.mc)
+            p1, t1 = f.min(f.add(p0, blocks.nc), n.panels), f.min(f.add(t0, blocks.mc), n.tiles)
+
+            def tile_row(rows: int, tile: Int, pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
+                begin = f.mul(tile, blocks.mr)
+                a, stride = self._tile(f, copies, b, tile, begin, pass_)
+                with f.loop(p0, p1) as loop:
+                    place = f.add(f.mul(f.add(f.mul(b, n.panels), loop.index), n.panel), f.mul(pass_, self._pass_bytes))
+                    out = room
+                    if n.passes > 1:
+                        index = f.add(f.mul(f.sub(tile, t0), blocks.nc), f.sub(loop.index, p0))
+                        out = f.at(room, f.mul(index, n.result_tile))
+                    args = (("ptr", a), ("i64", stride), ("ptr", f.at(right, place)), ("ptr", out), ("i64", groups))
+                    f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
+                    if last:
+                        self._stores(f, out, f.add(f.mul(b, n.rows), begin), rows, loop.index)
+
+            def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
+                full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
+                if full:
+                    with f.loop(t0, f.min(t1, full)) as loop:
+                        tile_row(blocks.mr, loop.index, pass_, groups, fresh=fresh, last=last)
+                if full < n.tiles:
+                    with f.when(f.compare("eq", t1, n.tiles)):
+                        tile_row(n.last_mr, n.tiles - 1, pass_, groups, fresh=fresh, last=last)
+
+            each, final = n.groups(min(blocks.kc, n.depth)), n.groups(n.depth - (n.passes - 1) * blocks.kc)
+            if n.passes > 1:
+                one_pass(0, each, fresh=True, last=False)
+                with f.loop(1, n.passes - 1) as loop:
+                    one_pass(loop.index, each, fresh=False, last=False)
+            one_pass(n.passes - 1, final, fresh=n.passes == 1, last=True)
+        f.finish()
+
+    @property
+    def _pass_bytes(self) -> int:
+        return self.nest.groups(self.nest.blocks.kc) * self.nest.nr * 4
+
+    def _tile(self, f: Function, copies: str, b: Int, tile: Int, begin: Int, pass_: Int) -> tuple[str, Int]:
+        """Where a tile of the left operand starts in one pass, and how far apart its rows are."""
+        n = self.nest
+        if n.blocks.pack_lhs:
+            place = f.add(f.mul(f.add(f.mul(b, n.passes), pass_), n.tiles), tile)
+            return f.at(copies, f.mul(place, n.lhs_tile)), n.lhs_stride
+        leaf = next(x for x in toposort((n.lhs.root,)) if isinstance(x.op, Param))
+        place, size = n.lhs.of_leaf(leaf), n.dot.lhs.bits // 8
+        row_term, outer = place.rows[0], place.rows[1:]
+        offset = f.add(place.offset, f.mul(begin, row_term.stride))
+        if outer:
+            offset = f.add(offset, f.mul(b, outer[0].stride))
+        elif n.batch > 1:
+            offset = f.add(offset, f.mul(f.mul(b, n.rows), row_term.stride))
+        offset = f.add(offset, f.mul(pass_, n.blocks.kc))
+        assert isinstance(leaf.op, Param)
+        return f.at(self._given(f, leaf.op.index), f.mul(offset, size)), row_term.stride * size
+
+    def _worker(self) -> None:
+        n = self.nest
+        f = self._function("worker")
+        steps = ([] if n.constant else ["pack_rhs"]) + (["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else [])
+        for step in steps:
+            f.call(step, ("ptr", "%d"))
+        if steps:
+            f.intrinsic("GOMP_barrier", "void")
+        f.call("multiply", ("ptr", "%d"))
+        f.finish()
+
+    def _entry(self) -> None:
+        """python(pointers…, threads, pack): pack the right operand if `pack`, else multiply. CPython calls it METH_FASTCALL."""
+        n = self.nest
+        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+        counters = rounded(8 * n.pointers)
+        d = f.alloca(counters + 3 * CACHE_LINE)
+        for i in range(n.pointers):
+            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
+            f.store("ptr", value, f.at(d, 8 * i), 8)
+        for i in range(3):
+            f.store("i64", "0", f.at(d, counters + CACHE_LINE * i), 8)
+        threads, pack = (
+            f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * (n.pointers + i)), 8))) for i in (0, 1)
+        )
+        count = f.v(f"trunc i64 {threads} to i32")
+        state = f.intrinsic("PyEval_SaveThread", "ptr")
+        which = f.v(f"select i1 {f.compare('ne', pack, 0)}, ptr @pack_rhs, ptr @worker")
+        alone = f.compare("eq", threads, 1)
+        with f.when(alone):
+            f.do(f"call void {which}(ptr {d})")
+        with f.when(f.v(f"xor i1 {alone}, true")):
+            f.intrinsic("GOMP_parallel", "void", ("ptr", which), ("ptr", d), ("i32", count), ("i32", "0"))
+        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
+        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+        f.finish("ptr @_Py_NoneStruct")

@@ -1,0 +1,298 @@
+"""Generated CPU gemms: the chip's own dot instruction, both operands packed, the epilogue in registers, several stores."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
+from tilewright.candidates.llvm._dots import Choice, choose
+from tilewright.candidates.llvm._nest import Blocks, Nest
+from tilewright.candidates.llvm._scratch import scratch
+from tilewright.candidates.llvm._vector import check
+from tilewright.candidates.llvm._write import Writer
+from tilewright.dtype import F32, S32
+from tilewright.hardware.target import Target
+from tilewright.ir.build import broadcast
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.schedule import Schedule
+
+KC_BYTES = 2048  # of a row of the left operand in one pass: mr rows of it stay in the first-level cache
+ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
+
+
+@dataclass(frozen=True)
+class _Side:
+    """How a kernel gets one operand.
+
+    Attributes:
+        access: where its elements lie.
+        outside: the expression that torch evaluates first; None when the kernel reads the sources itself.
+    """
+
+    access: Access
+    outside: Node | None
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What was found out about a problem before any size is chosen."""
+
+    choice: Choice
+    batch: int
+    rows: int
+    lhs: _Side
+    rhs: _Side
+    along: bool
+    constant: bool
+    stores: tuple[Access, ...]
+    in_place: bool
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, target: Target) -> _Plan | str:
+    """The plan, or the sentence why there is none."""
+    try:
+        return _planned(problem, target)
+    except Unsupported as why:
+        return str(why)
+
+
+def _planned(problem: Problem, target: Target) -> _Plan:
+    if problem.acc.dtype not in (F32, S32):
+        raise Unsupported(f"generated kernels add up in f32 or s32, not {problem.acc.dtype}")
+    choice = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, target.chip)
+    if choice is None:
+        raise Unsupported(f"{target.chip.name} names no instruction for {problem.lhs.dtype} x {problem.rhs.dtype}")
+    if not problem.batch * problem.M * problem.N:
+        raise Unsupported("the result is empty")
+    batch_shape = problem.acc.shape[:-2]
+    shared = math.prod(problem.op.rhs.shape[:-2]) == 1
+    stores: list[Access] = []
+    check(problem.op.stores)
+    for root in problem.op.stores:
+        stores.append(of_store(root))
+    lhs_root, rhs_root = problem.op.lhs, problem.op.rhs
+    if lhs_root.shape[:-2] != batch_shape:
+        lhs_root = broadcast(lhs_root, (*batch_shape, *lhs_root.shape[-2:]))
+    if not shared and rhs_root.shape[:-2] != batch_shape:
+        rhs_root = broadcast(rhs_root, (*batch_shape, *rhs_root.shape[-2:]))
+    constant = shared and all(problem.weights[n.op.index] for n in toposort((rhs_root,)) if isinstance(n.op, Param))
+    lhs = _side(lhs_root, len(problem.types), columns_last=True, outside=False)
+    along = _contiguous_along_k(problem)
+    rhs = _side(rhs_root, len(problem.types) + 1, columns_last=not along, outside=constant)
+    batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
+    in_place = lhs.outside is None and _lies_right(lhs.access, problem, choice, rows)
+    return _Plan(choice, batch, rows, lhs, rhs, along, constant, tuple(stores), in_place)
+
+
+def _contiguous_along_k(problem: Problem) -> bool:
+    """Whether the right operand's elements along K are neighbours in memory."""
+    source = next((n for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param) and len(n.shape) >= 2), None)
+    if source is None:
+        return False
+    try:
+        place = of_operand(problem.op.rhs, columns_last=False).of_leaf(source)
+    except Unsupported:
+        return False
+    return bool(place.columns) and place.columns[0].inner == 1 and place.columns[0].stride == 1
+
+
+def _side(root: Node, index: int, *, columns_last: bool, outside: bool) -> _Side:
+    if not outside:
+        try:
+            check((root,))
+            return _Side(of_operand(root, columns_last=columns_last), None)
+        except Unsupported:
+            pass
+    shape = root.shape if columns_last else (*root.shape[:-2], root.shape[-1], root.shape[-2])
+    stand_in = Node(Param(index, replace(root.tensor, shape=shape)))
+    return _Side(of_operand(stand_in, columns_last=True), root)
+
+
+def _lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
+    """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
+    if problem.lhs.dtype is not choice.dot.lhs or problem.K % choice.dot.k:
+        return False
+    leaf = next(n for n in toposort((access.root,)) if isinstance(n.op, Param))
+    place = access.of_leaf(leaf)
+    columns = [(t.extent, t.inner, t.stride) for t in place.columns]
+    if columns != [(problem.K, 1, 1)] or len(place.rows) not in (1, 2) or place.rows[0].inner != 1:
+        return False
+    first, *outer = place.rows
+    total = problem.batch * problem.M
+    if outer:
+        return first.extent == rows and outer[0].inner == rows and rows * outer[0].extent == total
+    return first.extent == total
+
+
+class LlvmGemm:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "llvm"
+    kinds = frozenset[ProblemKind]({"gemm"})
+    preference = 5
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        if target.kind != "cpu":
+            return "generated for CPUs"
+        why = engine.available()
+        if why is not None:
+            return why
+        plan = _plan(problem, target)
+        return plan if isinstance(plan, str) else None
+
+    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+        plan = _plan(problem, target)
+        assert isinstance(plan, _Plan)
+        for blocks in _blocks(problem, plan, target):
+            yield Schedule.of(
+                instruction=plan.choice.dot.instruction,
+                mr=blocks.mr,
+                nr=blocks.nv * plan.choice.dot.lanes,
+                kc=blocks.kc,
+                mc=blocks.mc * blocks.mr,
+                nc=blocks.nc * blocks.nv * plan.choice.dot.lanes,
+                pack_lhs=blocks.pack_lhs,
+            )
+
+    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        nest, plan = nest_of(problem, schedule, target)
+        call = engine.function(module_text(nest))
+        return Kernel(
+            self.name,
+            schedule,
+            lambda weights: _prepared(problem, plan, nest, call, weights),
+            workspace_bytes=nest.scratch(torch.get_num_threads()),
+            packed_bytes=nest.packed_rhs if plan.constant else 0,
+        )
+
+
+def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest, _Plan]:
+    """The loop nest that a schedule stands for."""
+    plan = _plan(problem, target)
+    assert isinstance(plan, _Plan)
+    knobs, lanes = dict(schedule.knobs), plan.choice.dot.lanes
+    mr, nr, kc, mc, nc = (int(knobs[k]) for k in ("mr", "nr", "kc", "mc", "nc"))
+    blocks = Blocks(mr, nr // lanes, kc, mc // mr, nc // nr, bool(knobs["pack_lhs"]))
+    sources = len(problem.types) + 2
+    nest = Nest(
+        plan.batch,
+        plan.rows,
+        problem.K,
+        problem.N,
+        plan.choice,
+        plan.lhs.access,
+        plan.rhs.access,
+        plan.along,
+        plan.constant,
+        plan.stores,
+        sources,
+        blocks,
+    )
+    return nest, plan
+
+
+def module_text(nest: Nest) -> str:
+    """The kernel's IR for the processor at hand."""
+    return Writer(nest).write().text(*engine.host())
+
+
+def _blocks(problem: Problem, plan: _Plan, target: Target) -> Iterable[Blocks]:
+    dot = plan.choice.dot
+    lanes, k = dot.lanes, max(problem.K, 1)
+    room = dot.registers - 4  # for the right operand's vectors and a broadcast
+    widths = [2, 1] if lanes < problem.N else [1]
+    if dot.registers == 32 and lanes == 16 and 2 * lanes < problem.N and plan.rows <= 6:
+        widths = [4, 2]
+    vector = lanes * dot.k
+    one_pass = dot.acc is S32 or k * dot.lhs.bits <= 8 * 2 * KC_BYTES
+    passes = 1 if one_pass else -(-k * dot.lhs.bits // (8 * KC_BYTES))
+    kc = k if passes == 1 else -(-k // passes // vector) * vector
+    for nv in widths[:1]:
+        most = max(1, min(24, room // nv))
+        most = {2: 12, 1: 24, 4: 6}.get(nv, most) if dot.registers == 32 else max(1, room // nv)
+        tiles = -(-plan.rows // most)
+        mr = -(-plan.rows // tiles)
+        panels = -(-problem.N // (nv * lanes))
+        mc, nc = max(1, 240 // mr), max(1, 256 // (nv * lanes))
+        wanted = 4 * target.cores
+        while plan.batch * -(-panels // nc) * -(-tiles // mc) < wanted and (nc > 1 or mc > 1):
+            if mc > 4 or nc == 1:
+                mc = -(-mc // 2)
+            else:
+                nc = -(-nc // 2)
+        packs = [False, True] if plan.in_place and k * dot.lhs.bits % (8 * 4096) else [True]
+        for pack in packs[:1]:
+            yield Blocks(mr, nv, kc, min(mc, tiles), min(nc, panels), pack)
+
+
+def _prepared(
+    problem: Problem, plan: _Plan, nest: Nest, call: Callable[..., None], weights: Mapping[int, torch.Tensor]
+) -> Runner:
+    count = len(problem.types)
+    threads_of = torch.get_num_threads
+    small = problem.ops <= ONE_THREAD_OPS
+    used = {
+        n.op.index
+        for a in (plan.lhs.access, *plan.stores, plan.rhs.access)
+        for n in toposort((a.root,))
+        if isinstance(n.op, Param)
+    }
+    read = sorted(i for i in used if i < count)
+    left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
+    packed: torch.Tensor | None = None
+    if plan.constant:
+        value = _operand(problem.op.rhs, weights, plan.along)
+        packed = torch.empty(nest.packed_rhs + 64, dtype=torch.uint8)
+        pointers = [0] * nest.pointers
+        pointers[count + 1], pointers[-1] = value.data_ptr(), _aligned(packed)
+        call(*pointers, threads_of(), 1)
+    packed_at = 0 if packed is None else _aligned(packed)
+    shapes = [(s.root.shape, s.root.dtype.to_torch()) for s in plan.stores]
+    empty = torch.empty
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        held = [sources[i].contiguous() for i in read]
+        given = [0] * (count + 2)
+        for i, t in zip(read, held, strict=True):
+            given[i] = t.data_ptr()
+        if left is not None:
+            held.append(_operand(left, sources, False))
+            given[count] = held[-1].data_ptr()
+        if right is not None:
+            held.append(_operand(right, sources, plan.along))
+            given[count + 1] = held[-1].data_ptr()
+        results = [empty(shape, dtype=dtype) for shape, dtype in shapes]
+        threads = 1 if small else threads_of()
+        with scratch(nest.scratch(threads)) as room:
+            call(*given, *[t.data_ptr() for t in results], room, packed_at, threads, 0)
+        return results
+
+    run.packed = packed  # type: ignore[attr-defined]  # lives as long as the runner
+    return run
+
+
+def _aligned(t: torch.Tensor) -> int:
+    return -(-t.data_ptr() // 64) * 64
+
+
+def _operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], along: bool) -> torch.Tensor:
+    """An operand that torch evaluates, dense, with K last if `along`."""
+    params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
+    bound = {n: sources[n.op.index] for n in params if isinstance(n.op, Param)}
+    value = evaluate_nodes((root,), bound)[0]
+    assert isinstance(value, torch.Tensor)
+    return (value.transpose(-1, -2) if along else value).contiguous()
+
+
+CANDIDATE = LlvmGemm()
