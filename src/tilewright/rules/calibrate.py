@@ -166,7 +166,7 @@ def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float 
     A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float.
     """
     replacement: dict[Node, Node] = {}
-    made: list[tuple[Node, _Made, str | None]] = []
+    made: dict[Node, tuple[_Made, str | None]] = {}
     for node in graph.nodes():
         if node not in calibration.seen:
             continue
@@ -179,47 +179,34 @@ def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float 
             kept = f"its error {coded.error:.2g} exceeds {rtol:g}"
         else:
             replacement[node] = coded.node
-        made.append((node, coded, kept))
-    whole = graph.with_outputs([*graph.outputs, *(node for node, _, _ in made)]).replace(replacement)
+        made[node] = coded, kept
+    whole = graph.with_outputs([*graph.outputs, *made]).replace(replacement)
     results, after = whole.outputs[: len(graph.outputs)], whole.outputs[len(graph.outputs) :]
-    scaled = to.activation is not None and to.rows == "tensor"
     layers = [
-        Layer(
-            graph.origin(node),
-            coded.error,
-            seen.largest,
-            kept,
-            _scale_of(seen.largest, to.activation) if scaled and to.activation is not None else None,
-            coded.scales,
-            node,
-            now,
-        )
-        for (node, coded, kept), now in zip(made, after, strict=True)
-        for seen in (calibration.seen[node],)
+        Layer(graph.origin(n), m.error, calibration.seen[n].largest, kept, m.scale, m.weight_scales, n, now)
+        for (n, (m, kept)), now in zip(made.items(), after, strict=True)
     ]
-    return whole.with_outputs(
-        results, _named(whole.origins, [n for n, (_, _, kept) in zip(after, made, strict=True) if not kept])
-    ), layers
+    return whole.with_outputs(results, _named(whole.origins, layers)), layers
 
 
-def _named(origins: Mapping[Node, str], products: Sequence[Node]) -> dict[Node, str]:
-    """The origins, with each quantised activation called what its float value is: what makes it will end in its codes."""
+def _named(origins: Mapping[Node, str], layers: Sequence[Layer]) -> dict[Node, str]:
+    """The origins, with codes of an activation called what the activation is: reports name a step by what it gives."""
     named = dict(origins)
-    for product in products:
-        pair = _left(product)
-        codes = pair.src[0] if isinstance(pair.op, Dequantize) else pair
-        if codes.src and codes.src[0] in origins:
+    for layer in layers:
+        codes = _left(layer.after).src[0] if layer.kept is None and _left(layer.after).src else None
+        if codes is not None and isinstance(codes.op, Quantize) and codes.src[0] in origins:
             named.setdefault(codes, origins[codes.src[0]])
     return named
 
 
 @dataclass(frozen=True)
 class _Made:
-    """A quantised product, its relative error on calibration rows, and the smallest and largest scale of its weight."""
+    """A quantised product, and what `Layer` says of it."""
 
     node: Node
     error: float
-    scales: tuple[float, float]
+    scale: float | None
+    weight_scales: tuple[float, float]
 
 
 def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
@@ -244,8 +231,9 @@ def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
         exact = seen.rows.double() @ weight.double()
         got = rows.double() @ cast("torch.Tensor", evaluate_nodes((back,), {})[0]).double()
         error = float((got - exact).norm() / exact.norm().clamp_min(1e-300))
-    scales = (float(scale.min()), float(scale.max())) if scale.numel() else (SMALLEST_SCALE, SMALLEST_SCALE)
-    return _Made(Node(op, *src), error, scales)
+    per_tensor = to.activation is not None and to.rows == "tensor"
+    range_of_scales = (float(scale.min()), float(scale.max())) if scale.numel() else (SMALLEST_SCALE, SMALLEST_SCALE)
+    return _Made(Node(op, *src), error, _scale_of(seen.largest, to.activation) if per_tensor else None, range_of_scales)
 
 
 def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, torch.Tensor]:
