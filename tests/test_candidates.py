@@ -292,7 +292,7 @@ def test_four_bit_codes_take_the_byte_kernels():
 
 def test_candidates_are_found_by_file_name(tmp_path):
     (tmp_path / "shiny.py").write_text(
-        "class Shiny:\n    name = 'shiny'\n    kinds = frozenset({'gemm'})\n    preference = 5\n\nCANDIDATE = Shiny()\n"
+        "class Shiny:\n    name = 'shiny'\n    kinds = frozenset({'gemm'})\n    preference = 1\n\nCANDIDATE = Shiny()\n"
     )
     (tmp_path / "_hidden.py").write_text("raise RuntimeError('never read')\n")
     (tmp_path / "notes.py").write_text("NOTHING = 1\n")

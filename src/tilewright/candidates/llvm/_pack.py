@@ -94,7 +94,7 @@ class Packing:
         """Panels of the right operand, a task each."""
         n = self.nest
         f = self._function("pack_rhs")
-        with f.tasks(self._counter(f, 0), n.batch * n.panels) as task:
+        with f.tasks(self._counter(f, 0), n.batch * n.panels if n.depth else 0) as task:
             b, panel = f.div(task, n.panels), f.rem(task, n.panels)
             out = f.at(self._rhs(f), f.mul(task, n.panel))
             (self._pack_along if n.along else self._pack_across)(f, b, panel, out)

@@ -121,7 +121,8 @@ def _side(root: Node, index: int, *, columns_last: bool, outside: bool) -> _Side
 
 def _lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
     """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
-    if problem.lhs.dtype is not choice.dot.lhs or problem.K % choice.dot.k:
+    codes = problem.lhs.dtype.bits == 4 and choice.dot.lhs.bits == 8  # kept one to a byte
+    if not problem.lhs.plain or (problem.lhs.dtype is not choice.dot.lhs and not codes) or problem.K % choice.dot.k:
         return False
     leaf = next(n for n in toposort((access.root,)) if isinstance(n.op, Param))
     place = access.of_leaf(leaf)
