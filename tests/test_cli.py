@@ -36,7 +36,18 @@ STEP_KEYS = [
     "peak_fraction",
     "rejected",
 ]
-PERF_KEYS = ["program", "target", "total_us", "verified", "steps", "dangling", "fallback", "inputs"]
+PERF_KEYS = [
+    "program",
+    "target",
+    "total_us",
+    "verified",
+    "steps",
+    "dangling",
+    "fallback",
+    "inputs",
+    "steps_per_layer",
+    "quantized",
+]
 FINDING_KEYS = ["op", "where", "why", "cost_us"]
 
 
@@ -182,7 +193,7 @@ def test_verify_catches_a_rule_that_changes_the_meaning(tmp_path: Path, monkeypa
     x = input_("x", F32, (8, 8))
     path = write(tmp_path, Graph("tanh", (x,), (map_("tanh", x),), ("y",)))
 
-    def wrong(graph: Graph, *rest: object) -> Graph:
+    def wrong(graph: Graph, *rest: object, **options: object) -> Graph:
         return graph.with_outputs([map_("negate", o) for o in graph.outputs])
 
     monkeypatch.setattr("tilewright.compiler.optimise", wrong)

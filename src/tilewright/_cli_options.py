@@ -14,13 +14,20 @@ from tilewright._cli_errors import traceback_option
 F = TypeVar("F", bound=Callable[..., Any])
 Shapes = list[tuple[str, tuple[int, ...]]]
 INPUT_DIM = "--input-dim"
+W4_GROUP = 64
 
 
 class Command(click.Command):
-    """A verb. `--input-dim @NAME D D …` takes every name and number that follows it."""
+    """A verb. `--input-dim @NAME D D …` takes every name and number that follows it; `--w4` takes none."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, gather_dims(args))
+        return super().parse_args(ctx, gather_dims(bare_w4(args)))
+
+
+def bare_w4(args: Sequence[str]) -> list[str]:
+    """The arguments with `--w4` alone given its default group: only `--w4=GROUP` has a value."""
+    end = args.index("--") if "--" in args else len(args)
+    return [f"--w4={W4_GROUP}" if arg == "--w4" and i < end else arg for i, arg in enumerate(args)]
 
 
 def gather_dims(args: Sequence[str]) -> list[str]:
@@ -79,7 +86,9 @@ def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...
     return merged
 
 
-def _all(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+def all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """The decorators as one, the first outermost."""
+
     def decorate(f: F) -> F:
         for d in reversed(decorators):
             f = d(f)
@@ -108,7 +117,7 @@ everything_option = click.option(
     "--all", "everything", is_flag=True, help="List views, every step of a long program, and long problems whole."
 )
 
-file_options = _all(
+file_options = all_of(
     click.argument("file", type=_PATH),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Value of a symbolic first axis."),
     click.option(
@@ -120,7 +129,7 @@ file_options = _all(
         help="Shape of an input that the program leaves open; several may follow each other.",
     ),
 )
-fill_options = _all(
+fill_options = all_of(
     click.option("--fill0", multiple=True, metavar="NAME", help="Fill an input with 0 instead of random data; repeatable."),
     click.option("--fill1", multiple=True, metavar="NAME", help="Fill an input with 1 instead of random data; repeatable."),
     click.option(
@@ -128,5 +137,4 @@ fill_options = _all(
     ),
 )
 inputs_option = click.option("--inputs", type=_PATH, metavar="F.npz", help="Take inputs from an .npz file, by name.")
-compile_options = _all(device_option, budget_option)
-common_options = _all(json_option, traceback_option)
+common_options = all_of(json_option, traceback_option)

@@ -7,20 +7,28 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import click
 
 from tilewright import __version__
+from tilewright._cli_compile import (
+    Compiling,
+    compile_options,
+    compile_program,
+    dump_option,
+    load_program,
+    measured_ceilings,
+    progress,
+    rtol_option,
+)
 from tilewright._cli_errors import DIFFERS, Group, traceback_option
 from tilewright._cli_options import (
     Command,
     budget_option,
     common_options,
-    compile_options,
     device_option,
     everything_option,
     file_options,
@@ -36,6 +44,7 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Graph
     from tilewright.report.inputs import Feed
     from tilewright.report.perf import Measured
+    from tilewright.report.schema import Quantized
     from tilewright.runtime.executable import Executable
 
 GEMM_BUDGET_S = 2.0
@@ -62,7 +71,7 @@ def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]],
     from tilewright.ir.text import print_graph
     from tilewright.report.summary import comments, summarise
 
-    graph = _load(file, batch, input_dims)
+    graph = load_program(file, batch, input_dims)
     report = summarise(graph, str(file))
     if as_json:
         _print_json(report)
@@ -72,17 +81,17 @@ def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]],
 
 @cli.command(cls=Command)
 @file_options
-@compile_options
+@rtol_option
 @fill_options
 @inputs_option
 @click.option("--output", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to an .npz file.")
 @common_options
+@compile_options
 def run(
     file: Path,
     batch: int | None,
     input_dims: Mapping[str, Sequence[int]],
-    device: str,
-    budget: float | None,
+    how: Compiling,
     fill0: Sequence[str],
     fill1: Sequence[str],
     seed: int,
@@ -96,12 +105,13 @@ def run(
     from tilewright.report.schema import Run
     from tilewright.report.summary import outputs
 
-    graph = _load(file, batch, input_dims)
+    graph = load_program(file, batch, input_dims)
     feeds = _feeds(graph, seed, fill0, fill1, inputs)
-    program = _compile(graph, device, budget)
+    program, quantized = compile_program(graph, how)
     results = program.run(bind(program, feeds))
     written = None if output is None else str(output)
-    report = Run(str(file), target_name(program.target), [f.shown for f in feeds], outputs(program.source, results), written)
+    shown = [f.shown for f in feeds]
+    report = Run(str(file), target_name(program.target), shown, outputs(program.source, results), written, quantized)
     if output is not None:
         _write(output, program, results)
     if as_json:
@@ -115,28 +125,33 @@ def run(
 
 @cli.command(cls=Command)
 @file_options
-@compile_options
 @fill_options
 @inputs_option
 @click.option(
-    "--rtol", type=click.FloatRange(min=0), help="Allow floats this error relative to the element, not the derived one."
+    "--quantized", is_flag=True, help="With --int8, --fp8, --w4: say how far each layer and output is from the float model's."
+)
+@click.option(
+    "--rtol",
+    type=click.FloatRange(min=0),
+    help="Allow floats this error relative to the element, not the derived one; with --int8, --fp8, --w4: leave layers that "
+    "lose more in float.",
 )
 @click.option("--atol", type=click.FloatRange(min=0), help="Allow floats this absolute error, not the derived one.")
 @click.option(
     "--rms-tol", type=click.FloatRange(min=0), help="Allow floats this root mean square of the error, relative to theirs."
 )
 @common_options
+@compile_options
 def verify(
     file: Path,
     batch: int | None,
     input_dims: Mapping[str, Sequence[int]],
-    device: str,
-    budget: float | None,
+    how: Compiling,
     fill0: Sequence[str],
     fill1: Sequence[str],
     seed: int,
     inputs: Path | None,
-    rtol: float | None,
+    quantized: bool,
     atol: float | None,
     rms_tol: float | None,
     as_json: bool,
@@ -146,14 +161,24 @@ def verify(
     Integers must be equal. Floats are compared with float64 under a bound that grows with the length of the sums, unless a
     tolerance is given. Exits with 1 and names the first step that differs.
     """
+    from msgspec.structs import replace
+
+    from tilewright.errors import InputError
     from tilewright.report.compare import Tolerances
     from tilewright.report.verify import verify_program
 
-    graph = _load(file, batch, input_dims)
+    if quantized and how.scheme is None:
+        raise InputError("--quantized compares a quantised program with its float model", hint="add --int8, --fp8 or --w4")
+    graph = load_program(file, batch, input_dims)
     feeds = _feeds(graph, seed, fill0, fill1, inputs)
-    program = _compile(graph, device, budget)
-    with _progress("comparing") as show:
-        report = verify_program(program, str(file), feeds, Tolerances(rtol, atol, rms_tol), show)
+    program, choices = compile_program(graph, how)
+    tolerances = Tolerances(how.rtol if how.scheme is None else None, atol, rms_tol)
+    with progress("comparing") as show:
+        report = replace(verify_program(program, str(file), feeds, tolerances, show), quantized=choices)
+    if quantized:
+        from tilewright.report.accuracy import accuracy
+
+        report = replace(report, accuracy=accuracy(graph, program, program.layers, feeds))
     if as_json:
         _print_json(report)
     else:
@@ -167,18 +192,19 @@ def verify(
 
 @cli.command(cls=Command, short_help="Time a program and each step; what fell back, what dangles.")
 @file_options
-@compile_options
+@rtol_option
 @fill_options
 @inputs_option
 @iterations_option
 @everything_option
+@dump_option
 @common_options
+@compile_options
 def perf(
     file: Path,
     batch: int | None,
     input_dims: Mapping[str, Sequence[int]],
-    device: str,
-    budget: float | None,
+    how: Compiling,
     fill0: Sequence[str],
     fill1: Sequence[str],
     seed: int,
@@ -188,23 +214,25 @@ def perf(
     as_json: bool,
 ) -> None:
     """Time a program and each of its steps; say what fell back and what dangles."""
-    graph = _load(file, batch, input_dims)
+    graph = load_program(file, batch, input_dims)
     feeds = _feeds(graph, seed, fill0, fill1, inputs)
-    _print_perf(_measure(_compile(graph, device, budget), str(file), feeds, iterations), everything, as_json)
+    program, quantized = compile_program(graph, how)
+    _print_perf(_measure(program, str(file), feeds, iterations, quantized), everything, as_json)
 
 
 @cli.command(cls=Command, short_help="Say what was folded into each matmul, what was not, and why.")
 @file_options
-@compile_options
+@rtol_option
+@dump_option
 @common_options
-def explain(
-    file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], device: str, budget: float | None, as_json: bool
-) -> None:
+@compile_options
+def explain(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], how: Compiling, as_json: bool) -> None:
     """Say for each matmul what was folded into it, what was not and why, which kernel does it and why others do not."""
     from tilewright.report.explain import explain_program
 
-    graph = _load(file, batch, input_dims)
-    report = explain_program(_compile(graph, device, budget), str(file))
+    graph = load_program(file, batch, input_dims)
+    program, quantized = compile_program(graph, how)
+    report = explain_program(program, str(file), measured_ceilings(program), quantized)
     if as_json:
         _print_json(report)
         return
@@ -260,7 +288,7 @@ def gemm(
     graph = parse(problem)
     check_memory(graph)
     feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
-    program = _compile(graph, device, GEMM_BUDGET_S if budget is None else budget)
+    program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget))
     if timed:
         _print_perf(_measure(program, problem, feeds, iterations), everything, as_json)
         return
@@ -285,7 +313,7 @@ def devices(remeasure: bool, as_json: bool) -> None:
     """Say which devices were found, what they are, and what they were seen to reach."""
     from tilewright.report.machine import describe_machine, targets
 
-    with _progress("measuring the machine"):
+    with progress("measuring the machine"):
         report = describe_machine(targets(), remeasure=remeasure)
     if as_json:
         _print_json(report)
@@ -304,18 +332,6 @@ def main() -> None:
     cli(prog_name="tilewright")
 
 
-def _load(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]]) -> Graph:
-    """The program in `file`, checked to have the shapes asked for and to fit in memory."""
-    from tilewright.frontends import LoadOptions, load
-    from tilewright.report.inputs import check_memory, check_shapes
-
-    with _progress(f"reading {file.name}"):
-        graph = load(file, LoadOptions({name: tuple(shape) for name, shape in input_dims.items()}, batch))
-    check_shapes(graph, input_dims)
-    check_memory(graph)
-    return graph
-
-
 def _feeds(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], inputs: Path | None) -> list[Feed]:
     """A value for each input, from the options every running verb has."""
     from tilewright.report.inputs import make_feeds, read_npz
@@ -324,21 +340,14 @@ def _feeds(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], 
     return make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1, given=given)
 
 
-def _compile(graph: Graph, device: str, budget: float | None) -> Executable:
-    from tilewright.compiler import DEFAULT_BUDGET_S, compile
-
-    with _progress("choosing kernels") as show:
-        return compile(graph, device=device, budget_s=DEFAULT_BUDGET_S if budget is None else budget, progress=show)
-
-
-def _measure(program: Executable, name: str, feeds: Sequence[Feed], iterations: int | None) -> Measured:
-    from tilewright.hardware.ceilings import with_ceilings
+def _measure(
+    program: Executable, name: str, feeds: Sequence[Feed], iterations: int | None, quantized: Quantized | None = None
+) -> Measured:
     from tilewright.report.perf import measure
 
-    with _progress("measuring the machine"):
-        ceilings = with_ceilings(program.target)
-    with _progress("timing steps") as show:
-        return measure(program, name, feeds, ceilings, iterations=iterations, progress=show)
+    ceilings = measured_ceilings(program)
+    with progress("timing steps") as show:
+        return measure(program, name, feeds, ceilings, iterations=iterations, progress=show, quantized=quantized)
 
 
 def _print_perf(measured: Measured, everything: bool, as_json: bool) -> None:
@@ -371,12 +380,3 @@ def _write(path: Path, program: Executable, results: Sequence[object]) -> None:
             raise InputError(f"output {name!r} is no array and cannot be written", where=str(path))
         arrays[name] = cast("np.ndarray", array)
     write_npz(path, arrays)
-
-
-def _progress(what: str) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
-    """A progress bar, without importing what draws it where standard error is no terminal."""
-    if not sys.stderr.isatty():
-        return nullcontext(None)
-    from tilewright.report.console import progress
-
-    return progress(what)

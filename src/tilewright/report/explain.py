@@ -7,19 +7,27 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Const, Input, Item, Param
 from tilewright.report.findings import FOLDABLE, Reasons, dangling, fallback
 from tilewright.report.program import Program, Step, target_name
-from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal, Store
+from tilewright.report.schema import Choice, Explain, Finding, Product, Quantized, Refusal, Store
 from tilewright.report.words import accumulator_words, operand_words, store_words
-from tilewright.report.work import describe, op_name
+from tilewright.report.work import counts, describe, op_name, steps_per_layer, work_of
 from tilewright.schedule.search import Decision
 
 
-def explain_program(program: Program, name: str) -> Explain:
-    """An account of every product of a compiled program; products that are alike in all but their names stand together."""
+def explain_program(program: Program, name: str, ceilings: Target, quantized: Quantized | None = None) -> Explain:
+    """An account of every product of a compiled program; products that are alike in all but their names stand together.
+
+    Args:
+        program: compiled.
+        name: what the report calls it.
+        ceilings: the program's target with its measured rates, from which the cost of what is not folded is estimated.
+        quantized: what quantising the model chose.
+    """
     reasons = Reasons(program)
     alike: dict[object, list[Product]] = {}
     for step in program.steps:
@@ -27,7 +35,17 @@ def explain_program(program: Program, name: str) -> Explain:
             product = _product(program, step, step.decision, reasons)
             alike.setdefault(_likeness(product), []).append(product)
     products = [replace(group[0], names=[n for p in group for n in p.names]) for group in alike.values()]
-    return Explain(name, target_name(program.target), products, dangling(program, reasons, {}), fallback(program, {}))
+    cost = {i: round(work_of(step).limit_us(ceilings), 3) for i, step in enumerate(program.steps)}
+    return Explain(
+        name,
+        target_name(program.target),
+        products,
+        dangling(program, reasons, cost),
+        fallback(program, cost),
+        counts(program.steps),
+        steps_per_layer(program.steps),
+        quantized,
+    )
 
 
 def _likeness(product: Product) -> object:

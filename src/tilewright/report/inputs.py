@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -105,9 +105,11 @@ def _leaf(operand: Node) -> Node:
     return operand
 
 
-def no_input(name: str, labels: Mapping[str, object]) -> InputError:
+def no_input(name: str, labels: Collection[str], where: str | None = None) -> InputError:
     """The error for a name that is no input of the program."""
-    return InputError(f"no input is called {name!r}", hint=f"one of {', '.join(labels)}" if labels else "there are none")
+    return InputError(
+        f"no input is called {name!r}", where=where, hint=f"one of {', '.join(labels)}" if labels else "there are none"
+    )
 
 
 def _label(node: Node) -> str:
@@ -160,7 +162,7 @@ def _bytes(t: TensorType) -> int:
     return t.elements * max(t.dtype.bits, 8) // 8
 
 
-def read_npz(path: Path, graph: Graph) -> dict[str, object]:
+def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, object]:
     """The arrays of an .npz file by input name. Types NumPy lacks (bf16, f8) may be raw bytes of their width.
 
     Raises:
@@ -172,7 +174,7 @@ def read_npz(path: Path, graph: Graph) -> dict[str, object]:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: cast("np.ndarray", archive[name]) for name in archive.files}
     except FileNotFoundError:
-        raise InputError(f"no such file: {path}", where="--inputs") from None
+        raise InputError(f"no such file: {path}", where=option) from None
     except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"not an .npz of arrays: {said}", where=str(path), hint="numpy.savez(path, name=array, …)") from error

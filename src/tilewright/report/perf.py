@@ -13,10 +13,10 @@ from tilewright.hardware.target import Target
 from tilewright.report.findings import Reasons, dangling, fallback
 from tilewright.report.inputs import Feed
 from tilewright.report.program import Program, Step, target_name
-from tilewright.report.schema import Perf, Rejected
+from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
 from tilewright.report.timing import Rounds, device_us, wall_us
-from tilewright.report.work import candidate_of, describe, work_of
+from tilewright.report.work import candidate_of, describe, steps_per_layer, work_of
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -51,6 +51,7 @@ def measure(
     *,
     iterations: int | None = None,
     progress: PROGRESS | None = None,
+    quantized: Quantized | None = None,
 ) -> Measured:
     """Time a program and each of its steps.
 
@@ -61,6 +62,7 @@ def measure(
         ceilings: the program's target with its measured rates.
         iterations: runs of the whole and of each step; as many as a few seconds allow if None.
         progress: called with how many steps are timed, how many there are, and the next one's name.
+        quantized: what quantising the model chose, for the report.
     """
     inputs = bind(program, feeds)
     device = program.target.device
@@ -86,6 +88,8 @@ def measure(
         dangling=dangling(program, Reasons(program), cost),
         fallback=fallback(program, cost),
         inputs=[f.shown for f in feeds],
+        steps_per_layer=steps_per_layer(program.steps),
+        quantized=quantized,
     )
     return Measured(report, tuple(whole), tuple(w.memory_bound(ceilings) for w in works), ceilings)
 

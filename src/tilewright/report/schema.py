@@ -46,6 +46,26 @@ class Finding(msgspec.Struct, frozen=True):
     cost_us: float | None
 
 
+class Layer(msgspec.Struct, frozen=True):
+    """What quantising did to one product of a float model; `kept` says why it stayed in float, null if it was quantised."""
+
+    name: str
+    product: str
+    kept: str | None
+    error: float
+    activation_scale: float | None
+    weight_scale_min: float
+    weight_scale_max: float
+
+
+class Quantized(msgspec.Struct, frozen=True):
+    """How a float model was quantised."""
+
+    scheme: str
+    calibration: str
+    layers: list[Layer]
+
+
 class Perf(msgspec.Struct, frozen=True):
     """`perf --json` and `gemm --perf --json`."""
 
@@ -57,6 +77,8 @@ class Perf(msgspec.Struct, frozen=True):
     dangling: list[Finding]
     fallback: list[Finding]
     inputs: list[Input]
+    steps_per_layer: int | None = None
+    quantized: Quantized | None = None
 
 
 class Port(msgspec.Struct, frozen=True):
@@ -99,6 +121,7 @@ class Run(msgspec.Struct, frozen=True):
     inputs: list[Input]
     outputs: list[Output]
     written: str | None
+    quantized: Quantized | None = None
 
 
 class Comparison(msgspec.Struct, frozen=True):
@@ -114,6 +137,21 @@ class Comparison(msgspec.Struct, frozen=True):
     why: str | None
 
 
+class Loss(msgspec.Struct, frozen=True):
+    """Relative error, in norm, of a value of the quantised program against the float model's (null: not finite)."""
+
+    name: str
+    type: str
+    error: float
+
+
+class Accuracy(msgspec.Struct, frozen=True):
+    """`verify --quantized`: the quantised program against the float model."""
+
+    layers: list[Loss]
+    outputs: list[Loss]
+
+
 class Verify(msgspec.Struct, frozen=True):
     """`verify --json`."""
 
@@ -124,6 +162,8 @@ class Verify(msgspec.Struct, frozen=True):
     steps: list[Comparison]
     end_to_end: list[Comparison]
     inputs: list[Input]
+    quantized: Quantized | None = None
+    accuracy: Accuracy | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
@@ -173,6 +213,9 @@ class Explain(msgspec.Struct, frozen=True):
     products: list[Product]
     dangling: list[Finding]
     fallback: list[Finding]
+    steps: dict[str, int] = msgspec.field(default_factory=dict[str, int])
+    steps_per_layer: int | None = None
+    quantized: Quantized | None = None
 
 
 class Gemm(msgspec.Struct, frozen=True):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from tilewright.dtype import F32, DType
 from tilewright.hardware.target import Target
@@ -110,3 +112,18 @@ def candidate_of(step: Step) -> str:
         return step.decision.kernel.candidate
     libraries = dict.fromkeys(n.op.library for n in step.part.nodes if isinstance(n.op, Call))
     return ", ".join(libraries) or "torch"
+
+
+def counts(steps: Sequence[Step]) -> dict[str, int]:
+    """How many steps of each kind a plan has, the most frequent first."""
+    return dict(Counter(s.part.kind for s in steps).most_common())
+
+
+def steps_per_layer(steps: Sequence[Step]) -> int | None:
+    """The most steps from one attention up to the next, views left out; None with fewer than two attentions.
+
+    A transformer has one attention a layer, so this counts what a layer takes: seven where nothing dangles.
+    """
+    working = [s.part.kind for s in steps if s.part.kind != "view"]
+    at = [i for i, kind in enumerate(working) if kind == "attention"]
+    return max((b - a for a, b in pairwise(at)), default=None)

@@ -231,9 +231,9 @@ def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
         exact = seen.rows.double() @ weight.double()
         got = rows.double() @ cast("torch.Tensor", evaluate_nodes((back,), {})[0]).double()
         error = float((got - exact).norm() / exact.norm().clamp_min(1e-300))
-    per_tensor = to.activation is not None and to.rows == "tensor"
-    range_of_scales = (float(scale.min()), float(scale.max())) if scale.numel() else (SMALLEST_SCALE, SMALLEST_SCALE)
-    return _Made(Node(op, *src), error, _scale_of(seen.largest, to.activation) if per_tensor else None, range_of_scales)
+    activation = _scale_of(seen.largest, to.activation) if to.activation is not None and to.rows == "tensor" else None
+    weights = (float(scale.min()), float(scale.max())) if scale.numel() else (SMALLEST_SCALE, SMALLEST_SCALE)
+    return _Made(Node(op, *src), error, activation, weights)
 
 
 def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, torch.Tensor]:

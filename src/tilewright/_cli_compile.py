@@ -1,0 +1,213 @@
+"""How a verb compiles its program: the options that say so, and what they lead to."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from tilewright._cli_options import W4_GROUP, F, all_of, budget_option, device_option
+from tilewright.errors import InputError
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewright.compiler import Quantization
+    from tilewright.hardware.target import Target
+    from tilewright.ir.graph import Graph
+    from tilewright.report.schema import Quantized
+    from tilewright.runtime.executable import Executable
+
+SCHEMES = ("int8", "fp8", "w4")
+RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
+RANDOM_WARNING = (
+    "calibrated on random inputs: its ranges and its errors say little about real data; give some with --calibration F.npz"
+)
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """How to compile a program.
+
+    Attributes:
+        device: cpu, cuda or cuda:1.
+        budget: seconds for choosing kernels; None takes the default.
+        excess_precision: leave out roundings to 16 bits inside a kernel.
+        scheme: int8, fp8 or w4 to quantise a float model, None to take the program as it is.
+        group: elements of K that share a scale, for w4.
+        per_row: activations are scaled per row as the program runs.
+        calibration: .npz files, each a batch of inputs; none: random.
+        rtol: products that lose more stay in float.
+        dump: folder to write the graph after each stage to.
+    """
+
+    device: str = "cpu"
+    budget: float | None = None
+    excess_precision: bool = False
+    scheme: str | None = None
+    group: int = W4_GROUP
+    per_row: bool = False
+    calibration: tuple[Path, ...] = ()
+    rtol: float | None = None
+    dump: Path | None = None
+
+
+_options = all_of(
+    device_option,
+    budget_option,
+    click.option("--int8", is_flag=True, help="Quantise a float model: s8 weights per column, s8 activations."),
+    click.option("--fp8", is_flag=True, help="Quantise a float model: f8e4m3fn weights per column and activations."),
+    click.option(
+        "--w4",
+        type=click.IntRange(min=1),
+        metavar="GROUP",
+        help="Quantise a float model's weights to s4 by GROUP of K; --w4 alone is --w4=64.",
+    ),
+    click.option("--per-row", is_flag=True, help="With --int8, --fp8: scale activations per row as the program runs."),
+    click.option(
+        "--calibration",
+        type=click.Path(path_type=Path),
+        multiple=True,
+        metavar="F.npz",
+        help="Inputs by name to calibrate on; repeatable, a batch each. Random data if not given.",
+    ),
+    click.option(
+        "--excess-precision", is_flag=True, help="Keep values unrounded inside a kernel where the program rounds to 16 bits."
+    ),
+)
+rtol_option = click.option(
+    "--rtol", type=click.FloatRange(min=0), metavar="X", help="With --int8, --fp8, --w4: leave layers that lose more in float."
+)
+dump_option = click.option(
+    "--dump", type=click.Path(path_type=Path), metavar="DIR", help="Write the graph after each stage as text and as SVG."
+)
+
+
+def compile_options(f: F) -> F:
+    """Gather the options above, and `rtol` and `dump` where a verb has them, into one argument `how`."""
+
+    @functools.wraps(f)
+    def gathered(*, int8: bool, fp8: bool, w4: int | None, **given: Any) -> Any:
+        named = [name for name, wanted in zip(SCHEMES, (int8, fp8, w4 is not None), strict=True) if wanted]
+        if len(named) > 1:
+            raise InputError(f"--{named[0]} and --{named[1]} exclude each other", where="command line", hint="give one of them")
+        taken = {name: given.pop(name) for name in Compiling.__dataclass_fields__ if name in given}
+        how = Compiling(scheme=named[0] if named else None, group=w4 or W4_GROUP, **taken)
+        _check(how)
+        return f(how=how, **given)
+
+    return _options(cast("F", gathered))
+
+
+def _check(how: Compiling) -> None:
+    """See that no option is given that would do nothing."""
+    idle = {"--calibration": how.calibration, "--per-row": how.per_row}
+    for name, given in idle.items():
+        if given and how.scheme is None:
+            raise InputError(f"{name} is for quantising", where="command line", hint="add --int8, --fp8 or --w4")
+    if how.per_row and how.scheme == "w4":
+        raise InputError("--per-row scales activations, and --w4 leaves them in float", where="command line")
+
+
+def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]]) -> Graph:
+    """The program in `file`, checked to have the shapes asked for and to fit in memory."""
+    from tilewright.frontends import LoadOptions, load
+    from tilewright.report.inputs import check_memory, check_shapes
+
+    with progress(f"reading {file.name}"):
+        graph = load(file, LoadOptions({name: tuple(shape) for name, shape in input_dims.items()}, batch))
+    check_shapes(graph, input_dims)
+    check_memory(graph)
+    return graph
+
+
+def compile_program(graph: Graph, how: Compiling) -> tuple[Executable, Quantized | None]:
+    """The program compiled as told, each stage written if that was asked for; and what quantising it chose, if it was.
+
+    Raises:
+        InputError: the calibration data or the dump folder is no good.
+    """
+    from tilewright.compiler import DEFAULT_BUDGET_S, compile
+    from tilewright.report.accuracy import describe_quantization
+    from tilewright.report.dump import Dump
+
+    if how.scheme is not None and not how.calibration:
+        click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {RANDOM_WARNING}", err=True)
+    with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels") as show:
+        quantize = None if how.scheme is None else _quantization(graph, how)
+        program = compile(
+            graph,
+            device=how.device,
+            budget_s=DEFAULT_BUDGET_S if how.budget is None else how.budget,
+            quantize=quantize,
+            excess_precision=how.excess_precision,
+            progress=show,
+            visit=None if how.dump is None else Dump(how.dump),
+        )
+    if quantize is None:
+        return program, None
+    data = ", ".join(map(str, how.calibration)) or f"random inputs, seed {RANDOM_SEED}"
+    return program, describe_quantization(quantize.scheme, data, program.layers)
+
+
+def _quantization(graph: Graph, how: Compiling) -> Quantization:
+    from tilewright.compiler import Quantization
+    from tilewright.report.inputs import make_feeds
+    from tilewright.rules.calibrate import scheme
+
+    assert how.scheme is not None
+    batches = [_batch(graph, path) for path in how.calibration]
+    if not batches:
+        batches = [_tensors(graph, {f.shown.name: f.value for f in make_feeds(graph, seed=RANDOM_SEED)}, None)]
+    return Quantization(scheme(how.scheme, group=how.group, rows="row" if how.per_row else "tensor"), batches, rtol=how.rtol)
+
+
+def _batch(graph: Graph, path: Path) -> dict[str, torch.Tensor]:
+    """One calibration batch, every input of the program in it."""
+    from tilewright.report.inputs import no_input, read_npz
+
+    arrays = read_npz(path, graph, option="--calibration")
+    names = [str(getattr(n.op, "label", "")) for n in graph.inputs]
+    for name in arrays:
+        if name not in names:
+            raise no_input(name, names, where=str(path))
+    for name in names:
+        if name not in arrays:
+            raise InputError(f"no value for input {name!r}", where=str(path), hint="calibration needs every input")
+    return _tensors(graph, arrays, path)
+
+
+def _tensors(graph: Graph, values: Mapping[str, object], path: Path | None) -> dict[str, torch.Tensor]:
+    from tilewright.runtime.arrays import from_user
+
+    found: dict[str, torch.Tensor] = {}
+    for node in graph.inputs:
+        name = str(getattr(node.op, "label", ""))
+        try:
+            found[name] = from_user(values[name], node.tensor, name, "cpu")
+        except InputError as error:
+            raise InputError(error.what, where=f"{error.where} of {path}", hint=error.hint) from None
+    return found
+
+
+def measured_ceilings(program: Executable) -> Target:
+    """The program's target with its measured rates."""
+    from tilewright.hardware.ceilings import with_ceilings
+
+    with progress("measuring the machine"):
+        return with_ceilings(program.target)
+
+
+def progress(what: str) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
+    """A progress bar, without importing what draws it where standard error is no terminal."""
+    if not sys.stderr.isatty():
+        return nullcontext(None)
+    from tilewright.report.console import progress as bar
+
+    return bar(what)

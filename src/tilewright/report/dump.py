@@ -1,0 +1,49 @@
+"""The graph after each stage, as text and as a picture, in a folder."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tilewright.errors import InputError
+from tilewright.ir.graph import Graph
+from tilewright.ir.text import print_graph
+from tilewright.report.picture import picture
+
+
+class Dump:
+    """Writes `NN-STAGE.tw` and `NN-STAGE.svg` for each stage it is called with; the folder is made if missing.
+
+    Raises:
+        InputError: the folder cannot be made, or a file in it not written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written = 0
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot be made a folder: {error.strerror}", where=str(folder)) from error
+
+    def __call__(self, stage: str, graph: Graph) -> None:
+        name = f"{self._written:02}-{stage}"
+        self._written += 1
+        write_whole(self._folder / f"{name}.tw", print_graph(graph))
+        write_whole(self._folder / f"{name}.svg", picture(graph, f"{graph.name}, {stage}"))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file; either all of it appears under `path` or nothing changes.
+
+    Raises:
+        InputError: it cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        draft.write_text(text, "utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)

@@ -1,0 +1,287 @@
+"""A graph as an SVG picture: boxes in layers from inputs to results, an arrow for each value read.
+
+Layers, then order, then place, after Sugiyama, Tagawa and Toda 1981 (IEEE Trans. SMC 11, 109-125): a node lies below what it
+reads; each layer is sorted by the mean place of its neighbours; and boxes move towards their neighbours as far as those beside
+them allow. An arrow over several layers passes through a narrow place of its own in each, so that it crosses no box.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from xml.sax.saxutils import escape
+
+from tilewright.ir.carrier import CARRIERS
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Call, Const, Convert, Dequantize, Gather, Input, Item, LayerNorm, Quantize, Reduce, Softmax
+from tilewright.report.program import tensor_types
+from tilewright.report.work import VIEWS, op_name
+from tilewright.schedule.problem import problem_of
+
+MOST_NODES = 150
+SWEEPS = 8
+CHARACTER, LINE, PADDING = 6.65, 15, 8
+WRAP = 44
+GAP, LAYER_GAP, MARGIN, HEAD = 22, 38, 24, 62
+PASSAGE = 6  # width of the place that an arrow takes in a layer it passes
+
+# Fill and stroke of a box.
+_COLOURS: dict[str, tuple[str, str]] = {
+    "product": ("#dbe9fb", "#2f6fb7"),
+    "quantise, convert": ("#fdebd3", "#c77a16"),
+    "norm, softmax, reduce": ("#e2f3df", "#4a8f3c"),
+    "view": ("#f1f1f3", "#9a9aa4"),
+    "gather, call": ("#f0e4f7", "#8a4fae"),
+    "elementwise": ("#ffffff", "#5f6672"),
+    "input, result": ("#2d3440", "#2d3440"),
+}
+_FAMILIES: tuple[tuple[str, tuple[type, ...]], ...] = (
+    ("product", CARRIERS),
+    ("quantise, convert", (Quantize, Dequantize, Convert)),
+    ("norm, softmax, reduce", (LayerNorm, Softmax, Reduce)),
+    ("view", VIEWS),
+    ("gather, call", (Gather, Call)),
+    ("input, result", (Input,)),
+)
+
+
+@dataclass(eq=False)
+class _Box:
+    """Something that takes room in a layer: a node, a result of the program, or (without lines) an arrow passing through."""
+
+    lines: tuple[str, ...]
+    family: str
+    tip: str = ""
+    above: list[_Box] = field(default_factory=list["_Box"])
+    below: list[_Box] = field(default_factory=list["_Box"])
+    layer: int = 0
+    x: float = 0.0  # of its middle
+    y: float = 0.0  # of its upper edge
+
+    @property
+    def width(self) -> float:
+        return max(len(line) for line in self.lines) * CHARACTER + 2 * PADDING if self.lines else PASSAGE
+
+    @property
+    def height(self) -> float:
+        return len(self.lines) * LINE + 2 * PADDING - 3 if self.lines else 0.0
+
+
+def picture(graph: Graph, title: str) -> str:
+    """The graph as the text of an SVG file.
+
+    What depends on constants alone is written into the boxes that read it. Of a program with more than 150 other nodes the
+    first are drawn, and the picture says so.
+    """
+    shown = [n for n in graph.nodes() if not n.constant and not isinstance(n.op, Item)]
+    left_out = len(shown) - MOST_NODES
+    boxes = _boxes(graph, shown[:MOST_NODES])
+    layers = _layers(boxes)
+    _sort(layers)
+    _place(layers)
+    width = max((b.x + b.width / 2 for b in boxes), default=0.0) + MARGIN
+    height = max((b.y + b.height for b in boxes), default=float(HEAD)) + MARGIN
+    note = f"the first {MOST_NODES} of {len(shown):,} nodes; the text beside this picture has all" if left_out > 0 else ""
+    return _svg(boxes, title, note, max(width, 760.0), height)
+
+
+def _boxes(graph: Graph, nodes: Sequence[Node]) -> list[_Box]:
+    """A box for each node and each result, joined by what reads what."""
+    made: dict[Node, _Box] = {}
+    for node in nodes:
+        family = next((name for name, ops in _FAMILIES if isinstance(node.op, ops)), "elementwise")
+        made[node] = _Box(tuple(_lines(node)), family, graph.origins.get(node, ""))
+        for source in dict.fromkeys(map(_maker, node.src)):
+            if source in made:
+                _join(made[source], made[node])
+    found = list(made.values())
+    for name, node in zip(graph.output_names, graph.outputs, strict=True):
+        maker = _maker(node)
+        if maker in made:
+            found.append(_Box((_cut(name), str(node.type)), "input, result"))
+            _join(made[maker], found[-1])
+    return found
+
+
+def _maker(node: Node) -> Node:
+    return node.src[0] if isinstance(node.op, Item) else node
+
+
+def _join(above: _Box, below: _Box) -> None:
+    above.below.append(below)
+    below.above.append(above)
+
+
+def _lines(node: Node) -> list[str]:
+    """What stands in a node's box: the operation, what it reads of constants, its type."""
+    types = [str(t) for t in tensor_types(node)]
+    if isinstance(node.op, Input):
+        return [_cut(node.op.label), *types]
+    if isinstance(node.op, CARRIERS):
+        problem = textwrap.wrap(str(problem_of(node)), WRAP)
+        return [node.op.name, *problem[:8], *(["…"] if len(problem) > 8 else [])]
+    beside = [_constant(s) for s in node.src if s.constant]
+    return [op_name(node), *(f"with {c}" for c in beside[:3]), *types]
+
+
+def _constant(node: Node) -> str:
+    if isinstance(node.op, Const) and node.tensor.elements == 1:
+        return f"{node.op.data.scalar():.6g}"
+    label = node.op.data.label if isinstance(node.op, Const) else ""
+    return _cut(f"{node.type} {label}".rstrip())
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= WRAP else f"{text[: WRAP - 1]}…"
+
+
+def _layers(boxes: Sequence[_Box]) -> list[list[_Box]]:
+    """The boxes by layer, sources first, with passages for long arrows; inputs as low as their first reader allows."""
+    for b in boxes:  # sources stand first
+        b.layer = max((a.layer + 1 for a in b.above), default=0)
+    for b in reversed(boxes):
+        if not b.above and b.below:
+            b.layer = min(c.layer for c in b.below) - 1
+    layers: list[list[_Box]] = [[] for _ in range(max((b.layer for b in boxes), default=-1) + 1)]
+    for b in boxes:
+        layers[b.layer].append(b)
+    for b in boxes:
+        for reader in list(b.below):
+            _lengthen(b, reader, layers)
+    return layers
+
+
+def _lengthen(source: _Box, reader: _Box, layers: list[list[_Box]]) -> None:
+    """Lead the arrow between two boxes through every layer in between."""
+    if reader.layer - source.layer < 2:
+        return
+    source.below.remove(reader)
+    reader.above.remove(source)
+    last = source
+    for layer in range(source.layer + 1, reader.layer):
+        passage = _Box((), "passage", layer=layer)
+        layers[layer].append(passage)
+        _join(last, passage)
+        last = passage
+    _join(last, reader)
+
+
+def _sort(layers: Sequence[list[_Box]]) -> None:
+    """Order each layer by where its neighbours stand, downwards and upwards in turn."""
+    place = {b: float(i) for layer in layers for i, b in enumerate(layer)}
+    for sweep in range(SWEEPS):
+        down = sweep % 2 == 0
+        for layer in layers if down else reversed(layers):
+            wanted: dict[_Box, float] = {}
+            for b in layer:
+                near = b.above if down else b.below
+                wanted[b] = sum(place[n] for n in near) / len(near) if near else place[b]
+            layer.sort(key=wanted.__getitem__)
+            place.update((b, float(i)) for i, b in enumerate(layer))
+
+
+def _place(layers: Sequence[list[_Box]]) -> None:
+    """Coordinates: layers below each other, and in each the boxes as near to their neighbours as their order allows."""
+    y = float(HEAD)
+    for layer in layers:
+        x = 0.0
+        for b in layer:
+            b.x, b.y = x + b.width / 2, y
+            x += b.width + GAP
+        y += max(b.height for b in layer) + LAYER_GAP
+    for sweep in range(2 * SWEEPS):
+        down = sweep % 2 == 0
+        for layer in layers if down else reversed(layers):
+            targets: list[float] = []
+            for b in layer:
+                near = (b.above or b.below) if down else (b.below or b.above)
+                targets.append(sum(n.x for n in near) / len(near) if near else b.x)
+            _spread(layer, targets)
+    shift = MARGIN - min((b.x - b.width / 2 for layer in layers for b in layer), default=0.0)
+    for layer in layers:
+        for b in layer:
+            b.x += shift
+
+
+def _spread(layer: Sequence[_Box], targets: Sequence[float]) -> None:
+    """The places nearest to the targets, by least squares, that keep the order and the gaps: neighbours that would overlap move
+    as one block to the mean of what its members want."""
+    offsets = [0.0]
+    for a, b in pairwise(layer):
+        offsets.append(offsets[-1] + (a.width + b.width) / 2 + GAP)
+    blocks: list[tuple[float, int]] = []  # the sum of what the members want, how many they are
+    for target, offset in zip(targets, offsets, strict=False):
+        total, members = target - offset, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] > total / members:
+            before = blocks.pop()
+            total, members = total + before[0], members + before[1]
+        blocks.append((total, members))
+    starts = [total / members for total, members in blocks for _ in range(members)]
+    for b, start, offset in zip(layer, starts, offsets, strict=False):
+        b.x = start + offset
+
+
+def _svg(boxes: Sequence[_Box], title: str, note: str, width: float, height: float) -> str:
+    size = f'width="{width:.0f}" height="{height:.0f}" viewBox="0 0 {width:.0f} {height:.0f}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="ui-monospace,Menlo,Consolas,monospace" font-size="11">',
+        '<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="6" markerHeight="6" orient="auto">'
+        '<path d="M0 0.5 L8 4 L0 7.5 z" fill="#7a828e"/></marker></defs>',
+        '<rect width="100%" height="100%" fill="#ffffff"/>',
+        f'<text x="{MARGIN}" y="22" font-size="14" font-weight="bold" fill="#20242b">{_xml(title)}</text>',
+        *_legend(),
+    ]
+    if note:
+        parts.append(f'<text x="{MARGIN + len(title) * 8.5 + 20:.0f}" y="22" fill="#b3261e">{_xml(note)}</text>')
+    parts += [_arrow(b, reader) for b in boxes for reader in b.below]
+    parts += [_box(b) for b in boxes]
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _legend() -> list[str]:
+    parts: list[str] = []
+    x = float(MARGIN)
+    for name, (fill, stroke) in _COLOURS.items():
+        parts.append(f'<rect x="{x:.0f}" y="34" width="11" height="11" rx="2" fill="{fill}" stroke="{stroke}"/>')
+        parts.append(f'<text x="{x + 16:.0f}" y="43" font-size="10" fill="#5f6672">{name}</text>')
+        x += 16 + len(name) * 6.1 + 14
+    return parts
+
+
+def _arrow(source: _Box, reader: _Box) -> str:
+    """A curve from a box down to its reader, through the passages between them."""
+    x, y = source.x, source.y + source.height
+    path = f"M{x:.1f} {y:.1f}"
+    while True:
+        end = reader.y if reader.lines else reader.y + LINE / 2
+        middle = (y + end) / 2
+        path += f" C{x:.1f} {middle:.1f} {reader.x:.1f} {middle:.1f} {reader.x:.1f} {end:.1f}"
+        x, y = reader.x, end
+        if reader.lines:
+            break
+        reader = reader.below[0]
+    return f'<path d="{path}" fill="none" stroke="#7a828e" stroke-width="1.1" marker-end="url(#tip)"/>'
+
+
+def _box(b: _Box) -> str:
+    fill, stroke = _COLOURS[b.family]
+    dark = b.family == "input, result"
+    parts = [
+        "<g>",
+        f"<title>{_xml(b.tip)}</title>" if b.tip else "",
+        f'<rect x="{b.x - b.width / 2:.1f}" y="{b.y:.1f}" width="{b.width:.1f}" height="{b.height:.1f}" '
+        f'rx="{10 if dark else 4}" fill="{fill}" stroke="{stroke}"/>',
+    ]
+    for i, line in enumerate(b.lines):
+        look = ' font-weight="bold"' if i == 0 else ""
+        colour = "#ffffff" if dark else "#20242b" if i == 0 else "#4a505b"
+        at = f'x="{b.x:.1f}" y="{b.y + PADDING + LINE * i + 9:.1f}"'
+        parts.append(f'<text {at} text-anchor="middle" fill="{colour}"{look}>{_xml(line)}</text>')
+    return "".join([*parts, "</g>"])
+
+
+def _xml(text: str) -> str:
+    """Text that may stand in an SVG file: markup escaped, control characters left out."""
+    return escape("".join(c for c in text if c.isprintable()))
