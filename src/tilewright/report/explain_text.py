@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tilewright.report.schema import Choice, Explain, Product, Refusal
+from tilewright.report.quantized_table import print_quantized
+from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.tables import count, findings, hanging, heading, line, listing, us
 
 
@@ -16,13 +17,17 @@ def print_explain(out: Console, report: Explain) -> None:
     line(out, f"{report.program} on {report.target}", style="bold")
     kinds = f", {count(len(report.products), 'different one')}" if len(report.products) != products else ""
     line(out, f"{count(products, 'product')} (matrix multiplications and attentions){kinds}.")
+    kinds = ", ".join(f"{kind} {n:,}" for kind, n in report.steps.items())
+    layer = f"; {report.steps_per_layer} a layer, from one attention up to the next" if report.steps_per_layer else ""
+    line(out, f"{count(sum(report.steps.values()), 'step')}: {kinds}{layer}.")
+    print_quantized(out, report.quantized)
     for i, p in enumerate(report.products, start=1):
         _product(out, i, p)
     out.print()
     findings(out, "Fell back", report.fallback, "Nothing fell back.")
     findings(out, "Dangling: work that belongs inside another step", report.dangling, "Nothing dangles.")
     if report.dangling or report.fallback:
-        line(out, "`tilewright perf` measures what these cost.", style="dim")
+        line(out, "Costs are what this machine's ceilings allow at best; `tilewright perf` measures them.", style="dim")
 
 
 def _product(out: Console, number: int, p: Product) -> None:
@@ -35,10 +40,15 @@ def _product(out: Console, number: int, p: Product) -> None:
         which = f", result {i} of {len(p.stores)}" if len(p.stores) > 1 else ""
         section(out, f"Then{which}", store.steps or ["nothing: the accumulator is the result"])
         section(out, "Writes", [store.writes])
-    section(out, "Not folded", [f"{f.where}: {f.why}" for f in p.beside])
+    section(out, "Not folded", [_beside(f) for f in p.beside])
     section(out, "Rules that left it", p.left)
     section(out, "Done by", [f"{choice(p.chosen)}: {how(p.chosen, p.measured)}"])
     section(out, "Not by", refusals(p.rejected))
+
+
+def _beside(f: Finding) -> str:
+    cost = "" if f.cost_us is None else f" ({us(f.cost_us)} µs at best)"
+    return f"{f.where}{cost}: {f.why}"
 
 
 def section(out: Console, title: str, lines: Sequence[str]) -> None:

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.text import Text
 
 from tilewright.report.explain_text import choice, how, refusals, section
+from tilewright.report.quantized_table import print_accuracy, print_quantized
 from tilewright.report.schema import Comparison, Device, Devices, Gemm, Run, Verify
 from tilewright.report.tables import Align, count, heading, input_lines, line, small, table
 
@@ -20,6 +21,7 @@ def print_run(out: Console, report: Run) -> None:
     """Print what a run gave."""
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
+    print_quantized(out, report.quantized)
     heading(out, "Outputs")
     made = table(("name", "left"), ("type", "left"), *STATISTICS)
     for o in report.outputs:
@@ -38,6 +40,7 @@ def print_verify(out: Console, report: Verify) -> None:
     """Print the worst error of each kind of step and of each output, then the verdict."""
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
+    print_quantized(out, report.quantized)
     out.print()
     made = table(
         ("kind", "left"), ("steps", "right"), ("exact", "right"), ("worst error", "right"), ("bound", "right"), ("at", "left")
@@ -56,10 +59,12 @@ def print_verify(out: Console, report: Verify) -> None:
     out.print(made)
     if report.verified:
         steps, outputs = count(len(report.steps), "step"), count(len(report.end_to_end), "output")
-        line(out, f"Verified: {steps} and {outputs} agree with the oracle.")
+        model = " for the quantised model" if report.quantized is not None else ""
+        line(out, f"Verified: {steps} and {outputs} agree with the oracle{model}.")
     first = report.first_difference
     if first is not None:
         _difference(out, first, [c for c in (*report.steps, *report.end_to_end) if not c.ok])
+    print_accuracy(out, report.accuracy)
 
 
 def _worst(c: Comparison, name: str) -> tuple[str, str, Text]:

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from tilewright.report.console import WIDE
 from tilewright.report.perf import Measured
+from tilewright.report.quantized_table import print_quantized
 from tilewright.report.schema import Step
 from tilewright.report.tables import Align, count, findings, input_lines, line, percent, table, us
 
@@ -30,6 +31,7 @@ def print_perf(out: Console, measured: Measured, *, everything: bool = False) ->
     report = measured.report
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
+    print_quantized(out, report.quantized, everything=everything)
     out.print()
     _steps(out, measured, everything)
     out.print()
@@ -122,6 +124,8 @@ def _totals(out: Console, measured: Measured) -> None:
     made.add_row("Sum of steps", f"{us(steps_us)} µs", "each timed by itself, its data still in cache where it fits")
     if limit_us:
         made.add_row("Sum of limits", f"{us(limit_us)} µs", "what the measured ceilings of this machine allow")
+    if report.steps_per_layer is not None:
+        made.add_row("Steps per layer", f"{report.steps_per_layer}", "from one attention up to the next")
     if report.total_us:
         made.add_row("Rate", f"{1e6 / report.total_us:,.1f} /s", "")
     out.print(made)

@@ -176,7 +176,7 @@ def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float 
         if not seen.largest < float("inf"):
             kept = "its activations are not finite"
         elif rtol is not None and not coded.error <= rtol:
-            kept = f"its error {coded.error:.2g} exceeds {rtol:g}"
+            kept = f"its error {coded.error:.3g} exceeds {rtol:g}"
         else:
             replacement[node] = coded.node
         made[node] = coded, kept
