@@ -11,7 +11,9 @@ from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED,
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const
 
-FLOATS = {"f32": "float", "bf16": "bfloat", "f16": "half"}
+# 16-bit floats are the integers of their bits until they are converted: instruction selection has no masked memory for bfloat,
+# and no conversions where the processor lacks the type.
+FLOATS = {"f32": "float", "bf16": "i16", "f16": "i16"}
 FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2)
 
 
@@ -53,8 +55,7 @@ def constant(n: Node) -> str:
     if n.dtype is F32:
         return f"splat (float {f32(float(value))})"
     if n.dtype is BF16 or n.dtype is F16:
-        bits = int(n.op.data.tensor().reshape(1).view(dtype=torch.int16).item()) & 0xFFFF
-        return f"splat ({name} 0x{'R' if n.dtype is BF16 else 'H'}{bits:04X})"
+        return f"splat (i16 {int(n.op.data.tensor().reshape(1).view(dtype=torch.int16).item())})"
     return f"splat ({name} {str(bool(value)).lower() if n.dtype is PRED else int(value)})"
 
 
@@ -72,28 +73,28 @@ class Casts:
             return value
         from_, to = vec(self.lanes, element(source)), vec(self.lanes, element(target))
         if source in FP8:
-            return self.convert(self._decode(value, source), F16, target) if target is not F16 else self._decode(value, source)
+            return self.convert(self._decode(value, source), F32, target)
         if target is PRED:
-            return f.v(
-                f"fcmp une {from_} {value}, zeroinitializer" if source.is_float else f"icmp ne {from_} {value}, zeroinitializer"
-            )
+            wide = self.convert(value, source, F32) if source.is_float else value
+            zero = f"{vec(self.lanes, 'float') if source.is_float else from_} {wide}, zeroinitializer"
+            return f.v(f"fcmp une {zero}" if source.is_float else f"icmp ne {zero}")
         if source.is_float and target.is_float:
             if target is F32:
-                return f.v(f"fpext {from_} {value} to {to}")
+                return self._widened(value, source)
             if source is not F32:
                 return self.convert(self.convert(value, source, F32), F32, target, saturate=saturate)
             if saturate and target.max < source.max:
                 top = self.math.const(float(target.max))
                 value = self.math.at_least(self.math.at_most(value, top), self.math.const(-float(target.max)))
-            return f.v(f"fptrunc {from_} {value} to {to}")
+            return self._narrowed(value, target)
         if target.is_float:
             if source.bits > 16 and target is not F32:  # once, not twice: through f64
                 f64 = vec(self.lanes, "double")
                 wide = f.v(f"{'sitofp' if source.kind == 'int' else 'uitofp'} {from_} {value} to {f64}")
-                return f.v(f"fptrunc {f64} {wide} to {to}")
+                return self._narrowed(self._odd(wide), target)
             single = vec(self.lanes, "float")
             value = f.v(f"{'sitofp' if source.kind == 'int' else 'uitofp'} {from_} {value} to {single}")
-            return value if target is F32 else f.v(f"fptrunc {single} {value} to {to}")
+            return value if target is F32 else self._narrowed(value, target)
         if source.is_float:
             value = self.convert(value, source, F32)
             single = vec(self.lanes, "float")
@@ -118,19 +119,56 @@ class Casts:
                 )
         return value
 
+    def _widened(self, bits: str, source: DType) -> str:
+        """bf16 or f16 as f32."""
+        f, i16, i32, single = self.f, vec(self.lanes, "i16"), vec(self.lanes, "i32"), vec(self.lanes, "float")
+        if source is BF16:
+            high = f.v(f"shl {i32} {f.v(f'zext {i16} {bits} to {i32}')}, splat (i32 16)")
+            return f.v(f"bitcast {i32} {high} to {single}")
+        half = vec(self.lanes, "half")
+        return f.v(f"fpext {half} {f.v(f'bitcast {i16} {bits} to {half}')} to {single}")
+
+    def _narrowed(self, value: str, target: DType) -> str:
+        """f32 as bf16 or f16, to the nearest, ties to even; NaN stays one."""
+        f, i16, i32, single = self.f, vec(self.lanes, "i16"), vec(self.lanes, "i32"), vec(self.lanes, "float")
+        if target is F16:
+            half = vec(self.lanes, "half")
+            return f.v(f"bitcast {half} {f.v(f'fptrunc {single} {value} to {half}')} to {i16}")
+        bits = f.v(f"bitcast {single} {value} to {i32}")
+        odd = f.v(f"and {i32} {f.v(f'lshr {i32} {bits}, splat (i32 16)')}, splat (i32 1)")
+        near = f.v(f"add {i32} {f.v(f'add {i32} {bits}, splat (i32 32767)')}, {odd}")
+        quiet = f.v(f"or {i32} {bits}, splat (i32 4194304)")
+        known = self.math.compare("ord", value, value)
+        kept = f.v(f"select {vec(self.lanes, 'i1')} {known}, {i32} {near}, {i32} {quiet}")
+        return f.v(f"trunc {i32} {f.v(f'lshr {i32} {kept}, splat (i32 16)')} to {i16}")
+
+    def _odd(self, wide: str) -> str:
+        """f64 as f32 rounded to odd, so that rounding it again rounds once (Boldo and Melquiond 2008)."""
+        f, i32, i1 = self.f, vec(self.lanes, "i32"), vec(self.lanes, "i1")
+        f64, single = vec(self.lanes, "double"), vec(self.lanes, "float")
+        near = f.v(f"fptrunc {f64} {wide} to {single}")
+        back = f.v(f"fpext {single} {near} to {f64}")
+        bits = f.v(f"bitcast {single} {near} to {i32}")
+        sizes = [f.intrinsic(f"llvm.fabs.v{self.lanes}f64", f64, (f64, x)) for x in (back, wide)]
+        over = f.v(f"zext {i1} {f.v(f'fcmp ogt {f64} {sizes[0]}, {sizes[1]}')} to {i32}")
+        inexact = f.v(f"zext {i1} {f.v(f'fcmp une {f64} {back}, {wide}')} to {i32}")
+        odd = f.v(f"or {i32} {f.v(f'sub {i32} {bits}, {over}')}, {inexact}")
+        return f.v(f"bitcast {i32} {odd} to {single}")
+
     def _decode(self, code: str, dtype: DType) -> str:
-        """fp8 as f16, which holds every value: the bits are those of an f16 but for the exponent's bias (OCP OFP8)."""
-        f, i8, i16, half = self.f, vec(self.lanes, "i8"), vec(self.lanes, "i16"), vec(self.lanes, "half")
+        """fp8 as f32: the bits are those of an f16 but for the exponent's bias (OCP OFP8)."""
+        f, i1, i8, i16 = self.f, vec(self.lanes, "i1"), vec(self.lanes, "i8"), vec(self.lanes, "i16")
         wide = f.v(f"zext {i8} {code} to {i16}")
         if dtype is F8E5M2:
-            return f.v(f"bitcast {i16} {f.v(f'shl {i16} {wide}, splat (i16 8)')} to {half}")
+            return self._widened(f.v(f"shl {i16} {wide}, splat (i16 8)"), F16)
         magnitude = f.v(f"shl {i16} {f.v(f'and {i16} {wide}, splat (i16 127)')}, splat (i16 7)")
         sign = f.v(f"shl {i16} {f.v(f'and {i16} {wide}, splat (i16 128)')}, splat (i16 8)")
-        small = f.v(f"bitcast {i16} {f.v(f'or {i16} {magnitude}, {sign}')} to {half}")
-        scaled = f.v(f"fmul {half} {small}, splat (half {float(256 if dtype is F8E4M3FN else 128):.1f})")
+        small = self._widened(f.v(f"or {i16} {magnitude}, {sign}"), F16)
+        scaled = self.math.op("fmul", small, self.math.const(256.0 if dtype is F8E4M3FN else 128.0))
         nan, bits = ("127", f.v(f"and {i8} {code}, splat (i8 127)")) if dtype is F8E4M3FN else ("-128", code)
         is_nan = f.v(f"icmp eq {i8} {bits}, splat (i8 {nan})")
-        return f.v(f"select {vec(self.lanes, 'i1')} {is_nan}, {half} splat (half 0xH7E00), {half} {scaled}")
+        t = vec(self.lanes, "float")
+        return f.v(f"select {i1} {is_nan}, {t} splat (float 0x7FF8000000000000), {t} {scaled}")
 
     def quantize(self, n: Node, args: list[str]) -> str:
         """Round half to even in f32, then the zero point, both exact below 2^18, beyond which any 8-bit result is an end."""

@@ -42,10 +42,15 @@ class Packing:
 
     def _operand(self, vectors: Vectors, row: Int, as_: str) -> str:
         """An operand's value, in the type that the instruction multiplies."""
-        dtype = self.nest.dot.lhs if as_ == "lhs" else self.nest.dot.rhs
-        root = vectors.access.root.dtype
+        dot = self.nest.dot
+        dtype, root = dot.lhs if as_ == "lhs" else dot.rhs, vectors.access.root.dtype
         value = vectors.row(row)
-        return vectors.convert(value, root, dtype) if element(root) != element(dtype) else value
+        # 8-bit codes stay as they are: their sign is the instruction's business
+        if root is not dtype if root.is_float else element(root) != element(dtype):
+            value = vectors.convert(value, root, dtype)
+        if dot.element == "bfloat":
+            return vectors.f.v(f"bitcast {vec(vectors.lanes, 'i16')} {value} to {vec(vectors.lanes, 'bfloat')}")
+        return value
 
     def _pack_lhs(self) -> None:
         """Tiles of the left operand, a task each; and the sums of its rows where they are needed."""

@@ -26,6 +26,7 @@ from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
+_empty = torch.empty
 KC_BYTES = 2048  # of a row of the left operand in one pass: mr rows of it stay in the first-level cache
 ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
 
@@ -260,7 +261,6 @@ def _prepared(
         call(*pointers, threads_of(), 1)
     packed_at = 0 if packed is None else _aligned(packed)
     shapes = [(s.root.shape, s.root.dtype.to_torch()) for s in plan.stores]
-    empty = torch.empty
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         held = [sources[i].contiguous() for i in read]
@@ -273,7 +273,7 @@ def _prepared(
         if right is not None:
             held.append(_operand(right, sources, plan.along))
             given[count + 1] = held[-1].data_ptr()
-        results = [empty(shape, dtype=dtype) for shape, dtype in shapes]
+        results = [_empty(shape, dtype=dtype) for shape, dtype in shapes]
         threads = 1 if small else threads_of()
         with scratch(nest.scratch(threads)) as room:
             call(*given, *[t.data_ptr() for t in results], room, packed_at, threads, 0)

@@ -1,0 +1,135 @@
+"""Generated CPU kernels on random problems: right, inside their memory, and the same at any number of threads.
+
+Every buffer a kernel is given ends at a page that must not be touched and starts behind one; results and scratch memory start
+out poisoned. A kernel that strays kills the process, so the problems run in a child, which says first what it is about to do.
+"""
+
+import ctypes
+import ctypes.util
+import mmap
+import os
+import subprocess
+import sys
+from contextlib import contextmanager
+
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+from gemm_lines import assert_means, lines, tensors
+from tilewright.candidates.llvm import gemm as llvm
+from tilewright.hardware.detect import detect
+from tilewright.ir.notation import parse
+from tilewright.schedule.problem import Problem, problem_of
+
+CPU = detect("cpu")
+LIBC = ctypes.CDLL(None, use_errno=True)
+PAGE = mmap.PAGESIZE
+POISON = 0x7F  # NaN as f32, bf16 and fp8, and a large code
+
+
+class Guarded:
+    """Memory that ends (or starts) at a page nobody may touch."""
+
+    def __init__(self, size: int, at_end: bool):
+        pages = -(-max(size, 1) // PAGE)
+        self.map = mmap.mmap(-1, (pages + 2) * PAGE)
+        base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        for page in (base, base + (pages + 1) * PAGE):
+            assert LIBC.mprotect(ctypes.c_void_p(page), PAGE, 0) == 0
+        self.address = base + PAGE + (pages * PAGE - size if at_end else 0)
+        ctypes.memset(base + PAGE, POISON, pages * PAGE)
+
+    def tensor(self, shape, dtype):
+        size = torch.empty(0, dtype=dtype).itemsize * max(1, torch.Size(shape).numel())
+        raw = (ctypes.c_uint8 * size).from_address(self.address)
+        flat = torch.frombuffer(raw, dtype=torch.uint8)
+        flat.keep = self
+        KEPT.append(self)
+        return flat.view(dtype)[: torch.Size(shape).numel()].view(shape)
+
+
+KEPT: list[Guarded] = []
+
+
+def guarded(t: torch.Tensor, at_end: bool) -> torch.Tensor:
+    made = Guarded(t.numel() * t.itemsize, at_end).tensor(t.shape, t.dtype)
+    return made.copy_(t)
+
+
+def fenced(at_end: bool):
+    """Results and scratch between guard pages."""
+
+    def empty(shape, dtype):
+        return Guarded(torch.Size(shape).numel() * torch.empty(0, dtype=dtype).itemsize, at_end).tensor(shape, dtype)
+
+    @contextmanager
+    def scratch(size):
+        memory = Guarded(-(-size // 64) * 64, at_end)
+        KEPT.append(memory)
+        yield -(-memory.address // 64) * 64
+
+    return empty, scratch
+
+
+def one(line, data_seed, constant, at_end, threads):
+    graph = parse(str(line))
+    (node,) = graph.outputs
+    if any(s.op.name != "input" for s in node.src):
+        return False
+    arrays = line.arrays(data_seed)
+    values = dict(zip(graph.inputs, tensors(line, arrays), strict=True))
+    b = graph.inputs[1]
+    problem = problem_of(node)
+    weights = tuple(constant and (s is b or s.op.label[:2] == "b_") for s in node.src)
+    problem = Problem(problem.op, problem.types, weights)
+    if llvm.CANDIDATE.refuse(problem, CPU) is not None:
+        return False
+    print(line, "constant" if constant else "", flush=True)
+    sources = [guarded(values[s], at_end) for s in node.src]
+    results = []
+    for schedule in llvm.CANDIDATE.schedules(problem, CPU):
+        run = llvm.CANDIDATE.build(problem, schedule, CPU).prepare({i: t for i, t in enumerate(sources) if weights[i]})
+        for count in threads:
+            torch.set_num_threads(count)
+            (result,) = run(sources)
+            assert_means(line, arrays, result)
+            results.append(result.contiguous().view(torch.uint8).clone())
+    assert all(torch.equal(results[0], r) for r in results[1:]), "results depend on threads or schedule"
+    return True
+
+
+def child(start: int, count: int) -> int:
+    done = 0
+
+    @seed(start)
+    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
+    @given(
+        st.one_of(lines(plain=True, largest=st.sampled_from([0, 1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 130])), lines()),
+        st.integers(0, 1000),
+        st.booleans(),
+        st.booleans(),
+        st.sampled_from([(1, 2), (1, 3), (1, 8), (1, 5)]),
+    )
+    def attempt(line, data_seed, constant, at_end, threads):
+        nonlocal done
+        llvm._empty, llvm.scratch = fenced(at_end)
+        llvm.ONE_THREAD_OPS = -1  # threads even where they do not pay
+        done += one(line, data_seed, constant, at_end, threads)
+        KEPT.clear()
+
+    attempt()
+    return done
+
+
+def run_child(start: int, count: int) -> int:
+    folder = os.path.dirname(os.path.abspath(__file__))
+    code = f"import sys; sys.path.insert(0, {folder!r}); import test_llvm_random as t; print('DONE', t.child({start}, {count}))"
+    ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
+    last = ran.stdout.strip().splitlines()[-1:] or [""]
+    assert ran.returncode == 0, f"at {last[0]}: exit {ran.returncode}\n{ran.stderr[-3000:]}"
+    return int(last[0].split()[1])
+
+
+def test_random_problems_between_guard_pages():
+    assert run_child(0, 120) > 60
