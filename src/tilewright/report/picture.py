@@ -59,6 +59,7 @@ class _Box:
     layer: int = 0
     x: float = 0.0  # of its middle
     y: float = 0.0  # of its upper edge
+    layer_height: float = 0.0
 
     @property
     def width(self) -> float:
@@ -66,7 +67,7 @@ class _Box:
 
     @property
     def height(self) -> float:
-        return len(self.lines) * LINE + 2 * PADDING - 3 if self.lines else 0.0
+        return len(self.lines) * LINE + 2 * PADDING - 3 if self.lines else self.layer_height
 
 
 def picture(graph: Graph, title: str) -> str:
@@ -130,11 +131,12 @@ def _constant(node: Node) -> str:
     if isinstance(node.op, Const) and node.tensor.elements == 1:
         return f"{node.op.data.scalar():.6g}"
     label = node.op.data.label if isinstance(node.op, Const) else ""
-    return _cut(f"{node.type} {label}".rstrip())
+    return f"{node.type} {_cut(label, WRAP - len(str(node.type)))}".rstrip()
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= WRAP else f"{text[: WRAP - 1]}…"
+def _cut(text: str, most: int = WRAP) -> str:
+    """The end of a long name, which says more than its beginning."""
+    return text if len(text) <= most else f"…{text[len(text) - max(most, 8) + 1 :]}"
 
 
 def _layers(boxes: Sequence[_Box]) -> list[list[_Box]]:
@@ -190,7 +192,10 @@ def _place(layers: Sequence[list[_Box]]) -> None:
         for b in layer:
             b.x, b.y = x + b.width / 2, y
             x += b.width + GAP
-        y += max(b.height for b in layer) + LAYER_GAP
+        tallest = max(b.height for b in layer)
+        for b in layer:
+            b.layer_height = tallest
+        y += tallest + LAYER_GAP
     for sweep in range(2 * SWEEPS):
         down = sweep % 2 == 0
         for layer in layers if down else reversed(layers):
@@ -255,12 +260,12 @@ def _arrow(source: _Box, reader: _Box) -> str:
     x, y = source.x, source.y + source.height
     path = f"M{x:.1f} {y:.1f}"
     while True:
-        end = reader.y if reader.lines else reader.y + LINE / 2
-        middle = (y + end) / 2
-        path += f" C{x:.1f} {middle:.1f} {reader.x:.1f} {middle:.1f} {reader.x:.1f} {end:.1f}"
-        x, y = reader.x, end
+        middle = (y + reader.y) / 2
+        path += f" C{x:.1f} {middle:.1f} {reader.x:.1f} {middle:.1f} {reader.x:.1f} {reader.y:.1f}"
         if reader.lines:
             break
+        x, y = reader.x, reader.y + reader.height
+        path += f" V{y:.1f}"
         reader = reader.below[0]
     return f'<path d="{path}" fill="none" stroke="#7a828e" stroke-width="1.1" marker-end="url(#tip)"/>'
 
