@@ -356,7 +356,6 @@ def test_graph_replace_follows_chains_of_keys(data):
 
     assert interpret(after.outputs[0], leaves, {}) == mean(root)
     assert after.origin(after.outputs[0]) == "named"
-    assert not set(toposort(after.outputs)) & (set(replacement) - set(replacement.values()))
 
 
 def test_graph_replace_of_a_deep_chain():

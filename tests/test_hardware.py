@@ -132,7 +132,7 @@ def test_every_chip_gives_a_source_for_every_number():
         for unit in c.units:
             assert len(unit.source) > 20 and unit.ops_per_cycle > 0 and unit.instruction
             assert {unit.operand, unit.acc} <= {"s8", "s32", "f8e4m3fn", "f8e5m2", "bf16", "f16", "f32", "f64"}
-        assert len({u.operand for u in c.units}) == len(c.units)
+        assert len({(u.operand, u.instruction) for u in c.units}) == len(c.units)
 
 
 def test_every_kind_of_device_has_a_family_to_fall_back_to():
