@@ -65,6 +65,7 @@ class Casts:
     def __init__(self, f: Function, lanes: int):
         self.f, self.lanes = f, lanes
         self.math = Math(f, lanes)
+        self._codes: dict[str, str] = {}  # quantised values as floats
 
     def convert(self, value: str, source: DType, target: DType, *, saturate: bool = False) -> str:
         """`Convert`'s meaning on a vector."""
@@ -171,28 +172,29 @@ class Casts:
         return f.v(f"select {i1} {is_nan}, {t} splat (float 0x7FF8000000000000), {t} {scaled}")
 
     def quantize(self, n: Node, args: list[str]) -> str:
-        """Round half to even in f32, then the zero point, both exact below 2^18, beyond which any 8-bit result is an end."""
+        """Round half to even in f32 and hold the code to its range there, where all of it is exact; NaN gives 0."""
         f, m, target = self.f, self.math, n.dtype
-        i32, single = vec(self.lanes, "i32"), vec(self.lanes, "float")
         x, scale = (self.convert(a, s.dtype, F32) for a, s in zip(args[:2], n.src[:2], strict=True))
         rounded = m.call("rint", m.op("fdiv", x, scale))
-        held = m.at_least(m.at_most(rounded, m.const(2.0**18)), m.const(-(2.0**18)))
-        code = f.intrinsic(f"llvm.fptosi.sat.{suffix(i32)}.{suffix(single)}", i32, (single, held))
-        if len(args) == 3:
-            grow = "sext" if target.kind == "int" else "zext"
-            zero = f.v(f"{grow} {vec(self.lanes, element(target))} {args[2]} to {i32}")
-            code = f.v(f"add {i32} {code}, {zero}")
-        for name, bound in (("smax", int(target.min)), ("smin", int(target.max))):
-            code = f.intrinsic(f"llvm.{name}.{suffix(i32)}", i32, (i32, code), (i32, f"splat (i32 {bound})"))
-        known = m.compare("ord", rounded, rounded)  # NaN gives 0, whatever the zero point
-        code = f.v(f"select {vec(self.lanes, 'i1')} {known}, {i32} {code}, {i32} zeroinitializer")
-        return f.v(f"trunc {i32} {code} to {vec(self.lanes, element(target))}")
+        low, high, nothing = m.const(float(target.min)), m.const(float(target.max)), m.const(0.0)
+        zero = self.convert(args[2], target, F32) if len(args) == 3 else None
+        if zero is not None:
+            low, high, nothing = (m.op("fsub", bound, zero) for bound in (low, high, nothing))
+        held = m.at_least(m.at_most(rounded, high), low)
+        code = m.select(m.compare("ord", rounded, rounded), held, nothing)
+        if zero is not None:
+            code = m.op("fadd", code, zero)
+        i32 = vec(self.lanes, "i32")
+        whole = f.v(f"fptosi {m.type} {code} to {i32}")
+        result = f.v(f"trunc {i32} {whole} to {vec(self.lanes, element(target))}")
+        self._codes[result] = code
+        return result
 
     def dequantize(self, n: Node, args: list[str]) -> str:
-        f, source, i32 = self.f, n.src[0].dtype, vec(self.lanes, "i32")
-        grow = "sext" if source.kind == "int" else "zext"
-        wide = [f.v(f"{grow} {vec(self.lanes, element(source))} {a} to {i32}") for a in (args[0], *args[2:])]
-        code = wide[0] if len(wide) == 1 else f.v(f"sub {i32} {wide[0]}, {wide[1]}")
-        value = f.v(f"sitofp {i32} {code} to {vec(self.lanes, 'float')}")
+        """A code that was quantised here needs no way back from an integer."""
+        source = n.src[0].dtype
+        value, *zero = (self._codes.get(a) or self.convert(a, source, F32) for a in (args[0], *args[2:]))
+        if zero:
+            value = self.math.op("fsub", value, zero[0])  # exact: at most 17 bits
         scaled = self.math.op("fmul", value, self.convert(args[1], n.src[1].dtype, F32))
         return self.convert(scaled, F32, n.dtype)
