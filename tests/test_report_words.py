@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 
@@ -15,7 +16,7 @@ from tilewright.hardware.detect import detect
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, transpose
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Attention, Call, Concat, Gather, LayerNorm, Quantize, gemm
+from tilewright.ir.ops import Attention, Call, Concat, Dequantize, Gather, LayerNorm, Quantize, gemm
 from tilewright.ir.types import TensorType
 from tilewright.report import schema
 from tilewright.report.console import progress
@@ -147,15 +148,45 @@ def test_why_something_dangles() -> None:
     x, s = input_("x", F32, (4, 8)), input_("s", F32, ())
     (found,) = reasons_for(compiled(Node(Quantize(S8), x, s), origins={}))
     assert found.cost_us == 1.5
-    assert found.why == "it reads an input of the program: no product stands before it whose result it could be part of"
-    product = gemm(x, input_("w", F32, (8, 8)))
-    (found,) = reasons_for(compiled(Node(Concat(0), product, x)))
-    assert found.op == "concat -> f32[8,8]" and found.why == "no rule folds concat into a gemm here"
+    assert found.why == "it reads an input of the program, and no product stands before or after it"
+    w = input_("w", F32, (8, 8))
+    quantised = Node(Dequantize(F32), Node(Quantize(S8), x, s), s)
+    (found,) = reasons_for(compiled(gemm(quantised, w)))
+    assert found.op == "quantize -> s8[4,8]"
+    assert found.why == (
+        "it reads an input of the program, and the gemm after it leaves it: read operand through views and casts: "
+        "quantize is no view, dequantisation or widening cast"
+    )
+    product = gemm(x, w)
     for found in reasons_for(compiled(Node(Concat(0), product, x), Node(Concat(0), x, product))):
-        assert found.why == "the gemm before it is also read by others"
+        assert found.op.startswith("concat, concat") or found.op == "concat -> f32[8,8]"
+        assert found.why == "no rule writes part of a concat: a gemm's stores are whole tensors"
     opaque = Node(Call("fake_library", "Frobnicate", "{}", (TensorType(F32, (4, 8)),)), x)
     (found,) = reasons_for(compiled(Node(Concat(0), opaque, x)))
     assert found.why == "it follows Frobnicate, which has no epilogue to hold it"
+
+
+def test_what_is_not_folded_has_its_rule_and_its_cost() -> None:
+    x, w = input_("x", F32, (4, 8)), input_("w", F32, (8, 8))
+    product = gemm(x, w)
+    beside = Node(Concat(0), map_("tanh", product), x)
+    program = compiled(product, beside)
+    ceilings = dataclasses.replace(program.target, read_gbps=1.0, copy_gbps=1.0)
+    (found,) = explain_program(program, "g", ceilings).products
+    (tanh,) = found.beside
+    assert tanh.where == "after it, tanh" and tanh.cost_us == pytest.approx(2 * 4 * 8 * 4 / 1e3)
+    assert tanh.why == "absorb elementwise into store: 2 operations read the gemm"
+    assert explain_program(program, "g").products[0].beside[0].cost_us is None
+
+
+def test_the_rules_behind_each_product_are_its_own() -> None:
+    x, w, v = input_("x", F32, (4, 8)), input_("w", F32, (8, 8)), input_("v", F32, (8, 6))
+    first = map_("tanh", map_("add", gemm(x, transpose(w, (1, 0))), x))
+    one, two = explain_program(compiled(map_("exponential", gemm(first, v))), "g").products
+    assert one.rules == ["absorb elementwise into store x2", "read operand through views and casts"]
+    assert two.rules == ["absorb elementwise into store"]
+    (alone,) = explain_program(compiled(gemm(x, w)), "g").products
+    assert alone.rules == []
 
 
 def test_near_misses_are_found_again_by_the_name_in_the_source() -> None:
@@ -184,7 +215,18 @@ def test_the_schema_is_what_was_promised() -> None:
     def names(struct: type[msgspec.Struct]) -> list[str]:
         return [f.name for f in msgspec.structs.fields(struct)]
 
-    assert names(schema.Perf) == ["program", "target", "total_us", "verified", "steps", "dangling", "fallback", "inputs"]
+    assert names(schema.Perf) == [
+        "program",
+        "target",
+        "total_us",
+        "verified",
+        "steps",
+        "dangling",
+        "fallback",
+        "inputs",
+        "steps_per_layer",
+        "quantized",
+    ]
     promised = "name kind problem candidate schedule time_us ops bytes limit_us peak_fraction rejected"
     assert names(schema.Step) == promised.split()
     assert names(schema.Rejected) == ["candidate", "why"]

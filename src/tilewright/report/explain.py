@@ -7,35 +7,40 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
+from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Const, Input, Item, Param
-from tilewright.report.findings import FOLDABLE, Reasons, dangling, fallback
-from tilewright.report.program import Program, Step, target_name
+from tilewright.report.findings import FOLDABLE, Reasons, dangling, fallback, not_read_through
+from tilewright.report.program import Program, Step, target_name, tensor_types
 from tilewright.report.schema import Choice, Explain, Finding, Product, Quantized, Refusal, Store
 from tilewright.report.words import accumulator_words, operand_words, store_words
-from tilewright.report.work import counts, describe, op_name, steps_per_layer, work_of
+from tilewright.report.work import VIEWS, counts, describe, op_name, steps_per_layer, work_of
 from tilewright.schedule.search import Decision
 
+# Steps that hold elementwise work before and after their own.
+HOLDING = ("norm", "softmax", "reduce")
 
-def explain_program(program: Program, name: str, ceilings: Target, quantized: Quantized | None = None) -> Explain:
+
+def explain_program(program: Program, name: str, ceilings: Target | None = None, quantized: Quantized | None = None) -> Explain:
     """An account of every product of a compiled program; products that are alike in all but their names stand together.
 
     Args:
         program: compiled.
         name: what the report calls it.
-        ceilings: the program's target with its measured rates, from which the cost of what is not folded is estimated.
+        ceilings: the program's target with its measured rates, from which the cost of what is not folded is
+            estimated; without them it stays out.
         quantized: what quantising the model chose.
     """
     reasons = Reasons(program)
     alike: dict[object, list[Product]] = {}
     for step in program.steps:
         if step.decision is not None:
-            product = _product(program, step, step.decision, reasons)
+            product = _product(program, step, step.decision, reasons, ceilings)
             alike.setdefault(_likeness(product), []).append(product)
     products = [replace(group[0], names=[n for p in group for n in p.names]) for group in alike.values()]
-    cost = {i: round(work_of(step).limit_us(ceilings), 3) for i, step in enumerate(program.steps)}
+    cost = {i: round(work_of(s).limit_us(ceilings), 3) for i, s in enumerate(program.steps)} if ceilings is not None else {}
     return Explain(
         name,
         target_name(program.target),
@@ -55,7 +60,7 @@ def _likeness(product: Product) -> object:
     return product.kind, problem, beside, tuple(product.left), product.chosen.candidate, product.chosen.schedule
 
 
-def _product(program: Program, step: Step, decision: Decision, reasons: Reasons) -> Product:
+def _product(program: Program, step: Step, decision: Decision, reasons: Reasons, ceilings: Target | None) -> Product:
     node = step.part.nodes[0]  # then the items that pick its results
     graph = program.graph
     return Product(
@@ -65,11 +70,12 @@ def _product(program: Program, step: Step, decision: Decision, reasons: Reasons)
         operands=operand_words(node, graph),
         accumulates=accumulator_words(node),
         stores=[Store(steps, writes) for steps, writes in store_words(node, graph)],
-        beside=_beside(program, node, reasons),
+        beside=_beside(program, node, reasons, ceilings),
         left=reasons.near_misses(node),
         chosen=chosen_of(decision),
         measured=decision.measured,
         rejected=refusals_of(decision),
+        rules=reasons.rules(node),
     )
 
 
@@ -83,18 +89,23 @@ def refusals_of(decision: Decision) -> list[Refusal]:
     return [Refusal(r.candidate, r.why, r.time_us) for r in decision.rejected]
 
 
-def _beside(program: Program, node: Node, reasons: Reasons) -> list[Finding]:
-    """The operations next to a product that are of the kind a product can hold, and why they are not in it."""
+def _beside(program: Program, node: Node, reasons: Reasons, ceilings: Target | None) -> list[Finding]:
+    """The operations next to a product that are of the kind a product can hold, and why they are not in it.
+
+    One that stands in the step of a norm, a reduction or the like is folded into that, and not listed.
+    """
     found: dict[Node, Finding] = {}
     operands = {n.op.index for n in toposort(operands_of(node)) if isinstance(n.op, Param)}
+    elsewhere = {n for step in program.steps if step.part.kind in HOLDING for n in step.part.nodes}
 
     def note(neighbour: Node, place: str, otherwise: Callable[[Node], str]) -> None:
-        if neighbour in found or neighbour.constant or not isinstance(neighbour.op, FOLDABLE):
+        foldable = isinstance(neighbour.op, FOLDABLE) and neighbour not in elsewhere
+        if neighbour in found or neighbour.constant or not foldable:
             return
         why = "; ".join(reasons.near_misses(neighbour)) or otherwise(neighbour)
         where = program.graph.origins.get(neighbour, "")
         shown = f"{place}, {op_name(neighbour)} {where}".rstrip()
-        found[neighbour] = Finding(f"{op_name(neighbour)} -> {neighbour.type}", shown, why, None)
+        found[neighbour] = Finding(f"{op_name(neighbour)} -> {neighbour.type}", shown, why, _cost_us(neighbour, ceilings))
 
     for i, source in enumerate(node.src):
         if not isinstance(source.op, (Input, Const, Item, *CARRIERS)):
@@ -105,11 +116,19 @@ def _beside(program: Program, node: Node, reasons: Reasons) -> list[Finding]:
     return list(found.values())
 
 
+def _cost_us(node: Node, ceilings: Target | None) -> float | None:
+    """The least time to read what an operation reads and to write what it gives; None for a view, which does neither."""
+    if ceilings is None or isinstance(node.op, VIEWS):
+        return None
+    values = [*(s for s in dict.fromkeys(node.src) if not s.constant), node]
+    return round(ceilings.limit_us(0, sum(t.size_bytes for v in values for t in tensor_types(v)), F32), 3)
+
+
 def _why_before(neighbour: Node, operand: bool, reasons: Reasons) -> str:
     """Why something that makes an operand or a side input is not read through."""
     readers = len(reasons.readers(neighbour))
     if readers > 1:
         return f"{readers} operations read it, so it is computed once for all of them"
     if operand:
-        return "operands are read through views, widening casts and dequantisation; anything else is computed once, beforehand"
+        return f"{not_read_through(neighbour)}; it is computed once, beforehand"
     return "a side input is read as it is; what computes it runs once, beforehand"

@@ -40,6 +40,7 @@ def _product(out: Console, number: int, p: Product) -> None:
         which = f", result {i} of {len(p.stores)}" if len(p.stores) > 1 else ""
         section(out, f"Then{which}", store.steps or ["nothing: the accumulator is the result"])
         section(out, "Writes", [store.writes])
+    section(out, "Rules", ["; ".join(p.rules) or "none: it stands as it was read"])
     section(out, "Not folded", [_beside(f) for f in p.beside])
     section(out, "Rules that left it", p.left)
     section(out, "Done by", [f"{choice(p.chosen)}: {how(p.chosen, p.measured)}"])

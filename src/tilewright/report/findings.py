@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 
 from tilewright.ir.carrier import CARRIERS
-from tilewright.ir.graph import Node
+from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops import Call, Concat, Const, Convert, Dequantize, Input, Item, Map, Pad, Quantize, Select
 from tilewright.report.program import Program, Step
 from tilewright.report.schema import Finding
@@ -28,6 +29,11 @@ class Reasons:
             # A later stage may have rebuilt the node: what the source called it, and its operation, still name it.
             if miss.where != miss.node.op.name:
                 self._by_origin.setdefault((miss.where, op_name(miss.node)), {})[sentence] = None
+        self._made: dict[Op, dict[str, tuple[int, Op | None]]] = {}
+        for i, step in enumerate(program.trace.steps):
+            after = _behind_items(step.after)
+            if isinstance(after.op, CARRIERS):
+                self._made.setdefault(after.op, {}).setdefault(step.rule, (i, _continued(step.before, after)))
         self._readers: dict[Node, list[Node]] = {}
         for node in program.graph.nodes():
             for s in dict.fromkeys(node.src):
@@ -38,28 +44,83 @@ class Reasons:
         found = self._by_node.get(node) or self._by_origin.get((self._graph.origin(node), op_name(node)), {})
         return list(found)
 
+    def rules(self, carrier: Node) -> list[str]:
+        """The rules that made a gemm or attention what it is, in the order in which they fired.
+
+        A node is rebuilt without a rule when what it reads changes, so it is followed by its operation: of products with equal
+        operations the first one's history is told.
+        """
+        fired: dict[int, str] = {}
+        pending: list[Op] = [carrier.op]
+        seen: set[Op] = set(pending)
+        while pending:
+            for rule, (i, before) in self._made.get(pending.pop(), {}).items():
+                fired[i] = rule.replace("_", " ")
+                if before is not None and before not in seen:
+                    pending.append(before)
+                    seen.add(before)
+        runs = groupby(fired[i] for i in sorted(fired))
+        return [f"{rule}{f' x{n}' if (n := len(list(group))) > 1 else ''}" for rule, group in runs]
+
     def readers(self, node: Node) -> Sequence[Node]:
         """Who reads a node of the compiled graph."""
         return self._readers.get(node, ())
 
     def why(self, node: Node) -> str:
-        """Why a node that could belong to a product is an operation of its own."""
+        """Why a node that could belong to a product is an operation of its own: which rule nearly fitted, what stopped it."""
         said = self.near_misses(node)
         if said:
             return "; ".join(said)
         made_by = [_behind_items(s) for s in node.src if not s.constant]
         if not made_by:
             return "it depends on constants alone"
-        if all(isinstance(s.op, Input) for s in made_by):
-            return "it reads an input of the program: no product stands before it whose result it could be part of"
         carriers = [s for s in made_by if isinstance(s.op, CARRIERS)]
-        if not carriers:
-            before = ", ".join(dict.fromkeys(op_name(s) for s in made_by if not isinstance(s.op, Input)))
-            return f"it follows {before}, which has no epilogue to hold it"
+        if carriers:
+            return self._why_after(node, carriers)
+        before = ", ".join(dict.fromkeys(op_name(s) for s in made_by if not isinstance(s.op, Input)))
+        stands = f"it follows {before}, which has no epilogue to hold it" if before else "it reads an input of the program"
+        after = next((r for r in self._past_views(node) if isinstance(r.op, CARRIERS)), None)
+        if after is None:
+            return stands if before else f"{stands}, and no product stands before or after it"
+        return f"{stands}, and the {after.op.name} after it leaves it: {not_read_through(node)}"
+
+    def _why_after(self, node: Node, carriers: Sequence[Node]) -> str:
+        name = carriers[0].op.name
+        if isinstance(node.op, (Concat, Pad)):
+            return f"no rule writes part of a {op_name(node)}: a {name}'s stores are whole tensors"
         several = [s for s in carriers if len(self.readers(s)) > 1 or s in self._graph.outputs]
-        if several:
-            return f"the {several[0].op.name} before it is also read by others"
-        return f"no rule folds {op_name(node)} into a {carriers[0].op.name} here"
+        if not several:
+            return f"no rule folds {op_name(node)} into a {name} here"
+        reads = ", ".join(dict.fromkeys(op_name(r) for r in self._past_views(node)))
+        return (
+            f"absorb elementwise into store: others read the {several[0].op.name} too; store every elementwise tail: what it "
+            f"gives need not be written, since only {reads or 'nothing'} reads it"
+        )
+
+    def _past_views(self, node: Node) -> list[Node]:
+        """Who reads a value or a view of it."""
+        found: list[Node] = []
+        pending = list(self.readers(node))
+        while pending:
+            reader = pending.pop()
+            if isinstance(reader.op, VIEWS):
+                pending += self.readers(reader)
+            else:
+                found.append(reader)
+        return found
+
+
+def _continued(before: Node, after: Node) -> Op | None:
+    """The carrier that lives on in what a rule made: the one rewritten, or the one whose sources come first in the new one."""
+    if isinstance(before.op, CARRIERS):
+        return before.op
+    found = (n for n in map(_behind_items, before.src) if isinstance(n.op, CARRIERS) and after.src[: len(n.src)] == n.src)
+    return next((n.op for n in found), None)
+
+
+def not_read_through(node: Node) -> str:
+    """Why a product's operand is not read through a node that makes it."""
+    return f"read operand through views and casts: {op_name(node)} is no view, dequantisation or widening cast"
 
 
 def _behind_items(node: Node) -> Node:

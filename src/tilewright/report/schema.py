@@ -203,6 +203,7 @@ class Product(msgspec.Struct, frozen=True):
     chosen: Choice
     measured: bool
     rejected: list[Refusal]
+    rules: list[str] = msgspec.field(default_factory=list[str])
 
 
 class Explain(msgspec.Struct, frozen=True):
