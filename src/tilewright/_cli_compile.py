@@ -99,15 +99,19 @@ def compile_options(f: F) -> F:
             raise InputError(f"--{named[0]} and --{named[1]} exclude each other", where="command line", hint="give one of them")
         taken = {name: given.pop(name) for name in Compiling.__dataclass_fields__ if name in given}
         how = Compiling(scheme=named[0] if named else None, group=w4 or W4_GROUP, **taken)
-        _check(how)
+        _check(how, rtol_compares="rms_tol" in given)
         return f(how=how, **given)
 
     return _options(cast("F", gathered))
 
 
-def _check(how: Compiling) -> None:
-    """See that no option is given that would do nothing."""
-    idle = {"--calibration": how.calibration, "--per-row": how.per_row}
+def _check(how: Compiling, rtol_compares: bool) -> None:
+    """See that no option is given that would do nothing; `rtol_compares` where --rtol has another meaning, too."""
+    idle = {
+        "--calibration": bool(how.calibration),
+        "--per-row": how.per_row,
+        "--rtol": how.rtol is not None and not rtol_compares,
+    }
     for name, given in idle.items():
         if given and how.scheme is None:
             raise InputError(f"{name} is for quantising", where="command line", hint="add --int8, --fp8 or --w4")
