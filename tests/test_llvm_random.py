@@ -113,7 +113,7 @@ def child(start: int, count: int) -> int:
     )
     def attempt(line, data_seed, constant, at_end, threads):
         nonlocal done
-        llvm._empty, llvm.scratch = fenced(at_end)
+        llvm.result, llvm.scratch = fenced(at_end)
         llvm.ONE_THREAD_OPS = -1  # threads even where they do not pay
         done += one(line, data_seed, constant, at_end, threads)
         KEPT.clear()

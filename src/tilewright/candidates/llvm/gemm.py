@@ -13,7 +13,7 @@ from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
 from tilewright.candidates.llvm._dots import Choice, choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
-from tilewright.candidates.llvm._scratch import scratch
+from tilewright.candidates.llvm._scratch import result, scratch
 from tilewright.candidates.llvm._vector import check
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, S32
@@ -26,7 +26,6 @@ from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
-_empty = torch.empty
 KC_BYTES = 2048  # of a row of the left operand in one pass: mr rows of it stay in the first-level cache
 ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
 
@@ -273,7 +272,7 @@ def _prepared(
         if right is not None:
             held.append(_operand(right, sources, plan.along))
             given[count + 1] = held[-1].data_ptr()
-        results = [_empty(shape, dtype=dtype) for shape, dtype in shapes]
+        results = [result(shape, dtype) for shape, dtype in shapes]
         threads = 1 if small else threads_of()
         with scratch(nest.scratch(threads)) as room:
             call(*given, *[t.data_ptr() for t in results], room, packed_at, threads, 0)

@@ -1,0 +1,192 @@
+"""Who takes part in the CPU benchmarks: each builds one product and gives a function that does it once.
+
+Every contender runs in a process of its own, so that no two thread pools share one. Data are random; a result is computed into
+memory the contender allocates itself, as its users get it. Right operands are constants, packed beforehand where a library can,
+except in the batched product, whose both operands change from call to call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+Run = Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """out[batch, M, N] = a[batch, M, K] @ b, then the epilogue.
+
+    Attributes:
+        dtype: f32, bf16 or s8.
+        M, N, K: extents.
+        batch: 1, or a number of products each with a right operand of its own.
+        epilogue: "", "bias" or "bias, gelu" (tanh form for all, which each library has).
+    """
+
+    dtype: str
+    M: int
+    N: int
+    K: int
+    batch: int = 1
+    epilogue: str = ""
+
+    def __str__(self) -> str:
+        batch = f"{self.batch}x" if self.batch > 1 else ""
+        return f"{self.dtype} {batch}{self.M}x{self.N}x{self.K}{' + ' + self.epilogue if self.epilogue else ''}"
+
+    @property
+    def ops(self) -> int:
+        return 2 * self.batch * self.M * self.N * self.K
+
+
+def _torch_data(case: Case) -> tuple[Any, Any, Any]:
+    import torch
+
+    torch.manual_seed(0)
+    shape_a, shape_b = (case.M, case.K), (case.K, case.N)
+    if case.batch > 1:
+        shape_a, shape_b = (case.batch, *shape_a), (case.batch, *shape_b)
+    if case.dtype == "s8":
+        a, b = (torch.randint(-128, 128, s, dtype=torch.int8) for s in (shape_a, shape_b))
+        return a, b, torch.randn(case.N)
+    kind = {"f32": torch.float32, "bf16": torch.bfloat16}[case.dtype]
+    return torch.randn(shape_a).to(kind), (torch.randn(shape_b) / case.K**0.5).to(kind), torch.randn(case.N).to(kind)
+
+
+def tilewright(case: Case) -> Run:
+    """The generated kernel that a compile chooses, called as a program's step calls it."""
+    from tilewright.compiler import optimise
+    from tilewright.hardware.detect import detect
+    from tilewright.ir.notation import parse
+    from tilewright.schedule.problem import Problem, problem_of
+    from tilewright.schedule.search import search
+
+    a, b, bias = _torch_data(case)
+    batch = f"{case.batch}," if case.batch > 1 else ""
+    out = {"s8": " -> s32", "f32": "", "bf16": " -> bf16"}[case.dtype]
+    epilogue = {"": "", "bias": " + bias", "bias, gelu": " + bias, gelu_tanh"}[case.epilogue]
+    if epilogue and case.dtype == "bf16":
+        epilogue = epilogue.replace("bias", "bias:bf16")
+    line = f"{case.dtype}[{batch}{case.M},{case.K}] @ {case.dtype}[{batch}{case.K},{case.N}]{epilogue}{out}"
+    graph = optimise(parse(line))
+    problem = problem_of(graph.outputs[0])
+    assert isinstance(problem, Problem)
+    sources = [a, b, bias][: len(problem.types)]
+    if case.batch == 1:
+        problem = Problem(problem.op, problem.types, tuple(i > 0 for i in range(len(sources))))
+    weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
+    decision = search(problem, detect("cpu"), budget_s=0.5, weights=weights)
+    run = decision.kernel.prepare(weights)
+    return lambda: run(sources)
+
+
+def torch_eager(case: Case) -> Run:
+    """torch.mm or linear, the epilogue as separate operations; torch._int_mm for s8."""
+    import torch
+
+    a, b, bias = _torch_data(case)
+    if case.dtype == "s8":
+        if case.batch == 1:
+            return lambda: torch._int_mm(a, b)
+        out = torch.empty(case.batch, case.M, case.N, dtype=torch.int32)
+        return lambda: [torch.ops.aten._int_mm.out(a[i], b[i], out=out[i]) for i in range(case.batch)]
+    if not case.epilogue:
+        return lambda: torch.matmul(a, b)
+    gelu = case.epilogue.endswith("gelu")
+
+    def run() -> object:
+        with torch.inference_mode():
+            y = torch.addmm(bias, a, b)
+            return torch.nn.functional.gelu(y, approximate="tanh") if gelu else y
+
+    return run
+
+
+def onednn(case: Case) -> Run:
+    """oneDNN with the weight reordered once and the epilogue fused, through torch's mkldnn operators."""
+    import torch
+
+    if case.dtype == "s8" or case.batch > 1:
+        raise NotImplementedError("torch's prepacked linear takes f32 and bf16")
+    a, b, bias = _torch_data(case)
+    packed = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), case.M)
+    attr, algorithm = ("gelu", "tanh") if case.epilogue.endswith("gelu") else ("none", "")
+    given = bias if case.epilogue else None
+    return lambda: torch.ops.mkldnn._linear_pointwise(a, packed, given, attr, [], algorithm)
+
+
+def onnxruntime(case: Case) -> Run:
+    """ONNX Runtime: MatMul (+ Add, Gelu) with a constant right operand, or MatMulInteger with u8 activations."""
+    import numpy as np
+    import onnx
+    import onnxruntime as ort
+
+    if case.dtype == "bf16":
+        raise NotImplementedError("ONNX Runtime has no bf16 product on CPUs")
+    a, b, bias = (t.numpy() for t in _torch_data(case))
+    info, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto
+    if case.dtype == "s8":
+        a = (a.astype(np.int16) + 128).astype(np.uint8)  # its fast path: a signed left operand is 11 times slower
+        nodes = [onnx.helper.make_node("MatMulInteger", ["a", "b"], ["y"])]
+        kind, out = kinds.UINT8, kinds.INT32
+    else:
+        nodes = [onnx.helper.make_node("MatMul", ["a", "b"], ["m" if case.epilogue else "y"])]
+        if case.epilogue:
+            last = case.epilogue == "bias"
+            nodes.append(onnx.helper.make_node("Add", ["m", "c"], ["y" if last else "s"]))
+            if not last:
+                nodes.append(onnx.helper.make_node("Gelu", ["s"], ["y"], approximate="tanh"))
+        kind, out = kinds.FLOAT, kinds.FLOAT
+    constants = [onnx.numpy_helper.from_array(bias, "c")] if case.epilogue else []
+    inputs = [info("a", kind, a.shape)]
+    feeds = {"a": a}
+    if case.batch > 1:
+        inputs.append(info("b", kinds.INT8 if case.dtype == "s8" else kinds.FLOAT, b.shape))
+        feeds["b"] = b
+    else:
+        constants.append(onnx.numpy_helper.from_array(b, "b"))
+    graph = onnx.helper.make_graph(nodes, "g", inputs, [info("y", out, None)], constants)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return lambda: session.run(None, feeds)
+
+
+def xla(case: Case) -> Run:
+    """jax.jit on the CPU, both operands arguments."""
+    import jax
+    import jax.numpy as jnp
+
+    a, b, bias = (t.float().numpy() for t in _torch_data(case))
+    kind = {"f32": jnp.float32, "bf16": jnp.bfloat16, "s8": jnp.int8}[case.dtype]
+    x, w, c = jnp.asarray(a, kind), jnp.asarray(b, kind), jnp.asarray(bias, jnp.float32 if case.dtype != "bf16" else kind)
+
+    @jax.jit
+    def f(x, w, c):  # noqa: ANN001, ANN202
+        y = jnp.matmul(x, w, preferred_element_type=jnp.int32 if case.dtype == "s8" else None)
+        if case.epilogue:
+            y = y + c
+        return jax.nn.gelu(y, approximate=True) if case.epilogue.endswith("gelu") else y
+
+    return lambda: f(x, w, c).block_until_ready()
+
+
+def openblas(case: Case) -> Run:
+    """NumPy's matmul."""
+    import numpy as np
+
+    if case.dtype != "f32" or case.epilogue:
+        raise NotImplementedError("BLAS multiplies f32")
+    a, b, _ = (t.numpy() for t in _torch_data(case))
+    return lambda: np.matmul(a, b)
+
+
+CONTENDERS: dict[str, Callable[[Case], Run]] = {
+    "tilewright": tilewright,
+    "torch": torch_eager,
+    "onednn": onednn,
+    "onnxruntime": onnxruntime,
+    "xla": xla,
+    "openblas": openblas,
+}
