@@ -10,7 +10,6 @@ import mmap
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -60,16 +59,15 @@ def guarded(t: torch.Tensor, at_end: bool) -> torch.Tensor:
 def fenced(at_end: bool):
     """Results and scratch between guard pages."""
 
-    def empty(shape, dtype):
-        return Guarded(torch.Size(shape).numel() * torch.empty(0, dtype=dtype).itemsize, at_end).tensor(shape, dtype)
+    def maker(shape, dtype):
+        return lambda: Guarded(torch.Size(shape).numel() * dtype.itemsize, at_end).tensor(shape, dtype)
 
-    @contextmanager
-    def scratch(size):
+    def take(size):
         memory = Guarded(-(-size // 64) * 64, at_end)
         KEPT.append(memory)
-        yield -(-memory.address // 64) * 64
+        return -(-memory.address // 64) * 64, size, memory
 
-    return empty, scratch
+    return maker, take
 
 
 def one(line, data_seed, constant, at_end, threads):
@@ -113,7 +111,8 @@ def child(start: int, count: int) -> int:
     )
     def attempt(line, data_seed, constant, at_end, threads):
         nonlocal done
-        llvm.result, llvm.scratch = fenced(at_end)
+        llvm.maker, llvm.take = fenced(at_end)
+        llvm.give = lambda scratch: None
         llvm.ONE_THREAD_OPS = -1  # threads even where they do not pay
         done += one(line, data_seed, constant, at_end, threads)
         KEPT.clear()

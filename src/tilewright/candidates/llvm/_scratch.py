@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -21,32 +20,37 @@ SMALLEST = 1 << 16
 LARGE_BYTES = 1 << 20  # below this the C library's allocator does the same
 KEPT_BYTES = 1 << 29  # of memory that no result is in, at most
 
-_free: dict[int, list[torch.Tensor]] = {}
+Scratch = tuple[int, int, torch.Tensor]  # address, aligned to a cache line; size; what keeps it
+
+_free: dict[int, list[Scratch]] = {}
 _idle: dict[int, list[mmap.mmap]] = {}
 
 
-@contextmanager
-def scratch(size_bytes: int) -> Generator[int]:
-    """The address of at least so many bytes, aligned to a cache line, for as long as the block runs."""
-    size = max(SMALLEST, 1 << (size_bytes + ALIGNMENT - 1).bit_length())
-    pool = _free.setdefault(size, [])
+def take(size_bytes: int) -> Scratch:
+    """At least so many bytes to work in, nobody else's until they are given back."""
+    size = max(SMALLEST, 1 << (size_bytes - 1).bit_length())
     try:
-        memory = pool.pop()
-    except IndexError:
-        memory = torch.empty(size, dtype=torch.uint8)
-    try:
-        yield -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT
-    finally:
-        pool.append(memory)
+        return _free[size].pop()
+    except (KeyError, IndexError):
+        memory = torch.empty(size + ALIGNMENT, dtype=torch.uint8)
+        return -(-memory.data_ptr() // ALIGNMENT) * ALIGNMENT, size, memory
 
 
-def result(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A dense tensor of anything. A large one lies in memory that returns to a pool when its last user has let go of it."""
+def give(scratch: Scratch) -> None:
+    """Back to the pool."""
+    _free.setdefault(scratch[1], []).append(scratch)
+
+
+def maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    """What makes dense tensors of anything; large ones in memory that is used again when their last user has let go of it."""
+    if prod(shape) * dtype.itemsize < LARGE_BYTES:
+        return partial(torch.empty_like, torch.empty(tuple(shape), dtype=dtype))  # the quickest way to make one
+    return partial(_large, tuple(shape), dtype)
+
+
+def _large(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     count = prod(shape)
-    size = count * dtype.itemsize
-    if size < LARGE_BYTES:
-        return torch.empty(shape, dtype=dtype)
-    lent = _lend(-(-size // LARGE_BYTES) * LARGE_BYTES)
+    lent = _lend(-(-count * dtype.itemsize // LARGE_BYTES) * LARGE_BYTES)
     return torch.frombuffer(lent, dtype=dtype, count=count).view(shape)
 
 

@@ -13,7 +13,7 @@ from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
 from tilewright.candidates.llvm._dots import Choice, choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
-from tilewright.candidates.llvm._scratch import result, scratch
+from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.candidates.llvm._vector import check
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, S32
@@ -251,34 +251,43 @@ def _prepared(
     }
     read = sorted(i for i in used if i < count)
     left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
-    packed: torch.Tensor | None = None
+    packed = torch.empty(0)
     if plan.constant:
         value = _operand(problem.op.rhs, weights, plan.along)
         packed = torch.empty(nest.packed_rhs + 64, dtype=torch.uint8)
         pointers = [0] * nest.pointers
         pointers[count + 1], pointers[-1] = value.data_ptr(), _aligned(packed)
         call(*pointers, threads_of(), 1)
-    packed_at = 0 if packed is None else _aligned(packed)
-    shapes = [(s.root.shape, s.root.dtype.to_torch()) for s in plan.stores]
+    first = count + 2  # the results' place among the pointers
+    blank = [0] * (nest.pointers + 2)
+    blank[nest.pointers - 1] = _aligned(packed)
+    room, threads_slot = nest.pointers - 2, nest.pointers
+    makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in plan.stores]
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        held = [sources[i].contiguous() for i in read]
-        given = [0] * (count + 2)
-        for i, t in zip(read, held, strict=True):
-            given[i] = t.data_ptr()
+        args, held = blank.copy(), [packed]  # alive until the call is over
+        for i in read:
+            t = sources[i]
+            if not t.is_contiguous():
+                t = t.contiguous()
+                held.append(t)
+            args[i] = t.data_ptr()
         if left is not None:
             held.append(_operand(left, sources, False))
-            given[count] = held[-1].data_ptr()
+            args[count] = held[-1].data_ptr()
         if right is not None:
             held.append(_operand(right, sources, plan.along))
-            given[count + 1] = held[-1].data_ptr()
-        results = [result(shape, dtype) for shape, dtype in shapes]
-        threads = 1 if small else threads_of()
-        with scratch(nest.scratch(threads)) as room:
-            call(*given, *[t.data_ptr() for t in results], room, packed_at, threads, 0)
+            args[count + 1] = held[-1].data_ptr()
+        results = [make() for make in makers]
+        for at, t in enumerate(results, first):
+            args[at] = t.data_ptr()
+        args[threads_slot] = threads = 1 if small else threads_of()
+        memory = take(nest.scratch(threads))
+        args[room] = memory[0]
+        call(*args)
+        give(memory)
         return results
 
-    run.packed = packed  # type: ignore[attr-defined]  # lives as long as the runner
     return run
 
 
