@@ -11,6 +11,7 @@ from random_graphs import feeds, graphs
 from tilewright.compiler import CANONICAL, STAGES, compile, optimise
 from tilewright.dtype import BF16, F32, S8
 from tilewright.errors import InputError, TypeMismatchError
+from tilewright.frontends import load
 from tilewright.ir.build import const, convert, input_, map_, slice_, transpose
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
@@ -157,3 +158,14 @@ def test_a_graph_that_reads_one_input_many_times():
     np.testing.assert_allclose(one, v @ v.T + v, rtol=1e-4, atol=1e-4)
     np.testing.assert_allclose(two, np.concatenate([v @ v.T, v]), rtol=1e-4, atol=1e-4)
     assert not any(isinstance(n.op, Acc) for n in graph.nodes()) and any(isinstance(n.op, Gemm) for n in graph.nodes())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "HloModule m ENTRY main { ROOT a = f32[2]{0} parameter(0) }",
+        "func.func @main(%a: tensor<2xf32>) -> tensor<2xf32> { return %a : tensor<2xf32> }",
+    ],
+)
+def test_a_program_on_one_line_is_no_path(text):
+    assert [i.shape for i in load(text).inputs] == [(2,)]

@@ -274,3 +274,13 @@ def test_wrong_arguments_are_refused_in_words(args, kwargs, error, message):
 
 def test_it_is_the_packages_own_name():
     assert tilewright.matmul is matmul
+
+
+def test_a_lazy_minus_sign_is_applied():
+    wanted = np.full((3, 2), -3.0)
+    close(matmul(torch._neg_view(torch.ones(3, 3)), torch.ones(3, 2)), wanted)
+
+
+def test_nothing_given_for_an_operand_is_named():
+    with pytest.raises(InputError, match="a NoneType is no array"):
+        matmul(None, torch.ones(3, 2))

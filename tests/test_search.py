@@ -98,7 +98,7 @@ def test_the_fastest_that_agrees_wins_and_the_rest_have_reasons(times):
     d = search(PROBLEM, CPU, candidates=[slow, fast, wrong, no, REFERENCE])
     assert d.kernel.candidate == "fast" and d.time_us == 10.0 and d.measured and d.verified
     reasons = whys(d)
-    assert reasons["slow"] == "slower: 20.0 us, 2.00 times the winner"
+    assert reasons["slow"] == "slower: 20.0 µs, 2.00 times the winner"
     assert reasons["wrong"].startswith("the result is wrong: 96 of 96 elements differ, first at [0, 0]: ")
     assert reasons["no"] == "it is Tuesday" and reasons["reference"] == "not timed: a verified kernel exists"
     assert [r.time_us for r in d.rejected if r.candidate == "slow"] == [20.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import traceback
@@ -45,6 +46,9 @@ class Group(click.Group):
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             ctx.exit(CLOSED_PIPE)
         except Exception as error:
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                _say(ctx, "no space left where the output goes\n  try: another place, or free some")
+                ctx.exit(BAD_INPUT)
             if isinstance(error, MemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY):
                 _say(ctx, "out of memory\n  try: smaller shapes (--batch, --input-dim), or another --device")
                 ctx.exit(BAD_INPUT)

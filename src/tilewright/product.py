@@ -92,7 +92,7 @@ def matmul(
     arrays: dict[str, Array] = {}
     types: dict[str, TensorType] = {}
     for name, value in given.items():
-        if value is not None:
+        if value is not None or name in ("a", "b"):
             said = named.get(name)
             wanted = None if said is None else dtype(said)
             arrays[name] = _array(value, name, wanted or _number_type(name, types))

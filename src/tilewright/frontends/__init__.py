@@ -51,13 +51,18 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     options = options or LoadOptions()
     if isinstance(program, Graph):
         return verify(program)
-    if isinstance(program, Path) or (isinstance(program, str) and "\n" not in program):
+    if isinstance(program, Path) or (isinstance(program, str) and "\n" not in program and not _is_line(program)):
         program = _existing(Path(program))
     for module in discover():
         if module.accepts(program):
             return verify(module.load(program, options))
     shown = str(program) if isinstance(program, Path) else f"a {type(program).__name__}"
     raise InputError(f"nothing here reads {shown}", hint="HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module")
+
+
+def _is_line(text: str) -> bool:
+    """Whether a single line is a whole program, and no path: it ends in a brace, and a front end reads it."""
+    return text.rstrip().endswith("}") and any(module.accepts(text) for module in discover())
 
 
 def _existing(path: Path) -> Path:

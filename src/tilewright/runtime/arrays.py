@@ -73,7 +73,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     """
     where = f"input {name!r}"
     if isinstance(value, torch.Tensor):
-        tensor = value.detach()
+        tensor = value.detach().resolve_neg()  # a lazy minus sign is not in its memory, which kernels read
     elif is_numpy(value):
         array = np.asarray(value)
         given = dtype_of(array, where)

@@ -162,7 +162,7 @@ def _timed(
     for i, (trial, us) in enumerate(zip(trials, times, strict=True)):
         if i != winner:
             ratio = us / times[winner]
-            why = f"slower: {us:.1f} us, {ratio:.2f} times the winner" if ratio > 1 else "a tie; the earlier one is kept"
+            why = f"slower: {us:.1f} µs, {ratio:.2f} times the winner" if ratio > 1 else "a tie; the earlier one is kept"
             rejected.append(Rejected(_label(trial.kernel), why, us))
     return Decision(problem, trials[winner].kernel, times[winner], tuple(rejected), True, True)
 
