@@ -81,6 +81,20 @@ def test_a_float_model_quantised_has_seven_steps_a_layer_and_nothing_dangles(nam
     assert all(layer["kept"] is None for layer in report["quantized"]["layers"])
 
 
+def test_scaling_by_the_row_dangles_behind_a_product_and_is_said_to(model) -> None:
+    """What a row's scale is found from must be whole first: no epilogue holds that, and a step that only quantises is none."""
+    report = found(invoke("explain", model("bert"), "--int8", "--per-row", "--json", *FAST))
+    assert report["steps_per_layer"] == 9 and report["steps"]["quantize"] == 4 == len(report["dangling"])
+    assert {f["where"] for f in report["dangling"]} == {
+        "node_gelu Gelu",
+        "node_gelu_1 Gelu",
+        "node_view_4 Reshape",
+        "node_view_9 Reshape",
+    }
+    for finding in report["dangling"]:
+        assert finding["why"].startswith("absorb elementwise into store: 2 operations read the ") and finding["cost_us"] > 0
+
+
 @pytest.mark.parametrize("variant", ["int8", "int8-asymmetric", "uint8", "fp8", "fp8-fnuz"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_quantised_file_has_seven_steps_a_layer_and_nothing_dangles(name: str, variant: str, model) -> None:

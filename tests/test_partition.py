@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 from random_graphs import CONSTANTS, INPUTS, ONE, SHAPE, TWO, graphs, joined, quantised, split_by_sign
 from tilewright.dtype import BF16, F32, S8
-from tilewright.ir.build import const, convert, input_, items, map_, reshape, slice_, transpose
+from tilewright.ir.build import const, convert, input_, items, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, gemm
@@ -105,6 +105,12 @@ SCALE = const(0.1, F32)
 Q = input_("q", S8, SHAPE)
 
 
+def by_its_peak(data, of=X):
+    """A quantisation whose scale is found as the program runs."""
+    peak = reduce_("maximum", map_("abs", of), [-1], keepdims=True)
+    return Node(Quantize(S8), data, map_("multiply", peak, const(1 / 127, F32)))
+
+
 @pytest.mark.parametrize(
     ("build", "kind", "dangling"),
     [
@@ -115,6 +121,11 @@ Q = input_("q", S8, SHAPE)
         (lambda: Node(Concat(0), X, Y), "move", True),
         (lambda: Node(Pad((1, 0), (0, 0), (0, 0)), X, const(0.0, F32)), "move", True),
         (lambda: Node(Quantize(S8), Node(Concat(0), X, Y), SCALE), "quantize", True),
+        (lambda: by_its_peak(X), "quantize", True),
+        (lambda: reshape(by_its_peak(X), (16,)), "quantize", True),
+        (lambda: by_its_peak(map_("tanh", X)), "reduce", False),
+        (lambda: map_("negate", by_its_peak(X)), "reduce", False),
+        (lambda: by_its_peak(Node(LayerNorm(1, 1e-5), X), Node(LayerNorm(1, 1e-5), X)), "norm", False),
         (lambda: transpose(reshape(X, (2, 8)), (1, 0)), "view", False),
         (lambda: slice_(X, 0, 1, 3), "view", False),
         (lambda: quantised(map_("tanh", X)), "elementwise", False),

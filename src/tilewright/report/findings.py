@@ -138,8 +138,8 @@ def dangling(program: Program, reasons: Reasons, cost_us: Mapping[int, float]) -
 
 def _representative(step: Step) -> Node:
     """The node of a dangling step that makes it one."""
-    working = [n for n in step.part.nodes if not isinstance(n.op, (*VIEWS, Const))]
-    return working[0] if working else step.part.nodes[0]
+    working = [n for n in step.part.nodes if not isinstance(n.op, (*VIEWS, Const))] or list(step.part.nodes)
+    return next((n for n in working if isinstance(n.op, Quantize)), working[0])
 
 
 def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:

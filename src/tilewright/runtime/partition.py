@@ -139,6 +139,8 @@ def _part(members: Sequence[Node], readers: dict[Node, set[Node | None]], once: 
 
 def _kind(members: Sequence[Node]) -> Kind:
     ops = [n.op for n in members]
+    if _only_quantizes(members):
+        return "quantize"
     for kind, classes in _NAMING:
         if any(isinstance(op, classes) for op in ops):
             return kind
@@ -148,3 +150,20 @@ def _kind(members: Sequence[Node]) -> Kind:
     if all(isinstance(op, (*CAST, *MOVE)) for op in rest):
         return "quantize" if any(isinstance(op, CAST) for op in rest) else "move"
     return "elementwise"
+
+
+def _only_quantizes(members: Sequence[Node]) -> bool:
+    """Whether all that members do is quantise what they are given, by scales that they may find themselves."""
+    inside = set(members)
+    needed: set[Node] = set()
+    for node in reversed(members):  # readers first
+        if isinstance(node.op, Quantize):
+            data = node.src[0]
+            while data in inside and isinstance(data.op, (*VIEW, Convert)):
+                data = data.src[0]
+            if data in inside:
+                return False
+            needed.add(node)
+        if node in needed:
+            needed.update(node.src)
+    return bool(needed) and all(n in needed or isinstance(n.op, VIEW) for n in members)
