@@ -9,7 +9,7 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not conformance and not gpu"
+	$(BIN)/python -m pytest -m "not conformance and not fuzz and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -22,6 +22,9 @@ check: lint types test
 
 conformance: $(STAMP)
 	$(BIN)/python -m pytest -m conformance
+
+fuzz: $(STAMP)
+	$(BIN)/python -m pytest -m fuzz
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py

@@ -40,8 +40,12 @@ def join(parts: Sequence[Node], axis: int) -> Node:
     parts = _adjacent_as_one(parts, axis)
     if len(parts) == 1:
         return parts[0]
-    op, read = parts[0].op, _read_types(parts[0])
-    if any(_read_types(p) != read or type(p.op) is not type(op) for p in parts):
+    op = parts[0].op
+    if not isinstance(op, (Reshape, Transpose, Convert, Dequantize, Quantize)) or any(
+        type(p.op) is not type(op) for p in parts
+    ):
+        return Node(Concat(axis), *parts)
+    if any(_read_types(p) != _read_types(parts[0]) for p in parts):
         return Node(Concat(axis), *parts)
     if isinstance(op, Reshape):
         return _join_reshapes(parts, axis) or Node(Concat(axis), *parts)
@@ -51,9 +55,7 @@ def join(parts: Sequence[Node], axis: int) -> Node:
         return Node(op, join([p.src[0] for p in parts], op.perm[axis]))
     if isinstance(op, Convert):
         return Node(op, join([p.src[0] for p in parts], axis))
-    if isinstance(op, (Dequantize, Quantize)):
-        return _join_scaled(op, parts, axis)
-    return Node(Concat(axis), *parts)
+    return _join_scaled(op, parts, axis)
 
 
 def _read_types(part: Node) -> list[tuple[DType, int]]:
