@@ -16,8 +16,8 @@ from tilewright.ir.ops import Param
 class Packing:
     """Writes the functions that pack a nest's operands."""
 
-    def __init__(self, nest: Nest):
-        self.nest, self.module = nest, Module()
+    def __init__(self, nest: Nest, module: Module | None = None):
+        self.nest, self.module = nest, module or Module()
 
     def _function(self, name: str, *more: tuple[str, str]) -> Function:
         return Function(self.module, name, [("ptr", "d"), *more])
@@ -95,11 +95,11 @@ class Packing:
                     f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction}"), f.at(sums, f.mul(row, 4)), 4)
         f.finish()
 
-    def _pack_rhs(self) -> None:
+    def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
         """Panels of the right operand, a task each."""
         n = self.nest
-        f = self._function("pack_rhs")
-        with f.tasks(self._counter(f, 0), n.batch * n.panels if n.depth else 0) as task:
+        f = self._function(name)
+        with f.tasks(self._counter(f, counter), n.batch * n.panels if n.depth else 0) as task:
             b, panel = f.div(task, n.panels), f.rem(task, n.panels)
             out = f.at(self._rhs(f), f.mul(task, n.panel))
             (self._pack_along if n.along else self._pack_across)(f, b, panel, out)

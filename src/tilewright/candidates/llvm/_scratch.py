@@ -1,6 +1,6 @@
 """Memory that calls work in and give results in, used again instead of being asked of the system each time.
 
-A page that the system hands out costs a fault and its zeroing at first touch: for a result of 50 MB that is as long as a tenth of
+A page that the system hands out costs a fault and its zeroing at first touch: for a result of 50 MB that is a tenth of the time
 its product takes. Concurrent calls never share any memory: taking from and giving back to a pool are single list operations.
 """
 

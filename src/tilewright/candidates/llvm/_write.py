@@ -114,8 +114,12 @@ class Writer(Packing):
             if sums:
                 fix = f.splat(lanes, "i32", f.load("i32", f.at(sums, f.mul(row, 4)), 4))
                 acc = f.v(f"add {type_} {acc}, {fix}")
-            vectors.store(row, vectors.row(row, acc), target)
+            vectors.store(row, vectors.row(row, self._accumulated(vectors, acc)), target)
         f.finish()
+
+    def _accumulated(self, vectors: Vectors, acc: str) -> str:
+        """The accumulator as the stores' expressions take it."""
+        return acc
 
     def _stores(self, f: Function, tile: str, row: Int, rows: Int, panel: Int) -> None:
         """A finished tile into every result it has columns of."""
