@@ -91,9 +91,9 @@ def _closure(
             continue
         seen.add(n)
         inner = [s for s in n.src if s in expression]
-        elementwise = isinstance(n.op, ELEMENTWISE) and all(s.shape == n.shape for s in inner)
+        absorbable = all(_absorbable(n, s) for s in inner)
         late = any(s not in expression and turn[s] >= turn[carrier] for s in n.src)
-        if late or not (elementwise or isinstance(n.op, REARRANGE)) or len({result_of[s] for s in inner}) != 1:
+        if late or not absorbable or len({result_of[s] for s in inner}) != 1:
             continue
         expression[n] = Node(n.op, *(expression[s] if s in expression else sources.param(s) for s in n.src))
         result_of[n] = result_of[inner[0]]
