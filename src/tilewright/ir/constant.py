@@ -62,10 +62,18 @@ def scalar_like(value: float, node: Node) -> Node:
 
 
 def unrounded(node: Node) -> Node:
-    """The value before any conversion between floats of 16 bits or more; what is made narrower than that is quantised."""
-    while isinstance(node.op, Convert) and all(d.is_float and d.bits >= 16 for d in (node.dtype, node.src[0].dtype)):
+    """The value before any conversion between floats of 16 bits or more that keeps infinity; what is made narrower than that is
+    quantised, and what saturates is clamped."""
+    while is_rounding(node):
         node = node.src[0]
     return node
+
+
+def is_rounding(node: Node) -> bool:
+    """Whether a node only rounds a float of 16 bits or more to another, or widens it."""
+    if not isinstance(node.op, Convert) or node.op.overflow == "saturate":
+        return False
+    return all(d.is_float and d.bits >= 16 for d in (node.dtype, node.src[0].dtype))
 
 
 def scaling(node: Node) -> tuple[int, float] | None:

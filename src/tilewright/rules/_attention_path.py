@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tilewright.dtype import DType
 from tilewright.ir.axes import Axis, Layout, Placed, above, against, axes_of, below, layout_of
-from tilewright.ir.constant import scalar_value
+from tilewright.ir.constant import is_rounding, scalar_value
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Map, Param, Quantize, Reshape, Select, Softmax, Transpose
 
@@ -129,7 +129,9 @@ def _onward(node: Node) -> Sequence[int]:
     if isinstance(op, _VIEWS):
         return (0,)
     if isinstance(op, Convert):
-        return (0,) if node.dtype.is_float and node.src[0].dtype.is_float else ()
+        types = (node.dtype, node.src[0].dtype)
+        codes = all(d.is_float for d in types) and min(d.bits for d in types) <= 8
+        return (0,) if codes or is_rounding(node) else ()
     if isinstance(op, (Quantize, Dequantize)):
         return (0,) if op.block is None else ()
     if isinstance(op, (Map, Select)) and node.dtype.is_float:

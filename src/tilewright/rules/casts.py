@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.build import const
-from tilewright.ir.constant import scalar_value
+from tilewright.ir.constant import is_rounding, scalar_value
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Convert, Map, Reshape, Select, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
@@ -50,17 +50,19 @@ def drop_detour_through_a_wider_type(m: Match) -> Node | None:
 
 
 @rule(
-    Pat(Convert, (Pat(_ELEMENT_BY_ELEMENT, name="f"),), where=lambda n: n.dtype in (F16, BF16) and n.src[0].dtype is F32),
+    Pat(Convert, (Pat(_ELEMENT_BY_ELEMENT, name="f"),), where=lambda n: n.dtype in (F16, BF16) and is_rounding(n)),
     stage="recognise",
 )
 def function_between_casts_is_the_function_of_what_is_cast(m: Match) -> Node | None:
     """convert(f(convert(x, f32), …), t) -> f(x, …), with x of type t
 
     Where: t is f16 or bf16, f is elementwise or a view; numbers among its operands are exact in t; nothing else reads the f32
-    result. Exact: yes, a function of a narrow float is computed in f32 and rounded once. XLA writes this where a machine has
+    result; the outer cast does not saturate. Exact: yes, a function of a narrow float is computed in f32 and rounded once. XLA writes this where a machine has
     no bf16 arithmetic; taken back, activations and norms look as they were written.
     """
     f = m["f"]
+    if f.dtype is not F32:
+        return None
     src = [s if s.dtype is not F32 else before_cast(s, m.node.dtype) for s in f.src]
     narrow = [s for s in src if s is not None]
     if len(narrow) < len(src) or all(s.dtype is not m.node.dtype for s in narrow):

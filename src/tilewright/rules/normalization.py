@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.build import const, convert, map_
-from tilewright.ir.constant import scalar_value, unrounded
+from tilewright.ir.constant import is_rounding, scalar_value, unrounded
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Convert, LayerNorm, Map, Reshape
 from tilewright.ir.pattern import Match, Pat, rule
@@ -248,12 +248,12 @@ def shift_of_a_norm_spread_out_is_gathered(m: Match) -> Node | None:
     return None
 
 
-@rule(Pat(Convert, (Pat(LayerNorm, name="norm"),)), stage="recognise")
+@rule(Pat(Convert, (Pat(LayerNorm, name="norm"),), where=is_rounding), stage="recognise")
 def norm_between_casts_is_the_norm_of_what_is_cast(m: Match) -> Node | None:
     """convert(layer_norm(convert(x, f32), …), t) -> layer_norm(x, …), with x of type t
 
-    Where: t is f16 or bf16, and scale and bias, if any, were converted from t too; nothing else reads the f32 norm.
-    Exact: yes, a norm is computed in f32 and rounded once to its type.
+    Where: t is f16 or bf16, and scale and bias, if any, were converted from t too; nothing else reads the f32 norm;
+    the outer cast does not saturate. Exact: yes, a norm is computed in f32 and rounded once to its type.
     """
     norm = m["norm"]
     narrow = [before_cast(s, m.node.dtype) for s in norm.src]

@@ -1,0 +1,49 @@
+"""Casts that saturate are no mere roundings: no rule takes them back, since infinity would come out where a number was."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rule_checks import assert_close, assert_exact, graph_of, staged
+from tilewright.dtype import BF16, F16, F32
+from tilewright.ir.build import const, convert, input_, map_, swap_last
+from tilewright.ir.evaluate import evaluate
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Attention, Convert, LayerNorm, Softmax, gemm
+
+EDGES = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 60000.0, -60000.0, 3.0, 0.5, 11.5]
+
+
+def saturated(node: Node, dtype=F16) -> Node:
+    return Node(Convert(dtype, "saturate"), node)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16])
+@pytest.mark.parametrize("fn", ["multiply", "add", "exponential", "negate"])
+def test_a_function_between_casts_stays_wide_if_its_result_saturates(dtype, fn):
+    x, y = input_("x", dtype, (len(EDGES),)), input_("y", dtype, (len(EDGES),))
+    sides = [convert(x, F32)] if fn in ("exponential", "negate") else [convert(x, F32), convert(y, F32)]
+    before = graph_of(saturated(map_(fn, *sides), dtype))
+    data = torch.tensor(EDGES).to(dtype.to_torch())
+    feeds = {"x": data, "y": data.roll(3)}
+    (want,), (got,) = (evaluate(g, {n.op.label: feeds[n.op.label] for n in g.inputs}) for g in (before, staged(before)))
+    assert torch.equal(want.isnan(), got.isnan()) and not got.isinf().any()
+    assert torch.equal(want.nan_to_num(), got.nan_to_num())
+
+
+def test_a_norm_stays_wide_if_its_result_saturates():
+    x, scale = input_("x", F16, (4, 8)), const(torch.full((8,), 60000.0, dtype=torch.float16))
+    before = graph_of(saturated(Node(LayerNorm(1, 1e-5), convert(x, F32), convert(scale, F32))))
+    assert_exact(before, staged(before))
+
+
+def test_attention_does_not_forget_that_its_scores_saturate():
+    """A hidden score is then a number: a row that sees nothing has equal weights, and no NaN."""
+    q, k, v = (input_(name, F32, (1, 1, 3, 4)) for name in "qkv")
+    mask = const(torch.tensor([[0.0, -float("inf"), 0.0], [-float("inf")] * 3, [0.0] * 3]))
+    scores = saturated(map_("add", gemm(q, swap_last(k)), mask))
+    before = graph_of(gemm(Node(Softmax(-1), convert(scores, F32)), v))
+    after = staged(before)
+    assert not any(isinstance(n.op, Attention) for n in after.nodes())
+    assert_close(before, after, 1e-6)
