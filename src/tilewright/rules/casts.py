@@ -57,8 +57,8 @@ def function_between_casts_is_the_function_of_what_is_cast(m: Match) -> Node | N
     """convert(f(convert(x, f32), …), t) -> f(x, …), with x of type t
 
     Where: t is f16 or bf16, f is elementwise or a view; numbers among its operands are exact in t; nothing else reads the f32
-    result; the outer cast does not saturate. Exact: yes, a function of a narrow float is computed in f32 and rounded once. XLA writes this where a machine has
-    no bf16 arithmetic; taken back, activations and norms look as they were written.
+    result; the outer cast does not saturate. Exact: yes, a function of a narrow float is computed in f32 and rounded once. XLA
+    writes this where a machine has no bf16 arithmetic; taken back, activations and norms look as they were written.
     """
     f = m["f"]
     if f.dtype is not F32:
