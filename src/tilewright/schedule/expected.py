@@ -24,11 +24,11 @@ from typing import cast
 import torch
 
 from tilewright.dtype import F32, DType
-from tilewright.ir.carrier import acc_of, stores_of
+from tilewright.ir.carrier import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Map, Param, Select
+from tilewright.ir.ops import Acc, Map, Param, Select
 from tilewright.ir.ops.gemm import matmul_exact
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
 
@@ -150,7 +150,52 @@ def _attention(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> _B
     u, narrow = F32.epsilon / 2, max(t.dtype.epsilon for t in problem.operands[:3])
     tokens = max(problem.operands[1].shape[2], 1)
     usual = (SAFETY * math.sqrt(tokens) * u + ATTENTION_ROUNDINGS / 4 * narrow) * (acc.square() + size.square() / tokens).sqrt()
-    return acc, (tokens * u + ATTENTION_ROUNDINGS * narrow) * size, usual
+    flips = _flips(problem, bound)
+    return acc, (tokens * u + ATTENTION_ROUNDINGS * narrow) * size + flips, usual + flips
+
+
+def _flips(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) -> torch.Tensor:
+    """How far results move when a score or a weight that lies within its rounding error of the edge between two codes takes the
+    other one: nothing where an attention does not round on the way. A score that jumps moves a row's weights by twice the jump
+    times the largest weight at most; each change of a weight moves the result by that times the value."""
+    op = problem.op
+    if op.scores is None and op.weights is None:
+        return torch.zeros((), dtype=torch.float64)
+    operands = cast("list[torch.Tensor]", evaluate_nodes(operands_of(problem.node), _as_params(problem, bound)))
+    q, k, v = (t.double() for t in operands[:3])
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    u, depth = F32.epsilon / 2, q.shape[3]
+    scores = q @ k.transpose(-1, -2) * op.scale
+    error = (depth + 2) * u * abs(op.scale) * (q.abs() @ k.abs().transpose(-1, -2))
+    scores, jump, jumped = _jumps(problem, op.scores, bound, scores, error)
+    weights = torch.softmax(op.masked(scores, operands[3] if len(operands) == 4 else None), -1).nan_to_num(0.0)
+    peak = weights.amax(-1, keepdim=True)
+    moved = jump * peak * (jumped > 0)
+    loose = weights * (ATTENTION_ROUNDINGS * F32.epsilon + 2 * error.amax(-1, keepdim=True) + moved)
+    _, step, stepped = _jumps(problem, op.weights, bound, weights, loose)
+    largest = v.nan_to_num(0.0, 0.0, 0.0).abs().amax(-2, keepdim=True)
+    return (2 * jump * peak * jumped + step * stepped) * largest
+
+
+def _jumps(
+    problem: AttentionProblem, root: Node | None, bound: Mapping[Node, torch.Tensor], values: torch.Tensor, error: torch.Tensor
+) -> tuple[torch.Tensor, float, torch.Tensor]:
+    """What an inner expression makes of values known up to an error, how far it jumps there at most, and how often in a row."""
+    if root is None:
+        return values, 0.0, torch.zeros(*values.shape[:-1], 1, dtype=torch.float64)
+    acc = Node(Acc(root.tensor))
+    params = _as_params(problem, bound)
+    middle, *ends = (
+        cast("torch.Tensor", evaluate_nodes((root,), {**params, acc: x})[0]).double()
+        for x in (values, values - error, values + error)
+    )
+    jump = torch.stack([(e - middle).abs() for e in ends]).amax(0)
+    return middle, float(jump.max()) if jump.numel() else 0.0, (jump > 0).double().sum(-1, keepdim=True)
+
+
+def _as_params(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
+    """The sources as the leaves of the problem's own expressions."""
+    return {n: bound[problem.node.src[cast("Param", n.op).index]] for n in _params(problem)}
 
 
 def _bands(problem: AnyProblem, params: Mapping[Node, torch.Tensor], acc: _Band) -> list[_Band]:

@@ -1,4 +1,4 @@
-"""Generated CPU attention: two products and the softmax between them in one kernel, operands and stores as the graph has them."""
+"""Generated CPU attention: two products and a softmax in one kernel, operands, roundings and stores as the graph has them."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Attention(Op):
         scores = q @ k.transpose(-1, -2) * self.scale
         if self.scores is not None:
             scores = self._region((self.scores,), src, scores)[0].to(compute)
-        scores = self._masked(scores, operands[3] if len(operands) == 4 else None)
+        scores = self.masked(scores, operands[3] if len(operands) == 4 else None)
         weights = torch.softmax(scores, -1)
         if self.zero_masked_rows:
             weights = weights.masked_fill((scores == float("-inf")).all(-1, keepdim=True), 0.0)
@@ -118,7 +118,8 @@ class Attention(Op):
         stored = self._region(self.stores, src, product) if self.stores else [product]
         return stored[0] if len(stored) == 1 else tuple(stored)
 
-    def _masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+    def masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """Scores [B, Hq, S, T] with minus infinity where the mask or causality hides a key, a float mask added."""
         if mask is not None:
             keeps = mask.dtype == torch.bool
             scores = scores.masked_fill(~mask, float("-inf")) if keeps else scores + mask.to(scores.dtype)
