@@ -1,22 +1,25 @@
-"""Casts that saturate are no mere roundings: no rule takes them back, since infinity would come out where a number was."""
+"""What rules must not change at the edges: results that saturate, rows that see nothing, numbers that are none."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from rule_checks import assert_close, assert_exact, graph_of, staged
-from tilewright.dtype import BF16, F16, F32
+from rule_checks import assert_close, assert_exact, feeds_of, graph_of, staged
+from tilewright.dtype import BF16, F16, F32, PRED
 from tilewright.ir.build import const, convert, input_, map_, swap_last
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Attention, Convert, LayerNorm, Softmax, gemm
+from tilewright.ir.ops import Attention, Convert, LayerNorm, Select, Softmax, gemm
 
 EDGES = [0.0, -0.0, 1.0, -1.0, float("inf"), -float("inf"), float("nan"), 60000.0, -60000.0, 3.0, 0.5, 11.5]
 
 
 def saturated(node: Node, dtype=F16) -> Node:
     return Node(Convert(dtype, "saturate"), node)
+
+
+# Casts that saturate are no mere roundings: taken back, infinity would come out where a number was.
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16])
@@ -47,3 +50,29 @@ def test_attention_does_not_forget_that_its_scores_saturate():
     after = staged(before)
     assert not any(isinstance(n.op, Attention) for n in after.nodes())
     assert_close(before, after, 1e-6)
+
+
+# A mask of finite numbers leaves equal weights to a row that sees nothing; causality leaves it none.
+
+
+@pytest.mark.parametrize("spelling", ["add", "select", "select not"])
+@pytest.mark.parametrize("fill", [-1e9, -1e30, torch.finfo(torch.float32).min, -float("inf")])
+@pytest.mark.parametrize(("queries", "keys"), [(4, 2), (3, 1), (2, 4), (3, 3)])
+def test_more_queries_than_keys_are_causal_for_infinite_masks_alone(queries, keys, fill, spelling):
+    q, k, v = (input_(name, F32, (1, 2, rows, 4)) for name, rows in (("q", queries), ("k", keys), ("v", keys)))
+    visible = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
+    scores = gemm(q, swap_last(k))
+    if spelling == "add":
+        hidden = torch.zeros(visible.shape).masked_fill(~visible, fill)
+        masked = map_("add", scores, const(hidden))
+    elif spelling == "select":
+        masked = Node(Select(), const(visible, PRED), scores, const(fill))
+    else:
+        masked = Node(Select(), const(~visible, PRED), const(fill), scores)
+    before = graph_of(gemm(Node(Softmax(-1), masked), v))
+    after = staged(before)
+    blind = queries > keys
+    causal = [n.op.causal for n in after.nodes() if isinstance(n.op, Attention)]
+    assert ("lower" in causal) <= (not blind or fill == -float("inf"))
+    want, got = (evaluate(g, feeds_of(before))[0] for g in (before, after))  # in f32: -1e9 drowns what it is added to
+    assert torch.equal(want.isnan(), got.isnan()) and torch.allclose(want, got, rtol=1e-5, atol=1e-5, equal_nan=True)

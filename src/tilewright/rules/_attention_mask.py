@@ -85,9 +85,11 @@ class Masks:
         self.value = Node(Select(), visible, before, self._number(fill))
 
     def hide_if_causal(self, side: Placed, *, kept: bool) -> bool:
-        """The same with a fill that hides only where a row sees something: done if the mask is first and causal."""
+        """The same with a fill that hides only where a row sees something: done if the mask is first and causal, and each row
+        sees something."""
         visible = self._visible(side, kept)
-        if self.count or self._sight(visible) not in ("upper", "lower"):
+        seen = self._sight(visible)
+        if self.count or not (seen == "upper" or (seen == "lower" and visible.shape[-1] >= visible.shape[-2])):
             return False
         self._count(None)
         self.value = visible
@@ -139,7 +141,8 @@ def _sight(mask: Node) -> Sight:
     else:
         lowest = max(DROWNS, float(mask.dtype.min))  # f16 has nothing lower than -65504
         visible = value == 0
-        if not bool((visible | (value <= lowest)).all()):
+        blind = ~visible.any(-1, keepdim=True)  # a row of finite numbers has equal weights, where causality gives it none
+        if not bool((visible | torch.where(blind, value == float("-inf"), value <= lowest)).all()):
             return "other"
     if bool(visible.all()):
         return "all"
