@@ -9,7 +9,7 @@ from tilewright.ir.build import slice_
 from tilewright.ir.carrier import CARRIERS, operands_of, stores_of
 from tilewright.ir.expression import ELEMENTWISE, Sources, make_gemm, reshape_groups, slice_columns
 from tilewright.ir.graph import Node, substitute
-from tilewright.ir.ops import Acc, Gemm, Param, Reshape, Slice, Transpose
+from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
 
 LOOK_UP = 64  # operations looked at on the way from a slice up to the product it cuts
@@ -47,8 +47,8 @@ def slice_before_what_does_not_mix(m: Match) -> Node | None:
     """slice(f(x, s)) -> f(slice(x), slice(s)), f elementwise, a transpose, or a reshape that keeps the axis.
 
     Where: for f elementwise, all that reads it are slices of one axis that do not overlap, and it follows a product that can be
-    cut likewise, or only products read what is cut; anything else is left whole. f of constants, a transpose or a reshape:
-    always, they cost nothing at run time. Exact: yes.
+    cut likewise, or it is a cast or dequantisation and only products, which fold it, read what is cut; anything else is left
+    whole. f of constants, a transpose or a reshape: always, they cost nothing at run time. Exact: yes.
     """
     cut, x = one_axis(m.node), m["x"]
     if cut is None:
@@ -59,7 +59,7 @@ def slice_before_what_does_not_mix(m: Match) -> Node | None:
             return None
         inner = slice_(x.src[0], *earlier)
         return Node(x.op, inner) if isinstance(x.op, Transpose) else Node(Reshape(m.node.shape), inner)
-    if not (x.constant or _only_products_read(m, m.node) or _follows_a_product(m, x, cut)):
+    if not (x.constant or _only_products_fold(m, x) or _follows_a_product(m, x, cut)):
         return None
     if not x.constant and not only_cut_apart(m, x):
         m.refuse("what it is cut from is also read otherwise")
@@ -101,8 +101,11 @@ def _through(view: Node, cut: Cut) -> Cut | None:
     return None
 
 
-def _only_products_read(m: Match, node: Node) -> bool:
-    return all(r is not None and isinstance(r.op, CARRIERS) for r in m.users[node])
+def _only_products_fold(m: Match, x: Node) -> bool:
+    """Whether x is something that an operand can hold, and only products read the slice of it."""
+    if not isinstance(x.op, (Convert, Dequantize)):
+        return False
+    return all(r is not None and isinstance(r.op, CARRIERS) for r in m.users[m.node])
 
 
 def _follows_a_product(m: Match, x: Node, cut: Cut) -> bool:
