@@ -1,0 +1,20 @@
+"""x86-64 with AMX (Sapphire, Emerald and Granite Rapids)."""
+
+from tilewright.hardware.target import Chip, MatrixUnit
+
+INTEL = "Intel 64 and IA-32 Optimization Manual, 20 (AMX) and 2.2: one tile product in 16 cycles; two 512-bit FMA ports"
+MEASURED = "measured on one core of an Emerald Rapids: 205 Gflop/s of f32, 110 of bf16 by vdpbf16ps, which is therefore not named"
+
+CHIP = Chip(
+    name="x86_64_amx",
+    kind="cpu",
+    requires=frozenset({"avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16"}),
+    units=(
+        MatrixUnit("s8", "s32", "tdpbssd", 16 * 16 * 64 * 2 // 16, INTEL),
+        MatrixUnit("bf16", "f32", "tdpbf16ps", 16 * 16 * 32 * 2 // 16, INTEL),
+        MatrixUnit("s8", "s32", "vpdpbusd zmm", 2 * 64 * 2, INTEL),
+        MatrixUnit("f32", "f32", "vfmadd231ps zmm", 2 * 16 * 2, MEASURED),
+        MatrixUnit("f64", "f64", "vfmadd231pd zmm", 2 * 8 * 2, INTEL),
+    ),
+    notes=("no generated kernel uses the tiles yet: libraries that do are measured beside those that take the vector units",),
+)
