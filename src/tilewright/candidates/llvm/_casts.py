@@ -83,19 +83,18 @@ class Casts:
             if target is F32:
                 return self._widened(value, source)
             if source is not F32:
-                return self.convert(self.convert(value, source, F32), F32, target, saturate=saturate)
-            if saturate and target.max < source.max:
-                top = self.math.const(float(target.max))
-                value = self.math.at_least(self.math.at_most(value, top), self.math.const(-float(target.max)))
-            return self._narrowed(value, target)
+                value = self._widened(value, source)
+            return self._narrowed(self._held(value, target) if saturate and target.max < source.max else value, target)
         if target.is_float:
+            held = saturate and target.max <= source.max
             if source.bits > 16 and target is not F32:  # once, not twice: through f64
                 f64 = vec(self.lanes, "double")
                 wide = f.v(f"{'sitofp' if source.kind == 'int' else 'uitofp'} {from_} {value} to {f64}")
-                return self._narrowed(self._odd(wide), target)
+                wide = self._odd(wide)
+                return self._narrowed(self._held(wide, target) if held else wide, target)
             single = vec(self.lanes, "float")
             value = f.v(f"{'sitofp' if source.kind == 'int' else 'uitofp'} {from_} {value} to {single}")
-            return value if target is F32 else self._narrowed(value, target)
+            return value if target is F32 else self._narrowed(self._held(value, target) if held else value, target)
         if source.is_float:
             value = self.convert(value, source, F32)
             single = vec(self.lanes, "float")
@@ -108,6 +107,11 @@ class Casts:
         bits = {"i1": 1}.get(element(source), source.bits)
         grow = "sext" if source.kind == "int" else "zext"
         return f.v(f"{'trunc' if bits > target.bits else grow} {from_} {value} to {to}")
+
+    def _held(self, value: str, target: DType) -> str:
+        """f32 held to the finite range of another float; NaN stays."""
+        top = float(target.max)
+        return self.math.at_least(self.math.at_most(value, self.math.const(top)), self.math.const(-top))
 
     def _clamped(self, value: str, source: DType, target: DType) -> str:
         """Integers held to the range of another type, in their own."""
