@@ -9,6 +9,7 @@ Symmetric throughout: scale = largest magnitude / largest code. Weights per colu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, cast
@@ -22,10 +23,10 @@ from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal as Data
 from tilewright.ir.ops import Const, Convert, Dequantize, Gemm, Param, Quantize
-from tilewright.ir.types import TensorType
+from tilewright.ir.types import Shape, TensorType
 
 SAMPLE_ROWS = 256
-SMALLEST_SCALE = 2.0**-40  # a column of zeros gets a scale that divides
+SMALLEST_SCALE = 2.0**-126  # a column of zeros gets a scale that divides: the smallest normal f32, whose reciprocal is finite
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,8 @@ def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tens
 
 @dataclass
 class Seen:
-    """What calibration saw of one product's left operand: its largest magnitude and some of its rows."""
+    """What calibration saw of one product's left operand: its largest magnitude (NaN if it holds one) and some of its rows; of
+    a product with one matrix for each batch, some rows of each batch."""
 
     largest: float = 0.0
     rows: torch.Tensor | None = None
@@ -111,12 +113,12 @@ class Calibration:
 
 
 def quantizable(node: Node) -> bool:
-    """Whether a node is a float product of something computed with one constant matrix."""
+    """Whether a node is a float product of something computed with a constant matrix, or with one for each batch (experts)."""
     op = node.op
     if not isinstance(op, Gemm) or not isinstance(op.lhs.op, Param) or not isinstance(op.rhs.op, Param):
         return False
     left, right = node.src[op.lhs.op.index], node.src[op.rhs.op.index]
-    return left.dtype.is_float and right.dtype.is_float and right.constant and not left.constant and len(right.shape) == 2
+    return left.dtype.is_float and right.dtype.is_float and right.constant and not left.constant
 
 
 def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]) -> Calibration:
@@ -136,7 +138,7 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]) -> Ca
 
     def visit(node: Node, value: object) -> None:
         for reader in readers.get(node, ()):
-            _see(found.seen[reader], cast("torch.Tensor", value))
+            _see(found.seen[reader], cast("torch.Tensor", value), batched=len(_right(reader).shape) > 2)
 
     for batch in batches:
         for node in graph.inputs:
@@ -145,19 +147,27 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]) -> Ca
     return found
 
 
-def _see(seen: Seen, value: torch.Tensor) -> None:
-    flat = value.detach().reshape(-1, value.shape[-1]).to(torch.float32)
-    if not flat.numel():
+def _see(seen: Seen, value: torch.Tensor, *, batched: bool) -> None:
+    rows = value.detach()
+    if not rows.numel():
         return
-    seen.largest = max(seen.largest, float(flat.abs().max()))
+    low, high = (float(t) for t in torch.aminmax(rows.to(torch.float32)))
+    largest = max(abs(low), abs(high))
+    seen.largest = seen.largest if math.isnan(seen.largest) or seen.largest >= largest else largest
     if seen.rows is None:
-        step = max(flat.shape[0] // SAMPLE_ROWS, 1)
-        seen.rows = flat[::step][:SAMPLE_ROWS].clone()
+        rows = rows if batched else rows.reshape(-1, rows.shape[-1])
+        wanted = max(SAMPLE_ROWS // math.prod(rows.shape[:-2]), 1)
+        seen.rows = rows[..., :: max(rows.shape[-2] // wanted, 1), :][..., :wanted, :].to(torch.float32, copy=True)
 
 
 def _left(node: Node) -> Node:
     assert isinstance(node.op, Gemm) and isinstance(node.op.lhs.op, Param)
     return node.src[node.op.lhs.op.index]
+
+
+def _right(node: Node) -> Node:
+    assert isinstance(node.op, Gemm) and isinstance(node.op.rhs.op, Param)
+    return node.src[node.op.rhs.op.index]
 
 
 def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float | None = None) -> tuple[Graph, list[Layer]]:
@@ -175,6 +185,8 @@ def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float 
         kept = None
         if not seen.largest < float("inf"):
             kept = "its activations are not finite"
+        elif not coded.weight_scales[1] < float("inf"):
+            kept = "its weight is not finite"
         elif rtol is not None and not coded.error <= rtol:
             kept = f"its error {coded.error:.3g} exceeds {rtol:g}"
         else:
@@ -212,10 +224,10 @@ class _Made:
 def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
     op = node.op
     assert isinstance(op, Gemm) and isinstance(op.lhs.op, Param) and isinstance(op.rhs.op, Param)
-    left, right = node.src[op.lhs.op.index], node.src[op.rhs.op.index]
+    left, right = _left(node), _right(node)
     weight = cast("torch.Tensor", evaluate_nodes((right,), {})[0]).to(torch.float32)
     codes, scale = _encode(weight, to.weight, to.group)
-    block = (to.group, 1) if to.group else None
+    block = _block(weight, to.group)
     label = right.op.data.label if isinstance(right.op, Const) else ""
     coded = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
     back = Node(Dequantize(right.dtype, block), coded, const(scale))
@@ -237,17 +249,22 @@ def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
 
 
 def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a [K, N] weight and its scales: [1, N], or [ceil(K / group), N]."""
+    """Codes of a weight [..., K, N] and its scales: [..., 1, N], or [..., ceil(K / group), N]."""
+    *batch, k, n = weight.shape
     if group:
-        blocks = -(-weight.shape[0] // group)
-        padded = torch.nn.functional.pad(weight, (0, 0, 0, blocks * group - weight.shape[0]))
-        largest = padded.reshape(blocks, group, -1).abs().amax(1)
+        blocks = -(-k // group)
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, blocks * group - k))
+        largest = padded.reshape(*batch, blocks, group, n).abs().amax(-2)
     else:
-        largest = weight.abs().amax(0, keepdim=True) if weight.shape[0] else torch.zeros(1, weight.shape[1])
+        largest = weight.abs().amax(-2, keepdim=True) if k else torch.zeros(*batch, 1, n)
     scale = (largest / to.max).clamp_min(SMALLEST_SCALE)
-    block = (group, 1) if group else None
-    node = Node(Quantize(to, block), const(weight), const(scale))
+    node = Node(Quantize(to, _block(weight, group)), const(weight), const(scale))
     return cast("torch.Tensor", evaluate_nodes((node,), {})[0]), scale
+
+
+def _block(weight: torch.Tensor, group: int) -> Shape | None:
+    """The block of a weight that shares a scale; None if that is a column."""
+    return (*(1 for _ in weight.shape[:-2]), group, 1) if group else None
 
 
 def _scale_of(largest: float, to: DType) -> float:
