@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 # Swap, and memory that a virtual machine is given only as it is used, hold more than the machine reports at first.
 MEMORY_GROWS = 2
-# A product is checked against its result in float64, its error bound, and both ends of the interval around it.
-CHECKED_BYTES = 4 * 8
+# A product is checked against its result, both ends of the intervals of two error bounds, and what those become.
+CHECKED_BYTES = 8 * 4
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Map, Param, Select
 from tilewright.ir.ops.gemm import matmul_exact
+from tilewright.schedule.pieces import PIECE, by_pieces, part, pieces
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
 
 SAFETY = 16.0
@@ -45,8 +46,9 @@ class Expected:
 
     Attributes:
         reference: the oracle's results on the product in float64 (exact for integers).
-        low, high: the interval of each element; NaN where the error bound spans a pole, and anything is right.
-        width: how far each element typically lies from the reference, with a factor for safety.
+        low, high: the interval of each element, in a type that can be compared; NaN where the error bound spans a pole, and
+            anything is right.
+        width: how far each element typically lies from the reference, with a factor for safety; f32, f64 for an f64 store.
         exact: nothing rounds before the store leaves: the reference alone is right, and both ends of the interval.
     """
 
@@ -64,11 +66,6 @@ class _Band:
     low: torch.Tensor
     mid: torch.Tensor
     high: torch.Tensor
-
-    @classmethod
-    def around(cls, mid: torch.Tensor, slack: torch.Tensor, storage: torch.dtype) -> _Band:
-        room = torch.where(mid.isfinite(), slack, torch.zeros_like(slack))
-        return cls((mid - room).to(storage), mid.to(storage), (mid + room).to(storage))
 
     @classmethod
     def spanning(cls, mid: torch.Tensor, others: Sequence[torch.Tensor]) -> _Band:
@@ -90,10 +87,13 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
         exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, problem.acc.dtype)
         worst = typical = _bands(problem, params, _Band(exact, exact, exact))
     else:
-        gemm = isinstance(problem, Problem)
-        product, bound, usual = _product(problem, params, roundoff) if gemm else _attention(problem, sources)
-        worst = _bands(problem, params, _Band.around(product, bound, storage))
-        typical = _bands(problem, params, _Band.around(product, usual, storage))
+        if isinstance(problem, Problem):
+            ends = _product(problem, params, roundoff)
+        else:
+            ends = _around(*_attention(problem, sources), storage)
+        worst = _bands(problem, params, _Band(ends[1], ends[0], ends[2]))
+        typical = _bands(problem, params, _Band(ends[3], ends[0], ends[4]))
+        del ends
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     rounds = _rounding(problem)
     for w, t, inexact in zip(worst, typical, rounds, strict=True):
@@ -101,10 +101,31 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
             found.append((t.mid, t.mid, torch.zeros(())))
             continue
         # An epilogue that turns within the wide interval may leave its ends on one side: the narrow one is within bounds too.
-        low, high = torch.minimum(w.low.double(), t.low.double()), torch.maximum(w.high.double(), t.high.double())
-        found.append((low, high, torch.maximum(t.high.double() - t.mid.double(), t.mid.double() - t.low.double())))
+        low, high, width = by_pieces(t.mid.shape, _both, w.low, w.high, t.low, t.mid, t.high)
+        found.append((low, high, width))
     low, high, width = zip(*found, strict=True)
     return Expected(tuple(t.mid for t in typical), low, high, width, tuple(not r for r in rounds))
+
+
+def _both(
+    worst_low: torch.Tensor, worst_high: torch.Tensor, low: torch.Tensor, mid: torch.Tensor, high: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """The interval of both bounds together, and the width of the second."""
+    width = torch.maximum(high.double() - mid.double(), mid.double() - low.double())
+    return (
+        torch.minimum(_orderable(worst_low), _orderable(low)),
+        torch.maximum(_orderable(worst_high), _orderable(high)),
+        width if mid.dtype == torch.float64 else width.float(),
+    )
+
+
+def _around(mid: torch.Tensor, bound: torch.Tensor, usual: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """A float64 value as it is stored, and the ends of the intervals of its two bounds."""
+    ends: list[torch.Tensor] = [mid.to(storage)]
+    for slack in (bound, usual):
+        room = torch.where(mid.isfinite(), slack, torch.zeros_like(slack))
+        ends += [(mid - room).to(storage), (mid + room).to(storage)]
+    return tuple(ends)
 
 
 def _params(problem: AnyProblem) -> list[Node]:
@@ -120,20 +141,35 @@ def _operands(problem: Problem, params: Mapping[Node, torch.Tensor]) -> list[tor
 _Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _product(problem: Problem, params: Mapping[Node, torch.Tensor], roundoff: float) -> _Bounds:
-    """The product in float64, the bound of each element's error, and its typical size.
+def _product(problem: Problem, params: Mapping[Node, torch.Tensor], roundoff: float) -> tuple[torch.Tensor, ...]:
+    """The product worked out in float64, and the ends of the intervals of its errors' bound and of their typical size.
 
     The partial sums behind the typical size are taken to be as large as the result (data of one sign) or as a random walk of
     the products, estimated from the norms of row and column, whichever is more. A unit with fewer bits cuts products off below
     the largest of a group: that adds a few of its roundoffs of |a|.|b|, whatever K is.
     """
     a, b = (t.double() for t in _operands(problem, params))
-    u, k = problem.acc.dtype.epsilon / 2, max(problem.K, 1)
-    product = a @ b
-    bound = ((k + 2) * u + SAFETY * roundoff) * (a.abs() @ b.abs()) + torch.finfo(problem.acc.dtype.to_torch()).tiny
-    walk = a.square().sum(-1, keepdim=True) @ b.square().sum(-2, keepdim=True) / k
-    usual = SAFETY * (math.sqrt(k) * u + roundoff) * (product.square() + walk).sqrt()
-    return product, bound, torch.minimum(bound, usual)
+    storage = problem.acc.dtype.to_torch()
+    u, k, tiny = problem.acc.dtype.epsilon / 2, max(problem.K, 1), torch.finfo(storage).tiny
+    columns, square = b.abs(), b.square().sum(-2, keepdim=True)
+
+    def rows(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        product = a @ b
+        bound = ((k + 2) * u + SAFETY * roundoff) * (a.abs() @ columns) + tiny
+        walk = a.square().sum(-1, keepdim=True) @ square / k
+        usual = SAFETY * (math.sqrt(k) * u + roundoff) * (product.square() + walk).sqrt()
+        return _around(product, bound, torch.minimum(bound, usual), storage)
+
+    shape = problem.acc.shape
+    at_once = max(1, PIECE * shape[-2] // max(math.prod(shape), 1))
+    if at_once >= shape[-2]:
+        return rows(a)
+    found = [torch.empty(shape, dtype=storage) for _ in range(5)]
+    for start in range(0, shape[-2], at_once):
+        some = slice(start, start + at_once)
+        for whole, r in zip(found, rows(a[..., some, :]), strict=True):
+            whole[..., some, :] = r
+    return tuple(found)
 
 
 def _attention(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> _Bounds:
@@ -203,10 +239,16 @@ def _bands(problem: AnyProblem, params: Mapping[Node, torch.Tensor], acc: _Band)
     stores = stores_of(problem.node)
     dependent = depends_on_acc(stores)
     values: dict[Node, _Band] = {acc_of(problem.node): acc}
-    for n in toposort(stores):
+    del acc
+    order = toposort(stores)
+    last = {s: n for n in order for s in n.src}
+    for n in order:
         if n in values:
             continue
         src = [values[s] for s in n.src]
+        for s in n.src:
+            if last[s] is n and s not in stores:
+                values.pop(s, None)  # its memory, for what follows
         if n not in dependent:
             t = params[n] if n in params else cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
             values[n] = _Band(t, t, t)
@@ -228,16 +270,24 @@ def _bands(problem: AnyProblem, params: Mapping[Node, torch.Tensor], acc: _Band)
 
 def _stepped(n: Node, src: Sequence[_Band], dependent: set[Node]) -> _Band:
     """An elementwise step over intervals: its least and largest value over their ends, and room for its roundings."""
-    ends = [_rounded(b, s.dtype) if s in dependent else (b.mid,) for s, b in zip(n.src, src, strict=True)]
-    mid = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-    band = _Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, list(corner))) for corner in itertools.product(*ends)])
-    if not n.dtype.is_float or isinstance(n.op, Select):
-        return band
-    left = torch.zeros((), dtype=torch.float64)
-    if isinstance(n.op, Map) and n.op.fn in CANCELLING:
-        left = STEP_ROUNDINGS * n.dtype.epsilon * _size(src[0].mid)
-    low, high = (_moved(end, n.dtype, sign, left) for end, sign in ((band.low, -1), (band.high, 1)))
-    return _Band(low, mid, high)
+    rounded = isinstance(n.op, Map) and n.dtype.is_float
+    cancels = isinstance(n.op, Map) and n.op.fn in CANCELLING
+
+    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        here = [_Band(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+        ends = [_rounded(b, s.dtype) if s in dependent else (b.mid,) for s, b in zip(n.src, here, strict=True)]
+        mid = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in here]))
+        band = _Band.spanning(
+            mid, [cast("torch.Tensor", n.op.evaluate(n, list(corner))) for corner in itertools.product(*ends)]
+        )
+        if not rounded:
+            return band.low, mid, band.high
+        left = torch.zeros((), dtype=torch.float64)
+        if cancels:
+            left = STEP_ROUNDINGS * n.dtype.epsilon * _size(here[0].mid)
+        return _moved(band.low, n.dtype, -1, left), mid, _moved(band.high, n.dtype, 1, left)
+
+    return _Band(*by_pieces(n.shape, step, *(t for b in src for t in (b.low, b.mid, b.high))))
 
 
 def _rounded(band: _Band, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
@@ -292,20 +342,27 @@ def check(problem: AnyProblem, expected: Expected, results: Sequence[torch.Tenso
 
 def _compare(got: torch.Tensor, expected: Expected, i: int) -> str | None:
     reference, low, high, width = expected.reference[i], expected.low[i], expected.high[i], expected.width[i]
-    right = got == reference
-    if reference.is_floating_point():
-        right |= got.isnan() & reference.isnan()
-    if not expected.exact[i]:
-        g, r = got.double(), reference.double()
-        right |= ((g >= low) & (g <= high)) | ((low.isnan() | high.isnan()) & ~r.isnan())
-    count = got.numel() - int(right.sum())
-    if count:
-        at = tuple(int(x) for x in (~right).nonzero()[0])
-        return f"{count} of {got.numel()} elements differ, first at {list(at)}: {got[at].item()} for {reference[at].item()}"
-    if not expected.exact[i]:
-        error = (got.double() - reference.double()).abs()
-        counted = width.isfinite() & error.isfinite()
-        total, limit = float(error[counted].sum()), float(width[counted].sum())
-        if total > limit:
-            return f"its elements differ by {total:.3g} in all, where {limit:.3g} is accounted for: precision was dropped"
+    exact = expected.exact[i]
+    wrong, total, limit = 0, 0.0, 0.0
+    first: tuple[int, ...] = ()
+    for index in pieces(reference.shape):
+        g, r, lo, hi, w = (part(t, index) for t in (got, reference, low, high, width))
+        right = g == r
+        if r.is_floating_point():
+            right |= g.isnan() & r.isnan()
+        if not exact:
+            g, r, lo, hi = g.double(), r.double(), lo.double(), hi.double()
+            right |= ((g >= lo) & (g <= hi)) | ((lo.isnan() | hi.isnan()) & ~r.isnan())
+            error = (g - r).abs()
+            counted = w.isfinite() & error.isfinite()
+            total, limit = total + float(error[counted].sum()), limit + float(w[counted].double().sum())
+        count = right.numel() - int(right.sum())
+        if count and not wrong:
+            first = tuple(int(x) + (s.start or 0) for x, s in zip((~right).nonzero()[0], index, strict=True))
+        wrong += count
+    if wrong:
+        said = f"{got[first].item()} for {reference[first].item()}"
+        return f"{wrong} of {got.numel()} elements differ, first at {list(first)}: {said}"
+    if total > limit:
+        return f"its elements differ by {total:.3g} in all, where {limit:.3g} is accounted for: precision was dropped"
     return None

@@ -89,10 +89,10 @@ class _Sampler:
         if isinstance(self._problem, Problem):
             a, b = operands
             k = self._problem.K
-            wide = k * _mean(a) * _mean(b) + math.sqrt(k) * _rms(a) * _rms(b) * normal
+            wide = normal.mul_(math.sqrt(k) * _rms(a) * _rms(b)).add_(k * _mean(a) * _mean(b))
         else:
-            wide = _rms(operands[2]) * normal
-        wide = wide.clamp(-LIMIT, LIMIT)
+            wide = normal.mul_(_rms(operands[2]))
+        wide.clamp_(-LIMIT, LIMIT)  # in place: it may be gigabytes
         return narrow_integer(wide.to(torch.int64), acc.dtype) if acc.dtype.is_integer else wide.to(acc.dtype.to_torch())
 
     def _settle_epilogue(self) -> None:
