@@ -22,8 +22,8 @@ processor	: 1
 model name	: another
 flags		: fpu
 """
-ICE_LAKE = "model name : Intel(R) Xeon(R) 8375C\nflags : sse2 avx2 fma avx512f avx512bw avx512vl avx512_vnni\n"
-HASWELL = "model name : Intel(R) Core(TM) i7-4770\nflags : sse2 avx2 fma\n"
+ICE_LAKE = "model name : Intel(R) Xeon(R) 8375C\nflags : sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni\n"
+HASWELL = "model name : Intel(R) Core(TM) i7-4770\nflags : sse2 avx2 fma f16c\n"
 OLD = "model name : Pentium 4\nflags : mmx sse sse2\n"
 GRAVITON = "processor : 0\nBogoMIPS : 2100\nFeatures : fp asimd evtstrm sve i8mm bf16\nCPU implementer : 0x41\n"
 RISCV = "processor : 0\nisa : rv64imafdcv\n"
@@ -152,7 +152,7 @@ def test_a_chip_is_found_by_file_name(tmp_path):
         "UNIT = MatrixUnit('s8', 's32', 'qdot', 10**6, 'a dream, page 3')\n"
         "CHIP = Chip('quantum', 'cpu', frozenset({'sse2', 'qubits'}), (UNIT,))\n"
     )
-    features = frozenset({"sse2", "avx2", "fma", "qubits"})
+    features = frozenset({"sse2", "avx2", "fma", "f16c", "qubits"})
     assert detect.match("cpu", features).name == "x86_64_avx2"
     assert detect.match("cpu", features, [tmp_path]).name == "quantum"
     assert "quantum" not in [c.name for c in detect.chips()]

@@ -55,7 +55,7 @@ class Writer(Packing):
         first = ["zeroinitializer"] * (rows * nv)
         if not fresh:
             first = [f.load(d.accumulator, f.at("%tile", (m * nv + j) * width), 64) for m in range(rows) for j in range(nv)]
-        unroll = 4 if rows * nv <= 8 else 1
+        unroll = 4 if rows * nv <= d.registers // 4 else 1  # what is in flight stays in registers
 
         def step(group: Int, acc: Sequence[str], ahead: bool) -> list[str]:
             b, a = f.at("%b", f.mul(group, width * nv)), f.at("%a", f.mul(group, 4))

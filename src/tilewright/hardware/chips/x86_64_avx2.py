@@ -7,7 +7,7 @@ INTEL_GUIDE = "Intel Intrinsics Guide 3.6.9; two 256-bit FMA ports (Intel 64 and
 CHIP = Chip(
     name="x86_64_avx2",
     kind="cpu",
-    requires=frozenset({"avx2", "fma"}),
+    requires=frozenset({"avx2", "fma", "f16c"}),
     units=(
         MatrixUnit("f32", "f32", "vfmadd231ps ymm", 2 * 8 * 2, INTEL_GUIDE),
         MatrixUnit("f64", "f64", "vfmadd231pd ymm", 2 * 4 * 2, INTEL_GUIDE),

@@ -7,7 +7,7 @@ INTEL = "Intel 64 and IA-32 Optimization Manual, 2.2: vpdpbusd ymm on two ports;
 CHIP = Chip(
     name="x86_64_avx_vnni",
     kind="cpu",
-    requires=frozenset({"avx2", "fma", "avx_vnni"}),
+    requires=frozenset({"avx2", "fma", "f16c", "avx_vnni"}),
     units=(
         MatrixUnit("s8", "s32", "vpdpbusd ymm", 2 * 32 * 2, INTEL),
         MatrixUnit("f32", "f32", "vfmadd231ps ymm", 2 * 8 * 2, INTEL),

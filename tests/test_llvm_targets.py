@@ -1,0 +1,129 @@
+"""Generated kernels for every CPU there is a data file of: the intended instruction makes up the inner loop, nothing is spilled
+in it, and nothing outside is called that the process does not have."""
+
+import json
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tilewright.candidates.llvm import _engine as engine
+from tilewright.hardware.detect import chips
+
+X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
+# triple, processor and features in LLVM's words
+AS_LLVM_SAYS = {
+    "x86_64": (X86, "x86-64", ""),
+    "x86_64_avx2": (X86, "haswell", ""),
+    "x86_64_avx_vnni": (X86, "alderlake", ""),
+    "x86_64_avx512_bf16": (X86, "znver4", ""),
+    "x86_64_amx": (X86, "sapphirerapids", ""),
+    "aarch64": (ARM, "generic", "+neon"),
+    "aarch64_dotprod": (ARM, "generic", "+neon,+dotprod"),
+    "aarch64_bf16": (ARM, "generic", "+neon,+dotprod,+bf16"),
+}
+FMA = "vfmadd(132|213|231)ps"  # the same but for which register is overwritten
+# What each chip multiplies 8-bit codes, bf16 and f32 with.
+INTENDED = {
+    "x86_64_avx2": ("vpmaddwd", FMA, FMA),
+    "x86_64_avx_vnni": ("vpdpbusd", FMA, FMA),
+    "x86_64_avx512_bf16": ("vpdpbusd", "vdpbf16ps", FMA),
+    "x86_64_amx": ("vpdpbusd", FMA, FMA),
+    "aarch64": ("mla", "fmla", "fmla"),
+    "aarch64_dotprod": ("[su]dot", "fmla", "fmla"),
+    "aarch64_bf16": ("[su]dot", "bfdot", "fmla"),
+}
+LINES = {
+    "s8[96,96] @ s8[96,96] -> s8 scale=tensor": 0,
+    "u8[70,90] @ s8[90,33] -> s32": 0,
+    "s8[96,96] @ u8[50,96]^T": 0,
+    "u8[5,512] @ u8[512,300]": 0,
+    "bf16[96,96] @ bf16[96,96] + bias, gelu_tanh -> bf16": 1,
+    "f32[96,96] @ f32[96,96] + bias, gelu -> f32": 2,
+    "f32[90,5000] @ f32[5000,100]": 2,  # several passes over K
+    "f32[1,256] @ f32[256,512], silu": 2,  # one row
+    "f32[6,256] @ f32[256,512]": 2,
+    "f32[200,96] @ f32[96,3]": 2,  # one vector of columns
+    "f16[40,96] @ f16[96,96] -> f16": 2,
+}
+
+
+@cache
+def kernels(chip):
+    """For each line the child's answer; LLVM aborts on what it cannot select, so that is seen as its exit."""
+    asked = "".join(json.dumps([chip, *AS_LLVM_SAYS[chip], line]) + "\n" for line in LINES)
+    child = Path(__file__).parent / "llvm_targets.py"
+    ran = subprocess.run([sys.executable, str(child)], input=asked, capture_output=True, text=True, timeout=300)
+    made = [json.loads(line) for line in ran.stdout.splitlines()]
+    at = list(LINES)[min(len(made), len(LINES) - 1)]
+    assert ran.returncode == 0, f"{chip}, {at}: exit {ran.returncode}\n{ran.stderr[-2000:]}"
+    return dict(zip(LINES, made, strict=True))
+
+
+def functions(assembly):
+    """Name and lines of each function, without comments and directives."""
+    for found in re.finditer(r"^(\w+):(.*?)^\.Lfunc_end", assembly, re.M | re.S):
+        lines = (re.split(r"\s(?:#|//)", line)[0].strip() for line in found[2].splitlines())
+        yield found[1], [line for line in lines if line and (line[0] not in ".#/" or line.startswith(".LBB"))]
+
+
+def innermost_loops(lines):
+    """From the target of each backward jump to the jump, where no other loop lies inside."""
+    at = {line[:-1]: i for i, line in enumerate(lines) if line.endswith(":")}
+    jumps = [
+        (at[t], i) for i, line in enumerate(lines) if (t := line.split()[-1]) in at and at[t] <= i and not line.endswith(":")
+    ]
+    return [lines[a : b + 1] for a, b in jumps if not any(a <= c and d <= b and (a, b) != (c, d) for c, d in jumps)]
+
+
+def test_every_chip_is_compiled_for():
+    assert {c.name for c in chips() if c.kind == "cpu"} == set(AS_LLVM_SAYS)
+
+
+def test_x86_64_without_fma_is_refused():
+    for line, made in kernels("x86_64").items():
+        assert "names no instruction" in made["refused"], line
+
+
+@pytest.mark.parametrize("chip", list(INTENDED))
+def test_inner_loops_are_the_intended_instruction_without_spills(chip):
+    for line, made in kernels(chip).items():
+        wanted = INTENDED[chip][LINES[line]]
+        assert re.fullmatch(wanted, made["instruction"].split()[0]), line
+        micro = [(name, lines) for name, lines in functions(made["assembly"]) if name.startswith("micro_")]
+        assert micro, line
+        for name, lines in micro:
+            rows = int(name.split("_")[1])
+            loops = innermost_loops(lines)
+            assert loops, f"{line}: {name}"
+            for loop in loops:
+                dots = [x for x in loop if re.match(rf"(\{{vex\}}\s+)?{wanted}\b", x)]
+                # one for each row and vector of the tile, four times where the loop is unrolled
+                assert len(dots) in (rows * made["nv"], 4 * rows * made["nv"]), f"{line}: {name} has {len(dots)}"
+                spilled = [x for x in loop if re.search(r"[re]sp\b|\bsp\b|[re]bp\b|\[x29", x)]
+                assert not spilled, f"{line}: {name}: {spilled}"
+                calls = [x for x in loop if re.match(r"callq?\b|blr?\b", x)]
+                assert not calls, f"{line}: {name}: {calls}"
+
+
+@pytest.mark.parametrize("chip", list(INTENDED))
+def test_registers_are_the_chip_s_own(chip):
+    """No 512-bit register where the chip's instruction has 256, and the other way round."""
+    for line, made in kernels(chip).items():
+        wide = "%zmm" in made["assembly"]
+        assert wide == made["instruction"].endswith("zmm"), line
+
+
+@pytest.mark.parametrize("chip", list(INTENDED))
+def test_kernels_call_nothing_that_a_process_might_not_have(chip):
+    """Conversions of 16-bit floats, above all, are library calls where a processor lacks them."""
+    for line, made in kernels(chip).items():
+        own = {name for name, _ in functions(made["assembly"])}
+        for name, lines in functions(made["assembly"]):
+            for text in lines:
+                called = re.match(r"(?:callq?|jmp|bl?)\s+([A-Za-z_]\w*)", text)
+                if called:
+                    assert called[1] in own | set(engine.THREADS) | set(engine.PYTHON), f"{line}: {name} calls {called[1]}"
