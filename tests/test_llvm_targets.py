@@ -52,15 +52,20 @@ LINES = {
 
 
 @cache
-def kernels(chip):
-    """For each line the child's answer; LLVM aborts on what it cannot select, so that is seen as its exit."""
-    asked = "".join(json.dumps([chip, *AS_LLVM_SAYS[chip], line]) + "\n" for line in LINES)
+def all_kernels():
+    """For each chip and line the child's answer; LLVM aborts on what it cannot select, so that is seen as its exit."""
+    asked = [(chip, line) for chip in AS_LLVM_SAYS for line in LINES]
+    given = "".join(json.dumps([chip, *AS_LLVM_SAYS[chip], line]) + "\n" for chip, line in asked)
     child = Path(__file__).parent / "llvm_targets.py"
-    ran = subprocess.run([sys.executable, str(child)], input=asked, capture_output=True, text=True, timeout=300)
+    ran = subprocess.run([sys.executable, str(child)], input=given, capture_output=True, text=True, timeout=300)
     made = [json.loads(line) for line in ran.stdout.splitlines()]
-    at = list(LINES)[min(len(made), len(LINES) - 1)]
-    assert ran.returncode == 0, f"{chip}, {at}: exit {ran.returncode}\n{ran.stderr[-2000:]}"
-    return dict(zip(LINES, made, strict=True))
+    at = asked[min(len(made), len(asked) - 1)]
+    assert ran.returncode == 0, f"{at}: exit {ran.returncode}\n{ran.stderr[-2000:]}"
+    return dict(zip(asked, made, strict=True))
+
+
+def kernels(chip):
+    return {line: made for (name, line), made in all_kernels().items() if name == chip}
 
 
 def functions(assembly):
