@@ -1,4 +1,7 @@
-"""The graph's own textual form as a program: `.tw` files, and text that begins with `graph "name" {`."""
+"""The graph's own textual form as a program: `.tw` files, and text that begins with `graph "name" {`.
+
+Constants too large for a file's text are looked for in `constants.npz` in its folder.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from pathlib import Path
 from tilewright.errors import InputError
 from tilewright.frontends import LoadOptions
 from tilewright.ir.graph import Graph
+from tilewright.ir.literal import Literal
+from tilewright.ir.literal_file import FILE, read_literals
 from tilewright.ir.text import parse
 
 SUFFIX = ".tw"
@@ -35,8 +40,17 @@ def load(program: object, options: LoadOptions) -> Graph:
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=where) from error
     try:
-        return parse(text)
+        return parse(text, _constants(program, text))
     except InputError as error:
         large = error.what.startswith("no data given for constant")
-        hint = "text holds small constants only: read the program it was printed from" if large else error.hint
+        hint = (
+            f"text holds small constants only: {FILE} beside it holds the others, as --dump writes it" if large else error.hint
+        )
         raise InputError(error.what, where=", ".join(p for p in (where, error.where) if p), hint=hint) from error
+
+
+def _constants(program: object, text: str) -> dict[str, Literal]:
+    """Constants beside a file whose text names some."""
+    if not isinstance(program, Path) or '@"' not in text or not program.with_name(FILE).is_file():
+        return {}
+    return read_literals(program.with_name(FILE))

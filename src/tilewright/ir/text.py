@@ -43,10 +43,10 @@ EXPRESSION_CHARACTERS = 2000
 
 
 class _Printer:
-    def __init__(self) -> None:
+    def __init__(self, literals: dict[str, Literal] | None = None) -> None:
         self.lines: list[str] = []
-        self.literals: dict[str, Literal] = {}
-        self._literal_names: dict[Literal, str] = {}
+        self.literals: dict[str, Literal] = {} if literals is None else literals
+        self._literal_names = {v: name for name, v in self.literals.items()}
         self._numbers = count()
 
     def block(self, roots: Sequence[Node], indent: str) -> dict[Node, str]:
@@ -124,9 +124,12 @@ def print_graph(graph: Graph) -> str:
     return print_with_literals(graph)[0]
 
 
-def print_with_literals(graph: Graph) -> tuple[str, dict[str, Literal]]:
-    """The graph as text, and the large constants its `@"name"`s stand for."""
-    p = _Printer()
+def print_with_literals(graph: Graph, literals: dict[str, Literal] | None = None) -> tuple[str, dict[str, Literal]]:
+    """The graph as text, and the large constants its `@"name"`s stand for.
+
+    They are added to `literals`, if given: one that is there already keeps its name, so that several texts can share them.
+    """
+    p = _Printer(literals)
     local = p.block([*graph.inputs, *graph.outputs], "  ")
     lines = [f"  origin {name} {json.dumps(graph.origins[n])}" for n, name in local.items() if n in graph.origins]
     lines += [f"  note {json.dumps(note)}" for note in graph.notes]
