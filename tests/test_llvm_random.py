@@ -7,17 +7,21 @@ out poisoned. A kernel that strays kills the process, so the problems run in a c
 import ctypes
 import ctypes.util
 import mmap
-import os
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from gemm_lines import assert_means, lines, tensors
 from tilewright.candidates.llvm import gemm as llvm
-from tilewright.hardware.detect import detect
+from tilewright.candidates.llvm._write import Writer
+from tilewright.hardware.detect import chips, detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import Problem, problem_of
 
@@ -70,24 +74,35 @@ def fenced(at_end: bool):
     return maker, take
 
 
-def one(line, data_seed, constant, at_end, threads):
+def spoil(line, arrays, data_seed):
+    """NaN and infinities in both operands: what does not read them must not feel them."""
+    rng = np.random.default_rng(data_seed)
+    for operand, array in zip((line.a, line.b), arrays, strict=False):
+        if not operand.is_integer and array.size:
+            array.reshape(-1)[rng.integers(array.size)] = rng.choice([np.nan, np.inf, -np.inf])
+
+
+def one(line, data_seed, constant, at_end, threads, target, wild):
     graph = parse(str(line))
     (node,) = graph.outputs
     if any(s.op.name != "input" for s in node.src):
         return False
     arrays = line.arrays(data_seed)
+    if wild:
+        spoil(line, arrays, data_seed)
     values = dict(zip(graph.inputs, tensors(line, arrays), strict=True))
     b = graph.inputs[1]
     problem = problem_of(node)
     weights = tuple(constant and (s is b or s.op.label[:2] == "b_") for s in node.src)
     problem = Problem(problem.op, problem.types, weights)
-    if llvm.CANDIDATE.refuse(problem, CPU) is not None:
+    if llvm.CANDIDATE.refuse(problem, target) is not None:
         return False
-    print(line, "constant" if constant else "", flush=True)
+    sys.stdout.write(f"{line}{' constant' if constant else ''}{' wild' if wild else ''}\n")
+    sys.stdout.flush()
     sources = [guarded(values[s], at_end) for s in node.src]
     results = []
-    for schedule in llvm.CANDIDATE.schedules(problem, CPU):
-        run = llvm.CANDIDATE.build(problem, schedule, CPU).prepare({i: t for i, t in enumerate(sources) if weights[i]})
+    for schedule in llvm.CANDIDATE.schedules(problem, target):
+        run = llvm.CANDIDATE.build(problem, schedule, target).prepare({i: t for i, t in enumerate(sources) if weights[i]})
         for count in threads:
             torch.set_num_threads(count)
             (result,) = run(sources)
@@ -97,38 +112,71 @@ def one(line, data_seed, constant, at_end, threads):
     return True
 
 
-def child(start: int, count: int) -> int:
+def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]]) -> int:
     done = 0
+    target = CPU
+    if chip:
+        target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
+        llvm.module_text = lambda nest: Writer(nest).write().text(OLDER[chip], "")
 
     @seed(start)
-    @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate], database=None)
+    @settings(
+        max_examples=count, suppress_health_check=list(HealthCheck), phases=[Phase.generate], deadline=None, database=None
+    )
     @given(
         st.one_of(lines(plain=True, largest=st.sampled_from([0, 1, 2, 3, 15, 16, 17, 31, 33, 64, 65, 130])), lines()),
         st.integers(0, 1000),
         st.booleans(),
         st.booleans(),
-        st.sampled_from([(1, 2), (1, 3), (1, 8), (1, 5)]),
+        st.sampled_from(threads),
+        st.sampled_from([False, False, True]),
     )
-    def attempt(line, data_seed, constant, at_end, threads):
+    def attempt(line, data_seed, constant, at_end, threads, wild):
         nonlocal done
         llvm.maker, llvm.take = fenced(at_end)
         llvm.give = lambda scratch: None
         llvm.ONE_THREAD_OPS = -1  # threads even where they do not pay
-        done += one(line, data_seed, constant, at_end, threads)
+        done += one(line, data_seed, constant, at_end, threads, target, wild)
         KEPT.clear()
 
     attempt()
     return done
 
 
-def run_child(start: int, count: int) -> int:
-    folder = os.path.dirname(os.path.abspath(__file__))
-    code = f"import sys; sys.path.insert(0, {folder!r}); import test_llvm_random as t; print('DONE', t.child({start}, {count}))"
+def run_child(
+    start: int, count: int, chip: str = "", threads: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 8), (1, 5))
+) -> int:
+    """How many of `count` random problems had a kernel; each of them was run."""
+    folder = str(Path(__file__).resolve().parent)
+    call = f"t.child({start}, {count}, {chip!r}, {list(threads)})"
+    code = f"import sys; sys.path.insert(0, {folder!r}); import test_llvm_random as t; sys.stdout.write('DONE ' + str({call}))"
     ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
     last = ran.stdout.strip().splitlines()[-1:] or [""]
     assert ran.returncode == 0, f"at {last[0]}: exit {ran.returncode}\n{ran.stderr[-3000:]}"
     return int(last[0].split()[1])
 
 
+# Processors whose kernels this one can run too.
+OLDER = {"x86_64_avx2": "haswell", "x86_64_avx_vnni": "alderlake", "x86_64_avx512_bf16": "cooperlake"}
+RUNNABLE = [c.name for c in chips() if c.name in OLDER and c.requires <= CPU.features and c is not CPU.chip]
+
+
 def test_random_problems_between_guard_pages():
-    assert run_child(0, 120) > 60
+    assert run_child(0, 250) > 80
+
+
+@pytest.mark.parametrize("chip", RUNNABLE)
+def test_kernels_for_older_processors_are_right_as_well(chip):
+    assert run_child(1, 40, chip) > 15
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("start", range(8))
+def test_two_thousand_random_problems_on_one_to_eight_threads(start):
+    assert run_child(100 + start, 250, threads=(tuple(range(1, 9)),)) > 100
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("chip", RUNNABLE)
+def test_a_thousand_random_problems_for_older_processors(chip):
+    assert run_child(200, 1000, chip) > 400

@@ -158,7 +158,7 @@ def _below(node: Node, source: Node, view: View) -> View:
     """The view of a source of `node`."""
     op = node.op
     if isinstance(op, Slice):
-        start = tuple(s + a * t for s, a, t in zip(view.start, op.start, view.step, strict=True))
+        start = tuple(a + s * t for s, a, t in zip(view.start, op.start, op.step, strict=True))
         return View(view.layout, start, tuple(a * b for a, b in zip(view.step, op.step, strict=True)))
     if isinstance(op, Transpose):
         inverse = sorted(range(len(op.perm)), key=op.perm.__getitem__)
