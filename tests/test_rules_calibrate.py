@@ -1,0 +1,148 @@
+"""Quantising a float model: which scales it gets, what it loses, what stays in float; and that what is written folds."""
+
+import pytest
+import torch
+
+from rule_checks import arithmetic, assert_close, gemms, graph_of, kinds, results
+from tilewright.compiler import optimise
+from tilewright.dtype import F8E4M3FN, F16, F32, S4, S8, S32
+from tilewright.errors import InputError
+from tilewright.ir.build import const, input_, map_, swap_last
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.ops import Dequantize, Quantize, gemm
+from tilewright.rules.calibrate import SMALLEST_SCALE, calibrate, quantizable, quantize, scheme
+from tilewright.schedule.problem import problem_of
+
+M, K, H, N = 16, 32, 48, 8
+G = torch.Generator().manual_seed(0)
+W1, W2 = torch.randn(K, H, generator=G), torch.randn(H, N, generator=G)
+X = input_("x", F32, (M, K))
+MODEL = graph_of(gemm(map_("gelu", map_("add", gemm(X, const(W1)), const(torch.ones(H)))), const(W2)))
+BATCHES = [{"x": torch.randn(M, K, generator=G)} for _ in range(3)]
+SEEN = calibrate(MODEL, BATCHES)
+
+
+@pytest.mark.parametrize("rows", ["tensor", "row"])
+@pytest.mark.parametrize("name", ["int8", "fp8", "w4", "w8"])
+def test_a_quantised_model_folds_and_stays_near(name, rows):
+    to = scheme(name, group=16, rows=rows)
+    coded, layers = quantize(MODEL, to, SEEN)
+    after = optimise(coded)
+    assert [n.src[1].dtype for n in gemms(after)] == [to.weight] * 2
+    assert arithmetic(after) == arithmetic(MODEL)
+    if to.activation is None:
+        assert kinds(after) == ["gemm", "gemm"] and all(n.op.acc_dtype is F32 for n in gemms(after))
+    else:  # the input is quantised by itself; the hidden layer leaves the first product as codes, if its scale is known
+        assert kinds(after) == (["quantize", "gemm", "gemm"] if rows == "tensor" else ["quantize", "gemm", "quantize", "gemm"])
+        assert {n.op.acc_dtype for n in gemms(after)} == {S32 if name == "int8" else F32}
+    assert_close(coded, after, 2e-2)
+    (wanted,), (got,) = results(MODEL, BATCHES[0]), results(after, BATCHES[0])
+    error = float((got - wanted).norm() / wanted.norm())
+    assert 0 < error < {"int8": 0.03, "w8": 0.02, "fp8": 0.1, "w4": 0.25}[name]
+    assert all(0 < layer.error < 0.25 and layer.kept is None for layer in layers)
+
+
+def test_scales_are_the_largest_magnitude_over_the_largest_code():
+    coded, layers = quantize(MODEL, scheme("int8"), SEEN)
+    first = next(n for n in coded.nodes() if isinstance(n.op, Quantize))
+    largest = max(float(b["x"].abs().max()) for b in BATCHES)
+    assert layers[0].largest == pytest.approx(largest) and layers[0].scale == pytest.approx(largest / 127)
+    assert evaluate_nodes([first.src[1]], {})[0].item() == pytest.approx(largest / 127)
+    weight = next(n for n in coded.nodes() if isinstance(n.op, Dequantize) and n.constant and n.shape == (K, H))
+    codes, scale = (evaluate_nodes([s], {})[0] for s in weight.src)
+    assert torch.allclose(scale, W1.abs().amax(0, keepdim=True) / 127) and int(codes.abs().max()) == 127
+    assert ((codes * scale - W1).abs() <= scale / 2 * 1.001).all()
+
+
+@pytest.mark.parametrize("group", [1, 16, 20, 32, 64])
+def test_groups_of_k_share_a_scale_and_the_last_may_be_short(group):
+    coded, _ = quantize(MODEL, scheme("w4", group=group), SEEN)
+    weight = next(n for n in coded.nodes() if isinstance(n.op, Dequantize) and n.shape == (K, H))
+    assert weight.op.block == (group, 1) and weight.src[1].shape == (-(-K // group), H) and weight.src[0].dtype is S4
+    (got,) = evaluate_nodes([weight], {})
+    for start in range(0, K, group):
+        part = W1[start : start + group]
+        assert ((got[start : start + group] - part).abs() <= part.abs().amax(0) / 7 / 2 * 1.001).all()
+    assert problem_of(gemms(optimise(coded))[0]).rhs.stored.dtype is S4
+
+
+def test_layers_that_lose_too_much_stay_in_float():
+    """A row of the weight is a thousand times the others': int8 per column cannot hold both."""
+    bad = W2.clone()
+    bad[0] *= 1e4
+    graph = graph_of(gemm(map_("relu", gemm(X, const(W1))), const(bad)))
+    seen = calibrate(graph, BATCHES)
+    _, layers = quantize(graph, scheme("fp8"), seen)
+    limit = sum(layer.error for layer in layers) / 2
+    coded, layers = quantize(graph, scheme("fp8"), seen, rtol=limit)
+    kept = [layer for layer in layers if layer.kept]
+    assert len(kept) == 1 and f"exceeds {limit:g}" in kept[0].kept
+    assert sum(n.constant for n in coded.nodes() if isinstance(n.op, Dequantize)) == 1
+
+
+def test_activations_that_are_not_finite_stay_in_float():
+    seen = calibrate(MODEL, [{"x": torch.full((M, K), float("inf"))}])
+    coded, layers = quantize(MODEL, scheme("int8"), seen)
+    assert coded.outputs == MODEL.outputs
+    assert {layer.kept for layer in layers} == {"its activations are not finite"}
+
+
+def test_columns_and_activations_of_zeros_get_a_scale_that_divides():
+    graph = graph_of(gemm(X, const(torch.zeros(K, N))))
+    coded, layers = quantize(graph, scheme("int8"), calibrate(graph, [{"x": torch.zeros(M, K)}]))
+    assert layers[0].weight_scales == (SMALLEST_SCALE, SMALLEST_SCALE) and layers[0].scale == SMALLEST_SCALE
+    assert not results(optimise(coded), BATCHES[0])[0].any()
+
+
+def test_only_float_products_with_a_constant_matrix_are_quantised():
+    half = input_("h", F16, (M, K))
+    assert quantizable(gemm(X, const(W1))) and quantizable(gemm(half, const(W1.half())))
+    for node in (
+        gemm(X, input_("w", F32, (K, N))),
+        gemm(const(W1.T), const(W1)),
+        gemm(X, swap_last(X)),
+        gemm(input_("c", S8, (M, K)), const(torch.ones(K, N, dtype=torch.int8))),
+        X,
+    ):
+        assert not quantizable(node)
+
+
+def test_a_16_bit_model_keeps_its_type():
+    half = input_("h", F16, (M, K))
+    graph = graph_of(gemm(half, const(W1.half()), out_dtype=F16))
+    coded, _ = quantize(graph, scheme("fp8"), calibrate(graph, [{"h": torch.randn(M, K).half()}]))
+    after = optimise(coded)
+    assert after.outputs[0].dtype is F16 and {s.dtype for s in gemms(after)[0].src[:2]} == {F8E4M3FN}
+
+
+def test_one_left_operand_of_several_products_is_quantised_once():
+    graph = graph_of(*(gemm(X, const(torch.randn(K, N))) for _ in range(3)))
+    coded, _ = quantize(graph, scheme("int8"), calibrate(graph, BATCHES))
+    assert sum(isinstance(n.op, Quantize) for n in coded.nodes()) == 1
+    after = optimise(coded)
+    assert kinds(after) == ["quantize", "gemm"]
+
+
+def test_rows_are_scaled_by_what_they_hold():
+    """A row a thousand times another's keeps its relative precision only if rows are scaled by themselves."""
+    x = torch.ones(M, K) * 1e-3
+    x[0] = 1
+    graph = graph_of(gemm(X, const(W1)))
+    seen = calibrate(graph, [{"x": x}])
+    errors = []
+    for rows in ("tensor", "row"):
+        (wanted,), (got,) = (
+            results(g, {"x": x}) for g in (graph, optimise(quantize(graph, scheme("int8", rows=rows), seen)[0]))
+        )
+        errors.append(float((got - wanted)[1:].norm() / wanted[1:].norm()))
+    assert errors[1] < 0.02 < errors[0]
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(InputError, match="no quantisation called 'int3'"):
+        scheme("int3")
+    with pytest.raises(InputError, match="a group of 0 elements"):
+        scheme("w4", group=0)
+    with pytest.raises(InputError, match="no calibration data"):
+        calibrate(MODEL, [])
+    assert "s4 weights per group of 16" in str(scheme("w4", group=16))
