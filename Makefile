@@ -27,7 +27,9 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m fuzz
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/run.py
+	$(BIN)/python benchmarks/limits.py
+	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python benchmarks/cpu.py --shapes
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

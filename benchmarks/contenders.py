@@ -163,7 +163,7 @@ def xla(case: Case) -> Run:
     x, w, c = jnp.asarray(a, kind), jnp.asarray(b, kind), jnp.asarray(bias, jnp.float32 if case.dtype != "bf16" else kind)
 
     @jax.jit
-    def f(x, w, c):  # noqa: ANN001, ANN202
+    def f(x, w, c):
         y = jnp.matmul(x, w, preferred_element_type=jnp.int32 if case.dtype == "s8" else None)
         if case.epilogue:
             y = y + c

@@ -2,7 +2,7 @@
 
     python benchmarks/cpu.py [--shapes] [--rounds 15] [--threads 2] [--only f32]
 
-Prints, for each product, our time, the fraction of the measured ceiling, the best peer's time and the ratio. With --shapes, the
+Prints, for each product, our time, the fraction of what its instruction reaches on registers alone, the best peer's time and the ratio. With --shapes, the
 forty shapes of transformer models and odd sizes instead of the headline products, and the geometric mean of the ratios.
 """
 
@@ -13,9 +13,11 @@ import statistics
 from collections.abc import Sequence
 
 import click
-from contenders import CONTENDERS, Case
 from rich.console import Console
 from rich.table import Table
+
+from contenders import CONTENDERS, Case
+from limits import dots, peak_gops
 from rounds import compete, ratio
 
 HEADLINES = (
@@ -47,7 +49,7 @@ def main(shapes: bool, rounds: int, threads: int, only: str) -> None:
     cases: Sequence[Case] = HEADLINES
     if shapes:
         cases = [Case(t, *shape) for t in ("f32", "bf16", "s8") for shape in SHAPES]
-    peak = _ceilings()
+    peak = {name: peak_gops(dot, threads) for name, dot in dots().items()}
     out = Console()
     made = Table("product", "ms", "% of ceiling", "best peer", "peer ms", "ratio", "others")
     ratios: dict[str, list[float]] = {}
@@ -71,14 +73,6 @@ def main(shapes: bool, rounds: int, threads: int, only: str) -> None:
     for dtype, found in ratios.items():
         mean = math.exp(statistics.fmean(map(math.log, found)))
         out.print(f"{dtype}: geometric mean {mean:.3f}, least {min(found):.3f}, {sum(r < 0.95 for r in found)} below 0.95")
-
-
-def _ceilings() -> dict[str, float]:
-    """1e9 operations a second of each type, measured now."""
-    from tilewright.hardware.ceilings import with_ceilings
-    from tilewright.hardware.detect import detect
-
-    return dict(with_ceilings(detect("cpu"), remeasure=True).peak_gops)
 
 
 if __name__ == "__main__":

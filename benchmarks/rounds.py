@@ -21,7 +21,7 @@ class Process:
     """One contender, waiting for its turns."""
 
     def __init__(self, name: str, case: object, threads: int):
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "XLA_FLAGS": f"--xla_force_host_platform_device_count=1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "XLA_FLAGS": "--xla_force_host_platform_device_count=1"}
         self.name = name
         self._child = subprocess.Popen(
             [sys.executable, str(HERE / "rounds.py"), name, json.dumps(asdict(case))],  # type: ignore[call-overload]

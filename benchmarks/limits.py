@@ -1,0 +1,99 @@
+"""What this processor can do at most: each dot instruction on registers alone, and reading memory, at a number of threads."""
+
+from __future__ import annotations
+
+import time
+
+import click
+import torch
+
+from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm._dots import DOTS, Dot
+from tilewright.candidates.llvm._text import Function, Module, vec
+from tilewright.hardware.detect import detect
+
+STEPS = 200_000
+READ_BYTES = 1 << 29
+LANES = 16  # of 32 bits, in the reading loop
+
+
+def dots() -> dict[str, Dot]:
+    """The instructions of the chip at hand, by the type they multiply."""
+    found = [d for unit in detect("cpu").chip.units for d in DOTS.get(unit.instruction, ())]
+    return {{"u8": "s8"}.get(d.lhs.name, d.lhs.name): d for d in reversed(found)}
+
+
+def _entry(module: Module, worker: str) -> None:
+    """python(memory, threads): `worker(memory)` on every thread."""
+    f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+    memory = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", "%args", 8)))
+    threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8), 8)))
+    count = f.v(f"trunc i64 {threads} to i32")
+    f.intrinsic("GOMP_parallel", "void", ("ptr", f"@{worker}"), ("ptr", memory), ("i32", count), ("i32", "0"))
+    module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+    f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+    f.finish("ptr @_Py_NoneStruct")
+
+
+def peak_gops(dot: Dot, threads: int) -> float:
+    """1e9 operations a second of one instruction that never waits: as many accumulators as the registers hold."""
+    module = Module()
+    f = Function(module, "worker", [("ptr", "d")])
+    x, y = f.load(dot.operand, "%d"), f.load(dot.operand, f.at("%d", 64))
+    accumulators = dot.registers * 3 // 4
+    with f.loop(0, STEPS, 1, [(dot.accumulator, "zeroinitializer")] * accumulators) as loop:
+        loop.next = [dot.emit(f, acc, x, y) for acc in loop.carried]
+    me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+    out = f.at("%d", f.add(4096, f.mul(me, 4096)))
+    for i, acc in enumerate(loop.carried):
+        f.store(dot.accumulator, acc, f.at(out, 64 * i))
+    f.finish()
+    _entry(module, "worker")
+    memory = torch.zeros(4096 * (threads + 2), dtype=torch.uint8)
+    run = engine.function(module.text(*engine.host()))
+    ops = 2 * dot.lanes * dot.k * accumulators * STEPS * threads
+    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+
+
+def read_gbps(threads: int) -> float:
+    """1e9 bytes a second of memory past the last cache, read once by all threads together."""
+    module = Module()
+    f = Function(module, "worker", [("ptr", "d")])
+    t, share = vec(LANES, "i32"), READ_BYTES // threads // 4096 * 4096
+    me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+    start = f.at("%d", f.add(4096, f.mul(me, share)))
+    with f.loop(0, share, 1024, [(t, "zeroinitializer")] * 16) as loop:
+        at = f.at(start, loop.index)
+        loop.next = [f.v(f"add {t} {acc}, {f.load(t, f.at(at, 64 * i))}") for i, acc in enumerate(loop.carried)]
+    total = loop.carried[0]
+    for other in loop.carried[1:]:
+        total = f.v(f"xor {t} {total}, {other}")
+    f.store(t, total, f.at("%d", f.mul(me, 64)))
+    f.finish()
+    _entry(module, "worker")
+    memory = torch.ones(READ_BYTES + 8192, dtype=torch.uint8)
+    run = engine.function(module.text(*engine.host()))
+    return share * threads / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+
+
+def _best(run: object, rounds: int = 9) -> float:
+    times: list[float] = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        run()  # type: ignore[operator]
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+@click.command()
+@click.option("--threads", default=2, show_default=True)
+def main(threads: int) -> None:
+    """Print the limits at one thread and at THREADS."""
+    for count in sorted({1, threads}):
+        for name, dot in dots().items():
+            click.echo(f"{count} threads, {dot.instruction:16s} {name:5s} {peak_gops(dot, count):8.1f} Gop/s")
+        click.echo(f"{count} threads, reading memory        {read_gbps(count):8.1f} GB/s")
+
+
+if __name__ == "__main__":
+    main()
