@@ -440,3 +440,20 @@ def test_the_docs_describe_the_schema_the_notation_and_every_option() -> None:
         for parameter in command.params:
             if isinstance(parameter, click.Option):
                 assert all(f"`{flag}" in text for flag in parameter.opts), f"{name} {parameter.opts}"
+
+
+def test_a_terminal_narrower_than_the_tables_loses_no_column(program: str) -> None:
+    result = invoke("perf", program, "-n", "1", *FAST, env={"COLUMNS": "30"})
+    assert result.exit_code == 0, result.output
+    for title in ("step", "median µs", "of peak %", "limit µs", "mean µs"):
+        assert title in result.stdout
+    assert "gemm by " in result.stdout
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("verb", ["explain", "run", "read"])
+def test_closed_streams_are_no_error(tmp_path: Path, verb: str, closed: str) -> None:
+    program = write(tmp_path, parse_named("plain", "s8[4,8] @ s8[8,4] -> s8"))
+    command = f"'{sys.executable}' -m tilewright {verb} '{program}' {'' if verb == 'read' else ' '.join(FAST)} {closed}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == ""

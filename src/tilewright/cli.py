@@ -6,6 +6,7 @@ Nothing but click is imported before a verb runs, so `tilewright --help` answers
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -326,6 +327,9 @@ def devices(remeasure: bool, as_json: bool) -> None:
 
 def main() -> None:
     """The `tilewright` command."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, who wants none of it
+            setattr(sys, name, Path(os.devnull).open("w"))  # noqa: SIM115 - until the end
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without µ still gets its report

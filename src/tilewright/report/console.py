@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Column
 
 PIPE_WIDTH = 160
+NARROWEST = 64  # below it tables would lose columns: a narrower terminal wraps their lines
 WIDE = 120
 LABEL_WIDTH = 56
 
@@ -26,7 +27,10 @@ class _Console(Console):
 def console() -> Console:
     """The console on standard output."""
     fixed = PIPE_WIDTH if not sys.stdout.isatty() and "COLUMNS" not in os.environ else None
-    return _Console(width=fixed, markup=False, highlight=False, emoji=False)
+    out = _Console(width=fixed, markup=False, highlight=False, emoji=False)
+    if out.width < NARROWEST:
+        out.width = NARROWEST
+    return out
 
 
 @contextlib.contextmanager
