@@ -373,7 +373,7 @@ def test_graphs_compare_by_what_they_compute():
     g = Graph("g", (x,), (y,), ("y",), {y: "a"}, ("note",))
     assert g == Graph("g", (x,), (y,), ("y",)) and hash(g) == hash(Graph("g", (x,), (y,), ("y",)))
     assert g.origin(y) == "a" and g.origin(x) == "input"
-    assert g.map_outputs(lambda outs: [map_("negate", o) for o in outs]).outputs == (map_("negate", y),)
+    assert g.with_outputs([map_("negate", o) for o in g.outputs]).outputs == (map_("negate", y),)
     assert g.users()[x] == (y,)
 
 

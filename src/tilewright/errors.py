@@ -37,9 +37,5 @@ class RewriteError(TilewrightError):
     """A rule broke the graph's type or did not converge: a bug in the rule named."""
 
 
-class VerificationError(TilewrightError):
-    """A result differs from the reference by more than its bound."""
-
-
 class MissingDependencyError(TilewrightError):
     """An optional package is needed for this input and is not installed."""

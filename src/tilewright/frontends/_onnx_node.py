@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, cast
 from tilewright.errors import InputError
 from tilewright.frontends._onnx_files import quoted
 from tilewright.ir.graph import Node
-from tilewright.ir.types import TensorType
 
 if TYPE_CHECKING:
     import onnx
@@ -188,6 +187,3 @@ class OpNode:
         if not -rank <= axis < rank:
             raise InputError(f"axis {axis} of a tensor of rank {rank}", where=self.where, hint="export the model again")
         return axis % rank
-
-    def source_types(self) -> list[TensorType]:
-        return [s.tensor for s in self.sources if s is not None]

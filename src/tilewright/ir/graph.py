@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -267,9 +267,6 @@ class Graph:
             if node in self.origins:
                 origins.setdefault(settled[node], self.origins[node])
         return self.with_outputs([settled[o] for o in self.outputs], origins)
-
-    def map_outputs(self, f: Callable[[Sequence[Node]], Sequence[Node]]) -> Graph:
-        return self.with_outputs(f(self.outputs))
 
 
 def attributes(op: Op) -> dict[str, object]:

@@ -19,7 +19,6 @@ from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import address, from_user, is_numpy, separate, to_user
 from tilewright.runtime.partition import Part, partition
-from tilewright.schedule.problem import problem_of
 from tilewright.schedule.search import Decision
 
 if TYPE_CHECKING:
@@ -236,8 +235,3 @@ def _moved(value: Value, device: str) -> Value:
     if isinstance(value, tuple):
         return tuple(_moved(v, device) for v in cast("tuple[Value, ...]", value))
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-def gemm_problems(executable: Executable) -> list[str]:
-    """Each gemm of a compiled program in the notation of `tilewright gemm`."""
-    return [str(problem_of(s.part.nodes[0])) for s in executable.steps if s.part.kind == "gemm"]

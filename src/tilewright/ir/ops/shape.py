@@ -237,11 +237,6 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
     return tuple(d for a, d in enumerate(shape) if a not in axes)
 
 
-def same_but(shape: Shape, axis: int, extent: int) -> Shape:
-    """`shape` with another extent on one axis."""
-    return (*shape[:axis], extent, *shape[axis + 1 :])
-
-
 def broadcastable(small: Shape, large: Shape) -> bool:
     """Whether `small` broadcasts to exactly `large`."""
     try:
