@@ -185,7 +185,14 @@ class Quantize(Op):
         quotient = src[0].to(compute) / scale
         if self.dtype.is_float:
             return to_float(quotient, self.dtype, saturate=self.overflow == "saturate")
-        rounded = torch.round(quotient).to(torch.float64)
+        rounded = torch.round(quotient)
+        if self.dtype.bits <= 8 and compute is torch.float32:
+            # Held to 18 bits, past which every 8-bit code is an end, the sum is exact in f32 too.
+            code = rounded.clamp(-(2.0**17), 2.0**17)
+            if len(src) == 3:
+                code = code + expand_blocks(src[2].to(compute), node.shape, self.block)
+            return code.nan_to_num(0.0).clamp(float(self.dtype.min), float(self.dtype.max)).to(self.dtype.to_torch())
+        rounded = rounded.to(torch.float64)
         if len(src) == 3:
             rounded = rounded + expand_blocks(src[2].to(torch.float64), node.shape, self.block)
         return _float_to_integer(rounded, self.dtype)
