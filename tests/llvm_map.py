@@ -17,7 +17,7 @@ LANES = 16
 Emit = Callable[[Function, list[str]], str]
 
 
-def _begin(pointers: int) -> tuple[Module, Function, list[str]]:
+def begin(pointers: int) -> tuple[Module, Function, list[str]]:
     """The entry that Python calls with so many addresses."""
     module = Module()
     f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
@@ -25,7 +25,7 @@ def _begin(pointers: int) -> tuple[Module, Function, list[str]]:
     return module, f, [f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", p)) for p in given]
 
 
-def _end(module: Module, f: Function) -> str:
+def end(module: Module, f: Function) -> str:
     module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
     f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
     f.finish("ptr @_Py_NoneStruct")
@@ -42,7 +42,7 @@ def map_arrays(
     for room, a in zip(held, arrays, strict=True):
         room[:count] = a.flatten()
     filled = torch.empty(padded, dtype=out)
-    module, f, pointers = _begin(len(arrays) + 1)
+    module, f, pointers = begin(len(arrays) + 1)
     with f.loop(0, padded, lanes) as loop:
 
         def at(pointer: str, element: str) -> str:
@@ -50,7 +50,7 @@ def map_arrays(
 
         values = [f.load(vec(lanes, e), at(p, e)) for p, e in zip(pointers, elements, strict=False)]
         f.store(vec(lanes, result), emit(f, values), at(pointers[-1], result))
-    engine.function(_end(module, f))(*(t.data_ptr() for t in (*held, filled)))
+    engine.function(end(module, f))(*(t.data_ptr() for t in (*held, filled)))
     return filled[:count].reshape(arrays[0].shape)
 
 
@@ -73,7 +73,7 @@ def run_expression(
     filled = torch.full(root.shape, 113).to(root.dtype.to_torch())
     width = 0 if acc is None else acc.shape[-1]
     held += [] if acc is None else [acc.contiguous()]
-    module, f, pointers = _begin(len(held) + 1)
+    module, f, pointers = begin(len(held) + 1)
     leaves = {n: pointers[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param)}
     of_acc = vec(lanes, "float" if acc is not None and acc.is_floating_point() else "i32")
     for first in range(0, columns, lanes):
@@ -86,5 +86,5 @@ def run_expression(
                 place = f.mul(f.add(f.mul(loop.index, width), access.first + first), 4)
                 given = f.load_where(of_acc, f.at(pointers[-2], place), mask)
             vectors.store(loop.index, vectors.row(loop.index, given), pointers[-1])
-    engine.function(_end(module, f))(*(t.data_ptr() for t in (*held, filled)))
+    engine.function(end(module, f))(*(t.data_ptr() for t in (*held, filled)))
     return filled

@@ -2,6 +2,9 @@
 
 Object code is kept under the hash of everything it depends on (the text names the processor and its features), so a process
 that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
+
+Kernels may be called from several Python threads at once. In a forked child GNU's OpenMP runtime has lost its threads and waits
+for them, in torch's own operations as well as here: call `torch.set_num_threads(1)` there first, or spawn instead of forking.
 """
 
 from __future__ import annotations
@@ -17,11 +20,10 @@ from typing import Any
 
 import llvmlite.binding as llvm
 
+from tilewright.candidates.llvm._text import PYTHON, THREADS
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 
-THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
-PYTHON = ("PyLong_AsVoidPtr", "PyLong_AsLong", "PyEval_SaveThread", "PyEval_RestoreThread", "Py_IncRef")
 METH_FASTCALL = 0x80  # CPython, Include/methodobject.h
 
 
@@ -77,7 +79,7 @@ def object_code(text: str) -> bytes:
     """Machine code of a module for this processor, from the cache on disk or made now."""
     cpu, features = host()
     key = hashlib.sha256("\0".join((text, cpu, features, repr(llvm.llvm_version_info))).encode()).hexdigest()
-    file = cache_folder() / "kernels" / f"{key}.o"
+    file = _folder() / f"{key}.o"
     kept = _read(file)
     if kept is not None:
         return kept
@@ -87,13 +89,21 @@ def object_code(text: str) -> bytes:
     return code
 
 
+def _folder() -> Path:
+    try:
+        return cache_folder() / "kernels"
+    except OSError:
+        return Path(os.devnull) / "kernels"  # nothing is found there, nothing kept
+
+
 def _read(file: Path) -> bytes | None:
     """A cached object, unless it is missing, damaged, or could have been written by someone else."""
     try:
-        status = file.stat()
-        if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-            return None
-        content = file.read_bytes()
+        with file.open("rb") as opened:
+            status = os.fstat(opened.fileno())
+            if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+                return None
+            content = opened.read()
     except OSError:
         return None
     digest, code = content[:32], content[32:]

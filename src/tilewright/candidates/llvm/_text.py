@@ -13,6 +13,10 @@ from dataclasses import dataclass, field
 
 Int = int | str  # an i64: a number known now, or the name of a value
 
+# All that a kernel may call beside LLVM's own intrinsics.
+THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
+PYTHON = ("PyLong_AsVoidPtr", "PyLong_AsLong", "PyEval_SaveThread", "PyEval_RestoreThread", "Py_IncRef")
+
 
 def vec(lanes: int, element: str) -> str:
     """The type of a vector: `<16 x float>`."""
@@ -94,7 +98,13 @@ class Function:
         return name
 
     def intrinsic(self, name: str, returns: str, *args: tuple[str, str]) -> str:
-        """A call of a function of LLVM's (or of the C library's); `args` are types and values. Its result's name, if any."""
+        """Call a function of LLVM's or of `THREADS` and `PYTHON`; `args` are types and values. Gives its result's name, if any.
+
+        Raises:
+            ValueError: a name that a process might not have, or have another function for.
+        """
+        if not name.startswith("llvm.") and name not in THREADS + PYTHON:
+            raise ValueError(f"{name} is no function that a kernel may call")
         types, given = ", ".join(t for t, _ in args), ", ".join(f"{t} {x}" for t, x in args)
         self.module.declarations[name] = f"declare {returns} @{name}({types})"
         call = f"call {returns} @{name}({given})"
