@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 
 from tilewright.ir.build import reshape, transpose
+from tilewright.ir.constant import constant_value
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Broadcast, Const, Convert, Dequantize, Map, Quantize, Reshape, Select, Slice, Transpose
+from tilewright.ir.ops import Broadcast, Const, Convert, Dequantize, Gather, Map, Quantize, Reshape, Select, Slice, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
+
+LONGEST_RUN = 1 << 16  # indices looked at
 
 
 @rule(Pat((Reshape, Broadcast, Convert), where=lambda n: n.type == n.src[0].type), stage="canonical")
@@ -17,6 +20,28 @@ def drop_what_changes_nothing(m: Match) -> Node | None:
     Where: the type stays the same. Exact: yes.
     """
     return m.node.src[0]
+
+
+@rule(Pat(Gather, where=lambda n: n.src[1].constant), stage="canonical")
+def gather_of_a_run_is_a_slice(m: Match) -> Node | None:
+    """gather(x, [i, i + step, i + 2 step, …]) -> reshape(slice(x)); one index is a run, too
+
+    Where: the indices are constants that ascend evenly, whole slices are picked, and none lies outside. Exact: yes. Exporters
+    write `qkv[0]`, `qkv[1]`, `qkv[2]` so.
+    """
+    op, (x, index) = m.node.op, m.node.src
+    assert isinstance(op, Gather)
+    value = None if op.elementwise or index.tensor.elements == 0 else constant_value(index, max_elements=LONGEST_RUN)
+    if value is None:
+        return None
+    axis, extent = op.axis % len(x.shape), x.shape[op.axis]
+    at = [i + extent if i < 0 else i for i in value.reshape(-1).to(torch.int64).tolist()]
+    step = at[1] - at[0] if len(at) > 1 else 1
+    if step < 1 or at != [at[0] + k * step for k in range(len(at))] or not 0 <= at[0] <= at[-1] < extent:
+        return None
+    start, stop, by = [0] * len(x.shape), [*x.shape], [1] * len(x.shape)
+    start[axis], stop[axis], by[axis] = at[0], at[-1] + 1, step
+    return reshape(Node(Slice(tuple(start), tuple(stop), tuple(by)), x), m.node.shape)
 
 
 @rule(Pat(Transpose), stage="canonical")
