@@ -18,7 +18,7 @@ from cli_programs import FAST, block, install_ceilings, install_fake_library, in
 from tilewright.dtype import F32, OPAQUE
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import Call
+from tilewright.ir.ops import Call, Input
 from tilewright.ir.types import TensorType
 
 
@@ -282,6 +282,26 @@ def test_a_pipe_that_closes_early_is_quiet(args: list[str], tmp_path: Path) -> N
         process.stdout.close()
         assert process.wait(60) == 141
         assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("option", ["--rtol", "--atol", "--rms-tol", "--budget"])
+def test_nan_is_no_tolerance(option: str, program: str) -> None:
+    result = invoke("verify", program, option, "nan")
+    assert result.exit_code == 2 and "nan is no number" in result.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "verify", "perf"])
+def test_inputs_that_are_no_numbers(verb: str, tmp_path: Path) -> None:
+    words = Node(Input("words", TensorType(OPAQUE, ())))
+    call = Node(Call("fake_library", "Normalize", "{}", (TensorType(F32, (2,)),)), words)
+    path = write(tmp_path, Graph("strings", (words,), (call,), ("y",)))
+    refused(invoke(verb, path, *FAST), "it holds strings", "input 'words'", "extract_model")
+
+
+def test_a_file_of_another_kind_is_no_archive_and_is_not_to_be_unpickled(program: str) -> None:
+    result = invoke("run", program, "--inputs", program)
+    refused(result, "not an .npz of arrays: it is another kind of file")
+    assert "unsafe" not in result.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")

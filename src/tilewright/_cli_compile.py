@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tilewright._cli_options import W4_GROUP, F, all_of, budget_option, device_option
+from tilewright._cli_options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, device_option
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ _options = all_of(
     ),
 )
 rtol_option = click.option(
-    "--rtol", type=click.FloatRange(min=0), metavar="X", help="With --int8, --fp8, --w4: leave layers that lose more in float."
+    "--rtol", type=NOT_NEGATIVE, metavar="X", help="With --int8, --fp8, --w4: leave layers that lose more in float."
 )
 dump_option = click.option(
     "--dump", type=click.Path(path_type=Path), metavar="DIR", help="Write the graph after each stage as text and as SVG."

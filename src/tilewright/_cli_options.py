@@ -77,6 +77,19 @@ class _Dims(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - ge
         return shapes
 
 
+class _NotNegative(click.FloatRange):
+    """A number of 0 or more. NaN is none: whatever is compared with it passes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if found != found:
+            self.fail("nan is no number", param, ctx)
+        return found
+
+
+NOT_NEGATIVE = _NotNegative(min=0)
+
+
 def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...]) -> dict[str, tuple[int, ...]]:
     merged: dict[str, tuple[int, ...]] = {}
     for name, shape in (pair for shapes in value for pair in shapes):
@@ -102,7 +115,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, 
 device_option = click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1.")
 budget_option = click.option(
     "--budget",
-    type=click.FloatRange(min=0),
+    type=NOT_NEGATIVE,
     metavar="SECONDS",
     help="Time that choosing kernels may take in all; 0 measures none.",
 )

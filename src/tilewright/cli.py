@@ -27,6 +27,7 @@ from tilewright._cli_compile import (
 )
 from tilewright._cli_errors import DIFFERS, Group, traceback_option
 from tilewright._cli_options import (
+    NOT_NEGATIVE,
     Command,
     budget_option,
     common_options,
@@ -133,14 +134,12 @@ def run(
 )
 @click.option(
     "--rtol",
-    type=click.FloatRange(min=0),
+    type=NOT_NEGATIVE,
     help="Allow floats this error relative to the element, not the derived one; with --int8, --fp8, --w4: leave layers that "
     "lose more in float.",
 )
-@click.option("--atol", type=click.FloatRange(min=0), help="Allow floats this absolute error, not the derived one.")
-@click.option(
-    "--rms-tol", type=click.FloatRange(min=0), help="Allow floats this root mean square of the error, relative to theirs."
-)
+@click.option("--atol", type=NOT_NEGATIVE, help="Allow floats this absolute error, not the derived one.")
+@click.option("--rms-tol", type=NOT_NEGATIVE, help="Allow floats this root mean square of the error, relative to theirs.")
 @common_options
 @compile_options
 def verify(

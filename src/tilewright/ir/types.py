@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tilewright.dtype import OPAQUE, DType
-from tilewright.errors import TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError
 
 Shape = tuple[int, ...]
 
@@ -91,3 +91,11 @@ def normalize_axis(axis: int, rank: int, where: str) -> int:
     if not -rank <= axis < rank:
         raise TypeMismatchError(f"axis {axis} is not an axis of a tensor of rank {rank}", where=where)
     return axis % rank
+
+
+def no_numbers(name: str) -> InputError:
+    """The error that an input is no array of numbers: strings, a sequence, an optional."""
+    hint = "cut the model behind it: onnx.utils.extract_model"
+    return InputError(
+        "it holds strings or other things than numbers, which no input here can", where=f"input {name!r}", hint=hint
+    )

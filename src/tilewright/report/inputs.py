@@ -15,7 +15,7 @@ from tilewright.errors import InputError
 from tilewright.ir.carrier import CARRIERS, acc_of, operands_of
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Input, Param
-from tilewright.ir.types import TensorType
+from tilewright.ir.types import TensorType, no_numbers
 from tilewright.report.domains import domains
 from tilewright.report.program import tensor_types
 from tilewright.report.schema import Input as InputRow
@@ -52,7 +52,7 @@ def make_feeds(
     What random means stands in `domains`; a scale or side input of a gemm is sized to what it meets there (`schedule.sample`).
 
     Raises:
-        InputError: a name is no input, or is filled twice.
+        InputError: a name is no input, or is filled twice; an input is no array of numbers.
     """
     given = given or {}
     labels = {_label(n): n for n in graph.inputs}
@@ -65,6 +65,9 @@ def make_feeds(
     for name in fill1:
         if name in given:
             raise InputError(f"input {name!r} is to be filled with 1 and with something else")
+    for name, node in labels.items():
+        if node.tensor.dtype.kind == "opaque":
+            raise no_numbers(name)
     generator = torch.Generator().manual_seed(seed)
     drawn = domains(graph)
     sized = _side_inputs(graph, seed)
@@ -177,6 +180,8 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
         raise InputError(f"no such file: {path}", where=option) from None
     except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if "pickled" in said:  # NumPy's words for any file that it does not know; what they advise runs the file's code
+            said = "it is another kind of file, or holds Python objects"
         raise InputError(f"not an .npz of arrays: {said}", where=str(path), hint="numpy.savez(path, name=array, …)") from error
     labels = {_label(n): n for n in graph.inputs}
     for name, array in arrays.items():

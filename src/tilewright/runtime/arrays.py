@@ -11,7 +11,7 @@ import torch
 from tilewright.dtype import DType, from_torch
 from tilewright.dtype import from_numpy as numpy_dtype
 from tilewright.errors import InputError
-from tilewright.ir.types import TensorType
+from tilewright.ir.types import TensorType, no_numbers
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -72,6 +72,8 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
         InputError: not an array, or of another shape or type.
     """
     where = f"input {name!r}"
+    if type.dtype.kind == "opaque":
+        raise no_numbers(name)
     if isinstance(value, torch.Tensor):
         tensor = value.detach().resolve_neg()  # a lazy minus sign is not in its memory, which kernels read
     elif is_numpy(value):
