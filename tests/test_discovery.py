@@ -184,9 +184,11 @@ def test_a_graph_is_read_as_it_is_and_verified():
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("nowhere.onnx", "no such file: nowhere.onnx\n  try: a .hlo, .mlir, .stablehlo or .onnx file"),
+        ("nowhere.onnx", "no such file: nowhere.onnx\n  try: a file ending in .hlo, .mlir, .stablehlo, .onnx or .tw"),
         (Path("nowhere.hlo"), "no such file: nowhere.hlo"),
-        ("", "is a folder: ."),
+        ("", "the program is empty"),
+        (" \n", "the program is empty"),
+        ("/dev/null", "is no regular file: /dev/null"),
         ("/", "is a folder: /"),
         ("a" * 5000, r"cannot be opened \(File name too long\): a{200}…"),
         ("nul\x00byte", "no such file: nul"),
@@ -205,7 +207,7 @@ def test_what_nothing_reads_is_an_input_error(program, message):
 def test_a_file_that_nothing_reads(tmp_path: Path):
     file = tmp_path / "program.unknown"
     file.write_text("?")
-    with pytest.raises(InputError, match=r"nothing here reads .*program.unknown"):
+    with pytest.raises(InputError, match=r"nothing here reads .*program.unknown\n  try: a file is told by its suffix"):
         load(file)
 
 

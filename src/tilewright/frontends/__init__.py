@@ -22,6 +22,9 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.verify import verify
 
 
+SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx or .tw"
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """What a reader may need beside the program.
@@ -49,6 +52,8 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
         InputError: no such file, or nothing reads it; malformed contents.
     """
     options = options or LoadOptions()
+    if isinstance(program, str) and not program.strip():
+        raise InputError("the program is empty", hint="a path, or HLO or StableHLO text")
     if isinstance(program, Graph):
         return verify(program)
     if isinstance(program, Path) or (isinstance(program, str) and "\n" not in program and not _is_line(program)):
@@ -56,8 +61,10 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     for module in discover():
         if module.accepts(program):
             return verify(module.load(program, options))
-    shown = str(program) if isinstance(program, Path) else f"a {type(program).__name__}"
-    raise InputError(f"nothing here reads {shown}", hint="HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module")
+    if isinstance(program, Path):
+        raise InputError(f"nothing here reads {program}", hint=f"a file is told by its suffix: {SUFFIXES}")
+    hint = "HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module"
+    raise InputError(f"nothing here reads a {type(program).__name__}", hint=hint)
 
 
 def _is_line(text: str) -> bool:
@@ -70,7 +77,7 @@ def _existing(path: Path) -> Path:
     try:
         if path.is_file():
             return path
-        what = "is a folder" if path.is_dir() else "no such file"
+        what = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "no such file"
     except OSError as error:
         what = f"cannot be opened ({error.strerror})"
-    raise InputError(f"{what}: {shown}", hint="a .hlo, .mlir, .stablehlo or .onnx file")
+    raise InputError(f"{what}: {shown}", hint=f"a file ending in {SUFFIXES}")
