@@ -25,11 +25,11 @@ def begin(pointers: int) -> tuple[Module, Function, list[str]]:
     return module, f, [f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", p)) for p in given]
 
 
-def end(module: Module, f: Function) -> str:
+def end(module: Module, f: Function, processor: tuple[str, str] | None = None) -> str:
     module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
     f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
     f.finish("ptr @_Py_NoneStruct")
-    return module.text(*engine.host())
+    return module.text(*(processor or engine.host()))
 
 
 def map_arrays(

@@ -4,13 +4,22 @@ process runs this."""
 import json
 import sys
 
+from llvm_map import begin, end
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm import gemm
+from tilewright.candidates.llvm._access import Unsupported, of_operand
+from tilewright.candidates.llvm._vector import KNOWN, Columns, Vectors, check
 from tilewright.candidates.llvm._write import Writer
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
+from tilewright.ir.build import reshape, transpose
+from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import Convert, Map, Param
+from tilewright.ir.ops.functions import FUNCTIONS
+from tilewright.ir.types import TensorType
 from tilewright.schedule.problem import problem_of
+from values import ALL
 
 
 def target(name: str) -> Target:
@@ -31,7 +40,35 @@ def assembled(chip: str, triple: str, cpu: str, features: str, line: str) -> dic
     return {"assembly": shown, "instruction": nest.dot.instruction, "mr": nest.blocks.mr, "nv": nest.blocks.nv}
 
 
+def everything(lanes: int, triple: str, cpu: str, features: str) -> dict[str, object]:
+    """Every function and every conversion on vectors of so many lanes, wherever columns lie."""
+    reached = [d for d in ALL if d.bits <= 32 and d.name != "f8e5m2fnuz"]
+    module, f, (source, target) = begin(2)
+    count = 0
+    for dtype in reached:
+        x = Node(Param(0, TensorType(dtype, (lanes, 4))))
+        made = [Node(Convert(to, how), x) for to in reached for how in ("wrap", "saturate")]
+        functions = [fn for fn in sorted(KNOWN & set(FUNCTIONS)) if dtype.kind in FUNCTIONS[fn].kinds]
+        made += [Node(Map(fn), *[x] * FUNCTIONS[fn].arity) for fn in functions]
+        for root in made:
+            try:
+                check([root])
+            except Unsupported:
+                continue
+            for access in (
+                of_operand(transpose(root, (1, 0)), columns_last=True),
+                of_operand(reshape(root, (4, lanes)), columns_last=True),
+            ):
+                mask = f.first_lanes(lanes, 3)
+                vectors = Vectors(f, access, lanes, Columns(0, True, mask), lambda _: source)
+                vectors.store(0, vectors.row(0), target)
+                count += 1
+    return {"assembly": engine.assembly(end(module, f, (cpu, features)), triple, cpu, features), "count": count}
+
+
 if __name__ == "__main__":
     for asked in sys.stdin:
-        sys.stdout.write(json.dumps(assembled(*json.loads(asked))) + "\n")
+        chip, *processor, line = json.loads(asked)
+        found = assembled(chip, *processor, line) if isinstance(line, str) else everything(line, *processor)
+        sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
