@@ -204,6 +204,14 @@ def test_what_nothing_reads_is_an_input_error(program, message):
         load(program)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"), [({"batch": "3"}, "'3'"), ({"batch": -1}, "-1"), ({"input_dims": {"x": (2, "b")}}, "'b'")]
+)
+def test_extents_that_are_none(given, said):
+    with pytest.raises(InputError, match=f"{said} is no extent"):
+        LoadOptions(**given)
+
+
 def test_a_file_that_nothing_reads(tmp_path: Path):
     file = tmp_path / "program.unknown"
     file.write_text("?")

@@ -263,3 +263,11 @@ def test_limits():
     assert [t.peak_for(d) for d in (BF16, F8E4M3FN)] == [200.0] * 2
     assert [t.peak_for(d) for d in (F16, F32)] == [100.0] * 2 and t.peak_for(S32) == t.peak_for(F64) == 50.0
     assert t.peak_for(S64) == 50.0
+
+
+def test_a_torch_device_is_one():
+    import torch
+
+    assert detect.detect(torch.device("cpu")) == detect.detect("cpu")
+    with pytest.raises(InputError, match="unknown device None"):
+        detect.detect(None)  # type: ignore[arg-type]

@@ -76,7 +76,7 @@ def compile(
     program: object,
     *,
     example_inputs: Sequence[object] | Mapping[str, object] | None = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     batch: int | None = None,
     input_dims: Mapping[str, Sequence[int]] | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
@@ -91,7 +91,7 @@ def compile(
         program: path of an .hlo, .mlir, .stablehlo or .onnx file; HLO or StableHLO text; an ONNX ModelProto; a torch
             ExportedProgram or nn.Module; a Graph.
         example_inputs: to trace an nn.Module with.
-        device: "cpu", "cuda" or "cuda:1".
+        device: "cpu", "cuda" or "cuda:1", or a torch device.
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
         budget_s: seconds that measuring kernels may take in all; 0 takes the first verified choice of a heuristic.

@@ -44,7 +44,7 @@ def matmul(
     residual: object = None,
     out_scale: object = None,
     out_zero_point: object = None,
-    device: str = "cpu",
+    device: str | torch.device = "cpu",
     budget_s: float = DEFAULT_BUDGET_S,
 ) -> object:
     """activation((a @ b) * scale + bias) + residual, as `out_dtype`.
@@ -133,7 +133,7 @@ def _type(array: Array, wanted: DType | None, name: str) -> TensorType:
 def _compiled(
     types: tuple[tuple[str, TensorType], ...],
     request: tuple[bool, bool, str | None, str | None, Overflow, int | None, str | None],
-    device: str,
+    device: str | torch.device,
     budget_s: float,
 ) -> Executable:
     transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation = request

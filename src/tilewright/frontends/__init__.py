@@ -21,7 +21,6 @@ from tilewright.errors import InputError
 from tilewright.ir.graph import Graph
 from tilewright.ir.verify import verify
 
-
 SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx or .tw"
 
 
@@ -33,11 +32,21 @@ class LoadOptions:
         input_dims: shape of an input by name, where the program leaves it open (or to override its symbolic extents).
         batch: value of a symbolic first axis that nothing else binds.
         example_inputs: tensors to trace a PyTorch module with: positional ones, or a mapping of keyword arguments.
+
+    Raises:
+        InputError: an extent is no whole number, or negative.
     """
 
     input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     batch: int | None = None
     example_inputs: Sequence[object] | Mapping[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        given = {name: tuple(shape) for name, shape in self.input_dims.items()}
+        for name, extents in {**given, "batch": () if self.batch is None else (self.batch,)}.items():
+            for extent in extents:
+                if not hasattr(extent, "__index__") or extent < 0:
+                    raise InputError(f"{extent!r} is no extent", where=name, hint="a whole number, 0 or more")
 
 
 def discover(extra: Sequence[Path] = ()) -> list[ModuleType]:

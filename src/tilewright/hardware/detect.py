@@ -60,13 +60,13 @@ def gpu(index: int = 0) -> Target:
     return Target(p.name, chip, "cuda", p.multi_processor_count, index, features, caches, exact_match=not chip.family)
 
 
-def detect(device: str) -> Target:
-    """The target that torch device `device` names.
+def detect(device: str | torch.device) -> Target:
+    """The target that `device` names: a torch device, or its name.
 
     Raises:
         InputError: not a device Tilewright knows, or not present.
     """
-    m = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", device)
+    m = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", str(device))
     if m is None:
         raise InputError(f"unknown device {device!r}", hint="cpu, cuda or cuda:0")
     return cpu() if m[1] == "cpu" else gpu(int(m[2] or 0))
