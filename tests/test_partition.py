@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from random_graphs import CONSTANTS, INPUTS, ONE, SHAPE, TWO, graphs, joined, quantised, split_by_sign
+from rule_checks import graph_of
 from tilewright.dtype import BF16, F32, S8
 from tilewright.ir.build import const, convert, input_, items, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
@@ -182,3 +183,29 @@ def test_deep_and_wide_graphs_are_cut_in_linear_time():
     for i in range(1000):
         wide = map_("add", wide, map_("multiply", x, const(float(i), F32)))
     assert [p.kind for p in parts_of(wide)] == ["elementwise"]
+
+
+def parts(*outputs: Node):
+    return [p for p in partition(graph_of(*outputs)) if p.kind != "view"]
+
+
+def test_a_cast_of_what_is_there_anyway_waits_for_the_region_that_reads_it():
+    """A norm whose scale is an input of a narrower type: the cast is no step of its own before the product in between."""
+    scale = input_("scale", BF16, SHAPE[-1:])
+    deep = gemm(X, CONSTANTS[1])
+    wide = convert(scale, F32)
+    first, second = parts(Node(LayerNorm(1, 1e-5), deep, wide))
+    assert (first.kind, second.kind) == ("gemm", "norm") and second.nodes[0] is wide
+    viewed = transpose(convert(reshape(scale, (1, *SHAPE[-1:])), F32), (1, 0))
+    assert [p.kind for p in parts(map_("tanh", map_("add", deep, viewed)))] == ["gemm", "elementwise"]
+
+
+def test_a_cast_that_others_read_or_that_narrows_what_a_region_makes_does_not_wait():
+    deep = gemm(X, CONSTANTS[1])
+    other = input_("other", BF16, SHAPE)
+    wide = convert(other, F32)
+    assert [p.kind for p in parts(map_("add", deep, wide), wide)] == ["quantize", "gemm", "elementwise"]
+    assert [p.kind for p in parts(map_("tanh", map_("add", deep, wide)), gemm(wide, CONSTANTS[1]))].count("quantize") == 1
+    narrow = convert(map_("tanh", X), BF16)
+    first, *_ = parts(map_("add", convert(deep, BF16), narrow))
+    assert first.kind == "elementwise" and first.outputs == (narrow,)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -76,9 +76,11 @@ def partition(graph: Graph) -> list[Part]:
 
     Gemms, attentions and calls stand alone, with the items that pick their results. A node's level is the number of such
     before it on the longest path; other nodes of one level that touch each other form one region. A region reads what stands
-    alone at its own level or lower and feeds only higher ones, so no cycle can arise.
+    alone at its own level or lower and feeds only higher ones, so no cycle can arise. What only casts or moves a value that is
+    there anyway waits for the one region that reads it.
     """
     nodes = graph.nodes()
+    readers = _readers(graph, nodes)
     level: dict[Node, int] = {}
     group: dict[Node, Node] = {}
 
@@ -90,6 +92,11 @@ def partition(graph: Graph) -> list[Part]:
 
     for node in nodes:
         level[node] = max((level[s] for s in node.src), default=0) + (isinstance(node.op, ALONE) and not node.constant)
+    for node in reversed(nodes):
+        reader = _waits_for(node, readers)
+        if reader is not None:
+            level[node] = level[reader]
+    for node in nodes:
         if isinstance(node.op, (Input, Const)):
             continue
         group[node] = node
@@ -100,12 +107,27 @@ def partition(graph: Graph) -> list[Part]:
     for node in nodes:
         if node in group:
             members.setdefault(find(node), []).append(node)
-    readers = _readers(graph, nodes)
     parts = [_part(m, readers, m[0].constant) for m in members.values()]
     index = {n: i for i, n in enumerate(nodes)}
     # Within a level what stands alone comes first; regions of one level do not depend on each other.
     parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], not isinstance(p.nodes[0].op, ALONE), index[p.nodes[0]]))
     return parts
+
+
+def _waits_for(node: Node, readers: Mapping[Node, set[Node | None]]) -> Node | None:
+    """The one reader of a cast or a move of values that are written whoever reads them, if it runs in a region."""
+    waits = isinstance(node.op, (*CAST, *MOVE, *VIEW)) and not isinstance(node.op, Item)
+    if not waits or node.constant or len(readers[node]) != 1:
+        return None
+    (reader,) = readers[node]
+    if reader is None or isinstance(reader.op, (*ALONE, Item)):
+        return None
+    for source in node.src:
+        while isinstance(source.op, (*VIEW, *CAST)) and not isinstance(source.op, Item):
+            source = source.src[0]
+        if not (source.constant or isinstance(source.op, (Input, Item, *ALONE))):
+            return None
+    return reader
 
 
 def _touch(node: Node, source: Node) -> bool:
