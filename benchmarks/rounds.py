@@ -52,14 +52,14 @@ class Process:
 
 def compete(names: Sequence[str], case: object, *, rounds: int, threads: int) -> tuple[dict[str, list[float]], dict[str, str]]:
     """Seconds by contender and round, and why the others did not take part."""
-    processes, refused = [], dict[str, str]()
-    for name in names:
-        process = Process(name, case, threads)
+    started = [Process(name, case, threads) for name in names]
+    processes, refused = list[Process](), dict[str, str]()
+    for process in started:
         why = process.ready()
         if why is None:
             processes.append(process)
         else:
-            refused[name] = why
+            refused[process.name] = why
     times: dict[str, list[float]] = {p.name: [] for p in processes}
     order = random.Random(0)
     try:
