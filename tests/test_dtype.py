@@ -114,3 +114,12 @@ def test_bytes_are_counted_densely():
     for d in ALL:
         if d.bits >= 8:
             assert d.size_bytes(5) == torch.empty(5, dtype=d.to_torch()).nbytes
+
+
+@pytest.mark.parametrize("d", ALL, ids=str)
+def test_a_type_holds_its_ends_and_nothing_beyond(d):
+    assert d.holds(d.min) and d.holds(d.max) and d.holds(1)
+    assert not d.holds(2 * d.max + 1) or d.max == float("inf") or 2 * d.max + 1 == float("inf")
+    assert d.holds(float("nan")) == d.is_float
+    assert d.holds(float("inf")) == (d.highest == float("inf"))
+    assert d.holds(0.5) == d.is_float

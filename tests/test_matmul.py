@@ -1,5 +1,7 @@
 """tilewright.matmul: one product, every argument."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -256,6 +258,9 @@ F = floats(4, 5)
         ((A, B), {"out_zero_point": 3}, InputError, "out_zero_point is given but not the type to quantise to"),
         ((A, B), {"out_zero_point": 3, "out_dtype": "s8"}, TypeMismatchError, "without a scale would have no effect"),
         ((A, B), {"out_zero_point": 300, "out_dtype": "s8", "out_scale": 1}, InputError, r"300 is no s8 \(out_zero_point\)"),
+        ((A, B), {"a_zero_point": math.inf}, InputError, r"inf is no s8 \(a_zero_point\)"),
+        ((A, B), {"a_zero_point": math.nan}, InputError, r"nan is no s8"),
+        ((A, B), {"scale": 1e39}, InputError, r"1e\+39 is no f32 \(scale\)"),
         ((A, B), {"a_zero_point": 1.5}, InputError, r"1.5 is no s8 \(a_zero_point\)"),
         ((floats(3, 4), F), {"b_zero_point": 1}, TypeMismatchError, r"a zero point f32\[\] of f32\[4,5\]"),
         ((A, B), {"group_size": 2}, TypeMismatchError, r"blocks of \[2, 1\] are given for s8\[4,5\], but no scale"),

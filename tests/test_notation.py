@@ -15,9 +15,9 @@ from tilewright.ir import notation
 from tilewright.ir.build import const, convert, input_, map_, slice_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.expression import make_gemm
-from tilewright.ir.graph import Node
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Acc, Concat, Gemm, Param, Reshape, Transpose
+from tilewright.ir.ops import Acc, Concat, Const, Gemm, Param, Reshape, Transpose
 from tilewright.ir.shown import show_gemm
 from tilewright.ir.verify import verify
 
@@ -192,6 +192,12 @@ def test_numbers():
         ("f32[3,4] @ f32[4,5] + -bias", "a number wanted, 'bias' found", 24),
         ("s8[3,4] @ s8[4,5] + 2.5:s32", "2.5 is no s32", 21),
         ("s8[3,4] @ s8[4,5] + 300:s8", "300 is no s8", 21),
+        ("s8[3,4] @ s8[4,5] + inf:s32", "inf is no s32", 21),
+        ("s8[3,4] @ s8[4,5] + nan:s32", "nan is no s32", 21),
+        ("s8[3,4] @ s8[4,5] + -1:u8", "-1 is no u8", 22),
+        ("f32[3,4] @ f32[4,5] * 1e39", "1e39 is no f32", 23),
+        ("f64[3,4] @ f64[4,5] * 1e400:f64", "1e400 is no f64", 23),
+        ("f16[3,4] @ f16[4,5] * 70000:f16", "70000 is no f16", 23),
         ("f32[3,4] @ f32[4,5], swoosh", "the name of an elementwise function wanted, 'swoosh' found", 22),
         ("f32[3,4] @ f32[4,5], clamp", "the name of an elementwise function wanted, 'clamp' found", 22),
         ("f32[3,4] @ f32[4,5], less(2)", "the name of an elementwise function wanted, 'less' found", 22),
@@ -279,3 +285,10 @@ def test_expressions_that_form_no_chain_stand_in_braces():
     ):
         node = Node(Gemm(F32, lhs, rhs, (store,)), a, b)
         assert show_gemm(node.op, [a.tensor, b.tensor]) == f"f32[3,4] @ f32[4,5]{wanted}"
+
+
+@pytest.mark.parametrize(("word", "value"), [("9007199254740993:s64", 2**53 + 1), ("18446744073709551615:u64", 2**64 - 1)])
+def test_large_integers_are_read_to_the_last_digit(word, value):
+    (root,) = parse(f"s64[2,2] @ s64[2,2] + {word}" if "s64" in word else f"u64[2,2] @ u64[2,2] + {word}").outputs
+    constants = [n for r in root.op.regions()["stores"] for n in toposort((r,)) if isinstance(n.op, Const)]
+    assert [int(n.op.data.tensor().numpy()) for n in constants] == [value]

@@ -81,6 +81,13 @@ class DType:
         """Distance from 1.0 to the next larger value, 0 for integers."""
         return _EPSILON.get(self.name, 0.0)
 
+    def holds(self, value: float) -> bool:
+        """Whether a number is one of this type's, for floats up to rounding. NaN is one of any float type's."""
+        if self.is_float:
+            return value != value or self.min <= value <= self.max or value in (self.lowest, self.highest)
+        whole = isinstance(value, int) or value.is_integer()
+        return whole and self.min <= value <= self.max
+
     def size_bytes(self, elements: int) -> int:
         """Bytes that `elements` of this type occupy when stored densely."""
         return (elements * self.bits + 7) // 8

@@ -114,7 +114,7 @@ def _array(value: object, name: str, number_type: DType) -> Array:
     if isinstance(value, torch.Tensor) or is_numpy(value):
         return value
     if isinstance(value, (int, float)) and not isinstance(value, bool):
-        if number_type.is_integer and not (value == int(value) and number_type.min <= value <= number_type.max):
+        if not number_type.holds(value):
             raise InputError(f"{value} is no {number_type}", where=name)
         return np.asarray(value, dtype=number_type.to_numpy())
     if hasattr(value, "__dlpack__"):

@@ -23,6 +23,7 @@ an expression in braces where steps do not form a chain.
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import cast
@@ -37,6 +38,7 @@ from tilewright.ir.types import Shape, TensorType, broadcast_shapes
 
 OPERATORS = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 EXAMPLE = '"bf16[64,256] @ bf16[256,128] + bias, gelu -> bf16"'
+LONGEST_INTEGER = 20  # digits of 2**64
 _EXTENT = r"\s*\d{1,15}\s*"
 _TOKEN = re.compile(
     rf"\s*(?:(?P<type>[a-z][a-z0-9]*\[(?:{_EXTENT}(?:,{_EXTENT})*)?\])|(?P<arrow>->)|(?P<pair>[a-z_]+=[\w.]+)"
@@ -286,11 +288,12 @@ def _what(r: _Reader) -> object:
     said = r.dtype(name, r.column) if name else None
     if not number:
         return word, said
-    value = -float(word) if negative else float(word)
     t = said or F32
-    if t.is_integer and not (value == int(value) and t.min <= value <= t.max):
-        raise r.wrong(f"{word} is no {t}", r.column)
-    return const(int(value) if t.is_integer else value, t)
+    value = int(word) if word.isdigit() and len(word) <= LONGEST_INTEGER else float(word)
+    value = -value if negative else value
+    if not t.holds(value) or (kind == "number" and abs(value) == math.inf):
+        raise r.wrong(f"{'-' if negative else ''}{word} is no {t}", r.column)
+    return const(int(value) if t.is_integer else float(value), t)
 
 
 def _beside(r: _Reader, what: object, natural: DType, shape: Shape) -> Node | None:
