@@ -258,6 +258,7 @@ F = floats(4, 5)
         ((A, B), {"out_zero_point": 3}, InputError, "out_zero_point is given but not the type to quantise to"),
         ((A, B), {"out_zero_point": 3, "out_dtype": "s8"}, TypeMismatchError, "without a scale would have no effect"),
         ((A, B), {"out_zero_point": 300, "out_dtype": "s8", "out_scale": 1}, InputError, r"300 is no s8 \(out_zero_point\)"),
+        ((np.ma.masked_equal(A, A[0, 0]), B), {}, InputError, r"a masked array given.*\(input 'a'\)\n  try: value.filled\(0\)"),
         ((A, B), {"a_zero_point": math.inf}, InputError, r"inf is no s8 \(a_zero_point\)"),
         ((A, B), {"a_zero_point": math.nan}, InputError, r"nan is no s8"),
         ((A, B), {"scale": 1e39}, InputError, r"1e\+39 is no f32 \(scale\)"),

@@ -69,7 +69,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     """A user's array as a tensor of the declared type on `device`; never cast, so that nothing changes silently.
 
     Raises:
-        InputError: not an array, or of another shape or type.
+        InputError: not an array, or of another shape or type; elements of it are masked.
     """
     where = f"input {name!r}"
     if type.dtype.kind == "opaque":
@@ -77,6 +77,8 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     if isinstance(value, torch.Tensor):
         tensor = value.detach().resolve_neg()  # a lazy minus sign is not in its memory, which kernels read
     elif is_numpy(value):
+        if np.ma.is_masked(value):
+            raise InputError("a masked array given, and masks mean nothing here", where=where, hint="value.filled(0)")
         array = np.asarray(value)
         given = dtype_of(array, where)
         if given is not type.dtype and given.to_torch() != type.dtype.to_torch():
