@@ -27,7 +27,9 @@ FLOORS = (
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 # The public names, which are imported when first asked for, and the command line's own parts.
-OUTSIDE = {"tilewright": "tilewright/__init__.py", "__main__": "cli", "_cli_compile": "cli", "_cli_errors": "cli", "_cli_options": "cli"}
+OUTSIDE = {"tilewright": "tilewright/__init__.py", "__main__": "cli"} | dict.fromkeys(
+    ("_cli_compile", "_cli_errors", "_cli_options"), "cli"
+)
 # Packages whose modules are found by name. Each stands alone or on modules whose names begin with an underscore and the name
 # of what they belong to, or with an underscore alone.
 DISCOVERED = ("frontends", "candidates", "hardware/chips")
