@@ -17,14 +17,15 @@ import torch
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S4, S8, S16, S32, U4, U8, DType
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.ops import Concat, Dequantize, Gather, Quantize, Select, Slice, Softmax, gemm
+from tilewright.ir.ops import Attention, Concat, Dequantize, Gather, LayerNorm, Quantize, Select, Slice, Softmax, gemm
 from tilewright.ir.ops.functions import narrow_integer
 
 EXTENTS = (1, 2, 3, 4, 6, 8)
 FLOATS = (F32, F16, BF16)
 CODES = (S8, U8, S4, U4, F8E4M3FN)
 EXACT_UNARY = ("relu", "abs", "negate", "floor")
-ROUNDED_UNARY = (*EXACT_UNARY, "tanh", "logistic", "gelu", "gelu_tanh", "silu", "exponential")
+# No floor here, nor codes of what was computed: a jump makes a whole step of any rounding.
+ROUNDED_UNARY = ("relu", "abs", "negate", "tanh", "logistic", "gelu", "gelu_tanh", "silu", "exponential")
 BINARY = ("add", "subtract", "multiply", "maximum", "minimum")
 LARGEST = 4096  # elements of a value
 
@@ -167,7 +168,7 @@ class _Builder:
         if self.chance(2):
             y = map_("add", y, const(self.random(x.dtype, (sum(widths),)), x.dtype))
         if self.chance(3):
-            y = map_(self.pick(EXACT_UNARY), y)
+            y = map_(self.pick(EXACT_UNARY if self.exact else ROUNDED_UNARY), y)
         at = 0
         for w in widths:
             self.keep(slice_(y, -1, at, at + w))
@@ -330,13 +331,43 @@ class _Builder:
         x = self.value(lambda n: n.dtype in FLOATS and len(n.shape) >= 1)
         if x is None:
             return
-        kind = self.pick(("sum", "max", "softmax", "gather") if not self.exact else ("sum", "max", "gather"))
+        kind = self.pick(("sum", "max", "softmax", "norm", "gather") if not self.exact else ("sum", "max", "gather"))
         if kind == "softmax":
             self.keep(Node(Softmax(-1), x))
+        elif kind == "norm":
+            self.keep(Node(LayerNorm(-1, 1.0, self.chance(2)), x))
         elif kind == "gather" and x.shape[0]:
-            self.keep(Node(Gather(0), x, const([0], S32)))
+            axis = self.draw(st.integers(0, len(x.shape) - 1))
+            d = x.shape[axis]
+            first = self.draw(st.integers(-d, d - 1))
+            count = self.draw(st.integers(1, d - first % d))
+            self.keep(Node(Gather(axis), x, const(list(range(first % d, first % d + count)) if count > 1 else [first], S32)))
         elif kind in ("sum", "max") and x.shape[-1]:
             self.keep(reduce_({"sum": "add", "max": "maximum"}[kind], x, [-1], keepdims=self.chance(2)))
+
+    def attended(self) -> None:
+        """An attention whose queries, keys and values are products of one value, as a rule; its result merged again or not."""
+        x = self.value(lambda n: n.dtype in FLOATS and len(n.shape) == 2)
+        if x is None or self.exact:
+            return
+        heads, size = self.pick(((1, 2), (2, 1), (2, 2), (4, 2)))
+        groups = self.pick([g for g in (1, 2, 4) if heads % g == 0])
+        rows = x.shape[0]
+
+        def split(count: int) -> Node:
+            y = gemm(x, self.weight(x.shape[1], count * size, x.dtype), out_dtype=x.dtype)
+            y = map_("add", y, self.made(x.dtype, (count * size,), True)) if self.chance(2) else y
+            return transpose(reshape(y, (rows, count, size)), (1, 0, 2))
+
+        q, k, v = split(heads), split(groups), split(groups)
+        if self.chance(3):
+            k = Node(Dequantize(x.dtype), self.made(S8, k.shape, False), const(self.scales(())))
+        y = Node(Attention(0.5, self.pick(("no", "upper"))), *(reshape(t, (1, *t.shape)) for t in (q, k, v)))
+        self.keep(y)
+        if self.chance(2):
+            self.keep(q)
+        if not self.chance(3):
+            self.keep(reshape(transpose(y, (0, 2, 1, 3)), (rows, heads * size)))
 
 
 def _is_float(n: Node) -> bool:
@@ -350,7 +381,7 @@ def _but(n: Node, axis: int) -> tuple[int, ...]:
 STEPS = (
     *("linear", "linear", "quantized_linear", "quantized_linear", "split_linear", "integer_linear", "product"),
     *("quantized", "dequantized_value", "unary", "binary", "binary", "broadcast_binary", "selected", "converted"),
-    *("viewed", "viewed", "joined", "mixed"),
+    *("viewed", "viewed", "joined", "mixed", "attended"),
 )
 
 
