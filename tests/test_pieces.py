@@ -79,4 +79,4 @@ def test_judging_takes_a_few_times_the_result():
         print(grown * 1024 / (4096 * 8192 * 4))
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 14, "times the bytes of the result"
+    assert float(done.stdout) < 17, "times the bytes of the result"

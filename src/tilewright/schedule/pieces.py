@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-PIECE = 1 << 22  # elements: 32 MiB in float64
+PIECE = 1 << 20  # elements: 8 MiB in float64
 
 Index = tuple[slice, ...]
 
