@@ -233,7 +233,7 @@ def scoreboard(rows: Sequence[Row], machine: str) -> Any:
     table = Table(title=f"Tilewright on {machine}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     for name in ("program", "", "verified"):
         table.add_column(name, no_wrap=True)
-    for name in ("steps", "ms", "limit ms", "peer ms", "speed-up"):
+    for name in ("steps", "ms", "limit ms", "peer ms", "ratio"):
         table.add_column(name, justify="right")
     table.add_column("peer", no_wrap=True)
     for r in rows:
