@@ -3,8 +3,8 @@
     python benchmarks/cpu.py [--shapes] [--rounds 15] [--threads 2] [--only f32]
 
 Prints, for each product, our time, the fraction of what its instruction reaches on registers alone, the best peer's time and
-the ratio. With --shapes, the forty shapes of transformer models and odd sizes instead of the headline products, and the geometric
-mean of the ratios.
+the ratio. With --shapes, the forty shapes of transformer models and odd sizes instead of the headline products, and the
+geometric mean of the ratios.
 """
 
 from __future__ import annotations
