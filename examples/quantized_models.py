@@ -98,16 +98,27 @@ def calibrate(source: Path, tensors: Iterable[str], feeds: Iterable[Mapping[str,
     onnx, runtime = require("onnx"), require("onnxruntime")
     model = onnx.load(source, load_external_data=False)
     names = list(tensors)
-    wanted = [(name, f"{name}/{op}") for op in ("ReduceMin", "ReduceMax") for name in names]
-    for tensor, extremum in wanted:
-        op = extremum.rpartition("/")[2]
-        model.graph.node.append(onnx.helper.make_node(op, [tensor], [extremum], keepdims=0))
-        model.graph.output.append(onnx.helper.make_tensor_value_info(extremum, onnx.TensorProto.FLOAT, []))
+    nodes, wanted = list(model.graph.node), set(names)
+    del model.graph.node[:]
+
+    def see(tensors: Iterable[str]) -> None:
+        for tensor in wanted.intersection(tensors):
+            for op in ("ReduceMin", "ReduceMax"):
+                model.graph.node.append(onnx.helper.make_node(op, [tensor], [f"{tensor}/{op}"], keepdims=0))
+                model.graph.output.append(onnx.helper.make_tensor_value_info(f"{tensor}/{op}", onnx.TensorProto.FLOAT, []))
+
+    # Each tensor is seen right behind what makes it, and the runtime keeps that order: otherwise all would live to the end.
+    see(value.name for value in model.graph.input)
+    for node in nodes:
+        model.graph.node.append(node)
+        see(node.output)
     options = runtime.SessionOptions()
     options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.execution_order = runtime.ExecutionOrder.PRIORITY_BASED
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(source.parent.resolve()))
     session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    extrema = np.array([session.run([extremum for _, extremum in wanted], dict(feed)) for feed in feeds])
+    extrema_names = [f"{name}/{op}" for op in ("ReduceMin", "ReduceMax") for name in names]
+    extrema = np.array([session.run(extrema_names, dict(feed)) for feed in feeds])
     lows, highs = extrema[:, : len(names)].min(axis=0), extrema[:, len(names) :].max(axis=0)
     bad = [name for name, low, high in zip(names, lows, highs, strict=True) if not np.isfinite((low, high)).all()]
     if bad:

@@ -4,6 +4,7 @@ import collections
 import hashlib
 import json
 import logging
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -257,6 +258,38 @@ def test_an_activation_that_is_not_finite_is_named(tmp_path):
     feeds = [{"x": np.array([[1, 2], [3, 0]], np.float32)}]
     with pytest.raises(InputError, match=r"2 activations are not finite, so they cannot be quantised \(log.onnx: l\)"):
         quantized_models.quantize(tmp_path / "log.onnx", quantized_models.SCHEMES["int8"], feeds)
+
+
+def test_calibrating_keeps_no_activation_longer_than_the_model_does(tmp_path):
+    """At batch 64 and sequence 384, all activations of BERT-base together are more than 20 GB."""
+    info, node = onnx.helper.make_tensor_value_info, onnx.helper.make_node
+    m, k, wide, pairs = 2048, 8, 2048, 24
+    weights = {"up": np.full((k, wide), 1e-2, np.float32), "down": np.full((wide, k), 1e-2, np.float32)}
+    nodes = []
+    for i in range(pairs):
+        nodes += [node("MatMul", [f"x{i}", "up"], [f"h{i}"]), node("MatMul", [f"h{i}", "down"], [f"x{i + 1}"])]
+    initializers = [onnx.numpy_helper.from_array(v, name) for name, v in weights.items()]
+    ends = [info("x0", 1, [m, k])], [info(f"x{pairs}", 1, [m, k])]
+    graph = onnx.helper.make_graph(nodes, "chain", *ends, initializers)
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, tmp_path / "c.onnx")
+    code = f"""if True:
+        import resource
+        from pathlib import Path
+        import numpy as np
+        import onnxruntime
+        import quantized_models
+        feeds = [{{"x0": np.ones(({m}, {k}), np.float32)}}]
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ranges = quantized_models.calibrate(Path("c.onnx"), [f"h{{i}}" for i in range({pairs})], feeds)
+        assert len(ranges) == {pairs} and ranges["h0"][1] > 0
+        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / ({m} * {wide} * 4))
+    """
+    surroundings = os.environ | {"PYTHONPATH": str(Path(quantized_models.__file__).parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path, env=surroundings
+    )
+    assert float(done.stdout) < pairs / 2, "times the bytes of one activation"
 
 
 def test_a_matmul_of_inputs_and_a_shared_bias_is_quantised_too(tmp_path):
