@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -253,6 +254,17 @@ def test_calibration_data_that_is_no_good(tmp_path: Path) -> None:
     refused(run(batch(tmp_path, x=x.astype(np.float64))), "f64 given, f32[8,4] wanted", "batch.npz")
     np.savez(tmp_path / "object.npz", x=np.array([{}], object))
     refused(run(tmp_path / "object.npz"), "not an .npz of arrays")
+    np.savez_compressed(tmp_path / "damaged.npz", x=np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32))
+    whole = (tmp_path / "damaged.npz").read_bytes()
+    for damage in (b"\xff" * 16, b"\x00" * 16):  # codes that no deflated stream holds; or a checksum that fails
+        (tmp_path / "damaged.npz").write_bytes(whole[:100] + damage + whole[116:])
+        refused(run(tmp_path / "damaged.npz"), "not an .npz of arrays", "damaged.npz")
+    flags = whole.index(b"PK\x01\x02") + 8
+    (tmp_path / "damaged.npz").write_bytes(whole[:flags] + b"\x01" + whole[flags + 1 :])  # said to be encrypted
+    refused(run(tmp_path / "damaged.npz"), "not an .npz of arrays", "damaged.npz")
+    with zipfile.ZipFile(tmp_path / "text.npz", "w") as archive:
+        archive.writestr("x", "no array")
+    refused(run(tmp_path / "text.npz"), "unknown dtype 'bytes", "input 'x' of", "text.npz")
 
 
 def test_calibration_data_that_is_not_finite_leaves_layers_in_float(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
     import torch
 
 FILE = "constants.npz"
+# What NumPy and zipfile raise at a file that is no archive of arrays, or a damaged one.
+UNREADABLE = (
+    OSError,
+    ValueError,
+    EOFError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 _BITS = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
@@ -39,7 +52,7 @@ def read_literals(path: Path) -> dict[str, Literal]:
             for key in archive.files:
                 word, _, name = key.partition(" ")
                 found[name] = _literal(BY_NAME[word], archive[key], name)
-    except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, RuntimeError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise InputError(f"holds no constants of a program: {said}", where=str(path), hint="--dump writes it") from error
     return found

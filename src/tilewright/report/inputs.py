@@ -173,12 +173,14 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
     """
     import numpy as np
 
+    from tilewright.ir.literal_file import UNREADABLE
+
     try:
         with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: cast("np.ndarray", archive[name]) for name in archive.files}
+            arrays = {name: np.asarray(cast("object", archive[name])) for name in archive.files}  # or bytes, for another file
     except FileNotFoundError:
         raise InputError(f"no such file: {path}", where=option) from None
-    except (OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+    except UNREADABLE as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "pickled" in said:  # NumPy's words for any file that it does not know; what they advise runs the file's code
             said = "it is another kind of file, or holds Python objects"
