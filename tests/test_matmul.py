@@ -37,6 +37,35 @@ def test_transposes_and_batches(ta, tb, batch):
     close(matmul(stored_a, stored_b, transpose_a=ta, transpose_b=tb), a.astype(float) @ b)
 
 
+@pytest.mark.parametrize("ta", [False, True])
+@pytest.mark.parametrize("tb", [False, True])
+@pytest.mark.parametrize(("a", "b"), [((6,), (6,)), ((4, 6), (6,)), ((6,), (6, 5)), ((3, 4, 6), (6,)), ((6,), (2, 3, 6, 5))])
+def test_a_vector_is_a_row_or_a_column_and_its_axis_goes(ta, tb, a, b):
+    a, b = floats(*a), floats(*b)
+    stored_a, stored_b = (a.swapaxes(-1, -2) if ta and a.ndim > 1 else a), (b.swapaxes(-1, -2) if tb and b.ndim > 1 else b)
+    wanted = np.matmul(a.astype(float), b)
+    got = matmul(stored_a, stored_b, transpose_a=ta, transpose_b=tb)
+    assert np.shape(got) == wanted.shape
+    close(got, wanted)
+    bias, residual, scale = (floats(*wanted.shape[-1:]), floats(*wanted.shape), floats(*wanted.shape[-2:]))
+    got = matmul(stored_a, stored_b, transpose_a=ta, transpose_b=tb, scale=scale, bias=bias, residual=residual)
+    assert np.shape(got) == wanted.shape
+    close(got, wanted * scale + bias + residual)
+
+
+def test_scales_of_vectors():
+    a, b, rows = codes(6), codes(6), codes(4, 6)
+    wanted = (a.astype(float) - 3) * 0.5 @ ((b.astype(float) + 2) * 0.25)
+    close(matmul(a, b, a_scale=0.5, a_zero_point=3, b_scale=0.25, b_zero_point=-2), wanted)
+    x, scales = floats(4, 6), floats(3)
+    close(matmul(x, b, b_scale=scales, group_size=2), x.astype(float) @ (b * scales.repeat(2)))
+    row_scale, out_scale = floats(4, 1) ** 2, np.float32([1, 2, 3, 4])
+    got = matmul(rows, b, a_scale=row_scale, out_scale=out_scale, out_dtype="s8")
+    exact = (rows.astype(float) * row_scale) @ b / out_scale
+    assert got.shape == (4,)
+    assert (np.abs(got - np.clip(np.round(exact), -128, 127)) <= 1).all()
+
+
 def test_types_of_results():
     a, b = floats(2, 3), floats(3, 4)
     assert matmul(a, b).dtype == np.float32
@@ -241,7 +270,8 @@ F = floats(4, 5)
             TypeMismatchError,
             r"cannot multiply s8\[3,4\] by s8\[5,5\] \(gemm\)\n  try: inner extents must agree",
         ),
-        ((A[0], B), {}, TypeMismatchError, r"s8\[4\] is no matrix\n  try: give a vector as one row or one column"),
+        ((A[0], codes(5, 5)), {}, TypeMismatchError, "try: inner extents must agree"),
+        ((A[0], B[:, 0]), {"bias": floats(1)}, TypeMismatchError, "is larger than the result"),
         ((3.0, B), {}, TypeMismatchError, r"f32\[\] is no matrix"),
         (("a", B), {}, InputError, r"a str is no array \(a\)\n  try: a torch tensor, NumPy array or DLPack"),
         ((A, [[1]]), {}, InputError, r"a list is no array \(b\)"),

@@ -11,7 +11,7 @@ import torch
 from tilewright.compiler import compile
 from tilewright.dtype import F32, F64, DType, dtype
 from tilewright.errors import InputError
-from tilewright.ir.build import input_
+from tilewright.ir.build import input_, reshape
 from tilewright.ir.fused import Apply, Result, Side, fused_gemm
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import FUNCTIONS, Overflow
@@ -20,6 +20,7 @@ from tilewright.runtime.arrays import Array, dtype_of, from_dlpack, is_numpy
 from tilewright.runtime.executable import Executable
 
 DEFAULT_BUDGET_S = 0.2
+_OF_THE_RESULT = ("scale", "bias", "residual", "out_scale", "out_zero_point")  # what broadcasts to it
 
 
 def matmul(
@@ -54,6 +55,7 @@ def matmul(
 
     Args:
         a, b: [*batch, M, K] and [*batch, K, N]; [*batch, K, M] and [*batch, N, K] when transposed. Batch axes broadcast.
+            A vector [K] is a row of a or a column of b whatever the transpose, and the result lacks that axis, as in NumPy.
         transpose_a, transpose_b: the operand is stored with its last two axes exchanged.
         a_dtype, b_dtype: logical type where the array cannot say it: "s4" or "u4" codes, one to a byte.
         acc_dtype: s32 for integers and f32 for floats if not given; a narrower one must be asked for.
@@ -137,7 +139,10 @@ def _compiled(
     budget_s: float,
 ) -> Executable:
     transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation = request
-    node = {name: input_(name, t.dtype, t.shape) for name, t in types}
+    inputs = {name: input_(name, t.dtype, t.shape) for name, t in types}
+    node, dropped = _as_matrices(inputs)
+    # NumPy's transpose of a vector is the vector.
+    transpose_a, transpose_b = transpose_a and -2 not in dropped, transpose_b and -1 not in dropped
     k_axis = -1 if transpose_b else -2
     b_shape = node["b"].shape
     block: Shape | None = None
@@ -158,8 +163,27 @@ def _compiled(
         steps.append(Apply("add", node["residual"]))
     result = _result(node, None if out_dtype is None else dtype(out_dtype), overflow)
     product = fused_gemm(lhs, rhs, result, steps, None if acc_dtype is None else dtype(acc_dtype))
-    graph = Graph("matmul", tuple(node.values()), (product,), ("result",))
+    shape = [d for i, d in enumerate(product.shape) if i - len(product.shape) not in dropped]
+    graph = Graph("matmul", tuple(inputs.values()), (reshape(product, shape),), ("result",))
     return compile(graph, device=device, budget_s=budget_s)
+
+
+def _as_matrices(given: Mapping[str, Node]) -> tuple[dict[str, Node], list[int]]:
+    """What is given with a vector a as one row and a vector b as one column, and the axes which that adds to the result.
+
+    What broadcasts to the result gets its added axes, too; what belongs to a vector b becomes a column with it.
+    """
+    node = dict(given)
+    dropped: list[int] = []
+    if len(given["b"].shape) == 1:
+        dropped.append(-1)
+        names = ("b", "b_scale", "b_zero_point", *_OF_THE_RESULT)
+        node |= {n: reshape(node[n], (*node[n].shape, 1)) for n in names if n in node and node[n].shape}
+    if len(given["a"].shape) == 1:
+        dropped.append(-2)
+        names = ("a", *_OF_THE_RESULT)
+        node |= {n: reshape(node[n], (*node[n].shape[:-1], 1, node[n].shape[-1])) for n in names if n in node and node[n].shape}
+    return node, dropped
 
 
 def _result(node: dict[str, Node], out: DType | None, overflow: Overflow) -> Result | None:
