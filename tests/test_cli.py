@@ -448,6 +448,7 @@ def test_a_terminal_narrower_than_the_tables_loses_no_column(program: str) -> No
     for title in ("step", "median µs", "of peak %", "limit µs", "mean µs"):
         assert title in result.stdout
     assert "gemm by " in result.stdout
+    assert max(len(text.rstrip()) for text in result.stdout.splitlines()) <= 32
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Column
 
 PIPE_WIDTH = 160
-NARROWEST = 64  # below it tables would lose columns: a narrower terminal wraps their lines
+NARROWEST = 32  # nothing readable fits in less: a narrower terminal wraps the lines
 WIDE = 120
 LABEL_WIDTH = 56
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -14,11 +14,32 @@ from rich.text import Text
 from tilewright.report.schema import Finding, Input
 
 Align = Literal["left", "right"]
+TABLE_WIDTH = 64  # the widest table needs as much for its titles and numbers
+
+
+class _Table(Table):
+    """A table; where it is too wide for the console, a block of labelled lines for each row."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width >= TABLE_WIDTH:
+            yield from super().__rich_console__(console, options)
+            return
+        label_width = max(len(str(column.header)) for column in self.columns)
+        for i, row in enumerate(zip(*(column.cells for column in self.columns), strict=True)):
+            if i:
+                yield Text("")
+            block = Table.grid(padding=(0, 2))
+            block.add_column(no_wrap=True, style="bold", width=label_width)
+            block.add_column(overflow="fold")
+            for column, cell in zip(self.columns, row, strict=True):
+                if str(cell):
+                    block.add_row(column.header, cell)
+            yield block
 
 
 def table(*headers: tuple[str, Align]) -> Table:
     """An empty table; right-aligned columns hold numbers and never wrap."""
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
+    made = _Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold", show_edge=False)
     for title, align in headers:
         number = align == "right"
         made.add_column(title, justify=align, no_wrap=number, overflow="fold")
