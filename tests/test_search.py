@@ -253,5 +253,5 @@ def test_compile_refuses_what_it_cannot_place():
     graph = Graph("g", (x,), (gemm(x, x),), ("y",))
     with pytest.raises(InputError, match="unknown device 'tpu'"):
         compile(graph, device="tpu")
-    with pytest.raises(InputError, match="nothing here reads a int"):
+    with pytest.raises(InputError, match="nothing here reads type int"):
         compile(3)

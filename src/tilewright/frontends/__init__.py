@@ -73,7 +73,7 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     if isinstance(program, Path):
         raise InputError(f"nothing here reads {program}", hint=f"a file is told by its suffix: {SUFFIXES}")
     hint = "HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module"
-    raise InputError(f"nothing here reads a {type(program).__name__}", hint=hint)
+    raise InputError(f"nothing here reads type {type(program).__name__}", hint=hint)
 
 
 def _is_line(text: str) -> bool:
