@@ -232,7 +232,9 @@ class Line:
 
     def _stepped(self, fn, side, value, slack, named):
         if not side:
-            if value.dtype.kind == "i" and fn not in ("relu", "negate", "abs"):
+            if value.dtype.kind == "i" and fn in ("relu", "negate", "abs"):
+                return wrapped(UNARY[fn](value), 32), slack
+            if value.dtype.kind == "i":
                 slack = np.abs(value) * 2.0**-23
             moved = [UNARY[fn](value + s * slack) for s in (-1, 0, 1)]
         else:
