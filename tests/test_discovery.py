@@ -193,10 +193,10 @@ def test_a_graph_is_read_as_it_is_and_verified():
         ("a" * 5000, r"cannot be opened \(File name too long\): a{200}…"),
         ("nul\x00byte", "no such file: nul"),
         (Path("new\nline"), "no such file: new\nline"),
-        (5, "nothing here reads a int\n  try: HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module"),
-        (None, "nothing here reads a NoneType"),
-        (b"bytes", "nothing here reads a bytes"),
-        ("several\nlines of nothing", "nothing here reads a str"),
+        (5, "nothing here reads type int\n  try: HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module"),
+        (None, "nothing here reads type NoneType"),
+        (b"bytes", "nothing here reads type bytes"),
+        ("several\nlines of nothing", "nothing here reads type str"),
     ],
 )
 def test_what_nothing_reads_is_an_input_error(program, message):
