@@ -29,6 +29,8 @@ class Blocks:
         mc: tiles of a block.
         nc: panels of a block.
         pack_lhs: the left operand is copied; else it is read where it lies.
+        private: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so that packed
+            data never leave its cache; else threads pack everything together first.
     """
 
     mr: int
@@ -37,6 +39,7 @@ class Blocks:
     mc: int
     nc: int
     pack_lhs: bool
+    private: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,19 +127,25 @@ class Nest:
 
     @property
     def packed_rhs(self) -> int:
-        return self.batch * self.panels * self.panel + 4096  # room to prefetch into
+        panels = self.blocks.nc if self.blocks.private else self.batch * self.panels
+        return panels * self.panel + 4096  # room to prefetch into
 
     @property
     def result_tile(self) -> int:
         return self.blocks.mr * self.nr * 4
 
     @property
+    def matrices(self) -> int:
+        """That are packed at a time."""
+        return 1 if self.blocks.private else self.batch
+
+    @property
     def sums_at(self) -> int:
-        return self.batch * self.passes * self.tiles * self.lhs_tile if self.blocks.pack_lhs else 0
+        return self.matrices * self.passes * self.tiles * self.lhs_tile if self.blocks.pack_lhs else 0
 
     @property
     def rhs_at(self) -> int:
-        return self.sums_at + (rounded(self.batch * self.rows * 4) if self.choice.correction else 0)
+        return self.sums_at + (rounded(self.matrices * self.rows * 4) if self.choice.correction else 0)
 
     @property
     def threads_at(self) -> int:
@@ -144,10 +153,13 @@ class Nest:
 
     @property
     def thread_bytes(self) -> int:
-        return self.blocks.mc * self.blocks.nc * self.result_tile if self.passes > 1 else 0
+        """Of what each thread has to itself, behind what all share; of everything if nothing is shared."""
+        results = self.blocks.mc * self.blocks.nc * self.result_tile if self.passes > 1 else 0
+        return rounded(self.threads_at + results) if self.blocks.private else results
 
     def scratch(self, threads: int) -> int:
-        return self.threads_at + threads * self.thread_bytes + CACHE_LINE
+        shared = 0 if self.blocks.private else self.threads_at
+        return shared + threads * self.thread_bytes + CACHE_LINE
 
     @property
     def pointers(self) -> int:

@@ -53,56 +53,70 @@ class Packing:
         return value
 
     def _pack_lhs(self) -> None:
-        """Tiles of the left operand, a task each; and the sums of its rows where they are needed."""
-        n, d = self.nest, self.nest.dot
+        """pack_lhs(d): tiles of the left operand, a task each; pack_tile(d, b, tile, to, sums): one of them."""
+        n = self.nest
+        self._pack_tile()
+        if n.blocks.private:
+            return
         f = self._function("pack_lhs")
-        sources = self._sources(f, n.lhs)
-        copies = self._scratch(f, 0)
-        sums = self._scratch(f, n.sums_at)
+        copies, sums = self._scratch(f, 0), self._scratch(f, n.sums_at)
         with f.tasks(self._counter(f, 1), n.batch * n.tiles) as task:
             b, tile = f.div(task, n.tiles), f.rem(task, n.tiles)
-            begin = f.mul(tile, n.blocks.mr)
-            with f.loop(0, f.min(n.blocks.mr, f.sub(n.rows, begin))) as loop:
-                row = f.add(f.mul(b, n.rows), f.add(begin, loop.index))
+            place = f.add(f.mul(f.mul(b, n.passes), n.tiles), tile)
+            self._call_pack_tile(f, b, tile, f.at(copies, f.mul(place, n.lhs_tile)), f.at(sums, f.mul(f.mul(b, n.rows), 4)))
+        f.finish()
 
-                def one(
-                    column: Int, mask: str | None, total: str,
-                    row: Int = row, b: Int = b, tile: Int = tile, at: str = loop.index,
-                ) -> str:  # fmt: skip
-                    vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
-                    value = self._operand(vectors, row, "lhs")
-                    if mask is not None:
-                        t = d.operand
-                        value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
-                    if n.blocks.pack_lhs:
-                        pass_, inside = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
-                        place = f.add(f.mul(f.add(f.mul(b, n.passes), pass_), n.tiles), tile)
-                        offset = f.add(f.mul(place, n.lhs_tile), f.add(f.mul(at, n.lhs_stride), f.mul(inside, 4 // d.k)))
-                        f.store(d.operand, value, f.at(copies, offset), 4)
-                    if not n.choice.correction:
-                        return total
-                    return d.emit(f, total, value, "splat (i8 1)")
+    def _call_pack_tile(self, f: Function, b: Int, tile: Int, to: str, sums: str) -> None:
+        f.call("pack_tile", ("ptr", "%d"), ("i64", b), ("i64", tile), ("ptr", to), ("ptr", sums))
 
-                whole = n.depth // n.vector * n.vector
-                zero = [(d.accumulator, "zeroinitializer")]
-                with f.loop(0, whole, n.vector, zero) as inner:
-                    inner.next = [one(inner.index, None, inner.carried[0])]
-                total = inner.carried[0]
-                if n.depth % n.vector:
-                    total = one(whole, f.first_lanes(n.vector, n.depth - whole), total)
-                if n.choice.correction:
-                    i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes}i32", "i32", (d.accumulator, total))
-                    f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction}"), f.at(sums, f.mul(row, 4)), 4)
+    def _pack_tile(self) -> None:
+        """A tile of matrix b to its place in the first pass, and its rows' sums to the matrix's where they are needed."""
+        n, d = self.nest, self.nest.dot
+        f = self._function("pack_tile", ("i64", "b"), ("i64", "tile"), ("ptr", "to"), ("ptr", "sums"))
+        sources = self._sources(f, n.lhs)
+        begin = f.mul("%tile", n.blocks.mr)
+        with f.loop(0, f.min(n.blocks.mr, f.sub(n.rows, begin))) as loop:
+            inside = f.add(begin, loop.index)
+            row = f.add(f.mul("%b", n.rows), inside)
+
+            def one(column: Int, mask: str | None, total: str) -> str:
+                vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
+                value = self._operand(vectors, row, "lhs")
+                if mask is not None:
+                    t = d.operand
+                    value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
+                if n.blocks.pack_lhs:
+                    pass_, at = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
+                    place = f.mul(f.mul(pass_, n.tiles), n.lhs_tile)
+                    offset = f.add(place, f.add(f.mul(loop.index, n.lhs_stride), f.mul(at, 4 // d.k)))
+                    f.store(d.operand, value, f.at("%to", offset), 4)
+                return d.emit(f, total, value, "splat (i8 1)") if n.choice.correction else total
+
+            whole = n.depth // n.vector * n.vector
+            zero = [(d.accumulator, "zeroinitializer")]
+            with f.loop(0, whole, n.vector, zero) as inner:
+                inner.next = [one(inner.index, None, inner.carried[0])]
+            total = inner.carried[0]
+            if n.depth % n.vector:
+                total = one(whole, f.first_lanes(n.vector, n.depth - whole), total)
+            if n.choice.correction:
+                i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes}i32", "i32", (d.accumulator, total))
+                f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction}"), f.at("%sums", f.mul(inside, 4)), 4)
         f.finish()
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
-        """Panels of the right operand, a task each."""
+        """name(d): panels of the right operand, a task each; name_panel(d, b, panel, out): one of them."""
         n = self.nest
+        f = self._function(f"{name}_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "out"))
+        if n.depth:
+            (self._pack_along if n.along else self._pack_across)(f, "%b", "%panel", "%out")
+        f.finish()
         f = self._function(name)
-        with f.tasks(self._counter(f, counter), n.batch * n.panels if n.depth else 0) as task:
-            b, panel = f.div(task, n.panels), f.rem(task, n.panels)
-            out = f.at(self._rhs(f), f.mul(task, n.panel))
-            (self._pack_along if n.along else self._pack_across)(f, b, panel, out)
+        if not n.blocks.private:
+            with f.tasks(self._counter(f, counter), n.batch * n.panels) as task:
+                b, panel = f.div(task, n.panels), f.rem(task, n.panels)
+                out = f.at(self._rhs(f), f.mul(task, n.panel))
+                f.call(f"{name}_panel", ("ptr", "%d"), ("i64", b), ("i64", panel), ("ptr", out))
         f.finish()
 
     def _flipped(self, f: Function, value: str) -> str:

@@ -2,13 +2,14 @@
 
 Both operands are packed first, unless they lie right as they are: the right one into panels of nr columns, K in groups of 4
 bytes; the left one into tiles of mr rows, copied row by row. A tile's columns are vectors; its rows are broadcast. Threads pack
-together, meet at a barrier, and take blocks of the result from a counter; no sum is ever split between threads, so results do
-not depend on how many there are.
+together, meet at a barrier, and take blocks of the result from a counter; or, of many matrices, each takes whole ones and packs
+for itself. No sum is ever split between threads, so results do not depend on how many there are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
@@ -18,6 +19,17 @@ from tilewright.candidates.llvm._vector import Columns, Vectors
 from tilewright.dtype import F32
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where a block's operands lie: one matrix's tiles of the left one, the block's first panel of the right one, the rows'
+    corrections, and room for tiles of the result."""
+
+    lhs: str
+    rhs: str
+    sums: str
+    results: str
 
 
 class Writer(Packing):
@@ -95,7 +107,7 @@ class Writer(Packing):
     def _store(self, index: int, store: Access, *, whole: bool) -> None:
         """A result tile through the epilogue into one result: whole rows at a time, so that long chains run side by side."""
         n, lanes = self.nest, self.nest.nr
-        args = [("ptr", "tile"), ("i64", "row"), ("i64", "rows"), ("i64", "column")]
+        args = [("ptr", "tile"), ("i64", "row"), ("i64", "rows"), ("i64", "column"), ("ptr", "sums")]
         f = self._function(f"store_{index}{'' if whole else '_part'}", *args)
         mask = None
         if not whole:
@@ -106,13 +118,12 @@ class Writer(Packing):
         columns = Columns("%column", store.first % lanes == 0, mask)
         vectors = Vectors(f, store, lanes, columns, self._sources(f, store))
         target = self._given(f, n.sources + index)
-        sums = self._scratch(f, n.sums_at) if n.choice.correction else ""
         type_ = vec(lanes, "float" if n.dot.acc is F32 else "i32")
         with f.loop(0, "%rows") as loop:
             row = f.add("%row", loop.index)
             acc = f.load(type_, f.at("%tile", f.mul(loop.index, lanes * 4)), 64)
-            if sums:
-                fix = f.splat(lanes, "i32", f.load("i32", f.at(sums, f.mul(row, 4)), 4))
+            if n.choice.correction:
+                fix = f.splat(lanes, "i32", f.load("i32", f.at("%sums", f.mul(row, 4)), 4))
                 acc = f.v(f"add {type_} {acc}, {fix}")
             vectors.store(row, vectors.row(row, self._accumulated(vectors, acc)), target)
         f.finish()
@@ -121,13 +132,13 @@ class Writer(Packing):
         """The accumulator as the stores' expressions take it."""
         return acc
 
-    def _stores(self, f: Function, tile: str, row: Int, rows: Int, panel: Int) -> None:
-        """A finished tile into every result it has columns of."""
+    def _stores(self, f: Function, tile: str, row: Int, rows: Int, panel: Int, sums: str = "null") -> None:
+        """A finished tile into every result it has columns of; `sums`: corrections by row."""
         n, nr = self.nest, self.nest.nr
         column = f.mul(panel, nr)
         for i, store in enumerate(n.stores):
             own, last = f.sub(column, store.first), store.columns_extent
-            args = (("ptr", "%d"), ("ptr", tile), ("i64", row), ("i64", rows), ("i64", own))
+            args = (("ptr", "%d"), ("ptr", tile), ("i64", row), ("i64", rows), ("i64", own), ("ptr", sums))
             if store.first == 0 and last == n.columns and last % nr == 0:
                 f.call(f"store_{i}", *args)
                 continue
@@ -146,48 +157,69 @@ class Writer(Packing):
     def _multiply(self) -> None:
         n, blocks = self.nest, self.nest.blocks
         f = self._function("multiply")
-        right, copies = self._rhs(f), self._scratch(f, 0)
-        if n.passes > 1:
-            me = f.intrinsic("omp_get_thread_num", "i32")
-            room = self._scratch(f, f.add(n.threads_at, f.mul(f.v(f"sext i32 {me} to i64"), n.thread_bytes)))
+        if blocks.private or n.passes > 1:
+            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+            own = self._scratch(f, f.add(0 if blocks.private else n.threads_at, f.mul(me, n.thread_bytes)))
         else:
-            room = f.alloca(n.result_tile)
-        across, down = -(-n.panels // blocks.nc), -(-n.tiles // blocks.mc)
-        with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
-            b, inner = f.div(task, across * down), f.rem(task, across * down)
-            p0, t0 = f.mul(f.div(inner, down), blocks.nc), f.mul(f.rem(inner, down), blocks.mc)
-            p1, t1 = f.min(f.add(p0, blocks.nc), n.panels), f.min(f.add(t0, blocks.mc), n.tiles)
-
-            def tile_row(rows: int, tile: Int, pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
-                begin = f.mul(tile, blocks.mr)
-                a, stride = self._tile(f, copies, b, tile, begin, pass_)
-                with f.loop(p0, p1) as loop:
-                    place = f.add(f.mul(f.add(f.mul(b, n.panels), loop.index), n.panel), f.mul(pass_, self._pass_bytes))
-                    out = room
-                    if n.passes > 1:
-                        index = f.add(f.mul(f.sub(tile, t0), blocks.nc), f.sub(loop.index, p0))
-                        out = f.at(room, f.mul(index, n.result_tile))
-                    args = (("ptr", a), ("i64", stride), ("ptr", f.at(right, place)), ("ptr", out), ("i64", groups))
-                    f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
-                    if last:
-                        self._stores(f, out, f.add(f.mul(b, n.rows), begin), rows, loop.index)
-
-            def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
-                full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
-                if full:
-                    with f.loop(t0, f.min(t1, full)) as loop:
-                        tile_row(blocks.mr, loop.index, pass_, groups, fresh=fresh, last=last)
-                if full < n.tiles:
-                    with f.when(f.compare("eq", t1, n.tiles)):
-                        tile_row(n.last_mr, n.tiles - 1, pass_, groups, fresh=fresh, last=last)
-
-            each, final = n.groups(min(blocks.kc, n.depth)), n.groups(n.depth - (n.passes - 1) * blocks.kc)
-            if n.passes > 1:
-                one_pass(0, each, fresh=True, last=False)
-                with f.loop(1, n.passes - 1) as loop:
-                    one_pass(loop.index, each, fresh=False, last=False)
-            one_pass(n.passes - 1, final, fresh=n.passes == 1, last=True)
+            own = f.alloca(n.result_tile)
+        if not blocks.private:
+            copies, right, sums = self._scratch(f, 0), self._rhs(f), self._scratch(f, n.sums_at)
+            across, down = -(-n.panels // blocks.nc), -(-n.tiles // blocks.mc)
+            with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
+                b, inner = f.div(task, across * down), f.rem(task, across * down)
+                p0, t0 = f.mul(f.div(inner, down), blocks.nc), f.mul(f.rem(inner, down), blocks.mc)
+                first = f.at(right, f.mul(f.add(f.mul(b, n.panels), p0), n.panel))
+                self._block(f, b, p0, t0, Packed(f.at(copies, f.mul(b, n.passes * n.tiles * n.lhs_tile)), first, sums, own))
+        else:
+            right, sums = f.at(own, n.rhs_at), f.at(own, n.sums_at)
+            results = f.at(own, n.threads_at) if n.passes > 1 else f.alloca(n.result_tile)
+            with f.tasks(self._counter(f, 2), n.batch) as b:
+                if blocks.pack_lhs or n.choice.correction:
+                    with f.loop(0, n.tiles) as tile:
+                        self._call_pack_tile(f, b, tile.index, f.at(own, f.mul(tile.index, n.lhs_tile)), sums)
+                of_row = f.at(sums, f.sub(0, f.mul(b, n.rows * 4)))
+                with f.loop(0, n.panels, blocks.nc) as p0:
+                    with f.loop(p0.index, f.min(f.add(p0.index, blocks.nc), n.panels)) as panel:
+                        out = f.at(right, f.mul(f.sub(panel.index, p0.index), n.panel))
+                        f.call("pack_rhs_panel", ("ptr", "%d"), ("i64", b), ("i64", panel.index), ("ptr", out))
+                    with f.loop(0, n.tiles, blocks.mc) as t0:
+                        self._block(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
         f.finish()
+
+    def _block(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
+        """All tiles of a block: from panel p0 and tile t0 of matrix b on."""
+        n, blocks = self.nest, self.nest.blocks
+        p1, t1 = f.min(f.add(p0, blocks.nc), n.panels), f.min(f.add(t0, blocks.mc), n.tiles)
+
+        def tile_row(rows: int, tile: Int, pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
+            begin = f.mul(tile, blocks.mr)
+            a, stride = self._tile(f, packed.lhs, b, tile, begin, pass_)
+            with f.loop(p0, p1) as loop:
+                place = f.add(f.mul(f.sub(loop.index, p0), n.panel), f.mul(pass_, self._pass_bytes))
+                out = packed.results
+                if n.passes > 1:
+                    index = f.add(f.mul(f.sub(tile, t0), blocks.nc), f.sub(loop.index, p0))
+                    out = f.at(out, f.mul(index, n.result_tile))
+                args = (("ptr", a), ("i64", stride), ("ptr", f.at(packed.rhs, place)), ("ptr", out), ("i64", groups))
+                f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
+                if last:
+                    self._stores(f, out, f.add(f.mul(b, n.rows), begin), rows, loop.index, packed.sums)
+
+        def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
+            full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
+            if full:
+                with f.loop(t0, f.min(t1, full)) as loop:
+                    tile_row(blocks.mr, loop.index, pass_, groups, fresh=fresh, last=last)
+            if full < n.tiles:
+                with f.when(f.compare("eq", t1, n.tiles)):
+                    tile_row(n.last_mr, n.tiles - 1, pass_, groups, fresh=fresh, last=last)
+
+        each, final = n.groups(min(blocks.kc, n.depth)), n.groups(n.depth - (n.passes - 1) * blocks.kc)
+        if n.passes > 1:
+            one_pass(0, each, fresh=True, last=False)
+            with f.loop(1, n.passes - 1) as loop:
+                one_pass(loop.index, each, fresh=False, last=False)
+        one_pass(n.passes - 1, final, fresh=n.passes == 1, last=True)
 
     @property
     def _pass_bytes(self) -> int:
@@ -197,8 +229,7 @@ class Writer(Packing):
         """Where a tile of the left operand starts in one pass, and how far apart its rows are."""
         n = self.nest
         if n.blocks.pack_lhs:
-            place = f.add(f.mul(f.add(f.mul(b, n.passes), pass_), n.tiles), tile)
-            return f.at(copies, f.mul(place, n.lhs_tile)), n.lhs_stride
+            return f.at(copies, f.mul(f.add(f.mul(pass_, n.tiles), tile), n.lhs_tile)), n.lhs_stride
         leaf = next(x for x in toposort((n.lhs.root,)) if isinstance(x.op, Param))
         place, size = n.lhs.of_leaf(leaf), n.dot.lhs.bits // 8
         row_term, outer = place.rows[0], place.rows[1:]
@@ -214,7 +245,9 @@ class Writer(Packing):
     def _worker(self) -> None:
         n = self.nest
         f = self._function("worker")
-        steps = ([] if n.constant else ["pack_rhs"]) + (["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else [])
+        steps: list[str] = []
+        if not n.blocks.private:
+            steps = ([] if n.constant else ["pack_rhs"]) + (["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else [])
         for step in steps:
             f.call(step, ("ptr", "%d"))
         if steps:

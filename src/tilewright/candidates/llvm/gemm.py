@@ -27,6 +27,7 @@ from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 KC_BYTES = 2048  # of a row of the left operand in one pass: mr rows of it stay in the first-level cache
+PANELS_BYTES = 1 << 18  # of the right operand that one thread packs at a time: they stay in its second-level cache
 ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
 
 
@@ -164,6 +165,7 @@ class LlvmGemm:
                 mc=blocks.mc * blocks.mr,
                 nc=blocks.nc * blocks.nv * plan.choice.dot.lanes,
                 pack_lhs=blocks.pack_lhs,
+                private=blocks.private,
             )
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
@@ -184,7 +186,7 @@ def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest,
     assert isinstance(plan, _Plan)
     knobs, lanes = dict(schedule.knobs), plan.choice.dot.lanes
     mr, nr, kc, mc, nc = (int(knobs[k]) for k in ("mr", "nr", "kc", "mc", "nc"))
-    blocks = Blocks(mr, nr // lanes, kc, mc // mr, nc // nr, bool(knobs["pack_lhs"]))
+    blocks = Blocks(mr, nr // lanes, kc, mc // mr, nc // nr, bool(knobs["pack_lhs"]), bool(knobs["private"]))
     sources = len(problem.types) + 2
     nest = Nest(
         plan.batch,
@@ -232,9 +234,11 @@ def _blocks(problem: Problem, plan: _Plan, target: Target) -> Iterable[Blocks]:
                 mc = -(-mc // 2)
             else:
                 nc = -(-nc // 2)
-        packs = [False, True] if plan.in_place and k * dot.lhs.bits % (8 * 4096) else [True]
-        for pack in packs[:1]:
-            yield Blocks(mr, nv, kc, min(mc, tiles), min(nc, panels), pack)
+        pack = not plan.in_place or k * dot.lhs.bits % (8 * 4096) == 0  # rows that far apart meet in one cache set
+        private = not plan.constant and (plan.batch % target.cores == 0 or plan.batch >= 8 * target.cores)
+        if private:
+            mc, nc = max(1, 240 // mr), max(1, PANELS_BYTES * 8 // (k * dot.rhs.bits * nv * lanes))
+        yield Blocks(mr, nv, kc, min(mc, tiles), min(nc, panels), pack, private)
 
 
 def _prepared(
