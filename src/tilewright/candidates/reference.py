@@ -1,4 +1,4 @@
-"""The reference: evaluates the gemm or attention with the oracle. Slow, exact for integers, refuses nothing."""
+"""The reference: evaluates the problem with the oracle, operation by operation on torch. Exact for integers, refuses nothing."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from typing import cast
 import torch
 
 from tilewright.hardware.target import Target
-from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.evaluate import evaluator
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import LAST_RESORT, Kernel, Runner
-from tilewright.schedule.problem import AnyProblem, ProblemKind
+from tilewright.schedule.problem import AnyProblem, ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
 
 class Reference:
     name = "reference"
-    kinds = frozenset[ProblemKind]({"gemm", "attention"})
+    kinds = frozenset[ProblemKind]({"gemm", "attention", "region"})
     preference = LAST_RESORT
 
     def refuse(self, problem: AnyProblem, target: Target) -> str | None:
@@ -26,12 +28,15 @@ class Reference:
         return (Schedule(),)
 
     def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
-        node = problem.node
-        several = len(problem.outputs) > 1
+        is_region = isinstance(problem, RegionProblem)
+        roots = problem.roots if is_region else (problem.node,)
+        leaves = [Node(Param(i, t)) for i, t in enumerate(problem.types)] if is_region else problem.node.src
+        evaluate = evaluator(roots, leaves)
+        several = not is_region and len(problem.outputs) > 1
 
         def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-            value = evaluate_nodes((node,), dict(zip(node.src, sources, strict=True)))[0]
-            return list(cast("tuple[torch.Tensor, ...]", value)) if several else [cast("torch.Tensor", value)]
+            values = evaluate(sources)
+            return list(cast("tuple[torch.Tensor, ...]" if several else "list[torch.Tensor]", values[0] if several else values))
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             return run

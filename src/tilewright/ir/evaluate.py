@@ -99,34 +99,49 @@ def evaluate_nodes(
     origin: Callable[[Node], str] | None = None,
 ) -> list[Value]:
     """The roots' values, given those of `bound` nodes. A value is dropped once its last reader has run."""
-    order = _needed(roots, bound)
-    last: dict[Node, int] = {}
-    for i, node in enumerate(order):
-        for s in node.src:
-            last[s] = i
-    kept = set(roots)
-    values: dict[Node, Value] = dict(bound)
-    for i, node in enumerate(order):
-        try:
-            value = node.op.evaluate(node, [values[s] for s in node.src])  # type: ignore[misc]
-        except TilewrightError:
-            raise
-        except Exception as error:
-            place = origin(node) if origin else node.op.name
-            raise TypeMismatchError(
-                f"{node.op.name} -> {node.type} cannot be evaluated: {str(error).splitlines()[0] if str(error) else error!r}",
-                where=place,
-            ) from error
-        values[node] = value
-        if visit is not None:
-            visit(node, value)
-        for s in node.src:
-            if last[s] == i and s not in kept and s not in bound:
-                values.pop(s, None)
-    return [values[r] for r in roots]
+    return evaluator(roots, list(bound), origin)(list(bound.values()), visit)
 
 
-def _needed(roots: Sequence[Node], bound: Mapping[Node, Value]) -> list[Node]:
+def evaluator(
+    roots: Sequence[Node], given: Sequence[Node], origin: Callable[[Node], str] | None = None
+) -> Callable[..., list[Value]]:
+    """A function from the values of `given` nodes (and maybe a `visit`) to those of the roots: what to run in which order, and
+    what to drop when, is found out once."""
+    order = _needed(roots, given)
+    slot = {n: i for i, n in enumerate(dict.fromkeys((*given, *order)))}
+    last = {slot[s]: i for i, node in enumerate(order) for s in node.src}
+    kept = {slot[n] for n in (*roots, *given)}
+    dead: list[list[int]] = [[] for _ in order]
+    for at, i in last.items():
+        if at not in kept:
+            dead[i].append(at)
+    program = [(n, n.op.evaluate, [slot[s] for s in n.src], slot[n], d) for n, d in zip(order, dead, strict=True)]
+    results, blank = [slot[r] for r in roots], [None] * (len(slot) - len(given))
+
+    def run(values: Sequence[Value], visit: Callable[[Node, Value], None] | None = None) -> list[Value]:
+        at: list[Value] = [*values, *blank]
+        for node, step, src, to, dead in program:
+            try:
+                value = step(node, [at[s] for s in src])  # type: ignore[misc]
+            except TilewrightError:
+                raise
+            except Exception as error:
+                raise TypeMismatchError(
+                    f"{node.op.name} -> {node.type} cannot be evaluated: {(str(error).splitlines() or [repr(error)])[0]}",
+                    where=origin(node) if origin else node.op.name,
+                ) from error
+            at[to] = value
+            if visit is not None:
+                visit(node, value)
+            del value
+            for s in dead:
+                at[s] = None
+        return [at[r] for r in results]
+
+    return run
+
+
+def _needed(roots: Sequence[Node], bound: Sequence[Node]) -> list[Node]:
     """Nodes to run, sources first, not looking below bound ones."""
     if not bound:
         return toposort(roots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
@@ -14,11 +15,13 @@ from tilewright.ir.notation import OPERATORS
 from tilewright.ir.ops import (
     Acc,
     Broadcast,
+    Call,
     Concat,
     Const,
     Convert,
     Dequantize,
     Gemm,
+    Item,
     Map,
     Param,
     Quantize,
@@ -27,8 +30,10 @@ from tilewright.ir.ops import (
     Transpose,
 )
 from tilewright.ir.text import print_expression
-from tilewright.ir.types import Shape, TensorType
+from tilewright.ir.types import Shape, TensorType, Type
 
+VIEWS = (Reshape, Transpose, Slice, Broadcast, Item)
+SHOWN_OPS = 6
 SYMBOLS = {fn: sign for sign, fn in OPERATORS.items()}
 
 
@@ -162,3 +167,21 @@ def _show_number(value: float | int | bool | None, t: DType) -> str:
     digits = str(int(value)) if not t.is_float else str(np.float32(value)) if t is F32 else repr(float(value))
     digits = digits.removesuffix(".0")
     return digits if t is F32 else f"{digits}:{t}"
+
+
+def op_name(node: Node) -> str:
+    """What an operation is called in reports: the function of a `map`, the target of a `call`, else the op."""
+    if isinstance(node.op, Map):
+        return node.op.fn
+    return node.op.target if isinstance(node.op, Call) else node.op.name
+
+
+def show_region(nodes: Sequence[Node], results: Sequence[Type]) -> str:
+    """The operations of a region in order, views left out unless there is nothing else, and the types of its results."""
+    inner = [n for n in nodes if not isinstance(n.op, Param)]
+    working = [n for n in inner if not isinstance(n.op, VIEWS)] or inner
+    runs = [(name, len(list(group))) for name, group in groupby(op_name(n) for n in working)]
+    shown = [f"{name} x{count}" if count > 1 else name for name, count in runs[:SHOWN_OPS]]
+    if len(runs) > SHOWN_OPS:
+        shown.append(f"{sum(count for _, count in runs[SHOWN_OPS:])} more")
+    return f"{', '.join(shown)} -> {', '.join(map(str, results))}"

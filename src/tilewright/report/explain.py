@@ -12,11 +12,12 @@ from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Const, Input, Item, Param
+from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.findings import FOLDABLE, Reasons, dangling, fallback, not_read_through
 from tilewright.report.program import Program, Step, target_name, tensor_types
 from tilewright.report.schema import Choice, Explain, Finding, Product, Quantized, Refusal, Store
 from tilewright.report.words import accumulator_words, operand_words, store_words
-from tilewright.report.work import VIEWS, counts, describe, op_name, steps_per_layer, work_of
+from tilewright.report.work import counts, describe, steps_per_layer, work_of
 from tilewright.schedule.search import Decision
 
 # Steps that hold elementwise work before and after their own.

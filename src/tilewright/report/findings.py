@@ -8,9 +8,10 @@ from itertools import groupby
 from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops import Call, Concat, Const, Convert, Dequantize, Input, Item, Map, Pad, Quantize, Select
+from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.program import Program, Step
 from tilewright.report.schema import Finding
-from tilewright.report.work import VIEWS, describe, op_name
+from tilewright.report.work import describe
 from tilewright.schedule.candidate import LAST_RESORT, discover
 
 FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)

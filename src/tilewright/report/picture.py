@@ -16,8 +16,8 @@ from xml.sax.saxutils import escape
 from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Const, Convert, Dequantize, Gather, Input, Item, LayerNorm, Quantize, Reduce, Softmax
+from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.program import tensor_types
-from tilewright.report.work import VIEWS, op_name
 from tilewright.schedule.problem import problem_of
 
 MOST_NODES = 150

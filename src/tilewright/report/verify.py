@@ -17,11 +17,12 @@ from tilewright.report.inputs import Feed
 from tilewright.report.perf import PROGRESS, bind
 from tilewright.report.program import Program, Step, target_name, tensor_types
 from tilewright.report.schema import Comparison, Verify
-from tilewright.report.work import VIEWS, candidate_of, describe
+from tilewright.report.work import candidate_of, describe
 from tilewright.schedule.expected import check, expect
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
+from tilewright.ir.shown import VIEWS
 
 # Roundings a region may differ by, of its result's type and of f32, in which most of it is computed; relative to the largest.
 NARROW_ROUNDINGS, WIDE_ROUNDINGS = 16, 64

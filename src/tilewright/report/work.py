@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from tilewright.dtype import F32, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Broadcast, Call, Gather, Item, Map, Reshape, Slice, Transpose
+from tilewright.ir.ops import Call, Gather
+from tilewright.ir.shown import VIEWS, show_region
 from tilewright.report.program import Part, Step, tensor_types
-from tilewright.schedule.problem import Problem
-
-VIEWS = (Reshape, Transpose, Slice, Broadcast, Item)
-SHOWN_OPS = 6
+from tilewright.schedule.problem import Problem, RegionProblem
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,9 @@ class Work:
 
 def work_of(step: Step) -> Work:
     """The least that a step can do."""
-    if step.decision is None:
+    problem = step.decision.problem if step.decision is not None else None
+    if problem is None or isinstance(problem, RegionProblem):
         return Work(0, _read(step.part) + _written(step.part), F32)
-    problem = step.decision.problem
     multiplied = problem.lhs.dtype if isinstance(problem, Problem) else problem.operands[0].dtype
     return Work(problem.ops, problem.bytes, multiplied)
 
@@ -86,30 +84,18 @@ def _written(part: Part) -> int:
     return sum(_size(n) for n in made)
 
 
-def op_name(node: Node) -> str:
-    """What an operation is called in reports: the function of a `map`, the target of a `call`, else the op."""
-    if isinstance(node.op, Map):
-        return node.op.fn
-    return node.op.target if isinstance(node.op, Call) else node.op.name
-
-
 def describe(step: Step) -> str:
     """The problem that a step solves: a gemm in the notation of `tilewright gemm`; the operations of a region in order."""
     if step.decision is not None:
         return str(step.decision.problem)
-    part = step.part
-    working = [n for n in part.nodes if not isinstance(n.op, VIEWS)] or list(part.nodes)
-    runs = [(name, len(list(group))) for name, group in groupby(op_name(n) for n in working)]
-    shown = [f"{name} x{count}" if count > 1 else name for name, count in runs[:SHOWN_OPS]]
-    if len(runs) > SHOWN_OPS:
-        shown.append(f"{sum(count for _, count in runs[SHOWN_OPS:])} more")
-    return f"{', '.join(shown)} -> {', '.join(str(n.type) for n in part.outputs)}"
+    return show_region(step.part.nodes, [n.type for n in step.part.outputs])
 
 
 def candidate_of(step: Step) -> str:
-    """Who does a step: the chosen candidate, torch, or the source's own library."""
+    """Who does a step: the chosen candidate, torch (a region's operations one by one), or the source's own library."""
     if step.decision is not None:
-        return step.decision.kernel.candidate
+        name = step.decision.kernel.candidate
+        return "torch" if name == "reference" and step.decision.problem.kind == "region" else name
     libraries = dict.fromkeys(n.op.library for n in step.part.nodes if isinstance(n.op, Call))
     return ", ".join(libraries) or "torch"
 

@@ -1,19 +1,21 @@
-"""What one gemm asks, as a candidate sees it: extents, operands, accumulator, stores, and which sources are weights."""
+"""What one gemm asks, as a candidate sees it: extents, operands, accumulator, stores, and which sources are weights; and what
+attentions and regions of other operations ask."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Attention, Broadcast, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
-from tilewright.ir.shown import show_gemm
+from tilewright.ir.shown import show_gemm, show_region
 from tilewright.ir.types import Shape, TensorType
 
-ProblemKind = Literal["gemm", "attention"]
+ProblemKind = Literal["gemm", "attention", "region"]
 VIEWS = (Reshape, Transpose, Slice, Broadcast)
 
 
@@ -199,13 +201,67 @@ class AttentionProblem:
         return f"attention q {q} k {k} v {v}{mask}{causal}{result}"
 
 
-AnyProblem = Problem | AttentionProblem
+@dataclass(frozen=True)
+class RegionProblem:
+    """What stands between products: expressions over `param`s, one a result, of any operations but products and calls.
+
+    All constants are sources, numbers too, so that the norms of two layers are one problem.
+
+    Attributes:
+        roots: the results.
+        types: of the sources.
+        weights: which sources are constants.
+    """
+
+    roots: tuple[Node, ...]
+    types: tuple[TensorType, ...]
+    weights: tuple[bool, ...]
+
+    kind: ClassVar[ProblemKind] = "region"
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes of the expressions, sources first."""
+        return tuple(toposort(self.roots))
+
+    @cached_property
+    def outputs(self) -> tuple[TensorType, ...]:
+        return tuple(r.tensor for r in self.roots)
+
+    @cached_property
+    def only_views(self) -> bool:
+        """Nothing is computed and nothing need move."""
+        return all(isinstance(n.op, (*VIEWS, Param)) for n in self.nodes)
+
+    @property
+    def bytes(self) -> int:
+        return sum(t.size_bytes for t in (*self.types, *self.outputs))
+
+    def __str__(self) -> str:
+        return show_region(self.nodes, self.outputs)
 
 
-def problem_of(node: Node) -> AnyProblem:
+CarrierProblem = Problem | AttentionProblem
+AnyProblem = CarrierProblem | RegionProblem
+
+
+def problem_of(node: Node) -> CarrierProblem:
     """The problem that a gemm or attention node poses."""
     types, weights = tuple(s.tensor for s in node.src), tuple(s.constant for s in node.src)
     if isinstance(node.op, Attention):
         return AttentionProblem(node.op, types, weights)
     assert isinstance(node.op, Gemm)
     return Problem(node.op, types, weights)
+
+
+def region_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[RegionProblem, tuple[Node, ...]]:
+    """The problem of computing `outputs` from `inputs` (tensors both), and the inputs in the order of its sources.
+
+    That is the order in which the expressions come to them: equal regions are equal problems wherever they stand.
+    """
+    stand_in = {s: Node(Param(i, s.tensor)) for i, s in enumerate(inputs)}
+    roots = substitute(outputs, stand_in)
+    order = [n for n in toposort(roots) if isinstance(n.op, Param)]
+    sources = tuple(inputs[n.op.index] for n in order if isinstance(n.op, Param))
+    roots = substitute(roots, {n: Node(Param(i, n.tensor)) for i, n in enumerate(order)})
+    return RegionProblem(tuple(roots), tuple(s.tensor for s in sources), tuple(s.constant for s in sources)), sources

@@ -156,10 +156,10 @@ class Function:
         name = f"llvm.masked.store.{suffix(type_)}.p0"
         self.intrinsic(name, "void", (type_, value), ("ptr", pointer), ("i32 immarg", "1"), (lanes, mask))
 
-    def prefetch(self, pointer: str) -> None:
-        self.intrinsic(
-            "llvm.prefetch.p0", "void", ("ptr", pointer), ("i32 immarg", "0"), ("i32 immarg", "3"), ("i32 immarg", "1")
-        )
+    def prefetch(self, pointer: str, level: int = 1) -> None:
+        """Ask for a cache line, to be kept in the first-level cache or in the second."""
+        near = ("i32 immarg", str(4 - level))
+        self.intrinsic("llvm.prefetch.p0", "void", ("ptr", pointer), ("i32 immarg", "0"), near, ("i32 immarg", "1"))
 
     # -- 64-bit integers
 
@@ -279,9 +279,29 @@ class Function:
         name = self.fresh("tasks")
         self.jump(f"{name}.next")
         self.label(f"{name}.next")
-        task = self.v(f"atomicrmw add ptr {counter}, i64 1 monotonic")
+        task = self._take(counter)
         self.do(f"br i1 {self.compare('slt', task, total)}, label %{name}.do, label %{name}.done")
         self.label(f"{name}.do")
         yield task
         self.jump(f"{name}.next")
         self.label(f"{name}.done")
+
+    @contextmanager
+    def tasks_ahead(self, counter: str, total: Int) -> Generator[tuple[str, str]]:
+        """`tasks`, each with the one that the thread will do next: for long tasks whose data are worth asking for early."""
+        name = self.fresh("tasks")
+        first, before = self._take(counter), self._block
+        self.jump(f"{name}.next")
+        self.label(f"{name}.next")
+        task, phi = f"%{name}.task", len(self._lines)
+        self._lines.append("")
+        self.do(f"br i1 {self.compare('slt', task, total)}, label %{name}.do, label %{name}.done")
+        self.label(f"{name}.do")
+        following = self._take(counter)
+        yield task, following
+        self._lines[phi] = f"  {task} = phi i64 [{first}, %{before}], [{following}, %{self._block}]"
+        self.jump(f"{name}.next")
+        self.label(f"{name}.done")
+
+    def _take(self, counter: str) -> str:
+        return self.v(f"atomicrmw add ptr {counter}, i64 1 monotonic")

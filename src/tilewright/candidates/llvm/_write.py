@@ -49,6 +49,8 @@ class Writer(Packing):
         self._pack_rhs()
         if n.blocks.pack_lhs or n.choice.correction:
             self._pack_lhs()
+        if n.blocks.private:
+            self._ask()
         self._multiply()
         self._worker()
         self._entry()
@@ -173,7 +175,7 @@ class Writer(Packing):
         else:
             right, sums = f.at(own, n.rhs_at), f.at(own, n.sums_at)
             results = f.at(own, n.threads_at) if n.passes > 1 else f.alloca(n.result_tile)
-            with f.tasks(self._counter(f, 2), n.batch) as b:
+            with f.tasks_ahead(self._counter(f, 2), n.batch) as (b, following):
                 if blocks.pack_lhs or n.choice.correction:
                     with f.loop(0, n.tiles) as tile:
                         self._call_pack_tile(f, b, tile.index, f.at(own, f.mul(tile.index, n.lhs_tile)), sums)
@@ -182,8 +184,47 @@ class Writer(Packing):
                     with f.loop(p0.index, f.min(f.add(p0.index, blocks.nc), n.panels)) as panel:
                         out = f.at(right, f.mul(f.sub(panel.index, p0.index), n.panel))
                         f.call("pack_rhs_panel", ("ptr", "%d"), ("i64", b), ("i64", panel.index), ("ptr", out))
+                    more = f.compare("slt", f.add(p0.index, blocks.nc), n.panels)
+                    p2 = f.v(f"select i1 {more}, i64 {f.add(p0.index, blocks.nc)}, i64 0")
+                    b2 = f.v(f"select i1 {more}, i64 {b}, i64 {following}")
                     with f.loop(0, n.tiles, blocks.mc) as t0:
                         self._block(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
+                        with f.when(f.compare("slt", b2, n.batch)):
+                            f.call("ask", ("ptr", "%d"), ("i64", b2), ("i64", p2), ("i64", t0.index))
+        f.finish()
+
+    def _ask(self) -> None:
+        """ask(d, b, panel, tile): for a part of the operands of the block that starts at `panel` of matrix b.
+
+        Each block of tiles asks for its share, so that memory is read at an even pace while products are computed.
+        """
+        n, blocks = self.nest, self.nest.blocks
+        f = self._function("ask", ("i64", "b"), ("i64", "panel"), ("i64", "tile"))
+        shares = -(-n.tiles // blocks.mc)
+
+        def region(access: Access, extent: int, first: Int, last: Int, begin: Int, end: Int) -> None:
+            """Rows of matrix b, a share of them, and columns begin to end."""
+            bits = max(x.dtype.bits for x in toposort((access.root,)) if isinstance(x.op, Param))
+            line = CACHE_LINE * 8 // bits
+            with f.loop(first, last) as row, f.loop(begin, end, line) as column:
+                vectors = Vectors(f, access, line, Columns(column.index, True, None), self._sources(f, access))
+                vectors.prefetch(f.add(f.mul("%b", extent), row.index))
+
+        share = f.div("%tile", blocks.mc)
+        column = f.mul("%panel", n.nr)
+        until = f.min(f.add(column, blocks.nc * n.nr), n.columns)
+        if n.along:
+            each = -(-blocks.nc * n.nr // shares)
+            first = f.add(column, f.mul(share, each))
+            region(n.rhs, n.columns, first, f.min(f.add(first, each), until), 0, n.depth)
+        else:
+            each = -(-n.depth // shares)
+            first = f.mul(share, each)
+            region(n.rhs, n.depth, first, f.min(f.add(first, each), n.depth), column, until)
+        with f.when(f.compare("eq", "%panel", 0)):
+            each = blocks.mc * blocks.mr
+            first = f.mul(share, each)
+            region(n.lhs, n.rows, first, f.min(f.add(first, each), n.rows), 0, n.depth)
         f.finish()
 
     def _block(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
