@@ -7,9 +7,9 @@ import torch
 from tilewright.candidates.llvm._access import Unsupported
 from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._text import Function, f32, suffix, vec
-from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED, DType
+from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED, S4, S8, U4, U8, DType
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Const
+from tilewright.ir.ops import Const, Quantize
 
 # 16-bit floats are the integers of their bits until they are converted: instruction selection has no masked memory for bfloat,
 # and no conversions where the processor lacks the type.
@@ -74,7 +74,9 @@ class Casts:
             return value
         from_, to = vec(self.lanes, element(source)), vec(self.lanes, element(target))
         if source in FP8:
-            return self.convert(self._decode(value, source), F32, target)
+            return self.convert(self._decode(value, source), F32, target, saturate=saturate and source.max >= target.max)
+        if target.bits == 4:
+            return self._four_bits(value, source, target, saturate=saturate)
         if target is PRED:
             wide = self.convert(value, source, F32) if source.is_float else value
             zero = f"{vec(self.lanes, 'float') if source.is_float else from_} {wide}, zeroinitializer"
@@ -108,6 +110,19 @@ class Casts:
         grow = "sext" if source.kind == "int" else "zext"
         return f.v(f"{'trunc' if bits > target.bits else grow} {from_} {value} to {to}")
 
+    def _four_bits(self, value: str, source: DType, target: DType, *, saturate: bool) -> str:
+        """A 4-bit code in a byte of its own."""
+        byte = S8 if target is S4 else U8
+        t = vec(self.lanes, "i8")
+        if source.is_float:
+            return self._clamped(self.convert(value, source, byte), byte, target)
+        if saturate:
+            return self.convert(self._clamped(value, source, target), source, byte)
+        code = self.convert(value, source, byte)
+        if target is U4:
+            return self.f.v(f"and {t} {code}, splat (i8 15)")
+        return self.f.v(f"ashr {t} {self.f.v(f'shl {t} {code}, splat (i8 4)')}, splat (i8 4)")
+
     def _held(self, value: str, target: DType) -> str:
         """f32 held to the finite range of another float; NaN stays."""
         top = float(target.max)
@@ -134,7 +149,9 @@ class Casts:
         return f.v(f"fpext {half} {f.v(f'bitcast {i16} {bits} to {half}')} to {single}")
 
     def _narrowed(self, value: str, target: DType) -> str:
-        """f32 as bf16 or f16, to the nearest, ties to even; NaN stays one."""
+        """f32 as a narrower float, to the nearest, ties to even; NaN stays one, what is too large becomes infinity or NaN."""
+        if target in FP8:
+            return self._encode(value, target)
         f, i16, i32, single = self.f, vec(self.lanes, "i16"), vec(self.lanes, "i32"), vec(self.lanes, "float")
         if target is F16:
             half = vec(self.lanes, "half")
@@ -160,6 +177,32 @@ class Casts:
         odd = f.v(f"or {i32} {f.v(f'sub {i32} {bits}, {over}')}, {inexact}")
         return f.v(f"bitcast {i32} {odd} to {single}")
 
+    def _encode(self, value: str, dtype: DType) -> str:
+        """f32 as fp8: an integer addition rounds the bits of normal numbers, adding a power of two those of denormal ones."""
+        f, m, i1, i8, i32 = self.f, self.math, vec(self.lanes, "i1"), vec(self.lanes, "i8"), vec(self.lanes, "i32")
+        kept = 2 if dtype is F8E5M2 else 3  # bits of the fraction
+        bias = {F8E5M2: 15, F8E4M3FN: 7, F8E4M3FNUZ: 8}[dtype]
+        cut = 23 - kept
+        bits = f.v(f"bitcast {m.type} {value} to {i32}")
+        size = f.v(f"and {i32} {bits}, splat (i32 2147483647)")
+        odd = f.v(f"and {i32} {f.v(f'lshr {i32} {size}, splat (i32 {cut})')}, splat (i32 1)")
+        rounded = f.v(f"add {i32} {f.v(f'add {i32} {size}, splat (i32 {(1 << cut - 1) - 1})')}, {odd}")
+        normal = f.v(f"sub {i32} {f.v(f'lshr {i32} {rounded}, splat (i32 {cut})')}, splat (i32 {127 - bias << kept})")
+        power = 2.0 ** (24 - bias - kept)  # its last place is the smallest denormal
+        sum_ = m.op("fadd", f.v(f"bitcast {i32} {size} to {m.type}"), m.const(power))
+        denormal = f.v(f"sub {i32} {f.v(f'bitcast {m.type} {sum_} to {i32}')}, splat (i32 {127 + 24 - bias - kept << 23})")
+        small = f.v(f"icmp ult {i32} {size}, splat (i32 {128 - bias << 23})")
+        code = f.v(f"select {i1} {small}, {i32} {denormal}, {i32} {normal}")
+        above = {F8E5M2: 0x7C, F8E4M3FN: 0x7F, F8E4M3FNUZ: 0x80}[dtype]  # infinity, or NaN
+        code = f.intrinsic(f"llvm.umin.{suffix(i32)}", i32, (i32, code), (i32, f"splat (i32 {above})"))
+        if dtype is F8E5M2:
+            code = f.v(f"select {i1} {m.compare('uno', value, value)}, {i32} splat (i32 127), {i32} {code}")
+        sign = f.v(f"and {i32} {f.v(f'lshr {i32} {bits}, splat (i32 24)')}, splat (i32 128)")
+        if dtype is F8E4M3FNUZ:  # zero has no sign: its code with one is NaN
+            some = f.v(f"icmp ne {i32} {code}, zeroinitializer")
+            sign = f.v(f"select {i1} {some}, {i32} {sign}, {i32} zeroinitializer")
+        return f.v(f"trunc {i32} {f.v(f'or {i32} {code}, {sign}')} to {i8}")
+
     def _decode(self, code: str, dtype: DType) -> str:
         """fp8 as f32: the bits are those of an f16 but for the exponent's bias (OCP OFP8)."""
         f, i1, i8, i16 = self.f, vec(self.lanes, "i1"), vec(self.lanes, "i8"), vec(self.lanes, "i16")
@@ -176,10 +219,19 @@ class Casts:
         return f.v(f"select {i1} {is_nan}, {t} splat (float 0x7FF8000000000000), {t} {scaled}")
 
     def quantize(self, n: Node, args: list[str]) -> str:
-        """Round half to even in f32 and hold the code to its range there, where all of it is exact; NaN gives 0."""
+        """Round half to even in f32 and hold the code to its range there, where all of it is exact; NaN gives 0.
+
+        To a float the quotient is converted.
+        """
+        assert isinstance(n.op, Quantize)
         f, m, target = self.f, self.math, n.dtype
         x, scale = (self.convert(a, s.dtype, F32) for a, s in zip(args[:2], n.src[:2], strict=True))
-        rounded = m.call("rint", m.op("fdiv", x, scale))
+        quotient = m.op("fdiv", x, scale)
+        if target.is_float:
+            if n.op.overflow == "saturate":
+                quotient = self._held(quotient, target)
+            return self.convert(quotient, F32, target)
+        rounded = m.call("rint", quotient)
         low, high, nothing = m.const(float(target.min)), m.const(float(target.max)), m.const(0.0)
         zero = self.convert(args[2], target, F32) if len(args) == 3 else None
         if zero is not None:
@@ -195,10 +247,10 @@ class Casts:
         return result
 
     def dequantize(self, n: Node, args: list[str]) -> str:
-        """A code that was quantised here needs no way back from an integer."""
+        """A code that was quantised here needs no way back from an integer; floats have no zero point."""
         source = n.src[0].dtype
         value, *zero = (self._codes.get(a) or self.convert(a, source, F32) for a in (args[0], *args[2:]))
-        if zero:
+        if zero and source.is_integer:
             value = self.math.op("fsub", value, zero[0])  # exact: at most 17 bits
         scaled = self.math.op("fmul", value, self.convert(args[1], n.src[1].dtype, F32))
         return self.convert(scaled, F32, n.dtype)

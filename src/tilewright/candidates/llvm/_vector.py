@@ -53,16 +53,13 @@ def check(roots: Sequence[Node]) -> None:
         elif isinstance(op, Const):
             if n.tensor.elements != 1:
                 raise Unsupported("a table of constants")
-        elif isinstance(op, Convert):
-            if op.dtype in FP8 or (op.dtype.bits == 4 and n.src[0].dtype is not op.dtype):
-                raise Unsupported(f"converting to {op.dtype} has no vector form")
         elif isinstance(op, Quantize):
-            if op.dtype.is_float or op.dtype.bits > 8 or op.block is not None:
+            if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
                 raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no vector form")
         elif isinstance(op, Dequantize):
-            if op.block is not None or n.src[0].dtype.bits > 16 or n.src[0].dtype.is_float:
+            if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > 16):
                 raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no vector form")
-        elif not isinstance(op, (*VIEWS, Select, Param, Acc)):
+        elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
             raise Unsupported(f"{op.name} has no vector form")
 
 
