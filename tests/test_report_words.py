@@ -276,4 +276,6 @@ def test_compiling_tells_which_kernel_it_is_choosing() -> None:
     told: list[tuple[int, int, str]] = []
     tilewright.compile(graph, budget_s=0, progress=lambda *what: told.append(what))
     plain, turned = "f32[4,8] @ f32[8,8]", "f32[4,8] @ f32[8,8]^T"
-    assert told == [(0, 2, plain), (1, 2, turned)]
+    norm = "layer_norm -> f32[4,8]"
+    assert sorted(told, key=lambda t: t[0]) == told and [t[:2] for t in told] == [(0, 3), (1, 3), (2, 3)]
+    assert {t[2] for t in told} == {plain, norm, turned}

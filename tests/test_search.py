@@ -234,11 +234,11 @@ def test_one_decision_for_equal_problems_and_a_fair_share_of_time(monkeypatch):
 
     monkeypatch.setattr("tilewright.compiler.search", counted)
     decide = _decider(graph, CPU, 1.0, lambda *now: shown.append(now))
-    one, two, three = (decide(n, {1: n.src[1].op.data.tensor()}) for n in (a, b, c))
+    one, two, three = (decide(problem_of(n), {1: n.src[1].op.data.tensor()}) for n in (a, b, c))
     assert one is two and one is not three
     assert budgets == [0.5, 0.5]
     assert shown == [(0, 2, "f32[4,8] @ f32[8,8]"), (1, 2, "f32[4,8] @ f32[8,3]")]
-    _decider(graph, CPU, 1000.0, None)(a, {1: w1.op.data.tensor()})
+    _decider(graph, CPU, 1000.0, None)(problem_of(a), {1: w1.op.data.tensor()})
     assert budgets[-1] == 2.0
 
 

@@ -11,7 +11,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.ir.carrier import CARRIERS, operands_of, stores_of
+from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Graph, Node, substitute, toposort
 from tilewright.ir.ops import Const, Gemm, Input
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
@@ -19,9 +19,10 @@ from tilewright.ir.verify import verify
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.runtime.executable import Executable, prepare
+from tilewright.runtime.partition import decided, partition, problem_of_part
 from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.candidate import discover as discover_candidates
-from tilewright.schedule.problem import AnyProblem, problem_of
+from tilewright.schedule.problem import AnyProblem, CarrierProblem, RegionProblem
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, search
 
@@ -130,7 +131,7 @@ class _decider:  # noqa: N801 - a function with memory
     """
 
     def __init__(self, graph: Graph, target: Target, budget_s: float, progress: Progress | None) -> None:
-        problems = {problem_of(n) for n in graph.nodes() if isinstance(n.op, CARRIERS)}
+        problems = {problem_of_part(p)[0] for p in partition(graph) if decided(p)}
         self._target = target
         self._share = min(budget_s / max(len({_without_numbers(p) for p in problems}), 1), 2.0)
         self._total = len(problems)
@@ -138,8 +139,7 @@ class _decider:  # noqa: N801 - a function with memory
         self._known: dict[AnyProblem, Decision] = {}
         self._alike: dict[object, Decision] = {}
 
-    def __call__(self, node: Node, weights: Mapping[int, torch.Tensor]) -> Decision:
-        problem = problem_of(node)
+    def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if problem not in self._known:
             if self._progress is not None:
                 self._progress(len(self._known), self._total, str(problem))
@@ -162,6 +162,8 @@ class _decider:  # noqa: N801 - a function with memory
 
 def _without_numbers(problem: AnyProblem) -> object:
     """What a problem has in common with those that differ from it in one-element constants alone."""
+    if isinstance(problem, RegionProblem):
+        return problem  # whose constants are sources
     roots = (*operands_of(problem.node), *stores_of(problem.node))
     numbers = {
         n: Node(Input("number", n.tensor)) for n in toposort(roots) if isinstance(n.op, Const) and n.tensor.elements == 1
@@ -169,7 +171,7 @@ def _without_numbers(problem: AnyProblem) -> object:
     return (type(problem), tuple(substitute(roots, numbers)), problem.types, problem.weights, _inner(problem))
 
 
-def _inner(problem: AnyProblem) -> object:
+def _inner(problem: CarrierProblem) -> object:
     """What a problem holds beside its operands and stores: all of an attention's own numbers, a product's accumulator."""
     op = problem.op
     return op.acc_dtype if isinstance(op, Gemm) else replace(op, operands=(), stores=())

@@ -1,4 +1,4 @@
-"""The reference: evaluates the problem with the oracle, operation by operation on torch. Exact for integers, refuses nothing."""
+"""The reference: evaluates a problem with the oracle, operation by operation. Exact for integers, refuses nothing."""
 
 from __future__ import annotations
 
@@ -28,15 +28,13 @@ class Reference:
         return (Schedule(),)
 
     def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
-        is_region = isinstance(problem, RegionProblem)
-        roots = problem.roots if is_region else (problem.node,)
-        leaves = [Node(Param(i, t)) for i, t in enumerate(problem.types)] if is_region else problem.node.src
-        evaluate = evaluator(roots, leaves)
-        several = not is_region and len(problem.outputs) > 1
+        several = len(problem.outputs) > 1 and not isinstance(problem, RegionProblem)  # results of one node
+        roots = problem.roots if isinstance(problem, RegionProblem) else (problem.node,)
+        evaluate = evaluator(roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
 
-        def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             values = evaluate(sources)
-            return list(cast("tuple[torch.Tensor, ...]" if several else "list[torch.Tensor]", values[0] if several else values))
+            return cast("Sequence[torch.Tensor]", values[0] if several else values)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             return run

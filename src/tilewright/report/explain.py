@@ -37,7 +37,7 @@ def explain_program(program: Program, name: str, ceilings: Target | None = None,
     reasons = Reasons(program)
     alike: dict[object, list[Product]] = {}
     for step in program.steps:
-        if step.decision is not None:
+        if step.decision is not None and step.decision.problem.kind != "region":
             product = _product(program, step, step.decision, reasons, ceilings)
             alike.setdefault(_likeness(product), []).append(product)
     products = [replace(group[0], names=[n for p in group for n in p.names]) for group in alike.values()]

@@ -13,6 +13,7 @@ from tilewright.report.program import Program, Step
 from tilewright.report.schema import Finding
 from tilewright.report.work import describe
 from tilewright.schedule.candidate import LAST_RESORT, discover
+from tilewright.schedule.problem import RegionProblem
 
 FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)
 
@@ -144,11 +145,20 @@ def _representative(step: Step) -> Node:
 
 
 def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
-    """Products on the reference, operations in the source's own library, and the front end's notes."""
+    """Products on the reference, regions that no generated kernel takes, operations in the source's own library, and the front
+    end's notes."""
     last_resort = {c.name for c in discover() if c.preference >= LAST_RESORT}
     found: list[Finding] = []
     for i, step in enumerate(program.steps):
-        if step.decision is not None and step.decision.kernel.candidate in last_resort:
+        problem = step.decision.problem if step.decision is not None else None
+        if step.decision is None or step.decision.kernel.candidate not in last_resort:
+            pass
+        elif isinstance(problem, RegionProblem):
+            refused = "; ".join(f"{r.candidate}: {r.why}" for r in step.decision.rejected if r.time_us is None)
+            if refused and not problem.only_views and program.target.kind == "cpu":
+                why = f"torch runs it operation by operation ({refused})"
+                found.append(Finding(describe(step), step.name, why, cost_us.get(i)))
+        else:
             refused = "; ".join(f"{r.candidate}: {r.why}" for r in step.decision.rejected)
             why = f"no kernel takes it ({refused})" if refused else "no kernel takes it"
             found.append(Finding(describe(step), step.name, why, cost_us.get(i)))

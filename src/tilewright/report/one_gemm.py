@@ -24,7 +24,8 @@ def account(program: Program, name: str, feeds: Sequence[Feed]) -> Gemm:
         compared.append(compare_step(step, values))
 
     program.run(bind(program, feeds), compare)
-    at, decision = next((i, s.decision) for i, s in enumerate(program.steps) if s.decision is not None)
+    decided = ((i, s.decision) for i, s in enumerate(program.steps))
+    at, decision = next((i, d) for i, d in decided if d is not None and d.problem.kind != "region")
     wrong = next((c for c in compared if not c.ok), None)
     shown = wrong or compared[at]
     return Gemm(

@@ -36,7 +36,7 @@ class Part(Protocol):
 
 
 class Step(Protocol):
-    """A part of the plan and what runs it; a region of plain operations has no decision."""
+    """A part of the plan and what runs it; a call into the source's own library has no decision."""
 
     @property
     def name(self) -> str: ...

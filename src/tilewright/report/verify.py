@@ -19,6 +19,7 @@ from tilewright.report.program import Program, Step, target_name, tensor_types
 from tilewright.report.schema import Comparison, Verify
 from tilewright.report.work import candidate_of, describe
 from tilewright.schedule.expected import check, expect
+from tilewright.schedule.problem import RegionProblem, region_of
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -42,11 +43,11 @@ def verify_program(
 ) -> Verify:
     """Compare every step with the oracle on the same inputs, then the outputs with the oracle's for the program as read.
 
-    Integers computed from integers must be equal. A product of floats lies within the bound that its K and its epilogue allow,
-    a region of other operations within a few roundings of its result's type. End to end the errors of every step add up and a
-    quantisation turns the smallest of them into a whole code, so there the root mean square of the error is judged: a few
-    roundings of the coarsest type a float passes through. With `steps` False only that is done: kernels were each held against
-    the oracle when they were chosen.
+    Integers computed from integers must be equal. What a kernel makes of floats lies within the bound that its sums and steps
+    allow, what torch does operation by operation within a few roundings of its result's type. End to end the errors of every
+    step add up and a quantisation turns the smallest of them into a whole code, so there the root mean square of the error is
+    judged: a few roundings of the coarsest type a float passes through. With `steps` False only that is done: kernels were each
+    held against the oracle when they were chosen.
     """
     tolerances = tolerances or Tolerances()
     inputs = bind(program, feeds)
@@ -65,7 +66,7 @@ def verify_program(
 
 def compare_step(step: Step, values: Sequence[Value], tolerances: Tolerances | None = None) -> Comparison:
     """One step held against the oracle on given inputs."""
-    judge = _region if step.decision is None else _product
+    judge = _by_operations if candidate_of(step) == "torch" or step.decision is None else _by_kernel
     try:
         gaps = judge(step, values, tolerances or Tolerances())
     except RuntimeError as error:  # a kernel that cannot take what the program hands it is a wrong kernel
@@ -78,16 +79,18 @@ def _comparison(name: str, kind: str, problem: str, candidate: str, gaps: Sequen
     return Comparison(name, kind, problem, candidate, worst.error, worst.bound, worst.why is None, worst.why)
 
 
-def _product(step: Step, values: Sequence[Value], tolerances: Tolerances) -> list[Gap]:
+def _by_kernel(step: Step, values: Sequence[Value], tolerances: Tolerances) -> list[Gap]:
     assert step.decision is not None
     problem = step.decision.problem
-    node = step.part.nodes[0]  # then the items that pick its results
+    region = isinstance(problem, RegionProblem)
     given = dict(zip(step.part.inputs, values, strict=True))
-    sources = [cast("torch.Tensor", given[s]).cpu() for s in node.src]
+    taken = region_of(step.part.inputs, step.part.outputs)[1] if region else step.part.nodes[0].src
+    sources = [cast("torch.Tensor", given[s]).cpu() for s in taken]
     expected = expect(problem, sources, step.decision.kernel.roundoff)
     results = list(expected.reference)  # a store that nothing reads is not given, and not judged
-    for output, given_back in zip(step.part.outputs, step.run(values), strict=True):
-        results[output.op.index if isinstance(output.op, Item) else 0] = cast("torch.Tensor", given_back).cpu()
+    for i, (output, given_back) in enumerate(zip(step.part.outputs, step.run(values), strict=True)):
+        picked = i if region else output.op.index if isinstance(output.op, Item) else 0
+        results[picked] = cast("torch.Tensor", given_back).cpu()
     why = check(problem, expected, results)
     shapes = [tuple(t.shape) for t in results] == [tuple(t.shape) for t in expected.reference]
     if not shapes or any(g.dtype != r.dtype for g, r in zip(results, expected.reference, strict=True)):
@@ -102,7 +105,7 @@ def _product(step: Step, values: Sequence[Value], tolerances: Tolerances) -> lis
     return [Gap(worst.error, worst.bound, why)]
 
 
-def _region(step: Step, values: Sequence[Value], tolerances: Tolerances) -> list[Gap]:
+def _by_operations(step: Step, values: Sequence[Value], tolerances: Tolerances) -> list[Gap]:
     got = _tensors(step.run(values))
     on_cpu = {n: _on_cpu(v) for n, v in zip(step.part.inputs, values, strict=True)}
     with accumulate_in_float64():

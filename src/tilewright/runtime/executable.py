@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tilewright.errors import InputError
+from tilewright.errors import InputError, TypeMismatchError
 from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS
-from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import Call, Const, Input, Iota, Item
+from tilewright.ir.ops import Const, Input, Item
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import address, from_user, is_numpy, separate, to_user
-from tilewright.runtime.partition import Part, partition
+from tilewright.runtime.partition import Part, decided, partition, problem_of_part
+from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Decision
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
-Decide = Callable[[Node, Mapping[int, torch.Tensor]], Decision]
+Decide = Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Step:
         name: where it stands in the source.
         part: its nodes, inputs and outputs.
         run: values of the part's inputs in, values of its outputs out.
-        decision: how the kernel of a gemm or attention was chosen; None for a region.
+        decision: how the kernel was chosen; None for calls into the source's own library.
     """
 
     name: str
@@ -181,11 +182,7 @@ def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: D
         if part.once:
             ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
             continue
-        steps.append(
-            _kernel_step(graph, part, ready, decide)
-            if isinstance(part.nodes[0].op, CARRIERS)
-            else _region_step(graph, part, target)
-        )
+        steps.append(_kernel_step(graph, part, ready, decide) if decided(part) else _call_step(graph, part, target))
     used = {n for step in steps for n in step.part.inputs} | set(graph.outputs)
     return Executable(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
 
@@ -196,37 +193,48 @@ def _evaluate_once(part: Part, ready: Mapping[Node, Value], target: Target) -> l
 
 
 def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: Decide) -> Step:
-    node = part.nodes[0]
-    weights = {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(node.src) if s.constant}
-    decision = decide(node, weights)
-    order = [part.inputs.index(s) for s in node.src]
+    problem, sources = problem_of_part(part)
+    weights = {i: cast("torch.Tensor", ready[s]) for i, s in enumerate(sources) if s.constant}
+    decision = decide(problem, weights)
+    name = _name(graph, part)
+    order = [part.inputs.index(s) for s in sources]
     runner = decision.kernel.prepare(weights)
-    picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
+    if problem.kind == "region":
+        picked = list(range(len(part.outputs)))
+    else:
+        picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
+    as_given = order == list(range(len(part.inputs))) and picked == list(range(len(problem.outputs)))
 
     def run(values: Sequence[Value]) -> Sequence[Value]:
-        results = runner([cast("torch.Tensor", values[i]) for i in order])
+        try:
+            if as_given:
+                return runner(cast("Sequence[torch.Tensor]", values))
+            results = runner([cast("torch.Tensor", values[i]) for i in order])
+        except TypeMismatchError as error:  # an operation that fails for these values: an index out of range
+            raise TypeMismatchError(error.what, where=name, hint=error.hint) from error
         return [results[i] for i in picked]
 
-    return Step(_name(graph, part), part, run, decision)
+    return Step(name, part, run, decision)
 
 
 def _name(graph: Graph, part: Part) -> str:
-    """What the source calls a kernel step: its gemm, or the results of one that was joined from several."""
+    """What the source calls a step: its gemm, or the results of one that was joined from several; a region's last result."""
     node = part.nodes[0]
+    if not isinstance(node.op, CARRIERS):
+        return graph.origin(part.outputs[-1])
     if node in graph.origins:
         return graph.origins[node]
     return ", ".join(dict.fromkeys(graph.origins[n] for n in part.outputs if n in graph.origins)) or node.op.name
 
 
-def _region_step(graph: Graph, part: Part, target: Target) -> Step:
-    """A run of other operations, op by op on torch. Opaque calls and iotas work on the CPU; their values are moved."""
-    on_cpu = any(isinstance(n.op, (Call, Iota, Const)) for n in part.nodes) and target.kind != "cpu"
+def _call_step(graph: Graph, part: Part, target: Target) -> Step:
+    """Opaque calls, evaluated on the CPU by the source's own library; their values are moved."""
+    evaluate = evaluator(part.outputs, part.inputs, graph.origin)
 
     def run(values: Sequence[Value]) -> Sequence[Value]:
-        if on_cpu:
-            bound = {n: _moved(v, "cpu") for n, v in zip(part.inputs, values, strict=True)}
-            return [_moved(v, target.device) for v in evaluate_nodes(part.outputs, bound, origin=graph.origin)]
-        return evaluate_nodes(part.outputs, dict(zip(part.inputs, values, strict=True)), origin=graph.origin)
+        if target.kind == "cpu":
+            return evaluate(values)
+        return [_moved(v, target.device) for v in evaluate([_moved(v, "cpu") for v in values])]
 
     return Step(graph.origin(part.outputs[-1]), part, run, None)
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import (
     Attention,
@@ -18,6 +19,7 @@ from tilewright.ir.ops import (
     Gather,
     Gemm,
     Input,
+    Iota,
     Item,
     LayerNorm,
     Pad,
@@ -28,6 +30,8 @@ from tilewright.ir.ops import (
     Softmax,
     Transpose,
 )
+from tilewright.ir.types import TensorType
+from tilewright.schedule.problem import AnyProblem, problem_of, region_of
 
 Kind = Literal["gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view"]
 
@@ -69,6 +73,24 @@ class Part:
     def dangling(self) -> bool:
         """Whether it only quantises, dequantises, converts or moves data: work that belongs inside another step."""
         return self.kind in ("quantize", "move") and not self.once
+
+
+def decided(part: Part) -> bool:
+    """Whether kernels compete for a part: any that runs at every call, but for calls and what has no tensors."""
+    if part.once or any(isinstance(n.op, (Call, Iota)) for n in part.nodes):
+        return False
+    if isinstance(part.nodes[0].op, CARRIERS):
+        return True
+    values = (*part.inputs, *part.nodes)
+    return all(isinstance(n.type, TensorType) and n.dtype.kind != "opaque" for n in values)
+
+
+def problem_of_part(part: Part) -> tuple[AnyProblem, tuple[Node, ...]]:
+    """The problem that a part poses, and the nodes whose values are its sources."""
+    node = part.nodes[0]
+    if isinstance(node.op, CARRIERS):
+        return problem_of(node), node.src
+    return region_of(part.inputs, part.outputs)
 
 
 def partition(graph: Graph) -> list[Part]:

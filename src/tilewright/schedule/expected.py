@@ -7,9 +7,9 @@ intervals. Every element must lie in the first; all of them together may differ 
 with a factor for safety, adds up to. The sum is what shows a silent drop of precision: operands rounded to 10 bits (TF32) stay
 within the first bound from K = 400 on, and within the second only past K = 30,000.
 
-A step of the epilogue may round its operands and its result a few times, since a kernel may order an expression its own way
-(contract a multiply and an add, raise 2 instead of e to a power). Nothing is allowed where nothing rounds: an integer result is
-the exact one, a conversion or a quantisation rounds as the graph says, to the last bit.
+A step of the epilogue, or of a region of other operations, may round a few times (`bands.py`), sums and norms more often
+(`reductions.py`). Nothing is allowed where nothing rounds: an integer result is the exact one, a conversion or a quantisation
+rounds as the graph says, to the last bit: codes may differ by one only where the value lies within its error of an edge.
 """
 
 from __future__ import annotations
@@ -18,26 +18,23 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import cast
 
 import torch
 
-from tilewright.dtype import F32, DType
+from tilewright.dtype import F32
 from tilewright.ir.carrier import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, Map, Param, Select
+from tilewright.ir.ops import Acc, Dequantize, LayerNorm, Map, Param, Quantize, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
+from tilewright.schedule.bands import Band, orderable, stepped
 from tilewright.schedule.pieces import PIECE, by_pieces, part, pieces
-from tilewright.schedule.problem import AnyProblem, AttentionProblem, Problem
+from tilewright.schedule.problem import AnyProblem, AttentionProblem, CarrierProblem, Problem, RegionProblem
+from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
 
-SAFETY = 16.0
-STEP_ROUNDINGS = 4
 ATTENTION_ROUNDINGS = 64
-# 1 + erf(x), 1 + tanh(x) and the like: a rounding of the operand's size is left where the result is small.
-CANCELLING = frozenset({"erf", "erfc", "exponential_minus_one", "gelu", "gelu_tanh", "log_plus_one", "logistic", "silu"})
 
 
 @dataclass(frozen=True)
@@ -59,43 +56,34 @@ class Expected:
     exact: tuple[bool, ...]
 
 
-@dataclass(frozen=True)
-class _Band:
-    """A value, and the interval its error bound leaves it."""
-
-    low: torch.Tensor
-    mid: torch.Tensor
-    high: torch.Tensor
-
-    @classmethod
-    def spanning(cls, mid: torch.Tensor, others: Sequence[torch.Tensor]) -> _Band:
-        """The least and the largest of some values. NaN beside a number says that nothing is known there."""
-        low, high = (reduce(f, map(_orderable, others), _orderable(mid)) for f in (torch.minimum, torch.maximum))
-        return cls(low.to(mid.dtype), mid, high.to(mid.dtype))
-
-
 def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float = 0.0) -> Expected:
     """The reference results and their bounds, for sources on the CPU.
 
     `roundoff` is that of a kernel that says it keeps fewer bits of its sums than the accumulator has (`Kernel.roundoff`).
     """
+    if isinstance(problem, RegionProblem):
+        return _between(_region(problem, sources, usual=False), _region(problem, sources, usual=True), _inexact(problem))
     storage = problem.acc.dtype.to_torch()
     params = {n: sources[cast("Param", n.op).index] for n in _params(problem)}
     if problem.acc.dtype.is_integer:
         assert isinstance(problem, Problem)
         a, b = _operands(problem, params)
         exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, problem.acc.dtype)
-        worst = typical = _bands(problem, params, _Band(exact, exact, exact))
+        worst = typical = _bands(problem, params, Band(exact, exact, exact))
     else:
         if isinstance(problem, Problem):
             ends = _product(problem, params, roundoff)
         else:
             ends = _around(*_attention(problem, sources), storage)
-        worst = _bands(problem, params, _Band(ends[1], ends[0], ends[2]))
-        typical = _bands(problem, params, _Band(ends[3], ends[0], ends[4]))
+        worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]))
+        typical = _bands(problem, params, Band(ends[3], ends[0], ends[4]))
         del ends
+    return _between(worst, typical, _rounding(problem))
+
+
+def _between(worst: Sequence[Band], typical: Sequence[Band], rounds: Sequence[bool]) -> Expected:
+    """What both bounds allow together."""
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    rounds = _rounding(problem)
     for w, t, inexact in zip(worst, typical, rounds, strict=True):
         if not inexact:
             found.append((t.mid, t.mid, torch.zeros(())))
@@ -113,8 +101,8 @@ def _both(
     """The interval of both bounds together, and the width of the second."""
     width = torch.maximum(high.double() - mid.double(), mid.double() - low.double())
     return (
-        torch.minimum(_orderable(worst_low), _orderable(low)),
-        torch.maximum(_orderable(worst_high), _orderable(high)),
+        torch.minimum(orderable(worst_low), orderable(low)),
+        torch.maximum(orderable(worst_high), orderable(high)),
         width if mid.dtype == torch.float64 else width.float(),
     )
 
@@ -128,7 +116,7 @@ def _around(mid: torch.Tensor, bound: torch.Tensor, usual: torch.Tensor, storage
     return tuple(ends)
 
 
-def _params(problem: AnyProblem) -> list[Node]:
+def _params(problem: CarrierProblem) -> list[Node]:
     node = problem.node
     regions = [r for roots in node.op.regions().values() for r in roots]
     return [n for n in toposort((*regions, *node.src)) if isinstance(n.op, Param)]
@@ -208,9 +196,9 @@ def _flips(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) -> tor
     peak = weights.amax(-1, keepdim=True)
     moved = jump * peak * (jumped > 0)
     loose = weights * (ATTENTION_ROUNDINGS * F32.epsilon + 2 * error.amax(-1, keepdim=True) + moved)
-    _, step, stepped = _jumps(problem, op.weights, bound, weights, loose)
+    _, step, counted = _jumps(problem, op.weights, bound, weights, loose)
     largest = v.nan_to_num(0.0, 0.0, 0.0).abs().amax(-2, keepdim=True)
-    return (2 * jump * peak * jumped + step * stepped) * largest
+    return (2 * jump * peak * jumped + step * counted) * largest
 
 
 def _jumps(
@@ -234,11 +222,67 @@ def _as_params(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) ->
     return {n: bound[problem.node.src[cast("Param", n.op).index]] for n in _params(problem)}
 
 
-def _bands(problem: AnyProblem, params: Mapping[Node, torch.Tensor], acc: _Band) -> list[_Band]:
+# What gives one of its operands, or a whole number, and rounds nothing on the way.
+PICKING = {"abs", "clamp", "maximum", "minimum", "negate", "relu"}
+UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "sign", "trunc"}
+
+
+def _inexact_nodes(problem: RegionProblem) -> set[Node]:
+    """The nodes of a region whose values round on the way in more than one right way."""
+    found: set[Node] = set()
+    for n in problem.nodes:
+        op = n.op
+        sums = isinstance(op, (Softmax, LayerNorm)) or (isinstance(op, Reduce) and op.fn in ("add", "mean", "multiply"))
+        steps = isinstance(op, Map) and op.fn not in UNROUNDED
+        if ((sums or steps) and n.dtype.is_float) or any(s in found for s in n.src):
+            found.add(n)
+    return found
+
+
+def _inexact(problem: RegionProblem) -> list[bool]:
+    found = _inexact_nodes(problem)
+    return [r in found for r in problem.roots]
+
+
+def _region(problem: RegionProblem, sources: Sequence[torch.Tensor], *, usual: bool) -> list[Band]:
+    """The results of a region with one of the two bounds."""
+    inexact = _inexact_nodes(problem)
+    values: dict[Node, Band] = {}
+    last = {s: n for n in problem.nodes for s in n.src}
+    for n in problem.nodes:
+        src = [values[s] for s in n.src]
+        for s in n.src:
+            if last[s] is n and s not in problem.roots:
+                values.pop(s, None)
+        if isinstance(n.op, Param):
+            values[n] = Band.exact(sources[n.op.index])
+        elif n not in inexact:
+            values[n] = Band.exact(cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src])))
+        elif isinstance(n.op, (Map, Select)):
+            values[n] = stepped(n, src, inexact)
+        elif isinstance(n.op, REDUCING):
+            values[n] = reduced(n, src, usual=usual)
+        else:
+            values[n] = _spread(n, src)
+    return [values[r] for r in problem.roots]
+
+
+def _spread(n: Node, src: Sequence[Band]) -> Band:
+    """What rounds nothing, or as the graph says: at the ends of its operands' intervals, for a scale's and a value's each with
+    each."""
+    if isinstance(n.op, (Quantize, Dequantize)):
+        corners = itertools.product(*((b.mid,) if b.is_exact else (b.low, b.high) for b in src))
+    else:
+        corners = iter(([b.low for b in src], [b.high for b in src]))
+    mid = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
+    return Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, list(c))) for c in corners])
+
+
+def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band) -> list[Band]:
     """The stores for an accumulator known up to its error."""
     stores = stores_of(problem.node)
     dependent = depends_on_acc(stores)
-    values: dict[Node, _Band] = {acc_of(problem.node): acc}
+    values: dict[Node, Band] = {acc_of(problem.node): acc}
     del acc
     order = toposort(stores)
     last = {s: n for n in order for s in n.src}
@@ -251,69 +295,24 @@ def _bands(problem: AnyProblem, params: Mapping[Node, torch.Tensor], acc: _Band)
                 values.pop(s, None)  # its memory, for what follows
         if n not in dependent:
             t = params[n] if n in params else cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-            values[n] = _Band(t, t, t)
+            values[n] = Band(t, t, t)
         elif isinstance(n.op, (Map, Select)) and any(s.dtype.is_float for s in n.src):
-            values[n] = _stepped(n, src, dependent)
+            values[n] = stepped(n, src, dependent)
         elif all(b.low is b.mid is b.high for b in src):
             t = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-            values[n] = _Band(t, t, t)
+            values[n] = Band(t, t, t)
         elif isinstance(n.op, (Map, Select)):
-            values[n] = _stepped(n, src, dependent)
+            values[n] = stepped(n, src, dependent)
         else:
             low, mid, high = (
                 cast("torch.Tensor", n.op.evaluate(n, parts))
                 for parts in ([b.low for b in src], [b.mid for b in src], [b.high for b in src])
             )
-            values[n] = _Band.spanning(mid, (low, high))
+            values[n] = Band.spanning(mid, (low, high))
     return [values[r] for r in stores]
 
 
-def _stepped(n: Node, src: Sequence[_Band], dependent: set[Node]) -> _Band:
-    """An elementwise step over intervals: its least and largest value over their ends, and room for its roundings."""
-    rounded = isinstance(n.op, Map) and n.dtype.is_float
-    cancels = isinstance(n.op, Map) and n.op.fn in CANCELLING
-
-    def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        here = [_Band(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
-        ends = [_rounded(b, s.dtype) if s in dependent else (b.mid,) for s, b in zip(n.src, here, strict=True)]
-        mid = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in here]))
-        band = _Band.spanning(
-            mid, [cast("torch.Tensor", n.op.evaluate(n, list(corner))) for corner in itertools.product(*ends)]
-        )
-        if not rounded:
-            return band.low, mid, band.high
-        left = torch.zeros((), dtype=torch.float64)
-        if cancels:
-            left = STEP_ROUNDINGS * n.dtype.epsilon * _size(here[0].mid)
-        return _moved(band.low, n.dtype, -1, left), mid, _moved(band.high, n.dtype, 1, left)
-
-    return _Band(*by_pieces(n.shape, step, *(t for b in src for t in (b.low, b.mid, b.high))))
-
-
-def _rounded(band: _Band, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both ends of an interval, a few roundings further out."""
-    if not dtype.is_float:
-        return band.low, band.high
-    nothing = torch.zeros((), dtype=torch.float64)
-    return _moved(band.low, dtype, -1, nothing), _moved(band.high, dtype, 1, nothing)
-
-
-def _moved(end: torch.Tensor, dtype: DType, sign: int, further: torch.Tensor) -> torch.Tensor:
-    return (end.double() + sign * (STEP_ROUNDINGS * dtype.epsilon * _size(end) + further)).to(end.dtype)
-
-
-def _size(t: torch.Tensor) -> torch.Tensor:
-    return t.double().abs().nan_to_num(0.0, 0.0, 0.0)
-
-
-def _orderable(t: torch.Tensor) -> torch.Tensor:
-    """In a type that torch can compare."""
-    if t.dtype.is_floating_point:
-        return t.float() if t.dtype.itemsize == 1 else t
-    return t.to(torch.int64) if t.dtype in (torch.uint16, torch.uint32, torch.uint64) else t
-
-
-def _rounding(problem: AnyProblem) -> list[bool]:
+def _rounding(problem: CarrierProblem) -> list[bool]:
     """For each store whether something rounds on the way in more than one right way: a float sum, or a float step."""
     stores = stores_of(problem.node)
     dependent = depends_on_acc(stores)

@@ -17,10 +17,10 @@ from tilewright.ir.carrier import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Dequantize, Map, Param, Quantize
+from tilewright.ir.ops import Dequantize, Gather, Map, Param, Quantize
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, Operand, Problem
+from tilewright.schedule.problem import AnyProblem, CarrierProblem, Operand, Problem, RegionProblem
 
 ADDITIVE = frozenset({"add", "subtract", "maximum", "minimum"})
 LARGE = 16.0
@@ -52,19 +52,37 @@ def random_sources(problem: AnyProblem, seed: int = 0) -> list[torch.Tensor]:
 class _Sampler:
     def __init__(self, problem: AnyProblem, seed: int) -> None:
         self._generator = torch.Generator().manual_seed(seed)
-        self._problem = problem
         self._settled: set[int] = set()
         self.sources = [random_tensor(t, self._generator) for t in problem.types]
+        if isinstance(problem, RegionProblem):
+            self._params = [n for n in problem.nodes if isinstance(n.op, Param)]
+            self._settle_region(problem)
+            return
         node = problem.node
         self._params = [n for n in toposort((*operands_of(node), *stores_of(node))) if isinstance(n.op, Param)]
         for n in toposort(operands_of(node)):
-            if isinstance(n.op, Dequantize):
-                code = n.src[0].dtype
-                self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
+            self._settle_codes(n)
         if isinstance(problem, Problem):
             self._reach_extremes(problem.lhs, -2)
             self._reach_extremes(problem.rhs, -1)
-        self._settle_epilogue()
+        self._settle_epilogue(problem)
+
+    def _settle_codes(self, n: Node) -> None:
+        """A dequantisation gives values of about 1."""
+        if isinstance(n.op, Dequantize):
+            code = n.src[0].dtype
+            self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
+
+    def _settle_region(self, problem: RegionProblem) -> None:
+        """Indices inside what they pick from, values of about 1, scales so that codes spread over their range."""
+        for n in problem.nodes:
+            if isinstance(n.op, Gather) and isinstance(n.src[1].op, Param):
+                index, extent = n.src[1].op.index, n.src[0].shape[n.op.axis]
+                drawn = self.sources[index]
+                self.sources[index] = drawn.to(torch.int64).remainder(max(extent, 1)).to(drawn.dtype)
+            self._settle_codes(n)
+            if isinstance(n.op, Quantize):
+                self._settle(n.src[1], 3 * _rms(self._value(n.src[0])) / float(n.dtype.max), positive=True)
 
     def _reach_extremes(self, operand: Operand, axis: int) -> None:
         """Two rows of the left (columns of the right) at the ends of the range: the largest sums there can be."""
@@ -81,27 +99,27 @@ class _Sampler:
         bound = {p: self.sources[cast("Param", p.op).index] for p in self._params}
         return cast("torch.Tensor", evaluate_nodes((node,), bound)[0])
 
-    def _accumulator(self) -> torch.Tensor:
+    def _accumulator(self, problem: CarrierProblem) -> torch.Tensor:
         """Numbers as large as the products will be, without multiplying."""
-        operands = [_some(self._value(n)) for n in operands_of(self._problem.node)]
-        acc = self._problem.acc
+        operands = [_some(self._value(n)) for n in operands_of(problem.node)]
+        acc = problem.acc
         normal = torch.randn(acc.shape, generator=self._generator, dtype=torch.float64)
-        if isinstance(self._problem, Problem):
+        if isinstance(problem, Problem):
             a, b = operands
-            k = self._problem.K
+            k = problem.K
             wide = normal.mul_(math.sqrt(k) * _rms(a) * _rms(b)).add_(k * _mean(a) * _mean(b))
         else:
             wide = normal.mul_(_rms(operands[2]))
         wide.clamp_(-LIMIT, LIMIT)  # in place: it may be gigabytes
         return narrow_integer(wide.to(torch.int64), acc.dtype) if acc.dtype.is_integer else wide.to(acc.dtype.to_torch())
 
-    def _settle_epilogue(self) -> None:
-        node = self._problem.node
+    def _settle_epilogue(self, problem: CarrierProblem) -> None:
+        node = problem.node
         stores = stores_of(node)
         if not any(isinstance(n.op, Param) for n in toposort(stores)):
             return
         dependent = depends_on_acc(stores)
-        values: dict[Node, torch.Tensor] = {acc_of(node): self._accumulator()}
+        values: dict[Node, torch.Tensor] = {acc_of(node): self._accumulator(problem)}
         for n in toposort(stores):
             if n not in dependent or n in values:
                 continue

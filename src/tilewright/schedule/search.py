@@ -12,7 +12,7 @@ from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, discover
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.measure import examine, time_interleaved
-from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.sample import random_sources
 
 TIE_BAND = 0.03
@@ -32,7 +32,7 @@ class Decision:
     """What was chosen for a problem and why.
 
     Attributes:
-        problem: the gemm.
+        problem: the gemm, attention or region.
         kernel: the winner.
         time_us: its measured time, None when nothing was timed.
         rejected: the others, in the order they were considered.
@@ -72,7 +72,8 @@ def search(
         candidates: who may compete; all that are found by default.
         weights: values of constant sources to measure with instead of random ones, by source index.
 
-    Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice.
+    Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice. The reference is
+    timed for a region alone: there it is torch's own operations, one after the other, and not run at all if it stands alone.
 
     Raises:
         UnsupportedError: not even the reference ran.
@@ -80,6 +81,9 @@ def search(
     found = [c for c in (candidates if candidates is not None else discover()) if problem.kind in c.kinds]
     rejected: list[Rejected] = []
     builds = _heuristic_order(_built(problem, target, found, rejected))
+    region = isinstance(problem, RegionProblem)
+    if region and all(c.preference >= LAST_RESORT for c, _ in builds):
+        return Decision(problem, builds[0][1], None, tuple(rejected), False, True)
     sources = [t.to(target.device) for t in _sources(problem, weights)]
     on_cpu = [t.cpu() for t in sources]
     expected: dict[float, Expected] = {}
@@ -87,7 +91,7 @@ def search(
     trials: list[_Trial] = []
     for order, (candidate, kernel) in enumerate(builds):
         is_reference = candidate.preference >= LAST_RESORT
-        if is_reference and trials:
+        if is_reference and trials and not region:
             rejected.append(Rejected(candidate.name, "not timed: a verified kernel exists"))
             continue
         try:
