@@ -37,7 +37,7 @@ def assembled(chip: str, triple: str, cpu: str, features: str, line: str) -> dic
     nest, _ = gemm.nest_of(problem, schedule, target(chip))
     text = Writer(nest).write().text(cpu, features)
     shown = engine.assembly(text, triple, cpu, features)
-    return {"assembly": shown, "instruction": nest.dot.instruction, "mr": nest.blocks.mr, "nv": nest.blocks.nv}
+    return {"assembly": shown, "instruction": nest.dot.instruction, "tile": nest.dot.tile, "nv": nest.blocks.nv}
 
 
 def everything(lanes: int, triple: str, cpu: str, features: str) -> dict[str, object]:

@@ -23,6 +23,7 @@ model name	: another
 flags		: fpu
 """
 ICE_LAKE = "model name : Intel(R) Xeon(R) 8375C\nflags : sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni\n"
+SAPPHIRE_RAPIDS = ICE_LAKE.strip().replace("8375C", "8481C") + " avx512_bf16 amx_bf16 amx_tile amx_int8\n"
 HASWELL = "model name : Intel(R) Core(TM) i7-4770\nflags : sse2 avx2 fma f16c\n"
 OLD = "model name : Pentium 4\nflags : mmx sse sse2\n"
 GRAVITON = "processor : 0\nBogoMIPS : 2100\nFeatures : fp asimd evtstrm sve i8mm bf16\nCPU implementer : 0x41\n"
@@ -63,6 +64,21 @@ def test_processors_are_recognised_by_what_they_report(machine, text, architectu
     t = machine(text, architecture)
     assert (t.name, t.chip.name, t.exact_match) == (name, found, exact)
     assert t.kind == "cpu" and t.device == "cpu" and t.cores >= 1
+
+
+@pytest.mark.parametrize(("granted", "found"), [(True, "x86_64_amx"), (False, "x86_64_avx512_bf16")])
+def test_tiles_count_only_where_the_system_lets_this_process_use_them(machine, monkeypatch, granted, found):
+    asked = []
+    monkeypatch.setattr(detect, "_granted", lambda component: asked.append(component) or granted)
+    t = machine(SAPPHIRE_RAPIDS)
+    assert (t.chip.name, "amx_tile" in t.features, asked) == (found, granted, [18])
+    machine(ZEN4)
+    assert asked == [18], "asked where there are no tiles"
+
+
+@pytest.mark.skipif((sys.platform, os.uname().machine) != ("linux", "x86_64"), reason="a call of this system's")
+def test_tiles_that_are_not_there_are_not_granted():
+    assert detect._granted(detect.XTILEDATA) == ("amx_tile" in detect.cpu().features)
 
 
 def test_features_are_those_of_the_first_processor(machine):

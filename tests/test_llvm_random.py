@@ -18,8 +18,11 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from emulated import emulated
 from gemm_lines import assert_means, lines, tensors
 from tilewright.candidates.llvm import gemm as llvm
+from tilewright.candidates.llvm._engine import host
+from tilewright.candidates.llvm._text import Module
 from tilewright.candidates.llvm._write import Writer
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.notation import parse
@@ -117,7 +120,9 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]]) -> 
     target = CPU
     if chip:
         target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
-        llvm.module_text = lambda nest: Writer(nest).write().text(OLDER[chip], "")
+        as_text = emulated if chip in FOREIGN else Module.text
+        processor = host() if chip in FOREIGN else (OLDER[chip], "")
+        llvm.module_text = lambda nest: as_text(Writer(nest).write(), *processor)
 
     @seed(start)
     @settings(
@@ -158,6 +163,7 @@ def run_child(
 
 # Processors whose kernels this one can run too.
 OLDER = {"x86_64_avx2": "haswell", "x86_64_avx_vnni": "alderlake", "x86_64_avx512_bf16": "cooperlake"}
+FOREIGN = [c.name for c in chips() if c.name == "x86_64_amx" or c.name.startswith("aarch64")]
 RUNNABLE = [c.name for c in chips() if c.name in OLDER and c.requires <= CPU.features and c is not CPU.chip]
 
 
@@ -170,6 +176,11 @@ def test_kernels_for_older_processors_are_right_as_well(chip):
     assert run_child(1, 40, chip) > 15
 
 
+@pytest.mark.parametrize("chip", FOREIGN)
+def test_kernels_for_other_processors_are_right_where_their_instructions_are_emulated(chip):
+    assert run_child(2, 40, chip) > 15
+
+
 @pytest.mark.conformance
 @pytest.mark.parametrize("start", range(8))
 def test_two_thousand_random_problems_on_one_to_eight_threads(start):
@@ -177,6 +188,6 @@ def test_two_thousand_random_problems_on_one_to_eight_threads(start):
 
 
 @pytest.mark.conformance
-@pytest.mark.parametrize("chip", RUNNABLE)
-def test_a_thousand_random_problems_for_older_processors(chip):
+@pytest.mark.parametrize("chip", RUNNABLE + FOREIGN)
+def test_a_thousand_random_problems_for_other_processors(chip):
     assert run_child(200, 1000, chip) > 400

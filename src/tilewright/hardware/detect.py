@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import re
@@ -15,6 +16,8 @@ from tilewright.discovery import modules
 from tilewright.errors import InputError
 from tilewright.hardware.target import Chip, Target
 
+# Linux, Documentation/arch/x86/xstate.rst; asm/prctl.h; asm/unistd_64.h; Intel SDM volume 1, 13.1
+SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18
 SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -33,13 +36,27 @@ def match(kind: str, features: frozenset[str], extra: Iterable[Path] = ()) -> Ch
 def cpu() -> Target:
     """The processor at hand."""
     text = _read(Path("/proc/cpuinfo"))
-    features = frozenset(_field(text, "flags").split() or _field(text, "Features").split())
+    features = _permitted(frozenset(_field(text, "flags").split() or _field(text, "Features").split()))
     name = _field(text, "model name") or platform.processor() or platform.machine()
     chip = match("cpu", features)
     if chip is None:  # no /proc/cpuinfo (macOS, Windows): the architecture's baseline
         baseline = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86_64"
         chip = next(c for c in chips() if c.name == baseline)
     return Target(name, chip, "cpu", _usable_cores(), features=features, caches_bytes=_caches(), exact_match=not chip.family)
+
+
+def _permitted(features: frozenset[str]) -> frozenset[str]:
+    """The features without those of AMX, unless the system lets this process use its tiles: they must be asked for, once."""
+    if "amx_tile" not in features or _granted(XTILEDATA):
+        return features
+    return frozenset(f for f in features if not f.startswith("amx_"))
+
+
+def _granted(component: int) -> bool:
+    try:
+        return ctypes.CDLL(None).syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, component) == 0
+    except (OSError, AttributeError):
+        return False
 
 
 @cache

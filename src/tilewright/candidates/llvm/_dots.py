@@ -1,7 +1,7 @@
 """The instructions that multiply: what each takes, and the few lines that emit it. Chips name theirs in their data file.
 
 Every one works on vectors whose lanes are columns; a lane holds the 4 bytes of `k` neighbours along K. The left operand's are
-the same in all lanes.
+the same in all lanes. Those on tiles take as many vectors along K at once, and as many rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Dot:
         lanes: of 32 bits each.
         registers: vectors the processor has.
         lhs, rhs, acc: types it multiplies and adds up in.
-        emit: the accumulator after it, from function, accumulator and both operands, each a vector of its type.
+        emit: the accumulator after it, from function, accumulator and both operands, each a vector of its type; or the number
+            of a register, for an instruction on tiles.
+        tile: vectors in a register, and rows of a block of the result; 1 if a register is a vector.
     """
 
     instruction: str
@@ -35,6 +37,7 @@ class Dot:
     rhs: DType
     acc: DType
     emit: Emit
+    tile: int = 1
 
     @property
     def k(self) -> int:
@@ -112,8 +115,24 @@ def _multiply_add(lanes: int, registers: int, instruction: str) -> Dot:
     return Dot(instruction, lanes, registers, S32, S32, S32, emit)
 
 
+def _tdp(instruction: str, lhs: DType, rhs: DType, acc: DType) -> Dot:
+    """AMX: 16 rows by 64 bytes of K times 16 groups of K by 16 columns."""
+
+    def emit(f: Function, c: str, a: str, b: str) -> str:
+        return f.intrinsic(f"llvm.x86.{instruction}", "void", *[("i8 immarg", number) for number in (c, a, b)])
+
+    return Dot(instruction, 16, 8, lhs, rhs, acc, emit, 16)
+
+
 _NEON = "llvm.aarch64.neon"
 DOTS: dict[str, tuple[Dot, ...]] = {
+    "tdpbssd": (
+        _tdp("tdpbssd", S8, S8, S32),
+        _tdp("tdpbsud", S8, U8, S32),
+        _tdp("tdpbusd", U8, S8, S32),
+        _tdp("tdpbuud", U8, U8, S32),
+    ),
+    "tdpbf16ps": (_tdp("tdpbf16ps", BF16, BF16, F32),),
     "vfmadd231ps zmm": (_fma(16, 32, "vfmadd231ps zmm"),),
     "vfmadd231ps ymm": (_fma(8, 16, "vfmadd231ps ymm"),),
     "fmla v.4s": (_fma(4, 32, "fmla v.4s"),),
@@ -148,21 +167,23 @@ class Choice:
 
 def choose(lhs: DType, rhs: DType, acc: DType, chip: Chip) -> Choice | None:
     """The chip's best instruction for a product of these types, None if it has none that is exact for them."""
-    dots = [d for u in chip.units for d in DOTS.get(u.instruction, ()) if d.acc is acc]
+    units = [[d for d in DOTS.get(u.instruction, ()) if d.acc is acc] for u in chip.units]
     if acc is F32:
         narrow = all(t.is_float and (t is BF16 or t.bits == 8) for t in (lhs, rhs))  # every fp8 is a bf16
         kinds = [BF16, F32] if narrow else [F32]
         for kind in kinds:
-            found = next((d for d in dots if d.lhs is kind), None)
+            found = next((d for unit in units for d in unit if d.lhs is kind), None)
             if found is not None and lhs.bits <= 32 >= rhs.bits:
                 return Choice(found)
         return None
     if not (lhs.is_integer and rhs.is_integer and max(lhs.bits, rhs.bits) <= 8):
         return None
     signs = tuple(S8 if t.kind == "int" else U8 for t in (lhs, rhs))
-    for d in dots:
-        if (d.lhs, d.rhs) == signs or (d.lhs.bits > 8 and d.acc is S32):
-            return Choice(d)
-        if d.lhs is signs[0] and d.rhs.bits == 8:
-            return Choice(d, flip=True, correction=-128 if d.rhs is U8 else 128)
+    for unit in units:
+        exact = next((d for d in unit if (d.lhs, d.rhs) == signs or d.lhs.bits > 8), None)
+        if exact is not None:
+            return Choice(exact)
+        flipped = next((d for d in unit if d.lhs is signs[0]), None)
+        if flipped is not None:
+            return Choice(flipped, flip=True, correction=-128 if flipped.rhs is U8 else 128)
     return None

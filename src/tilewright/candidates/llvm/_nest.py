@@ -95,9 +95,16 @@ class Nest:
         """Blocks of K."""
         return max(1, -(-self.depth // self.blocks.kc))
 
+    @cached_property
+    def asks(self) -> int:
+        """Lines of the next block of the right operand that each group of K asks for: its share of a vector row, if a few tiles
+        of rows are all that a packed weight meets, so that memory is read while any of them is computed. 0: it stays near."""
+        few = self.constant and 1 < self.tiles <= self.blocks.nv * 2 and self.blocks.nc == 1 and self.dot.tile == 1
+        return -(-self.blocks.nv // self.tiles) if few else 0
+
     def groups(self, k: int) -> int:
-        """4-byte groups that hold k elements of K."""
-        return -(-k // self.dot.k)
+        """4-byte groups that hold k elements of K: as many as the instruction takes at once, or a multiple."""
+        return rounded(-(-k // self.dot.k), self.dot.tile)
 
     @property
     def last_mr(self) -> int:

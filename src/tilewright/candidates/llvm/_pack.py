@@ -143,6 +143,9 @@ class Packing:
                 group(loop.index, d.k)
             if n.depth % d.k:
                 group(n.depth // d.k, n.depth % d.k)
+            for index in range(-(-n.depth // d.k), n.groups(n.depth)):  # past K, up to a whole tile
+                place = f.mul(f.add(index * n.blocks.nv, part.index), d.lanes * 4)
+                f.store(d.operand, "zeroinitializer", f.at(out, place), 4)
 
     def _interleaved(self, f: Function, rows: list[str]) -> str:
         """Vectors of a row's columns into one of columns' groups."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilewright.candidates.llvm import _tiles as tiles
 from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._pack import Packing
@@ -62,8 +63,12 @@ class Writer(Packing):
         """result tile (+)= lhs tile x rhs panel over `groups` groups of K."""
         d, nv = self.nest.dot, self.nest.blocks.nv
         name = f"micro_{rows}{'' if fresh else '_more'}"
+        if d.tile > 1:
+            tiles.micro(self.module, self.nest, name, rows, fresh=fresh)
+            return
         args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
-        f = Function(self.module, name, args)
+        asks = self.nest.asks
+        f = Function(self.module, name, [*args, ("ptr", "next")] if asks else args)
         width = d.lanes * 4
         row_at = [f.mul("%stride", m) for m in range(rows)]
         first = ["zeroinitializer"] * (rows * nv)
@@ -76,6 +81,8 @@ class Writer(Packing):
             if ahead:
                 for j in range(nv):
                     f.prefetch(f.at(b, width * (j + 12 * nv)))
+                for j in range(asks):
+                    f.prefetch(f.at("%next", f.add(f.mul(group, CACHE_LINE * asks), CACHE_LINE * j)), level=2)
             right = [f.load(d.operand, f.at(b, width * j), width) for j in range(nv)]
             after: list[str] = []
             for m in range(rows):
@@ -191,6 +198,8 @@ class Writer(Packing):
                         self._block(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
                         with f.when(f.compare("slt", b2, n.batch)):
                             f.call("ask", ("ptr", "%d"), ("i64", b2), ("i64", p2), ("i64", t0.index))
+        if n.dot.tile > 1:
+            tiles.release(f)
         f.finish()
 
     def _ask(self) -> None:
@@ -241,18 +250,28 @@ class Writer(Packing):
                 if n.passes > 1:
                     index = f.add(f.mul(f.sub(tile, t0), blocks.nc), f.sub(loop.index, p0))
                     out = f.at(out, f.mul(index, n.result_tile))
-                args = (("ptr", a), ("i64", stride), ("ptr", f.at(packed.rhs, place)), ("ptr", out), ("i64", groups))
+                right = f.at(packed.rhs, place)
+                args = [("ptr", a), ("i64", stride), ("ptr", right), ("ptr", out), ("i64", groups)]
+                if n.asks:  # this tile's share of the block that comes after
+                    share = f.mul(f.mul(tile, n.asks * CACHE_LINE), groups)
+                    args.append(("ptr", f.at(right, f.add(self._pass_bytes, share))))
                 f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
                 if last:
                     self._stores(f, out, f.add(f.mul(b, n.rows), begin), rows, loop.index, packed.sums)
 
+        def configure(rows: int) -> None:
+            if n.dot.tile > 1:
+                tiles.configure(f, n, rows)
+
         def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
             full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
             if full:
+                configure(blocks.mr)
                 with f.loop(t0, f.min(t1, full)) as loop:
                     tile_row(blocks.mr, loop.index, pass_, groups, fresh=fresh, last=last)
             if full < n.tiles:
                 with f.when(f.compare("eq", t1, n.tiles)):
+                    configure(n.last_mr)
                     tile_row(n.last_mr, n.tiles - 1, pass_, groups, fresh=fresh, last=last)
 
         each, final = n.groups(min(blocks.kc, n.depth)), n.groups(n.depth - (n.passes - 1) * blocks.kc)

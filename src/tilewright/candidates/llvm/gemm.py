@@ -123,7 +123,8 @@ def _side(root: Node, index: int, *, columns_last: bool, outside: bool) -> _Side
 def _lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
     """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
     codes = problem.lhs.dtype.bits == 4 and choice.dot.lhs.bits == 8  # kept one to a byte
-    if not problem.lhs.plain or (problem.lhs.dtype is not choice.dot.lhs and not codes) or problem.K % choice.dot.k:
+    step = choice.dot.k * choice.dot.tile  # of K, that is read at once
+    if not problem.lhs.plain or (problem.lhs.dtype is not choice.dot.lhs and not codes) or problem.K % step:
         return False
     leaf = next(n for n in toposort((access.root,)) if isinstance(n.op, Param))
     place = access.of_leaf(leaf)
@@ -224,8 +225,10 @@ def _blocks(problem: Problem, plan: _Plan, target: Target) -> Iterable[Blocks]:
     for nv in widths[:1]:
         most = max(1, min(24, room // nv))
         most = {2: 12, 1: 24, 4: 6}.get(nv, most) if dot.registers == 32 else max(1, room // nv)
+        if dot.tile > 1:
+            most = 2 * dot.tile
         tiles = -(-plan.rows // most)
-        mr = -(-plan.rows // tiles)
+        mr = -(-plan.rows // tiles) if dot.tile == 1 else min(plan.rows, most)
         panels = -(-problem.N // (nv * lanes))
         mc, nc = max(1, 240 // mr), max(1, 256 // (nv * lanes))
         wanted = 4 * target.cores

@@ -17,5 +17,5 @@ CHIP = Chip(
         MatrixUnit("f32", "f32", "vfmadd231ps zmm", 2 * 16 * 2, MEASURED),
         MatrixUnit("f64", "f64", "vfmadd231pd zmm", 2 * 8 * 2, INTEL),
     ),
-    notes=("no generated kernel uses the tiles yet: libraries that do are measured beside those that take the vector units",),
+    notes=("tiles must be asked for by each process; where the system refuses them, this is the chip without",),
 )
