@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.candidates.llvm._access import Access, Place, Unsupported
@@ -42,25 +42,34 @@ def check(roots: Sequence[Node]) -> None:
         Unsupported: a sentence.
     """
     for n in toposort(roots):
-        element(n.dtype)
-        op = n.op
-        if isinstance(op, Map):
-            if op.fn not in KNOWN:
-                raise Unsupported(f"{op.fn} has no vector form")
-            operand = n.src[0].dtype
-            if operand in FP8 or (operand.is_integer and op.fn in ("divide", "abs")) or operand.bits == 4:
-                raise Unsupported(f"{op.fn} of {operand} has no vector form")
-        elif isinstance(op, Const):
-            if n.tensor.elements != 1:
-                raise Unsupported("a table of constants")
-        elif isinstance(op, Quantize):
-            if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
-                raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no vector form")
-        elif isinstance(op, Dequantize):
-            if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > 16):
-                raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no vector form")
-        elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
-            raise Unsupported(f"{op.name} has no vector form")
+        check_node(n)
+
+
+def check_node(n: Node) -> None:
+    """Nothing if a node has a vector form.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    element(n.dtype)
+    op = n.op
+    if isinstance(op, Map):
+        if op.fn not in KNOWN:
+            raise Unsupported(f"{op.fn} has no vector form")
+        operand = n.src[0].dtype
+        if operand in FP8 or (operand.is_integer and op.fn in ("divide", "abs")) or operand.bits == 4:
+            raise Unsupported(f"{op.fn} of {operand} has no vector form")
+    elif isinstance(op, Const):
+        if n.tensor.elements != 1:
+            raise Unsupported("a table of constants")
+    elif isinstance(op, Quantize):
+        if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
+            raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no vector form")
+    elif isinstance(op, Dequantize):
+        if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > 16):
+            raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no vector form")
+    elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
+        raise Unsupported(f"{op.name} has no vector form")
 
 
 @dataclass(frozen=True)
@@ -78,42 +87,12 @@ class Columns:
     mask: str | None
 
 
-class Vectors(Casts):
-    """One access evaluated on vectors of `lanes` columns.
-
-    What does not depend on the row is computed once by the constructor, the rest by `row`.
-    """
+class Lanes(Casts):
+    """`lanes` columns of a row of an access: its leaves read, its operations done, its result written."""
 
     def __init__(self, f: Function, access: Access, lanes: int, columns: Columns, pointer: Callable[[Node], str]):
         super().__init__(f, lanes)
         self.access, self.columns, self.pointer = access, columns, pointer
-        self._fixed: dict[Node, str] = {}
-        order = toposort((access.root,))
-        moving: set[Node] = set()
-        for n in order:
-            leaf = isinstance(n.op, Param) and bool(access.of_leaf(n).rows)
-            if leaf or isinstance(n.op, Acc) or any(s in moving for s in n.src):
-                moving.add(n)
-            else:
-                self._fixed[n] = self._value(n, self._fixed, 0)
-        self._order = [n for n in order if n in moving]
-
-    def row(self, row: Int, acc: str | None = None) -> str:
-        """The root's value on one row, `acc` the accumulator's there."""
-        values = dict(self._fixed)
-        for n in self._order:
-            if isinstance(n.op, Acc):
-                assert acc is not None
-                values[n] = acc
-            else:
-                values[n] = self._value(n, values, row)
-        return values[self.access.root]
-
-    def prefetch(self, row: Int) -> None:
-        """Ask for the first lane of what `row` would read, near enough that reading it later does not wait for memory."""
-        for n in self._order:
-            if isinstance(n.op, Param):
-                self.f.prefetch(self._address(self.access.of_leaf(n), row, self.pointer(n), size_bytes(n.dtype)), level=2)
 
     def store(self, row: Int, value: str, pointer: str) -> None:
         """Write the root's value where the result keeps it."""
@@ -214,7 +193,8 @@ class Vectors(Casts):
 
     # -- operations
 
-    def _value(self, n: Node, values: dict[Node, str], row: Int) -> str:
+    def value(self, n: Node, values: Mapping[Node, str], row: Int) -> str:
+        """What a node makes of the `values` of its sources, or reads."""
         op, args = n.op, [values[s] for s in n.src]
         if isinstance(op, VIEWS):
             return args[0]
@@ -297,3 +277,40 @@ class Vectors(Casts):
                 return f.v(f"xor {t} {args[0]}, splat ({element(dtype)} -1)")
             case _:
                 raise Unsupported(f"{fn} of {dtype} has no vector form")
+
+
+class Vectors(Lanes):
+    """One access evaluated on vectors of `lanes` columns.
+
+    What does not depend on the row is computed once by the constructor, the rest by `row`.
+    """
+
+    def __init__(self, f: Function, access: Access, lanes: int, columns: Columns, pointer: Callable[[Node], str]):
+        super().__init__(f, access, lanes, columns, pointer)
+        self._fixed: dict[Node, str] = {}
+        order = toposort((access.root,))
+        moving: set[Node] = set()
+        for n in order:
+            leaf = isinstance(n.op, Param) and bool(access.of_leaf(n).rows)
+            if leaf or isinstance(n.op, Acc) or any(s in moving for s in n.src):
+                moving.add(n)
+            else:
+                self._fixed[n] = self.value(n, self._fixed, 0)
+        self._order = [n for n in order if n in moving]
+
+    def row(self, row: Int, acc: str | None = None) -> str:
+        """The root's value on one row, `acc` the accumulator's there."""
+        values = dict(self._fixed)
+        for n in self._order:
+            if isinstance(n.op, Acc):
+                assert acc is not None
+                values[n] = acc
+            else:
+                values[n] = self.value(n, values, row)
+        return values[self.access.root]
+
+    def prefetch(self, row: Int) -> None:
+        """Ask for the first lane of what `row` would read, near enough that reading it later does not wait for memory."""
+        for n in self._order:
+            if isinstance(n.op, Param):
+                self.f.prefetch(self._address(self.access.of_leaf(n), row, self.pointer(n), size_bytes(n.dtype)), level=2)
