@@ -7,6 +7,7 @@ except in the batched product, whose both operands change from call to call.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,18 @@ class Case:
         batch = f"{self.batch}x" if self.batch > 1 else ""
         return f"{self.dtype} {batch}{self.M}x{self.N}x{self.K}{' + ' + self.epilogue if self.epilogue else ''}"
 
+    @staticmethod
+    def parse(text: str) -> Case:
+        """What `str` prints.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        m = re.fullmatch(r"(f32|bf16|s8) (?:(\d+)x)?(\d+)x(\d+)x(\d+)(?: \+ (bias|bias, gelu))?", text)
+        if m is None:
+            raise ValueError(f"not a product: {text!r}; like 'bf16 4096x3072x768 + bias, gelu'")
+        return Case(m[1], int(m[3]), int(m[4]), int(m[5]), int(m[2] or 1), m[6] or "")
+
     @property
     def ops(self) -> int:
         return 2 * self.batch * self.M * self.N * self.K
@@ -56,7 +69,18 @@ def _torch_data(case: Case) -> tuple[Any, Any, Any]:
 
 
 def tilewright(case: Case) -> Run:
-    """The generated kernel that a compile chooses, called as a program's step calls it."""
+    """The kernel that a compile chooses, called as a program's step calls it."""
+    return _chosen(case, None)
+
+
+def generated(case: Case) -> Run:
+    """The generated kernel, whether or not a compile chooses it."""
+    from tilewright.candidates.llvm import gemm
+
+    return _chosen(case, [gemm.CANDIDATE])
+
+
+def _chosen(case: Case, candidates: Any) -> Run:
     from tilewright.compiler import optimise
     from tilewright.hardware.detect import detect
     from tilewright.ir.notation import parse
@@ -77,7 +101,7 @@ def tilewright(case: Case) -> Run:
     if case.batch == 1:
         problem = Problem(problem.op, problem.types, tuple(i > 0 for i in range(len(sources))))
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
-    decision = search(problem, detect("cpu"), budget_s=0.5, weights=weights)
+    decision = search(problem, detect("cpu"), budget_s=0.5, candidates=candidates, weights=weights)
     run = decision.kernel.prepare(weights)
     return lambda: run(sources)
 
@@ -184,6 +208,7 @@ def openblas(case: Case) -> Run:
 
 CONTENDERS: dict[str, Callable[[Case], Run]] = {
     "tilewright": tilewright,
+    "generated": generated,
     "torch": torch_eager,
     "onednn": onednn,
     "onnxruntime": onnxruntime,

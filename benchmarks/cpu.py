@@ -1,6 +1,7 @@
 """Generated CPU kernels beside every library that does the same product.
 
-    python benchmarks/cpu.py [--shapes] [--rounds 15] [--threads 2] [--only f32]
+    python benchmarks/cpu.py [--shapes] [--rounds 15] [--threads 2] [--only f32] [--generated]
+    python benchmarks/cpu.py --product "bf16 1024x1024x1024" --product "s8 16x64x64x64"
 
 Prints, for each product, our time, the fraction of what its instruction reaches on registers alone, the best peer's time and
 the ratio. With --shapes, the forty shapes of transformer models and odd sizes instead of the headline products, and the
@@ -45,9 +46,13 @@ SHAPES = (
 @click.option("--rounds", default=15, show_default=True)
 @click.option("--threads", default=2, show_default=True)
 @click.option("--only", default="", help="One type: f32, bf16 or s8.")
-def main(shapes: bool, rounds: int, threads: int, only: str) -> None:
+@click.option("--product", "products", multiple=True, help="These products: TYPE [BATCHx]MxNxK[ + bias[, gelu]].")
+@click.option("--generated", is_flag=True, help="Time the generated kernel even where a compile chooses a library's.")
+def main(shapes: bool, rounds: int, threads: int, only: str, products: tuple[str, ...], generated: bool) -> None:
     """Time the generated CPU kernels beside their peers."""
-    cases: Sequence[Case] = HEADLINES
+    me = "generated" if generated else "tilewright"
+    names = [me, *(n for n in CONTENDERS if n not in ("generated", "tilewright"))]
+    cases: Sequence[Case] = [Case.parse(text) for text in products] or HEADLINES
     if shapes:
         cases = [Case(t, *shape) for t in ("f32", "bf16", "s8") for shape in SHAPES]
     peak = {name: peak_gops(dot, threads) for name, dot in dots().items()}
@@ -57,8 +62,8 @@ def main(shapes: bool, rounds: int, threads: int, only: str) -> None:
     for case in cases:
         if only and case.dtype != only:
             continue
-        times, _ = compete(list(CONTENDERS), case, rounds=rounds, threads=threads)
-        ours = times.pop("tilewright")
+        times, _ = compete(names, case, rounds=rounds, threads=threads)
+        ours = times.pop(me)
         by_peer = {name: ratio(ours, theirs) for name, theirs in times.items()}
         best = min(by_peer, key=by_peer.__getitem__)
         ratios.setdefault(case.dtype, []).append(by_peer[best])

@@ -8,6 +8,7 @@ import click
 import torch
 
 from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm import _tiles as tiles
 from tilewright.candidates.llvm._dots import DOTS, Dot
 from tilewright.candidates.llvm._text import Function, Module, vec
 from tilewright.hardware.detect import detect
@@ -37,6 +38,8 @@ def _entry(module: Module, worker: str) -> None:
 
 def peak_gops(dot: Dot, threads: int) -> float:
     """1e9 operations a second of one instruction that never waits: as many accumulators as the registers hold."""
+    if dot.tile > 1:
+        return _tile_gops(dot, threads)
     module = Module()
     f = Function(module, "worker", [("ptr", "d")])
     x, y = f.load(dot.operand, "%d"), f.load(dot.operand, f.at("%d", 64))
@@ -52,6 +55,27 @@ def peak_gops(dot: Dot, threads: int) -> float:
     memory = torch.zeros(4096 * (threads + 2), dtype=torch.uint8)
     run = engine.function(module.text(*engine.host()))
     ops = 2 * dot.lanes * dot.k * accumulators * STEPS * threads
+    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+
+
+def _tile_gops(dot: Dot, threads: int) -> float:
+    """The same of an instruction on tiles, two by two."""
+    module = Module()
+    f = Function(module, "worker", [("ptr", "d")])
+    tiles.configure(f, dot, 2 * dot.tile)
+    for i in range(4):
+        number, place = ("i8 immarg", str(tiles.LEFT + i)), ("ptr", f.at("%d", 1024 * i))
+        f.intrinsic("llvm.x86.tileloadd64", "void", number, place, ("i64", str(tiles.ROW_BYTES)))
+    with f.loop(0, STEPS):
+        for i in range(2):
+            for j in range(2):
+                dot.emit(f, str(2 * i + j), str(tiles.LEFT + i), str(tiles.RIGHT + j))
+    tiles.release(f)
+    f.finish()
+    _entry(module, "worker")
+    run = engine.function(module.text(*engine.host()))
+    ops = 2 * dot.lanes * dot.k * dot.tile * dot.tile * 4 * STEPS * threads
+    memory = torch.randint(0, 256, (4096,), dtype=torch.uint8)
     return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
 
 

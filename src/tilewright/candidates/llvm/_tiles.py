@@ -9,6 +9,7 @@ Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1, 
 
 from __future__ import annotations
 
+from tilewright.candidates.llvm._dots import Dot
 from tilewright.candidates.llvm._nest import CACHE_LINE, Nest
 from tilewright.candidates.llvm._text import Function, Module
 
@@ -17,17 +18,16 @@ PALETTE = 1
 LEFT, RIGHT = 4, 6  # the first registers of the operands, behind those of the result, two of which share rows
 
 
-def bands(nest: Nest, rows: int) -> list[int]:
+def bands(dot: Dot, rows: int) -> list[int]:
     """Rows of each tile under one another that `rows` of the result take."""
-    height = nest.dot.tile
-    return [min(height, rows - at) for at in range(0, rows, height)]
+    return [min(dot.tile, rows - at) for at in range(0, rows, dot.tile)]
 
 
-def configure(f: Function, nest: Nest, rows: int) -> None:
+def configure(f: Function, dot: Dot, rows: int) -> None:
     """Give registers their sizes for a product of `rows` rows; what they hold is lost. It takes as long as a few products."""
-    high = bands(nest, rows)
+    high = bands(dot, rows)
     heights = [high[i // 2] if i // 2 < len(high) else 0 for i in range(LEFT)]
-    heights += [*high, *[0] * (RIGHT - LEFT - len(high)), nest.dot.tile, nest.dot.tile]
+    heights += [*high, *[0] * (RIGHT - LEFT - len(high)), dot.tile, dot.tile]
     widths = b"".join((ROW_BYTES if h else 0).to_bytes(2, "little") for h in heights)
     content = (bytes([PALETTE]).ljust(16, b"\0") + widths).ljust(48, b"\0") + bytes(heights)
     text = "".join(f"\\{byte:02X}" for byte in content.ljust(CACHE_LINE, b"\0"))
@@ -44,7 +44,7 @@ def micro(module: Module, nest: Nest, name: str, rows: int, *, fresh: bool) -> N
     """name(a, stride, b, tile, groups): result tile (+)= lhs tile x rhs panel over `groups` groups of K, as configured."""
     d, nv = nest.dot, nest.blocks.nv
     f = Function(module, name, [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")])
-    high = range(len(bands(nest, rows)))
+    high = range(len(bands(d, rows)))
     row_bytes = nest.nr * 4
 
     def register(number: int) -> tuple[str, str]:

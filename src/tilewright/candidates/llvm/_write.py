@@ -261,7 +261,7 @@ class Writer(Packing):
 
         def configure(rows: int) -> None:
             if n.dot.tile > 1:
-                tiles.configure(f, n, rows)
+                tiles.configure(f, n.dot, rows)
 
         def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
             full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
