@@ -24,6 +24,7 @@ flags		: fpu
 """
 ICE_LAKE = "model name : Intel(R) Xeon(R) 8375C\nflags : sse2 avx2 fma f16c avx512f avx512bw avx512vl avx512_vnni\n"
 SAPPHIRE_RAPIDS = ICE_LAKE.strip().replace("8375C", "8481C") + " avx512_bf16 amx_bf16 amx_tile amx_int8\n"
+SKYLAKE = "model name : Intel(R) Xeon(R) Gold 6148\nflags : sse2 avx2 fma f16c avx512f avx512bw avx512vl\n"
 HASWELL = "model name : Intel(R) Core(TM) i7-4770\nflags : sse2 avx2 fma f16c\n"
 OLD = "model name : Pentium 4\nflags : mmx sse sse2\n"
 GRAVITON = "processor : 0\nBogoMIPS : 2100\nFeatures : fp asimd evtstrm sve i8mm bf16\nCPU implementer : 0x41\n"
@@ -51,7 +52,8 @@ def machine(monkeypatch):
     ("text", "architecture", "name", "found", "exact"),
     [
         (ZEN4, "x86_64", "AMD EPYC 9R14", "x86_64_avx512_bf16", True),
-        (ICE_LAKE, "x86_64", "Intel(R) Xeon(R) 8375C", "x86_64_avx2", False),
+        (ICE_LAKE, "x86_64", "Intel(R) Xeon(R) 8375C", "x86_64_avx512_vnni", True),
+        (SKYLAKE, "x86_64", "Intel(R) Xeon(R) Gold 6148", "x86_64_avx512", True),
         (HASWELL, "x86_64", "Intel(R) Core(TM) i7-4770", "x86_64_avx2", False),
         (OLD, "x86_64", "Pentium 4", "x86_64", False),
         (GRAVITON, "aarch64", "aarch64", "aarch64", False),

@@ -162,7 +162,13 @@ def run_child(
 
 
 # Processors whose kernels this one can run too.
-OLDER = {"x86_64_avx2": "haswell", "x86_64_avx_vnni": "alderlake", "x86_64_avx512_bf16": "cooperlake"}
+OLDER = {
+    "x86_64_avx2": "haswell",
+    "x86_64_avx_vnni": "alderlake",
+    "x86_64_avx512": "skylake-avx512",
+    "x86_64_avx512_vnni": "cascadelake",
+    "x86_64_avx512_bf16": "cooperlake",
+}
 FOREIGN = [c.name for c in chips() if c.name == "x86_64_amx" or c.name.startswith("aarch64")]
 RUNNABLE = [c.name for c in chips() if c.name in OLDER and c.requires <= CPU.features and c is not CPU.chip]
 

@@ -19,6 +19,8 @@ AS_LLVM_SAYS = {
     "x86_64": (X86, "x86-64", ""),
     "x86_64_avx2": (X86, "haswell", ""),
     "x86_64_avx_vnni": (X86, "alderlake", ""),
+    "x86_64_avx512": (X86, "skylake-avx512", ""),
+    "x86_64_avx512_vnni": (X86, "icelake-server", ""),
     "x86_64_avx512_bf16": (X86, "znver4", ""),
     "x86_64_amx": (X86, "sapphirerapids", ""),
     "aarch64": (ARM, "generic", "+neon"),
@@ -30,6 +32,8 @@ FMA = "vfmadd(132|213|231)ps"  # the same but for which register is overwritten
 INTENDED = {
     "x86_64_avx2": ("vpmaddwd", FMA, FMA),
     "x86_64_avx_vnni": ("vpdpbusd", FMA, FMA),
+    "x86_64_avx512": ("vpmaddwd", FMA, FMA),
+    "x86_64_avx512_vnni": ("vpdpbusd", FMA, FMA),
     "x86_64_avx512_bf16": ("vpdpbusd", "vdpbf16ps", FMA),
     "x86_64_amx": ("tdpb[su][su]d", "tdpbf16ps", FMA),
     "aarch64": ("mla", "fmla", "fmla"),
