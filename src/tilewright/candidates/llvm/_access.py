@@ -146,7 +146,7 @@ def _visit(root: Node) -> Access:
                 raise Unsupported("an epilogue reads one value in two arrangements")
             continue
         access.views[node] = view
-        pending.extend((s, _below(node, s, view)) for s in node.src)
+        pending.extend((s, below_view(node, s, view)) for s in node.src)
     return access
 
 
@@ -154,7 +154,7 @@ def _same(a: View, b: View) -> bool:
     return (a.start, a.step) == (b.start, b.step) and [axes_of((d,)) for d in a.layout] == [axes_of((d,)) for d in b.layout]
 
 
-def _below(node: Node, source: Node, view: View) -> View:
+def below_view(node: Node, source: Node, view: View) -> View:
     """The view of a source of `node`."""
     op = node.op
     if isinstance(op, Slice):

@@ -1,0 +1,383 @@
+"""A region of operations as rows: reductions along one set of axes, everything else element by element.
+
+Norms and softmaxes are first written out as sums, maxima and elementwise steps. Then every value is given its place among the
+axes of the largest one, through whatever views lie between; the axes that are reduced are the columns, all others the rows. The
+reductions of a row come one after the other where one needs another's result: each time is a pass over the row's columns, and a
+last one writes the results. What costs little is worked out again in every pass, the rest is kept beside.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from tilewright.candidates.llvm._access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
+from tilewright.candidates.llvm._vector import FUNCTIONS, VIEWS, check_node
+from tilewright.dtype import F32, PRED
+from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of
+from tilewright.ir.build import const, convert, map_, reshape
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import (
+    Broadcast,
+    Convert,
+    Dequantize,
+    LayerNorm,
+    Map,
+    Param,
+    Quantize,
+    Reduce,
+    Reshape,
+    Slice,
+    Softmax,
+    Transpose,
+)
+
+COMBINED = ("add", "mean", "maximum", "minimum")
+WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
+
+
+@dataclass(frozen=True)
+class Region:
+    """Rows to generate.
+
+    Attributes:
+        roots: the results, over params numbered one for each place that is read.
+        sources: which of the problem's sources each of those params is.
+        stores: the results' places, in the order of `roots`; they share their views, rows and columns.
+    """
+
+    roots: tuple[Node, ...]
+    sources: tuple[int, ...]
+    stores: tuple[Access, ...]
+
+    @cached_property
+    def nodes(self) -> list[Node]:
+        return toposort(self.roots)
+
+    @property
+    def access(self) -> Access:
+        return self.stores[0]
+
+    @cached_property
+    def rows(self) -> int:
+        return math.prod(a.extent for a in axes_of((self.access.rows,)))
+
+    @cached_property
+    def columns(self) -> int:
+        return self.access.columns_extent
+
+    @cached_property
+    def across(self) -> set[Node]:
+        """The nodes that vary along a row's columns."""
+        mine = set(axes_of((self.access.columns,)))
+        return {n for n in self.nodes if mine & set(axes_of(self.access.views[n].layout))}
+
+    @cached_property
+    def fixed(self) -> list[Node]:
+        """The nodes that are the same for all rows and columns."""
+        found: dict[Node, None] = {}
+        for n in self.nodes:
+            alone = not axes_of(self.access.views[n].layout) and not isinstance(n.op, Reduce)
+            if alone and all(s in found for s in n.src):
+                found[n] = None
+        return list(found)
+
+    @cached_property
+    def level(self) -> dict[Node, int]:
+        """How many passes over a row come before a node can be worked out."""
+        found: dict[Node, int] = {}
+        for n in self.nodes:
+            found[n] = max((found[s] for s in n.src), default=0) + isinstance(n.op, Reduce)
+        return found
+
+    @cached_property
+    def passes(self) -> int:
+        """Those that reduce, and one that only writes if a result of that many elements needs the last of them."""
+        reducing = max((self.level[n] for n in self.nodes if isinstance(n.op, Reduce)), default=0)
+        last = any(r in self.across and self.level[r] == reducing for r in self.roots)
+        return reducing + last
+
+    def reductions(self, pass_: int) -> list[Node]:
+        """The reductions whose operand is known in a pass."""
+        return [n for n in self.nodes if isinstance(n.op, Reduce) and self.level[n] == pass_ + 1]
+
+    def results(self, pass_: int) -> list[int]:
+        """The results that are written in a pass, by number."""
+        return [i for i, r in enumerate(self.roots) if r in self.across and self.level[r] == pass_]
+
+    def goals(self, pass_: int) -> list[Node]:
+        """What a pass works out along the columns, in order."""
+        kept = [n for n in self.kept if self.level[n] == pass_]
+        return [*kept, *(n.src[0] for n in self.reductions(pass_)), *(self.roots[i] for i in self.results(pass_))]
+
+    @cached_property
+    def cost(self) -> dict[Node, int]:
+        """Instructions to work a node out from memory, roughly."""
+        found: dict[Node, int] = {}
+        for n in self.nodes:
+            mine = _cost(n) if n in self.across else 0
+            found[n] = mine + sum(found[s] for s in dict.fromkeys(n.src))
+        return found
+
+    @cached_property
+    def kept(self) -> list[Node]:
+        """What is written beside when it is first known and read in later passes."""
+        found: dict[Node, None] = {}
+        for n in self.nodes:
+            for s in n.src:
+                later = self.level[n] > self.level[s] and not isinstance(n.op, Reduce)
+                if later and s in self.across and s.dtype is not PRED and self.cost[s] > WORKED_OUT_AGAIN:
+                    found[s] = None
+        return list(found)
+
+    @cached_property
+    def work(self) -> int:
+        """Instructions on elements, roughly."""
+        goals = [n for p in range(self.passes) for n in self.goals(p)]
+        return self.rows * self.columns * sum(min(self.cost[n], 64) for n in goals)
+
+
+def _cost(n: Node) -> int:
+    op = n.op
+    if isinstance(op, (*VIEWS, Reduce)):
+        return 0
+    if isinstance(op, Map):
+        return 16 if op.fn in FUNCTIONS or op.fn == "exponential" else 4 if op.fn in ("divide", "sqrt", "rsqrt") else 1
+    return 6 if isinstance(op, Quantize) else 2 if isinstance(op, (Convert, Dequantize)) else 1
+
+
+def region_of_rows(roots: Sequence[Node]) -> Region:
+    """The rows of a problem's expressions.
+
+    Raises:
+        Unsupported: a sentence why they have none.
+    """
+    if all(isinstance(n.op, (*VIEWS, Param)) for n in toposort(roots)):
+        raise Unsupported("nothing but views: no element need move")
+    if any(0 in n.shape for n in toposort(roots)):
+        raise Unsupported("an extent is zero")
+    written, sources = _apart(_written_out(roots))
+    order = toposort(written)
+    for n in order:
+        if isinstance(n.op, Reduce):
+            _check_reduction(n)
+        else:
+            check_node(n)
+    views = _Places(written, order).views
+    if not any(n.tensor.elements > 1 for n in order):
+        raise Unsupported("a handful of numbers")
+    access = Access(written[0], views)
+    access.rows, access.columns = _rows_and_columns(written, access)
+    stores = tuple(replace(access, root=r) for r in written)
+    whole, across = set(axes_of((access.rows,))), set(axes_of((access.columns,)))
+    for n in order:
+        if not set(axes_of(views[n].layout)) <= whole | across:
+            raise Unsupported("its values do not share rows")
+    for store in stores:
+        mine = set(axes_of(views[store.root].layout))
+        if not (mine == whole | across or (mine == whole and any(isinstance(n.op, Reduce) for n in order))):
+            raise Unsupported("a result is smaller than its rows")
+        store.of_result()
+    return Region(tuple(written), sources, stores)
+
+
+def _check_reduction(n: Node) -> None:
+    assert isinstance(n.op, Reduce)
+    if n.op.fn not in COMBINED or n.dtype is PRED:
+        raise Unsupported(f"reducing {n.dtype} by {n.op.fn} has no vector form")
+    if n.dtype.is_integer and (n.dtype.bits < 8 or n.dtype.bits > 32):
+        raise Unsupported(f"reducing {n.dtype} has no vector form")
+
+
+# -- norms and softmaxes written out
+
+
+def _written_out(roots: Sequence[Node]) -> list[Node]:
+    """The expressions with no operation left but sums, means, maxima, elementwise ones, views; floats are added up in f32."""
+    made: dict[Node, Node] = {}
+    for n in toposort(roots):
+        src = [made[s] for s in n.src]
+        op = n.op
+        if isinstance(op, LayerNorm):
+            made[n] = _norm(op, n, src)
+        elif isinstance(op, Softmax):
+            made[n] = _softmax(op, n, src[0])
+        elif isinstance(op, Reduce):
+            made[n] = _reduction(op, n, src[0])
+        else:
+            made[n] = n.with_src(src)
+    return [made[r] for r in roots]
+
+
+def _reduction(op: Reduce, n: Node, x: Node) -> Node:
+    if all(x.shape[a] == 1 for a in op.axes):
+        return reshape(x, n.shape)
+    if n.dtype.is_float and n.dtype.bits < 32:
+        return convert(Node(op, convert(x, F32)), n.dtype)
+    return Node(op, x)
+
+
+def _over(x: Node, fn: str, axes: tuple[int, ...]) -> Node:
+    return _reduction(op := Reduce(fn, axes, True), Node(op, x), x)  # type: ignore[arg-type]
+
+
+def _norm(op: LayerNorm, n: Node, src: Sequence[Node]) -> Node:
+    if n.dtype.bits > 32:
+        raise Unsupported(f"{n.dtype} has no vectors here")
+    x, *more = (convert(s, F32) for s in src)
+    axes = tuple(range(op.axis % len(n.shape), len(n.shape)))
+    if op.center:
+        x = map_("subtract", x, _over(x, "mean", axes))
+    variance = _over(map_("multiply", x, x), "mean", axes)
+    y = map_("multiply", x, map_("rsqrt", map_("add", variance, const(op.epsilon, F32))))
+    for fn, side in zip(("multiply", "add"), more, strict=False):
+        y = map_(fn, y, side)
+    return convert(y, n.dtype)
+
+
+def _softmax(op: Softmax, n: Node, x: Node) -> Node:
+    if op.log:
+        raise Unsupported("a softmax's logarithm has no vector form")
+    if n.dtype.bits > 32:
+        raise Unsupported(f"{n.dtype} has no vectors here")
+    axes = (op.axis % len(n.shape),)
+    x = convert(x, F32)
+    weight = map_("exponential", map_("subtract", x, _over(x, "maximum", axes)))
+    return convert(map_("multiply", weight, map_("divide", const(1.0, F32), _over(weight, "add", axes))), n.dtype)
+
+
+def _apart(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
+    """The expressions with a param of its own for each arrangement in which a source is read, and whose each is."""
+    order = toposort(roots)
+    chains: set[Node] = set()
+    tops: dict[Node, None] = dict.fromkeys(r for r in roots)
+    for n in order:
+        if isinstance(n.op, Param) or (isinstance(n.op, VIEWS) and n.src[0] in chains):
+            chains.add(n)
+        else:
+            tops.update(dict.fromkeys(n.src))
+    replaced: dict[Node, Node] = {}
+    sources: list[int] = []
+    for top in tops:
+        if top not in chains:
+            continue
+        leaf, views = top, list[Node]()
+        while leaf.src:
+            views.append(leaf)
+            leaf = leaf.src[0]
+        assert isinstance(leaf.op, Param)
+        value = Node(Param(len(sources), leaf.tensor))
+        sources.append(leaf.op.index)
+        for view in reversed(views):
+            value = Node(view.op, value)
+        replaced[top] = value
+    return substitute(roots, replaced), tuple(sources)
+
+
+# -- where everything lies
+
+
+class _Places:
+    """The view of every node in the axes of the largest."""
+
+    def __init__(self, roots: Sequence[Node], order: Sequence[Node]):
+        self._chains = {n for n in order if isinstance(n.op, Param)}
+        for n in order:
+            if isinstance(n.op, VIEWS) and n.src[0] in self._chains:
+                self._chains.add(n)
+        self._users: dict[Node, list[Node]] = {}
+        for n in order:
+            for s in n.src:
+                self._users.setdefault(s, []).append(n)
+            if isinstance(n.op, Slice) and n not in self._chains:
+                raise Unsupported("a range of what is worked out here")
+        # Views of sources are looked through from above; their tops count as values.
+        self._values = [n for n in order if n not in self._chains or n in roots or not self._chains.issuperset(self._users[n])]
+        self._layouts: dict[Node, Layout] = {}
+        self._spread()
+        self.views = {n: View.whole(self._layouts[n]) for n in self._values}
+        for n in reversed(order):
+            if n in self._chains and n.src:
+                self.views[n.src[0]] = below_view(n, n.src[0], self.views[n])
+
+    def _spread(self) -> None:
+        """A layout for every value, and all of them agree."""
+        values = set(self._values)
+        largest = max(self._values, key=lambda n: n.tensor.elements)
+        known = self._layouts
+        pending = [largest]
+        known[largest] = layout_of(largest.shape)
+        while len(known) < len(values):
+            while pending:
+                n = pending.pop()
+                sources = [] if n in self._chains else [s for s in n.src if s in values]
+                found = [(s, self._down(n, s)) for s in sources]
+                found += [(u, self._up(n, u)) for u in self._users.get(n, []) if u in values and u not in self._chains]
+                for other, layout in found:
+                    if other not in known and layout is not None:
+                        known[other] = layout
+                        pending.append(other)
+            if len(known) < len(values):
+                left = next((n for n in self._values if n not in known and n.shape == largest.shape), None)
+                if left is None:
+                    raise Unsupported("its values do not share rows")
+                known[left] = known[largest]
+                pending.append(left)
+        for n in self._values:
+            for s in () if n in self._chains else n.src:
+                self._agree(n, s)
+
+    def _down(self, n: Node, source: Node) -> Layout | None:
+        layout = self._layouts[n]
+        if isinstance(n.op, ELEMENTWISE):
+            return against(source.shape, layout)
+        return above(n, layout) if isinstance(n.op, (Reshape, Transpose, Broadcast)) else None
+
+    def _up(self, source: Node, n: Node) -> Layout | None:
+        layout = self._layouts[source]
+        if isinstance(n.op, (*ELEMENTWISE, Broadcast)):
+            return layout if source.shape == n.shape else None
+        if isinstance(n.op, Reduce):
+            dims = [() if a in n.op.axes else d for a, d in enumerate(layout)]
+            return tuple(d for a, d in enumerate(dims) if n.op.keepdims or a not in n.op.axes)
+        return below(n, layout)
+
+    def _agree(self, n: Node, source: Node) -> None:
+        if isinstance(n.op, Reduce):
+            mine, other = self._up(source, n), self._layouts[n]
+        elif isinstance(n.op, (*ELEMENTWISE, Reshape, Transpose, Broadcast)):
+            mine, other = self._down(n, source), self._layouts[source]
+        else:
+            raise Unsupported(f"{n.op.name} of a value worked out here")
+        if mine is None or [axes_of((d,)) for d in mine] != [axes_of((d,)) for d in other]:
+            raise Unsupported("it uses one value in two arrangements")
+
+
+def _rows_and_columns(roots: Sequence[Node], access: Access) -> tuple[list[Axis], list[Axis]]:
+    """The axes that are reduced are the columns; where none is, as many of the last as lie one after the other everywhere."""
+    order = toposort(roots)
+    all_axes = axes_of(max((access.views[n].layout for n in order), key=lambda v: math.prod(a.extent for a in axes_of(v))))
+    reduced: list[list[Axis]] = []
+    for n in order:
+        if isinstance(n.op, Reduce):
+            layout = access.views[n.src[0]].layout
+            reduced.append(axes_of(layout[a] for a in n.op.axes))
+    if reduced:
+        if any(set(axes) != set(reduced[0]) for axes in reduced):
+            raise Unsupported("it reduces along different axes")
+        return [a for a in all_axes if a not in reduced[0]], [a for a in all_axes if a in reduced[0]]
+    for first in range(len(all_axes)):
+        rows, columns = all_axes[:first], all_axes[first:]
+        split = replace(access, rows=rows, columns=columns)
+        places = [split.of_leaf(n) for n in order if isinstance(n.op, Param)]
+        places += [replace(split, root=r).of_result() for r in roots]
+        if all(_in_line(p, math.prod(a.extent for a in columns)) for p in places):
+            return rows, columns
+    return all_axes[:-1], all_axes[-1:]
+
+
+def _in_line(place: Place, columns: int) -> bool:
+    """Columns lie one after the other, or are all the same element."""
+    return [(t.extent, t.inner, t.stride) for t in place.columns] in ([], [(columns, 1, 1)])

@@ -1,0 +1,284 @@
+"""Rows as IR: one pass over a row's columns for each reduction that waits for another, and a last one for the results.
+
+A row's first pass reads it from memory, the others find it in the cache. Each reduction has several accumulators side by side,
+which are joined in a fixed order, and no row is ever split between threads: the results do not depend on how many there are.
+Threads take runs of rows, or pieces of very long ones where nothing is reduced, from a counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.candidates.llvm._casts import element, in_memory, size_bytes
+from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
+from tilewright.candidates.llvm._region import Region
+from tilewright.candidates.llvm._text import Function, Int, Module, f32, suffix, vec
+from tilewright.candidates.llvm._vector import Columns, Lanes
+from tilewright.dtype import F32, DType
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param, Reduce
+
+TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
+LONG_BODY = 64  # instructions past which vectors are not worked out side by side
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A region and the sizes it is generated with.
+
+    Attributes:
+        region: what to compute.
+        lanes: of a vector of f32.
+        unroll: vectors side by side.
+    """
+
+    region: Region
+    lanes: int
+    unroll: int
+
+    @property
+    def pointers(self) -> int:
+        """Sources, results, and the scratch memory."""
+        return len(self.region.sources) + len(self.region.roots) + 1
+
+    @property
+    def piece(self) -> int:
+        """Columns of a row that one task takes: all, unless nothing is reduced and there are very many."""
+        split = self.region.columns > 2 * TASK_ELEMENTS and not any(self.region.level.values())
+        return TASK_ELEMENTS if split else self.region.columns
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.region.columns // self.piece)
+
+    @property
+    def run(self) -> int:
+        """Pieces that a task takes."""
+        return max(1, TASK_ELEMENTS // self.piece)
+
+    @property
+    def tasks(self) -> int:
+        return -(-self.region.rows * self.pieces // self.run)
+
+    def kept_at(self, n: Node) -> int:
+        """Where in a thread's memory a row of a kept node starts."""
+        kept = self.region.kept
+        return sum(self._kept_bytes(k) for k in kept[: kept.index(n)])
+
+    def _kept_bytes(self, n: Node) -> int:
+        return rounded(rounded(self.region.columns, self.lanes) * size_bytes(n.dtype))
+
+    @property
+    def thread_bytes(self) -> int:
+        return sum(map(self._kept_bytes, self.region.kept))
+
+
+class RowsWriter:
+    """Writes rows as a module with an entry `python(pointers…, threads)`."""
+
+    def __init__(self, rows: Rows):
+        self.rows, self.region, self.module = rows, rows.region, Module()
+
+    def write(self) -> Module:
+        self._worker()
+        self._entry()
+        return self.module
+
+    # -- one task
+
+    def _worker(self) -> None:
+        r = self.rows
+        f = self._f = Function(self.module, "worker", [("ptr", "d")])
+        self._given = [f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.pointers)]
+        self._room = self._given[-1]
+        if self.region.kept:
+            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+            self._room = f.at(self._room, f.mul(me, r.thread_bytes))
+        fixed: dict[Node, str] = {}
+        whole = Columns(0, True, None)
+        for n in self.region.fixed:
+            fixed[n] = self._lanes(whole).value(n, fixed, 0)
+        with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
+            first = f.mul(task, r.run)
+            with f.loop(first, f.min(f.add(first, r.run), self.region.rows * r.pieces)) as loop:
+                if r.pieces == 1:
+                    self._row(loop.index if self.region.rows > 1 else 0, 0, self.region.columns, fixed)
+                else:
+                    row, start = f.div(loop.index, r.pieces), f.mul(f.rem(loop.index, r.pieces), r.piece)
+                    self._row(row, start, f.min(f.add(start, r.piece), self.region.columns), fixed)
+        f.finish()
+
+    def _lanes(self, columns: Columns) -> Lanes:
+        return Lanes(self._f, self.region.access, self.rows.lanes, columns, self._pointer)
+
+    def _pointer(self, leaf: Node) -> str:
+        assert isinstance(leaf.op, Param)
+        return self._given[leaf.op.index]
+
+    def _row(self, row: Int, start: Int, stop: Int, fixed: Mapping[Node, str]) -> None:
+        """All passes over the columns from `start` to `stop` of a row."""
+        region = self.region
+        known = dict(fixed)  # what is the same for the whole row
+        one = Columns(0, True, None)
+        for pass_ in range(region.passes + 1):
+            for n in region.nodes:
+                if n not in region.across and n not in known and region.level[n] <= pass_ and not isinstance(n.op, Reduce):
+                    known[n] = self._lanes(one).value(n, known, row)
+            if pass_ < region.passes:
+                known.update(self._pass(pass_, row, start, stop, known))
+        for i, root in enumerate(region.roots):
+            if root not in region.across:
+                first = self._f.first_lanes(self.rows.lanes, 1)
+                lanes = Lanes(self._f, region.stores[i], self.rows.lanes, Columns(0, True, first), self._pointer)
+                lanes.store(row, known[root], self._given[len(region.sources) + i])
+
+    def _pass(self, pass_: int, row: Int, start: Int, stop: Int, known: Mapping[Node, str]) -> dict[Node, str]:
+        """What the reductions of a pass come to."""
+        f, region, lanes = self._f, self.region, self.rows.lanes
+        reductions = region.reductions(pass_)
+        cost = sum(region.cost[n] for n in region.goals(pass_))
+        unroll = self.rows.unroll if cost <= LONG_BODY else min(2, self.rows.unroll)
+        each = [Combine(f, n, lanes) for n in reductions]
+
+        def vector(column: Int, mask: str | None, sums: Sequence[str]) -> list[str]:
+            return self._vector(pass_, row, column, mask, known, each, sums)
+
+        def vectors(column: Int, count: int, sums: list[str]) -> list[str]:
+            """`sums`: of each reduction its accumulators, those of one vector together."""
+            width, after = len(each), list(sums)
+            for i in range(count):
+                after[i * width : (i + 1) * width] = vector(f.add(column, i * lanes), None, sums[i * width : (i + 1) * width])
+            return after
+
+        types = [c.type for c in each] * unroll
+        sums = [c.nothing for c in each] * unroll
+        wide = lanes * unroll
+        extent = f.sub(stop, start)
+        many = f.add(start, f.mul(f.div(extent, wide), wide))
+        with f.loop(start, many, wide, list(zip(types, sums, strict=True))) as loop:
+            loop.next = vectors(loop.index, unroll, loop.carried)
+        sums = loop.carried
+        if isinstance(many, int) and isinstance(stop, int):
+            left = (stop - many) // lanes
+            sums = vectors(many, left, sums)
+            if (stop - many) % lanes:
+                at = left * len(each)
+                tail = f.first_lanes(lanes, (stop - many) % lanes)
+                sums[at : at + len(each)] = vector(many + left * lanes, tail, sums[at : at + len(each)])
+        else:  # nothing is reduced
+            full = f.add(start, f.mul(f.div(extent, lanes), lanes))
+            with f.loop(many, full, lanes) as loop:
+                vector(loop.index, None, [])
+            with f.when(f.compare("slt", full, stop)):
+                vector(full, f.first_lanes(lanes, f.sub(stop, full)), [])
+        return {c.node: c.total(sums[i :: len(each)], region.columns) for i, c in enumerate(each)}
+
+    def _vector(
+        self,
+        pass_: int,
+        row: Int,
+        column: Int,
+        mask: str | None,
+        known: Mapping[Node, str],
+        each: Sequence[Combine],
+        sums: Sequence[str],
+    ) -> list[str]:
+        """One vector of columns in a pass: results written, what is kept put aside, reductions carried on."""
+        f, region = self._f, self.region
+        lanes = self._lanes(Columns(column, True, mask))
+        values = dict(known)
+
+        def value(n: Node) -> str:
+            if n not in values:
+                if n in region.kept and region.level[n] < pass_:
+                    values[n] = f.load(vec(lanes.lanes, in_memory(n.dtype)), self._kept(n, column), CACHE_LINE)
+                else:
+                    for s in n.src:
+                        value(s)
+                    values[n] = lanes.value(n, values, row)
+            return values[n]
+
+        for n in region.kept:
+            if region.level[n] == pass_:
+                f.store(vec(lanes.lanes, in_memory(n.dtype)), value(n), self._kept(n, column), CACHE_LINE)
+        for i in region.results(pass_):
+            store = Lanes(f, region.stores[i], lanes.lanes, lanes.columns, self._pointer)
+            store.store(row, value(region.roots[i]), self._given[len(region.sources) + i])
+        return [c.joined(s, c.masked(value(c.node.src[0]), mask)) for c, s in zip(each, sums, strict=True)]
+
+    def _kept(self, n: Node, column: Int) -> str:
+        return self._f.at(self._room, self._f.add(self.rows.kept_at(n), self._f.mul(column, size_bytes(n.dtype))))
+
+    # -- the entry
+
+    def _entry(self) -> None:
+        """python(pointers…, threads), called by CPython as METH_FASTCALL."""
+        count = self.rows.pointers
+        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+        counter = rounded(8 * count)
+        d = f.alloca(counter + CACHE_LINE)
+        for i in range(count):
+            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
+            f.store("ptr", value, f.at(d, 8 * i), 8)
+        f.store("i64", "0", f.at(d, counter), 8)
+        threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * count), 8)))
+        state = f.intrinsic("PyEval_SaveThread", "ptr")
+        alone = f.compare("eq", threads, 1)
+        with f.when(alone):
+            f.do(f"call void @worker(ptr {d})")
+        with f.when(f.v(f"xor i1 {alone}, true")):
+            many = f.v(f"trunc i64 {threads} to i32")
+            f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", d), ("i32", many), ("i32", "0"))
+        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
+        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+        f.finish("ptr @_Py_NoneStruct")
+
+
+class Combine:
+    """How one reduction adds up vectors of its operand."""
+
+    def __init__(self, f: Function, node: Node, lanes: int):
+        assert isinstance(node.op, Reduce)
+        self.node, self._f, self._lanes, self._fn = node, f, lanes, node.op.fn
+        self._dtype: DType = node.dtype
+        self.type = vec(lanes, element(self._dtype))
+
+    @property
+    def nothing(self) -> str:
+        """What joining changes nothing."""
+        d = self._dtype
+        if self._fn in ("add", "mean"):
+            return f"splat (float {f32(-0.0)})" if d is F32 else "zeroinitializer"
+        worst = d.lowest if self._fn == "maximum" else d.highest
+        return f"splat (float {f32(float(worst))})" if d is F32 else f"splat ({element(d)} {int(worst)})"
+
+    def masked(self, value: str, mask: str | None) -> str:
+        if mask is None:
+            return value
+        return self._f.v(f"select {vec(self._lanes, 'i1')} {mask}, {self.type} {value}, {self.type} {self.nothing}")
+
+    def joined(self, a: str, b: str) -> str:
+        """One step; NaN stays."""
+        f, t = self._f, self.type
+        if self._fn in ("add", "mean"):
+            return f.v(f"{'fadd' if self._dtype is F32 else 'add'} {t} {a}, {b}")
+        kind = "s" if self._dtype.kind == "int" else "u"
+        name = self._fn if self._dtype is F32 else f"{kind}{self._fn[:3]}"
+        return f.intrinsic(f"llvm.{name}.{suffix(t)}", t, (t, a), (t, b))
+
+    def total(self, sums: Sequence[str], count: int) -> str:
+        """Every lane of the result: accumulators joined in pairs, then lanes half by half."""
+        f, parts = self._f, list(sums)
+        while len(parts) > 1:
+            pairs = [self.joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+            parts = pairs + parts[len(pairs) * 2 :]
+        (value,) = parts
+        apart = self._lanes // 2
+        while apart:
+            other = f.shuffle(self.type, value, value, [i ^ apart for i in range(self._lanes)])
+            value, apart = self.joined(value, other), apart // 2
+        if self._fn == "mean":
+            value = f.v(f"fdiv {self.type} {value}, splat (float {f32(float(count))})")
+        return value

@@ -1,0 +1,99 @@
+"""Generated CPU kernels for what stands between products: norms, softmaxes, reductions, elementwise chains, quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+
+import torch
+
+from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm._access import Unsupported
+from tilewright.candidates.llvm._dots import choose
+from tilewright.candidates.llvm._region import region_of_rows
+from tilewright.candidates.llvm._rows import Rows, RowsWriter
+from tilewright.candidates.llvm._scratch import give, maker, take
+from tilewright.dtype import F32
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.problem import ProblemKind, RegionProblem
+from tilewright.schedule.schedule import Schedule
+
+ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
+UNROLL = 4
+
+
+@lru_cache(maxsize=256)
+def _plan(problem: RegionProblem, target: Target) -> Rows | str:
+    """The rows to generate, or the sentence why there are none."""
+    choice = choose(F32, F32, F32, target.chip)
+    if choice is None:
+        return f"{target.chip.name} names no instruction for f32 x f32"
+    try:
+        return Rows(region_of_rows(problem.roots), choice.dot.lanes, UNROLL)
+    except Unsupported as why:
+        return str(why)
+
+
+class LlvmRows:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "llvm_rows"
+    kinds = frozenset[ProblemKind]({"region"})
+    preference = 5
+
+    def refuse(self, problem: RegionProblem, target: Target) -> str | None:
+        if target.kind != "cpu":
+            return "generated for CPUs"
+        why = engine.available()
+        if why is not None:
+            return why
+        plan = _plan(problem, target)
+        return plan if isinstance(plan, str) else None
+
+    def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Rows)
+        return (Schedule.of(passes=plan.region.passes, lanes=plan.lanes),)
+
+    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Rows)
+        call = engine.function(module_text(plan))
+        return Kernel(
+            self.name,
+            schedule,
+            lambda weights: _prepared(plan, call),
+            workspace_bytes=plan.thread_bytes * torch.get_num_threads(),
+        )
+
+
+def module_text(rows: Rows) -> str:
+    """The kernel's IR for the processor at hand."""
+    return RowsWriter(rows).write().text(*engine.host())
+
+
+def _prepared(rows: Rows, call: Callable[..., None]) -> Runner:
+    region = rows.region
+    small = region.work <= ONE_THREAD_WORK or rows.tasks == 1
+    makers = [maker(r.shape, r.dtype.to_torch()) for r in region.roots]
+    read, each = region.sources, rows.thread_bytes
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
+        results = [make() for make in makers]
+        threads = 1 if small else torch.get_num_threads()
+        at = [t.data_ptr() for t in held]
+        to = [t.data_ptr() for t in results]
+        if not each:
+            call(*[at[i] for i in read], *to, 0, threads)
+            return results
+        memory = take(each * threads)
+        call(*[at[i] for i in read], *to, memory[0], threads)
+        give(memory)
+        return results
+
+    return run
+
+
+CANDIDATE = LlvmRows()
