@@ -11,6 +11,7 @@ import torch
 
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
+from tilewright.candidates.llvm._blocking import blocks_for
 from tilewright.candidates.llvm._dots import Choice, choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
 from tilewright.candidates.llvm._scratch import give, maker, take
@@ -26,8 +27,6 @@ from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
-KC_BYTES = 2048  # of a row of the left operand in one pass: mr rows of it stay in the first-level cache
-PANELS_BYTES = 1 << 18  # of the right operand that one thread packs at a time: they stay in its second-level cache
 ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
 
 
@@ -157,17 +156,29 @@ class LlvmGemm:
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)
         assert isinstance(plan, _Plan)
-        for blocks in _blocks(problem, plan, target):
-            yield Schedule.of(
-                instruction=plan.choice.dot.instruction,
-                mr=blocks.mr,
-                nr=blocks.nv * plan.choice.dot.lanes,
-                kc=blocks.kc,
-                mc=blocks.mc * blocks.mr,
-                nc=blocks.nc * blocks.nv * plan.choice.dot.lanes,
-                pack_lhs=blocks.pack_lhs,
-                private=blocks.private,
-            )
+        dot = plan.choice.dot
+        blocks = blocks_for(
+            dot,
+            target,
+            batch=plan.batch,
+            rows=plan.rows,
+            columns=problem.N,
+            depth=problem.K,
+            constant=plan.constant,
+            in_place=plan.in_place,
+        )
+        nr = blocks.nv * dot.lanes
+        schedule = Schedule.of(
+            instruction=dot.instruction,
+            mr=blocks.mr,
+            nr=nr,
+            kc=blocks.kc,
+            mc=blocks.mc * blocks.mr,
+            nc=blocks.nc * nr,
+            pack_lhs=blocks.pack_lhs,
+            private=blocks.private,
+        )
+        return (schedule,)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         nest, plan = nest_of(problem, schedule, target)
@@ -209,39 +220,6 @@ def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest,
 def module_text(nest: Nest) -> str:
     """The kernel's IR for the processor at hand."""
     return Writer(nest).write().text(*engine.host())
-
-
-def _blocks(problem: Problem, plan: _Plan, target: Target) -> Iterable[Blocks]:
-    dot = plan.choice.dot
-    lanes, k = dot.lanes, max(problem.K, 1)
-    room = dot.registers - 4  # for the right operand's vectors and a broadcast
-    widths = [2, 1] if lanes < problem.N else [1]
-    if dot.registers == 32 and lanes == 16 and 2 * lanes < problem.N and plan.rows <= 6:
-        widths = [4, 2]
-    vector = lanes * dot.k
-    one_pass = dot.acc is S32 or k * dot.lhs.bits <= 8 * 2 * KC_BYTES
-    passes = 1 if one_pass else -(-k * dot.lhs.bits // (8 * KC_BYTES))
-    kc = k if passes == 1 else -(-k // passes // vector) * vector
-    for nv in widths[:1]:
-        most = max(1, min(24, room // nv))
-        most = {2: 12, 1: 24, 4: 6}.get(nv, most) if dot.registers == 32 else max(1, room // nv)
-        if dot.tile > 1:
-            most = 2 * dot.tile
-        tiles = -(-plan.rows // most)
-        mr = -(-plan.rows // tiles) if dot.tile == 1 else min(plan.rows, most)
-        panels = -(-problem.N // (nv * lanes))
-        mc, nc = max(1, 240 // mr), max(1, 256 // (nv * lanes))
-        wanted = 4 * target.cores
-        while plan.batch * -(-panels // nc) * -(-tiles // mc) < wanted and (nc > 1 or mc > 1):
-            if mc > 4 or nc == 1:
-                mc = -(-mc // 2)
-            else:
-                nc = -(-nc // 2)
-        pack = not plan.in_place or k * dot.lhs.bits % (8 * 4096) == 0  # rows that far apart meet in one cache set
-        private = not plan.constant and (plan.batch % target.cores == 0 or plan.batch >= 8 * target.cores)
-        if private:
-            mc, nc = max(1, 240 // mr), max(1, PANELS_BYTES * 8 // (k * dot.rhs.bits * nv * lanes))
-        yield Blocks(mr, nv, kc, min(mc, tiles), min(nc, panels), pack, private)
 
 
 def _prepared(
