@@ -73,13 +73,18 @@ class _Sampler:
             code = n.src[0].dtype
             self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
 
+    def _settle_indices(self, picks: Node, extent: int) -> None:
+        while len(picks.src) == 1:
+            picks = picks.src[0]
+        if isinstance(picks.op, Param):
+            drawn = self.sources[picks.op.index]
+            self.sources[picks.op.index] = drawn.to(torch.int64).remainder(max(extent, 1)).to(drawn.dtype)
+
     def _settle_region(self, problem: RegionProblem) -> None:
         """Indices inside what they pick from, values of about 1, scales so that codes spread over their range."""
         for n in problem.nodes:
-            if isinstance(n.op, Gather) and isinstance(n.src[1].op, Param):
-                index, extent = n.src[1].op.index, n.src[0].shape[n.op.axis]
-                drawn = self.sources[index]
-                self.sources[index] = drawn.to(torch.int64).remainder(max(extent, 1)).to(drawn.dtype)
+            if isinstance(n.op, Gather):
+                self._settle_indices(n.src[1], n.src[0].shape[n.op.axis])
             self._settle_codes(n)
             if isinstance(n.op, Quantize):
                 self._settle(n.src[1], 3 * _rms(self._value(n.src[0])) / float(n.dtype.max), positive=True)

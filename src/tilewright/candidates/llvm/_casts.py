@@ -21,7 +21,7 @@ def element(dtype: DType) -> str:
     """The LLVM type of a value in a register; pred is i1 there and a byte in memory.
 
     Raises:
-        Unsupported: f64 and 64-bit integers are not made for it.
+        Unsupported: f64 is not made for it.
     """
     if dtype.is_float:
         if dtype in FP8:
@@ -31,8 +31,6 @@ def element(dtype: DType) -> str:
         return FLOATS[dtype.name]
     if dtype is PRED:
         return "i1"
-    if dtype.bits > 32:
-        raise Unsupported(f"{dtype} has no vectors here")
     return f"i{max(dtype.bits, 8)}"
 
 

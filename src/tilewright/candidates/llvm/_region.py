@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from tilewright.candidates.llvm._access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
+from tilewright.candidates.llvm._casts import element
 from tilewright.candidates.llvm._vector import FUNCTIONS, VIEWS, check_node
 from tilewright.dtype import F32, PRED
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of
@@ -23,6 +24,7 @@ from tilewright.ir.ops import (
     Broadcast,
     Convert,
     Dequantize,
+    Gather,
     LayerNorm,
     Map,
     Param,
@@ -61,6 +63,11 @@ class Region:
         return self.stores[0]
 
     @cached_property
+    def tables(self) -> frozenset[Node]:
+        """What rows are picked from by index."""
+        return frozenset(n.src[0] for n in self.nodes if isinstance(n.op, Gather))
+
+    @cached_property
     def rows(self) -> int:
         return math.prod(a.extent for a in axes_of((self.access.rows,)))
 
@@ -79,8 +86,8 @@ class Region:
         """The nodes that are the same for all rows and columns."""
         found: dict[Node, None] = {}
         for n in self.nodes:
-            alone = not axes_of(self.access.views[n].layout) and not isinstance(n.op, Reduce)
-            if alone and all(s in found for s in n.src):
+            alone = not axes_of(self.access.views[n].layout) and not isinstance(n.op, (Reduce, Gather))
+            if alone and n not in self.tables and all(s in found for s in n.src):
                 found[n] = None
         return list(found)
 
@@ -163,6 +170,8 @@ def region_of_rows(roots: Sequence[Node]) -> Region:
     for n in order:
         if isinstance(n.op, Reduce):
             _check_reduction(n)
+        elif isinstance(n.op, Gather):
+            _check_gather(n)
         else:
             check_node(n)
     views = _Places(written, order).views
@@ -172,6 +181,11 @@ def region_of_rows(roots: Sequence[Node]) -> Region:
     access.rows, access.columns = _rows_and_columns(written, access)
     stores = tuple(replace(access, root=r) for r in written)
     whole, across = set(axes_of((access.rows,))), set(axes_of((access.columns,)))
+    picks = [n for n in order if isinstance(n.op, Gather)]
+    if any(across & set(axes_of(views[n.src[1]].layout)) for n in picks):
+        raise Unsupported("it picks single elements of a row")
+    if len({n.src[0] for n in picks}) < len(picks):
+        raise Unsupported("it picks from one table twice")
     for n in order:
         if not set(axes_of(views[n].layout)) <= whole | across:
             raise Unsupported("its values do not share rows")
@@ -181,6 +195,16 @@ def region_of_rows(roots: Sequence[Node]) -> Region:
             raise Unsupported("a result is smaller than its rows")
         store.of_result()
     return Region(tuple(written), sources, stores)
+
+
+def _check_gather(n: Node) -> None:
+    assert isinstance(n.op, Gather)
+    table, index = n.src
+    while isinstance(index.op, (*VIEWS, Convert)):
+        index = index.src[0]
+    if n.op.elementwise or not isinstance(table.op, Param) or not isinstance(index.op, Param):
+        raise Unsupported("a gather of single elements, or from what is worked out here")
+    element(n.dtype)
 
 
 def _check_reduction(n: Node) -> None:
@@ -293,6 +317,7 @@ class _Places:
                 self._users.setdefault(s, []).append(n)
             if isinstance(n.op, Slice) and n not in self._chains:
                 raise Unsupported("a range of what is worked out here")
+        self._tables = {n.src[0] for n in order if isinstance(n.op, Gather)}
         # Views of sources are looked through from above; their tops count as values.
         self._values = [n for n in order if n not in self._chains or n in roots or not self._chains.issuperset(self._users[n])]
         self._layouts: dict[Node, Layout] = {}
@@ -305,7 +330,7 @@ class _Places:
     def _spread(self) -> None:
         """A layout for every value, and all of them agree."""
         values = set(self._values)
-        largest = max(self._values, key=lambda n: n.tensor.elements)
+        largest = max((n for n in self._values if n not in self._tables), key=lambda n: n.tensor.elements)
         known = self._layouts
         pending = [largest]
         known[largest] = layout_of(largest.shape)
@@ -333,6 +358,9 @@ class _Places:
         layout = self._layouts[n]
         if isinstance(n.op, ELEMENTWISE):
             return against(source.shape, layout)
+        if isinstance(n.op, Gather):  # the axis that is picked along is none of the rows': it is an offset
+            axis, rank = n.op.axis % len(n.src[0].shape), len(n.src[1].shape)
+            return layout[axis : axis + rank] if source is n.src[1] else (*layout[:axis], (), *layout[axis + rank :])
         return above(n, layout) if isinstance(n.op, (Reshape, Transpose, Broadcast)) else None
 
     def _up(self, source: Node, n: Node) -> Layout | None:
@@ -347,7 +375,7 @@ class _Places:
     def _agree(self, n: Node, source: Node) -> None:
         if isinstance(n.op, Reduce):
             mine, other = self._up(source, n), self._layouts[n]
-        elif isinstance(n.op, (*ELEMENTWISE, Reshape, Transpose, Broadcast)):
+        elif isinstance(n.op, (*ELEMENTWISE, Reshape, Transpose, Broadcast, Gather)):
             mine, other = self._down(n, source), self._layouts[source]
         else:
             raise Unsupported(f"{n.op.name} of a value worked out here")

@@ -7,17 +7,18 @@ Threads take runs of rows, or pieces of very long ones where nothing is reduced,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.candidates.llvm._casts import element, in_memory, size_bytes
+from tilewright.candidates.llvm._casts import element, size_bytes
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._region import Region
 from tilewright.candidates.llvm._text import Function, Int, Module, f32, suffix, vec
 from tilewright.candidates.llvm._vector import Columns, Lanes
 from tilewright.dtype import F32, DType
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Param, Reduce
+from tilewright.ir.ops import Gather, Param, Reduce
 
 TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
 LONG_BODY = 64  # instructions past which vectors are not worked out side by side
@@ -39,8 +40,8 @@ class Rows:
 
     @property
     def pointers(self) -> int:
-        """Sources, results, and the scratch memory."""
-        return len(self.region.sources) + len(self.region.roots) + 1
+        """Sources, results, what tells of an index out of range, and the scratch memory."""
+        return len(self.region.sources) + len(self.region.roots) + 2
 
     @property
     def piece(self) -> int:
@@ -92,6 +93,7 @@ class RowsWriter:
         f = self._f = Function(self.module, "worker", [("ptr", "d")])
         self._given = [f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.pointers)]
         self._room = self._given[-1]
+        self._picked: dict[Node, str] = {}
         if self.region.kept:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
             self._room = f.at(self._room, f.mul(me, r.thread_bytes))
@@ -114,7 +116,7 @@ class RowsWriter:
 
     def _pointer(self, leaf: Node) -> str:
         assert isinstance(leaf.op, Param)
-        return self._given[leaf.op.index]
+        return self._picked.get(leaf) or self._given[leaf.op.index]
 
     def _row(self, row: Int, start: Int, stop: Int, fixed: Mapping[Node, str]) -> None:
         """All passes over the columns from `start` to `stop` of a row."""
@@ -123,8 +125,11 @@ class RowsWriter:
         one = Columns(0, True, None)
         for pass_ in range(region.passes + 1):
             for n in region.nodes:
-                if n not in region.across and n not in known and region.level[n] <= pass_ and not isinstance(n.op, Reduce):
-                    known[n] = self._lanes(one).value(n, known, row)
+                if isinstance(n.op, Gather) and pass_ == 0:
+                    self._pick(n, known[n.src[1]])
+                apart = n in region.across or n in region.tables or isinstance(n.op, Reduce)
+                if not apart and n not in known and region.level[n] <= pass_:
+                    known[n] = self._value(self._lanes(one), n, known, row)
             if pass_ < region.passes:
                 known.update(self._pass(pass_, row, start, stop, known))
         for i, root in enumerate(region.roots):
@@ -132,6 +137,27 @@ class RowsWriter:
                 first = self._f.first_lanes(self.rows.lanes, 1)
                 lanes = Lanes(self._f, region.stores[i], self.rows.lanes, Columns(0, True, first), self._pointer)
                 lanes.store(row, known[root], self._given[len(region.sources) + i])
+
+    def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
+        return lanes.value(n.src[0] if isinstance(n.op, Gather) else n, values, row)
+
+    def _pick(self, n: Node, index: str) -> None:
+        """From now on the table is the one row of it that the index says; the first one, and a note, if it says none."""
+        assert isinstance(n.op, Gather)
+        f, (table, picks), axis = self._f, n.src, n.op.axis % len(n.src[0].shape)
+        extent, type_ = table.shape[axis], element(picks.dtype)
+        at = f.v(f"extractelement {vec(self.rows.lanes, type_)} {index}, i64 0")
+        if type_ != "i64":
+            at = f.v(f"{'sext' if picks.dtype.kind == 'int' else 'zext'} {type_} {at} to i64")
+        if picks.dtype.kind == "int":
+            at = f.v(f"select i1 {f.compare('slt', at, 0)}, i64 {f.add(at, extent)}, i64 {at}")
+        inside = f.compare("ult", at, extent)
+        with f.when(f.v(f"xor i1 {inside}, true")):
+            f.store("i64", "1", self._given[-2], 8)
+        at = f.v(f"select i1 {inside}, i64 {at}, i64 0")
+        apart = math.prod(table.shape[axis + 1 :]) * size_bytes(table.dtype)
+        assert isinstance(table.op, Param)
+        self._picked[table] = f.at(self._given[table.op.index], f.mul(at, apart))
 
     def _pass(self, pass_: int, row: Int, start: Int, stop: Int, known: Mapping[Node, str]) -> dict[Node, str]:
         """What the reductions of a pass come to."""
@@ -192,23 +218,27 @@ class RowsWriter:
         def value(n: Node) -> str:
             if n not in values:
                 if n in region.kept and region.level[n] < pass_:
-                    values[n] = f.load(vec(lanes.lanes, in_memory(n.dtype)), self._kept(n, column), CACHE_LINE)
+                    values[n] = f.load(*self._kept(n, column))
                 else:
-                    for s in n.src:
+                    for s in () if isinstance(n.op, Gather) else n.src:
                         value(s)
-                    values[n] = lanes.value(n, values, row)
+                    values[n] = self._value(lanes, n, values, row)
             return values[n]
 
         for n in region.kept:
             if region.level[n] == pass_:
-                f.store(vec(lanes.lanes, in_memory(n.dtype)), value(n), self._kept(n, column), CACHE_LINE)
+                type_, at, aligned = self._kept(n, column)
+                f.store(type_, value(n), at, aligned)
         for i in region.results(pass_):
             store = Lanes(f, region.stores[i], lanes.lanes, lanes.columns, self._pointer)
             store.store(row, value(region.roots[i]), self._given[len(region.sources) + i])
         return [c.joined(s, c.masked(value(c.node.src[0]), mask)) for c, s in zip(each, sums, strict=True)]
 
-    def _kept(self, n: Node, column: Int) -> str:
-        return self._f.at(self._room, self._f.add(self.rows.kept_at(n), self._f.mul(column, size_bytes(n.dtype))))
+    def _kept(self, n: Node, column: Int) -> tuple[str, str, int]:
+        """Type, place and alignment of a vector of a kept node."""
+        f, size = self._f, size_bytes(n.dtype)
+        at = f.at(self._room, f.add(self.rows.kept_at(n), f.mul(column, size)))
+        return vec(self.rows.lanes, element(n.dtype)), at, self.rows.lanes * size
 
     # -- the entry
 

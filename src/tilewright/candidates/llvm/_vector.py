@@ -53,6 +53,11 @@ def check_node(n: Node) -> None:
     """
     element(n.dtype)
     op = n.op
+    wide = next((t for t in (n.dtype, *(s.dtype for s in n.src)) if t.bits > 32), None)
+    if wide is not None and not isinstance(op, (*VIEWS, Param)):  # 64-bit integers are read, and made something else of
+        narrows = isinstance(op, Convert) and n.dtype.bits <= 32 and (not n.dtype.is_float or n.dtype is F32)
+        if not narrows:
+            raise Unsupported(f"{wide} has no vectors here")
     if isinstance(op, Map):
         if op.fn not in KNOWN:
             raise Unsupported(f"{op.fn} has no vector form")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from ctypes import addressof, c_int64
 from functools import lru_cache
 
 import torch
@@ -15,6 +16,9 @@ from tilewright.candidates.llvm._rows import Rows, RowsWriter
 from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
+from tilewright.ir.evaluate import evaluator
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
@@ -63,7 +67,7 @@ class LlvmRows:
         return Kernel(
             self.name,
             schedule,
-            lambda weights: _prepared(plan, call),
+            lambda weights: _prepared(problem, plan, call),
             workspace_bytes=plan.thread_bytes * torch.get_num_threads(),
         )
 
@@ -73,8 +77,10 @@ def module_text(rows: Rows) -> str:
     return RowsWriter(rows).write().text(*engine.host())
 
 
-def _prepared(rows: Rows, call: Callable[..., None]) -> Runner:
+def _prepared(problem: RegionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
     region = rows.region
+    picks = bool(region.tables)
+    meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
     small = region.work <= ONE_THREAD_WORK or rows.tasks == 1
     makers = [maker(r.shape, r.dtype.to_torch()) for r in region.roots]
     read, each = region.sources, rows.thread_bytes
@@ -85,12 +91,13 @@ def _prepared(rows: Rows, call: Callable[..., None]) -> Runner:
         threads = 1 if small else torch.get_num_threads()
         at = [t.data_ptr() for t in held]
         to = [t.data_ptr() for t in results]
-        if not each:
-            call(*[at[i] for i in read], *to, 0, threads)
-            return results
-        memory = take(each * threads)
-        call(*[at[i] for i in read], *to, memory[0], threads)
-        give(memory)
+        missed = c_int64(0)
+        memory = take(each * threads) if each else None
+        call(*[at[i] for i in read], *to, addressof(missed) if picks else 0, memory[0] if memory else 0, threads)
+        if memory:
+            give(memory)
+        if missed.value:  # an index out of range: an error in the words of the operation it is meant for
+            meaning(sources)
         return results
 
     return run
