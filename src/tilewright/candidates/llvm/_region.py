@@ -17,7 +17,7 @@ from tilewright.candidates.llvm._access import ELEMENTWISE, Access, Place, Unsup
 from tilewright.candidates.llvm._casts import element
 from tilewright.candidates.llvm._vector import FUNCTIONS, VIEWS, check_node
 from tilewright.dtype import F32, PRED
-from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of
+from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of, reshaped
 from tilewright.ir.build import const, convert, map_, reshape
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
@@ -345,10 +345,12 @@ class _Places:
                         known[other] = layout
                         pending.append(other)
             if len(known) < len(values):
-                left = next((n for n in self._values if n not in known and n.shape == largest.shape), None)
-                if left is None:
+                # What is only under the same rows by its shape; whether that holds everywhere is seen below.
+                left = next((n for n in self._values if n not in known and n.tensor.elements == largest.tensor.elements), None)
+                layout = reshaped(known[largest], left.shape) if left is not None else None
+                if left is None or layout is None:
                     raise Unsupported("its values do not share rows")
-                known[left] = known[largest]
+                known[left] = layout
                 pending.append(left)
         for n in self._values:
             for s in () if n in self._chains else n.src:

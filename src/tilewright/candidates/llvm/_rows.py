@@ -114,6 +114,15 @@ class RowsWriter:
     def _lanes(self, columns: Columns) -> Lanes:
         return Lanes(self._f, self.region.access, self.rows.lanes, columns, self._pointer)
 
+    def _first(self, count: int) -> str:
+        """A mask of the first lanes.
+
+        Instruction selection makes a masked store of one lane that it knows a store of one element, as wide as the lane was
+        before it was narrowed (LLVM 22), so one lane is not let known.
+        """
+        known: Int = self._f.v('call i64 asm "", "=r,0"(i64 1)') if count == 1 else count
+        return self._f.first_lanes(self.rows.lanes, known)
+
     def _pointer(self, leaf: Node) -> str:
         assert isinstance(leaf.op, Param)
         return self._picked.get(leaf) or self._given[leaf.op.index]
@@ -134,8 +143,7 @@ class RowsWriter:
                 known.update(self._pass(pass_, row, start, stop, known))
         for i, root in enumerate(region.roots):
             if root not in region.across:
-                first = self._f.first_lanes(self.rows.lanes, 1)
-                lanes = Lanes(self._f, region.stores[i], self.rows.lanes, Columns(0, True, first), self._pointer)
+                lanes = Lanes(self._f, region.stores[i], self.rows.lanes, Columns(0, True, self._first(1)), self._pointer)
                 lanes.store(row, known[root], self._given[len(region.sources) + i])
 
     def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
@@ -190,7 +198,7 @@ class RowsWriter:
             sums = vectors(many, left, sums)
             if (stop - many) % lanes:
                 at = left * len(each)
-                tail = f.first_lanes(lanes, (stop - many) % lanes)
+                tail = self._first((stop - many) % lanes)
                 sums[at : at + len(each)] = vector(many + left * lanes, tail, sums[at : at + len(each)])
         else:  # nothing is reduced
             full = f.add(start, f.mul(f.div(extent, lanes), lanes))

@@ -1,0 +1,448 @@
+"""Generated kernels for what stands between products: right within the oracle's bounds, inside their memory, the same at any
+number of threads, and chosen where a model has such work."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+
+import tilewright
+from test_llvm_random import KEPT, fenced, guarded
+from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm import _rows, rows
+from tilewright.dtype import BF16, F16, F32, F64, PRED, S8, S32, S64, U8
+from tilewright.errors import TypeMismatchError
+from tilewright.hardware.detect import chips, detect
+from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
+from tilewright.ir.graph import Graph, Node, toposort
+from tilewright.ir.ops import Concat, Dequantize, Gather, Input, LayerNorm, Quantize, Select, Softmax, gemm
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.measure import examine
+from tilewright.schedule.problem import RegionProblem, region_of
+from tilewright.schedule.sample import random_sources
+from tilewright.schedule.search import search
+
+CPU = detect("cpu")
+LENGTHS = (1, 7, 16, 17, 64, 65, 768, 1000)
+FLOATS = (F32, BF16, F16)
+
+
+def problem_of(*roots) -> RegionProblem:
+    return region_of([n for n in toposort(roots) if isinstance(n.op, Input)], roots)[0]
+
+
+def runner(problem):
+    assert rows.CANDIDATE.refuse(problem, CPU) is None
+    (schedule,) = rows.CANDIDATE.schedules(problem, CPU)
+    return rows.CANDIDATE.build(problem, schedule, CPU).prepare({})
+
+
+def right(*roots):
+    problem = problem_of(*roots)
+    sources = random_sources(problem)
+    why = examine(problem, expect(problem, sources), runner(problem), sources)
+    assert why is None, f"{problem}: {why}"
+
+
+def norm(x, *more, center=True, epsilon=1e-5):
+    return Node(LayerNorm(len(x.shape) - 1, epsilon, center), x, *more)
+
+
+def by_row(x, dtype=S8):
+    """Quantised by a scale of each row's own."""
+    scale = map_("divide", reduce_("maximum", map_("abs", x), (len(x.shape) - 1,), True), const(float(dtype.max), F32))
+    return Node(Quantize(dtype), x, scale), scale
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms_and_softmaxes(length, dtype):
+    x, residual = (input_(name, dtype, (5, length)) for name in "xr")
+    scale, bias = (input_(name, dtype, (length,)) for name in "sb")
+    total = map_("add", x, residual)
+    right(norm(x, scale, bias))
+    right(total, norm(total, scale, bias))
+    right(norm(x, scale, center=False))
+    right(Node(Softmax(1), x))
+    right(reduce_("mean", x, (1,)), reduce_("maximum", x, (1,), True))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_quantising_ends_a_row(length):
+    x, residual = (input_(name, F32, (6, length)) for name in "xr")
+    scale, bias, step, zero = (
+        input_("s", F32, (length,)),
+        input_("b", F32, (length,)),
+        input_("q", F32, ()),
+        input_("z", U8, ()),
+    )
+    total = norm(map_("add", x, residual), scale, bias)
+    right(Node(Quantize(S8), total, step))
+    right(total, Node(Quantize(U8), total, step, zero))
+    right(*by_row(total))
+    right(*by_row(map_("gelu", x)))
+    code = input_("c", S8, (6, length))
+    right(norm(map_("add", Node(Dequantize(F32), code, step), x), scale, bias))
+
+
+def test_rows_through_views():
+    x, head = input_("x", F32, (3, 4, 50)), input_("h", F32, (4, 1))
+    right(map_("tanh", transpose(x, (0, 2, 1))))
+    right(Node(Softmax(1), x))
+    right(reshape(Node(Softmax(2), map_("multiply", x, head)), (12, 50)), x)
+    right(map_("multiply", map_("silu", slice_(x, 2, 0, 25)), slice_(x, 2, 25, 50)))
+    right(map_("add", x, transpose(input_("y", F32, (50, 4, 3)), (2, 1, 0))))
+    right(Node(LayerNorm(1, 1e-6), x), Node(Quantize(S8), reshape(Node(LayerNorm(1, 1e-6), x), (12, 50)), const(0.02, F32)))
+    right(reduce_("add", map_("exponential", x), (0, 1, 2)))
+    right(broadcast(map_("exponential", input_("t", F32, (4, 1))), (3, 4, 50)), x)
+
+
+def test_integers_and_tests():
+    a, b = input_("a", S32, (7, 130)), input_("b", S8, (7, 130))
+    right(map_("add", a, convert(b, S32)), map_("greater", a, convert(b, S32)))
+    right(reduce_("add", a, (1,)), reduce_("minimum", b, (1,), True))
+    mask = input_("m", S64, (1, 130))
+    right(Node(Select(), map_("and", convert(mask, PRED), input_("p", PRED, (7, 1))), input_("x", F32, ()), const(-1e9, F32)))
+    right(convert(convert(a, F32), BF16))
+
+
+def test_large_elementwise_regions_are_cut_into_pieces():
+    a, b = input_("a", F32, (70, 1001)), input_("b", F32, (70, 1001))
+    right(map_("gelu_tanh", map_("add", a, b)))
+    right(Node(Quantize(S8), map_("multiply", a, input_("s", F32, (1001,))), const(0.01, F32)))
+
+
+def test_rows_picked_from_a_table():
+    ids, table, place = input_("i", S64, (2, 9)), input_("t", F32, (33, 50)), input_("p", F32, (9, 50))
+    total = map_("add", Node(Gather(0), table, ids), place)
+    right(total, norm(total))
+    right(map_("tanh", Node(Gather(1), input_("t3", F32, (3, 8, 20)), input_("k", S32, (5,)))))
+    problem = problem_of(map_("tanh", Node(Gather(0), table, ids)))
+    run, sources = runner(problem), random_sources(problem)
+    picks = next(t for t in sources if t.dtype == torch.int64)
+    values = next(t for t in sources if t.dtype == torch.float32)
+    picks[0, 0], picks[1, 8] = -1, -33
+    (got,) = run(sources)
+    torch.testing.assert_close(got[0, 0], values[-1].tanh())
+    torch.testing.assert_close(got[1, 8], values[0].tanh())
+    for wrong in (33, -34, 2**62, -(2**62)):
+        picks[0, 3] = wrong
+        with pytest.raises(TypeMismatchError, match=r"gather .* cannot be evaluated: index out of range"):
+            run(sources)
+
+
+def test_an_index_out_of_range_names_its_place():
+    ids, table = input_("i", S64, (4,)), const(torch.randn(10, 64))
+    root = norm(Node(Gather(0), table, ids))
+    program = tilewright.compile(Graph("g", (ids,), (root,), ("y",), {root: "embeddings/Norm"}), budget_s=0)
+    assert program.steps[0].decision.kernel.candidate == "llvm_rows"
+    with pytest.raises(TypeMismatchError, match=r"index out of range.*\(embeddings/Norm\)"):
+        program(torch.tensor([0, 1, 10, 2]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row(value):
+    x = input_("x", F32, (6, 70))
+    scale, bias = input_("s", F32, (70,)), input_("b", F32, (70,))
+    for roots in ((norm(x, scale, bias),), (Node(Softmax(1), x),), (reduce_("maximum", x, (1,)), reduce_("add", x, (1,))),
+                  (map_("gelu", x), map_("exponential", x)), by_row(x)):  # fmt: skip
+        problem = problem_of(*roots)
+        sources = random_sources(problem)
+        at = next(i for i, t in enumerate(sources) if t.shape == (6, 70))
+        sources[at][2, 33] = value
+        wanted = expect(problem, sources)
+        results = runner(problem)(sources)
+        assert check(problem, wanted, results) is None, f"{problem}"
+        other = [r for i, r in enumerate(r for result in results for r in result.double()) if i % 6 != 2]
+        assert all(torch.isfinite(r).all() for r in other)
+
+
+def test_a_row_of_minus_infinity_has_no_softmax():
+    problem = problem_of(Node(Softmax(1), input_("x", F32, (3, 40))))
+    x = torch.randn(3, 40)
+    x[1], x[2, :39] = float("-inf"), float("-inf")
+    (got,) = runner(problem)([x])
+    assert got[1].isnan().all() and torch.equal(got[2], torch.nn.functional.one_hot(torch.tensor(39), 40).float())
+
+
+def test_the_variance_keeps_its_digits_far_from_zero():
+    """Two passes: E[x^2] - E[x]^2 would have none left."""
+    problem = problem_of(norm(input_("x", F32, (4, 768))))
+    x = torch.randn(4, 768) + 5000
+    wanted = expect(problem, [x])
+    assert check(problem, wanted, runner(problem)([x])) is None
+    shifted = (x.square().mean(1, True) - x.mean(1, True).square()).clamp(min=0)
+    assert "differ" in check(problem, wanted, [(x - x.mean(1, True)) * torch.rsqrt(shifted + 1e-5)])
+
+
+def test_bounds_catch_what_drops_precision():
+    x, step = input_("x", F32, (64, 768)), input_("q", F32, ())
+    data = torch.randn(64, 768)
+    for root in (norm(x), Node(Softmax(1), x), reduce_("add", x, (1,))):
+        problem = problem_of(root)
+        wanted = expect(problem, [data])
+        (narrow,) = expect(problem, [data.bfloat16().float()]).reference
+        assert check(problem, wanted, [narrow]) is not None
+        assert check(problem, wanted, [wanted.reference[0] * (1 + 1e-4)]) is not None
+    problem = problem_of(Node(Quantize(S8), norm(x), step))
+    wanted = expect(problem, [data, torch.tensor(0.02)])
+    (code,) = wanted.reference
+    loose = (wanted.high[0] - wanted.low[0]) > 0
+    assert 0 < loose.double().mean() < 0.01 and (wanted.high[0] - wanted.low[0]).max() == 1
+    wrong = code.clone()
+    wrong[~loose & (code < 100)] += 1
+    assert "differ" in check(problem, wanted, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("roots", "why"),
+    [
+        ((map_("sine", input_("x", F32, (4, 8))),), "sine has no vector form"),
+        ((reshape(input_("x", F32, (4, 8)), (8, 4)),), "nothing but views"),
+        ((norm(input_("x", F64, (4, 8))),), "f64 has no vectors here"),
+        ((map_("exponential", input_("x", F32, (0, 8))),), "an extent is zero"),
+        ((Node(Softmax(1, True), input_("x", F32, (4, 8))),), "a softmax's logarithm has no vector form"),
+        ((reduce_("multiply", input_("x", F32, (4, 8)), (1,)),), "reducing f32 by multiply has no vector form"),
+        ((reduce_("or", input_("x", PRED, (4, 8)), (1,)),), "reducing pred by or has no vector form"),
+        ((Node(Concat(0), input_("x", F32, (4, 8)), input_("y", F32, (4, 8))),), "concat has no vector form"),
+        ((slice_(map_("tanh", input_("x", F32, (4, 8))), 1, 0, 4),), "a range of what is worked out here"),
+        ((norm(transpose(norm(input_("x", F32, (8, 8))), (1, 0))),), "it reduces along different axes"),
+        ((map_("add", *(lambda y: (y, transpose(y, (1, 0))))(map_("tanh", input_("x", F32, (8, 8))))),), "two arrangements"),
+        ((map_("exponential", input_("x", F32, ())),), "a handful of numbers"),
+        ((map_("tanh", Node(Gather(1), input_("x", F32, (4, 8)), input_("i", S32, (3,)))),), "single elements of a row"),
+        ((map_("add", input_("x", S64, (4, 8)), input_("y", S64, (4, 8))),), "s64 has no vectors here"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_what_has_no_kernel_says_why(roots, why):
+    said = rows.CANDIDATE.refuse(problem_of(*roots), CPU)
+    assert said is not None and why in said
+
+
+def test_other_machines_are_refused():
+    problem = problem_of(norm(input_("x", F32, (4, 8))))
+    assert rows.CANDIDATE.refuse(problem, replace(CPU, kind="cuda")) == "generated for CPUs"
+    plain = next(c for c in chips() if c.name == "x86_64")
+    assert "names no instruction" in rows.CANDIDATE.refuse(problem, replace(CPU, chip=plain))
+
+
+# -- random regions between guard pages
+
+
+@st.composite
+def regions(draw):
+    """Results over a few sources, of the operations that rows have."""
+    length = draw(st.sampled_from((1, 2, 7, 15, 16, 17, 33, 64, 65, 100, 130)))
+    lead = draw(st.sampled_from(((1,), (3,), (5,), (2, 3), (4, 1))))
+    shape, dtype = (*lead, length), draw(st.sampled_from(FLOATS))
+    count = 0
+
+    def source(dtype, shape):
+        nonlocal count
+        count += 1
+        return input_(f"x{count}", dtype, shape)
+
+    def side(t):
+        return source(t, draw(st.sampled_from((shape, (length,), (*lead, 1), ()))))
+
+    x = source(dtype, shape)
+    made = [x]
+    for _ in range(draw(st.integers(1, 5))):
+        t = x.dtype
+        match draw(st.integers(0, 10)):
+            case 0:
+                x = map_(draw(st.sampled_from(("gelu", "silu", "tanh", "erf", "relu", "negate", "abs", "logistic"))), x)
+            case 1 | 2:
+                x = map_(draw(st.sampled_from(("add", "subtract", "multiply", "maximum"))), x, side(t))
+            case 3 | 4:
+                more = [source(t, (length,)) for _ in range(draw(st.integers(0, 2)))]
+                x = Node(LayerNorm(len(shape) - 1, 1e-3, draw(st.booleans())), x, *more)
+            case 5:
+                x = Node(Softmax(len(shape) - 1), x)
+            case 6:
+                reduced = reduce_(draw(st.sampled_from(("add", "mean", "maximum", "minimum"))), x, (len(shape) - 1,), True)
+                x = map_("subtract", x, reduced)
+                made.append(reduced)
+            case 7:
+                code = Node(Quantize(S8), x, source(F32, draw(st.sampled_from(((), (*lead, 1))))))
+                made.append(code)
+            case 8:
+                made += by_row(convert(x, F32), draw(st.sampled_from((S8, U8))))
+            case 9:
+                x = convert(x, draw(st.sampled_from(FLOATS)))
+            case _:
+                x = map_("add", x, convert(Node(Dequantize(F32), source(S8, shape), source(F32, ())), t))
+        made.append(x)
+    roots = draw(st.lists(st.sampled_from(made[1:]), min_size=1, max_size=3, unique=True))
+    return tuple(reshape(r, (r.tensor.elements,)) if draw(st.integers(0, 5)) == 0 else r for r in roots)
+
+
+def one(roots, data_seed, at_end, threads, wild, chip):
+    problem = problem_of(*roots)
+    if rows.CANDIDATE.refuse(problem, chip) is not None:
+        return False
+    sys.stdout.write(f"{problem} {roots}\n")
+    sys.stdout.flush()
+    plain = random_sources(problem, data_seed)
+    if wild:
+        generator = torch.Generator().manual_seed(data_seed)
+        for t in plain:
+            if t.is_floating_point() and t.numel() > 8:
+                at = int(torch.randint(t.numel(), (1,), generator=generator))
+                t.view(-1)[at] = (float("nan"), float("inf"), float("-inf"))[data_seed % 3]
+    sources = [guarded(t, at_end) for t in plain]
+    (schedule,) = rows.CANDIDATE.schedules(problem, chip)
+    run = rows.CANDIDATE.build(problem, schedule, chip).prepare({})
+    first = None
+    for count in threads:
+        torch.set_num_threads(count)
+        results = [r.clone() for r in run(sources)]
+        if first is None:
+            first = results
+            why = check(problem, expect(problem, plain), results) if not wild else None
+            assert why is None, f"{problem} {roots}: {why}"
+        bits = [(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in zip(first, results, strict=True)]
+        assert all(torch.equal(a, b) for a, b in bits), f"{problem}: results depend on threads"
+    return True
+
+
+def child(start, count, chip, threads):
+    done, target = 0, CPU
+    if chip:
+        from test_llvm_random import OLDER
+
+        target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
+        rows.module_text = lambda r: rows.RowsWriter(r).write().text(OLDER[chip], "")
+
+    @seed(start)
+    @settings(
+        max_examples=count, suppress_health_check=list(HealthCheck), phases=[Phase.generate], deadline=None, database=None
+    )
+    @given(regions(), st.integers(0, 1000), st.booleans(), st.sampled_from(threads), st.sampled_from([False, False, True]))
+    def attempt(roots, data_seed, at_end, counts, wild):
+        nonlocal done
+        rows.maker, rows.take = fenced(at_end)
+        rows.give = lambda scratch: None
+        rows.ONE_THREAD_WORK = -1
+        _rows.TASK_ELEMENTS = 64
+        done += one(roots, data_seed, at_end, counts, wild, target)
+        KEPT.clear()
+
+    attempt()
+    return done
+
+
+def run_child(start, count, chip="", threads=((1, 2), (1, 3), (1, 8), (1, 5))):
+    folder = str(Path(__file__).resolve().parent)
+    call = f"t.child({start}, {count}, {chip!r}, {list(threads)})"
+    code = f"import sys; sys.path.insert(0, {folder!r}); import test_llvm_rows as t; sys.stdout.write('DONE ' + str({call}))"
+    ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
+    last = ran.stdout.strip().splitlines()[-1:] or [""]
+    assert ran.returncode == 0, f"at {last[0]}: exit {ran.returncode}\n{ran.stderr[-3000:]}"
+    return int(last[0].split()[1])
+
+
+def test_random_regions_between_guard_pages():
+    assert run_child(0, 120) > 80
+
+
+@pytest.mark.parametrize("chip", ["x86_64_avx2"])
+def test_kernels_for_older_processors_are_right_as_well(chip):
+    from test_llvm_random import RUNNABLE
+
+    if chip not in RUNNABLE:
+        pytest.skip(f"this is no superset of {chip}")
+    assert run_child(1, 30, chip) > 20
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("start", range(4))
+def test_a_thousand_random_regions_on_one_to_eight_threads(start):
+    assert run_child(100 + start, 250, threads=(tuple(range(1, 9)),)) > 150
+
+
+# -- processors at hand or not
+
+SHAPES = {
+    "norm": lambda: Node(Quantize(S8), norm(input_("x", F32, (9, 100)), input_("s", F32, (100,))), const(0.1, F32)),
+    "residual": lambda: norm(map_("add", input_("x", F16, (9, 100)), input_("y", F16, (9, 100))), center=False),
+    "softmax": lambda: Node(Softmax(1), input_("x", BF16, (9, 100))),
+    "half": lambda: map_("gelu", input_("x", F16, (9, 100))),
+    "dynamic": lambda: by_row(input_("x", F32, (9, 100)), U8)[0],
+    "mask": lambda: Node(Select(), convert(input_("m", S64, (1, 100)), PRED), input_("x", F32, (9, 1)), const(0.0, F32)),
+    "long": lambda: convert(input_("m", S64, (9, 100)), F32),
+    "table": lambda: norm(Node(Gather(0), input_("t", F32, (33, 100)), input_("i", S64, (9,)))),
+    "across": lambda: map_("tanh", transpose(input_("x", F32, (20, 30)), (1, 0))),
+}  # fmt: skip
+
+
+def assembled():
+    """In a process of its own, since LLVM aborts on what it cannot select: the assembly of the shape that a line asks for."""
+    for line in sys.stdin:
+        chip, triple, cpu, features, shape = json.loads(line)
+        target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
+        plan = rows._plan(problem_of(SHAPES[shape]()), target)
+        text = rows.RowsWriter(plan).write().text(cpu, features)
+        sys.stdout.write(json.dumps([engine.assembly(text, triple, cpu, features), plan.lanes]) + "\n")
+        sys.stdout.flush()
+
+
+def test_every_processor_has_kernels_that_call_nothing_strange():
+    from test_llvm_targets import AS_LLVM_SAYS, INTENDED, strangers
+
+    asked = [[chip, *AS_LLVM_SAYS[chip], shape] for chip in INTENDED for shape in SHAPES]
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_llvm_rows as t; t.assembled()"
+    given_ = "".join(json.dumps(a) + "\n" for a in asked)
+    ran = subprocess.run([sys.executable, "-c", code], input=given_, capture_output=True, text=True, timeout=550)
+    made = [json.loads(line) for line in ran.stdout.splitlines()]
+    at = asked[min(len(made), len(asked) - 1)]
+    assert ran.returncode == 0, f"{at}: exit {ran.returncode}\n{ran.stderr[-2000:]}"
+    for (chip, *_, shape), (assembly, lanes) in zip(asked, made, strict=True):
+        assert strangers(assembly) == set(), f"{chip}: {shape}"
+        assert ("%zmm" in assembly) == (lanes == 16), f"{chip}: {shape}"
+
+
+# -- in programs
+
+
+def test_a_layer_s_norms_are_chosen_once_for_all_layers(monkeypatch):
+    built = []
+    build = rows.CANDIDATE.build
+    monkeypatch.setattr(type(rows.CANDIDATE), "build", lambda self, *a: built.append(a) or build(*a))
+    torch.manual_seed(0)
+    h = start = input_("h", F32, (64, 256))
+    for layer in range(3):
+        scale, bias = const(torch.rand(256) + 0.5), const(torch.randn(256))
+        total = norm(map_("add", h, start), scale, bias)
+        code = Node(Quantize(S8), total, const(0.02 + 0.01 * layer, F32))
+        weight = const(torch.randint(-127, 128, (256, 256), dtype=torch.int8))
+        h = map_("multiply", convert(gemm(code, weight), F32), const(1e-4, F32))
+    program = tilewright.compile(Graph("g", (start,), (h,), ("y",)), budget_s=2.0)
+    steps = [s for s in program.steps if s.decision.problem.kind == "region"]
+    assert len(steps) == 3 and {s.decision.kernel.candidate for s in steps} == {"llvm_rows"}
+    assert steps[1].decision is steps[2].decision and len(built) == len({s.decision.problem for s in steps})
+    assert all(s.decision.verified and s.decision.measured for s in steps)
+
+
+def test_a_region_without_a_kernel_says_so():
+    from tilewright.report.findings import fallback
+
+    x = input_("x", F32, (40, 64))
+    program = tilewright.compile(Graph("g", (x,), (map_("sine", x),), ("y",)), budget_s=0)
+    (found,) = fallback(program, {})
+    assert found.why == "torch runs it operation by operation (llvm_rows: sine has no vector form)"
+    assert fallback(tilewright.compile(Graph("g", (x,), (reshape(x, (64, 40)),), ("y",)), budget_s=0), {}) == []
+
+
+def test_torch_is_timed_too():
+    decision = search(problem_of(norm(input_("x", F32, (64, 256)))), CPU, budget_s=0.05)
+    assert decision.measured and {decision.kernel.candidate, *(r.candidate.split()[0] for r in decision.rejected)} == {
+        "llvm_rows",
+        "reference",
+    }
