@@ -15,6 +15,7 @@ L1_BYTES, L2_BYTES = 32 << 10, 1 << 20  # where the machine reports none
 LATENCY = 4  # cycles until an accumulator can be added to again
 NEAR, FAR = 16, 8  # bytes a cycle from the second-level cache, and from behind it
 CALL = 60  # cycles of a micro-kernel call and of finishing its tile, besides those for each vector of the result
+PARTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)  # that an extent may be cut into
 WAYS = 8  # rows 4 KiB apart that the first-level cache holds together
 TASK = 400  # cycles of taking a task from the counter
 CLOSE = 1.02  # times that count as equal: then the wider tile is taken, whose rows are whole cache lines
@@ -102,12 +103,12 @@ def _block(cores: int, batch: int, tiles: int, most: int, panels: int, tile: int
         product: cycles of a tile times a panel.
     """
 
-    def halves(size: int) -> list[int]:
-        return [size] + (halves(-(-size // 2)) if size > 1 else [])
-
     def time(mc: int, nc: int) -> float:
         tasks = batch * -(-tiles // mc) * -(-panels // nc)
         return -(-tasks // cores) * (TASK + mc * nc * (product + CALL) + (mc * tile + nc * panel) / FAR)
 
-    sizes = ((mc, nc) for mc in halves(tiles) for nc in halves(most))
-    return min(sizes, key=lambda size: time(*size))
+    def parts(size: int) -> set[int]:
+        return {-(-size // n) for n in PARTS}
+
+    sizes = [(mc, nc) for mc in parts(tiles) for nc in parts(panels) if nc <= most] or [(mc, most) for mc in parts(tiles)]
+    return min(sizes, key=lambda size: (time(*size), size))
