@@ -12,6 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
+from tilewright.candidates import reference
 from tilewright.dtype import F32, S8, S64
 from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast, convert, input_, map_, reshape, transpose
@@ -94,8 +95,8 @@ class Wrong:
 
 
 def install_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the wrong kernel competes, and nobody examines it."""
-    monkeypatch.setattr(search, "discover", lambda: [Wrong()])
+    """Only the wrong kernel competes where there is a product, and nobody examines it."""
+    monkeypatch.setattr(search, "discover", lambda: [Wrong(), reference.CANDIDATE])
     monkeypatch.setattr(search, "examine", lambda *given: None)
 
 

@@ -305,7 +305,7 @@ def test_candidates_are_found_by_file_name(tmp_path):
 def test_every_candidate_keeps_the_protocol():
     for candidate in discover():
         assert isinstance(candidate, Candidate)
-        assert candidate.kinds <= {"gemm", "attention"} and candidate.kinds
+        assert candidate.kinds <= {"gemm", "attention", "region"} and candidate.kinds
     assert len({c.name for c in discover()}) == len(discover())
     assert isinstance(next(kernels(posed("f32[3,4] @ f32[4,5]")))[1], Kernel)
 

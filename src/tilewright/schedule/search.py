@@ -82,7 +82,7 @@ def search(
     rejected: list[Rejected] = []
     builds = _heuristic_order(_built(problem, target, found, rejected))
     region = isinstance(problem, RegionProblem)
-    if region and all(c.preference >= LAST_RESORT for c, _ in builds):
+    if region and builds and all(c.preference >= LAST_RESORT for c, _ in builds):
         return Decision(problem, builds[0][1], None, tuple(rejected), False, True)
     sources = [t.to(target.device) for t in _sources(problem, weights)]
     on_cpu = [t.cpu() for t in sources]
