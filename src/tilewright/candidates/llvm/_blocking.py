@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 from tilewright.candidates.llvm._dots import Dot
 from tilewright.candidates.llvm._nest import Blocks
+from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 
 L1_BYTES, L2_BYTES = 32 << 10, 1 << 20  # where the machine reports none
+SPREAD = 1.4  # cycles of a load that is not part of the dot itself, as a multiplication of f32 by one spread element can be
 LATENCY = 4  # cycles until an accumulator can be added to again
 NEAR, FAR = 16, 8  # bytes a cycle from the second-level cache, and from behind it
 CALL = 60  # cycles of a micro-kernel call and of finishing its tile, besides those for each vector of the result
@@ -76,8 +78,8 @@ def _tile(dot: Dot, rows: int, columns: int, groups: int, few: bool) -> tuple[in
         panels = -(-columns // (nv * dot.lanes))
 
         def cycles(m: int, nv: int = nv) -> float:
-            read = nv * dot.lanes * 4 / NEAR
-            return groups * (max(m * nv, LATENCY, read) + wait * (read + m / 2)) + CALL + 3 * m * nv
+            read, spread = nv * dot.lanes * 4 / NEAR, 0.0 if dot.lhs is F32 else SPREAD * (m + nv)
+            return groups * (max(m * nv, LATENCY, read, spread) + wait * (read + m / 2)) + CALL + 3 * m * nv
 
         last = rows - (tiles - 1) * mr
         found.append((panels * ((tiles - 1) * cycles(mr) + cycles(last)), nv, mr))
