@@ -141,17 +141,17 @@ class Executable:
         values = list(self._start)
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             values[slot] = tensor
-        for i, bound in enumerate(self._program):
-            sources = [values[s] for s in bound.inputs]
-            if observe is not None:
-                observe(self.steps[i], sources)
-            with torch.no_grad():
+        with torch.no_grad():
+            for i, bound in enumerate(self._program):
+                sources = [values[s] for s in bound.inputs]
+                if observe is not None:
+                    observe(self.steps[i], sources)
                 results = bound.run(sources)
-            for at, slot in enumerate(bound.outputs):
-                values[slot] = results[at]
-            del results, sources
-            for slot in bound.free:
-                values[slot] = None
+                for at, slot in enumerate(bound.outputs):
+                    values[slot] = results[at]
+                del results, sources
+                for slot in bound.free:
+                    values[slot] = None
         return [values[s] for s in self._outputs]
 
     @property

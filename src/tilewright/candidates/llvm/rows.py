@@ -91,12 +91,12 @@ def _prepared(problem: RegionProblem, rows: Rows, call: Callable[..., None]) -> 
         threads = 1 if small else torch.get_num_threads()
         at = [t.data_ptr() for t in held]
         to = [t.data_ptr() for t in results]
-        missed = c_int64(0)
+        missed = c_int64(0) if picks else None
         memory = take(each * threads) if each else None
-        call(*[at[i] for i in read], *to, addressof(missed) if picks else 0, memory[0] if memory else 0, threads)
+        call(*[at[i] for i in read], *to, 0 if missed is None else addressof(missed), memory[0] if memory else 0, threads)
         if memory:
             give(memory)
-        if missed.value:  # an index out of range: an error in the words of the operation it is meant for
+        if missed is not None and missed.value:  # an index out of range: an error in the words of the operation it is meant for
             meaning(sources)
         return results
 
