@@ -7,10 +7,13 @@ out poisoned. A kernel that strays kills the process, so the problems run in a c
 import ctypes
 import ctypes.util
 import mmap
+import shutil
 import subprocess
 import sys
+import tempfile
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +23,8 @@ from hypothesis import strategies as st
 
 from emulated import emulated
 from gemm_lines import assert_means, lines, tensors
+from other_machine import Program, missing
+from test_llvm_targets import AS_LLVM_SAYS
 from tilewright.candidates.llvm import gemm as llvm
 from tilewright.candidates.llvm._engine import host
 from tilewright.candidates.llvm._text import Module
@@ -115,11 +120,16 @@ def one(line, data_seed, constant, at_end, threads, target, wild):
     return True
 
 
-def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]]) -> int:
+def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]], other_machine: bool = False) -> int:
     done = 0
     target = CPU
     if chip:
         target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
+    if other_machine:
+        folder = Path(tempfile.mkdtemp())
+        llvm.module_text = lambda nest: nest
+        llvm.engine = SimpleNamespace(available=lambda: None, function=lambda nest: Program(nest, *AS_LLVM_SAYS[chip], folder))
+    elif chip:
         as_text = emulated if chip in FOREIGN else Module.text
         processor = host() if chip in FOREIGN else (OLDER[chip], "")
         llvm.module_text = lambda nest: as_text(Writer(nest).write(), *processor)
@@ -145,15 +155,21 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]]) -> 
         KEPT.clear()
 
     attempt()
+    if other_machine:
+        shutil.rmtree(folder)
     return done
 
 
 def run_child(
-    start: int, count: int, chip: str = "", threads: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 8), (1, 5))
+    start: int,
+    count: int,
+    chip: str = "",
+    threads: tuple[tuple[int, ...], ...] = ((1, 2), (1, 3), (1, 8), (1, 5)),
+    other_machine: bool = False,
 ) -> int:
     """How many of `count` random problems had a kernel; each of them was run."""
     folder = str(Path(__file__).resolve().parent)
-    call = f"t.child({start}, {count}, {chip!r}, {list(threads)})"
+    call = f"t.child({start}, {count}, {chip!r}, {list(threads)}, {other_machine})"
     code = f"import sys; sys.path.insert(0, {folder!r}); import test_llvm_random as t; sys.stdout.write('DONE ' + str({call}))"
     ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
     last = ran.stdout.strip().splitlines()[-1:] or [""]
@@ -185,6 +201,16 @@ def test_kernels_for_older_processors_are_right_as_well(chip):
 @pytest.mark.parametrize("chip", FOREIGN)
 def test_kernels_for_other_processors_are_right_where_their_instructions_are_emulated(chip):
     assert run_child(2, 40, chip) > 15
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("chip", [c for c in FOREIGN if c.startswith("aarch64")] + ["x86_64_avx2"])
+def test_kernels_for_other_processors_are_right_in_qemu(chip):
+    """The chip's own machine code; `other_machine` says what must be installed."""
+    why = missing(AS_LLVM_SAYS[chip][0].split("-")[0])
+    if why is not None:
+        pytest.skip(why)
+    assert run_child(3, 250, chip, other_machine=True) > 80
 
 
 @pytest.mark.conformance
