@@ -19,20 +19,17 @@ ROUND, ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
 EXP = (5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2, 8.3334519073e-3, 1.3981999507e-3, 1.9875691500e-4)
 # (tanh(x) - x) / x^3 in x^2 on |x| < 0.625: Cephes tanhf (Moshier).
 TANH = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
-# log(erfc(z) exp(z^2) / t) / (1 - t), t = 1 / (1 + 0.45 z), in 1 - t for 0 <= z < 10.3: own minimax fit, 1.4e-8 off in the
-# logarithm. The form is that of Press et al., Numerical Recipes, 6.2, but for the root at z = 0, where nothing cancels now.
-ERFC_STEP = 0.45
-ERFC = (
-    -1.50750923,
-    -0.213004857,
-    0.285888404,
-    0.221337736,
-    -0.0944388583,
-    0.129892126,
-    -0.604961038,
-    0.590884924,
-    -0.179064393,
-)
+# x Phi(-x) exp(x^2 / 2), Phi the normal distribution, in (x - a) / (x + 3) for 0.99 <= x <= 14.4: own minimax fit, 6e-9 off. Of
+# the first coefficient nothing is lost in f32: a was sought for that.
+TAIL_FROM, TAIL_TO = 1.676025390625, 3.0
+TAIL = (0.3199808597564697, 0.27389878034591675, -0.3793184757232666, 0.2554440498352051, -0.05921177566051483,
+        -0.027270769700407982, 0.012494838796555996, 0.0069593992084264755, -0.004057207144796848)  # fmt: skip
+# (Phi(x) - 1/2) / x in x^2 on |x| < 1, and -erf(x) / x on |x| < 0.7075: own minimax fits, 3e-9 and 5e-9 of Phi(-x) and erfc(x)
+# off.
+PHI = (0.3989422917366028, -0.066490538418293, 0.0099741630256176, -0.0011880194069817662, 0.00011501735571073368,
+       -8.168641215888783e-06)  # fmt: skip
+ERFC = (-1.1283791065216064, 0.37612417340278625, -0.1128135621547699, 0.026749806478619576, -0.004956061020493507,
+        0.0005663267220370471)  # fmt: skip
 # (erf(x) - x) / x in x^2 on |x| < 1: Cephes erff (Moshier), whose first coefficient is 1 more.
 ERF = (1.28379165726710e-1, -3.761262582423300e-1, 1.128358514861418e-1, -2.685381193529856e-2, 5.188327685732524e-3,
        -8.010193625184903e-4, 7.853861353153693e-5)  # fmt: skip
@@ -82,51 +79,64 @@ class Math:
             value = self.fma(value, x, self.const(c))
         return value
 
-    def exp(self, x: str, low: str | None = None) -> str:
-        """e^(x + low), -1.5 <= low <= 0, within 1.3 ulp; denormal too, infinity past 88.73 and zero below -104."""
+    def exp(self, x: str) -> str:
+        """e^x within 1.1 ulp; denormal too, infinity past 88.73 and zero below -104."""
+        beyond, n = self._reduced_exp(self.at_least(self.at_most(x, self.const(89.0)), self.const(-104.5)))
+        return self._scaled(self.fma(beyond, self.const(2.0), self.const(2.0)), n)
+
+    def _scaled(self, x: str, n: str) -> str:
+        """x 2^n in two factors: n reaches from -154 to 127, an exponent from -126 to 127."""
         f, i32 = self.f, vec(self.lanes, "i32")
-        p, n = self._reduced_exp(self.at_least(self.at_most(x, self.const(89.0)), self.const(-104.5)), low)
-        # 2^n in two factors: n reaches from -154 to 127, an exponent from -126 to 127.
         half = f.v(f"ashr {i32} {n}, splat (i32 1)")
-        return self.op("fmul", self.op("fmul", p, self._power_of_2(half)), self._power_of_2(f.v(f"sub {i32} {n}, {half}")))
+        return self.op("fmul", self.op("fmul", x, self._power_of_2(half)), self._power_of_2(f.v(f"sub {i32} {n}, {half}")))
 
     def bounded_exp(self, x: str) -> str:
-        """e^x within 1.3 ulp, but zero below -86.99: no denormals."""
-        return self._bounded(self.at_least(self.at_most(x, self.const(89.0)), self.const(-87.4)))
-
-    def _bounded(self, x: str, low: str | None = None) -> str:
-        """e^(x + low) between -87.6 and 89; zero below -87: the factor 2^-127 is zero."""
-        p, n = self._reduced_exp(x, low)
-        return self.op("fmul", p, self._power_of_2(n))
+        """e^x within 1.1 ulp, but zero below -86.99: no denormals."""
+        beyond, n = self._reduced_exp(self.at_least(self.at_most(x, self.const(89.0)), self.const(-87.4)))
+        p = self.fma(beyond, self.const(2.0), self.const(2.0))
+        return self.op("fmul", p, self._power_of_2(n))  # the factor 2^-127 is zero
 
     def _power_of_2(self, n: str) -> str:
         f, i32 = self.f, vec(self.lanes, "i32")
         bits = f.v(f"shl {i32} {f.v(f'add {i32} {n}, splat (i32 127)')}, splat (i32 23)")
         return f.v(f"bitcast {i32} {bits} to {self.type}")
 
-    def _reduced_exp(self, x: str, low: str | None) -> tuple[str, str]:
-        """2 e^r and the integer n - 1, where x + low = n ln 2 + r and |r| <= ln(2) / 2: doubled, as 2^128 is no number."""
+    def _reduced_exp(self, x: str, low: str | None = None) -> tuple[str, str]:
+        """e^r - 1 and the integer n - 1, where x + low = n ln 2 + r and |r| <= ln(2) / 2; |low| < 2^-16. 1 less as 2^128 is
+        no number."""
         f, i32 = self.f, vec(self.lanes, "i32")
-        shifted = self.fma(x if low is None else self.op("fadd", x, low), self.const(LOG2_E), self.const(ROUND))
+        shifted = self.fma(x, self.const(LOG2_E), self.const(ROUND))
         n = self.op("fsub", shifted, self.const(ROUND))
-        r = self.fma(n, self.const(-LN2_HIGH), x)
-        r = self.fma(n, self.const(-LN2_LOW), r)
+        first = self.fma(n, self.const(-LN2_HIGH), x)  # exact
+        if low is None:
+            r = rest = self.fma(n, self.const(-LN2_LOW), first)
+        else:
+            small = self.fma(n, self.const(-LN2_LOW), low)
+            r = self.op("fadd", first, small)
+            rest = self.op("fsub", small, self.op("fsub", r, first))  # what r has lost
+        square = self.op("fmul", r, r)
+        beyond = self.fma(self.polynomial(r, EXP), square, rest)
         if low is not None:
-            r = self.op("fadd", r, low)
-        first = self.fma(r, self.const(2.0), self.const(2.0))
-        p = self.fma(self.polynomial(r, [2 * c for c in EXP]), self.op("fmul", r, r), first)
-        return p, f.v(f"sub {i32} {f.v(f'bitcast {self.type} {shifted} to {i32}')}, splat (i32 {ROUND_BITS + 1})")
+            beyond = self.op("fadd", r, beyond)
+        return beyond, f.v(f"sub {i32} {f.v(f'bitcast {self.type} {shifted} to {i32}')}, splat (i32 {ROUND_BITS + 1})")
+
+    def _half_of_one_more(self, x: str) -> str:
+        """(1 + e^x) / 2; infinity past 89."""
+        x = self.select(self.compare("ogt", x, self.const(89.0)), self.const(89.5), self.at_least(x, self.const(-87.4)))
+        beyond, n = self._reduced_exp(x)
+        power = self._power_of_2(n)
+        return self.op("fadd", self.fma(beyond, power, self.const(0.5)), power)
 
     def logistic(self, x: str) -> str:
-        """1 / (1 + e^-x) within 3.2 ulp down to -87; below at most 2^-125 off."""
-        return self.op("fdiv", self.const(1.0), self.op("fadd", self.bounded_exp(self.negated(x)), self.const(1.0)))
+        """1 / (1 + e^-x) within 2 ulp down to -88; below at most 2^-127 off."""
+        return self.op("fdiv", self.const(0.5), self._half_of_one_more(self.negated(x)))
 
     def negated(self, x: str) -> str:
         return self.f.v(f"fneg {self.type} {x}")
 
     def silu(self, x: str) -> str:
-        """x / (1 + e^-x) within 3 ulp down to -87; below at most 2^-121 off."""
-        return self.op("fdiv", x, self.op("fadd", self.bounded_exp(self.negated(x)), self.const(1.0)))
+        """x / (1 + e^-x) within 2 ulp down to -88; below at most 2^-121 off."""
+        return self.op("fdiv", self.op("fmul", x, self.const(0.5)), self._half_of_one_more(self.negated(x)))
 
     def tanh(self, x: str) -> str:
         """1 - 2 / (e^2|x| + 1) with x's sign, a polynomial where that cancels: within 1.4 ulp."""
@@ -138,21 +148,24 @@ class Math:
         small = self.compare("olt", size, self.const(0.625))
         return self.call("copysign", self.select(small, near, far), x)
 
-    def _erfc_parts(self, scaled: str, half: str, z: str) -> tuple[str, str, str]:
-        """t, high, low such that erfc(sqrt(half z)) = t e^(high + low), from `scaled` = 0.45 sqrt(half z)."""
-        t = self.op("fdiv", self.const(1.0), self.op("fadd", scaled, self.const(1.0)))
+    def _tail(self, size: str, a: str, b: str, scale: float) -> tuple[str, str, str]:
+        """scale size Phi(-size), for a size from 1 to 15, where a b is size^2 / 2, as p, q, n: (p + p q) 2^n."""
+        t = self.op("fdiv", self.op("fsub", size, self.const(TAIL_FROM)), self.op("fadd", size, self.const(TAIL_TO)))
         # The square is needed beyond f32: its rounding error is carried along.
-        square = self.op("fmul", half, z)
-        high = self.negated(square)
-        error = self.fma(half, z, high)
-        beyond = self.op("fmul", scaled, t)  # 1 - t
-        return t, high, self.fma(self.polynomial(beyond, ERFC), beyond, self.negated(error))
+        square = self.negated(self.op("fmul", a, b))
+        beyond, n = self._reduced_exp(square, self.negated(self.fma(a, b, square)))
+        return self.polynomial(t, [2 * scale * c for c in TAIL]), beyond, n
 
     def _erfc_of_size(self, x: str) -> str:
-        """erfc(|x|)."""
+        """erfc(|x|) for |x| >= 0.7072: 2 Phi(-sqrt 2 |x|)."""
         z = self.at_most(self.call("fabs", x), self.const(10.3))
-        t, high, low = self._erfc_parts(self.op("fmul", z, self.const(ERFC_STEP)), z, z)
-        return self.op("fmul", t, self.exp(high, low))
+        p, q, n = self._tail(self.op("fmul", z, self.const(2**0.5)), z, z, 2**0.5)
+        product = self.fma(p, q, p)
+        lost = self.fma(p, q, self.op("fsub", p, product))
+        inverse = self.op("fdiv", self.const(1.0), z)
+        near = self.op("fmul", product, inverse)
+        rest = self.op("fadd", self.fma(self.negated(near), z, product), lost)
+        return self._scaled(self.fma(rest, inverse, near), n)
 
     def erf(self, x: str) -> str:
         """Within 1 ulp."""
@@ -162,25 +175,26 @@ class Math:
         return self.select(self.compare("olt", self.call("fabs", x), self.const(1.0)), near, self.call("copysign", far, x))
 
     def erfc(self, x: str) -> str:
-        """Within 5.5 ulp, denormal too."""
+        """Within 2.7 ulp, denormal too."""
         tail = self._erfc_of_size(x)
-        positive = self.compare("oge", x, self.const(0.0))
-        far = self.select(positive, tail, self.op("fsub", self.const(2.0), tail))
-        small = self.compare("olt", self.call("fabs", x), self.const(0.5))
-        return self.select(small, self.op("fsub", self.const(1.0), self.erf(x)), far)
+        far = self.select(self.compare("oge", x, self.const(0.0)), tail, self.op("fsub", self.const(2.0), tail))
+        small = self.compare("olt", self.call("fabs", x), self.const(0.7074))
+        square = self.op("fmul", x, x)
+        linear = self.fma(x, self.const(ERFC[0]), self.const(1.0))  # what is not linear is added last, being small
+        near = self.fma(self.op("fmul", x, square), self.polynomial(square, ERFC[1:]), linear)
+        return self.select(small, near, far)
 
     def gelu(self, x: str) -> str:
-        """x * Phi(x), Phi(x) = erfc(-x / sqrt 2) / 2, which keeps the digits of the negative tail.
-
-        Within 5.5 ulp down to -12.9; below at most 2^-124 off, zero from -13.13 on.
-        """
-        size = self.at_most(self.call("fabs", x), self.const(13.13))
-        scaled = self.op("fmul", size, self.const(ERFC_STEP * 0.5**0.5))
-        halved = self.op("fmul", size, self.const(0.5))
-        t, high, low = self._erfc_parts(scaled, halved, size)
-        half = self.op("fmul", self.op("fmul", t, self.const(0.5)), self._bounded(high, low))
-        positive = self.compare("ogt", x, self.const(0.0))
-        return self.op("fmul", x, self.select(positive, self.op("fsub", self.const(1.0), half), half))
+        """x Phi(x) within 2 ulp, denormal too: beyond 1 it is max(x, 0) - |x| Phi(-|x|), which keeps the digits of the negative
+        tail."""
+        size, half, square = self.call("fabs", x), self.op("fmul", x, self.const(0.5)), self.op("fmul", x, x)
+        near = self.fma(square, self.const(PHI[0]), half)
+        near = self.fma(self.op("fmul", square, square), self.polynomial(square, PHI[1:]), near)
+        bounded = self.at_most(size, self.const(14.4))
+        p, q, n = self._tail(bounded, self.op("fmul", bounded, self.const(0.5)), bounded, 1.0)
+        positive = self.fma(size, self.const(0.5), half)  # max(x, 0), but NaN at -infinity
+        far = self.op("fsub", self._scaled(self.fma(p, q, p), n), positive)
+        return self.call("copysign", self.select(self.compare("olt", size, self.const(1.0)), near, far), x)
 
     def gelu_tanh(self, x: str) -> str:
         """x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3): 0.5 x (1 + tanh u) without its cancellation.
@@ -190,4 +204,4 @@ class Math:
         square = self.op("fmul", x, x)
         k = -2 * SQRT_2_OVER_PI
         exponent = self.op("fmul", x, self.fma(square, self.const(k * 0.044715), self.const(k)))
-        return self.op("fdiv", x, self.op("fadd", self.bounded_exp(exponent), self.const(1.0)))
+        return self.op("fdiv", self.op("fmul", x, self.const(0.5)), self._half_of_one_more(exponent))
