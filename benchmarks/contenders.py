@@ -1,13 +1,16 @@
 """Who takes part in the CPU benchmarks: each builds one product and gives a function that does it once.
 
-Every contender runs in a process of its own, so that no two thread pools share one. Data are random; a result is computed into
-memory the contender allocates itself, as its users get it. Right operands are constants, packed beforehand where a library can,
-except in the batched product, whose both operands change from call to call.
+Every contender runs in a process of its own (`rounds.py`). Data are random; a result is computed into memory the contender
+allocates itself, as its users get it. Right operands are constants, packed beforehand where a library can, except in the
+batched product, whose both operands change from call to call.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -107,34 +110,71 @@ def _chosen(case: Case, candidates: Any) -> Run:
 
 
 def torch_eager(case: Case) -> Run:
-    """torch.mm or linear, the epilogue as separate operations; torch._int_mm for s8."""
+    """torch.mm or addmm, the epilogue as separate operations; torch._int_mm for s8. The weight in whichever order is faster."""
     import torch
 
+    _inference_mode()
     a, b, bias = _torch_data(case)
-    if case.dtype == "s8":
-        if case.batch == 1:
-            return lambda: torch._int_mm(a, b)
+    if case.batch > 1 and case.dtype == "s8":
         out = torch.empty(case.batch, case.M, case.N, dtype=torch.int32)
         return lambda: [torch.ops.aten._int_mm.out(a[i], b[i], out=out[i]) for i in range(case.batch)]
-    if not case.epilogue:
-        return lambda: torch.matmul(a, b)
     gelu = case.epilogue.endswith("gelu")
 
-    def run() -> object:
-        with torch.inference_mode():
-            y = torch.addmm(bias, a, b)
-            return torch.nn.functional.gelu(y, approximate="tanh") if gelu else y
+    def with_weight(w: Any) -> Run:
+        if case.dtype == "s8":
+            return lambda: torch._int_mm(a, w)
+        if not case.epilogue:
+            return lambda: torch.matmul(a, w)
+        if gelu:
+            return lambda: torch.nn.functional.gelu(torch.addmm(bias, a, w), approximate="tanh")
+        return lambda: torch.addmm(bias, a, w)
 
-    return run
+    if case.batch > 1:
+        return with_weight(b)
+    return _fastest(*(with_weight(w) for w in (b, b.t().contiguous().t())))
+
+
+@functools.cache
+def _inference_mode() -> object:
+    """Entered once for the whole process, as around a program: entering it at each call would cost small products dear."""
+    import torch
+
+    mode = torch.inference_mode()
+    mode.__enter__()
+    return mode
+
+
+def _fastest(*runs: Run) -> Run:
+    """The one that takes least, of a library's own ways to do the same."""
+
+    def least(run: Run) -> float:
+        times: list[float] = []
+        began = time.perf_counter()
+        while len(times) < 4 or time.perf_counter() - began < 0.03:
+            start = time.perf_counter()
+            run()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    return min(runs, key=least)
 
 
 def onednn(case: Case) -> Run:
-    """oneDNN with the weight reordered once and the epilogue fused, through torch's mkldnn operators."""
+    """oneDNN with the weight reordered once and the epilogue fused, through torch's operators.
+
+    8-bit activations are unsigned, its fast path, and the result is f32, which takes the bytes of s32.
+    """
     import torch
 
-    if case.dtype == "s8" or case.batch > 1:
-        raise NotImplementedError("torch's prepacked linear takes f32 and bf16")
+    if case.batch > 1:
+        raise NotImplementedError("torch's prepacked linear multiplies two matrices")
+    _inference_mode()
     a, b, bias = _torch_data(case)
+    if case.dtype == "s8":
+        codes, ones, zeros = (a.int() + 128).to(torch.uint8), torch.ones(case.N), torch.zeros(case.N, dtype=torch.int32)
+        weight = torch.ops.onednn.qlinear_prepack(b.t().contiguous(), [case.M, case.K])
+        linear = torch.ops.onednn.qlinear_pointwise.default
+        return lambda: linear(codes, 1.0, 128, weight, ones, zeros, None, 1.0, 0, torch.float32, "none", [], "")
     packed = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), case.M)
     attr, algorithm = ("gelu", "tanh") if case.epilogue.endswith("gelu") else ("none", "")
     given = bias if case.epilogue else None
@@ -144,36 +184,62 @@ def onednn(case: Case) -> Run:
 def onnxruntime(case: Case) -> Run:
     """ONNX Runtime: MatMul (+ Add, Gelu) with a constant right operand, or MatMulInteger with u8 activations."""
     import numpy as np
-    import onnx
-    import onnxruntime as ort
+    from onnx import TensorProto, helper
 
     if case.dtype == "bf16":
         raise NotImplementedError("ONNX Runtime has no bf16 product on CPUs")
     a, b, bias = (t.numpy() for t in _torch_data(case))
-    info, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto
     if case.dtype == "s8":
         a = (a.astype(np.int16) + 128).astype(np.uint8)  # its fast path: a signed left operand is 11 times slower
-        nodes = [onnx.helper.make_node("MatMulInteger", ["a", "b"], ["y"])]
-        kind, out = kinds.UINT8, kinds.INT32
-    else:
-        nodes = [onnx.helper.make_node("MatMul", ["a", "b"], ["m" if case.epilogue else "y"])]
-        if case.epilogue:
-            last = case.epilogue == "bias"
-            nodes.append(onnx.helper.make_node("Add", ["m", "c"], ["y" if last else "s"]))
-            if not last:
-                nodes.append(onnx.helper.make_node("Gelu", ["s"], ["y"], approximate="tanh"))
-        kind, out = kinds.FLOAT, kinds.FLOAT
-    constants = [onnx.numpy_helper.from_array(bias, "c")] if case.epilogue else []
-    inputs = [info("a", kind, a.shape)]
-    feeds = {"a": a}
-    if case.batch > 1:
-        inputs.append(info("b", kinds.INT8 if case.dtype == "s8" else kinds.FLOAT, b.shape))
-        feeds["b"] = b
-    else:
-        constants.append(onnx.numpy_helper.from_array(b, "b"))
-    graph = onnx.helper.make_graph(nodes, "g", inputs, [info("y", out, None)], constants)
+        return _session([helper.make_node("MatMulInteger", ["a", "b"], ["y"])], a, b, {}, TensorProto.INT32, case.batch > 1)
+    nodes = [helper.make_node("MatMul", ["a", "b"], ["m" if case.epilogue else "y"])]
+    if case.epilogue:
+        last = case.epilogue == "bias"
+        nodes.append(helper.make_node("Add", ["m", "c"], ["y" if last else "s"]))
+        if not last:
+            nodes.append(helper.make_node("Gelu", ["s"], ["y"], approximate="tanh"))
+    return _session(nodes, a, b, {"c": bias} if case.epilogue else {}, TensorProto.FLOAT, case.batch > 1)
+
+
+def onnxruntime_qdq(case: Case) -> Run:
+    """ONNX Runtime on a product between quantise and dequantise nodes, u8 in and out: a quarter of the others' result."""
+    import numpy as np
+    from onnx import TensorProto, helper
+
+    if case.dtype != "s8" or case.batch > 1 or case.epilogue:
+        raise NotImplementedError("a quantised product of two matrices")
+    a, b, _ = (t.numpy() for t in _torch_data(case))
+    constants = {
+        "as": np.array(1, np.float32), "az": np.array(128, np.uint8), "bs": np.ones(case.N, np.float32),
+        "bz": np.zeros(case.N, np.int8), "ys": np.array(300.0 * case.K**0.5, np.float32), "yz": np.array(128, np.uint8),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("DequantizeLinear", ["a", "as", "az"], ["x"]),
+        helper.make_node("DequantizeLinear", ["b", "bs", "bz"], ["w"], axis=1),
+        helper.make_node("MatMul", ["x", "w"], ["m"]),
+        helper.make_node("QuantizeLinear", ["m", "ys", "yz"], ["y"]),
+    ]
+    return _session(nodes, (a.astype(np.int16) + 128).astype(np.uint8), b, constants, TensorProto.UINT8, False)
+
+
+def _session(nodes: Any, a: Any, b: Any, constants: dict[str, Any], out: int, b_given: bool) -> Run:
+    """A session that computes y from the input a and b, given at each call or a constant packed beforehand."""
+    import onnx
+    import onnxruntime as ort
+
+    def info(name: str, array: Any) -> Any:
+        return onnx.helper.make_tensor_value_info(name, onnx.helper.np_dtype_to_tensor_dtype(array.dtype), array.shape)
+
+    feeds = {"a": a, "b": b} if b_given else {"a": a}
+    held = constants if b_given else {**constants, "b": b}
+    graph = onnx.helper.make_graph(
+        nodes, "g", [info(n, v) for n, v in feeds.items()], [onnx.helper.make_tensor_value_info("y", out, None)],
+        [onnx.numpy_helper.from_array(v, n) for n, v in held.items()],
+    )  # fmt: skip
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 20)], ir_version=10)
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = int(os.environ.get("OMP_NUM_THREADS", "0"))
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     return lambda: session.run(None, feeds)
 
 
@@ -197,13 +263,16 @@ def xla(case: Case) -> Run:
 
 
 def openblas(case: Case) -> Run:
-    """NumPy's matmul."""
+    """NumPy's matmul, the weight in whichever order is faster."""
     import numpy as np
 
     if case.dtype != "f32" or case.epilogue:
         raise NotImplementedError("BLAS multiplies f32")
     a, b, _ = (t.numpy() for t in _torch_data(case))
-    return lambda: np.matmul(a, b)
+    if case.batch > 1:
+        return lambda: np.matmul(a, b)
+    turned = np.ascontiguousarray(b.T).T
+    return _fastest(lambda: np.matmul(a, b), lambda: np.matmul(a, turned))
 
 
 CONTENDERS: dict[str, Callable[[Case], Run]] = {
@@ -212,6 +281,7 @@ CONTENDERS: dict[str, Callable[[Case], Run]] = {
     "torch": torch_eager,
     "onednn": onednn,
     "onnxruntime": onnxruntime,
+    "onnxruntime qdq": onnxruntime_qdq,
     "xla": xla,
     "openblas": openblas,
 }
