@@ -191,6 +191,16 @@ def test_what_has_no_address_is_refused_with_a_sentence():
             of_store(root)
 
 
+@pytest.mark.parametrize("first", [0, 4, 8])
+def test_a_range_of_what_a_reshape_gave_extents_of_one(first):
+    """As of a bias that several ranges of columns share."""
+    acc, bias = slice_(accumulator(3, 12), 1, first, first + 4), param(0, 12)
+    part = slice_(reshape(bias, (1, 12)), 1, first, first + 4)
+    access = of_store(map_("add", acc, broadcast(part, (3, 4))))
+    assert access.first == first
+    assert places(access.of_leaf(bias), 3, 4).tolist() == [list(range(first, first + 4))] * 3
+
+
 def test_one_value_in_two_arrangements_is_refused():
     acc = accumulator(4, 4)
     with pytest.raises(Unsupported, match="two arrangements"):

@@ -11,7 +11,7 @@ from llvm_map import run_expression
 from tilewright.candidates.llvm._access import Unsupported
 from tilewright.candidates.llvm._casts import FP8
 from tilewright.candidates.llvm._vector import KNOWN, check
-from tilewright.dtype import BF16, F16, F32, F64, S4, S8, S16, S32, U4, U8, U16, DType
+from tilewright.dtype import BF16, F16, F32, F64, S4, S8, S16, S32, U4, U8, U16, U32, DType
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Dequantize, Map, Param, Quantize
@@ -154,6 +154,18 @@ def test_dequantize_is_exact(source, target):
         if zero is not None:
             given[param(2, torch.empty(()), source)] = torch.tensor(zero).to(source.to_torch())
         assert_agrees(Node(Dequantize(target), *given), given)
+
+
+@pytest.mark.parametrize("source", [S32, U32], ids=str)
+def test_dequantize_of_32_bits_rounds_them_to_f32(source):
+    """Without a zero point; a difference from one would have to be exact, and is refused."""
+    x = torch.tensor([0, 1, -1, 2**24 + 1, -(2**24) - 3, 2**31 - 1, -(2**31), 123456789], dtype=torch.int64)
+    x = (x.abs() if source is U32 else x).to(source.to_torch()).reshape(2, 4)
+    scale = torch.tensor(0.3337)
+    given = {param(0, x, source): x, param(1, scale, F32): scale}
+    assert_agrees(Node(Dequantize(F32), *given), given)
+    with pytest.raises(Unsupported, match=f"dequantizing {source}"):
+        check([Node(Dequantize(F32), *given, param(2, torch.empty(()), source))])
 
 
 def test_a_code_quantised_and_dequantised_at_once_is_what_it_would_be_through_memory():

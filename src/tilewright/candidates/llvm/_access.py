@@ -167,6 +167,8 @@ def below_view(node: Node, source: Node, view: View) -> View:
         if isinstance(op, (Quantize, Dequantize)) and op.block is not None and source is not node.src[0]:
             raise Unsupported("a scale given by blocks")
         layout = against(source.shape, view.layout)
+    elif isinstance(op, Reshape) and [d for d in node.shape if d > 1] == [d for d in source.shape if d > 1]:
+        return _with_ones(source.shape, node.shape, view)
     elif isinstance(op, (Reshape, Broadcast)):
         layout = above(node, view.layout)
     else:
@@ -181,6 +183,14 @@ def below_view(node: Node, source: Node, view: View) -> View:
     kept = [d > 1 for d in source.shape]
     start = tuple(s if k else 0 for s, k in zip(view.start[extra:], kept, strict=True))
     return View(layout, start, tuple(s if k else 1 for s, k in zip(view.step[extra:], kept, strict=True)))
+
+
+def _with_ones(shape: Shape, seen: Shape, view: View) -> View:
+    """The view of what has `shape`, of which `view` shows a reshape to `seen` that moves extents of 1 alone."""
+    whole: tuple[tuple[Axis, ...], int, int] = ((), 0, 1)
+    parts = iter([p for p, d in zip(zip(view.layout, view.start, view.step, strict=True), seen, strict=True) if d > 1])
+    layout, start, step = zip(*(next(parts) if d > 1 else whole for d in shape), strict=True) if shape else ((), (), ())
+    return View(layout, start, step)
 
 
 def of_store(root: Node) -> Access:

@@ -71,7 +71,8 @@ def check_node(n: Node) -> None:
         if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
             raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no vector form")
     elif isinstance(op, Dequantize):
-        if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > 16):
+        most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
+        if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > most):
             raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no vector form")
     elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
         raise Unsupported(f"{op.name} has no vector form")
