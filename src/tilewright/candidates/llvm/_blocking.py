@@ -50,7 +50,9 @@ def blocks_for(
         mc, nc = tiles, max(1, SHORT_BYTES // panel)
     else:
         most = max(1, l2 // 2 // panel)
-        mc, nc = _block(target.cores, batch, tiles, min(panels, most), panels, mr * groups * 4, panel, groups * mr * nv)
+        mc, nc = _block(
+            target.cores, batch, tiles, min(panels, most), panels, mr * groups * 4, panel, groups * mr * nv // dot.tile
+        )
     far_apart = depth * dot.lhs.bits % (8 * 4096) == 0 and mr > WAYS
     kc = depth if kc >= groups else kc * dot.k
     return Blocks(mr, nv, max(kc, 1), min(mc, tiles), min(nc, panels), not in_place or far_apart, private)
@@ -62,8 +64,9 @@ def shapes(dot: Dot) -> Iterator[tuple[int, int]]:
         yield 2, 2 * dot.tile
         return
     for nv in (4, 3, 2, 1):
-        # accumulators, a row of the right operand, a broadcast of the left one, and what an instruction of two steps needs
-        most = min(24, (dot.registers - nv - 2) // nv)
+        # accumulators, a row of the right operand, a broadcast of the left one, and what an instruction of two steps needs;
+        # on Arm, whose broadcasts are loads of their own, the one on its way
+        most = min(24, (dot.registers - nv - (2 if dot.lanes > 4 else 3)) // nv)
         if most > 0:
             yield nv, most
 
