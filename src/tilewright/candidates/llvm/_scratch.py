@@ -28,7 +28,7 @@ _idle: dict[int, list[mmap.mmap]] = {}
 
 def take(size_bytes: int) -> Scratch:
     """At least so many bytes to work in, nobody else's until they are given back."""
-    size = max(SMALLEST, 1 << (size_bytes - 1).bit_length())
+    size = 1 << (size_bytes - 1).bit_length() if size_bytes > SMALLEST else SMALLEST
     try:
         return _free[size].pop()
     except (KeyError, IndexError):
@@ -38,7 +38,10 @@ def take(size_bytes: int) -> Scratch:
 
 def give(scratch: Scratch) -> None:
     """Back to the pool."""
-    _free.setdefault(scratch[1], []).append(scratch)
+    try:
+        _free[scratch[1]].append(scratch)
+    except KeyError:
+        _free.setdefault(scratch[1], []).append(scratch)
 
 
 def maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:

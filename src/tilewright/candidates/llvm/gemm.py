@@ -243,14 +243,16 @@ def _prepared(
         pointers = [0] * nest.pointers
         pointers[count + 1], pointers[-1] = value.data_ptr(), _aligned(packed)
         call(*pointers, threads_of(), 1)
-    first = count + 2  # the results' place among the pointers
     blank = [0] * (nest.pointers + 2)
     blank[nest.pointers - 1] = _aligned(packed)
     room, threads_slot = nest.pointers - 2, nest.pointers
-    makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in plan.stores]
+    makers = [(at, maker(s.root.shape, s.root.dtype.to_torch())) for at, s in enumerate(plan.stores, count + 2)]
+    # Python's own time is what a small product takes: nothing is worked out in a call that is known before.
+    alone, each = nest.scratch(1), nest.scratch(2) - nest.scratch(1)
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         args, held = blank.copy(), [packed]  # alive until the call is over
+        results: list[torch.Tensor] = []
         for i in read:
             t = sources[i]
             if not t.is_contiguous():
@@ -263,11 +265,12 @@ def _prepared(
         if right is not None:
             held.append(_operand(right, sources, plan.along))
             args[count + 1] = held[-1].data_ptr()
-        results = [make() for make in makers]
-        for at, t in enumerate(results, first):
+        for at, make in makers:
+            t = make()
             args[at] = t.data_ptr()
+            results.append(t)
         args[threads_slot] = threads = 1 if small else threads_of()
-        memory = take(nest.scratch(threads))
+        memory = take(alone + (threads - 1) * each)
         args[room] = memory[0]
         call(*args)
         give(memory)
