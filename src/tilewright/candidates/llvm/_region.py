@@ -16,23 +16,21 @@ from functools import cached_property
 from tilewright.candidates.llvm._access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
 from tilewright.candidates.llvm._casts import element
 from tilewright.candidates.llvm._vector import FUNCTIONS, VIEWS, check_node
-from tilewright.dtype import F32, PRED
+from tilewright.candidates.llvm._written import apart, written_out
+from tilewright.dtype import PRED
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of, reshaped
-from tilewright.ir.build import const, convert, map_, reshape
-from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     Broadcast,
     Convert,
     Dequantize,
     Gather,
-    LayerNorm,
     Map,
     Param,
     Quantize,
     Reduce,
     Reshape,
     Slice,
-    Softmax,
     Transpose,
 )
 
@@ -129,6 +127,29 @@ class Region:
         return found
 
     @cached_property
+    def of_softmaxes(self) -> frozenset[Node]:
+        """The maximum and the exponentials of each softmax: the sum tells of a NaN, so the first need not, and no exponent is
+        above 0, so that the second may stop at f32's normal numbers."""
+        users: dict[Node, list[Node]] = {}
+        for n in self.nodes:
+            for s in n.src:
+                users.setdefault(s, []).append(n)
+        found: set[Node] = set()
+        for n in self.nodes:
+            if _named(n, "multiply") and _named(n.src[1], "divide") and _named(n.src[0], "exponential"):
+                weight, total = n.src[0], n.src[1].src[1]
+                below, highest = weight.src[0], weight.src[0].src[-1:]
+                alone = [set(users[weight]) == {n, total}, weight not in self.roots, _adds_up(total, weight)]
+                if (
+                    all(alone)
+                    and _named(below, "subtract")
+                    and highest[0].src == below.src[:1]
+                    and users[highest[0]] == [below]
+                ):
+                    found |= {weight, highest[0]}
+        return frozenset(n for n in found if n not in self.roots)
+
+    @cached_property
     def kept(self) -> list[Node]:
         """What is written beside when it is first known and read in later passes."""
         found: dict[Node, None] = {}
@@ -144,6 +165,14 @@ class Region:
         """Instructions on elements, roughly."""
         goals = [n for p in range(self.passes) for n in self.goals(p)]
         return self.rows * self.columns * sum(min(self.cost[n], 64) for n in goals)
+
+
+def _named(n: Node, fn: str) -> bool:
+    return isinstance(n.op, Map) and n.op.fn == fn
+
+
+def _adds_up(n: Node, what: Node) -> bool:
+    return isinstance(n.op, Reduce) and n.op.fn == "add" and n.src == (what,)
 
 
 def _cost(n: Node) -> int:
@@ -165,7 +194,7 @@ def region_of_rows(roots: Sequence[Node]) -> Region:
         raise Unsupported("nothing but views: no element need move")
     if any(0 in n.shape for n in toposort(roots)):
         raise Unsupported("an extent is zero")
-    written, sources = _apart(_written_out(roots))
+    written, sources = apart(written_out(roots))
     order = toposort(written)
     for n in order:
         if isinstance(n.op, Reduce):
@@ -213,91 +242,6 @@ def _check_reduction(n: Node) -> None:
         raise Unsupported(f"reducing {n.dtype} by {n.op.fn} has no vector form")
     if n.dtype.is_integer and (n.dtype.bits < 8 or n.dtype.bits > 32):
         raise Unsupported(f"reducing {n.dtype} has no vector form")
-
-
-# -- norms and softmaxes written out
-
-
-def _written_out(roots: Sequence[Node]) -> list[Node]:
-    """The expressions with no operation left but sums, means, maxima, elementwise ones, views; floats are added up in f32."""
-    made: dict[Node, Node] = {}
-    for n in toposort(roots):
-        src = [made[s] for s in n.src]
-        op = n.op
-        if isinstance(op, LayerNorm):
-            made[n] = _norm(op, n, src)
-        elif isinstance(op, Softmax):
-            made[n] = _softmax(op, n, src[0])
-        elif isinstance(op, Reduce):
-            made[n] = _reduction(op, n, src[0])
-        else:
-            made[n] = n.with_src(src)
-    return [made[r] for r in roots]
-
-
-def _reduction(op: Reduce, n: Node, x: Node) -> Node:
-    if all(x.shape[a] == 1 for a in op.axes):
-        return reshape(x, n.shape)
-    if n.dtype.is_float and n.dtype.bits < 32:
-        return convert(Node(op, convert(x, F32)), n.dtype)
-    return Node(op, x)
-
-
-def _over(x: Node, fn: str, axes: tuple[int, ...]) -> Node:
-    return _reduction(op := Reduce(fn, axes, True), Node(op, x), x)  # type: ignore[arg-type]
-
-
-def _norm(op: LayerNorm, n: Node, src: Sequence[Node]) -> Node:
-    if n.dtype.bits > 32:
-        raise Unsupported(f"{n.dtype} has no vectors here")
-    x, *more = (convert(s, F32) for s in src)
-    axes = tuple(range(op.axis % len(n.shape), len(n.shape)))
-    if op.center:
-        x = map_("subtract", x, _over(x, "mean", axes))
-    variance = _over(map_("multiply", x, x), "mean", axes)
-    y = map_("multiply", x, map_("rsqrt", map_("add", variance, const(op.epsilon, F32))))
-    for fn, side in zip(("multiply", "add"), more, strict=False):
-        y = map_(fn, y, side)
-    return convert(y, n.dtype)
-
-
-def _softmax(op: Softmax, n: Node, x: Node) -> Node:
-    if op.log:
-        raise Unsupported("a softmax's logarithm has no vector form")
-    if n.dtype.bits > 32:
-        raise Unsupported(f"{n.dtype} has no vectors here")
-    axes = (op.axis % len(n.shape),)
-    x = convert(x, F32)
-    weight = map_("exponential", map_("subtract", x, _over(x, "maximum", axes)))
-    return convert(map_("multiply", weight, map_("divide", const(1.0, F32), _over(weight, "add", axes))), n.dtype)
-
-
-def _apart(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
-    """The expressions with a param of its own for each arrangement in which a source is read, and whose each is."""
-    order = toposort(roots)
-    chains: set[Node] = set()
-    tops: dict[Node, None] = dict.fromkeys(r for r in roots)
-    for n in order:
-        if isinstance(n.op, Param) or (isinstance(n.op, VIEWS) and n.src[0] in chains):
-            chains.add(n)
-        else:
-            tops.update(dict.fromkeys(n.src))
-    replaced: dict[Node, Node] = {}
-    sources: list[int] = []
-    for top in tops:
-        if top not in chains:
-            continue
-        leaf, views = top, list[Node]()
-        while leaf.src:
-            views.append(leaf)
-            leaf = leaf.src[0]
-        assert isinstance(leaf.op, Param)
-        value = Node(Param(len(sources), leaf.tensor))
-        sources.append(leaf.op.index)
-        for view in reversed(views):
-            value = Node(view.op, value)
-        replaced[top] = value
-    return substitute(roots, replaced), tuple(sources)
 
 
 # -- where everything lies

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.candidates.llvm._casts import element, size_bytes
+from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._region import Region
 from tilewright.candidates.llvm._text import Function, Int, Module, f32, suffix, vec
@@ -21,7 +22,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
 
 TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
-LONG_BODY = 64  # instructions past which vectors are not worked out side by side
+LONG_BODY = 16  # instructions past which fewer vectors are worked out side by side, for want of registers
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class RowsWriter:
                 lanes.store(row, known[root], self._given[len(region.sources) + i])
 
     def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
+        if n in self.region.of_softmaxes:
+            return lanes.math.bounded_exp(values[n.src[0]])
         return lanes.value(n.src[0] if isinstance(n.op, Gather) else n, values, row)
 
     def _pick(self, n: Node, index: str) -> None:
@@ -173,7 +176,7 @@ class RowsWriter:
         reductions = region.reductions(pass_)
         cost = sum(region.cost[n] for n in region.goals(pass_))
         unroll = self.rows.unroll if cost <= LONG_BODY else min(2, self.rows.unroll)
-        each = [Combine(f, n, lanes) for n in reductions]
+        each = [Combine(f, n, lanes, sees_nan=n not in region.of_softmaxes) for n in reductions]
 
         def vector(column: Int, mask: str | None, sums: Sequence[str]) -> list[str]:
             return self._vector(pass_, row, column, mask, known, each, sums)
@@ -277,8 +280,9 @@ class RowsWriter:
 class Combine:
     """How one reduction adds up vectors of its operand."""
 
-    def __init__(self, f: Function, node: Node, lanes: int):
+    def __init__(self, f: Function, node: Node, lanes: int, *, sees_nan: bool):
         assert isinstance(node.op, Reduce)
+        self._sees_nan = sees_nan
         self.node, self._f, self._lanes, self._fn = node, f, lanes, node.op.fn
         self._dtype: DType = node.dtype
         self.type = vec(lanes, element(self._dtype))
@@ -298,8 +302,10 @@ class Combine:
         return self._f.v(f"select {vec(self._lanes, 'i1')} {mask}, {self.type} {value}, {self.type} {self.nothing}")
 
     def joined(self, a: str, b: str) -> str:
-        """One step; NaN stays."""
+        """One step."""
         f, t = self._f, self.type
+        if not self._sees_nan:
+            return Math(f, self._lanes).at_least(a, b)
         if self._fn in ("add", "mean"):
             return f.v(f"{'fadd' if self._dtype is F32 else 'add'} {t} {a}, {b}")
         kind = "s" if self._dtype.kind == "int" else "u"
