@@ -165,32 +165,42 @@ class Packing:
         return rows[0]
 
     def _pack_along(self, f: Function, b: Int, panel: Int, out: str) -> None:
-        """From columns of K: as many columns as lanes are read and their groups transposed."""
+        """From columns of K: as many columns as lanes are read and their groups transposed; what K leaves over, word by word,
+        which is the shorter code."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
-        words = vec(d.lanes, "i32")
+        words, width = vec(d.lanes, "i32"), d.lanes * 4
+        whole = n.depth // n.vector * n.vector
+        left = n.depth - whole
+        line = f.alloca(width) if left else ""
         with f.loop(0, n.blocks.nv) as part:
             column = f.add(f.mul(panel, n.nr), f.mul(part.index, d.lanes))
 
-            def block(k: Int, count: int, mask: str | None, at: Int = part.index, column: Int = column) -> None:
-                vectors = Vectors(f, n.rhs, n.vector, Columns(k, True, mask), sources)
-                read: list[str] = []
-                for i in range(d.lanes):
-                    inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored
-                    value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
-                    if mask is not None:
-                        value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
-                    read.append(f.v(f"bitcast {d.operand} {self._flipped(f, value)} to {words}"))
-                first = f.div(k, d.k)
-                for i, value in enumerate(transposed(f, read)[: n.groups(count)]):
-                    place = f.add(f.mul(f.add(first, i), n.blocks.nv), at)
-                    f.store(words, value, f.at(out, f.mul(place, d.lanes * 4)), 4)
+            def read(vectors: Vectors, i: Int, mask: str | None, column: Int = column) -> str:
+                inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored
+                value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
+                if mask is not None:
+                    value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
+                return f.v(f"bitcast {d.operand} {self._flipped(f, value)} to {words}")
 
-            whole = n.depth // n.vector * n.vector
-            with f.loop(0, whole, n.vector) as loop:
-                block(loop.index, n.vector, None)
-            if n.depth % n.vector:
-                block(whole, n.depth % n.vector, f.first_lanes(n.vector, n.depth - whole))
+            def place(group: Int, at: Int = part.index) -> str:
+                return f.at(out, f.mul(f.add(f.mul(group, n.blocks.nv), at), width))
+
+            if whole:
+                with f.loop(0, whole, n.vector) as loop:
+                    vectors = Vectors(f, n.rhs, n.vector, Columns(loop.index, True, None), sources)
+                    first = f.div(loop.index, d.k)
+                    for i, value in enumerate(transposed(f, [read(vectors, i, None) for i in range(d.lanes)])):
+                        f.store(words, value, place(f.add(first, i)), 4)
+            if left:
+                mask = f.first_lanes(n.vector, left)
+                vectors = Vectors(f, n.rhs, n.vector, Columns(whole, True, mask), sources)
+                with f.loop(0, d.lanes) as lane:
+                    f.store(words, read(vectors, lane.index, mask), line, width)
+                    to = f.mul(lane.index, 4)
+                    with f.loop(0, n.groups(left)) as group:
+                        word = f.load("i32", f.at(line, f.mul(group.index, 4)), 4)
+                        f.store("i32", word, f.at(place(f.add(whole // d.k, group.index)), to), 4)
 
 
 def transposed(f: Function, rows: Sequence[str]) -> list[str]:
