@@ -216,7 +216,7 @@ def test_kernels_for_other_processors_are_right_in_qemu(chip):
 @pytest.mark.conformance
 @pytest.mark.parametrize("start", range(8))
 def test_two_thousand_random_problems_on_one_to_eight_threads(start):
-    assert run_child(100 + start, 250, threads=(tuple(range(1, 9)),)) > 100
+    assert run_child(100 + start, 440, threads=(tuple(range(1, 9)),)) > 250
 
 
 @pytest.mark.conformance
