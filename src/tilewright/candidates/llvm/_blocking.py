@@ -46,13 +46,16 @@ def blocks_for(
     panel = min(kc, groups) * nr * 4
     if private:
         mc, nc = 1, max(1, l2 // 4 // (groups * nr * 4))
-    elif few:
-        mc, nc = tiles, max(1, SHORT_BYTES // panel)
     else:
-        most = max(1, l2 // 2 // panel)
-        mc, nc = _block(
-            target.cores, batch, tiles, min(panels, most), panels, mr * groups * 4, panel, groups * mr * nv // dot.tile
-        )
+        most = min(panels, max(1, (SHORT_BYTES if few else l2 // 2) // panel))
+        if few:
+            sizes = [(tiles, each) for each in range(1, most + 1)]
+            if panels < 2 * target.cores:  # a panel is then read twice rather than that threads stand idle
+                sizes += [(down, 1) for down in _parts(tiles)]
+        else:
+            sizes = [(down, across) for down in _parts(tiles) for across in {min(p, most) for p in _parts(panels)}]
+        product = groups * mr * nv // dot.tile
+        mc, nc = _block(target.cores, batch, tiles, panels, sizes, mr * groups * 4, panel, product)
     far_apart = depth * dot.lhs.bits % (8 * 4096) == 0 and mr > WAYS
     kc = depth if kc >= groups else kc * dot.k
     return Blocks(mr, nv, max(kc, 1), min(mc, tiles), min(nc, panels), not in_place or far_apart, private)
@@ -77,7 +80,7 @@ def _tile(dot: Dot, rows: int, columns: int, groups: int, few: bool) -> tuple[in
     found: list[tuple[float, int, int]] = []
     for nv, most in shapes(dot):
         tiles = -(-rows // most)
-        mr = -(-rows // tiles) if dot.tile == 1 else min(rows, most)
+        mr = _even(rows, tiles, most, dot.tile)
         panels = -(-columns // (nv * dot.lanes))
 
         def cycles(m: int, nv: int = nv) -> float:
@@ -90,6 +93,15 @@ def _tile(dot: Dot, rows: int, columns: int, groups: int, few: bool) -> tuple[in
     return next((nv, mr) for time, nv, mr in found if time <= CLOSE * best)
 
 
+def _even(rows: int, tiles: int, most: int, height: int) -> int:
+    """Rows of a tile, the last having fewer: as even as can be without more registers of `height` rows."""
+
+    def registers(mr: int) -> int:
+        return (tiles - 1) * -(-mr // height) - (-(rows - (tiles - 1) * mr) // height)
+
+    return min(range(-(-rows // tiles), min(rows, most) + 1), key=lambda mr: (registers(mr), mr))
+
+
 def _pass(dot: Dot, mr: int, groups: int, l1: int, most: int) -> int:
     """Groups of K in a pass: a tile of the left operand stays in the first-level cache. Whole packed vectors, or all."""
     if mr * groups * 4 <= l1 * 3 // 2 and groups <= most:
@@ -99,11 +111,17 @@ def _pass(dot: Dot, mr: int, groups: int, l1: int, most: int) -> int:
     return -(-groups // passes // dot.lanes) * dot.lanes
 
 
-def _block(cores: int, batch: int, tiles: int, most: int, panels: int, tile: int, panel: int, product: int) -> tuple[int, int]:
+def _parts(size: int) -> set[int]:
+    return {-(-size // n) for n in PARTS}
+
+
+def _block(
+    cores: int, batch: int, tiles: int, panels: int, sizes: list[tuple[int, int]], tile: int, panel: int, product: int
+) -> tuple[int, int]:
     """(mc, nc): tiles and panels of a task, so that threads finish together and blocks are read from afar seldom.
 
     Args:
-        most: panels of a block that stay in the second-level cache.
+        sizes: to choose from.
         tile, panel: bytes of one.
         product: cycles of a tile times a panel.
     """
@@ -112,8 +130,4 @@ def _block(cores: int, batch: int, tiles: int, most: int, panels: int, tile: int
         tasks = batch * -(-tiles // mc) * -(-panels // nc)
         return -(-tasks // cores) * (TASK + mc * nc * (product + CALL) + (mc * tile + nc * panel) / FAR)
 
-    def parts(size: int) -> set[int]:
-        return {-(-size // n) for n in PARTS}
-
-    sizes = [(mc, nc) for mc in parts(tiles) for nc in parts(panels) if nc <= most] or [(mc, most) for mc in parts(tiles)]
     return min(sizes, key=lambda size: (time(*size), size))
