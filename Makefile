@@ -30,6 +30,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/limits.py
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/cpu.py --shapes
+	$(BIN)/python benchmarks/thread.py
+	$(BIN)/python benchmarks/models.py
+	$(BIN)/python benchmarks/idle.py
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -7,10 +7,12 @@ a process, or its threads, with another.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
@@ -23,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).parent
 # One that is this many times slower than the best in the first two rounds keeps those figures and sits the others out.
 OUTCLASSED = 3.0
+PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>: the signal a process gets when its parent ends
 
 
 class Process:
@@ -105,6 +108,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 
 
 def _serve(module: str, name: str) -> None:
+    if sys.platform == "linux":  # a run that is killed leaves nobody at work beside the next one
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers, sys.stdout = sys.stdout, sys.stderr  # whatever a library prints is no answer
     contenders = importlib.import_module(module)
     run: Callable[[], Any] | None = None
