@@ -108,7 +108,7 @@ def _row(step: Step, us: float, ceilings: Target) -> StepRow:
         kind=step.part.kind,
         problem=describe(step),
         candidate=candidate_of(step),
-        schedule=str(decision.kernel.schedule) if decision is not None else "",
+        schedule=str(decision.kernel.schedule) if decision is not None and decision.kernel.schedule.knobs else "",
         time_us=round(us, 3),
         ops=work.ops,
         bytes=work.bytes,

@@ -1,4 +1,4 @@
-"""One notion for a generated kernel, a library call and the reference: something that may do a gemm.
+"""One notion for a generated kernel, a library call and the reference: something that may do what a program asks.
 
 A candidate is one module under `candidates/` with a module-level `CANDIDATE`; it is found by file name.
 """
@@ -30,8 +30,8 @@ class Kernel:
     Attributes:
         candidate: name of the candidate.
         schedule: the point it was built for.
-        prepare: given the weights by source index, packs them and returns what runs: all the gemm's sources in, one tensor a
-            store out. The sources may have any strides. The runner must not write them nor return memory it will write again.
+        prepare: given the weights by source index, packs them and returns what runs: all the problem's sources in, one tensor
+            a result out. Sources may have any strides; the runner must not write them nor return memory it will write again.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
         roundoff: of the sums, where the hardware keeps fewer bits of them than the accumulator has; it is verified with room
@@ -52,11 +52,11 @@ class Kernel:
 
 @runtime_checkable
 class Candidate(Protocol):
-    """A way to do gemms or attentions. `refuse` comes first: the other two may assume it said None.
+    """A way to do gemms, attentions or regions. `refuse` comes first: the other two may assume it said None.
 
     Attributes:
         name: unique.
-        kinds: of problem it is ever asked about: a `Problem`, an `AttentionProblem`, or both.
+        kinds: of problem it is ever asked about: a `Problem`, an `AttentionProblem`, a `RegionProblem`.
         preference: order in which candidates are tried when nothing is measured, and which of two equally fast ones is kept:
             below 10 for kernels generated for the problem, 10 to 89 for libraries, `LAST_RESORT` for the reference.
     """

@@ -35,6 +35,7 @@ from tilewright.ir.ops import (
 )
 
 COMBINED = ("add", "mean", "maximum", "minimum")
+KEPT_COLUMNS = 1 << 16  # of rows that are kept beside: past that they would leave the second-level cache
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
 
 
@@ -136,13 +137,13 @@ class Region:
                 users.setdefault(s, []).append(n)
         found: set[Node] = set()
         for n in self.nodes:
-            if _named(n, "multiply") and _named(n.src[1], "divide") and _named(n.src[0], "exponential"):
+            if is_named(n, "multiply") and is_named(n.src[1], "divide") and is_named(n.src[0], "exponential"):
                 weight, total = n.src[0], n.src[1].src[1]
                 below, highest = weight.src[0], weight.src[0].src[-1:]
                 alone = [set(users[weight]) == {n, total}, weight not in self.roots, _adds_up(total, weight)]
                 if (
                     all(alone)
-                    and _named(below, "subtract")
+                    and is_named(below, "subtract")
                     and highest[0].src == below.src[:1]
                     and users[highest[0]] == [below]
                 ):
@@ -153,7 +154,7 @@ class Region:
     def kept(self) -> list[Node]:
         """What is written beside when it is first known and read in later passes."""
         found: dict[Node, None] = {}
-        for n in self.nodes:
+        for n in self.nodes if self.columns <= KEPT_COLUMNS else ():
             for s in n.src:
                 later = self.level[n] > self.level[s] and not isinstance(n.op, Reduce)
                 if later and s in self.across and s.dtype is not PRED and self.cost[s] > WORKED_OUT_AGAIN:
@@ -167,7 +168,7 @@ class Region:
         return self.rows * self.columns * sum(min(self.cost[n], 64) for n in goals)
 
 
-def _named(n: Node, fn: str) -> bool:
+def is_named(n: Node, fn: str) -> bool:
     return isinstance(n.op, Map) and n.op.fn == fn
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tilewright.candidates.llvm._casts import element, size_bytes
 from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
-from tilewright.candidates.llvm._region import Region
+from tilewright.candidates.llvm._region import Region, is_named
 from tilewright.candidates.llvm._text import Function, Int, Module, f32, suffix, vec
 from tilewright.candidates.llvm._vector import Columns, Lanes
 from tilewright.dtype import F32, DType
@@ -283,6 +283,8 @@ class Combine:
     def __init__(self, f: Function, node: Node, lanes: int, *, sees_nan: bool):
         assert isinstance(node.op, Reduce)
         self._sees_nan = sees_nan
+        # Numbers without a sign are in the order of their bits, NaN above all.
+        self._sizes = node.op.fn == "maximum" and node.dtype is F32 and is_named(node.src[0], "abs")
         self.node, self._f, self._lanes, self._fn = node, f, lanes, node.op.fn
         self._dtype: DType = node.dtype
         self.type = vec(lanes, element(self._dtype))
@@ -293,6 +295,8 @@ class Combine:
         d = self._dtype
         if self._fn in ("add", "mean"):
             return f"splat (float {f32(-0.0)})" if d is F32 else "zeroinitializer"
+        if self._sizes:
+            return "zeroinitializer"
         worst = d.lowest if self._fn == "maximum" else d.highest
         return f"splat (float {f32(float(worst))})" if d is F32 else f"splat ({element(d)} {int(worst)})"
 
@@ -304,6 +308,10 @@ class Combine:
     def joined(self, a: str, b: str) -> str:
         """One step."""
         f, t = self._f, self.type
+        if self._sizes:
+            bits = vec(self._lanes, "i32")
+            args = [(bits, f.v(f"bitcast {t} {x} to {bits}")) for x in (a, b)]
+            return f.v(f"bitcast {bits} {f.intrinsic(f'llvm.umax.{suffix(bits)}', bits, *args)} to {t}")
         if not self._sees_nan:
             return Math(f, self._lanes).at_least(a, b)
         if self._fn in ("add", "mean"):
