@@ -12,7 +12,7 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, gemm
 from tilewright.ir.verify import verify
-from tilewright.runtime.partition import ALONE, partition
+from tilewright.runtime.partition import ALONE, decided, partition, problem_of_part
 
 X, Y, _ = INPUTS
 
@@ -209,3 +209,17 @@ def test_a_cast_that_others_read_or_that_narrows_what_a_region_makes_does_not_wa
     narrow = convert(map_("tanh", X), BF16)
     first, *_ = parts(map_("add", convert(deep, BF16), narrow))
     assert first.kind == "elementwise" and first.outputs == (narrow,)
+
+
+@settings(max_examples=100, deadline=None)
+@given(graphs())
+def test_kernels_compete_for_what_runs_at_every_call_but_for_opaque_calls(graph):
+    for part in partition(graph):
+        called = any(isinstance(n.op, Call) for n in part.nodes)
+        assert decided(part) == (not part.once and not called)
+        if decided(part):
+            problem, sources = problem_of_part(part)
+            assert (problem.kind == "region") == (part.kind not in ("gemm", "attention"))
+            assert set(sources) == set(part.inputs) and problem.types == tuple(s.tensor for s in sources)
+            if problem.kind == "region":
+                assert problem.outputs == tuple(n.tensor for n in part.outputs)

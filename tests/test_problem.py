@@ -1,4 +1,4 @@
-"""What a gemm asks, read off its expressions."""
+"""What gemms, attentions and regions ask, read off their expressions."""
 
 import pytest
 
@@ -6,9 +6,9 @@ from tilewright.dtype import BF16, F16, F32, F64, S4, S8, S32
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, Param, gemm
+from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, LayerNorm, Param, Quantize, gemm
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AttentionProblem, Problem, problem_of, read_operand
+from tilewright.schedule.problem import AttentionProblem, Problem, problem_of, read_operand, region_of
 
 
 def posed(text):
@@ -130,3 +130,26 @@ def test_attention_is_a_problem_too():
     assert p.ops == 2 * (2 * 4 * 5) * 7 * 16 and p.bytes == 4 * (320 + 224 + 224 + 35 + 320)
     assert p.outputs == (TensorType(F32, (2, 4, 5, 8)),) and p.weights == (False,) * 4
     assert str(p).startswith("attention q f32[2,4,5,8] k f32[2,2,7,8] v f32[2,2,7,8] mask f32[5,7] causal=lower")
+
+
+def test_a_region_is_the_same_problem_wherever_it_stands():
+    def posed(x, scale, other):
+        total = map_("add", x, other)
+        y = Node(LayerNorm(1, 1e-5), total, scale)
+        roots = (y, Node(Quantize(S8), y, const(0.5, F32)))
+        return region_of([other, scale, x, roots[1].src[1]], roots)
+
+    a, b = input_("a", F32, (4, 8)), input_("b", F32, (4, 8))
+    first, sources = posed(a, const([1.0] * 8, F32), b)
+    again, others = posed(b, const([2.0] * 8, F32), a)
+    assert first == again and hash(first) == hash(again) and first.kind == "region"
+    assert (
+        [s.op.name for s in sources] == ["input", "input", "const", "const"] and sources[:2] == (a, b) and others[:2] == (b, a)
+    )
+    assert first.weights == (False, False, True, True) and [str(t) for t in first.outputs] == ["f32[4,8]", "s8[4,8]"]
+    assert str(first) == "add, layer_norm, quantize -> f32[4,8], s8[4,8]" and not first.only_views
+    assert first.bytes == 4 * (32 + 32 + 8 + 1) + 4 * 32 + 32
+    other, _ = posed(a, const([1.0] * 8, F32), input_("c", F32, (4, 1)))
+    assert other != first
+    moved, _ = region_of([a], [reshape(a, (8, 4))])
+    assert moved.only_views
