@@ -97,9 +97,9 @@ class Nest:
 
     @cached_property
     def asks(self) -> int:
-        """Lines of the next block of the right operand that each group of K asks for: its share of a vector row, if a few tiles
-        of rows are all that a packed weight meets, so that memory is read while any of them is computed. 0: it stays near."""
-        few = self.constant and 1 < self.tiles <= self.blocks.nv * 2 and self.blocks.nc == 1 and self.dot.tile == 1
+        """Lines of the next block of the right operand that each group of K asks for: its share, if two or three tiles of rows
+        are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
+        few = self.constant and 1 < self.tiles <= 3 and self.blocks.nc == 1 and self.dot.tile == 1
         return -(-self.blocks.nv // self.tiles) if few else 0
 
     def groups(self, k: int) -> int:

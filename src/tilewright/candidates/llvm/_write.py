@@ -76,13 +76,10 @@ class Writer(Packing):
             first = [f.load(d.accumulator, f.at("%tile", (m * nv + j) * width), 64) for m in range(rows) for j in range(nv)]
         unroll = 4 if rows * nv <= d.registers // 4 else 1  # what is in flight stays in registers
 
-        def step(group: Int, acc: Sequence[str], ahead: bool) -> list[str]:
+        def step(group: Int, acc: Sequence[str]) -> list[str]:
             b, a = f.at("%b", f.mul(group, width * nv)), f.at("%a", f.mul(group, 4))
-            if ahead:
-                for j in range(nv):
-                    f.prefetch(f.at(b, width * (j + 12 * nv)))
-                for j in range(asks):
-                    f.prefetch(f.at("%next", f.add(f.mul(group, CACHE_LINE * asks), CACHE_LINE * j)), level=2)
+            for j in range(asks):  # what follows at once, processors read ahead themselves
+                f.prefetch(f.at("%next", f.add(f.mul(group, CACHE_LINE * asks), CACHE_LINE * j)), level=2)
             right = [f.load(d.operand, f.at(b, width * j), width) for j in range(nv)]
             after: list[str] = []
             for m in range(rows):
@@ -98,11 +95,11 @@ class Writer(Packing):
             with f.loop(0, done, unroll, carried) as loop:
                 acc = loop.carried
                 for i in range(unroll):
-                    acc = step(f.add(loop.index, i), acc, True)
+                    acc = step(f.add(loop.index, i), acc)
                 loop.next = list(acc)
             carried = [(d.accumulator, x) for x in loop.carried]
         with f.loop(done, "%groups", 1, carried) as loop:
-            loop.next = step(loop.index, loop.carried, unroll == 1)
+            loop.next = step(loop.index, loop.carried)
         for i, x in enumerate(loop.carried):
             f.store(d.accumulator, x, f.at("%tile", i * width), 64)
         f.finish()
