@@ -61,13 +61,17 @@ class Process:
         self._child.wait()
 
     def _ask(self, *words: str) -> str:
+        """The answer. Until the next question the process is held: threads that spin after their work would slow the others."""
         assert self._child.stdin is not None and self._child.stdout is not None
         try:
+            self._child.send_signal(signal.SIGCONT)
             self._child.stdin.write("\t".join(words) + "\n")
             self._child.stdin.flush()
         except BrokenPipeError:
             return ""
-        return self._child.stdout.readline().strip()
+        answer = self._child.stdout.readline().strip()
+        self._child.send_signal(signal.SIGSTOP)
+        return answer
 
 
 def compete(
