@@ -239,7 +239,7 @@ def _prepared(
     packed = torch.empty(0)
     if plan.constant:
         value = _operand(problem.op.rhs, weights, plan.along)
-        packed = torch.empty(nest.packed_rhs + 64, dtype=torch.uint8)
+        packed = maker((nest.packed_rhs + 64,), torch.uint8)()
         pointers = [0] * nest.pointers
         pointers[count + 1], pointers[-1] = value.data_ptr(), _aligned(packed)
         call(*pointers, threads_of(), 1)
