@@ -34,7 +34,8 @@ class Process:
     def __init__(self, module: str, name: str, threads: int):
         self.name = name
         self._command = [sys.executable, str(HERE / "rounds.py"), module, name]
-        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+        counts = {"OMP_NUM_THREADS": str(threads), "OPENBLAS_NUM_THREADS": str(threads)}
+        self._environment = {**os.environ, **counts, "JAX_PLATFORMS": "cpu"}
         self._child = self._started()
 
     def _started(self) -> subprocess.Popen[str]:

@@ -39,7 +39,7 @@ def test_a_product_on_the_gpu_agrees_with_the_oracle(line: str) -> None:
     feeds = make_feeds(graph)
     verified = verify_program(program, line, feeds)
     assert verified.verified, verified.first_difference
-    assert all(s.decision.kernel.candidate != "reference" for s in program.steps if s.decision is not None)
+    assert all(s.decision.kernel.candidate != "reference" for s in program.steps if s.part.kind in ("gemm", "attention"))
 
 
 def test_a_16_bit_product_with_an_epilogue_stays_on_the_matrix_unit() -> None:
