@@ -31,7 +31,7 @@ ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it
 
 
 @dataclass(frozen=True)
-class _Side:
+class Side:
     """How a kernel gets one operand.
 
     Attributes:
@@ -44,14 +44,14 @@ class _Side:
 
 
 @dataclass(frozen=True)
-class _Plan:
+class Plan:
     """What was found out about a problem before any size is chosen."""
 
     choice: Choice
     batch: int
     rows: int
-    lhs: _Side
-    rhs: _Side
+    lhs: Side
+    rhs: Side
     along: bool
     constant: bool
     stores: tuple[Access, ...]
@@ -59,7 +59,7 @@ class _Plan:
 
 
 @lru_cache(maxsize=1024)
-def _plan(problem: Problem, target: Target) -> _Plan | str:
+def _plan(problem: Problem, target: Target) -> Plan | str:
     """The plan, or the sentence why there is none."""
     try:
         return _planned(problem, target)
@@ -67,7 +67,7 @@ def _plan(problem: Problem, target: Target) -> _Plan | str:
         return str(why)
 
 
-def _planned(problem: Problem, target: Target) -> _Plan:
+def _planned(problem: Problem, target: Target) -> Plan:
     if problem.acc.dtype not in (F32, S32):
         raise Unsupported(f"generated kernels add up in f32 or s32, not {problem.acc.dtype}")
     choice = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, target.chip)
@@ -87,12 +87,12 @@ def _planned(problem: Problem, target: Target) -> _Plan:
     if not shared and rhs_root.shape[:-2] != batch_shape:
         rhs_root = broadcast(rhs_root, (*batch_shape, *rhs_root.shape[-2:]))
     constant = shared and all(problem.weights[n.op.index] for n in toposort((rhs_root,)) if isinstance(n.op, Param))
-    lhs = _side(lhs_root, len(problem.types), columns_last=True, outside=False)
+    lhs = side_of(lhs_root, len(problem.types), columns_last=True, outside=False)
     along = _contiguous_along_k(problem)
-    rhs = _side(rhs_root, len(problem.types) + 1, columns_last=not along, outside=constant)
+    rhs = side_of(rhs_root, len(problem.types) + 1, columns_last=not along, outside=constant)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
-    in_place = lhs.outside is None and _lies_right(lhs.access, problem, choice, rows)
-    return _Plan(choice, batch, rows, lhs, rhs, along, constant, tuple(stores), in_place)
+    in_place = lhs.outside is None and lies_right(lhs.access, problem, choice, rows)
+    return Plan(choice, batch, rows, lhs, rhs, along, constant, tuple(stores), in_place)
 
 
 def _contiguous_along_k(problem: Problem) -> bool:
@@ -107,19 +107,19 @@ def _contiguous_along_k(problem: Problem) -> bool:
     return bool(place.columns) and place.columns[0].inner == 1 and place.columns[0].stride == 1
 
 
-def _side(root: Node, index: int, *, columns_last: bool, outside: bool) -> _Side:
+def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> Side:
     if not outside:
         try:
             check((root,))
-            return _Side(of_operand(root, columns_last=columns_last), None)
+            return Side(of_operand(root, columns_last=columns_last), None)
         except Unsupported:
             pass
     shape = root.shape if columns_last else (*root.shape[:-2], root.shape[-1], root.shape[-2])
     stand_in = Node(Param(index, replace(root.tensor, shape=shape)))
-    return _Side(of_operand(stand_in, columns_last=True), root)
+    return Side(of_operand(stand_in, columns_last=True), root)
 
 
-def _lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
+def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
     """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
     codes = problem.lhs.dtype.bits == 4 and choice.dot.lhs.bits == 8  # kept one to a byte
     step = choice.dot.k * choice.dot.tile  # of K, that is read at once
@@ -155,7 +155,7 @@ class LlvmGemm:
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)
-        assert isinstance(plan, _Plan)
+        assert isinstance(plan, Plan)
         dot = plan.choice.dot
         blocks = blocks_for(
             dot,
@@ -192,10 +192,10 @@ class LlvmGemm:
         )
 
 
-def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest, _Plan]:
+def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest, Plan]:
     """The loop nest that a schedule stands for."""
     plan = _plan(problem, target)
-    assert isinstance(plan, _Plan)
+    assert isinstance(plan, Plan)
     knobs, lanes = dict(schedule.knobs), plan.choice.dot.lanes
     mr, nr, kc, mc, nc = (int(knobs[k]) for k in ("mr", "nr", "kc", "mc", "nc"))
     blocks = Blocks(mr, nr // lanes, kc, mc // mr, nc // nr, bool(knobs["pack_lhs"]), bool(knobs["private"]))
@@ -223,8 +223,20 @@ def module_text(nest: Nest) -> str:
 
 
 def _prepared(
-    problem: Problem, plan: _Plan, nest: Nest, call: Callable[..., None], weights: Mapping[int, torch.Tensor]
+    problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], weights: Mapping[int, torch.Tensor]
 ) -> Runner:
+    packed = torch.empty(0)
+    if plan.constant:
+        value = operand(problem.op.rhs, weights, plan.along)
+        packed = maker((nest.packed_rhs + 64,), torch.uint8)()
+        pointers = [0] * nest.pointers
+        pointers[len(problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
+        call(*pointers, torch.get_num_threads(), 1)
+    return runner(problem, plan, nest, call, packed)
+
+
+def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
+    """What runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept alive."""
     count = len(problem.types)
     threads_of = torch.get_num_threads
     small = problem.ops <= ONE_THREAD_OPS
@@ -236,15 +248,8 @@ def _prepared(
     }
     read = sorted(i for i in used if i < count)
     left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
-    packed = torch.empty(0)
-    if plan.constant:
-        value = _operand(problem.op.rhs, weights, plan.along)
-        packed = maker((nest.packed_rhs + 64,), torch.uint8)()
-        pointers = [0] * nest.pointers
-        pointers[count + 1], pointers[-1] = value.data_ptr(), _aligned(packed)
-        call(*pointers, threads_of(), 1)
     blank = [0] * (nest.pointers + 2)
-    blank[nest.pointers - 1] = _aligned(packed)
+    blank[nest.pointers - 1] = aligned(packed)
     room, threads_slot = nest.pointers - 2, nest.pointers
     makers = [(at, maker(s.root.shape, s.root.dtype.to_torch())) for at, s in enumerate(plan.stores, count + 2)]
     # Python's own time is what a small product takes: nothing is worked out in a call that is known before.
@@ -260,10 +265,10 @@ def _prepared(
                 held.append(t)
             args[i] = t.data_ptr()
         if left is not None:
-            held.append(_operand(left, sources, False))
+            held.append(operand(left, sources, False))
             args[count] = held[-1].data_ptr()
         if right is not None:
-            held.append(_operand(right, sources, plan.along))
+            held.append(operand(right, sources, plan.along))
             args[count + 1] = held[-1].data_ptr()
         for at, make in makers:
             t = make()
@@ -279,11 +284,11 @@ def _prepared(
     return run
 
 
-def _aligned(t: torch.Tensor) -> int:
+def aligned(t: torch.Tensor) -> int:
     return -(-t.data_ptr() // 64) * 64
 
 
-def _operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], along: bool) -> torch.Tensor:
+def operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], along: bool) -> torch.Tensor:
     """An operand that torch evaluates, dense, with K last if `along`."""
     params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
     bound = {n: sources[n.op.index] for n in params if isinstance(n.op, Param)}

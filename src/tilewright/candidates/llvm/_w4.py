@@ -1,0 +1,163 @@
+"""Kernels for 4-bit weights: codes decoded in registers from one stream that is read from its start to its end.
+
+A panel of the packed weights is, for each group of K: its columns' scales, their zero points if there are any, and then a word
+of 32 bits a column for every 8 of K. The left operand, the tiles and the epilogue are those of the dense nest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from tilewright.candidates.llvm._casts import Casts
+from tilewright.candidates.llvm._nest import Nest
+from tilewright.candidates.llvm._text import Function, Int, vec
+from tilewright.candidates.llvm._write import Writer
+from tilewright.dtype import F32, DType
+
+CODES = 8  # in a word
+AHEAD = 4096  # bytes of the stream that are asked for before they are read
+WIDE = 16  # lanes for which there is an instruction that looks a code's value up
+
+
+@dataclass(frozen=True)
+class GroupedNest(Nest):
+    """A nest whose right operand is codes of 4 bits, scaled by groups along K.
+
+    Attributes:
+        group: elements of K that share a scale; a multiple of 8. The last group may be shorter.
+        signed: codes are -8 to 7, else 0 to 15.
+        zeros: each group has a zero point, which is taken off its codes first.
+        rounded_to: the type of the weights, to which each is rounded once it is scaled.
+    """
+
+    group: int = 0
+    signed: bool = True
+    zeros: bool = False
+    rounded_to: DType = F32
+
+    @property
+    def group_count(self) -> int:
+        return -(-self.depth // self.group)
+
+    @property
+    def group_rows(self) -> int:
+        """Words of a column in each group of the stream."""
+        return 1 + self.zeros + self.group // CODES
+
+    @property
+    def panel(self) -> int:
+        return self.group_count * self.group_rows * self.nr * 4
+
+    @cached_property
+    def asks(self) -> int:
+        return 0  # kernels ask for their own stream
+
+
+def packed(nest: GroupedNest, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+    """The stream, s32[panels, groups, words, columns], from codes [N, K], scales and zero points [N, groups]."""
+    columns = nest.panels * nest.nr
+    words = torch.zeros(columns, nest.group_count, nest.group // CODES, dtype=torch.int32)
+    of_column = words.view(columns, -1)[: nest.columns, : nest.depth // CODES]
+    for i in range(CODES):
+        of_column |= (codes[:, i::CODES].to(torch.int32) & 15) << 4 * i
+    stream = torch.zeros(nest.panels, nest.group_count, nest.group_rows, nest.nr, dtype=torch.int32)
+
+    def by_panel(t: torch.Tensor) -> torch.Tensor:
+        padded = torch.zeros(columns, nest.group_count, dtype=torch.float32)
+        padded[: nest.columns] = t.float()
+        return padded.view(torch.int32).view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
+
+    stream[:, :, 0] = by_panel(scales)
+    if zeros is not None:
+        stream[:, :, 1] = by_panel(zeros)
+    shape = (nest.panels, nest.nr, nest.group_count, nest.group // CODES)
+    stream[:, :, 1 + nest.zeros :] = words.view(shape).permute(0, 2, 3, 1)
+    return stream
+
+
+class GroupedWriter(Writer):
+    """Writes a `GroupedNest`; its right operand is always packed before."""
+
+    nest: GroupedNest
+
+    def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
+        self._function(name).finish()
+
+    def _micro(self, rows: int, *, fresh: bool) -> None:
+        """result tile = lhs tile x weight panel.
+
+        A group's sums are scaled when they are complete, unless there are no registers for them beside the totals, or weights
+        are rounded once they are scaled: then each weight is scaled as it is decoded.
+        """
+        assert fresh, "K is never cut"
+        n, d = self.nest, self.nest.dot
+        nv, line, row_bytes = n.blocks.nv, n.dot.lanes * 4, n.nr * 4
+        name = f"micro_{rows}"
+        f = Function(self.module, name, [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")])
+        floats, count = vec(d.lanes, "float"), rows * nv
+        folded = 2 * count > d.registers - 8 or n.rounded_to is not F32
+        casts = Casts(f, d.lanes)
+        row_at = [f.mul("%stride", m) for m in range(rows)]
+        zero = ["zeroinitializer"] * count
+
+        def words(index: Int, group: str, base: Int, sides: Sequence[Sequence[str]], acc: Sequence[str]) -> list[str]:
+            """8 of K onto the sums."""
+            at = f.at(group, f.mul(f.add(index, 1 + n.zeros), row_bytes))
+            loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv)]
+            for j in range(0, row_bytes, 64):
+                f.prefetch(f.at(at, AHEAD + j))
+            a = f.at("%a", f.mul(f.add(base, f.mul(index, CODES)), 4 // d.k))
+            after = list(acc)
+            for step in range(CODES // d.k):
+                right = [self._decoded(f, word, step) for word in loaded]
+                if n.zeros:
+                    right = [f.v(f"fsub {floats} {w}, {z}") for w, z in zip(right, sides[1], strict=True)]
+                if folded:
+                    right = [f.v(f"fmul {floats} {w}, {s}") for w, s in zip(right, sides[0], strict=True)]
+                if n.rounded_to is not F32:
+                    right = [casts.convert(casts.convert(w, F32, n.rounded_to), n.rounded_to, F32) for w in right]
+                for m in range(rows):
+                    word = f.splat(d.lanes, "i32", f.load("i32", f.at(f.at(a, row_at[m]), 4 * step), 1))
+                    left = f.v(f"bitcast {vec(d.lanes, 'i32')} {word} to {d.operand}")
+                    for j in range(nv):
+                        after[m * nv + j] = d.emit(f, after[m * nv + j], left, right[j])
+            return after
+
+        with f.loop(0, n.group_count, 1, [(floats, z) for z in zero]) as outer:
+            group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
+            base = f.mul(outer.index, n.group)
+            sides = [
+                [f.load(floats, f.at(group, i * row_bytes + j * line), line) for j in range(nv)] for i in range(1 + n.zeros)
+            ]
+            most = f.div(f.min(n.group, f.sub(n.depth, base)), CODES) if n.depth % n.group else n.group // CODES
+            with f.loop(0, most, 1, [(floats, x) for x in (outer.carried if folded else zero)]) as inner:
+                inner.next = words(inner.index, group, base, sides, inner.carried)
+            sums = list(inner.carried)
+            if not folded:
+                for i, x in enumerate(sums):
+                    fma = (floats, x), (floats, sides[0][i % nv]), (floats, outer.carried[i])
+                    sums[i] = f.intrinsic(f"llvm.fma.v{d.lanes}f32", floats, *fma)
+            outer.next = sums
+        for i, x in enumerate(outer.carried):
+            f.store(floats, x, f.at("%tile", i * line), 64)
+        f.finish()
+
+    def _decoded(self, f: Function, word: str, step: int) -> str:
+        """The values of codes `step` of a vector of words, as the instruction takes them."""
+        n, d = self.nest, self.nest.dot
+        i32, floats = vec(d.lanes, "i32"), vec(d.lanes, "float")
+        values = [c - 16 if n.signed and c > 7 else c for c in range(16)]
+        if d.lanes != WIDE:
+            if n.signed:
+                high = f.v(f"shl {i32} {word}, splat (i32 {28 - 4 * step})")
+                code = f.v(f"ashr {i32} {high}, splat (i32 28)")
+            else:
+                code = f.v(f"and {i32} {f.v(f'lshr {i32} {word}, splat (i32 {4 * step})')}, splat (i32 15)")
+            return f.v(f"sitofp {i32} {code} to {floats}")
+        index = f.v(f"lshr {i32} {word}, splat (i32 {4 * step})") if step else word
+        table = f"<{', '.join(f'float {float(v):.1f}' for v in values)}>"
+        return f.intrinsic("llvm.x86.avx512.permvar.sf.512", floats, (floats, table), (i32, index))

@@ -1,0 +1,150 @@
+"""Generated CPU gemms with constant 4-bit weights, scaled by groups along K: the weights are read as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+
+import torch
+
+from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm._access import Unsupported, of_store
+from tilewright.candidates.llvm._dots import choose
+from tilewright.candidates.llvm._nest import Blocks
+from tilewright.candidates.llvm._scratch import maker
+from tilewright.candidates.llvm._vector import check
+from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter, packed
+from tilewright.candidates.llvm.gemm import Plan, aligned, lies_right, operand, runner, side_of
+from tilewright.dtype import F32
+from tilewright.hardware.target import Chip, Target
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Dequantize, Param, Transpose
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.schedule import Schedule
+
+ROWS = 16  # of a tile, at most
+PANELS = 8  # of a block, if it has more than one tile
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, target: Target) -> Plan | str:
+    """The plan, or the sentence why there is none."""
+    try:
+        return _planned(problem, target.chip)
+    except Unsupported as why:
+        return str(why)
+
+
+def _weights(problem: Problem) -> tuple[Node, int, bool]:
+    """The dequantisation of the right operand, its group's length, and whether K is its last axis.
+
+    Raises:
+        Unsupported: the right operand is no such thing.
+    """
+    found, views = problem.rhs.dequantize, problem.rhs.views
+    if found is None or found.src[0].dtype.bits != 4 or not found.src[0].dtype.is_integer:
+        raise Unsupported("the right operand is not 4-bit codes with scales")
+    op = found.op
+    along = len(views) == 1 and isinstance(views[0].op, Transpose) and problem.rhs.transposed
+    assert isinstance(op, Dequantize)
+    if len(found.shape) != 2 or (views and not along):
+        raise Unsupported("the weights are not one matrix, as it is or transposed")
+    if not all(problem.weights[n.op.index] for n in toposort((found,)) if isinstance(n.op, Param)):
+        raise Unsupported("the weights are not constant")
+    block = op.block[::-1] if op.block and along else op.block
+    if not block or block[1] != 1 or block[0] % CODES or problem.K % CODES:
+        raise Unsupported("scales are not given for groups of a multiple of 8 along K")
+    return found, block[0], along
+
+
+def _planned(problem: Problem, chip: Chip) -> Plan:
+    _, _, along = _weights(problem)
+    if problem.acc.dtype is not F32:
+        raise Unsupported(f"4-bit weights are added up in f32, not {problem.acc.dtype}")
+    if not problem.batch * problem.M * problem.N * problem.K:
+        raise Unsupported("the product is empty")
+    check(problem.op.stores)
+    choice = choose(F32, F32, F32, chip)
+    if choice is None or problem.lhs.dtype.bits > 32 or not problem.lhs.dtype.is_float:
+        raise Unsupported(f"{chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
+    lhs = side_of(problem.op.lhs, len(problem.types), columns_last=True, outside=False)
+    rhs = side_of(problem.op.rhs, len(problem.types) + 1, columns_last=True, outside=True)
+    rows = problem.batch * problem.M
+    in_place = lhs.outside is None and rows == 1 and lies_right(lhs.access, problem, choice, rows)
+    stores = tuple(of_store(root) for root in problem.op.stores)
+    return Plan(choice, 1, rows, lhs, rhs, along, True, stores, in_place)
+
+
+class LlvmW4:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "llvm_w4"
+    kinds = frozenset[ProblemKind]({"gemm"})
+    preference = 4
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        if target.kind != "cpu":
+            return "generated for CPUs"
+        why = engine.available()
+        if why is not None:
+            return why
+        plan = _plan(problem, target)
+        return plan if isinstance(plan, str) else None
+
+    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Plan)
+        dot = plan.choice.dot
+        most = min(ROWS, dot.registers // 2)
+        mr = -(-plan.rows // -(-plan.rows // most))
+        nv = 4 if mr == 1 else 2 if 2 * mr <= most else 1
+        nv = min(nv, -(-problem.N // dot.lanes))
+        nc = 1 if plan.rows <= mr else PANELS
+        return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes),)
+
+    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Plan)
+        nest = nest_of(problem, plan, schedule)
+        call = engine.function(GroupedWriter(nest).write().text(*engine.host()))
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            room = maker((nest.packed_rhs + 64,), torch.uint8)()
+            found, _, along = _weights(problem)
+            sides = [operand(s, weights, not along) for s in found.src]
+            stream = packed(nest, sides[0], sides[1], sides[2] if nest.zeros else None)
+            start = aligned(room) - room.data_ptr()
+            room[start : start + nest.batch * nest.panels * nest.panel] = stream.view(-1).view(torch.uint8)
+            return runner(problem, plan, nest, call, room)
+
+        scratch = nest.scratch(torch.get_num_threads())
+        return Kernel(self.name, schedule, prepare, workspace_bytes=scratch, packed_bytes=nest.packed_rhs)
+
+
+def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
+    """The loop nest that a schedule stands for."""
+    found, group, _ = _weights(problem)
+    knobs, dot = dict(schedule.knobs), plan.choice.dot
+    mr, nr, nc = (int(knobs[k]) for k in ("mr", "nr", "nc"))
+    return GroupedNest(
+        plan.batch,
+        plan.rows,
+        problem.K,
+        problem.N,
+        plan.choice,
+        plan.lhs.access,
+        plan.rhs.access,
+        plan.along,
+        plan.constant,
+        plan.stores,
+        len(problem.types) + 2,
+        Blocks(mr, nr // dot.lanes, -(-problem.K // (dot.lanes * dot.k)) * dot.lanes * dot.k, 1, nc // nr, not plan.in_place),
+        group,
+        found.src[0].dtype.kind == "int",
+        len(found.src) == 3,
+        found.dtype,
+    )
+
+
+CANDIDATE = LlvmW4()
