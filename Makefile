@@ -31,6 +31,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/cpu.py
 	$(BIN)/python benchmarks/cpu.py --shapes
 	$(BIN)/python benchmarks/thread.py
+	$(BIN)/python benchmarks/w4.py
 	$(BIN)/python benchmarks/models.py
 	$(BIN)/python benchmarks/idle.py
 
