@@ -46,6 +46,9 @@ def values(problem: Problem) -> list[torch.Tensor]:
         "bf16[1,256] @ s4[48,256]^T group=64 -> bf16",
         "bf16[16,8192] @ s4[384,8192]^T group=64 -> bf16",
         "bf16[40,2,96] @ u4[33,96]^T group=32 -> bf16",
+        "bf16[1,1024] @ u4[100,1024]^T group=64 zero_point -> bf16",
+        "bf16[5,112] @ s4[112,17] group=16 + bias -> bf16",
+        "bf16[5,120] @ s4[120,17] group=8 -> bf16",
     ],
 )
 def test_results_are_the_oracles_at_any_number_of_threads(line):

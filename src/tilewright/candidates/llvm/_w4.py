@@ -1,7 +1,9 @@
 """Kernels for 4-bit weights: codes decoded in registers from one stream that is read from its start to its end.
 
 A panel of the packed weights is, for each group of K: its columns' scales, their zero points if there are any, and then a word
-of 32 bits a column for every 8 of K. The left operand, the tiles and the epilogue are those of the dense nest.
+of 32 bits a column for every 8 of K. Where the instruction takes pairs along K, a column has two words for every 16, one of the
+even and one of the odd, and its scale twice: two vectors of lanes then make one of pairs. The left operand, the tiles and the
+epilogue are those of the dense nest.
 """
 
 from __future__ import annotations
@@ -46,7 +48,12 @@ class GroupedNest(Nest):
     @property
     def group_rows(self) -> int:
         """Words of a column in each group of the stream."""
-        return 1 + self.zeros + self.group // CODES
+        return self.side_rows + self.group // CODES
+
+    @property
+    def side_rows(self) -> int:
+        """Of which scales and zero points are these."""
+        return self.dot.k * (1 + self.zeros)
 
     @property
     def panel(self) -> int:
@@ -59,23 +66,25 @@ class GroupedNest(Nest):
 
 def packed(nest: GroupedNest, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
     """The stream, s32[panels, groups, words, columns], from codes [N, K], scales and zero points [N, groups]."""
-    columns = nest.panels * nest.nr
-    words = torch.zeros(columns, nest.group_count, nest.group // CODES, dtype=torch.int32)
-    of_column = words.view(columns, -1)[: nest.columns, : nest.depth // CODES]
+    columns, lanes, span = nest.panels * nest.nr, nest.dot.k, CODES * nest.dot.k
+    words = torch.zeros(columns, nest.group_count, nest.group // span, lanes, dtype=torch.int32)
+    of_column = words.view(columns, -1, lanes)[: nest.columns, : nest.depth // span]
     for i in range(CODES):
-        of_column |= (codes[:, i::CODES].to(torch.int32) & 15) << 4 * i
+        for lane in range(lanes):
+            of_column[:, :, lane] |= (codes[:, i * lanes + lane :: span].to(torch.int32) & 15) << 4 * i
     stream = torch.zeros(nest.panels, nest.group_count, nest.group_rows, nest.nr, dtype=torch.int32)
 
     def by_panel(t: torch.Tensor) -> torch.Tensor:
         padded = torch.zeros(columns, nest.group_count, dtype=torch.float32)
         padded[: nest.columns] = t.float()
-        return padded.view(torch.int32).view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
+        values = padded.view(torch.int32).view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
+        return values.repeat_interleave(lanes, dim=2).view(nest.panels, nest.group_count, lanes, nest.nr)
 
-    stream[:, :, 0] = by_panel(scales)
+    stream[:, :, :lanes] = by_panel(scales)
     if zeros is not None:
-        stream[:, :, 1] = by_panel(zeros)
-    shape = (nest.panels, nest.nr, nest.group_count, nest.group // CODES)
-    stream[:, :, 1 + nest.zeros :] = words.view(shape).permute(0, 2, 3, 1)
+        stream[:, :, lanes : 2 * lanes] = by_panel(zeros)
+    by_word = words.view(nest.panels, nest.nr, nest.group_count, nest.group // span, lanes).permute(0, 2, 3, 1, 4)
+    stream[:, :, nest.side_rows :] = by_word.reshape(nest.panels, nest.group_count, nest.group // CODES, nest.nr)
     return stream
 
 
@@ -105,20 +114,24 @@ class GroupedWriter(Writer):
         zero = ["zeroinitializer"] * count
 
         def words(index: Int, group: str, base: Int, sides: Sequence[Sequence[str]], acc: Sequence[str]) -> list[str]:
-            """8 of K onto the sums."""
-            at = f.at(group, f.mul(f.add(index, 1 + n.zeros), row_bytes))
-            loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv)]
-            for j in range(0, row_bytes, 64):
+            """8 of K, or 8 pairs, onto the sums."""
+            at = f.at(group, f.mul(f.add(f.mul(index, d.k), n.side_rows), row_bytes))
+            loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv * d.k)]
+            for j in range(0, row_bytes * d.k, 64):
                 f.prefetch(f.at(at, AHEAD + j))
-            a = f.at("%a", f.mul(f.add(base, f.mul(index, CODES)), 4 // d.k))
+            a = f.at("%a", f.mul(f.add(base, f.mul(index, CODES * d.k)), 4 // d.k))
             after = list(acc)
-            for step in range(CODES // d.k):
+            for step in range(CODES):
                 right = [self._decoded(f, word, step) for word in loaded]
                 if n.zeros:
                     right = [f.v(f"fsub {floats} {w}, {z}") for w, z in zip(right, sides[1], strict=True)]
                 if folded:
                     right = [f.v(f"fmul {floats} {w}, {s}") for w, s in zip(right, sides[0], strict=True)]
-                if n.rounded_to is not F32:
+                if d.k == 2:  # rounds both
+                    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+                    both = zip(right[::2], right[1::2], strict=True)
+                    right = [f.intrinsic(name, d.operand, (floats, high), (floats, low)) for low, high in both]
+                elif n.rounded_to is not F32:
                     right = [casts.convert(casts.convert(w, F32, n.rounded_to), n.rounded_to, F32) for w in right]
                 for m in range(rows):
                     word = f.splat(d.lanes, "i32", f.load("i32", f.at(f.at(a, row_at[m]), 4 * step), 1))
@@ -131,9 +144,11 @@ class GroupedWriter(Writer):
             group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
             base = f.mul(outer.index, n.group)
             sides = [
-                [f.load(floats, f.at(group, i * row_bytes + j * line), line) for j in range(nv)] for i in range(1 + n.zeros)
+                [f.load(floats, f.at(group, (i * nv * d.k + j) * line), line) for j in range(nv * d.k)]
+                for i in range(1 + n.zeros)
             ]
-            most = f.div(f.min(n.group, f.sub(n.depth, base)), CODES) if n.depth % n.group else n.group // CODES
+            span = CODES * d.k
+            most = f.div(f.min(n.group, f.sub(n.depth, base)), span) if n.depth % n.group else n.group // span
             with f.loop(0, most, 1, [(floats, x) for x in (outer.carried if folded else zero)]) as inner:
                 inner.next = words(inner.index, group, base, sides, inner.carried)
             sums = list(inner.carried)

@@ -15,7 +15,7 @@ from tilewright.candidates.llvm._scratch import maker
 from tilewright.candidates.llvm._vector import check
 from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter, packed
 from tilewright.candidates.llvm.gemm import Plan, aligned, lies_right, operand, runner, side_of
-from tilewright.dtype import F32
+from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
@@ -23,6 +23,7 @@ from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
+PAIRS = "vdpbf16ps zmm"  # for which bf16 weights are decoded
 ROWS = 16  # of a tile, at most
 PANELS = 8  # of a block, if it has more than one tile
 
@@ -59,13 +60,17 @@ def _weights(problem: Problem) -> tuple[Node, int, bool]:
 
 
 def _planned(problem: Problem, chip: Chip) -> Plan:
-    _, _, along = _weights(problem)
+    found, group, along = _weights(problem)
     if problem.acc.dtype is not F32:
         raise Unsupported(f"4-bit weights are added up in f32, not {problem.acc.dtype}")
     if not problem.batch * problem.M * problem.N * problem.K:
         raise Unsupported("the product is empty")
     check(problem.op.stores)
     choice = choose(F32, F32, F32, chip)
+    pairs = choose(BF16, BF16, F32, chip)
+    whole = not group % (2 * CODES) and not problem.K % (2 * CODES)
+    if pairs is not None and pairs.dot.instruction == PAIRS and problem.lhs.dtype is found.dtype is BF16 and whole:
+        choice = pairs
     if choice is None or problem.lhs.dtype.bits > 32 or not problem.lhs.dtype.is_float:
         raise Unsupported(f"{chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
     lhs = side_of(problem.op.lhs, len(problem.types), columns_last=True, outside=False)
@@ -96,9 +101,9 @@ class LlvmW4:
         plan = _plan(problem, target)
         assert isinstance(plan, Plan)
         dot = plan.choice.dot
-        most = min(ROWS, dot.registers // 2)
+        most = min(ROWS, dot.registers // 2) // dot.k  # pairs take more registers to decode
         mr = -(-plan.rows // -(-plan.rows // most))
-        nv = 4 if mr == 1 else 2 if 2 * mr <= most else 1
+        nv = 4 // dot.k if mr == 1 else 2 if 4 * mr <= dot.registers else 1
         nv = min(nv, -(-problem.N // dot.lanes))
         nc = 1 if plan.rows <= mr else PANELS
         return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes),)
