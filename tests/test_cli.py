@@ -354,6 +354,18 @@ def test_gemm_with_a_wrong_kernel_exits_with_1(monkeypatch: pytest.MonkeyPatch) 
     assert "NOT verified" in words and "1 of 16 elements differ" in words
 
 
+def test_gemm_with_weights_packs_them_beforehand() -> None:
+    line = "f32[2,64] @ s4[48,64]^T group=32 + bias"
+    given, kept = (json.loads(invoke("gemm", line, "--json", *more).stdout) for more in ((), ("--weights",)))
+    assert [i["name"] for i in given["inputs"]] == ["a", "b", "b_scale", "bias"]
+    assert [i["name"] for i in kept["inputs"]] == ["a"]
+    assert kept["verified"]
+    why = {r["candidate"]: r["why"] for r in given["rejected"]}
+    assert why["llvm_w4"] == "the weights are not constant"
+    tried = {kept["chosen"]["candidate"], *(r["candidate"].split()[0] for r in kept["rejected"] if "slower" in r["why"])}
+    assert "llvm_w4" in tried
+
+
 def test_gemm_takes_fills() -> None:
     found = json.loads(invoke("gemm", "s8[4,8] @ s8[8,4] * scale", "--fill0", "a", "--json", *FAST).stdout)
     assert [(i["name"], i["filled"]) for i in found["inputs"]] == [("a", True), ("b", False), ("scale", False)]

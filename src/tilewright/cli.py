@@ -266,6 +266,7 @@ class _GemmCommand(Command):
 @budget_option
 @fill_options
 @click.option("--perf", "timed", is_flag=True, help="Time it and print the performance report.")
+@click.option("--weights", is_flag=True, help="The right operand, its scales and the bias are constants, packed beforehand.")
 @iterations_option
 @everything_option
 @common_options
@@ -277,17 +278,20 @@ def gemm(
     fill1: Sequence[str],
     seed: int,
     timed: bool,
+    weights: bool,
     iterations: int | None,
     everything: bool,
     as_json: bool,
 ) -> None:
     """Compile one product, written in one line, check it on random data, and say which kernel does it and why."""
     from tilewright.ir.notation import parse
-    from tilewright.report.inputs import check_memory, make_feeds
+    from tilewright.report.inputs import check_memory, kept, make_feeds
 
     graph = parse(problem)
     check_memory(graph)
     feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
+    if weights:
+        graph, feeds = kept(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
     program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget))
     if timed:
         _print_perf(_measure(program, problem, feeds, iterations), everything, as_json)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tilewright.errors import InputError
+from tilewright.ir.build import const
 from tilewright.ir.carrier import CARRIERS, acc_of, operands_of
-from tilewright.ir.graph import Graph, Node
+from tilewright.ir.graph import Graph, Node, substitute
 from tilewright.ir.ops import Input, Param
 from tilewright.ir.types import TensorType, no_numbers
 from tilewright.report.domains import domains
@@ -85,6 +86,19 @@ def make_feeds(
             value, data = drawn[node].draw(node, generator), str(drawn[node])
         feeds.append(Feed(value, InputRow(name, str(node.type), data, filled)))
     return feeds
+
+
+def kept(graph: Graph, feeds: Sequence[Feed], names: Collection[str]) -> tuple[Graph, list[Feed]]:
+    """The program with these inputs as constants of the values they were fed, and the other inputs' feeds."""
+    constants = {
+        node: const(cast("torch.Tensor", feed.value), node.tensor.dtype)
+        for node, feed in zip(graph.inputs, feeds, strict=True)
+        if feed.shown.name in names
+    }
+    outputs = substitute(graph.outputs, constants)
+    inputs = tuple(n for n in graph.inputs if n not in constants)
+    rest = [f for f in feeds if f.shown.name not in names]
+    return Graph(graph.name, inputs, tuple(outputs), graph.output_names, notes=graph.notes), rest
 
 
 def _side_inputs(graph: Graph, seed: int) -> dict[Node, torch.Tensor]:
