@@ -25,6 +25,7 @@ from emulated import emulated
 from gemm_lines import assert_means, lines, tensors
 from other_machine import Program, missing
 from test_llvm_targets import AS_LLVM_SAYS
+from tilewright.candidates.llvm import _run
 from tilewright.candidates.llvm import gemm as llvm
 from tilewright.candidates.llvm._engine import host
 from tilewright.candidates.llvm._text import Module
@@ -148,9 +149,9 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]], oth
     )
     def attempt(line, data_seed, constant, at_end, threads, wild):
         nonlocal done
-        llvm.maker, llvm.take = fenced(at_end)
-        llvm.give = lambda scratch: None
-        llvm.ONE_THREAD_OPS = -1  # threads even where they do not pay
+        _run.maker, _run.take = fenced(at_end)
+        llvm.maker, _run.give = _run.maker, lambda scratch: None
+        _run.ONE_THREAD_OPS = -1  # threads even where they do not pay
         done += one(line, data_seed, constant, at_end, threads, target, wild)
         KEPT.clear()
 

@@ -11,10 +11,10 @@ from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._access import Unsupported, of_store
 from tilewright.candidates.llvm._dots import choose
 from tilewright.candidates.llvm._nest import Blocks
+from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of
 from tilewright.candidates.llvm._scratch import maker
 from tilewright.candidates.llvm._vector import check
 from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter, packed
-from tilewright.candidates.llvm.gemm import Plan, aligned, lies_right, operand, runner, side_of
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.graph import Node, toposort

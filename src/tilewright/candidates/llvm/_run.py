@@ -1,0 +1,141 @@
+"""How a gemm's operands reach a kernel and how it is called: what candidates that share the dense nest have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewright.candidates.llvm._access import Access, Unsupported, of_operand
+from tilewright.candidates.llvm._dots import Choice
+from tilewright.candidates.llvm._nest import Nest
+from tilewright.candidates.llvm._scratch import give, maker, take
+from tilewright.candidates.llvm._vector import check
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+from tilewright.schedule.candidate import Runner
+from tilewright.schedule.problem import Problem
+
+ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a kernel gets one operand.
+
+    Attributes:
+        access: where its elements lie.
+        outside: the expression that torch evaluates first; None when the kernel reads the sources itself.
+    """
+
+    access: Access
+    outside: Node | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found out about a problem before any size is chosen."""
+
+    choice: Choice
+    batch: int
+    rows: int
+    lhs: Side
+    rhs: Side
+    along: bool
+    constant: bool
+    stores: tuple[Access, ...]
+    in_place: bool
+
+
+def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> Side:
+    if not outside:
+        try:
+            check((root,))
+            return Side(of_operand(root, columns_last=columns_last), None)
+        except Unsupported:
+            pass
+    shape = root.shape if columns_last else (*root.shape[:-2], root.shape[-1], root.shape[-2])
+    stand_in = Node(Param(index, replace(root.tensor, shape=shape)))
+    return Side(of_operand(stand_in, columns_last=True), root)
+
+
+def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
+    """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
+    codes = problem.lhs.dtype.bits == 4 and choice.dot.lhs.bits == 8  # kept one to a byte
+    step = choice.dot.k * choice.dot.tile  # of K, that is read at once
+    if not problem.lhs.plain or (problem.lhs.dtype is not choice.dot.lhs and not codes) or problem.K % step:
+        return False
+    leaf = next(n for n in toposort((access.root,)) if isinstance(n.op, Param))
+    place = access.of_leaf(leaf)
+    columns = [(t.extent, t.inner, t.stride) for t in place.columns]
+    if columns != [(problem.K, 1, 1)] or len(place.rows) not in (1, 2) or place.rows[0].inner != 1:
+        return False
+    first, *outer = place.rows
+    total = problem.batch * problem.M
+    if outer:
+        return first.extent == rows and outer[0].inner == rows and rows * outer[0].extent == total
+    return first.extent == total
+
+
+def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
+    """What runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept alive."""
+    count = len(problem.types)
+    threads_of = torch.get_num_threads
+    small = problem.ops <= ONE_THREAD_OPS
+    used = {
+        n.op.index
+        for a in (plan.lhs.access, *plan.stores, plan.rhs.access)
+        for n in toposort((a.root,))
+        if isinstance(n.op, Param)
+    }
+    read = sorted(i for i in used if i < count)
+    left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
+    blank = [0] * (nest.pointers + 2)
+    blank[nest.pointers - 1] = aligned(packed)
+    room, threads_slot = nest.pointers - 2, nest.pointers
+    makers = [(at, maker(s.root.shape, s.root.dtype.to_torch())) for at, s in enumerate(plan.stores, count + 2)]
+    # Python's own time is what a small product takes: nothing is worked out in a call that is known before.
+    alone, each = nest.scratch(1), nest.scratch(2) - nest.scratch(1)
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        args, held = blank.copy(), [packed]  # alive until the call is over
+        results: list[torch.Tensor] = []
+        for i in read:
+            t = sources[i]
+            if not t.is_contiguous():
+                t = t.contiguous()
+                held.append(t)
+            args[i] = t.data_ptr()
+        if left is not None:
+            held.append(operand(left, sources, False))
+            args[count] = held[-1].data_ptr()
+        if right is not None:
+            held.append(operand(right, sources, plan.along))
+            args[count + 1] = held[-1].data_ptr()
+        for at, make in makers:
+            t = make()
+            args[at] = t.data_ptr()
+            results.append(t)
+        args[threads_slot] = threads = 1 if small else threads_of()
+        memory = take(alone + (threads - 1) * each)
+        args[room] = memory[0]
+        call(*args)
+        give(memory)
+        return results
+
+    return run
+
+
+def aligned(t: torch.Tensor) -> int:
+    return -(-t.data_ptr() // 64) * 64
+
+
+def operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], along: bool) -> torch.Tensor:
+    """An operand that torch evaluates, dense, with K last if `along`."""
+    params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
+    bound = {n: sources[n.op.index] for n in params if isinstance(n.op, Param)}
+    value = evaluate_nodes((root,), bound)[0]
+    assert isinstance(value, torch.Tensor)
+    return (value.transpose(-1, -2) if along else value).contiguous()
