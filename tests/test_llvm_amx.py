@@ -11,7 +11,7 @@ import torch
 
 from emulated import emulated
 from test_llvm_random import run_child
-from tilewright.candidates.llvm import gemm
+from tilewright.candidates.llvm import _run, gemm
 from tilewright.candidates.llvm._engine import host
 from tilewright.candidates.llvm._write import Writer
 from tilewright.hardware.detect import chips, cpu
@@ -32,7 +32,7 @@ SHAPES = [
 @pytest.fixture(params=["emulated", pytest.param("native", marks=native)])
 def target(request, monkeypatch):
     """A processor with AMX whose kernels run here."""
-    monkeypatch.setattr(gemm, "ONE_THREAD_OPS", -1)
+    monkeypatch.setattr(_run, "ONE_THREAD_OPS", -1)
     if request.param == "emulated":
         monkeypatch.setattr(gemm, "module_text", lambda nest: emulated(Writer(nest).write(), *host()))
     before = torch.get_num_threads()
