@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import click
 import torch
@@ -14,6 +15,7 @@ from tilewright.candidates.llvm._text import Function, Module, vec
 from tilewright.hardware.detect import detect
 
 STEPS = 200_000
+LEAST_S, ROUNDS = 1.5, 9
 READ_BYTES = 1 << 29
 LANES = 16  # of 32 bits, in the reading loop
 
@@ -100,11 +102,13 @@ def read_gbps(threads: int) -> float:
     return share * threads / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
 
 
-def _best(run: object, rounds: int = 9) -> float:
+def _best(run: Callable[[], object]) -> float:
+    """The least seconds of a call, over long enough that new threads have found cores of their own."""
     times: list[float] = []
-    for _ in range(rounds):
+    began = time.perf_counter()
+    while time.perf_counter() - began < LEAST_S or len(times) < ROUNDS:
         start = time.perf_counter()
-        run()  # type: ignore[operator]
+        run()
         times.append(time.perf_counter() - start)
     return min(times)
 

@@ -27,7 +27,7 @@ from other_machine import Program, missing
 from test_llvm_targets import AS_LLVM_SAYS
 from tilewright.candidates.llvm import _run
 from tilewright.candidates.llvm import gemm as llvm
-from tilewright.candidates.llvm._engine import host
+from tilewright.candidates.llvm._engine import host, refusal
 from tilewright.candidates.llvm._text import Module
 from tilewright.candidates.llvm._write import Writer
 from tilewright.hardware.detect import chips, detect
@@ -129,7 +129,8 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]], oth
     if other_machine:
         folder = Path(tempfile.mkdtemp())
         llvm.module_text = lambda nest: nest
-        llvm.engine = SimpleNamespace(available=lambda: None, function=lambda nest: Program(nest, *AS_LLVM_SAYS[chip], folder))
+        function = lambda nest: Program(nest, *AS_LLVM_SAYS[chip], folder)  # noqa: E731
+        llvm.engine = SimpleNamespace(refusal=refusal, function=function)
     elif chip:
         as_text = emulated if chip in FOREIGN else Module.text
         processor = host() if chip in FOREIGN else (OLDER[chip], "")

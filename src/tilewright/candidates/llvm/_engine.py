@@ -14,6 +14,7 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import llvmlite.binding as llvm
 from tilewright.candidates.llvm._text import PYTHON, THREADS
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
+from tilewright.hardware.target import Target
 
 METH_FASTCALL = 0x80  # CPython, Include/methodobject.h
 
@@ -34,6 +36,17 @@ def available() -> str | None:
     except UnsupportedError as error:
         return str(error)
     return None
+
+
+def refusal(target: Target, plan: Callable[[], object]) -> str | None:
+    """Why no kernel is generated for a problem: the machine, or the sentence that `plan` gives in a plan's place."""
+    if target.kind != "cpu":
+        return "generated for CPUs"
+    why = available()
+    if why is not None:
+        return why
+    found = plan()
+    return found if isinstance(found, str) else None
 
 
 @cache

@@ -47,13 +47,7 @@ class LlvmRows:
     preference = 5
 
     def refuse(self, problem: RegionProblem, target: Target) -> str | None:
-        if target.kind != "cpu":
-            return "generated for CPUs"
-        why = engine.available()
-        if why is not None:
-            return why
-        plan = _plan(problem, target)
-        return plan if isinstance(plan, str) else None
+        return engine.refusal(target, lambda: _plan(problem, target))
 
     def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)
