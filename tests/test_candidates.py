@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gemm_lines import INTEGERS, Line, Operand, assert_means, lines, tensors
 from tilewright.candidates.library.float_exact import block_k
+from tilewright.candidates.split import by_epilogue
 from tilewright.dtype import BF16, F16, F32, F64, S8, S32
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Chip, Target
@@ -16,7 +17,10 @@ from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
-from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.problem import Problem, RegionProblem, problem_of
+from tilewright.schedule.sample import random_sources
+from tilewright.schedule.schedule import Schedule
 
 CPU = detect("cpu")
 FOUND = {c.name: c for c in discover() if "gemm" in c.kinds}
@@ -222,7 +226,12 @@ def test_prepacked_weights_of_onednn(dtype, form, rows):
             GPU,
             "cuBLASLt's 8-bit float product takes one rhs matrix with K and N in multiples of 16",
         ),
-        ("f32[3,4] @ f32[4,5]", "split", CPU, "the gemm has one store, so there is nothing to take apart"),
+        (
+            "f32[3,4] @ f32[4,5]",
+            "split",
+            CPU,
+            "the gemm has one store and nothing stands between product and store, so there is nothing to take apart",
+        ),
     ],
 )
 def test_refusals_are_sentences(text, name, target, why):
@@ -268,9 +277,30 @@ def test_joined_gemms_of_several_stores(dtype):
         torch.testing.assert_close(one, product[:, :5], rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(two, torch.tanh(product[:, 5:]), rtol=2e-2, atol=1e-2)
         used.add(f"{candidate.name} {kernel.schedule}")
-    assert any(u.startswith("split gemms=2") for u in used)
+    assert {u.split(" by=")[0] for u in used if u.startswith("split")} == {"split apart=stores", "split apart=epilogue"}
     assert ("onednn prepacked=true" in used) == (dtype != "f16")
     assert ("aten compute=bf16" in used) == (dtype == "bf16")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f32[7,33] @ f32[33,50] + bias, gelu -> bf16",
+        "s8[7,33] @ s8[33,50] * scale + bias, silu -> s8 scale=column",
+        "s8[2,7,33] @ s8[2,33,50] * 0.5 + residual",
+        "bf16[1,8] @ bf16[8,1] * row",
+    ],
+)
+def test_a_product_and_what_follows_it_apart(text):
+    """Two problems, the product's result between them, give what the one gives; and there are no more operations."""
+    problem = posed(text)
+    product, rest = by_epilogue(problem)
+    assert product.problem.ops == problem.ops and product.problem.outputs == (problem.acc,)
+    assert isinstance(rest.problem, RegionProblem) and rest.problem.outputs == problem.outputs
+    sources = random_sources(problem)
+    kernel = FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU)
+    weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
+    assert check(problem, expect(problem, sources, 0.0), kernel.prepare(weights)(sources)) is None
 
 
 def test_products_that_share_a_store_or_skip_the_accumulator():

@@ -1,8 +1,9 @@
-"""Joined gemms taken apart again: each store's columns as a gemm of its own, timed as a whole against the joined form."""
+"""Gemms taken apart again and timed as a whole against the folded form: joined ones by store, any by product and epilogue."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -10,13 +11,26 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Acc, Concat, Gemm, Slice, Transpose
+from tilewright.ir.ops import Acc, Concat, Gemm, Param, Slice, Transpose
 from tilewright.schedule.candidate import Kernel, Runner, discover
-from tilewright.schedule.problem import Problem, ProblemKind, problem_of
+from tilewright.schedule.problem import VIEWS, AnyProblem, Problem, ProblemKind, problem_of, region_of
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
 
 PART_BUDGET_S = 0.1
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A problem of its own.
+
+    Attributes:
+        problem: what it asks.
+        places: of its sources among the gemm's own sources and, behind them, the results of the pieces before.
+    """
+
+    problem: AnyProblem
+    places: tuple[int, ...]
 
 
 def columns_read(store: Node) -> tuple[int, int] | None:
@@ -46,6 +60,32 @@ def part_of(problem: Problem, i: int) -> Node:
     return make_gemm(op.acc_dtype, op.lhs, rhs, (store,), problem.node.src)
 
 
+def by_store(problem: Problem) -> list[Piece]:
+    """A gemm for each store, each giving one result."""
+    return [_product(problem, part_of(problem, i)) for i in range(len(problem.op.stores))]
+
+
+def by_epilogue(problem: Problem) -> list[Piece]:
+    """The product alone, and then what its stores do with it, as a region that gives all results."""
+    op, own = problem.op, problem.node.src
+    acc = Node(Acc(op.acc_type))
+    product = _product(problem, make_gemm(op.acc_dtype, op.lhs, op.rhs, (acc,), own))
+    result = Node(Param(len(own), op.acc_type))
+    roots = substitute(op.stores, {acc: result})
+    read = [n for n in toposort(roots) if isinstance(n.op, Param)]
+    region, order = region_of(read, roots)
+    places = tuple(n.op.index for n in order if isinstance(n.op, Param))
+    weights = tuple(i < len(own) and problem.weights[i] for i in places)
+    return [product, Piece(replace(region, weights=weights), places)]
+
+
+def _product(problem: Problem, node: Node) -> Piece:
+    """A gemm over the problem's own stand-in sources as a problem of its own."""
+    places = tuple(problem.node.src.index(s) for s in node.src)
+    part = problem_of(node)
+    return Piece(replace(part, weights=tuple(problem.weights[i] for i in places)), places)
+
+
 def _columns(root: Node, axis: int, start: int, stop: int) -> Node:
     """An operand restricted to part of an axis; one of several side by side is picked as it is."""
     if isinstance(root.op, Transpose):
@@ -65,46 +105,53 @@ class Split:
     preference = 50
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if len(problem.op.stores) == 1:
-            return "the gemm has one store, so there is nothing to take apart"
-        if any(columns_read(s) is None for s in problem.op.stores):
-            return "a store reads more than one range of columns"
+        if not self._ways(problem):
+            if len(problem.op.stores) > 1:
+                return "a store reads more than one range of columns"
+            return "the gemm has one store and nothing stands between product and store, so there is nothing to take apart"
         return None
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        return (Schedule.of(gemms=len(problem.op.stores)),)
+        return tuple(Schedule.of(apart=way) for way in self._ways(problem))
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        pieces = (by_store if schedule["apart"] == "stores" else by_epilogue)(problem)
         others = [c for c in discover() if c.name != self.name]
-        nodes = [part_of(problem, i) for i in range(len(problem.op.stores))]
-        own = list(problem.node.src)
-        places = [[own.index(s) for s in n.src] for n in nodes]
-        kernels: list[Kernel] = []
-        for node, place in zip(nodes, places, strict=True):
-            part = problem_of(node)
-            assert isinstance(part, Problem)
-            part = Problem(part.op, part.types, tuple(problem.weights[i] for i in place))
-            kernels.append(search(part, target, budget_s=PART_BUDGET_S, candidates=others).kernel)
+        kernels = [search(p.problem, target, budget_s=PART_BUDGET_S, candidates=others).kernel for p in pieces]
+        count = len(problem.outputs)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             runners = [
-                k.prepare({at: weights[i] for at, i in enumerate(place) if i in weights})
-                for k, place in zip(kernels, places, strict=True)
+                k.prepare({at: weights[i] for at, i in enumerate(p.places) if i in weights})
+                for k, p in zip(kernels, pieces, strict=True)
             ]
 
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                return [r([sources[i] for i in place])[0] for r, place in zip(runners, places, strict=True)]
+                values = list(sources)
+                for r, p in zip(runners, pieces, strict=True):
+                    values += r([values[i] for i in p.places])
+                return values[-count:]
 
             return run
 
         parts = ", ".join(dict.fromkeys(k.candidate for k in kernels))
         return Kernel(
             self.name,
-            Schedule.of(gemms=len(kernels), by=parts),
+            Schedule.of(**dict(schedule.knobs), by=parts),
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
         )
+
+    def _ways(self, problem: Problem) -> list[str]:
+        """How this gemm can be taken apart."""
+        op = problem.op
+        ways: list[str] = []
+        if len(op.stores) > 1 and all(columns_read(s) is not None for s in op.stores):
+            ways.append("stores")
+        if any(not isinstance(n.op, (Acc, *VIEWS)) for s in op.stores for n in toposort((s,))):
+            ways.append("epilogue")
+        return ways
 
 
 CANDIDATE = Split()
