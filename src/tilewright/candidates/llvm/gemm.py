@@ -23,6 +23,7 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -158,13 +159,19 @@ def module_text(nest: Nest) -> str:
 def _prepared(
     problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], weights: Mapping[int, torch.Tensor]
 ) -> Runner:
-    packed = torch.empty(0)
-    if plan.constant:
+    if not plan.constant:
+        return runner(problem, plan, nest, call, torch.empty(0))
+
+    def pack() -> torch.Tensor:
         value = operand(problem.op.rhs, weights, plan.along)
-        packed = maker((nest.packed_rhs + 64,), torch.uint8)()
+        room = maker((nest.packed_rhs + 64,), torch.uint8)()
         pointers = [0] * nest.pointers
-        pointers[len(problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
+        pointers[len(problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(room)
         call(*pointers, torch.get_num_threads(), 1)
+        return room
+
+    read = [weights[n.op.index] for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param)]
+    packed = packed_once(read, (problem.op.rhs, plan.choice, nest.nr), pack)
     return runner(problem, plan, nest, call, packed)
 
 
