@@ -41,6 +41,7 @@ def machine(monkeypatch):
 
     def be(text, architecture="x86_64"):
         monkeypatch.setattr(detect, "_read", lambda path: text if path.name == "cpuinfo" else "")
+        monkeypatch.setattr(detect, "_llvm_features", list)
         monkeypatch.setattr(detect.platform, "machine", lambda: architecture)
         monkeypatch.setattr(detect.platform, "processor", lambda: "")
         return detect.cpu.__wrapped__()
@@ -126,20 +127,62 @@ def test_absent_gpus_are_refused(monkeypatch):
         detect.detect("cuda")
 
 
-@pytest.mark.parametrize(
-    ("major", "minor", "found", "exact"), [(9, 0, "nvidia_sm90", True), (8, 6, "nvidia", False), (12, 0, "nvidia", False)]
-)
-def test_gpus_are_recognised_by_their_architecture(monkeypatch, major, minor, found, exact):
-    class Properties:
-        name, multi_processor_count, L2_cache_size, shared_memory_per_block_optin = "NVIDIA X", 132, 50 << 20, 227 << 10
+GPUS = [  # name, compute capability or gfx architecture, the chip it is taken for, and whether it is that very chip
+    ("Tesla V100-SXM2-16GB", (7, 0), "nvidia_v100", True),
+    ("Tesla T4", (7, 5), "nvidia_t4", True),
+    ("NVIDIA A100-SXM4-80GB", (8, 0), "nvidia_a100", True),
+    ("NVIDIA L4", (8, 9), "nvidia_l4", True),
+    ("NVIDIA GeForce RTX 4090", (8, 9), "nvidia_rtx4090", True),
+    ("NVIDIA H100 80GB HBM3", (9, 0), "nvidia_h100", True),
+    ("NVIDIA H200", (9, 0), "nvidia_h200", True),
+    ("NVIDIA B200", (10, 0), "nvidia_b200", True),
+    ("NVIDIA GeForce RTX 5090", (12, 0), "nvidia_rtx5090", True),
+    ("AMD Instinct MI250X", "gfx90a:sramecc+:xnack-", "amd_mi250", True),
+    ("AMD Instinct MI300X", "gfx942:sramecc+:xnack-", "amd_mi300x", True),
+    ("AMD Instinct MI355X", "gfx950", "amd_mi355", True),
+    ("NVIDIA H20", (9, 0), "nvidia_h100", False),
+    ("NVIDIA L40S", (8, 9), "nvidia_l4", False),
+    ("NVIDIA A10", (8, 6), "nvidia_a100", False),
+    ("NVIDIA B300", (10, 3), "nvidia_b200", False),
+    ("NVIDIA of tomorrow", (14, 0), "nvidia", False),
+    ("AMD Instinct MI100", "gfx908", "amd", False),
+    ("AMD of tomorrow", "gfx1300", "amd", False),
+]
 
-    Properties.major, Properties.minor = major, minor
+
+@pytest.mark.parametrize(("name", "architecture", "found", "exact"), GPUS)
+def test_gpus_are_recognised_by_architecture_and_name(monkeypatch, name, architecture, found, exact):
+    class Properties:
+        multi_processor_count, L2_cache_size = 132, 50 << 20
+
+    Properties.name = name
+    amd = isinstance(architecture, str)
+    if amd:
+        Properties.gcnArchName = architecture
+    else:
+        Properties.major, Properties.minor = architecture
+        Properties.shared_memory_per_block_optin = 227 << 10
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: Properties)
+    monkeypatch.setattr(torch.version, "hip", "7.0" if amd else None)
     t = detect.gpu.__wrapped__(1)
     assert (t.chip.name, t.exact_match, t.device, t.cores) == (found, exact, "cuda:1", 132)
-    assert t.caches_bytes == {"L2": 50 << 20, "shared": 227 << 10} and f"sm_{major}{minor}" in t.features
+    assert t.caches_bytes == {"L2": 50 << 20, "shared": t.chip.shared_bytes if amd else 227 << 10}
+    assert t.features == ({"rocm", architecture.split(":")[0]} if amd else {"cuda", f"sm_{architecture[0]}{architecture[1]}"})
+
+
+def test_llvm_tells_of_a_processor_where_the_system_has_no_file(monkeypatch):
+    import llvmlite.binding as llvm
+
+    found = {"sse2": True, "avx2": True, "fma": True, "f16c": True, "avxvnni": True, "avx512f": False}
+    monkeypatch.setattr(llvm, "get_host_cpu_features", lambda: found)
+    monkeypatch.setattr(detect, "_read", lambda path: "")
+    t = detect.cpu.__wrapped__()
+    assert t.chip.name == "x86_64_avx_vnni" and t.exact_match and "avx512f" not in t.features
+
+
+NUMBERS = {"s4", "s8", "s32", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "bf16", "f16", "f32", "f64"}
 
 
 def test_every_chip_gives_a_source_for_every_number():
@@ -147,10 +190,43 @@ def test_every_chip_gives_a_source_for_every_number():
     assert len(set(names)) == len(names) >= 6
     for c in detect.chips():
         assert c.units and c.requires and c.kind in ("cpu", "cuda")
+        assert c.registers_bytes and len(c.source) > 20 and bool(c.shared_bytes) == (c.kind == "cuda")
+        assert all(x.bytes > 0 and len(x.source) > 20 for x in c.levels)
+        assert [x.bytes for x in c.levels] == sorted(x.bytes for x in c.levels)
+        if c.kind == "cuda" and not c.family:
+            assert c.sms and c.mhz and c.level("L2") and c.level("memory").gbps > 0
+        elif not c.family:
+            assert c.level("L1d").bytes_per_cycle > 0
         for unit in c.units:
             assert len(unit.source) > 20 and unit.ops_per_cycle > 0 and unit.instruction
-            assert {unit.operand, unit.acc} <= {"s8", "s32", "f8e4m3fn", "f8e5m2", "bf16", "f16", "f32", "f64"}
+            assert {unit.operand, unit.acc} <= NUMBERS
+            assert min(unit.shape) >= 1
         assert len({(u.operand, u.instruction) for u in c.units}) == len(c.units)
+
+
+# Dense 1e12 operations a second, as the makers' data sheets give them, of the whole chip.
+PEAKS = {
+    "nvidia_v100": ("f16", 125),
+    "nvidia_t4": ("f16", 65),
+    "nvidia_a100": ("bf16", 312),
+    "nvidia_l4": ("s8", 242.5),
+    "nvidia_rtx4090": ("bf16", 165.2),
+    "nvidia_h100": ("bf16", 989.4),
+    "nvidia_h200": ("f8e4m3fn", 1978.9),
+    "nvidia_b200": ("f8e4m3fn", 4500),
+    "nvidia_rtx5090": ("s8", 838),
+    "amd_mi250": ("f16", 362.1 / 2),
+    "amd_mi300x": ("f8e4m3fnuz", 2614.9),
+    "amd_mi355": ("bf16", 2516.6),
+}
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_rates_and_clocks_add_up_to_the_data_sheet(name):
+    operand, peak = PEAKS[name]
+    c = chip(name)
+    unit = next(u for u in c.units if u.operand == operand)
+    assert unit.ops_per_cycle * c.sms * c.mhz * 1e-6 == pytest.approx(peak, rel=0.01)
 
 
 def test_every_kind_of_device_has_a_family_to_fall_back_to():
@@ -160,6 +236,7 @@ def test_every_kind_of_device_has_a_family_to_fall_back_to():
         and detect.match("cpu", frozenset({"asimd"})).name == "aarch64"
     )
     assert detect.match("cpu", frozenset()) is None
+    assert detect.match("cuda", frozenset({"rocm"})).name == "amd"
     own = [c.family for c in detect.chips()]
     assert own == sorted(own)
 

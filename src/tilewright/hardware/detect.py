@@ -1,4 +1,4 @@
-"""Which machine this is: the CPU from the operating system, GPUs from the driver through torch."""
+"""Which machine this is: the CPU from the operating system and LLVM, GPUs from the driver through torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,17 @@ from tilewright.hardware.target import Chip, Target
 
 # Linux, Documentation/arch/x86/xstate.rst; asm/prctl.h; asm/unistd_64.h; Intel SDM volume 1, 13.1
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XTILEDATA = 158, 0x1023, 18
+# What /proc/cpuinfo calls differently from LLVM.
+FROM_LLVM = {
+    "avx512vnni": "avx512_vnni",
+    "avx512bf16": "avx512_bf16",
+    "avxvnni": "avx_vnni",
+    "amx-tile": "amx_tile",
+    "amx-int8": "amx_int8",
+    "amx-bf16": "amx_bf16",
+    "neon": "asimd",
+    "dotprod": "asimddp",
+}
 SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
@@ -27,22 +38,50 @@ def chips(extra: Iterable[Path] = ()) -> list[Chip]:
     return sorted(found, key=lambda c: (c.family, -len(c.requires), c.name))
 
 
-def match(kind: str, features: frozenset[str], extra: Iterable[Path] = ()) -> Chip | None:
-    """The most demanding chip of this kind whose every requirement is met."""
-    return next((c for c in chips(extra) if c.kind == kind and c.requires <= features), None)
+def match(kind: str, features: frozenset[str], extra: Iterable[Path] = (), name: str = "") -> Chip | None:
+    """The most demanding chip of this kind whose every requirement is met; of several, the one that the name speaks of."""
+    fit = [c for c in chips(extra) if c.kind == kind and c.requires <= features]
+    best = [c for c in fit if not c.family and c.requires == fit[0].requires]
+    return next((c for c in best if c.named and re.search(c.named, name)), fit[0] if fit else None)
+
+
+def nearest(features: frozenset[str]) -> Chip | None:
+    """The chip of the newest architecture of the same generation before a GPU's own: sm_80's for sm_86."""
+    own = _generation(features)
+    known = [(number, c) for c in chips() if c.kind == "cuda" and (number := _generation(c.requires))]
+    older = [(number, c) for number, c in known if own and number[0] == own[0] and number <= own]
+    return max(older, key=lambda pair: pair[0])[1] if older else None
+
+
+def _generation(features: frozenset[str]) -> tuple[str, int] | None:
+    """The architecture that features name: sm_86 is (sm_8, 6), gfx942 (gfx9, 0x42)."""
+    found = next((m for f in sorted(features) if (m := re.fullmatch(r"(sm_\d+)(\d)|(gfx\d+)([0-9a-f]{2})", f))), None)
+    return None if found is None else (found[1] or found[3], int(found[2] or found[4], 16))
 
 
 @cache
 def cpu() -> Target:
     """The processor at hand."""
     text = _read(Path("/proc/cpuinfo"))
-    features = _permitted(frozenset(_field(text, "flags").split() or _field(text, "Features").split()))
+    reported = _field(text, "flags").split() or _field(text, "Features").split() or _llvm_features()
+    features = _permitted(frozenset(reported))
     name = _field(text, "model name") or platform.processor() or platform.machine()
     chip = match("cpu", features)
-    if chip is None:  # no /proc/cpuinfo (macOS, Windows): the architecture's baseline
+    if chip is None:  # nothing is known of it: the architecture's baseline
         baseline = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86_64"
         chip = next(c for c in chips() if c.name == baseline)
     return Target(name, chip, "cpu", _usable_cores(), features=features, caches_bytes=_caches(), exact_match=not chip.family)
+
+
+def _llvm_features() -> list[str]:
+    """What LLVM finds where the system has no /proc/cpuinfo, in that file's words."""
+    import llvmlite.binding as llvm
+
+    try:
+        found = llvm.get_host_cpu_features()
+    except RuntimeError:  # not on this system
+        return []
+    return [FROM_LLVM.get(name, name) for name, present in found.items() if present]
 
 
 def _permitted(features: frozenset[str]) -> frozenset[str]:
@@ -70,11 +109,17 @@ def gpu(index: int = 0) -> Target:
     if index >= count:
         raise InputError(f"no CUDA device {index}: torch sees {count}", hint="device='cpu'")
     p = torch.cuda.get_device_properties(index)
-    features = frozenset({"cuda", f"sm_{p.major}{p.minor}"})
-    chip = match("cuda", features)
+    if torch.version.hip:
+        features = frozenset({"rocm", str(p.gcnArchName).split(":")[0]})
+    else:
+        features = frozenset({"cuda", f"sm_{p.major}{p.minor}"})
+    chip = match("cuda", features, name=p.name)
     assert chip is not None
-    caches = {"L2": int(p.L2_cache_size), "shared": int(p.shared_memory_per_block_optin)}
-    return Target(p.name, chip, "cuda", p.multi_processor_count, index, features, caches, exact_match=not chip.family)
+    exact = not chip.family and (not chip.named or re.search(chip.named, p.name) is not None)
+    if chip.family:
+        chip = nearest(features) or chip
+    caches = {"L2": int(p.L2_cache_size), "shared": int(getattr(p, "shared_memory_per_block_optin", 0) or chip.shared_bytes)}
+    return Target(p.name, chip, "cuda", p.multi_processor_count, index, features, caches, exact_match=exact)
 
 
 def detect(device: str | torch.device) -> Target:

@@ -21,6 +21,7 @@ class MatrixUnit:
         instruction: its mnemonic.
         ops_per_cycle: multiplies plus adds a cycle on one core or SM.
         source: where the rate stands.
+        shape: m, n, k that one instruction multiplies; a vector instruction has one row.
     """
 
     operand: str
@@ -28,6 +29,26 @@ class MatrixUnit:
     instruction: str
     ops_per_cycle: int
     source: str
+    shape: tuple[int, int, int] = (1, 1, 1)
+
+
+@dataclass(frozen=True)
+class MemoryLevel:
+    """A cache, or memory itself.
+
+    Attributes:
+        name: "L1d", "L2", "L3" or "memory".
+        bytes: its size: of one core's for a processor, of the whole for a GPU.
+        source: where size and rate stand.
+        bytes_per_cycle: that one core reads from it, 0 where unknown.
+        gbps: 1e9 bytes a second that all cores or SMs together read from it, 0 where unknown.
+    """
+
+    name: str
+    bytes: int
+    source: str
+    bytes_per_cycle: float = 0.0
+    gbps: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -41,6 +62,13 @@ class Chip:
         units: matrix units, best first for each operand type.
         notes: sentences with their sources that do not fit a number.
         family: stands for every processor of its kind that has no file of its own.
+        levels: memories, the nearest first. What the machine reports of their sizes comes before these.
+        sms: cores, CUs or SMs of the whole chip, 0 where models differ.
+        mhz: at which the sources state its rates, 0 where models differ.
+        registers_bytes: for vectors and matrices, of one core or SM.
+        shared_bytes: of memory that one block of threads may share; 0 on a processor.
+        source: where the four numbers before stand.
+        named: pattern of the marketing names it has, where others report the same features; empty for all.
     """
 
     name: str
@@ -49,6 +77,17 @@ class Chip:
     units: tuple[MatrixUnit, ...]
     notes: tuple[str, ...] = ()
     family: bool = False
+    levels: tuple[MemoryLevel, ...] = ()
+    sms: int = 0
+    mhz: int = 0
+    registers_bytes: int = 0
+    shared_bytes: int = 0
+    source: str = ""
+    named: str = ""
+
+    def level(self, name: str) -> MemoryLevel | None:
+        """A memory by name, None if nothing is known of it."""
+        return next((x for x in self.levels if x.name == name), None)
 
 
 @dataclass(frozen=True)
