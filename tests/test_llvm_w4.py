@@ -6,9 +6,12 @@ import torch
 from tilewright.candidates.llvm import w4
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import Input
+from tilewright.schedule.candidate import Runner
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.sample import random_sources
 
 CPU = detect("cpu")
 
@@ -17,22 +20,16 @@ def posed(line: str, constant: bool = True) -> Problem:
     """A line's problem, its right operand with scales and zero points constant."""
     (node,) = parse(line).outputs
     problem = problem_of(node)
-    count = 3 if "zero_point" in line else 2
-    return Problem(problem.op, problem.types, tuple(constant and 1 <= i <= count for i in range(len(problem.types))))
+    assert isinstance(problem, Problem)
+    labels = [s.op.label for s in node.src if isinstance(s.op, Input)]
+    return Problem(problem.op, problem.types, tuple(constant and n in ("b", "b_scale", "b_zero_point") for n in labels))
 
 
-def values(problem: Problem) -> list[torch.Tensor]:
-    """Random sources; scales are small and positive."""
-    generator = torch.Generator().manual_seed(0)
-    made = []
-    for i, t in enumerate(problem.types):
-        if t.dtype.is_integer:
-            low, high = (-8, 8) if t.dtype.kind == "int" else (0, 16)
-            made.append(torch.randint(low, high, t.shape, dtype=t.dtype.to_torch(), generator=generator))
-        else:
-            x = torch.randn(t.shape, generator=generator)
-            made.append(((x.abs() + 0.1) / 50 if i == 2 else x).to(t.dtype.to_torch()))
-    return made
+def built(problem: Problem, sources: list[torch.Tensor]) -> list[Runner]:
+    """What runs, for each schedule."""
+    assert w4.CANDIDATE.refuse(problem, CPU) is None
+    weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
+    return [w4.CANDIDATE.build(problem, s, CPU).prepare(weights) for s in w4.CANDIDATE.schedules(problem, CPU)]
 
 
 @pytest.mark.parametrize(
@@ -49,20 +46,29 @@ def values(problem: Problem) -> list[torch.Tensor]:
         "bf16[1,1024] @ u4[100,1024]^T group=64 zero_point -> bf16",
         "bf16[5,112] @ s4[112,17] group=16 + bias -> bf16",
         "bf16[5,120] @ s4[120,17] group=8 -> bf16",
+        # 8-bit activations: without a scale, one, one a row, one a group; zero points on either side
+        "s8[1,64] @ s4[64,64]^T group=64",
+        "s8[1,8192] group=64 @ u4[200,8192]^T group=64 zero_point",
+        "s8[16,8192] scale=channel @ s4[384,8192]^T group=64",
+        "s8[37,1024] scale=tensor zero_point @ u4[1024,77] group=32",
+        "u8[3,200] scale=channel zero_point @ u4[130,200]^T group=8 zero_point + bias",
+        "u8[3,200] group=40 zero_point @ s4[130,200]^T group=40",
+        "u8[5,200] group=8 zero_point @ u4[130,200]^T group=40 zero_point -> bf16",
+        "s8[17,520] group=128 @ s4[130,520]^T group=32 zero_point, silu -> s8 scale=tensor",
+        "s8[6,2,264] group=264 @ s4[33,264]^T group=264",
+        "s8[12,264] @ s4[33,264]^T group=512",
+        "u8[9,264] scale=tensor @ u4[33,264]^T group=16",
     ],
 )
 def test_results_are_the_oracles_at_any_number_of_threads(line):
     problem = posed(line)
-    assert w4.CANDIDATE.refuse(problem, CPU) is None
-    sources = values(problem)
+    sources = random_sources(problem)
     before = torch.get_num_threads()
     try:
-        for schedule in w4.CANDIDATE.schedules(problem, CPU):
-            kernel = w4.CANDIDATE.build(problem, schedule, CPU)
-            run = kernel.prepare({i: t for i, t in enumerate(sources) if problem.weights[i]})
+        for run in built(problem, sources):
             assert examine(problem, expect(problem, sources), run, sources) is None
             results = []
-            for threads in (1, 2, 5):
+            for threads in (1, 2, 5, 8):
                 torch.set_num_threads(threads)
                 results.append(run(sources)[0].clone())
             assert all(torch.equal(results[0], r) for r in results[1:])
@@ -76,7 +82,47 @@ def test_results_are_the_oracles_at_any_number_of_threads(line):
         ("f32[4,64] @ s4[64,64]^T group=64", False, "not constant"),
         ("f32[4,64] @ s8[64,64]^T group=64", True, "not 4-bit codes"),
         ("f32[4,60] @ s4[64,60]^T group=60", True, "multiple of 8"),
+        ("s8[4,65] @ s4[64,65]^T group=8", True, "multiple of 8"),
     ],
 )
 def test_what_it_does_not_do_it_refuses(line, constant, why):
     assert why in str(w4.CANDIDATE.refuse(posed(line, constant), CPU))
+
+
+def instruction(line: str) -> str:
+    problem = posed(line)
+    (schedule,) = w4.CANDIDATE.schedules(problem, CPU)
+    return dict(schedule.knobs)["instruction"]
+
+
+@pytest.mark.skipif("avx512_vnni" not in CPU.chip.requires, reason="the processor has no vpdpbusd")
+@pytest.mark.parametrize(
+    ("line", "codes"),
+    [
+        ("s8[4,64] @ s4[64,64]^T group=64", True),
+        ("u8[4,64] group=32 zero_point @ s4[64,64]^T group=64", True),
+        ("f32[4,64] @ s4[64,64]^T group=64", False),
+        ("s8[4,96] group=32 @ s4[64,96]^T group=48", False),  # the groups do not lie in one another
+    ],
+)
+def test_codes_are_multiplied_by_codes_where_both_operands_are(line, codes):
+    assert instruction(line).startswith("vpdpbusd") == codes
+
+
+@pytest.mark.parametrize("lhs", ["s8", "u8"])
+@pytest.mark.parametrize("rhs", ["s4", "u4"])
+def test_sums_of_the_extreme_codes_are_exact(lhs, rhs):
+    """Scales of 1 leave integers that f32 holds: every product of the largest magnitudes is there, to the last unit."""
+    problem = posed(f"{lhs}[4,2048] scale=channel zero_point @ {rhs}[34,2048]^T group=1024 zero_point")
+    low, high = (-128, 127) if lhs == "s8" else (0, 255)
+    least, most = (-8, 7) if rhs == "s4" else (0, 15)
+    signed, coded = (t.dtype.to_torch() for t in (problem.types[0], problem.types[3]))
+    a = torch.tensor([low, high, low, high], dtype=signed)[:, None].repeat(1, 2048)
+    za = torch.tensor([high, low, low, high], dtype=signed)[:, None]
+    b = torch.tensor([least, most] * 17, dtype=coded)[:, None].repeat(1, 2048)
+    zb = torch.tensor([[least, most], [most, least]] * 17, dtype=coded)[:34]
+    sources = [a, torch.ones(4, 1), za, b, torch.ones(34, 2), zb]
+    wanted = (a.long() - za) @ (b.long() - zb.long().repeat_interleave(1024, 1)).t()
+    assert wanted.abs().max() == 1024 * 255 * 15
+    for run in built(problem, sources):
+        assert torch.equal(run(sources)[0].long(), wanted)

@@ -47,6 +47,7 @@ class Plan:
     constant: bool
     stores: tuple[Access, ...]
     in_place: bool
+    beside: tuple[Access, ...] = ()  # what else kernels read: scales and zero points of the left operand's codes
 
 
 def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> Side:
@@ -79,18 +80,28 @@ def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> b
     return first.extent == total
 
 
+def _pointers(plan: Plan) -> set[int]:
+    """Which arguments a kernel reads: sources, and behind them operands that torch evaluates."""
+    return _params([a.root for a in (plan.lhs.access, plan.rhs.access, *plan.stores, *plan.beside)])
+
+
+def _params(roots: Sequence[Node]) -> set[int]:
+    return {n.op.index for n in toposort(roots) if isinstance(n.op, Param)}
+
+
+def unread(problem: Problem, plan: Plan) -> frozenset[int]:
+    """Weights that calls do not read, since all that was in them is packed."""
+    outside = [s.outside for s in (plan.lhs, plan.rhs) if s.outside is not None and not (s is plan.rhs and plan.constant)]
+    read = _pointers(plan) | _params(outside)
+    return frozenset(i for i, weight in enumerate(problem.weights) if weight and i not in read)
+
+
 def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
     """What runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept alive."""
     count = len(problem.types)
     threads_of = torch.get_num_threads
     small = problem.ops <= ONE_THREAD_OPS
-    used = {
-        n.op.index
-        for a in (plan.lhs.access, *plan.stores, plan.rhs.access)
-        for n in toposort((a.root,))
-        if isinstance(n.op, Param)
-    }
-    read = sorted(i for i in used if i < count)
+    read = sorted(_pointers(plan) & set(range(count)))
     left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
     blank = [0] * (nest.pointers + 2)
     blank[nest.pointers - 1] = aligned(packed)

@@ -53,7 +53,12 @@ class GroupedNest(Nest):
     @property
     def side_rows(self) -> int:
         """Of which scales and zero points are these."""
-        return self.dot.k * (1 + self.zeros)
+        return self.words * (1 + self.zeros)
+
+    @property
+    def words(self) -> int:
+        """Vectors of words that one of operands is made of."""
+        return self.dot.k
 
     @property
     def panel(self) -> int:
@@ -63,26 +68,28 @@ class GroupedNest(Nest):
     def asks(self) -> int:
         return 0  # kernels ask for their own stream
 
+    def packed(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        """The stream of codes [N, K], scales and zero points [N, groups]."""
+        sides = [s.float().contiguous() for s in (scales, zeros) if s is not None]
+        return streamed(self, codes.to(torch.int32), sides, range(CODES))
 
-def packed(nest: GroupedNest, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-    """The stream, s32[panels, groups, words, columns], from codes [N, K], scales and zero points [N, groups]."""
-    columns, lanes, span = nest.panels * nest.nr, nest.dot.k, CODES * nest.dot.k
+
+def streamed(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+    """The stream, s32[panels, groups, words, columns], from codes s32[N, K] and what precedes them in each group, [N, groups]
+    of 4 bytes each. `order`: where in its word each of 8 neighbours of a column is kept."""
+    columns, lanes, span = nest.panels * nest.nr, nest.words, CODES * nest.words
     words = torch.zeros(columns, nest.group_count, nest.group // span, lanes, dtype=torch.int32)
     of_column = words.view(columns, -1, lanes)[: nest.columns, : nest.depth // span]
-    for i in range(CODES):
+    for i, place in enumerate(order):
         for lane in range(lanes):
-            of_column[:, :, lane] |= (codes[:, i * lanes + lane :: span].to(torch.int32) & 15) << 4 * i
+            of_column[:, :, lane] |= (codes[:, i * lanes + lane :: span] & 15) << 4 * place
     stream = torch.zeros(nest.panels, nest.group_count, nest.group_rows, nest.nr, dtype=torch.int32)
-
-    def by_panel(t: torch.Tensor) -> torch.Tensor:
-        padded = torch.zeros(columns, nest.group_count, dtype=torch.float32)
-        padded[: nest.columns] = t.float()
-        values = padded.view(torch.int32).view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
-        return values.repeat_interleave(lanes, dim=2).view(nest.panels, nest.group_count, lanes, nest.nr)
-
-    stream[:, :, :lanes] = by_panel(scales)
-    if zeros is not None:
-        stream[:, :, lanes : 2 * lanes] = by_panel(zeros)
+    for i, side in enumerate(sides):
+        padded = torch.zeros(columns, nest.group_count, dtype=torch.int32)
+        padded[: nest.columns] = side.view(torch.int32)
+        values = padded.view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
+        values = values.repeat_interleave(lanes, dim=2).view(nest.panels, nest.group_count, lanes, nest.nr)
+        stream[:, :, i * lanes : (i + 1) * lanes] = values
     by_word = words.view(nest.panels, nest.nr, nest.group_count, nest.group // span, lanes).permute(0, 2, 3, 1, 4)
     stream[:, :, nest.side_rows :] = by_word.reshape(nest.panels, nest.group_count, nest.group // CODES, nest.nr)
     return stream

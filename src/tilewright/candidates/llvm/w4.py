@@ -9,12 +9,13 @@ import torch
 
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._access import Unsupported, of_store
-from tilewright.candidates.llvm._dots import choose
+from tilewright.candidates.llvm._dots import Choice, choose
 from tilewright.candidates.llvm._nest import Blocks
-from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of
+from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of, unread
 from tilewright.candidates.llvm._scratch import maker
 from tilewright.candidates.llvm._vector import check
-from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter, packed
+from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter
+from tilewright.candidates.llvm._w4_codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.graph import Node, toposort
@@ -59,6 +60,19 @@ def _weights(problem: Problem) -> tuple[Node, int, bool]:
     return found, block[0], along
 
 
+def _coded(problem: Problem, chip: Chip) -> tuple[Choice, Activations] | None:
+    """The instruction for codes by codes and what the left operand is made of; None if it is multiplied as floats."""
+    found, group, _ = _weights(problem)
+    try:
+        lhs = activations(problem.op.lhs)
+        choice = chosen(lhs.codes, chip)
+    except Unsupported:
+        return None
+    each = min(group, lhs.group or group)
+    even = max(group, lhs.group or group) % each == 0 and each % CODES == 0
+    return (choice, lhs) if found.dtype is F32 and even and each <= MOST_GROUP else None
+
+
 def _planned(problem: Problem, chip: Chip) -> Plan:
     found, group, along = _weights(problem)
     if problem.acc.dtype is not F32:
@@ -66,6 +80,14 @@ def _planned(problem: Problem, chip: Chip) -> Plan:
     if not problem.batch * problem.M * problem.N * problem.K:
         raise Unsupported("the product is empty")
     check(problem.op.stores)
+    rows, count = problem.batch * problem.M, len(problem.types)
+    rhs = side_of(problem.op.rhs, count + 1, columns_last=True, outside=True)
+    stores = tuple(of_store(root) for root in problem.op.stores)
+    coded = _coded(problem, chip)
+    if coded is not None:
+        choice, left = coded
+        lhs = side_of(left.codes, count, columns_last=True, outside=False)
+        return Plan(choice, 1, rows, lhs, rhs, along, True, stores, False, left.sides)
     choice = choose(F32, F32, F32, chip)
     pairs = choose(BF16, BF16, F32, chip)
     whole = not group % (2 * CODES) and not problem.K % (2 * CODES)
@@ -73,11 +95,8 @@ def _planned(problem: Problem, chip: Chip) -> Plan:
         choice = pairs
     if choice is None or problem.lhs.dtype.bits > 32 or not problem.lhs.dtype.is_float:
         raise Unsupported(f"{chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
-    lhs = side_of(problem.op.lhs, len(problem.types), columns_last=True, outside=False)
-    rhs = side_of(problem.op.rhs, len(problem.types) + 1, columns_last=True, outside=True)
-    rows = problem.batch * problem.M
+    lhs = side_of(problem.op.lhs, count, columns_last=True, outside=False)
     in_place = lhs.outside is None and rows == 1 and lies_right(lhs.access, problem, choice, rows)
-    stores = tuple(of_store(root) for root in problem.op.stores)
     return Plan(choice, 1, rows, lhs, rhs, along, True, stores, in_place)
 
 
@@ -95,9 +114,9 @@ class LlvmW4:
         plan = _plan(problem, target)
         assert isinstance(plan, Plan)
         dot = plan.choice.dot
-        most = min(ROWS, dot.registers // 2) // dot.k  # pairs take more registers to decode
+        most = min(ROWS, dot.registers // 2) // (2 if dot.lhs is BF16 else 1)  # pairs take more registers to decode
         mr = -(-plan.rows // -(-plan.rows // most))
-        nv = 4 // dot.k if mr == 1 else 2 if 4 * mr <= dot.registers else 1
+        nv = (2 if dot.lhs is BF16 else 4) if mr == 1 else 2 if 4 * mr <= dot.registers else 1
         nv = min(nv, -(-problem.N // dot.lanes))
         nc = 1 if plan.rows <= mr else PANELS
         return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes),)
@@ -106,19 +125,27 @@ class LlvmW4:
         plan = _plan(problem, target)
         assert isinstance(plan, Plan)
         nest = nest_of(problem, plan, schedule)
-        call = engine.function(GroupedWriter(nest).write().text(*engine.host()))
+        call = engine.function(writer_of(nest).write().text(*engine.host()))
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             room = maker((nest.packed_rhs + 64,), torch.uint8)()
-            found, _, along = _weights(problem)
-            sides = [operand(s, weights, not along) for s in found.src]
-            stream = packed(nest, sides[0], sides[1], sides[2] if nest.zeros else None)
+            found, group, _ = _weights(problem)
+            codes, *sides = (operand(s, weights, not plan.along) for s in found.src)
+            if group > nest.group:
+                sides = [s.repeat_interleave(group // nest.group, dim=1)[:, : nest.group_count] for s in sides]
+            stream = nest.packed(codes, sides[0], sides[1] if nest.zeros else None)
             start = aligned(room) - room.data_ptr()
             room[start : start + nest.batch * nest.panels * nest.panel] = stream.view(-1).view(torch.uint8)
             return runner(problem, plan, nest, call, room)
 
         scratch = nest.scratch(torch.get_num_threads())
-        return Kernel(self.name, schedule, prepare, workspace_bytes=scratch, packed_bytes=nest.packed_rhs)
+        return Kernel(
+            self.name, schedule, prepare, workspace_bytes=scratch, packed_bytes=nest.packed_rhs, unread=unread(problem, plan)
+        )
+
+
+def writer_of(nest: GroupedNest) -> GroupedWriter:
+    return CodesWriter(nest) if isinstance(nest, CodesNest) else GroupedWriter(nest)
 
 
 def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
@@ -126,7 +153,7 @@ def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
     found, group, _ = _weights(problem)
     knobs, dot = dict(schedule.knobs), plan.choice.dot
     mr, nr, nc = (int(knobs[k]) for k in ("mr", "nr", "nc"))
-    return GroupedNest(
+    common = (
         plan.batch,
         plan.rows,
         problem.K,
@@ -139,11 +166,12 @@ def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
         plan.stores,
         len(problem.types) + 2,
         Blocks(mr, nr // dot.lanes, -(-problem.K // (dot.lanes * dot.k)) * dot.lanes * dot.k, 1, nc // nr, not plan.in_place),
-        group,
-        found.src[0].dtype.kind == "int",
-        len(found.src) == 3,
-        found.dtype,
     )
+    signed, zeros = found.src[0].dtype.kind == "int", len(found.src) == 3
+    if dot.acc is F32:
+        return GroupedNest(*common, group, signed, zeros, found.dtype)
+    left = activations(problem.op.lhs)
+    return CodesNest(*common, min(group, left.group or group), signed, zeros, scale=left.scale, zero=left.zero)
 
 
 CANDIDATE = LlvmW4()
