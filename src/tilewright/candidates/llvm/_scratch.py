@@ -74,7 +74,12 @@ def _lent_type(size: int) -> Any:
     """Arrays over a block of memory that give it back when they are collected. A tensor made from one holds on to it."""
 
     def give_back(self: Any) -> None:
-        if sum(each * len(blocks) for each, blocks in list(_idle.items())) + size <= KEPT_BYTES:
+        kept = sum(each * len(blocks) for each, blocks in list(_idle.items()))
+        for each, blocks in list(_idle.items()):  # sizes that nobody asks for any more make room
+            while blocks and each != size and kept + size > KEPT_BYTES:
+                del blocks[-1:]  # another thread may have taken it
+                kept -= each
+        if kept + size <= KEPT_BYTES:
             _idle[size].append(self.owner)
 
     return type("Lent", (ctypes.c_uint8 * size,), {"__del__": give_back})

@@ -1,0 +1,29 @@
+"""Memory that is used again: never by two at once, and never more than is kept."""
+
+import torch
+
+from tilewright.candidates.llvm import _scratch
+from tilewright.candidates.llvm._scratch import LARGE_BYTES, maker
+
+
+def test_large_results_share_no_memory_and_come_back_when_let_go():
+    make = maker((LARGE_BYTES // 4,), torch.float32)
+    first, second = make(), make()
+    assert first.data_ptr() != second.data_ptr()
+    held = first.data_ptr()
+    view = first[3:]
+    del first
+    assert make().data_ptr() != held, "a view of it is still there"
+    del view
+    assert make().data_ptr() == held
+
+
+def test_sizes_that_nobody_asks_for_any_more_make_room(monkeypatch):
+    monkeypatch.setattr(_scratch, "_idle", {})
+    monkeypatch.setattr(_scratch, "KEPT_BYTES", 4 * LARGE_BYTES)
+    old = [maker((2 * LARGE_BYTES,), torch.uint8)() for _ in range(2)]
+    del old
+    make = maker((LARGE_BYTES,), torch.uint8)
+    address = make().data_ptr()
+    assert make().data_ptr() == address
+    assert sum(size * len(blocks) for size, blocks in _scratch._idle.items()) <= 4 * LARGE_BYTES
