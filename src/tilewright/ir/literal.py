@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tilewright.dtype import F32, PRED, S64, U64, DType, from_torch
-from tilewright.errors import TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError
 from tilewright.ir.types import TensorType
 
 if TYPE_CHECKING:
@@ -48,14 +48,25 @@ class Literal:
 
         Raises:
             TypeMismatchError: the source gave a tensor of another shape or storage type, or bytes that are no 4-bit codes.
+            InputError: it was dropped, and there is no file to read it from again.
         """
         if self._tensor is None:
-            assert self._load is not None
-            self._tensor, self._load = self._load(), None
+            if self._load is None:
+                raise InputError(
+                    "the value of this constant was dropped",
+                    where=self.label or "constant",
+                    hint="compile the program again, or call drop_weights() after the last use of its source",
+                )
+            self._tensor = self._load()
         if not self._checked:
             self._check(self._tensor)
             self._checked = True
         return self._tensor
+
+    def drop(self) -> None:
+        """Let go of the memory. A value from a file is read again when it is next asked for."""
+        if self._key is None:
+            self._tensor, self._checked = None, False
 
     def _check(self, t: torch.Tensor) -> None:
         d = self.type.dtype

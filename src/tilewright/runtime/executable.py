@@ -37,12 +37,14 @@ class Step:
         part: its nodes, inputs and outputs.
         run: values of the part's inputs in, values of its outputs out.
         decision: how the kernel was chosen; None for calls into the source's own library.
+        unread: inputs that `run` has no use for any more, being packed.
     """
 
     name: str
     part: Part
     run: Callable[[Sequence[Value]], Sequence[Value]]
     decision: Decision | None
+    unread: frozenset[Node] = frozenset()
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Executable:
     _inputs: list[int] = field(init=False, repr=False)
     _outputs: list[int] = field(init=False, repr=False)
     _constant_memory: frozenset[int] = field(init=False, repr=False)
+    _slots: dict[Node, int] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         slot: dict[Node, int] = {}
@@ -102,6 +105,7 @@ class Executable:
         for node, value in self._ready.items():
             self._start[slot[node]] = value
         self._constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
+        self._slots = slot
 
     @property
     def input_types(self) -> dict[str, TensorType]:
@@ -159,6 +163,27 @@ class Executable:
         """Memory that packing weights added."""
         return sum(s.decision.kernel.packed_bytes for s in self.steps if s.decision is not None)
 
+    def drop_weights(self) -> int:
+        """Let go of the weights that are packed: the program runs on, with one copy of them instead of two.
+
+        Weights that came from a file are read again when something asks for the source's values (`verify`); those of a module in
+        memory are then missing, and the memory is free once the module is, too.
+
+        Returns:
+            int: bytes that this program no longer holds.
+        """
+        read = {n for step in self.steps for n in step.part.inputs if n not in step.unread} | set(self.graph.outputs)
+        dropped = 0
+        for node in [n for n in self._ready if n not in read]:
+            value = self._ready.pop(node)
+            self._start[self._slots[node]] = None
+            dropped += value.nbytes if isinstance(value, torch.Tensor) else 0
+        for graph in (self.source, self.graph):
+            for node in graph.nodes():
+                if isinstance(node.op, Const):
+                    node.op.data.drop()
+        return dropped
+
 
 @dataclass(frozen=True)
 class _Bound:
@@ -214,7 +239,8 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
             raise TypeMismatchError(error.what, where=name, hint=error.hint) from error
         return [results[i] for i in picked]
 
-    return Step(name, part, run, decision)
+    unread = frozenset(sources[i] for i in decision.kernel.unread)
+    return Step(name, part, run, decision, unread - {s for i, s in enumerate(sources) if i not in decision.kernel.unread})
 
 
 def _name(graph: Graph, part: Part) -> str:

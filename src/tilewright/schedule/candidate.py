@@ -34,6 +34,7 @@ class Kernel:
             a result out. Sources may have any strides; the runner must not write them nor return memory it will write again.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
+        unread: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
         roundoff: of the sums, where the hardware keeps fewer bits of them than the accumulator has; it is verified with room
             for that, and its schedule says so, since precision never drops without a word.
         registers, spills, shared_bytes: of the machine code, where there is any of our own.
@@ -44,6 +45,7 @@ class Kernel:
     prepare: Callable[[Mapping[int, torch.Tensor]], Runner]
     workspace_bytes: int = 0
     packed_bytes: int = 0
+    unread: frozenset[int] = frozenset()
     roundoff: float = 0.0
     registers: int | None = None
     spills: int | None = None

@@ -13,7 +13,7 @@ from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, 
 from tilewright.candidates.llvm._blocking import blocks_for
 from tilewright.candidates.llvm._dots import choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
-from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of
+from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of, unread
 from tilewright.candidates.llvm._scratch import maker
 from tilewright.candidates.llvm._vector import check
 from tilewright.candidates.llvm._write import Writer
@@ -123,6 +123,7 @@ class LlvmGemm:
             lambda weights: _prepared(problem, plan, nest, call, weights),
             workspace_bytes=nest.scratch(torch.get_num_threads()),
             packed_bytes=nest.packed_rhs if plan.constant else 0,
+            unread=unread(problem, plan),
         )
 
 
