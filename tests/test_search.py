@@ -11,6 +11,7 @@ from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
+from tilewright.schedule import bench
 from tilewright.schedule import search as search_module
 from tilewright.schedule.candidate import LAST_RESORT, Kernel, discover
 from tilewright.schedule.problem import problem_of
@@ -80,7 +81,7 @@ def times(monkeypatch):
                 run()
             return list(values)
 
-        monkeypatch.setattr(search_module, "time_interleaved", timed)
+        monkeypatch.setattr(bench, "time_interleaved", timed)
         return asked
 
     return give
@@ -179,6 +180,84 @@ def test_no_budget_takes_the_first_verified_untimed(times):
     assert not asked and other.calls == 0
     untried = "not tried: no time budget, and an earlier candidate passed"
     assert whys(d)["other"] == whys(d)["reference"] == untried and "wrong" in whys(d)
+
+
+def endless(built=None):
+    """Points without end, best guess first; notes how many were asked for."""
+    for i in range(100_000):
+        if built is not None:
+            built.append(i)
+        yield Schedule.of(point=i)
+
+
+class Pace:
+    """Times, in µs, by the label of what runs; whoever takes part in a timing is noted."""
+
+    def __init__(self, monkeypatch, us):
+        self.rounds = []
+        attempts = {}
+        attempt = bench.Bench.attempt
+
+        def noted(self_, key, candidate, schedule):
+            attempts[key] = schedule["point"] if schedule.knobs else candidate.name
+            return attempt(self_, key, candidate, schedule)
+
+        def times(self_, keys, budget_s):
+            self.rounds.append([attempts[k] for k in keys])
+            return [us(attempts[k]) * len(self.rounds) for k in keys]  # each round on a slower machine than the one before
+
+        monkeypatch.setattr(bench.Bench, "attempt", noted)
+        monkeypatch.setattr(bench.Bench, "times", times)
+
+
+def test_a_few_points_compete_and_the_rest_is_one_sentence(monkeypatch):
+    pace = Pace(monkeypatch, lambda who: 10.0)
+    fake = Fake("deep", schedules=[Schedule.of(point=i) for i in range(1000)])
+    d = search(PROBLEM, CPU, budget_s=1e-9, candidates=[fake, Fake("other"), REFERENCE], depth=3)
+    assert pace.rounds == [[0, 1, 2, "other"]] and fake.builds == 3
+    assert d.kernel.schedule["point"] == 0
+    assert [r.why for r in d.rejected if r.candidate == "deep"] == ["997 more points ranked below were not tried"]
+    search(PROBLEM, CPU, budget_s=1e-9, candidates=[fake])
+    assert fake.builds == 3 + search_module.DEPTH
+
+
+def test_no_budget_builds_one_point_of_an_endless_space():
+    asked = []
+    fake, later = Fake("deep"), Fake("later", preference=40)
+    fake._schedules = endless(asked)
+    d = search(PROBLEM, CPU, budget_s=0, candidates=[fake, later, REFERENCE], depth=50)
+    assert fake.builds == 1 and later.builds == 0 and d.kernel.schedule["point"] == 0 and not d.measured
+    assert whys(d)["deep"] == "99999 more points ranked below were not tried"
+
+
+def test_what_is_left_of_the_budget_goes_to_more_points_of_the_fastest(monkeypatch):
+    """The best point is the seventh; each comes alone against the winner, on the first race's scale."""
+    pace = Pace(monkeypatch, lambda who: 50.0 if who == "slow" else 20.0 - who if who <= 6 else 30.0)
+    fake = Fake("deep", schedules=[Schedule.of(point=i) for i in range(1000)])
+    slow = Fake("slow", schedules=DEFAULT)
+    d = search(PROBLEM, CPU, budget_s=1000.0, candidates=[slow, fake], depth=2)
+    assert d.kernel.schedule["point"] == 6 and d.time_us == pytest.approx(14.0)
+    assert pace.rounds[:3] == [["slow", 0, 1], [1, 2], [2, 3]]
+    assert fake.builds == 7 + search_module.PATIENCE
+    assert whys(d)["deep (point=1)"] == "slower: 19.0 µs, 1.36 times the winner"
+    assert whys(d)["deep"] == f"{1000 - fake.builds} more points ranked below were not tried"
+
+
+def test_a_used_up_or_broken_space_ends_the_deepening(monkeypatch):
+    Pace(monkeypatch, lambda who: 10.0)
+
+    def breaks():
+        yield Schedule.of(point=0)
+        yield Schedule.of(point=1)
+        raise RuntimeError("no more sizes")
+
+    fake = Fake("deep")
+    fake._schedules = breaks()
+    d = search(
+        PROBLEM, CPU, budget_s=1000.0, candidates=[fake, Fake("three", schedules=[Schedule.of(point=i) for i in range(3)])]
+    )
+    assert whys(d)["deep"] == "failed to consider it: no more sizes" and fake.builds == 2
+    assert "three (point=2)" in whys(d) and "three" not in whys(d)
 
 
 def test_only_candidates_of_the_problems_kind_compete(times):

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, discover
-from tilewright.schedule.expected import Expected, expect
-from tilewright.schedule.measure import examine, time_interleaved
+from tilewright.schedule.bench import Attempt, Bench, failure
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
 from tilewright.schedule.problem import AnyProblem, RegionProblem
-from tilewright.schedule.sample import random_sources
+from tilewright.schedule.schedule import Schedule
 
 TIE_BAND = 0.03
+DEPTH = 2  # points of each candidate's space that compete from the start
+PROMISING = 1.5  # a candidate this many times slower than the winner is not looked at more deeply
+PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
+DUEL = 0.1  # of the budget, for one more point against the winner
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,6 @@ class Decision:
         rejected: the others, in the order they were considered.
         measured: False for a heuristic answer.
         verified: the kernel agreed with the reference on random data.
-        recalled: its times are those of an earlier search, read back; it was built and verified anew.
     """
 
     problem: AnyProblem
@@ -47,14 +51,30 @@ class Decision:
     rejected: tuple[Rejected, ...]
     measured: bool
     verified: bool
-    recalled: bool = False
+
+
+@dataclass
+class _Space:
+    """The points of a candidate that were not tried yet."""
+
+    candidate: Candidate
+    points: Iterator[Schedule]
+
+    def left(self) -> int:
+        try:
+            return sum(1 for _ in self.points)
+        except Exception:
+            return 0
 
 
 @dataclass
 class _Trial:
-    kernel: Kernel
-    runner: Runner
-    order: int
+    """A point that passed its check."""
+
+    space: _Space
+    attempt: Attempt
+    key: int
+    us: float = 0.0
 
 
 def search(
@@ -64,6 +84,7 @@ def search(
     budget_s: float = 0.2,
     candidates: Sequence[Candidate] | None = None,
     weights: Mapping[int, torch.Tensor] | None = None,
+    depth: int = DEPTH,
 ) -> Decision:
     """The fastest kernel that agrees with the reference.
 
@@ -73,6 +94,8 @@ def search(
         budget_s: time for measuring; 0 takes the first candidate that passes its check (heuristic order), untimed.
         candidates: who may compete; all that are found by default.
         weights: values of constant sources to measure with instead of random ones, by source index.
+        depth: how many points of each candidate's space compete from the start (one if there is no budget). What is left of the
+            budget then goes to one more point at a time, of the fastest candidates, until none is better any more.
 
     Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice. The reference is
     timed for a region alone: there it is torch's own operations, one after the other, and not run at all if it stands alone.
@@ -80,108 +103,124 @@ def search(
     Raises:
         UnsupportedError: not even the reference ran.
     """
-    found = [c for c in (candidates if candidates is not None else discover()) if problem.kind in c.kinds]
-    rejected: list[Rejected] = []
-    builds = _heuristic_order(_built(problem, target, found, rejected))
-    region = isinstance(problem, RegionProblem)
-    if region and builds and all(c.preference >= LAST_RESORT for c, _ in builds):
-        return Decision(problem, builds[0][1], None, tuple(rejected), False, True)
-    sources = [t.to(target.device) for t in _sources(problem, weights)]
-    on_cpu = [t.cpu() for t in sources]
-    expected: dict[float, Expected] = {}
-    constants = {i: t for i, t in enumerate(sources) if problem.weights[i]}
-    trials: list[_Trial] = []
-    for order, (candidate, kernel) in enumerate(builds):
-        is_reference = candidate.preference >= LAST_RESORT
-        if is_reference and trials and not region:
-            rejected.append(Rejected(candidate.name, "not timed: a verified kernel exists"))
-            continue
-        try:
-            runner = kernel.prepare(constants)
-            why = None
-            if is_reference:  # the others are examined by it; it only has to run
-                runner(sources)
+    return _Search(problem, target, budget_s, weights or {}).run(
+        candidates if candidates is not None else discover(), depth if budget_s > 0 else 1
+    )
+
+
+class _Search:
+    """One search: what was found so far."""
+
+    def __init__(self, problem: AnyProblem, target: Target, budget_s: float, weights: Mapping[int, torch.Tensor]) -> None:
+        self._problem, self._target, self._budget_s, self._weights = problem, target, budget_s, weights
+        self._ends = time.perf_counter() + budget_s
+        self._rejected: list[Rejected] = []
+        self._trials: list[_Trial] = []
+        self._keys = itertools.count()
+
+    def run(self, candidates: Sequence[Candidate], depth: int) -> Decision:
+        spaces = self._spaces(candidates)
+        region = isinstance(self._problem, RegionProblem)
+        if region and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
+            only = spaces[0]
+            return self._decision(only.candidate.build(self._problem, next(only.points), self._target), None)
+        self._bench = Bench(self._problem, self._target, self._weights)
+        for space in spaces:
+            if self._trials and self._budget_s <= 0:
+                self._reject(space.candidate.name, "not tried: no time budget, and an earlier candidate passed")
+            elif self._trials and space.candidate.preference >= LAST_RESORT and not region:
+                self._reject(space.candidate.name, "not timed: a verified kernel exists")
             else:
-                if kernel.roundoff not in expected:
-                    expected[kernel.roundoff] = expect(problem, on_cpu, kernel.roundoff)
-                why = examine(problem, expected[kernel.roundoff], runner, sources)
-        except Exception as error:
-            rejected.append(Rejected(_label(kernel), _failure("failed", error)))
-            continue
-        if why is not None:
-            rejected.append(Rejected(_label(kernel), why))
-            continue
-        trials.append(_Trial(kernel, runner, order))
-        if budget_s <= 0:
-            break
-    if not trials:
-        reasons = "; ".join(f"{r.candidate}: {r.why}" for r in rejected) or "no candidate was given"
-        raise UnsupportedError(f"nothing can run {problem}: {reasons}", hint="report this: the reference refuses nothing")
-    if budget_s <= 0:
-        rejected.extend(
-            Rejected(_label(k), "not tried: no time budget, and an earlier candidate passed")
-            for _, k in builds[trials[0].order + 1 :]
-        )
-        return Decision(problem, trials[0].kernel, None, tuple(rejected), False, True)
-    return _timed(problem, target, trials, sources, rejected, budget_s)
+                for _ in range(depth):
+                    self._try_next(space)
+        if not self._trials:
+            reasons = "; ".join(f"{r.candidate}: {r.why}" for r in self._rejected) or "no candidate was given"
+            raise UnsupportedError(
+                f"nothing can run {self._problem}: {reasons}", hint="report this: the reference refuses nothing"
+            )
+        winner = self._timed() if self._budget_s > 0 else self._trials[0]
+        for space in spaces:
+            left = space.left()
+            if left and any(t.space is space for t in self._trials):
+                points = "1 more point" if left == 1 else f"{left} more points"
+                self._reject(space.candidate.name, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
+        assert winner.attempt.kernel is not None
+        return self._decision(winner.attempt.kernel, winner.us if self._budget_s > 0 else None)
 
-
-def _built(
-    problem: AnyProblem, target: Target, candidates: Sequence[Candidate], rejected: list[Rejected]
-) -> list[tuple[Candidate, Kernel]]:
-    """Every kernel there is to try. A candidate that raises anything at all is out of this race, and the compile goes on."""
-    builds: list[tuple[Candidate, Kernel]] = []
-    for candidate in candidates:
-        try:
-            why = candidate.refuse(problem, target)
-            schedules = [] if why is not None else list(candidate.schedules(problem, target))
-        except Exception as error:
-            why, schedules = _failure("failed to consider it", error), []
-        if why is not None:
-            rejected.append(Rejected(candidate.name, why))
-        for schedule in schedules:
+    def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
+        """Who takes part, by preference. A candidate that raises anything at all is out, and the compile goes on."""
+        spaces: list[_Space] = []
+        for candidate in sorted((c for c in candidates if self._problem.kind in c.kinds), key=lambda c: c.preference):
             try:
-                builds.append((candidate, candidate.build(problem, schedule, target)))
+                why = candidate.refuse(self._problem, self._target)
+                if why is None:
+                    spaces.append(_Space(candidate, iter(candidate.schedules(self._problem, self._target))))
             except Exception as error:
-                label = f"{candidate.name} ({schedule})" if schedule.knobs else candidate.name
-                rejected.append(Rejected(label, _failure("failed to build", error)))
-    return builds
+                why = failure("failed to consider it", error)
+            if why is not None:
+                self._reject(candidate.name, why)
+        return spaces
+
+    def _try_next(self, space: _Space) -> _Trial | None:
+        """Build and verify the next point of a space; None if there is none, or it failed."""
+        try:
+            schedule = next(space.points, None)
+        except Exception as error:
+            self._reject(space.candidate.name, failure("failed to consider it", error))
+            return None
+        if schedule is None:
+            return None
+        key = next(self._keys)
+        attempt = self._bench.attempt(key, space.candidate, schedule)
+        if attempt.why is not None:
+            self._reject(_label(space.candidate, attempt.schedule), attempt.why)
+            return None
+        trial = _Trial(space, attempt, key)
+        self._trials.append(trial)
+        return trial
+
+    def _timed(self) -> _Trial:
+        """The winner of all that passed, and of what the rest of the budget adds to them."""
+        for trial, us in zip(self._trials, self._bench.times([t.key for t in self._trials], self._budget_s), strict=True):
+            trial.us = us
+        winner = self._deepened(self._first_of_the_fastest())
+        for trial in self._trials:
+            if trial is not winner:
+                ratio = trial.us / winner.us
+                slower = f"slower: {trial.us:.1f} µs, {ratio:.2f} times the winner"
+                why = slower if ratio > 1 else "a tie; the earlier one is kept"
+                self._reject(_label(trial.space.candidate, trial.attempt.schedule), why, trial.us)
+        return winner
+
+    def _first_of_the_fastest(self) -> _Trial:
+        best = min(t.us for t in self._trials)
+        return next(t for t in self._trials if t.us <= best * (1 + TIE_BAND))
+
+    def _deepened(self, winner: _Trial) -> _Trial:
+        """The winner after one more point at a time met it, each time of the fastest candidate that has points left."""
+        fruitless, best = 0, {id(t.space): t for t in sorted(self._trials, key=lambda t: -t.us)}
+        promising = [t.space for t in sorted(best.values(), key=lambda t: t.us) if t.us <= PROMISING * winner.us]
+        while promising and fruitless < PATIENCE and time.perf_counter() < self._ends:
+            count = len(self._rejected)
+            challenger = self._try_next(promising[0])
+            fruitless += 1
+            if challenger is None:
+                if len(self._rejected) == count:  # its space is used up
+                    promising.pop(0)
+                    fruitless -= 1
+                continue
+            now, us = self._bench.times([winner.key, challenger.key], DUEL * self._budget_s)
+            challenger.us = us * winner.us / now  # as it would have been in the first race, whatever the machine does meanwhile
+            if challenger.us * (1 + TIE_BAND) < winner.us:
+                winner, fruitless = challenger, 0
+        return winner
+
+    def _reject(self, label: str, why: str, us: float | None = None) -> None:
+        self._rejected.append(Rejected(label, why, us))
+
+    def _decision(self, kernel: Kernel, us: float | None) -> Decision:
+        return Decision(self._problem, kernel, us, tuple(self._rejected), us is not None, True)
 
 
-def _failure(what: str, error: Exception) -> str:
-    first_line = (str(error).splitlines() or [""])[0] or type(error).__name__
-    return f"{what}: {first_line[:160]}"
-
-
-def _timed(
-    problem: AnyProblem,
-    target: Target,
-    trials: list[_Trial],
-    sources: Sequence[torch.Tensor],
-    rejected: list[Rejected],
-    budget_s: float,
-) -> Decision:
-    runs = [lambda r=t.runner: r(sources) for t in trials]
-    times = time_interleaved(runs, target.device, budget_s=budget_s)
-    best = min(times)
-    winner = next(i for i, t in enumerate(times) if t <= best * (1 + TIE_BAND))
-    for i, (trial, us) in enumerate(zip(trials, times, strict=True)):
-        if i != winner:
-            ratio = us / times[winner]
-            why = f"slower: {us:.1f} µs, {ratio:.2f} times the winner" if ratio > 1 else "a tie; the earlier one is kept"
-            rejected.append(Rejected(_label(trial.kernel), why, us))
-    return Decision(problem, trials[winner].kernel, times[winner], tuple(rejected), True, True)
-
-
-def _sources(problem: AnyProblem, weights: Mapping[int, torch.Tensor] | None) -> list[torch.Tensor]:
-    given = weights or {}
-    return [given.get(i, t) for i, t in enumerate(random_sources(problem))]
-
-
-def _label(kernel: Kernel) -> str:
-    return f"{kernel.candidate} ({kernel.schedule})" if kernel.schedule.knobs else kernel.candidate
-
-
-def _heuristic_order(builds: Sequence[tuple[Candidate, Kernel]]) -> list[tuple[Candidate, Kernel]]:
-    """By the candidates' own preference, then in the order found."""
-    return sorted(builds, key=lambda b: b[0].preference)
+def _label(candidate: Candidate, schedule: Schedule) -> str:
+    return f"{candidate.name} ({schedule})" if schedule.knobs else candidate.name
