@@ -249,7 +249,58 @@ def test_matmul_nbits(m, k, n, block, bits, zeros):
     if zeros != "float":
         weights = [n for n in graph.nodes() if n.op.name == "dequantize"]
         assert len(weights) == 1
-        assert weights[0].src[0].dtype.name == f"u{bits}"
+        assert weights[0].src[0].dtype.name == ("s4" if bits == 4 and zeros == "none" else f"u{bits}")
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "n", "block"), [((1, 256), 40, 32), ((2, 3, 80), 7, 32), ((5, 200), 33, 64), ((128,), 9, 16)]
+)
+def test_matmul_nbits_of_activations_in_8_bits(shape, n, block, zeros):
+    """accuracy_level 4 permits it: results are onnxruntime's to the rounding of f32, those of a float product only to 1 %."""
+    k = shape[-1]
+    groups = -(-k // block)
+    a = rng.standard_normal(shape).astype(np.float32)
+    a.reshape(-1)[:block] = 0  # a group of zeros has scale 0
+    constants = {
+        "b": packed(rng.integers(0, 16, (n, groups, block)).astype(np.uint8)),
+        "s": (rng.random((n, groups)) * 0.1 + 0.01).astype(np.float32),
+    }
+    if zeros:
+        constants["z"] = packed(rng.integers(0, 16, (n, groups + groups % 2)).astype(np.uint8))
+    node = {"domain": "com.microsoft", "K": k, "N": n, "bits": 4, "block_size": block}
+    made = {level: one("MatMulNBits", {"a": a}, constants, **node, accuracy_level=level) for level in (0, 1, 2, 3, 4)}
+    results = {level: ours(read(m), {"a": a})[0] for level, m in made.items()}
+    largest = np.abs(results[0]).max()
+    assert all(np.array_equal(results[0], results[level]) for level in (1, 2, 3))
+    assert np.abs(results[4] - theirs(made[4], {"a": a})[0]).max() < 2e-6 * largest
+    assert 1e-4 * largest < np.abs(results[4] - results[0]).max() < 1e-2 * largest
+    graph = read(made[4])
+    assert native(graph)
+    assert sum(node.op.name == "quantize" for node in graph.nodes()) == 1
+
+
+def test_matmul_nbits_of_halves_in_8_bits():
+    """They are quantised in f32 and the product is rounded once."""
+    a = rng.standard_normal((4, 64)).astype(np.float16)
+    codes = rng.integers(0, 16, (5, 2, 32)).astype(np.uint8)
+    scales = rng.random((5, 2)).astype(np.float16)
+    m = one(
+        "MatMulNBits",
+        {"a": a},
+        {"b": packed(codes), "s": scales},
+        domain="com.microsoft",
+        K=64,
+        N=5,
+        bits=4,
+        block_size=32,
+        accuracy_level=4,
+    )
+    (result,) = ours(read(m), {"a": a})
+    assert result.dtype == np.float16
+    weight = ((codes - 8.0) * scales[..., None]).reshape(5, -1)
+    wanted = a.astype(np.float64) @ weight.T
+    assert np.abs(result - wanted).max() < 0.02 * np.abs(wanted).max()
 
 
 def test_matmul_nbits_of_a_weight_that_is_an_input():

@@ -8,14 +8,16 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.dtype import F32, U4, U8, DType
+from tilewright.dtype import F32, S4, S8, U4, U8, DType
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends._onnx_node import OpNode, Unmodelled, converts
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Concat, Const, Dequantize, Reshape, gemm
+from tilewright.ir.ops import Concat, Const, Dequantize, Quantize, Reshape, gemm
 from tilewright.ir.types import TensorType
+
+EIGHT_BITS = 4  # accuracy_level of onnxruntime's MatMulNBits: activations may be quantised to 8 bits
 
 
 def matmul(a: Node, b: Node, acc_dtype: DType | None = None, out_dtype: DType | None = None) -> Node:
@@ -142,7 +144,8 @@ def _matmul_nbits(op: OpNode) -> Node:
     """A @ W^T, W [N, K] in groups of `block_size` along K: (code - zero point) * scale (onnxruntime's contrib operator).
 
     Codes lie in B [N, groups, bytes a group], the low half of a byte first; zero points, packed the same way or as floats,
-    are 2**(bits - 1) when absent.
+    are 2**(bits - 1) when absent. An `accuracy_level` of 4 permits to quantise A to 8 bits by the groups of the weights, which
+    is done for weights of 4 bits with whole zero points; the product is then one of f32, whatever A is.
     """
     a, packed, scales = op.input(0), op.input(1), op.input(2)
     n, k = op.integer("N"), op.integer("K")
@@ -159,10 +162,12 @@ def _matmul_nbits(op: OpNode) -> Node:
         or scales.tensor.elements != n * groups
     ):
         raise InputError(f"MatMulNBits of N={n} K={k} by {packed.type}, scales {scales.type}", where=op.where)
-    dtype = a.dtype
-    codes = _unpacked(reshape(packed, (n, groups * block * bits // 8)), bits)
-    scale = reshape(scales, (n, groups))
     zero = op.optional(3)
+    coded = op.integer("accuracy_level", 0) == EIGHT_BITS and bits == 4 and (zero is None or not zero.dtype.is_float)
+    dtype = F32 if coded else a.dtype
+    plain = zero is None and bits == 4 and isinstance(packed.op, Const)  # then s4 codes: no zero points to keep
+    codes = _unpacked(reshape(packed, (n, groups * block * bits // 8)), bits, signed=plain)
+    scale = reshape(scales, (n, groups))
     if zero is not None and zero.dtype.is_float:
         apart = convert(convert(reshape(codes, (n, groups, block)), U8), F32)
         shifted = map_("subtract", apart, reshape(convert(zero, F32), (n, groups, 1)))
@@ -170,19 +175,39 @@ def _matmul_nbits(op: OpNode) -> Node:
         weight = slice_(convert(reshape(whole, (n, groups * block)), dtype), 1, 0, k)
     else:
         codes = slice_(codes, 1, 0, k)
-        if zero is None:
-            zero = broadcast(const(1 << bits - 1, codes.dtype), (n, groups))
-        else:
+        zeros: list[Node] = []
+        if zero is not None:
             held = -(-groups * bits // 8)
-            zero = slice_(_unpacked(reshape(zero, (n, held)), bits), 1, 0, groups)
-        weight = Node(Dequantize(dtype, (1, block)), codes, scale, zero)
-    y = matmul(a, swap_last(weight), out_dtype=dtype)
+            zeros = [slice_(_unpacked(reshape(zero, (n, held)), bits), 1, 0, groups)]
+        elif not plain:
+            zeros = [broadcast(const(1 << bits - 1, codes.dtype), (n, groups))]
+        weight = Node(Dequantize(dtype, (1, block)), codes, scale, *zeros)
+    left = _quantized(a, block) if coded else a
+    y = convert(reshape(matmul(left, swap_last(weight), out_dtype=dtype), (*a.shape[:-1], n)), a.dtype)
     bias = op.optional(5)
     return y if bias is None else map_("add", y, bias)
 
 
-def _unpacked(packed: Node, bits: int) -> Node:
-    """u8 [rows, bytes] as codes [rows, bytes * 8 / bits]; a weight stays a weight, unpacked when first used."""
+def _quantized(a: Node, block: int) -> Node:
+    """a [..., K] by way of s8 codes, `block` along K sharing a scale: their largest magnitude / 127. A vector becomes a row."""
+    a = convert(reshape(a, (1, *a.shape)) if len(a.shape) == 1 else a, F32)
+    *outer, k = a.shape
+    groups = -(-k // block)
+    if k % block:
+        nothing = broadcast(const(0.0, F32), (*outer, groups * block - k))
+        whole = Node(Concat(len(outer)), a, nothing)
+    else:
+        whole = a
+    apart = reshape(whole, (math.prod(outer) * groups, block))
+    scale = map_("divide", reduce_("maximum", map_("abs", apart), [1], keepdims=True), const(127.0, F32))
+    codes = reshape(Node(Quantize(S8), apart, scale), (*outer, groups * block))
+    shape = (*(1 for _ in outer), block)
+    return Node(Dequantize(F32, shape), slice_(codes, len(outer), 0, k), reshape(scale, (*outer, groups)))
+
+
+def _unpacked(packed: Node, bits: int, *, signed: bool = False) -> Node:
+    """u8 [rows, bytes] as codes [rows, bytes * 8 / bits]; a weight stays a weight, unpacked when first used, and may become s4:
+    each code less 8."""
     if bits == 8:
         return packed
     shape = (packed.shape[0], packed.shape[1] * 2)
@@ -192,9 +217,10 @@ def _unpacked(packed: Node, bits: int) -> Node:
 
         def load() -> torch.Tensor:
             pairs = data.tensor().reshape(-1)
-            return torch.stack([pairs & 15, pairs >> 4], -1).reshape(shape)
+            codes = torch.stack([pairs & 15, pairs >> 4], -1).reshape(shape)
+            return codes.to(torch.int8) - 8 if signed else codes
 
-        return Node(Const(Literal(TensorType(U4, shape), load, data.label)))
+        return Node(Const(Literal(TensorType(S4 if signed else U4, shape), load, data.label)))
     halves = [map_("and", packed, const(15, U8)), map_("shift_right_logical", packed, const(4, U8))]
     apart = [reshape(h, (*packed.shape, 1)) for h in halves]
     return convert(reshape(Node(Concat(2), *apart), shape), U4)

@@ -44,13 +44,13 @@ def _weights(problem: Problem) -> tuple[Node, int, bool]:
     Raises:
         Unsupported: the right operand is no such thing.
     """
-    found, views = problem.rhs.dequantize, problem.rhs.views
-    if found is None or found.src[0].dtype.bits != 4 or not found.src[0].dtype.is_integer:
-        raise Unsupported("the right operand is not 4-bit codes with scales")
+    root = problem.op.rhs
+    along = isinstance(root.op, Transpose) and problem.rhs.dequantize is root.src[0]
+    found = root.src[0] if along else root
     op = found.op
-    along = len(views) == 1 and isinstance(views[0].op, Transpose) and problem.rhs.transposed
-    assert isinstance(op, Dequantize)
-    if len(found.shape) != 2 or (views and not along):
+    if not isinstance(op, Dequantize) or found.src[0].dtype.bits != 4 or not found.src[0].dtype.is_integer:
+        raise Unsupported("the right operand is not 4-bit codes with scales")
+    if len(found.shape) != 2:
         raise Unsupported("the weights are not one matrix, as it is or transposed")
     if not all(problem.weights[n.op.index] for n in toposort((found,)) if isinstance(n.op, Param)):
         raise Unsupported("the weights are not constant")
