@@ -43,6 +43,7 @@ class Decision:
         rejected: the others, in the order they were considered.
         measured: False for a heuristic answer.
         verified: the kernel agreed with the reference on random data.
+        recalled: its times are those of an earlier search, read back; it was built and verified anew.
     """
 
     problem: AnyProblem
@@ -51,6 +52,7 @@ class Decision:
     rejected: tuple[Rejected, ...]
     measured: bool
     verified: bool
+    recalled: bool = False
 
 
 @dataclass
