@@ -1,0 +1,371 @@
+"""Decisions kept on disk, for every process of one user: an SQLite file that holds data only.
+
+A record is found by everything that its choice depended on (`Key`): change one field and it is not found. It carries that key,
+and a checksum over both, so a damaged record is no record. A file that is damaged as a whole is set aside and another begun.
+
+What `put` acknowledged survives the death of its process at any moment (`kill -9` included): the write-ahead log belongs to the
+operating system by then. A power cut may take the last records with it, never the file: commits are not waited for on the
+medium (`synchronous=NORMAL`), since a lost record costs one measurement.
+
+Only one process measures a problem at a time (`alone`): the lock is the operating system's and ends with the process that holds
+it. The log needs memory shared between processes, and the lock one kernel: on a network file system nothing is kept, as on one
+that is full or cannot be written. That is said once, on standard error, and everything goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sqlite3
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Annotated, TypeVar
+
+import msgspec
+
+BUSY_S = 20.0
+NETWORK = frozenset(
+    "9p afs beegfs ceph cifs fuse.ceph fuse.gcsfuse fuse.glusterfs fuse.rclone fuse.s3fs fuse.sshfs glusterfs gpfs lustre ncpfs "
+    "nfs nfs4 orangefs smb3 smbfs".split()
+)
+MOUNTS = Path("/proc/self/mountinfo")
+# What an SQLite error says about the disk, not about the file's content.
+_OF_THE_DISK = frozenset(
+    {
+        sqlite3.SQLITE_AUTH,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_FULL,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_NOLFS,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_PERM,
+        sqlite3.SQLITE_PROTOCOL,
+        sqlite3.SQLITE_READONLY,
+    }
+)
+
+T = TypeVar("T")
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What a choice depends on.
+
+    Attributes:
+        chip: data file that the machine matched.
+        processor: its marketing name, features and caches.
+        cores, threads: that the machine has, and that kernels share.
+        driver, toolkit: of a GPU.
+        libraries: versions of those that compile kernels or are candidates.
+        tilewright: version, and a digest of the code that makes and chooses kernels.
+        numerics: what may be rounded how.
+        alignment_bytes: of the sources that were timed.
+        budget: class of time that a search had.
+        problem: digest of its text.
+    """
+
+    chip: str
+    processor: str
+    cores: int
+    threads: int
+    driver: str
+    toolkit: str
+    libraries: str
+    tilewright: str
+    numerics: str
+    alignment_bytes: int
+    budget: str
+    problem: str
+
+    def digest(self) -> bytes:
+        """Under which a record is stored."""
+        return hashlib.sha256(msgspec.json.encode(self)).digest()
+
+
+Time = Annotated[float, msgspec.Meta(ge=0)]
+Text = Annotated[str, msgspec.Meta(max_length=4000)]
+
+
+class Loser(msgspec.Struct, frozen=True):
+    """A candidate that was not chosen: the sentence why, and its time if it was timed."""
+
+    candidate: Text
+    why: Text
+    time_us: Time | None
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One decision: the problem as people read it, the candidate and the point of its space, its time, the others."""
+
+    key: Key
+    problem: str
+    candidate: Text
+    knobs: tuple[tuple[Text, bool | int | str], ...]
+    time_us: Time
+    rejected: tuple[Loser, ...]
+    made_s: Time
+
+    def sealed(self) -> bytes:
+        """As it is stored."""
+        content = msgspec.json.encode(self)
+        return hashlib.sha256(content).digest() + content
+
+
+def unsealed(value: object, digest: bytes) -> Record | None:
+    """The record in stored bytes; None if a bit of it changed, or if it stands under another key than its own."""
+    if not isinstance(value, bytes) or hashlib.sha256(value[32:]).digest() != value[:32]:
+        return None
+    try:
+        record = msgspec.json.decode(value[32:], type=Record)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return record if record.key.digest() == digest else None
+
+
+class _Unusable(Exception):
+    """No file can be kept there: a sentence why."""
+
+
+_said: set[str] = set()
+
+
+def say(line: str) -> None:
+    """Write a line on standard error, once a process."""
+    if line not in _said and sys.stderr is not None:
+        _said.add(line)
+        with contextlib.suppress(OSError, ValueError):  # closed
+            sys.stderr.write(f"tilewright: {line}\n")
+
+
+class Cache:
+    """The records in one folder. Threads and processes may share it; no method raises for what the disk does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: tuple[int, sqlite3.Connection] | None = None  # by which process
+        self._generation = 0
+        self._guard = threading.RLock()
+        self._unusable: str | None = None
+        self._inherited: list[sqlite3.Connection] = []
+
+    def get(self, key: Key) -> Record | None:
+        """The record under a key."""
+        digest = key.digest()
+        rows = self._do(lambda c: c.execute("SELECT value FROM decisions WHERE key = ?", (digest,)).fetchall(), [])
+        return unsealed(rows[0][0], digest) if rows else None
+
+    def put(self, record: Record) -> bool:
+        """Keep a record in place of what was there; True once it is kept."""
+        row = (record.key.digest(), record.sealed())
+        return self._do(lambda c: c.execute("INSERT OR REPLACE INTO decisions VALUES (?, ?)", row).rowcount == 1, False)
+
+    def records(self) -> list[Record]:
+        """Every record that is whole."""
+        rows = self._do(lambda c: c.execute("SELECT key, value FROM decisions").fetchall(), [])
+        return [r for digest, value in rows if (r := unsealed(value, digest)) is not None]
+
+    def clear(self) -> int:
+        """Forget every record, and delete files set aside; how many records there were."""
+
+        def emptied(connection: sqlite3.Connection) -> int:
+            count = connection.execute("DELETE FROM decisions").rowcount
+            with contextlib.suppress(sqlite3.OperationalError):  # another process reads: the space is used again later
+                connection.execute("VACUUM")
+                connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            return count
+
+        count = self._do(emptied, 0)
+        with self._guard, contextlib.suppress(OSError):
+            if self._open is not None:
+                self._delete_before(self._generation)
+        return count
+
+    @property
+    def file(self) -> Path | None:
+        """Where the records are, None if none can be kept."""
+        return self._do(lambda c: self._path(self._generation), None)
+
+    @property
+    def unusable(self) -> str | None:
+        """Why nothing is kept, if nothing is."""
+        return self._unusable
+
+    def bytes(self) -> int:
+        """What the records take on disk, with their log and files set aside."""
+        with contextlib.suppress(OSError):
+            return sum(p.stat().st_size for p in self.folder.glob("decisions-*"))
+        return 0
+
+    def close(self) -> None:
+        """Let go of the file; the next use opens it again."""
+        with self._guard:
+            if self._open is not None and self._open[0] == os.getpid():
+                with contextlib.suppress(sqlite3.Error):
+                    self._open[1].close()
+            self._open = None
+
+    @contextlib.contextmanager
+    def alone(self, key: Key, wait_s: float) -> Generator[bool]:
+        """Hold what no other process and thread may hold for this key; True if so.
+
+        False if another one had it for all of `wait_s`, if it is not to be had at all, or as soon as there is a record.
+        """
+        descriptor = None
+        with contextlib.suppress(OSError):
+            folder = self.folder / "locks"
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(folder / key.digest()[:1].hex(), os.O_RDWR | os.O_CREAT, 0o600)
+        if descriptor is None:
+            yield False
+            return
+        try:
+            yield _locked(descriptor, wait_s, lambda: self.get(key) is not None)
+        finally:
+            os.close(descriptor)  # and the lock with it
+
+    def _do(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+        """What `work` gives, or `otherwise` if the disk has none of it."""
+        with self._guard:
+            for _ in range(3):
+                if self._unusable is not None:
+                    break
+                try:
+                    return work(self._connection())
+                except _Unusable as why:
+                    self._stop(str(why))
+                except OSError as error:
+                    self._stop(f"{self.folder}: {error.strerror or error}")
+                except sqlite3.Error as error:
+                    self._failed(error)
+            return otherwise
+
+    def _failed(self, error: sqlite3.Error) -> None:
+        code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+        if code & 0xFF in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+            self._stop(f"{self.folder}: another process has held the file for {BUSY_S:.0f} s")
+        elif code & 0xFF in _OF_THE_DISK and code != sqlite3.SQLITE_IOERR_SHORT_READ:
+            self._stop(f"{self.folder}: {error}")
+        else:
+            self._set_aside(error)
+
+    def _stop(self, why: str) -> None:
+        self._unusable = why
+        self.close()
+        say(f"decisions are not kept: {why}")
+
+    def _connection(self) -> sqlite3.Connection:
+        if self._open is not None:
+            process, connection = self._open
+            if process == os.getpid() and not self._path(self._generation + 1).exists():
+                return connection
+            if process != os.getpid():  # a fork: closing it here would drop the parent's locks
+                self._inherited.append(connection)
+                self._open = None
+            self.close()
+        made_now = not self.folder.exists()
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if made_now:
+            self.folder.chmod(0o700)
+        kind = file_system(self.folder)
+        if kind in NETWORK:
+            raise _Unusable(f"{self.folder} is on a network file system ({kind}); TILEWRIGHT_CACHE names another folder")
+        with self._opening():
+            self._generation = max(self._generations(), default=0)
+            self._open = (os.getpid(), self._connected(self._path(self._generation)))
+        return self._open[1]
+
+    def _connected(self, path: Path) -> sqlite3.Connection:
+        with contextlib.suppress(FileExistsError):  # never opened by hand if it is there: closing it would drop SQLite's locks
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+        status = path.stat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022:
+            raise _Unusable(f"{path} could have been written by someone else")
+        connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            if mode != "wal":
+                raise _Unusable(f"{self.folder} has no memory that processes share, which a write-ahead log needs")
+            for setting in ("synchronous = NORMAL", "trusted_schema = OFF", "cell_size_check = ON"):
+                connection.execute(f"PRAGMA {setting}")
+            connection.execute("CREATE TABLE IF NOT EXISTS decisions (key BLOB PRIMARY KEY, value BLOB NOT NULL)")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    @contextlib.contextmanager
+    def _opening(self) -> Generator[None]:
+        """One process at a time opens the file or sets it aside: two that turn the log on at once would fail."""
+        descriptor = os.open(self.folder / "opening", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            if not _locked(descriptor, BUSY_S, lambda: False):
+                raise _Unusable(f"{self.folder}: another process has been opening the file for {BUSY_S:.0f} s")
+            yield
+        finally:
+            os.close(descriptor)
+
+    def _set_aside(self, error: sqlite3.Error) -> None:
+        """Go on with another file. The damaged one stays under its name: other processes may have it open."""
+        damaged = self._generation
+        self.close()
+        try:
+            with self._opening():
+                if max(self._generations(), default=0) == damaged:
+                    os.close(os.open(self._path(damaged + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+                    self._delete_before(damaged)
+        except (_Unusable, OSError) as why:
+            self._stop(str(why))
+            return
+        say(f"{self._path(damaged)} is damaged ({error}): it is set aside, and decisions are kept anew")
+
+    def _generations(self) -> list[int]:
+        names = (p.stem.removeprefix("decisions-") for p in self.folder.glob("decisions-*.sqlite"))
+        return [int(n) for n in names if n.isdecimal()]
+
+    def _path(self, generation: int) -> Path:
+        return self.folder / f"decisions-{generation}.sqlite"
+
+    def _delete_before(self, generation: int) -> None:
+        for number in self._generations():
+            if number < generation:
+                for suffix in ("", "-wal", "-shm"):
+                    Path(f"{self._path(number)}{suffix}").unlink(missing_ok=True)
+
+
+def _locked(descriptor: int, wait_s: float, enough: Callable[[], bool]) -> bool:
+    """Lock a file within a time, unless waiting has become pointless."""
+    end, pause = time.monotonic() + wait_s, 0.002
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= end or enough():
+                return False
+        except OSError:  # no locks there
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system a folder is on, as Linux names it; "" where that is not known."""
+    try:
+        lines = MOUNTS.read_text(errors="replace").splitlines()
+        where = folder.resolve()
+    except OSError:
+        return ""
+    found = (0, "")
+    for line in lines:
+        left, separator, right = line.partition(" - ")
+        fields = left.split()
+        if not separator or len(fields) < 5:
+            continue
+        mount = Path(fields[4].encode().decode("unicode_escape"))
+        if where.is_relative_to(mount) and len(mount.parts) >= found[0]:
+            found = (len(mount.parts), right.split()[0])
+    return found[1]
