@@ -26,6 +26,7 @@ AS_LLVM_SAYS = {
     "aarch64": (ARM, "generic", "+neon"),
     "aarch64_dotprod": (ARM, "generic", "+neon,+dotprod"),
     "aarch64_bf16": (ARM, "generic", "+neon,+dotprod,+bf16"),
+    "aarch64_i8mm": (ARM, "generic", "+neon,+dotprod,+bf16,+i8mm"),
 }
 FMA = "vfmadd(132|213|231)ps"  # the same but for which register is overwritten
 # What each chip multiplies 8-bit codes, bf16 and f32 with.
@@ -39,6 +40,7 @@ INTENDED = {
     "aarch64": ("mla", "fmla", "fmla"),
     "aarch64_dotprod": ("[su]dot", "fmla", "fmla"),
     "aarch64_bf16": ("[su]dot", "bfdot", "fmla"),
+    "aarch64_i8mm": ("(s|u|us)mmla", "bfmmla", "fmla"),
 }
 LINES = {
     "s8[96,96] @ s8[96,96] -> s8 scale=tensor": 0,

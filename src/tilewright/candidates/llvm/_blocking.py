@@ -63,13 +63,8 @@ def blocks_for(
 
 def shapes(dot: Dot) -> Iterator[tuple[int, int]]:
     """Vectors in a row of a tile, and the most rows for which everything stays in registers."""
-    if dot.tile > 1:
-        yield 2, 2 * dot.tile
-        return
     for nv in (8, 4, 3, 2, 1):
-        # accumulators, a row of the right operand, a broadcast of the left one, and what an instruction of two steps needs;
-        # on Arm, whose broadcasts are loads of their own, the one on its way
-        most = min(24, (dot.registers - nv - (2 if dot.lanes > 4 else 3)) // nv)
+        most = dot.most_rows(nv)
         if most > 0:
             yield nv, most
 

@@ -1,13 +1,14 @@
 """The instructions that multiply: what each takes, and the few lines that emit it. Chips name theirs in their data file.
 
-Every one works on vectors whose lanes are columns; a lane holds the 4 bytes of `k` neighbours along K. The left operand's are
-the same in all lanes. Those on tiles take as many vectors along K at once, and as many rows.
+Every one works on vectors whose lanes are columns; a lane holds the bytes of `k` neighbours along K, 4 of them. The left
+operand's are the same in all lanes. Some have a tile of several rows in one accumulator: in vector registers, lanes are then as
+many times wider along K, and the left operand's are rows; tile registers hold as many vectors along K.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tilewright.candidates.llvm._text import Function, vec
 from tilewright.dtype import BF16, F32, S8, S16, S32, U8, DType
@@ -18,16 +19,17 @@ Emit = Callable[[Function, str, str, str], str]
 
 @dataclass(frozen=True)
 class Dot:
-    """acc[lane] += sum over k of lhs[k] * rhs[lane][k].
+    """acc[row][lane] += sum over k of lhs[row][k] * rhs[lane][k].
 
     Attributes:
         instruction: as the chip's data names it.
-        lanes: of 32 bits each.
+        lanes: columns of an operand vector.
         registers: vectors the processor has.
         lhs, rhs, acc: types it multiplies and adds up in.
         emit: the accumulator after it, from function, accumulator and both operands, each a vector of its type; or the number
             of a register, for an instruction on tiles.
-        tile: vectors in a register, and rows of a block of the result; 1 if a register is a vector.
+        tile: rows of the result in an accumulator.
+        numbered: registers are tiles of as many vectors, which `emit` is given the numbers of.
     """
 
     instruction: str
@@ -38,11 +40,45 @@ class Dot:
     acc: DType
     emit: Emit
     tile: int = 1
+    numbered: bool = False
+
+    @property
+    def rows(self) -> int:
+        """Of the left operand in an operand vector."""
+        return 1 if self.numbered else self.tile
+
+    @property
+    def lane_bytes(self) -> int:
+        """Along K, of an operand."""
+        return 4 * self.rows
 
     @property
     def k(self) -> int:
         """Elements of K in a lane."""
-        return 32 // self.rhs.bits
+        return 8 * self.lane_bytes // self.rhs.bits
+
+    @property
+    def steps(self) -> int:
+        """Lanes along K that an operand register holds."""
+        return self.tile if self.numbered else 1
+
+    def most_rows(self, nv: int) -> int:
+        """Rows of a tile of `nv` vectors that stay in registers; 0 if not one does.
+
+        Beside the accumulators: a row of the right operand, a vector of the left one, and what an instruction of two steps
+        needs; on Arm, whose broadcasts are loads of their own, the one on its way. Numbered tiles are two by two. Vectors of
+        several rows are packed, and read, as many at once.
+        """
+        if self.numbered:
+            return 2 * self.tile if nv == 2 else 0
+        if nv % self.rows:
+            return 0
+        return max(0, min(24, (self.registers - nv - (2 if self.lanes > 4 else 3)) // nv * self.rows))
+
+    @property
+    def vector_bytes(self) -> int:
+        """Of an operand vector."""
+        return self.lanes * self.lane_bytes
 
     @property
     def element(self) -> str:
@@ -55,7 +91,12 @@ class Dot:
 
     @property
     def accumulator(self) -> str:
-        return vec(self.lanes, "float" if self.acc is F32 else "i32")
+        return vec(self.lanes * self.rows, self.word)
+
+    @property
+    def word(self) -> str:
+        """The type of an element of the result."""
+        return "float" if self.acc is F32 else "i32"
 
 
 def _intrinsic(name: str) -> Callable[[Dot], Emit]:
@@ -77,10 +118,16 @@ def _fma(lanes: int, registers: int, instruction: str) -> Dot:
     return Dot(instruction, lanes, registers, F32, F32, F32, emit)
 
 
-def _called(instruction: str, lanes: int, registers: int, lhs: DType, rhs: DType, acc: DType, name: str) -> Dot:
+def _called(instruction: str, lanes: int, registers: int, lhs: DType, rhs: DType, acc: DType, name: str, tile: int = 1) -> Dot:
     """An instruction with an intrinsic of its own that takes (acc, lhs, rhs)."""
-    bare = Dot(instruction, lanes, registers, lhs, rhs, acc, lambda f, a, x, y: a)
-    return Dot(instruction, lanes, registers, lhs, rhs, acc, _intrinsic(name)(bare))
+    bare = Dot(instruction, lanes, registers, lhs, rhs, acc, lambda f, a, x, y: a, tile)
+    return replace(bare, emit=_intrinsic(name)(bare))
+
+
+def _mmla(instruction: str, lhs: DType, rhs: DType, acc: DType, types: str = "") -> Dot:
+    """NEON: 2 rows by 8 bytes of K times 8 bytes of K by 2 columns."""
+    name = ".".join(["llvm.aarch64.neon", instruction, *([types] if types else [])])
+    return _called(f"{instruction} v.4s", 2, 32, lhs, rhs, acc, name, 2)
 
 
 def _vpdpbusd(lanes: int, registers: int, instruction: str, lhs: DType) -> Dot:
@@ -121,7 +168,7 @@ def _tdp(instruction: str, lhs: DType, rhs: DType, acc: DType) -> Dot:
     def emit(f: Function, c: str, a: str, b: str) -> str:
         return f.intrinsic(f"llvm.x86.{instruction}", "void", *[("i8 immarg", number) for number in (c, a, b)])
 
-    return Dot(instruction, 16, 8, lhs, rhs, acc, emit, 16)
+    return Dot(instruction, 16, 8, lhs, rhs, acc, emit, 16, numbered=True)
 
 
 _NEON = "llvm.aarch64.neon"
@@ -138,6 +185,7 @@ DOTS: dict[str, tuple[Dot, ...]] = {
     "fmla v.4s": (_fma(4, 32, "fmla v.4s"),),
     "vdpbf16ps zmm": (_called("vdpbf16ps zmm", 16, 32, BF16, BF16, F32, "llvm.x86.avx512bf16.dpbf16ps.512"),),
     "bfdot v.4s": (_called("bfdot v.4s", 4, 32, BF16, BF16, F32, f"{_NEON}.bfdot.v4f32.v8bf16"),),
+    "bfmmla v.4s": (_mmla("bfmmla", BF16, BF16, F32),),
     "vpdpbusd zmm": (_vpdpbusd(16, 32, "vpdpbusd zmm", S8), _vpdpbusd(16, 32, "vpdpbusd zmm", U8)),
     "vpdpbusd ymm": (_vpdpbusd(8, 16, "vpdpbusd ymm", S8), _vpdpbusd(8, 16, "vpdpbusd ymm", U8)),
     "vpmaddwd zmm": (_vpmaddwd(16, 32, "vpmaddwd zmm"),),
@@ -145,6 +193,11 @@ DOTS: dict[str, tuple[Dot, ...]] = {
     "sdot v.4s": (
         _called("sdot v.4s", 4, 32, S8, S8, S32, f"{_NEON}.sdot.v4i32.v16i8"),
         _called("udot v.4s", 4, 32, U8, U8, S32, f"{_NEON}.udot.v4i32.v16i8"),
+    ),
+    "smmla v.4s": (
+        _mmla("smmla", S8, S8, S32, "v4i32.v16i8"),
+        _mmla("ummla", U8, U8, S32, "v4i32.v16i8"),
+        _mmla("usmmla", U8, S8, S32, "v4i32.v16i8"),
     ),
     "mla v.4s": (_multiply_add(4, 32, "mla v.4s"),),
 }  # fmt: skip

@@ -103,8 +103,8 @@ class Nest:
         return -(-self.blocks.nv // self.tiles) if few else 0
 
     def groups(self, k: int) -> int:
-        """4-byte groups that hold k elements of K: as many as the instruction takes at once, or a multiple."""
-        return rounded(-(-k // self.dot.k), self.dot.tile)
+        """Groups of a lane's bytes that hold k elements of K: as many as the instruction takes at once, or a multiple."""
+        return rounded(-(-k // self.dot.k), self.dot.steps)
 
     @property
     def last_mr(self) -> int:
@@ -120,17 +120,23 @@ class Nest:
 
     @property
     def lhs_stride(self) -> int:
-        """Between rows of a packed tile: whole vectors, and one more so that rows do not meet in a cache set."""
-        return rounded(self.groups(min(self.blocks.kc, self.depth)) * 4, self.dot.lanes * 4) + self.dot.lanes * 4
+        """Between rows of a packed tile: whole vectors, and one more so that rows do not meet in a cache set. Rows that an
+        operand vector holds together take turns, a group each."""
+        width = self.dot.vector_bytes
+        return rounded(self.groups(min(self.blocks.kc, self.depth)) * self.dot.lane_bytes, width) + width
 
     @property
     def lhs_tile(self) -> int:
-        return rounded(self.lhs_stride * self.blocks.mr)
+        return rounded(self.lhs_stride * rounded(self.blocks.mr, self.dot.rows))
 
     @property
     def panel(self) -> int:
         """Of one panel over all of K; its passes follow one another."""
-        return self.groups(self.depth) * self.nr * 4
+        return self.panel_bytes(self.depth)
+
+    def panel_bytes(self, k: int) -> int:
+        """Of a panel over k elements of K."""
+        return self.groups(k) * self.nr * self.dot.lane_bytes
 
     @property
     def packed_rhs(self) -> int:

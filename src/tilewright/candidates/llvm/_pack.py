@@ -78,6 +78,8 @@ class Packing:
         with f.loop(0, f.min(n.blocks.mr, f.sub(n.rows, begin))) as loop:
             inside = f.add(begin, loop.index)
             row = f.add(f.mul("%b", n.rows), inside)
+            turn = f.rem(loop.index, d.rows)
+            line = f.add(f.mul(f.sub(loop.index, turn), n.lhs_stride), f.mul(turn, d.lane_bytes))
 
             def one(column: Int, mask: str | None, total: str) -> str:
                 vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
@@ -88,8 +90,9 @@ class Packing:
                 if n.blocks.pack_lhs:
                     pass_, at = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
                     place = f.mul(f.mul(pass_, n.tiles), n.lhs_tile)
-                    offset = f.add(place, f.add(f.mul(loop.index, n.lhs_stride), f.mul(at, 4 // d.k)))
-                    f.store(d.operand, value, f.at("%to", offset), 4)
+                    offset = f.add(place, f.add(line, f.mul(at, d.rows * d.lane_bytes // d.k)))
+                    for i, (type_, part) in enumerate(self._by_group(f, value)):
+                        f.store(type_, part, f.at("%to", f.add(offset, i * d.rows * d.lane_bytes)), 4)
                 return d.emit(f, total, value, "splat (i8 1)") if n.choice.correction else total
 
             whole = n.depth // n.vector * n.vector
@@ -100,9 +103,18 @@ class Packing:
             if n.depth % n.vector:
                 total = one(whole, f.first_lanes(n.vector, n.depth - whole), total)
             if n.choice.correction:
-                i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes}i32", "i32", (d.accumulator, total))
-                f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction}"), f.at("%sums", f.mul(inside, 4)), 4)
+                i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes * d.rows}i32", "i32", (d.accumulator, total))
+                times = d.lanes if d.rows > 1 else 1  # that each sum is in it, once for a column
+                f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction // times}"), f.at("%sums", f.mul(inside, 4)), 4)
         f.finish()
+
+    def _by_group(self, f: Function, value: str) -> list[tuple[str, str]]:
+        """Types and values of what of a packed vector of one row lies together."""
+        n, d = self.nest, self.nest.dot
+        if d.rows == 1:
+            return [(d.operand, value)]
+        type_ = vec(d.k, d.element)
+        return [(type_, f.shuffle(d.operand, value, value, range(at, at + d.k))) for at in range(0, n.vector, d.k)]
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
         """name(d): panels of the right operand, a task each; name_panel(d, b, panel, out): one of them."""
@@ -119,37 +131,38 @@ class Packing:
                 f.call(f"{name}_panel", ("ptr", "%d"), ("i64", b), ("i64", panel), ("ptr", out))
         f.finish()
 
-    def _flipped(self, f: Function, value: str) -> str:
-        return f.v(f"xor {self.nest.dot.operand} {value}, splat (i8 -128)") if self.nest.choice.flip else value
+    def _flipped(self, f: Function, type_: str, value: str) -> str:
+        return f.v(f"xor {type_} {value}, splat (i8 -128)") if self.nest.choice.flip else value
 
     def _pack_across(self, f: Function, b: Int, panel: Int, out: str) -> None:
-        """From rows of columns: k rows are interleaved into groups."""
+        """From rows of columns: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
-        inside = n.columns % n.nr
-        with f.loop(0, n.blocks.nv) as part:
+        inside, lanes = n.columns % n.nr, d.lanes * d.rows
+        type_ = vec(lanes * d.k, d.element)
+        with f.loop(0, n.blocks.nv, d.rows) as part:
             column = f.add(f.mul(panel, n.nr), f.mul(part.index, d.lanes))
-            mask = f.first_lanes(d.lanes, f.sub(n.columns, column)) if inside else None
-            vectors = Vectors(f, n.rhs, d.lanes, Columns(column, True, mask), sources)
+            mask = f.first_lanes(lanes, f.sub(n.columns, column)) if inside else None
+            vectors = Vectors(f, n.rhs, lanes, Columns(column, True, mask), sources)
 
             def group(index: Int, count: int, at: Int = part.index, vectors: Vectors = vectors) -> None:
                 first = f.add(f.mul(b, n.depth), f.mul(index, d.k))
                 rows = [self._operand(vectors, f.add(first, i), "rhs") for i in range(count)]
                 rows += ["zeroinitializer"] * (d.k - count)
-                value = self._flipped(f, self._interleaved(f, rows))
-                f.store(d.operand, value, f.at(out, f.mul(f.add(f.mul(index, n.blocks.nv), at), d.lanes * 4)), 4)
+                value = self._flipped(f, type_, self._interleaved(f, rows, lanes))
+                f.store(type_, value, f.at(out, f.mul(f.add(f.mul(index, n.blocks.nv), at), d.vector_bytes)), 4)
 
             with f.loop(0, n.depth // d.k) as loop:
                 group(loop.index, d.k)
             if n.depth % d.k:
                 group(n.depth // d.k, n.depth % d.k)
             for index in range(-(-n.depth // d.k), n.groups(n.depth)):  # past K, up to a whole tile
-                place = f.mul(f.add(index * n.blocks.nv, part.index), d.lanes * 4)
+                place = f.mul(f.add(index * n.blocks.nv, part.index), d.vector_bytes)
                 f.store(d.operand, "zeroinitializer", f.at(out, place), 4)
 
-    def _interleaved(self, f: Function, rows: list[str]) -> str:
+    def _interleaved(self, f: Function, rows: list[str], lanes: int) -> str:
         """Vectors of a row's columns into one of columns' groups."""
-        lanes, element_type = self.nest.dot.lanes, self.nest.dot.element
+        element_type = self.nest.dot.element
         while len(rows) > 1:
             # each vector holds groups of `width` elements a column
             half = len(rows) // 2
@@ -169,7 +182,8 @@ class Packing:
         which is the shorter code."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
-        words, width = vec(d.lanes, "i32"), d.lanes * 4
+        word, width = f"i{8 * d.lane_bytes}", d.vector_bytes
+        words = vec(d.lanes, word)
         whole = n.depth // n.vector * n.vector
         left = n.depth - whole
         line = f.alloca(width) if left else ""
@@ -181,7 +195,7 @@ class Packing:
                 value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
                 if mask is not None:
                     value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
-                return f.v(f"bitcast {d.operand} {self._flipped(f, value)} to {words}")
+                return f.v(f"bitcast {d.operand} {self._flipped(f, d.operand, value)} to {words}")
 
             def place(group: Int, at: Int = part.index) -> str:
                 return f.at(out, f.mul(f.add(f.mul(group, n.blocks.nv), at), width))
@@ -190,23 +204,23 @@ class Packing:
                 with f.loop(0, whole, n.vector) as loop:
                     vectors = Vectors(f, n.rhs, n.vector, Columns(loop.index, True, None), sources)
                     first = f.div(loop.index, d.k)
-                    for i, value in enumerate(transposed(f, [read(vectors, i, None) for i in range(d.lanes)])):
+                    for i, value in enumerate(transposed(f, [read(vectors, i, None) for i in range(d.lanes)], word)):
                         f.store(words, value, place(f.add(first, i)), 4)
             if left:
                 mask = f.first_lanes(n.vector, left)
                 vectors = Vectors(f, n.rhs, n.vector, Columns(whole, True, mask), sources)
                 with f.loop(0, d.lanes) as lane:
                     f.store(words, read(vectors, lane.index, mask), line, width)
-                    to = f.mul(lane.index, 4)
+                    to = f.mul(lane.index, d.lane_bytes)
                     with f.loop(0, n.groups(left)) as group:
-                        word = f.load("i32", f.at(line, f.mul(group.index, 4)), 4)
-                        f.store("i32", word, f.at(place(f.add(whole // d.k, group.index)), to), 4)
+                        value = f.load(word, f.at(line, f.mul(group.index, d.lane_bytes)), 4)
+                        f.store(word, value, f.at(place(f.add(whole // d.k, group.index)), to), 4)
 
 
-def transposed(f: Function, rows: Sequence[str]) -> list[str]:
-    """A square of 32-bit words, its rows vectors of as many lanes: blocks are exchanged in ever smaller squares."""
+def transposed(f: Function, rows: Sequence[str], word: str = "i32") -> list[str]:
+    """A square of words, its rows vectors of as many lanes: blocks are exchanged in ever smaller squares."""
     lanes = len(rows)
-    type_, values = vec(lanes, "i32"), list(rows)
+    type_, values = vec(lanes, word), list(rows)
     half = lanes // 2
     while half:
         low = [i % (2 * half) < half for i in range(lanes)]

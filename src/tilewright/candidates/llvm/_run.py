@@ -65,7 +65,9 @@ def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> Sid
 def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
     """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
     codes = problem.lhs.dtype.bits == 4 and choice.dot.lhs.bits == 8  # kept one to a byte
-    step = choice.dot.k * choice.dot.tile  # of K, that is read at once
+    if choice.dot.rows > 1:
+        return False  # rows take turns
+    step = choice.dot.k * choice.dot.steps  # of K, that is read at once
     if not problem.lhs.plain or (problem.lhs.dtype is not choice.dot.lhs and not codes) or problem.K % step:
         return False
     leaf = next(n for n in toposort((access.root,)) if isinstance(n.op, Param))

@@ -63,28 +63,31 @@ class Writer(Packing):
         """result tile (+)= lhs tile x rhs panel over `groups` groups of K."""
         d, nv = self.nest.dot, self.nest.blocks.nv
         name = f"micro_{rows}{'' if fresh else '_more'}"
-        if d.tile > 1:
+        if d.numbered:
             tiles.micro(self.module, self.nest, name, rows, fresh=fresh)
             return
         args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
         asks = self.nest.asks
         f = Function(self.module, name, [*args, ("ptr", "next")] if asks else args)
-        width = d.lanes * 4
-        row_at = [f.mul("%stride", m) for m in range(rows)]
-        first = ["zeroinitializer"] * (rows * nv)
+        width, tops = d.vector_bytes, range(0, rows, d.rows)
+        row_at = [f.mul("%stride", m) for m in tops]
+        first = ["zeroinitializer"] * (len(tops) * nv)
         if not fresh:
-            first = [f.load(d.accumulator, f.at("%tile", (m * nv + j) * width), 64) for m in range(rows) for j in range(nv)]
-        unroll = 4 if rows * nv <= d.registers // 4 else 1  # what is in flight stays in registers
+            first = [self._result(f, m, j, rows) for m in tops for j in range(nv)]
+        unroll = 4 if len(first) <= d.registers // 4 else 1  # what is in flight stays in registers
 
         def step(group: Int, acc: Sequence[str]) -> list[str]:
-            b, a = f.at("%b", f.mul(group, width * nv)), f.at("%a", f.mul(group, 4))
+            b, a = f.at("%b", f.mul(group, width * nv)), f.at("%a", f.mul(group, d.rows * d.lane_bytes))
             for j in range(asks):  # what follows at once, processors read ahead themselves
                 f.prefetch(f.at("%next", f.add(f.mul(group, CACHE_LINE * asks), CACHE_LINE * j)), level=2)
             right = [f.load(d.operand, f.at(b, width * j), width) for j in range(nv)]
             after: list[str] = []
-            for m in range(rows):
-                word = f.splat(d.lanes, "i32", f.load("i32", f.at(a, row_at[m]), 1))
-                left = f.v(f"bitcast {vec(d.lanes, 'i32')} {word} to {d.operand}")
+            for m, at in enumerate(row_at):
+                if d.rows == 1:
+                    word = f.splat(d.lanes, "i32", f.load("i32", f.at(a, at), 1))
+                    left = f.v(f"bitcast {vec(d.lanes, 'i32')} {word} to {d.operand}")
+                else:
+                    left = f.load(d.operand, f.at(a, at), d.lane_bytes)
                 after += [d.emit(f, acc[m * nv + j], left, right[j]) for j in range(nv)]
             return after
 
@@ -100,9 +103,33 @@ class Writer(Packing):
             carried = [(d.accumulator, x) for x in loop.carried]
         with f.loop(done, "%groups", 1, carried) as loop:
             loop.next = step(loop.index, loop.carried)
-        for i, x in enumerate(loop.carried):
-            f.store(d.accumulator, x, f.at("%tile", i * width), 64)
+        results = iter(loop.carried)
+        for m in tops:
+            for j in range(nv):
+                self._keep(f, next(results), m, j, rows)
         f.finish()
+
+    def _place(self, f: Function, row: int, part: int) -> tuple[str, str, int]:
+        """Type, address and alignment of a row's part of the result tile that one accumulator holds."""
+        d = self.nest.dot
+        return vec(d.lanes, d.word), f.at("%tile", (row * self.nest.blocks.nv + part) * d.lanes * 4), d.lanes * 4
+
+    def _result(self, f: Function, row: int, part: int, rows: int) -> str:
+        """An accumulator out of the result tile, from this row on."""
+        d, found = self.nest.dot, list[str]()
+        for m in range(row, row + d.rows):
+            found.append(f.load(*self._place(f, m, part)) if m < rows else "zeroinitializer")
+        if d.rows == 1:
+            return found[0]
+        return f.shuffle(vec(d.lanes, d.word), found[0], found[1], range(2 * d.lanes))
+
+    def _keep(self, f: Function, value: str, row: int, part: int, rows: int) -> None:
+        """An accumulator into the result tile, those of its rows that there are."""
+        d = self.nest.dot
+        for i, m in enumerate(range(row, min(row + d.rows, rows))):
+            type_, at, align = self._place(f, m, part)
+            of_row = value if d.rows == 1 else f.shuffle(d.accumulator, value, value, range(i * d.lanes, (i + 1) * d.lanes))
+            f.store(type_, of_row, at, align)
 
     # -- results
 
@@ -195,7 +222,7 @@ class Writer(Packing):
                         self._block(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
                         with f.when(f.compare("slt", b2, n.batch)):
                             f.call("ask", ("ptr", "%d"), ("i64", b2), ("i64", p2), ("i64", t0.index))
-        if n.dot.tile > 1:
+        if n.dot.numbered:
             tiles.release(f)
         f.finish()
 
@@ -257,7 +284,7 @@ class Writer(Packing):
                     self._stores(f, out, f.add(f.mul(b, n.rows), begin), rows, loop.index, packed.sums)
 
         def configure(rows: int) -> None:
-            if n.dot.tile > 1:
+            if n.dot.numbered:
                 tiles.configure(f, n.dot, rows)
 
         def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
@@ -280,7 +307,7 @@ class Writer(Packing):
 
     @property
     def _pass_bytes(self) -> int:
-        return self.nest.groups(self.nest.blocks.kc) * self.nest.nr * 4
+        return self.nest.panel_bytes(self.nest.blocks.kc)
 
     def _tile(self, f: Function, copies: str, b: Int, tile: Int, begin: Int, pass_: Int) -> tuple[str, Int]:
         """Where a tile of the left operand starts in one pass, and how far apart its rows are."""

@@ -1,4 +1,4 @@
-"""AArch64 with the bfloat16 and 8-bit matrix extensions of Armv8.6 (Neoverse V1 and N2, Graviton 3 and 4)."""
+"""AArch64 with the bfloat16 products of Armv8.6, where the 8-bit matrix products are not reported."""
 
 from tilewright.hardware.target import Chip, MatrixUnit, MemoryLevel
 
@@ -18,7 +18,6 @@ CHIP = Chip(
         MatrixUnit("f64", "f64", "fmla v.2d", 4 * 2 * 2, NEOVERSE, (1, 2, 1)),
         MatrixUnit("s8", "s32", "mla v.4s", 2 * 4 * 2, NEOVERSE, (1, 4, 1)),
     ),
-    notes=("bfmmla and smmla do twice as much, on 2 x 2 blocks that no kernel here is laid out for",),
     levels=(MemoryLevel("L1d", 64 << 10, CACHES, bytes_per_cycle=48),),
     registers_bytes=512,
     source="Arm Architecture Reference Manual for A-profile, SIMD and floating-point registers: 32 of 128 bits",
