@@ -30,6 +30,7 @@ KINDS = (
     ("x86_64_amx", BF16),
     ("x86_64_amx", S8),
     ("aarch64_bf16", BF16),
+    ("aarch64_i8mm", S8),
 )
 MOST = 1.5  # times the mean that a thread may work
 OF_TILES = 1.4  # or so much more than with tasks of one tile each, which is as even as can be

@@ -1,6 +1,7 @@
-"""Products on AMX tiles: exact for every pair of signs and every edge, the same on any number of threads.
+"""Products of several rows at once, on AMX tiles and in NEON registers: exact for every pair of signs and every edge, the same
+on any number of threads.
 
-Each case runs with emulated tiles wherever the tests do, and with the processor's own where it has them; there, random problems
+Each case runs with emulated instructions wherever the tests do, and with AMX where the processor has it; there, random problems
 between guard pages follow.
 """
 
@@ -12,31 +13,33 @@ import torch
 from emulated import emulated
 from test_llvm_random import run_child
 from tilewright.candidates.llvm import _run, gemm
+from tilewright.candidates.llvm._dots import choose
 from tilewright.candidates.llvm._engine import host
 from tilewright.candidates.llvm._write import Writer
 from tilewright.hardware.detect import chips, cpu
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import Problem, problem_of
 
-AMX = next(c for c in chips() if c.name == "x86_64_amx")
+AMX, I8MM = (next(c for c in chips() if c.name == name) for name in ("x86_64_amx", "aarch64_i8mm"))
 HAVE = cpu().chip is AMX
 native = pytest.mark.skipif(not HAVE, reason="this processor has no AMX, or the system does not give it to us")
 RANGES = {"s8": (-128, 128), "u8": (0, 256), "s4": (-8, 8), "u4": (0, 16)}
-# M, N, K around the edges of tiles (16 rows, 64 bytes of K) and blocks of two by two, and many of both
+# M, N, K around the edges of tiles (16 or 2 rows, 64 or 8 bytes of K) and blocks of two by two, and many of both
 SHAPES = [
-    (1, 1, 1), (1, 300, 256), (3, 16, 64), (15, 17, 63), (16, 32, 65), (17, 33, 127), (31, 15, 128), (32, 31, 4), (33, 1, 192),
+    (1, 1, 1), (1, 300, 256), (3, 16, 64), (5, 3, 9), (15, 17, 63), (16, 32, 65), (17, 33, 127), (31, 15, 128), (32, 31, 4), (33, 1, 192),
     (48, 64, 3), (65, 96, 130), (97, 80, 1024), (160, 200, 333),
 ]  # fmt: skip
 
 
-@pytest.fixture(params=["emulated", pytest.param("native", marks=native)])
+@pytest.fixture(params=["emulated AMX", pytest.param("native AMX", marks=native), "emulated NEON"])
 def target(request, monkeypatch):
-    """A processor with AMX whose kernels run here."""
+    """A processor with such products whose kernels run here."""
     monkeypatch.setattr(_run, "ONE_THREAD_OPS", -1)
-    if request.param == "emulated":
+    how, which = request.param.split()
+    if how == "emulated":
         monkeypatch.setattr(gemm, "module_text", lambda nest: emulated(Writer(nest).write(), *host()))
     before = torch.get_num_threads()
-    yield replace(cpu(), chip=AMX)
+    yield replace(cpu(), chip=AMX if which == "AMX" else I8MM)
     torch.set_num_threads(before)
 
 
@@ -62,7 +65,7 @@ def check(target, lhs, rhs, shape, *, batch=1, along=False, constant=False, most
     problem = Problem(problem.op, problem.types, (False, constant))
     assert gemm.CANDIDATE.refuse(problem, target) is None
     (schedule,) = gemm.CANDIDATE.schedules(problem, target)
-    assert dict(schedule.knobs)["instruction"].startswith("tdp")
+    assert choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, target.chip).dot.tile > 1
     run = gemm.CANDIDATE.build(problem, schedule, target).prepare({1: b} if constant else {})
     wanted = a.double() @ (b.mT if along else b).double()
     for threads in range(1, most_threads + 1):
