@@ -1,9 +1,16 @@
 import os
 
 import hypothesis
+import pytest
 import torch
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX is a reference here; it must not look for an accelerator
 hypothesis.settings.register_profile("tilewright", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tilewright")
 torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True)
+def no_memory_of_other_tests(monkeypatch):
+    """No test reads what another one, or the user, measured; the tests of that cache give it a folder of their own."""
+    monkeypatch.setattr("tilewright.compiler.user_cache", lambda: None)

@@ -1,5 +1,6 @@
-"""What the cache of decisions must survive: many writers at once, kill -9 while it writes, flipped bytes. `make torture` runs it
-whole; the ordinary tests run it small. It imports no torch, so that hundreds of processes start fast."""
+"""What the cache of decisions must survive: many writers at once, kill -9 while it writes, flipped bytes.
+
+`make torture` runs it whole; the ordinary tests run it small. It imports no torch, so that hundreds of processes start fast."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def killed(folder: Path, kills: int, at_once: int, rng: random.Random) -> str:
 
 
 def flipped(folder: Path, flips: int, rng: random.Random) -> str:
-    """One byte of the file or its log is changed: each record is what was written, or it is missing; and there can be new ones."""
+    """One byte of the file or its log is changed: each record is what was written or missing, and new ones can be kept."""
     whole = folder / "whole"
     cache = Cache(whole)
     written = [record(str(i), i) for i in range(60)]

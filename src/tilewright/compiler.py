@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from tilewright.errors import UnsupportedError
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.ir.carrier import operands_of, stores_of
-from tilewright.ir.graph import Graph, Node, substitute, toposort
-from tilewright.ir.ops import Const, Gemm, Input
+from tilewright.ir.graph import Graph
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
 from tilewright.ir.verify import verify
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.runtime.partition import decided, partition, problem_of_part
-from tilewright.schedule.candidate import Kernel
-from tilewright.schedule.candidate import discover as discover_candidates
-from tilewright.schedule.problem import AnyProblem, CarrierProblem, RegionProblem
-from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.cache import Record
+from tilewright.schedule.key import text_of
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.recall import Recall, repeat, user_cache
 from tilewright.schedule.search import Decision, search
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
@@ -32,6 +30,7 @@ STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product
 CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
+LONGEST_S = 2.0  # for one problem
 
 Progress = Callable[[int, int, str], None]
 
@@ -83,6 +82,9 @@ def compile(
     budget_s: float = DEFAULT_BUDGET_S,
     quantize: Quantization | None = None,
     excess_precision: bool = False,
+    cache: bool = True,
+    hints: Sequence[Record] = (),
+    within_s: float | None = None,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
 ) -> Executable:
@@ -95,10 +97,17 @@ def compile(
         device: "cpu", "cuda" or "cuda:1", or a torch device.
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
-        budget_s: seconds that measuring kernels may take in all; 0 takes the first verified choice of a heuristic.
+        budget_s: seconds that measuring kernels may take in all; 0 takes what was measured before, or the first verified choice
+            of a heuristic.
         quantize: quantise a float model on the way; `Executable.layers` then says what each product lost.
         excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
             them again: the result is not the program's to the last bit, but nearer to the real numbers'.
+        cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
+            the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are verified again, not timed.
+        hints: records from elsewhere (`tilewright tune --export`): of these circumstances, they are as good as the cache's; of
+            others, the kernel named is timed with the rest.
+        within_s: seconds that choosing may take by the clock, building and checking included; once they are over, problems
+            left take the first verified choice. The budget is then shared out of what is left of them.
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
 
@@ -119,25 +128,43 @@ def compile(
         visit("source", source)
     trace = Trace()
     graph = optimise(source, trace, visit, excess_precision=excess_precision)
-    executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress))
+    known = user_cache() if cache else None
+    recall = Recall(target, known, excess_precision=excess_precision, hints=hints) if cache or hints else None
+    executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, within_s))
     return replace(executable, layers=tuple(layers))
 
 
 class _decider:  # noqa: N801 - a function with memory
-    """Chooses once for each distinct problem, sharing the budget evenly over those of the graph.
+    """Chooses once for each distinct problem, sharing the budget evenly over those that nobody has chosen for yet.
 
     Problems that differ in numbers written into their expressions alone (the scales of two layers) are timed once: the others
     take the same candidate and schedule, built and checked for their own numbers.
     """
 
-    def __init__(self, graph: Graph, target: Target, budget_s: float, progress: Progress | None) -> None:
+    def __init__(
+        self,
+        graph: Graph,
+        target: Target,
+        budget_s: float,
+        progress: Progress | None,
+        recall: Recall | None = None,
+        within_s: float | None = None,
+    ) -> None:
         problems = {problem_of_part(p)[0] for p in partition(graph) if decided(p)}
         self._target = target
-        self._share = min(budget_s / max(len({_without_numbers(p) for p in problems}), 1), 2.0)
-        self._total = len(problems)
+        self._recall = recall
         self._progress = progress
+        self._total = len(problems)
         self._known: dict[AnyProblem, Decision] = {}
-        self._alike: dict[object, Decision] = {}
+        self._alike: dict[str, Decision] = {}
+        self._texts = {p: text_of(p) for p in problems}
+        self._longest_s = LONGEST_S if within_s is None else max(LONGEST_S, within_s / 10)
+        self._ends = None if within_s is None else time.monotonic() + within_s
+        different = {text: p for p, text in self._texts.items()}
+        self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
+        known = 0 if recall is None else sum(recall.known(p, self._accepted_s) for p in different.values())
+        self._left = max(len(different) - known, 1)
+        self._share_s = min(budget_s / self._left, self._longest_s)
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if problem not in self._known:
@@ -147,53 +174,40 @@ class _decider:  # noqa: N801 - a function with memory
         return self._known[problem]
 
     def _chosen(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        key = _without_numbers(problem)
-        model = self._alike.get(key)
+        text = self._texts[problem]
+        model = self._alike.get(text)
         if model is not None:
-            try:
-                same = search(problem, self._target, budget_s=0, candidates=[_Only(model.kernel)], weights=weights)
-                return replace(same, time_us=model.time_us, rejected=model.rejected, measured=model.measured)
-            except UnsupportedError:  # the winner is not right for these numbers
-                pass
-        decision = search(problem, self._target, budget_s=self._share, weights=weights)
-        self._alike.setdefault(key, decision)
+            same = repeat(problem, self._target, model.kernel.candidate, model.kernel.schedule, weights)
+            if same is not None:  # else the winner is not right for these numbers
+                return replace(
+                    same, time_us=model.time_us, rejected=model.rejected, measured=model.measured, recalled=model.recalled
+                )
+        decision = self._searched(problem, weights)
+        self._alike.setdefault(text, decision)
         return decision
 
+    def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+        recall = self._recall
+        if recall is None:
+            return search(problem, self._target, budget_s=self._share(), weights=weights)
+        found = recall.find(problem, weights, self._accepted_s)
+        if found is not None:
+            return found
+        share = self._share()
+        if share <= 0:
+            return search(problem, self._target, budget_s=0, weights=weights)
+        with recall.alone(problem, share) as first:
+            found = None if first else recall.find(problem, weights, self._accepted_s)
+            if found is not None:
+                return found
+            competing = recall.candidates(problem)
+            decision = search(problem, self._target, budget_s=share, candidates=competing, weights=weights)
+            recall.keep(decision, share)
+        return decision
 
-def _without_numbers(problem: AnyProblem) -> object:
-    """What a problem has in common with those that differ from it in one-element constants alone."""
-    if isinstance(problem, RegionProblem):
-        return problem  # whose constants are sources
-    roots = (*operands_of(problem.node), *stores_of(problem.node))
-    numbers = {
-        n: Node(Input("number", n.tensor)) for n in toposort(roots) if isinstance(n.op, Const) and n.tensor.elements == 1
-    }
-    return (type(problem), tuple(substitute(roots, numbers)), problem.types, problem.weights, _inner(problem))
-
-
-def _inner(problem: CarrierProblem) -> object:
-    """What a problem holds beside its operands and stores: all of an attention's own numbers, a product's accumulator."""
-    op = problem.op
-    return op.acc_dtype if isinstance(op, Gemm) else replace(op, operands=(), stores=())
-
-
-class _Only:
-    """A candidate narrowed to the one schedule that won."""
-
-    preference = 0
-
-    def __init__(self, winner: Kernel) -> None:
-        self._candidate = next(c for c in discover_candidates() if c.name == winner.candidate)
-        self._schedule = winner.schedule
-        self.name = self._candidate.name
-        self.kinds = self._candidate.kinds
-        self.preference = self._candidate.preference
-
-    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
-        return self._candidate.refuse(problem, target)
-
-    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
-        return (self._schedule,)
-
-    def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
-        return self._candidate.build(problem, schedule, target)
+    def _share(self) -> float:
+        """Seconds for the next problem."""
+        if self._ends is None:
+            return self._share_s
+        left, self._left = self._left, max(self._left - 1, 1)
+        return max(0.0, min((self._ends - time.monotonic()) / left, self._longest_s))

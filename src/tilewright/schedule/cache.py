@@ -18,6 +18,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import sqlite3
 import sys
 import threading
@@ -29,9 +30,9 @@ from typing import Annotated, TypeVar
 import msgspec
 
 BUSY_S = 20.0
-NETWORK = frozenset(
-    "9p afs beegfs ceph cifs fuse.ceph fuse.gcsfuse fuse.glusterfs fuse.rclone fuse.s3fs fuse.sshfs glusterfs gpfs lustre ncpfs "
-    "nfs nfs4 orangefs smb3 smbfs".split()
+NETWORK = re.compile(
+    r"9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|ncpfs|nfs4?|orangefs|smb3|smbfs"
+    r"|fuse\.(ceph|gcsfuse|glusterfs|rclone|s3fs|sshfs)"
 )
 MOUNTS = Path("/proc/self/mountinfo")
 # What an SQLite error says about the disk, not about the file's content.
@@ -126,7 +127,7 @@ def unsealed(value: object, digest: bytes) -> Record | None:
     return record if record.key.digest() == digest else None
 
 
-class _Unusable(Exception):
+class _UnusableError(Exception):
     """No file can be kept there: a sentence why."""
 
 
@@ -235,7 +236,7 @@ class Cache:
                     break
                 try:
                     return work(self._connection())
-                except _Unusable as why:
+                except _UnusableError as why:
                     self._stop(str(why))
                 except OSError as error:
                     self._stop(f"{self.folder}: {error.strerror or error}")
@@ -271,8 +272,8 @@ class Cache:
         if made_now:
             self.folder.chmod(0o700)
         kind = file_system(self.folder)
-        if kind in NETWORK:
-            raise _Unusable(f"{self.folder} is on a network file system ({kind}); TILEWRIGHT_CACHE names another folder")
+        if NETWORK.fullmatch(kind):
+            raise _UnusableError(f"{self.folder} is on a network file system ({kind}); TILEWRIGHT_CACHE names another folder")
         with self._opening():
             self._generation = max(self._generations(), default=0)
             self._open = (os.getpid(), self._connected(self._path(self._generation)))
@@ -283,12 +284,12 @@ class Cache:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
         status = path.stat()
         if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise _Unusable(f"{path} could have been written by someone else")
+            raise _UnusableError(f"{path} could have been written by someone else")
         connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
             if mode != "wal":
-                raise _Unusable(f"{self.folder} has no memory that processes share, which a write-ahead log needs")
+                raise _UnusableError(f"{self.folder} has no memory that processes share, which a write-ahead log needs")
             for setting in ("synchronous = NORMAL", "trusted_schema = OFF", "cell_size_check = ON"):
                 connection.execute(f"PRAGMA {setting}")
             connection.execute("CREATE TABLE IF NOT EXISTS decisions (key BLOB PRIMARY KEY, value BLOB NOT NULL)")
@@ -303,7 +304,7 @@ class Cache:
         descriptor = os.open(self.folder / "opening", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             if not _locked(descriptor, BUSY_S, lambda: False):
-                raise _Unusable(f"{self.folder}: another process has been opening the file for {BUSY_S:.0f} s")
+                raise _UnusableError(f"{self.folder}: another process has been opening the file for {BUSY_S:.0f} s")
             yield
         finally:
             os.close(descriptor)
@@ -317,7 +318,7 @@ class Cache:
                 if max(self._generations(), default=0) == damaged:
                     os.close(os.open(self._path(damaged + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
                     self._delete_before(damaged)
-        except (_Unusable, OSError) as why:
+        except (_UnusableError, OSError) as why:
             self._stop(str(why))
             return
         say(f"{self._path(damaged)} is damaged ({error}): it is set aside, and decisions are kept anew")

@@ -1,0 +1,145 @@
+"""What a choice depends on, written out: the problem as text, and the machine, libraries and settings it was made with."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+from tilewright import __version__
+from tilewright.hardware.target import Target
+from tilewright.ir.graph import Graph, Node, attributes, substitute, toposort
+from tilewright.ir.literal import tensor_bytes
+from tilewright.ir.ops import Const, Input
+from tilewright.ir.text import print_with_literals
+from tilewright.schedule.cache import Key
+from tilewright.schedule.problem import AnyProblem, RegionProblem
+
+PACKAGE = Path(__file__).parent.parent
+CHOOSING = ("candidates", "hardware", "ir", "schedule")  # folders whose code makes kernels and chooses among them
+DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
+# What torch's allocators give: 64 bytes on a CPU (c10/core/alignment.h), 512 on a GPU (c10/cuda/CUDACachingAllocator.h).
+ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
+# Seconds that one problem may take, the longest first.
+BUDGETS = (("long", 1.0), ("short", 0.0))
+
+
+def budgets_for(seconds: float) -> tuple[str, ...]:
+    """The classes of budget whose decisions will do for a search of so many seconds; its own class is the last.
+
+    Any will do where nothing is to be measured.
+    """
+    names = tuple(name for name, _ in BUDGETS)
+    if seconds <= 0:
+        return names
+    own = next(i for i, (_, least) in enumerate(BUDGETS) if seconds >= least)
+    return names[: own + 1]
+
+
+def text_of(problem: AnyProblem) -> str:
+    """All that distinguishes a problem, but for numbers written into its expressions: one-element constants alone.
+
+    Two layers that differ in a scale have one text. Constants of more elements stand in it as digests of their bits.
+    """
+    lines = [problem.kind, " ".join(map(str, problem.types)), str(problem.weights)]
+    if isinstance(problem, RegionProblem):  # whose constants are sources
+        return "\n".join([*lines, _printed(problem.roots)])
+    regions = problem.op.regions()
+    lines += [f"{name}={value}" for name, value in attributes(problem.op).items()]
+    lines += [f"{label} {len(roots)}" for label, roots in regions.items()]
+    roots = [r for roots in regions.values() for r in roots]
+    numbers = [n for n in toposort(roots) if isinstance(n.op, Const) and n.tensor.elements == 1]
+    return "\n".join([*lines, _printed(substitute(roots, {n: Node(Input("number", n.tensor)) for n in numbers}))])
+
+
+def _printed(roots: Sequence[Node]) -> str:
+    text, literals = print_with_literals(Graph("", (), tuple(roots), ("",) * len(roots)))
+    digests = [f"{name} {v.type} {hashlib.sha256(tensor_bytes(v.tensor())).hexdigest()}" for name, v in literals.items()]
+    return "\n".join([text, *digests])
+
+
+def digest_of(problem: AnyProblem) -> str:
+    """Of a problem's text, as a key holds it."""
+    return hashlib.sha256(text_of(problem).encode()).hexdigest()
+
+
+def circumstances(target: Target, *, excess_precision: bool) -> Key:
+    """All of a key but the problem and the class of budget."""
+    caches = " ".join(f"{name}={size}" for name, size in sorted(target.caches_bytes.items()))
+    features = hashlib.sha256(" ".join(sorted(target.features)).encode()).hexdigest()[:12]
+    return Key(
+        chip=target.chip.name,
+        processor=f"{target.name}, {caches}, features {features}",
+        cores=target.cores,
+        threads=torch.get_num_threads(),
+        driver=_driver() if target.kind == "cuda" else "",
+        toolkit=(torch.version.cuda or torch.version.hip or "") if target.kind == "cuda" else "",
+        libraries=_libraries(),
+        tilewright=_own(),
+        numerics=f"excess_precision={excess_precision} {_numerics()}",
+        alignment_bytes=ALIGNMENT_BYTES[target.kind],
+        budget="",
+        problem="",
+    )
+
+
+@cache
+def _libraries() -> str:
+    """Versions of what compiles kernels or is a candidate; torch's build names those it contains, and what it found to use."""
+    found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
+    for name in ("llvmlite", "triton"):
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            continue
+    built = torch.__config__.show()
+    contained = re.search(r"MKL-DNN (v\S+)", built)
+    found += [f"oneDNN {contained[1]}"] if contained else []
+    return ", ".join([*found, f"build {hashlib.sha256(built.encode()).hexdigest()[:12]}"])
+
+
+@cache
+def _own() -> str:
+    """Tilewright's version, and a digest of its code: a change to a kernel's source is another kernel."""
+    digest = hashlib.sha256()
+    for file in sorted(f for folder in CHOOSING for f in (PACKAGE / folder).rglob("*.py")):
+        digest.update(f"{file.relative_to(PACKAGE)}\0".encode())
+        digest.update(file.read_bytes())
+    return f"{__version__} {digest.hexdigest()[:12]}"
+
+
+@cache
+def _driver() -> str:
+    for file in DRIVERS:
+        try:
+            return file.read_text(errors="replace").splitlines()[0].strip()
+        except (OSError, IndexError):
+            continue
+    return ""
+
+
+def _numerics() -> str:
+    """torch's switches for lower precision inside products, and for determinism."""
+    matmul = torch.backends.cuda.matmul
+    switches = {
+        "precision": torch.get_float32_matmul_precision,
+        "tf32": lambda: matmul.allow_tf32,
+        "f16_sums": lambda: matmul.allow_fp16_reduced_precision_reduction,
+        "bf16_sums": lambda: matmul.allow_bf16_reduced_precision_reduction,
+        "cpu": lambda: torch.backends.mkldnn.matmul.fp32_precision,  # pyright: ignore[reportAttributeAccessIssue]
+        "deterministic": torch.are_deterministic_algorithms_enabled,
+    }
+    return " ".join(f"{name}={_asked(switch)}" for name, switch in switches.items())
+
+
+def _asked(switch: Callable[[], object]) -> str:
+    try:
+        return str(switch())
+    except (AttributeError, RuntimeError):  # not in this torch, or set through both of its ways at once
+        return "?"

@@ -1,0 +1,170 @@
+"""Decisions made before, by this process or another: built and verified anew, and not timed again.
+
+A record names a candidate and a point of its space. One that fails its check here, or whose candidate now refuses, is as if it
+were not there. Records from elsewhere are hints: a point that the candidate does not itself offer here is never built.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import torch
+
+from tilewright.errors import UnsupportedError
+from tilewright.hardware.ceilings import cache_folder
+from tilewright.hardware.target import Target
+from tilewright.schedule.cache import Cache, Key, Loser, Record, say
+from tilewright.schedule.candidate import Candidate, Kernel, discover
+from tilewright.schedule.key import budgets_for, circumstances, digest_of
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.search import Decision, Rejected, search
+
+WAIT_S = 30.0  # for another process that measures the same problem; then both do
+LONGEST = 4000  # characters of a sentence that is kept
+
+
+def user_cache() -> Cache | None:
+    """The cache in the user's folder; None, said once, where there can be no such folder."""
+    try:
+        return _cache_in(cache_folder())
+    except OSError as error:
+        say(f"decisions are not kept: {error}")
+        return None
+
+
+@functools.cache
+def _cache_in(folder: Path) -> Cache:
+    return Cache(folder)
+
+
+class Recall:
+    """What is known of problems on one target, and where decisions are kept."""
+
+    def __init__(
+        self, target: Target, cache: Cache | None, *, excess_precision: bool = False, hints: Iterable[Record] = ()
+    ) -> None:
+        """`hints` are records from elsewhere, of any machine; the first one of a problem counts."""
+        self._target, self._cache = target, cache
+        self._circumstances = circumstances(target, excess_precision=excess_precision)
+        self._hints: dict[str, Record] = {}
+        for record in hints:
+            self._hints.setdefault(record.key.problem, record)
+        self._digests: dict[AnyProblem, str] = {}
+
+    def known(self, problem: AnyProblem, budget_s: float) -> bool:
+        """Whether a record may save the search of a problem."""
+        return any(True for _ in self._records(problem, budget_s))
+
+    def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
+        """What a search of `budget_s` or more decided in the same circumstances, if that still holds."""
+        for record, foreign in self._records(problem, budget_s):
+            schedule = Schedule(record.knobs)
+            if foreign and not _offered(problem, self._target, record.candidate, schedule):
+                continue
+            decision = repeat(problem, self._target, record.candidate, schedule, weights)
+            if decision is None:
+                continue
+            losers = tuple(Rejected(r.candidate, r.why, r.time_us) for r in record.rejected)
+            decision = replace(decision, time_us=record.time_us, rejected=losers, measured=True, recalled=True)
+            if foreign and self._cache is not None:
+                self._cache.put(record)
+            return decision
+        return None
+
+    def candidates(self, problem: AnyProblem) -> Sequence[Candidate] | None:
+        """Who is to compete: None for all as they are, or all, with the point that a hint names tried first."""
+        hint = self._hints.get(self._key(problem, 0).problem)
+        if hint is None:
+            return None
+        return [_Hinted(c, Schedule(hint.knobs)) if c.name == hint.candidate else c for c in discover()]
+
+    def alone(self, problem: AnyProblem, budget_s: float) -> AbstractContextManager[bool]:
+        """While this is held, other processes wait for the decision on the problem, for a while."""
+        if self._cache is None:
+            return contextlib.nullcontext(False)
+        return self._cache.alone(self._key(problem, budget_s), WAIT_S)
+
+    def keep(self, decision: Decision, budget_s: float) -> None:
+        """Record what a search of `budget_s` decided, if it measured."""
+        if self._cache is not None and decision.measured and decision.time_us is not None:
+            self._cache.put(self.record(decision, budget_s))
+
+    def record(self, decision: Decision, budget_s: float) -> Record:
+        """A measured decision as it is kept."""
+        losers = tuple(Loser(r.candidate[:LONGEST], r.why[:LONGEST], r.time_us) for r in decision.rejected)
+        kernel = decision.kernel
+        assert decision.time_us is not None
+        key, knobs = self._key(decision.problem, budget_s), kernel.schedule.knobs
+        return Record(key, str(decision.problem), kernel.candidate, knobs, decision.time_us, losers, time.time())
+
+    def _key(self, problem: AnyProblem, budget_s: float) -> Key:
+        if problem not in self._digests:
+            self._digests[problem] = digest_of(problem)
+        return msgspec.structs.replace(self._circumstances, budget=budgets_for(budget_s)[-1], problem=self._digests[problem])
+
+    def _records(self, problem: AnyProblem, budget_s: float) -> Iterator[tuple[Record, bool]]:
+        """Those that hold in these circumstances, and whether they came from elsewhere."""
+        key = self._key(problem, budget_s)
+        hint = self._hints.get(key.problem)
+        for name in budgets_for(budget_s):
+            wanted = msgspec.structs.replace(key, budget=name)
+            if self._cache is not None and (found := self._cache.get(wanted)) is not None:
+                yield found, False
+            if hint is not None and hint.key == wanted:
+                yield hint, True
+
+
+def repeat(
+    problem: AnyProblem, target: Target, candidate: str, schedule: Schedule, weights: Mapping[int, torch.Tensor]
+) -> Decision | None:
+    """One point of one candidate, built and verified, untimed; None if it does not do for this problem."""
+    found = [_Only(c, schedule) for c in discover() if c.name == candidate]
+    try:
+        return search(problem, target, budget_s=0, candidates=found, weights=weights)
+    except UnsupportedError:
+        return None
+
+
+def _offered(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> bool:
+    """Whether a point is one of the candidate's own."""
+    try:
+        return any(
+            c.refuse(problem, target) is None and schedule in c.schedules(problem, target)
+            for c in discover()
+            if c.name == candidate and problem.kind in c.kinds
+        )
+    except Exception:  # a candidate may raise anything, as in a search
+        return False
+
+
+class _Narrowed:
+    """A candidate with some of its points, or with others first."""
+
+    def __init__(self, candidate: Candidate, schedule: Schedule) -> None:
+        self._candidate, self._schedule = candidate, schedule
+        self.name, self.kinds, self.preference = candidate.name, candidate.kinds, candidate.preference
+
+    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
+        return self._candidate.refuse(problem, target)
+
+    def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
+        return self._candidate.build(problem, schedule, target)
+
+
+class _Only(_Narrowed):
+    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
+        return (self._schedule,)
+
+
+class _Hinted(_Narrowed):
+    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
+        own = list(self._candidate.schedules(problem, target))
+        return sorted(own, key=lambda s: s != self._schedule)  # a point it does not offer is none
