@@ -21,7 +21,9 @@ from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, DType
 
 CODES = 8  # in a word
-AHEAD = 4096  # bytes of the stream that are asked for before they are read
+# Bytes of the stream that are asked for before they are read, and into which cache: by one row, which waits for memory, and
+# by several, which must find them at hand. Each loses a tenth to a third with what the other takes.
+READING, COMPUTING = (2048, 2), (4096, 1)
 WIDE = 16  # lanes for which there is an instruction that looks a code's value up
 
 
@@ -67,6 +69,16 @@ class GroupedNest(Nest):
     @cached_property
     def asks(self) -> int:
         return 0  # kernels ask for their own stream
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of the stream that are asked for before they are read."""
+        return (READING if self.rows == 1 else COMPUTING)[0]
+
+    @property
+    def nearest(self) -> int:
+        """The cache that they are asked into."""
+        return (READING if self.rows == 1 else COMPUTING)[1]
 
     def packed(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         """The stream of codes [N, K], scales and zero points [N, groups]."""
@@ -125,7 +137,7 @@ class GroupedWriter(Writer):
             at = f.at(group, f.mul(f.add(f.mul(index, d.k), n.side_rows), row_bytes))
             loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv * d.k)]
             for j in range(0, row_bytes * d.k, 64):
-                f.prefetch(f.at(at, AHEAD + j))
+                f.prefetch(f.at(at, n.ahead + j), level=n.nearest)
             a = f.at("%a", f.mul(f.add(base, f.mul(index, CODES * d.k)), 4 // d.k))
             after = list(acc)
             for step in range(CODES):

@@ -20,7 +20,7 @@ from tilewright.candidates.llvm._dots import DOTS, Choice
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._text import Function, Int, vec
 from tilewright.candidates.llvm._vector import Columns, Vectors, check
-from tilewright.candidates.llvm._w4 import AHEAD, CODES, GroupedNest, GroupedWriter, streamed
+from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter, streamed
 from tilewright.dtype import F32, S8, S32, U8
 from tilewright.hardware.target import Chip
 from tilewright.ir.build import broadcast, convert, reshape
@@ -284,7 +284,7 @@ class CodesWriter(GroupedWriter):
             after = list(acc)
             loaded = [f.load(i32, f.at(at, j * line), line) for j in range(nv)]
             for j in range(0, row_bytes, CACHE_LINE):
-                f.prefetch(f.at(at, AHEAD + j))
+                f.prefetch(f.at(at, n.ahead + j), level=n.nearest)
             for half in range(2):
                 shifted = [f.v(f"lshr {i32} {w}, splat (i32 4)") if half else w for w in loaded]
                 masked = [f.v(f"and {i32} {w}, splat (i32 252645135)") for w in shifted]

@@ -27,6 +27,7 @@ from tilewright.schedule.schedule import Schedule
 PAIRS = "vdpbf16ps zmm"  # for which bf16 weights are decoded
 ROWS = 16  # of a tile, at most
 PANELS = 8  # of a block, if it has more than one tile
+RUN = 4  # panels that a thread reads one after the other, at most, if it has one tile: what follows is asked for in time
 
 
 @lru_cache(maxsize=1024)
@@ -118,7 +119,8 @@ class LlvmW4:
         mr = -(-plan.rows // -(-plan.rows // most))
         nv = (2 if dot.lhs is BF16 else 4) if mr == 1 else 2 if 4 * mr <= dot.registers else 1
         nv = min(nv, -(-problem.N // dot.lanes))
-        nc = 1 if plan.rows <= mr else PANELS
+        few = max(1, min(RUN, -(-problem.N // (nv * dot.lanes)) // (8 * target.cores)))  # enough tasks for every thread
+        nc = few if plan.rows <= mr else PANELS
         return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes),)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
