@@ -10,6 +10,7 @@ import shutil
 import struct
 import subprocess
 from pathlib import Path
+from typing import Any
 
 from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._casts import size_bytes
@@ -182,6 +183,12 @@ class Program:
             (folder / f"{name}.s").write_text(text)
             run([*assemble, f"{name}.s", "-o", f"{name}.o"], folder)
         run([*link, f"--section-start=.arena={ARENA:#x}", "start.o", "kernel.o", "-o", "kernel"], folder)
+
+        def called(pointers: Any, threads: int, pack: int) -> None:
+            self(*pointers[: nest.pointers], threads, pack)
+
+        self._run = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64, ctypes.c_int64)(called)
+        self.__self__ = ctypes.cast(self._run, ctypes.c_void_p).value  # as `engine.function` gives it
 
     def __call__(self, *given: int) -> None:
         *pointers, threads, pack = given

@@ -5,6 +5,7 @@ import stat
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -67,7 +68,7 @@ def test_an_object_is_kept_for_its_owner_alone_and_used_again(folder, generated)
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert engine.object_code(text(1)) == first
     assert len(generated) == 1
-    assert stored(engine._Loaded(first).call) == 1
+    assert stored(engine._Loaded(first).bound(engine.METH_FASTCALL)) == 1
 
 
 def test_another_kernel_another_processor_and_other_features_have_other_keys(folder, monkeypatch):
@@ -126,7 +127,7 @@ def test_writing_is_whole_or_not_at_all(folder, generated, monkeypatch):
         raise OSError("no space")
 
     monkeypatch.setattr(Path, "replace", torn)
-    assert stored(engine._Loaded(engine.object_code(text(7))).call) == 7
+    assert stored(engine._Loaded(engine.object_code(text(7))).bound(engine.METH_FASTCALL)) == 7
     assert list(folder.iterdir()) == [], "something was left behind"
 
 
@@ -135,13 +136,13 @@ def test_a_folder_that_cannot_be_written_is_done_without(folder, generated, monk
         raise PermissionError("read-only")
 
     monkeypatch.setattr(engine.tempfile, "mkstemp", refused)
-    assert stored(engine._Loaded(engine.object_code(text(8))).call) == 8
+    assert stored(engine._Loaded(engine.object_code(text(8))).bound(engine.METH_FASTCALL)) == 8
 
 
 def test_a_cache_that_cannot_exist_is_done_without(tmp_path, generated, monkeypatch):
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file" / "cache"))
-    assert stored(engine._Loaded(engine.object_code(text(9))).call) == 9
+    assert stored(engine._Loaded(engine.object_code(text(9))).bound(engine.METH_FASTCALL)) == 9
 
 
 CHILD = """
@@ -170,7 +171,7 @@ def test_a_second_process_loads_without_generating_code(folder):
     for which in ("warm", "cold"):
         ran = subprocess.run([sys.executable, "-c", CHILD, which], capture_output=True, text=True, env=environment, timeout=120)
         assert ran.returncode == 0, ran.stderr
-    assert len(list(folder.iterdir())) == 1
+    assert len(list(folder.iterdir())) == 2  # the kernel, and what calls it
 
 
 def kernel(line):
@@ -212,6 +213,31 @@ def test_the_number_of_threads_may_change_between_calls():
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+def test_what_is_no_tensor_or_missing_is_told_and_nothing_is_kept():
+    run = kernel("f32[8,8] @ f32[8,8]")
+    a = torch.randn(8, 8)
+    references = sys.getrefcount(a)
+    for wrong, why in (([a, 3], TypeError), ([a], IndexError), ([a, None], TypeError), (5, TypeError)):
+        with pytest.raises(why):
+            run(wrong)
+    assert sys.getrefcount(a) == references
+    torch.testing.assert_close(run((a, a))[0], a @ a)
+
+
+@pytest.mark.parametrize("size", [8, 40, 300])
+def test_a_call_keeps_neither_its_sources_nor_its_results(size):
+    run = kernel(f"f32[{size},{size}] @ f32[{size},{size}]")
+    a, b = torch.randn(size, size), torch.randn(size, size).T
+    before = sys.getrefcount(a), sys.getrefcount(b)
+    for _ in range(3):
+        results = run([a, b])
+        counts = sys.getrefcount(results), sys.getrefcount(results[0])
+        assert counts == (2, 2)
+        gone = weakref.ref(results.pop())
+        assert gone() is None
+    assert (sys.getrefcount(a), sys.getrefcount(b)) == before
 
 
 @pytest.mark.parametrize("name", ["expf", "memcpy", "system", "llvmish", "GOMP_critical_start"])

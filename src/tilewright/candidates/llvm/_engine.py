@@ -26,7 +26,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 
-METH_FASTCALL = 0x80  # CPython, Include/methodobject.h
+METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
 
 
 def available() -> str | None:
@@ -180,9 +180,19 @@ class _MethodDef(ctypes.Structure):
 
 
 @cache
+def loaded(text: str) -> _Loaded:
+    """A module's machine code. It stays in the process: callers come and go."""
+    return _Loaded(object_code(text))
+
+
+@cache
 def function(text: str) -> Any:
-    """A module's `@python` function, taking integers and giving None. Its code stays in the process: callers come and go."""
-    return _Loaded(object_code(text)).call
+    """A module's `@python` function, taking integers and giving None.
+
+    Its `__self__` is the address of the module's `@run`, for callers in machine code; 0 if it has none.
+    """
+    code = loaded(text)
+    return code.bound(METH_FASTCALL, code.address("run"))
 
 
 class _Loaded:
@@ -194,10 +204,18 @@ class _Loaded:
         self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
-        address = self._engine.get_function_address("python")
-        assert address, "the module has no @python"
-        self._definition = _MethodDef(b"kernel", address, METH_FASTCALL, None)
-        make = ctypes.pythonapi.PyCFunction_NewEx
-        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.c_void_p, ctypes.c_void_p]
+        self._definitions: dict[int, _MethodDef] = {}
         _kept.append(self)
-        self.call: Any = make(ctypes.byref(self._definition), None, None)
+
+    def address(self, name: str) -> int:
+        """Of a function; 0 if there is none of that name."""
+        return self._engine.get_function_address(name)
+
+    def bound(self, flags: int, to: object = None) -> Any:
+        """The `@python` function as Python calls it by `flags`, with `to` as what it is given first."""
+        address = self.address("python")
+        assert address, "the module has no @python"
+        definition = self._definitions.setdefault(flags, _MethodDef(b"kernel", address, flags, None))
+        make = ctypes.pythonapi.PyCFunction_NewEx
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p]
+        return make(ctypes.byref(definition), to, None)

@@ -8,9 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewright.candidates.llvm._access import Access, Unsupported, of_operand
+from tilewright.candidates.llvm._call import Call, bound
 from tilewright.candidates.llvm._dots import Choice
 from tilewright.candidates.llvm._nest import Nest
-from tilewright.candidates.llvm._scratch import give, maker, take
+from tilewright.candidates.llvm._scratch import maker
 from tilewright.candidates.llvm._vector import check
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -101,44 +102,22 @@ def unread(problem: Problem, plan: Plan) -> frozenset[int]:
 def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
     """What runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept alive."""
     count = len(problem.types)
-    threads_of = torch.get_num_threads
-    small = problem.ops <= ONE_THREAD_OPS
-    read = sorted(_pointers(plan) & set(range(count)))
+    makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in plan.stores]
     left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
-    blank = [0] * (nest.pointers + 2)
-    blank[nest.pointers - 1] = aligned(packed)
-    room, threads_slot = nest.pointers - 2, nest.pointers
-    makers = [(at, maker(s.root.shape, s.root.dtype.to_torch())) for at, s in enumerate(plan.stores, count + 2)]
-    # Python's own time is what a small product takes: nothing is worked out in a call that is known before.
-    alone, each = nest.scratch(1), nest.scratch(2) - nest.scratch(1)
+    outside = [i for i, node in ((count, left), (count + 1, right)) if node is not None]
+    read = [*sorted(_pointers(plan) & set(range(count))), *outside]
+    alone, one = nest.scratch(1), problem.ops <= ONE_THREAD_OPS
+    needs = Call(call, nest.pointers, read, count + 2, makers, alone, nest.scratch(2) - alone, one, aligned(packed))
+    run = bound(needs, keep=packed)
+    if not outside:
+        return run
 
-    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        args, held = blank.copy(), [packed]  # alive until the call is over
-        results: list[torch.Tensor] = []
-        for i in read:
-            t = sources[i]
-            if not t.is_contiguous():
-                t = t.contiguous()
-                held.append(t)
-            args[i] = t.data_ptr()
-        if left is not None:
-            held.append(operand(left, sources, False))
-            args[count] = held[-1].data_ptr()
-        if right is not None:
-            held.append(operand(right, sources, plan.along))
-            args[count + 1] = held[-1].data_ptr()
-        for at, make in makers:
-            t = make()
-            args[at] = t.data_ptr()
-            results.append(t)
-        args[threads_slot] = threads = 1 if small else threads_of()
-        memory = take(alone + (threads - 1) * each)
-        args[room] = memory[0]
-        call(*args)
-        give(memory)
-        return results
+    def evaluated(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lhs = operand(left, sources, False) if left is not None else packed
+        rhs = operand(right, sources, plan.along) if right is not None else packed
+        return run((*sources, lhs, rhs))
 
-    return run
+    return evaluated
 
 
 def aligned(t: torch.Tensor) -> int:
@@ -148,7 +127,7 @@ def aligned(t: torch.Tensor) -> int:
 def operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], along: bool) -> torch.Tensor:
     """An operand that torch evaluates, dense, with K last if `along`."""
     params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
-    bound = {n: sources[n.op.index] for n in params if isinstance(n.op, Param)}
-    value = evaluate_nodes((root,), bound)[0]
+    values = {n: sources[n.op.index] for n in params if isinstance(n.op, Param)}
+    value = evaluate_nodes((root,), values)[0]
     assert isinstance(value, torch.Tensor)
     return (value.transpose(-1, -2) if along else value).contiguous()

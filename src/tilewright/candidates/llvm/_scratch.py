@@ -47,7 +47,14 @@ def give(scratch: Scratch) -> None:
 def maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     """What makes dense tensors of anything; large ones in memory that is used again when their last user has let go of it."""
     if prod(shape) * dtype.itemsize < LARGE_BYTES:
-        return partial(torch.empty_like, torch.empty(tuple(shape), dtype=dtype))  # the quickest way to make one
+        example = torch.empty(tuple(shape), dtype=dtype)
+        try:  # what torch's own compiled programs make theirs with
+            made = partial(torch._C._dynamo.guards._empty_strided_cpu, tuple(shape), example.stride(), dtype)  # type: ignore[attr-defined]
+            if made().dtype is dtype:
+                return made
+        except (AttributeError, TypeError):
+            pass
+        return partial(torch.empty_like, example)
     return partial(_large, tuple(shape), dtype)
 
 

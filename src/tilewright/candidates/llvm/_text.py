@@ -15,7 +15,11 @@ Int = int | str  # an i64: a number known now, or the name of a value
 
 # All that a kernel may call beside LLVM's own intrinsics.
 THREADS = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num")
-PYTHON = ("PyLong_AsVoidPtr", "PyLong_AsLong", "PyEval_SaveThread", "PyEval_RestoreThread", "Py_IncRef")
+PYTHON = (
+    "PyLong_AsVoidPtr", "PyLong_AsLong", "PyLong_FromLong", "PyEval_SaveThread", "PyEval_RestoreThread",
+    "Py_IncRef", "Py_DecRef", "PyObject_CallNoArgs", "PyObject_CallOneArg", "PySequence_GetItem",
+    "PyTuple_GetItem", "PyBytes_AsString", "PyList_New", "PyList_SetItem",
+)  # fmt: skip
 
 
 def vec(lanes: int, element: str) -> str:
@@ -122,6 +126,10 @@ class Function:
         name = "%" + self.fresh("a")
         self._allocas.append(f"  {name} = alloca [{size_bytes} x i8], align 64")
         return name
+
+    def room(self, size_bytes: Int) -> str:
+        """Like `alloca`, of a size that is known when the function runs. Not in a loop: it stays until the function returns."""
+        return self.v(f"alloca i8, i64 {size_bytes}, align 64")
 
     # -- memory; offsets in bytes
 

@@ -340,27 +340,34 @@ class Writer(Packing):
         f.finish()
 
     def _entry(self) -> None:
-        """python(pointers…, threads, pack): pack the right operand if `pack`, else multiply. CPython calls it METH_FASTCALL."""
+        """run(pointers, threads, pack): pack the right operand if `pack`, else multiply; counters follow the pointers.
+
+        python(pointers…, threads, pack) is the same, called by CPython as METH_FASTCALL.
+        """
         n = self.nest
-        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
         counters = rounded(8 * n.pointers)
+        f = Function(self.module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
+        for i in range(3):
+            f.store("i64", "0", f.at("%d", counters + CACHE_LINE * i), 8)
+        which = f.v(f"select i1 {f.compare('ne', '%pack', 0)}, ptr @pack_rhs, ptr @worker")
+        alone = f.compare("eq", "%threads", 1)
+        with f.when(alone):
+            f.do(f"call void {which}(ptr %d)")
+        with f.when(f.v(f"xor i1 {alone}, true")):
+            count = f.v("trunc i64 %threads to i32")
+            f.intrinsic("GOMP_parallel", "void", ("ptr", which), ("ptr", "%d"), ("i32", count), ("i32", "0"))
+        f.finish()
+
+        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
         d = f.alloca(counters + 3 * CACHE_LINE)
         for i in range(n.pointers):
             value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
             f.store("ptr", value, f.at(d, 8 * i), 8)
-        for i in range(3):
-            f.store("i64", "0", f.at(d, counters + CACHE_LINE * i), 8)
         threads, pack = (
             f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * (n.pointers + i)), 8))) for i in (0, 1)
         )
-        count = f.v(f"trunc i64 {threads} to i32")
         state = f.intrinsic("PyEval_SaveThread", "ptr")
-        which = f.v(f"select i1 {f.compare('ne', pack, 0)}, ptr @pack_rhs, ptr @worker")
-        alone = f.compare("eq", threads, 1)
-        with f.when(alone):
-            f.do(f"call void {which}(ptr {d})")
-        with f.when(f.v(f"xor i1 {alone}, true")):
-            f.intrinsic("GOMP_parallel", "void", ("ptr", which), ("ptr", d), ("i32", count), ("i32", "0"))
+        f.call("run", ("ptr", d), ("i64", threads), ("i64", pack))
         f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
         self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
         f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
