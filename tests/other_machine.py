@@ -6,9 +6,11 @@ then takes all tasks. Needs qemu-user and, for AArch64, binutils-aarch64-linux-g
 """
 
 import ctypes
+import os
 import shutil
 import struct
 import subprocess
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -185,7 +187,11 @@ class Program:
         run([*link, f"--section-start=.arena={ARENA:#x}", "start.o", "kernel.o", "-o", "kernel"], folder)
 
         def called(pointers: Any, threads: int, pack: int) -> None:
-            self(*pointers[: nest.pointers], threads, pack)
+            try:
+                self(*pointers[: nest.pointers], threads, pack)
+            except BaseException:  # would be lost on its way through machine code
+                traceback.print_exc()
+                os._exit(1)
 
         self._run = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64, ctypes.c_int64)(called)
         self.__self__ = ctypes.cast(self._run, ctypes.c_void_p).value  # as `engine.function` gives it

@@ -25,7 +25,7 @@ from emulated import emulated
 from gemm_lines import assert_means, lines, tensors
 from other_machine import Program, missing
 from test_llvm_targets import AS_LLVM_SAYS
-from tilewright.candidates.llvm import _run
+from tilewright.candidates.llvm import _call, _run
 from tilewright.candidates.llvm import gemm as llvm
 from tilewright.candidates.llvm._engine import host, refusal
 from tilewright.candidates.llvm._text import Module
@@ -45,12 +45,19 @@ class Guarded:
 
     def __init__(self, size: int, at_end: bool):
         pages = -(-max(size, 1) // PAGE)
+        self.size = size
         self.map = mmap.mmap(-1, (pages + 2) * PAGE)
         base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
         for page in (base, base + (pages + 1) * PAGE):
             assert LIBC.mprotect(ctypes.c_void_p(page), PAGE, 0) == 0
         self.address = base + PAGE + (pages * PAGE - size if at_end else 0)
         ctypes.memset(base + PAGE, POISON, pages * PAGE)
+
+    def intact(self) -> bool:
+        """Whether what is left of its pages is as it was."""
+        inside = self.map[PAGE:-PAGE]
+        first = self.address - ctypes.addressof(ctypes.c_char.from_buffer(self.map)) - PAGE
+        return not (inside[:first] + inside[first + self.size :]).strip(bytes([POISON]))
 
     def tensor(self, shape, dtype):
         size = torch.empty(0, dtype=dtype).itemsize * max(1, torch.Size(shape).numel())
@@ -81,6 +88,18 @@ def fenced(at_end: bool):
         return -(-memory.address // 64) * 64, size, memory
 
     return maker, take
+
+
+def fence(module, at_end: bool) -> None:
+    """A candidate's kernels from now on get results and scratch between guard pages, and threads even where they do not pay."""
+    maker, take = fenced(at_end)
+    for place in (module, _run):
+        place.maker, place.take, place.give, place.ONE_THREAD_OPS = maker, take, gone, -1
+    _call.USED = (*_call.USED[: _call.TAKE - 1], take, gone)
+
+
+def gone(scratch) -> None:
+    """Scratch memory is used once."""
 
 
 def spoil(line, arrays, data_seed):
@@ -150,10 +169,9 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]], oth
     )
     def attempt(line, data_seed, constant, at_end, threads, wild):
         nonlocal done
-        _run.maker, _run.take = fenced(at_end)
-        llvm.maker, _run.give = _run.maker, lambda scratch: None
-        _run.ONE_THREAD_OPS = -1  # threads even where they do not pay
+        fence(llvm, at_end)
         done += one(line, data_seed, constant, at_end, threads, target, wild)
+        assert all(g.intact() for g in KEPT), "wrote beside a buffer"
         KEPT.clear()
 
     attempt()
