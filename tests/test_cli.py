@@ -47,6 +47,9 @@ PERF_KEYS = [
     "inputs",
     "steps_per_layer",
     "quantized",
+    "done_by",
+    "summary",
+    "against",
 ]
 FINDING_KEYS = ["op", "where", "why", "cost_us"]
 

@@ -28,7 +28,7 @@ FLOORS = (
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}
 # The public names, which are imported when first asked for, and the command line's own parts.
 OUTSIDE = {"tilewright": "tilewright/__init__.py", "__main__": "cli"} | dict.fromkeys(
-    ("_cli_compile", "_cli_errors", "_cli_options"), "cli"
+    (p.stem for p in PACKAGE.glob("_cli_*.py")), "cli"
 )
 # Packages whose modules are found by name. Each stands alone or on modules whose names begin with an underscore and the name
 # of what they belong to, or with an underscore alone.

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tilewright.compiler import Quantization
     from tilewright.hardware.target import Target
     from tilewright.ir.graph import Graph
+    from tilewright.report.inputs import Feed
     from tilewright.report.schema import Quantized
+    from tilewright.report.trace_events import Phases
     from tilewright.runtime.executable import Executable
 
 SCHEMES = ("int8", "fp8", "w4")
@@ -131,8 +133,17 @@ def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequenc
     return graph
 
 
-def compile_program(graph: Graph, how: Compiling) -> tuple[Executable, Quantized | None]:
-    """The program compiled as told, each stage written if that was asked for; and what quantising it chose, if it was.
+def make_feeds_of(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], inputs: Path | None) -> list[Feed]:
+    """A value for each input, from the options every running verb has."""
+    from tilewright.report.inputs import make_feeds, read_npz
+
+    given = None if inputs is None else read_npz(inputs, graph)
+    return make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1, given=given)
+
+
+def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) -> tuple[Executable, Quantized | None]:
+    """The program compiled as told, each stage written if that was asked for; and what quantising it chose, if it was. `phases`
+    is told what takes how long.
 
     Raises:
         InputError: the calibration data or the dump folder is no good.
@@ -141,6 +152,7 @@ def compile_program(graph: Graph, how: Compiling) -> tuple[Executable, Quantized
     from tilewright.report.accuracy import describe_quantization
     from tilewright.report.dump import Dump
 
+    dump = None if how.dump is None else Dump(how.dump)
     if how.scheme is not None and not how.calibration:
         click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {RANDOM_WARNING}", err=True)
     with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels") as show:
@@ -151,9 +163,11 @@ def compile_program(graph: Graph, how: Compiling) -> tuple[Executable, Quantized
             budget_s=DEFAULT_BUDGET_S if how.budget is None else how.budget,
             quantize=quantize,
             excess_precision=how.excess_precision,
-            progress=show,
-            visit=None if how.dump is None else Dump(how.dump),
+            progress=show if phases is None else both(phases.progress, show),
+            visit=dump if phases is None else both(phases.visit, dump),
         )
+    if phases is not None:
+        phases.began("")
     if quantize is None:
         return program, None
     data = ", ".join(map(str, how.calibration)) or f"random inputs, seed {RANDOM_SEED}"
@@ -198,6 +212,17 @@ def _tensors(graph: Graph, values: Mapping[str, object], path: Path | None) -> d
         except InputError as error:
             raise InputError(error.what, where=f"{error.where} of {path}", hint=error.hint) from None
     return found
+
+
+def both(first: Callable[..., None], second: Callable[..., None] | None) -> Callable[..., None]:
+    """One call for two listeners, the second of which may be absent."""
+
+    def told(*said: Any) -> None:
+        first(*said)
+        if second is not None:
+            second(*said)
+
+    return told
 
 
 def measured_ceilings(program: Executable) -> Target:

@@ -21,6 +21,7 @@ from tilewright._cli_compile import (
     compile_program,
     dump_option,
     load_program,
+    make_feeds_of,
     measured_ceilings,
     progress,
     rtol_option,
@@ -38,12 +39,12 @@ from tilewright._cli_options import (
     inputs_option,
     iterations_option,
 )
+from tilewright._cli_reports import Reports, beside, report_options
 
 if TYPE_CHECKING:
     import msgspec
     import numpy as np
 
-    from tilewright.ir.graph import Graph
     from tilewright.report.inputs import Feed
     from tilewright.report.perf import Measured
     from tilewright.report.schema import Quantized
@@ -108,7 +109,7 @@ def run(
     from tilewright.report.summary import outputs
 
     graph = load_program(file, batch, input_dims)
-    feeds = _feeds(graph, seed, fill0, fill1, inputs)
+    feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
     program, quantized = compile_program(graph, how)
     results = program.run(bind(program, feeds))
     written = None if output is None else str(output)
@@ -170,7 +171,7 @@ def verify(
     if quantized and how.scheme is None:
         raise InputError("--quantized compares a quantised program with its float model", hint="add --int8, --fp8 or --w4")
     graph = load_program(file, batch, input_dims)
-    feeds = _feeds(graph, seed, fill0, fill1, inputs)
+    feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
     program, choices = compile_program(graph, how)
     tolerances = Tolerances(how.rtol if how.scheme is None else None, atol, rms_tol)
     with progress("comparing") as show:
@@ -198,6 +199,7 @@ def verify(
 @iterations_option
 @everything_option
 @dump_option
+@report_options
 @common_options
 @compile_options
 def perf(
@@ -211,13 +213,20 @@ def perf(
     inputs: Path | None,
     iterations: int | None,
     everything: bool,
+    reports: Reports,
     as_json: bool,
 ) -> None:
     """Time a program and each of its steps; say what fell back and what dangles."""
+    phases = reports.phases()
     graph = load_program(file, batch, input_dims)
-    feeds = _feeds(graph, seed, fill0, fill1, inputs)
-    program, quantized = compile_program(graph, how)
-    _print_perf(_measure(program, str(file), feeds, iterations, quantized), everything, as_json)
+    feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
+    program, quantized = compile_program(graph, how, phases)
+    measured = _measure(program, str(file), feeds, iterations, quantized)
+    if reports.against:
+        given = None if inputs is None else str(inputs)
+        measured = beside(measured, program, feeds, reports.against, str(file), batch, input_dims, (seed, fill0, fill1, given))
+    reports.write(measured, program, feeds, phases)
+    _print_perf(measured, everything, as_json)
 
 
 @cli.command(cls=Command, short_help="Say what was folded into each matmul, what was not, and why.")
@@ -337,14 +346,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without µ still gets its report
     cli(prog_name="tilewright")
-
-
-def _feeds(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], inputs: Path | None) -> list[Feed]:
-    """A value for each input, from the options every running verb has."""
-    from tilewright.report.inputs import make_feeds, read_npz
-
-    given = None if inputs is None else read_npz(inputs, graph)
-    return make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1, given=given)
 
 
 def _measure(

@@ -37,9 +37,15 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only."""
+    """Where measurements are kept: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only.
+
+    Raises:
+        OSError: it cannot be made.
+    """
     given = os.environ.get("TILEWRIGHT_CACHE")
     folder = Path(given) if given else Path(platformdirs.user_cache_dir("tilewright", appauthor=False))
+    if folder.parts[:1] == ("~",):
+        raise FileNotFoundError("this user has no home folder; TILEWRIGHT_CACHE names another one")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 

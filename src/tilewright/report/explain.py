@@ -13,9 +13,10 @@ from tilewright.ir.carrier import CARRIERS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Const, Input, Item, Param
 from tilewright.ir.shown import VIEWS, op_name
+from tilewright.report.choices import chosen_of, mispredictions, refusals_of
 from tilewright.report.findings import FOLDABLE, Reasons, dangling, fallback, not_read_through
 from tilewright.report.program import Program, Step, target_name, tensor_types
-from tilewright.report.schema import Choice, Explain, Finding, Product, Quantized, Refusal, Store
+from tilewright.report.schema import Explain, Finding, Product, Quantized, Store
 from tilewright.report.words import accumulator_words, operand_words, store_words
 from tilewright.report.work import counts, describe, steps_per_layer, work_of
 from tilewright.schedule.search import Decision
@@ -64,6 +65,9 @@ def _likeness(product: Product) -> object:
 def _product(program: Program, step: Step, decision: Decision, reasons: Reasons, ceilings: Target | None) -> Product:
     node = step.part.nodes[0]  # then the items that pick its results
     graph = program.graph
+    work = work_of(step)
+    chosen = chosen_of(decision, ceilings)
+    rejected = refusals_of(decision, ceilings)
     return Product(
         names=[step.name],
         kind=step.part.kind,
@@ -73,21 +77,14 @@ def _product(program: Program, step: Step, decision: Decision, reasons: Reasons,
         stores=[Store(steps, writes) for steps, writes in store_words(node, graph)],
         beside=_beside(program, node, reasons, ceilings),
         left=reasons.near_misses(node),
-        chosen=chosen_of(decision),
+        chosen=chosen,
         measured=decision.measured,
-        rejected=refusals_of(decision),
+        rejected=rejected,
         rules=reasons.rules(node),
+        limit_us=None if ceilings is None else round(work.limit_us(ceilings), 3),
+        memory_bound=ceilings is not None and work.memory_bound(ceilings),
+        mispredicted=mispredictions(chosen, rejected),
     )
-
-
-def chosen_of(decision: Decision) -> Choice:
-    """The candidate that does a product."""
-    return Choice(decision.kernel.candidate, str(decision.kernel.schedule), decision.time_us)
-
-
-def refusals_of(decision: Decision) -> list[Refusal]:
-    """The candidates that do not."""
-    return [Refusal(r.candidate, r.why, r.time_us) for r in decision.rejected]
 
 
 def _beside(program: Program, node: Node, reasons: Reasons, ceilings: Target | None) -> list[Finding]:

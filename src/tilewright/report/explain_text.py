@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Sequence
 
 from rich.console import Console
@@ -9,6 +11,10 @@ from rich.console import Console
 from tilewright.report.quantized_table import print_quantized
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.tables import count, findings, hanging, heading, line, listing, us
+from tilewright.schedule.candidate import discover
+
+NOTHING_FELL_BACK = "Nothing fell back: no step was left to the slow reference or to the source's own library."
+NOTHING_DANGLES = "Nothing dangles: no step only converts or moves what another step made."
 
 
 def print_explain(out: Console, report: Explain) -> None:
@@ -24,27 +30,59 @@ def print_explain(out: Console, report: Explain) -> None:
     for i, p in enumerate(report.products, start=1):
         _product(out, i, p)
     out.print()
-    findings(out, "Fell back", report.fallback, "Nothing fell back.")
-    findings(out, "Dangling: work that belongs inside another step", report.dangling, "Nothing dangles.")
+    findings(out, "Fell back", report.fallback, NOTHING_FELL_BACK)
+    findings(out, "Dangling: work that belongs inside another step", report.dangling, NOTHING_DANGLES)
     if report.dangling or report.fallback:
         line(out, "Costs are what this machine's ceilings allow at best; `tilewright perf` measures them.", style="dim")
+    known = who_is_who(report)
+    if known:
+        heading(out, "Who is who")
+        for name, what in known:
+            out.print(hanging(f"   {name:<15}", what))
+        line(
+            out,
+            "Settings (mr, nr, kc, …) and the notation of the titles: docs/glossary.md, docs/cli.md.",
+            indent=3,
+            style="dim",
+        )
 
 
 def _product(out: Console, number: int, p: Product) -> None:
     times = f"{len(p.names)} of them, alike but for constants and names: " if len(p.names) > 1 else ""
     heading(out, f"{number}. {p.problem}")
     line(out, f"{times}{listing(list(dict.fromkeys(p.names)))}", indent=3, style="dim")
-    section(out, "Reads", p.operands)
-    section(out, "Accumulates", [p.accumulates])
-    for i, store in enumerate(p.stores, start=1):
-        which = f", result {i} of {len(p.stores)}" if len(p.stores) > 1 else ""
-        section(out, f"Then{which}", store.steps or ["nothing: the accumulator is the result"])
-        section(out, "Writes", [store.writes])
-    section(out, "Rules", ["; ".join(p.rules) or "none: it stands as it was read"])
-    section(out, "Not folded", [_beside(f) for f in p.beside])
-    section(out, "Rules that left it", p.left)
-    section(out, "Done by", [f"{choice(p.chosen)}: {how(p.chosen, p.measured)}"])
-    section(out, "Not by", refusals(p.rejected))
+    for title, lines in product_sections(p):
+        section(out, title, lines)
+
+
+def product_sections(p: Product) -> list[tuple[str, list[str]]]:
+    """The account of a product: titles, each with its lines."""
+    found = [("Reads", p.operands), ("Accumulates", [p.accumulates])]
+    which = [f", result {i} of {len(p.stores)}" if len(p.stores) > 1 else "" for i in range(1, len(p.stores) + 1)]
+    for said, store in zip(which, p.stores, strict=True):
+        found.append((f"Then{said}", store.steps or ["nothing: the accumulator is the result"]))
+        found.append(("Writes", [store.writes]))
+    found.append(("Folded by", ["; ".join(p.rules) or "no rule: it stands as it was read"]))
+    found.append(("Not folded", [_beside(f) for f in p.beside]))
+    found.append(("Rules that left it", p.left))
+    found.append(("Done by", [headline(p), *_settings(p.chosen)]))
+    found.append(("Not by", refusals(p.rejected, p.chosen.time_us)))
+    found.append(("Predicted wrongly", p.mispredicted))
+    return [(title, lines) for title, lines in found if lines]
+
+
+def headline(p: Product) -> str:
+    """Who does a product, how fast, and how that stands beside the prediction and the machine's limit."""
+    said = [f"{p.chosen.candidate}: {how(p.chosen, p.measured)}"]
+    if p.limit_us:
+        bound = "memory" if p.memory_bound else "arithmetic"
+        part = f", {p.limit_us / p.chosen.time_us:.0%} of it reached" if p.chosen.time_us else ""
+        said.append(f"the limit of this machine's {bound} is {us(p.limit_us)} µs{part}")
+    return "; ".join(said)
+
+
+def _settings(chosen: Choice) -> list[str]:
+    return [] if chosen.schedule == "default" else [f"settings: {chosen.schedule}"]
 
 
 def _beside(f: Finding) -> str:
@@ -65,12 +103,35 @@ def choice(chosen: Choice) -> str:
 
 def how(chosen: Choice, measured: bool) -> str:
     """Why a candidate was chosen."""
+    expected = f" ({us(chosen.predicted_us)} predicted)" if chosen.predicted_us else ""
     if not measured or chosen.time_us is None:
-        return "the first in order of preference that agrees with the reference; nothing was timed"
-    return f"{us(chosen.time_us)} µs, the fastest that agrees with the reference"
+        return f"the first in order of preference that agrees with the reference; nothing was timed{expected}"
+    return f"{us(chosen.time_us)} µs{expected}, the fastest that agrees with the reference"
 
 
-def refusals(rejected: Sequence[Refusal]) -> list[str]:
-    """The candidates that lost, timed ones first, each with why."""
+def refusals(rejected: Sequence[Refusal], best_us: float | None = None) -> list[str]:
+    """The candidates that lost, timed ones first, each with why; those that cannot do the problem at all last."""
     ordered = sorted(rejected, key=lambda r: (r.time_us is None, r.time_us or 0.0))
-    return [f"{r.candidate}: {r.why}" for r in ordered]
+    return [f"{r.candidate}: {_lost(r, best_us)}" for r in ordered]
+
+
+def _lost(r: Refusal, best_us: float | None) -> str:
+    expected = f" ({us(r.predicted_us)} predicted)" if r.predicted_us else ""
+    if r.time_us is None or not best_us:
+        return f"{r.why}{expected}"
+    if r.time_us <= best_us:
+        return f"{us(r.time_us)} µs{expected}, a tie: the earlier one is kept"
+    return f"{us(r.time_us)} µs{expected}, {r.time_us / best_us:.2f} times as long"
+
+
+def who_is_who(report: Explain) -> list[tuple[str, str]]:
+    """The candidates that the account names, each with what it is in its own words."""
+    named: set[str] = set()
+    for p in report.products:
+        for said in (p.chosen.candidate, p.chosen.schedule, *(r.candidate for r in p.rejected)):
+            named.update(re.findall(r"\w+", said))
+    return [(c.name, _described(c)) for c in discover() if c.name in named]
+
+
+def _described(candidate: object) -> str:
+    return (sys.modules[type(candidate).__module__].__doc__ or "").strip().splitlines()[0].rstrip(".")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tilewright.report.explain import chosen_of, refusals_of
+from tilewright.report.choices import chosen_of, refusals_of
 from tilewright.report.inputs import Feed
 from tilewright.report.perf import bind
 from tilewright.report.program import Program, Step, target_name

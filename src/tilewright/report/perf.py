@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.hardware.target import Target
+from tilewright.report.arithmetic import arithmetic
+from tilewright.report.doers import done_by, done_words
 from tilewright.report.findings import Reasons, dangling, fallback
 from tilewright.report.inputs import Feed
 from tilewright.report.program import Program, Step, target_name
@@ -34,12 +36,14 @@ class Measured:
         report: what `--json` prints.
         whole_us: every timed run of the whole program.
         memory_bound: for each step whether memory, not the matrix unit, sets its limit.
+        arithmetic: for each step how many operations it does, products or not.
         ceilings: the machine with its measured rates.
     """
 
     report: Perf
     whole_us: tuple[float, ...]
     memory_bound: tuple[bool, ...]
+    arithmetic: tuple[int, ...]
     ceilings: Target
 
 
@@ -90,8 +94,11 @@ def measure(
         inputs=[f.shown for f in feeds],
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
+        done_by=done_by(rows),
+        summary=done_words(rows),
     )
-    return Measured(report, tuple(whole), tuple(w.memory_bound(ceilings) for w in works), ceilings)
+    counted = tuple(arithmetic(step, work.ops) for step, work in zip(program.steps, works, strict=True))
+    return Measured(report, tuple(whole), tuple(w.memory_bound(ceilings) for w in works), counted, ceilings)
 
 
 def bind(program: Program, feeds: Sequence[Feed]) -> list[torch.Tensor]:

@@ -9,10 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewright.report.console import WIDE
+from tilewright.report.explain_text import NOTHING_DANGLES, NOTHING_FELL_BACK
 from tilewright.report.perf import Measured
 from tilewright.report.quantized_table import print_quantized
-from tilewright.report.schema import Step
-from tilewright.report.tables import Align, count, findings, input_lines, line, percent, table, us
+from tilewright.report.schema import Peer, Step
+from tilewright.report.tables import Align, count, findings, heading, input_lines, line, percent, table, us
 
 FEW_ENOUGH = 60
 MOST_EXPENSIVE = 40
@@ -38,8 +39,11 @@ def print_perf(out: Console, measured: Measured, *, everything: bool = False) ->
     _summary(out, report.steps)
     out.print()
     _totals(out, measured)
-    findings(out, "Fell back", report.fallback, "Nothing fell back.")
-    findings(out, "Dangling: work that belongs inside another step", report.dangling, "Nothing dangles.")
+    for sentence in report.summary:
+        line(out, sentence)
+    findings(out, "Fell back", report.fallback, NOTHING_FELL_BACK)
+    findings(out, "Dangling: work that belongs inside another step", report.dangling, NOTHING_DANGLES)
+    _against(out, report.against)
 
 
 def _steps(out: Console, measured: Measured, everything: bool) -> None:
@@ -68,9 +72,9 @@ def _wide(measured: Measured, shown: Sequence[int], total: float, whole: bool) -
     made = table(("#", "right"), ("kind", "left"), ("problem", "left"), ("candidate", "left"), *NUMBERS, ("bound by", "left"))
     for i in shown:
         s = measured.report.steps[i]
-        problem = s.problem if whole else _cut(s.problem, WIDE_PROBLEM)
+        problem = s.problem if whole else cut(s.problem, WIDE_PROBLEM)
         bound = "" if not s.limit_us else "memory" if measured.memory_bound[i] else "compute"
-        made.add_row(str(i), s.kind, Text(problem), Text(_candidate(s)), *_numbers(s, total), bound)
+        made.add_row(str(i), s.kind, Text(problem), Text(_candidate(s) if whole else s.candidate), *_numbers(s, total), bound)
     return made
 
 
@@ -79,13 +83,14 @@ def _narrow(measured: Measured, shown: Sequence[int], total: float, whole: bool)
     made = table(("#", "right"), ("step", "left"), *NUMBERS)
     for i in shown:
         s = measured.report.steps[i]
-        problem = s.problem if whole else _cut(s.problem, NARROW_PROBLEM)
+        problem = s.problem if whole else cut(s.problem, NARROW_PROBLEM)
         step = Text(f"{s.kind} by {s.candidate}\n").append(problem, style="dim")
         made.add_row(str(i), step, *_numbers(s, total))
     return made
 
 
-def _cut(text: str, most: int) -> str:
+def cut(text: str, most: int) -> str:
+    """A text's first characters, and a sign where there are more."""
     return text if len(text) <= most else f"{text[: most - 1].rstrip()}…"
 
 
@@ -133,3 +138,29 @@ def _totals(out: Console, measured: Measured) -> None:
     if products:
         said = "every product agrees with the reference on random data" if report.verified else "a product was NOT verified"
         line(out, f"Verified: {said}.")
+
+
+def _against(out: Console, peers: Sequence[Peer]) -> None:
+    """Who else ran the program, and how long it took them."""
+    if not peers:
+        return
+    heading(out, "Beside others, in turns, each in a process of its own")
+    made = table(("who", "left"), ("median µs", "right"), ("ratio", "right"), ("results", "left"), ("what it ran", "left"))
+    own = next((p.own_us for p in peers if p.own_us is not None), None)
+    if own is not None:
+        made.add_row("tilewright", us(own), "1.00", "", "the program as compiled")
+    for p in peers:
+        if p.time_us is not None:
+            ratio = "" if p.ratio is None else f"{p.ratio:.2f}"
+            made.add_row(p.name, us(p.time_us), ratio, agreement(p), Text(p.what))
+        else:
+            made.add_row(p.name, "", "", "", Text(p.why or ""))
+    out.print(made)
+    line(out, "A ratio is their time over Tilewright's, the median over the rounds: above 1 Tilewright is faster.", style="dim")
+
+
+def agreement(p: Peer) -> str:
+    """How far a peer's results lie from ours, in words."""
+    if p.difference is None:
+        return "of other shapes"
+    return "equal" if p.difference == 0 else f"{p.difference:.1e} apart"

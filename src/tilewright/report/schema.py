@@ -66,6 +66,22 @@ class Quantized(msgspec.Struct, frozen=True):
     layers: list[Layer]
 
 
+class Peer(msgspec.Struct, frozen=True):
+    """Somebody else who ran the program, or why not (`why`; the figures are then null).
+
+    `ratio` is their time over ours, the median over the rounds; `own_us` our time in these rounds; `difference` how far their
+    results lie from ours, relative, in norm.
+    """
+
+    name: str
+    what: str
+    time_us: float | None
+    own_us: float | None
+    ratio: float | None
+    difference: float | None
+    why: str | None
+
+
 class Perf(msgspec.Struct, frozen=True):
     """`perf --json` and `gemm --perf --json`."""
 
@@ -79,6 +95,9 @@ class Perf(msgspec.Struct, frozen=True):
     inputs: list[Input]
     steps_per_layer: int | None = None
     quantized: Quantized | None = None
+    done_by: dict[str, dict[str, int]] = msgspec.field(default_factory=dict[str, dict[str, int]])
+    summary: list[str] = msgspec.field(default_factory=list[str])
+    against: list[Peer] = msgspec.field(default_factory=list[Peer])
 
 
 class Port(msgspec.Struct, frozen=True):
@@ -172,6 +191,7 @@ class Choice(msgspec.Struct, frozen=True):
     candidate: str
     schedule: str
     time_us: float | None
+    predicted_us: float | None = None
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -180,6 +200,8 @@ class Refusal(msgspec.Struct, frozen=True):
     candidate: str
     why: str
     time_us: float | None
+    schedule: str = ""
+    predicted_us: float | None = None
 
 
 class Store(msgspec.Struct, frozen=True):
@@ -204,6 +226,9 @@ class Product(msgspec.Struct, frozen=True):
     measured: bool
     rejected: list[Refusal]
     rules: list[str] = msgspec.field(default_factory=list[str])
+    limit_us: float | None = None
+    memory_bound: bool = False
+    mispredicted: list[str] = msgspec.field(default_factory=list[str])
 
 
 class Explain(msgspec.Struct, frozen=True):

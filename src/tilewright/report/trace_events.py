@@ -1,0 +1,168 @@
+"""Timed calls of a program, step by step, as trace events: the JSON that Perfetto and chrome://tracing open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from tilewright.errors import InputError
+from tilewright.report.program import Program, Step
+from tilewright.report.schema import Perf
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Graph, Value
+
+CALLS = 3
+PROCESS = 1
+TRACKS = ("compiling", "calls", "steps")  # a track's thread is its place here
+
+
+@dataclass(frozen=True)
+class Span:
+    """Something that took time: when it began, in seconds, and how long it lasted, in µs."""
+
+    name: str
+    began_s: float
+    us: float
+
+
+class Phases:
+    """What compiling spends its time on: fits the `visit` and `progress` of `compile`, each of which may be another's, too."""
+
+    def __init__(self) -> None:
+        self._began = time.perf_counter()
+        self._what = ""
+        self.spans: list[Span] = []
+
+    def began(self, what: str) -> None:
+        """The last thing ends and `what` begins."""
+        now = time.perf_counter()
+        if self._what:
+            self.spans.append(Span(self._what, self._began, 1e6 * (now - self._began)))
+        self._began, self._what = now, what
+
+    def visit(self, stage: str, graph: Graph) -> None:
+        """A stage of rules is over."""
+        self._what = "read and quantise" if stage == "source" else f"rules: {stage}"
+        self.began("")
+
+    def progress(self, done: int, total: int, problem: str) -> None:
+        """A choice begins."""
+        self.began(f"choose: {problem}")
+
+
+def traced(program: Program, inputs: Sequence[torch.Tensor], calls: int = CALLS) -> list[list[Span]]:
+    """A span for each step of each of several calls, one call after another, each waited for.
+
+    On a GPU steps are placed by its own events, relative to the beginning of the call on the host.
+    """
+    program.run(inputs)  # warm
+    return [(_on_gpu if program.target.kind == "cuda" else _on_cpu)(program, inputs) for _ in range(calls)]
+
+
+def _on_cpu(program: Program, inputs: Sequence[torch.Tensor]) -> list[Span]:
+    marks: list[float] = []
+
+    def mark(step: Step, values: list[Value]) -> None:
+        marks.append(time.perf_counter())
+
+    program.run(inputs, mark)
+    marks.append(time.perf_counter())
+    return [
+        Span(step.name, begin, 1e6 * (end - begin)) for step, begin, end in zip(program.steps, marks, marks[1:], strict=False)
+    ]
+
+
+def _on_gpu(program: Program, inputs: Sequence[torch.Tensor]) -> list[Span]:
+    marks: list[torch.cuda.Event] = []
+
+    def mark(*_: object) -> None:
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
+
+    with torch.cuda.device(program.target.device):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        program.run(inputs, mark)
+        mark()
+        torch.cuda.synchronize()
+    at = [marks[0].elapsed_time(m) for m in marks]  # ms
+    return [
+        Span(step.name, start + begin / 1e3, 1e3 * (end - begin))
+        for step, begin, end in zip(program.steps, at, at[1:], strict=False)
+    ]
+
+
+def write_trace(path: Path, report: Perf, calls: Sequence[Sequence[Span]], phases: Sequence[Span] = ()) -> None:
+    """Write the trace of a program.
+
+    Args:
+        path: the .json file to write.
+        report: of the same program; a step's slice carries what it says of the step.
+        calls: as `traced` gives them.
+        phases: as `Phases.spans` has them.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    spans = [*phases, *(s for call in calls for s in call)]
+    origin = min((s.began_s for s in spans), default=0.0)
+    events: list[dict[str, Any]] = [_named("process_name", 0, f"{report.program} on {report.target}")]
+    used = [bool(phases), bool(calls), bool(calls)]
+    events += [_named("thread_name", i, name) for i, name in enumerate(TRACKS) if used[i]]
+    events += [_slice(s, 0, origin, "compile", {}) for s in phases]
+    for i, call in enumerate(calls, start=1):
+        if call:
+            whole = Span(f"call {i}", call[0].began_s, 1e6 * (call[-1].began_s - call[0].began_s) + call[-1].us)
+            events.append(_slice(whole, 1, origin, "call", {"steps": len(call)}))
+        for span, row in zip(call, report.steps, strict=True):
+            said: dict[str, Any] = {
+                "problem": row.problem,
+                "candidate": row.candidate,
+                "schedule": row.schedule or "default",
+                "limit_us": row.limit_us,
+                "median_us": row.time_us,
+                "bytes": row.bytes,
+            }
+            if row.ops and span.us > 0:
+                said |= {"ops": row.ops, "gflops": round(row.ops / span.us / 1e3, 3)}
+            events.append(_slice(span, 2, origin, row.kind, said))
+    document = {
+        "displayTimeUnit": "ms",
+        "otherData": {"program": report.program, "target": report.target},
+        "traceEvents": events,
+    }
+    write_whole(path, msgspec.json.encode(document))
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": PROCESS, "tid": thread, "args": {"name": name}}
+
+
+def _slice(span: Span, thread: int, origin: float, category: str, args: dict[str, Any]) -> dict[str, Any]:
+    begin_ns = round(1e9 * (span.began_s - origin))  # whole, so that what follows at once does not overlap by a rounding
+    end_ns = max(round(1e9 * (span.began_s - origin) + 1e3 * span.us), begin_ns)
+    at = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
+    return {"name": span.name or category, "cat": category, "ph": "X", **at, "pid": PROCESS, "tid": thread, "args": args}
+
+
+def write_whole(path: Path, contents: bytes) -> None:
+    """Write a file: either all of it appears under `path` or nothing changes.
+
+    Raises:
+        InputError: the folder is not there or cannot be written.
+    """
+    draft = path.with_name(f".{path.name}.tmp")
+    try:
+        draft.write_bytes(contents)
+        draft.replace(path)
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
+    finally:
+        draft.unlink(missing_ok=True)
