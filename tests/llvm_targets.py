@@ -6,7 +6,7 @@ import sys
 
 from llvm_map import begin, end
 from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm import gemm
+from tilewright.candidates.llvm import gemm, w4
 from tilewright.candidates.llvm._access import Unsupported, of_operand
 from tilewright.candidates.llvm._vector import KNOWN, Columns, Vectors, check
 from tilewright.candidates.llvm._write import Writer
@@ -15,10 +15,10 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import reshape, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Convert, Map, Param
+from tilewright.ir.ops import Convert, Input, Map, Param
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import problem_of
+from tilewright.schedule.problem import Problem, problem_of
 from values import ALL
 
 
@@ -38,6 +38,22 @@ def assembled(chip: str, triple: str, cpu: str, features: str, line: str) -> dic
     text = Writer(nest).write().text(cpu, features)
     shown = engine.assembly(text, triple, cpu, features)
     return {"assembly": shown, "instruction": nest.dot.instruction, "tile": nest.dot.tile, "nv": nest.blocks.nv}
+
+
+def of_weights(chip: str, triple: str, cpu: str, features: str, line: str) -> dict[str, object]:
+    """The same of a product with constant 4-bit weights."""
+    (node,) = parse(line).outputs
+    posed = problem_of(node)
+    assert isinstance(posed, Problem)
+    constant = tuple(isinstance(s.op, Input) and s.op.label in ("b", "b_scale", "b_zero_point") for s in node.src)
+    problem = Problem(posed.op, posed.types, constant)
+    plan = w4.planned(problem, target(chip))
+    if isinstance(plan, str):
+        return {"refused": plan}
+    schedule = next(iter(w4.CANDIDATE.schedules(problem, target(chip))))
+    nest = w4.nest_of(problem, plan, schedule)
+    shown = engine.assembly(w4.writer_of(nest).write().text(cpu, features), triple, cpu, features)
+    return {"assembly": shown, "instruction": nest.dot.instruction, "tile": 1, "nv": nest.blocks.nv}
 
 
 def everything(lanes: int, triple: str, cpu: str, features: str) -> dict[str, object]:
@@ -69,6 +85,7 @@ def everything(lanes: int, triple: str, cpu: str, features: str) -> dict[str, ob
 if __name__ == "__main__":
     for asked in sys.stdin:
         chip, *processor, line = json.loads(asked)
-        found = assembled(chip, *processor, line) if isinstance(line, str) else everything(line, *processor)
+        of_line = of_weights if isinstance(line, str) and "4[" in line else assembled
+        found = of_line(chip, *processor, line) if isinstance(line, str) else everything(line, *processor)
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()

@@ -1,8 +1,11 @@
 """Generated kernels for 4-bit weights: right within the oracle's bounds, and the same at any number of threads."""
 
+import re
+
 import pytest
 import torch
 
+from test_llvm_targets import answers, functions, innermost_loops, strangers
 from tilewright.candidates.llvm import w4
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
@@ -126,3 +129,40 @@ def test_sums_of_the_extreme_codes_are_exact(lhs, rhs):
     assert wanted.abs().max() == 1024 * 255 * 15
     for run in built(problem, sources):
         assert torch.equal(run(sources)[0].long(), wanted)
+
+
+FMA = "vfmadd(132|213|231)ps"
+DOTS = {  # by chip: what multiplies codes by codes, and f32 by decoded weights
+    "x86_64_avx2": (FMA, FMA),
+    "x86_64_avx_vnni": ("vpdpbusd", FMA),
+    "x86_64_avx512": (FMA, FMA),
+    "x86_64_avx512_vnni": ("vpdpbusd", FMA),
+    "x86_64_avx512_bf16": ("vpdpbusd", FMA),
+    "x86_64_amx": ("vpdpbusd", FMA),
+    "aarch64_dotprod": ("sdot", None),
+    "aarch64_bf16": ("sdot", None),
+}
+LINES = {
+    "s8[1,512] group=64 @ s4[256,512]^T group=64": 0,
+    "s8[7,512] scale=channel @ s4[256,512]^T group=64": 0,
+    "s8[16,512] group=64 zero_point @ u4[250,512]^T group=64 zero_point + bias, gelu": 0,
+    "f32[1,512] @ s4[256,512]^T group=64": 1,
+    "f32[16,512] @ u4[256,512]^T group=64 zero_point": 1,
+}
+
+
+def test_inner_loops_are_the_intended_instruction_without_spills():
+    asked = [(chip, line) for chip, wanted in DOTS.items() for line, which in LINES.items() if wanted[which]]
+    for (chip, line), made in answers(asked).items():
+        wanted = DOTS[chip][LINES[line]]
+        assert strangers(made["assembly"]) == set(), (chip, line)
+        micro = [(name, lines) for name, lines in functions(made["assembly"]) if name.startswith("micro_")]
+        assert micro, (chip, line)
+        for name, lines in micro:
+            rows = int(name.split("_")[1])
+            word = (2 if "dp" in wanted or "sdot" in wanted else 8) * rows * made["nv"]  # to multiply 8 of K
+            dots = [[x for x in loop if re.match(rf"(\{{vex\}}\s+)?{wanted}\b", x)] for loop in innermost_loops(lines)]
+            assert word in [len(d) for d in dots], f"{chip}: {line}: {name}: {[len(d) for d in dots]}"
+            loop = innermost_loops(lines)[[len(d) for d in dots].index(word)]
+            spilled = [x for x in loop if re.search(r"[re]sp\b|\bsp\b|\[x29", x)]
+            assert not spilled, f"{chip}: {line}: {name}: {spilled}"

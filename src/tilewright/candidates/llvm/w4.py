@@ -31,7 +31,7 @@ RUN = 4  # panels that a thread reads one after the other, at most, if it has on
 
 
 @lru_cache(maxsize=1024)
-def _plan(problem: Problem, target: Target) -> Plan | str:
+def planned(problem: Problem, target: Target) -> Plan | str:
     """The plan, or the sentence why there is none."""
     try:
         return _planned(problem, target.chip)
@@ -109,10 +109,10 @@ class LlvmW4:
     preference = 4
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        return engine.refusal(target, lambda: _plan(problem, target))
+        return engine.refusal(target, lambda: planned(problem, target))
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        plan = _plan(problem, target)
+        plan = planned(problem, target)
         assert isinstance(plan, Plan)
         dot = plan.choice.dot
         most = min(ROWS, dot.registers // 2) // (2 if dot.lhs is BF16 else 1)  # pairs take more registers to decode
@@ -124,7 +124,7 @@ class LlvmW4:
         return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes),)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
-        plan = _plan(problem, target)
+        plan = planned(problem, target)
         assert isinstance(plan, Plan)
         nest = nest_of(problem, plan, schedule)
         call = engine.function(writer_of(nest).write().text(*engine.host()))
