@@ -192,7 +192,7 @@ def main() -> None:
     parts: list[Callable[[Path], str]] = [
         lambda f: writers(f, *((8, 25) if given.small else (32, 200))),
         lambda f: killed(f, *((24, 4) if given.small else (500, 4)), rng),
-        lambda f: flipped(f, 150 if given.small else 2000, rng),
+        lambda f: flipped(f, 100 if given.small else 2000, rng),
     ]
     for part in parts:
         with tempfile.TemporaryDirectory() as folder:

@@ -366,7 +366,7 @@ def file_system(folder: Path) -> str:
         fields = left.split()
         if not separator or len(fields) < 5:
             continue
-        mount = Path(fields[4].encode().decode("unicode_escape"))
+        mount = Path(re.sub(r"\\(\d{3})", lambda m: chr(int(m[1], 8)), fields[4]))
         if where.is_relative_to(mount) and len(mount.parts) >= found[0]:
             found = (len(mount.parts), right.split()[0])
     return found[1]
