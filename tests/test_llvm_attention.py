@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.candidates.llvm.attention import CANDIDATE
+from tilewright.candidates.llvm.attention import CANDIDATE, _instruction
 from tilewright.dtype import BF16, F16, F32, F64, PRED, S8
-from tilewright.hardware.detect import detect
+from tilewright.hardware.detect import chips, detect
 from tilewright.ir.build import const, input_, reshape, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
@@ -22,7 +22,13 @@ from tilewright.schedule.search import search
 
 CPU = detect("cpu")
 # batch, query heads, heads a key serves, queries, keys, depth, width of the values
-SHAPES = [(1, 2, 1, 5, 7, 16, 16), (2, 4, 2, 13, 33, 24, 40), (2, 3, 3, 1, 65, 8, 3), (1, 1, 1, 40, 20, 64, 64)]
+SHAPES = [
+    (1, 2, 1, 5, 7, 16, 16),
+    (2, 4, 2, 13, 33, 24, 40),
+    (2, 3, 3, 1, 65, 8, 3),
+    (1, 1, 1, 40, 20, 64, 64),
+    (1, 2, 1, 6, 35, 9, 33),
+]
 
 
 def attention(shape, dtype=F32, mask=None, **attributes):
@@ -111,6 +117,15 @@ def test_a_quantised_attention_rounds_where_the_graph_rounds():
     plain = replace(node.op, scores=None)
     (other,) = runner(problem_of(Node(plain, *node.src)))(sources)
     assert check(problem_of(node), expect(problem_of(node), sources), [other]) is not None
+
+
+@pytest.mark.parametrize("name", [c.name for c in chips() if _instruction((F32,) * 3, c)])
+def test_bf16_is_multiplied_as_it_is_where_an_instruction_of_vectors_does(name):
+    chip = next(c for c in chips() if c.name == name)
+    narrow, wide, mixed = (_instruction(types, chip) for types in ((BF16,) * 3, (F32,) * 3, (BF16, BF16, F32)))
+    has = any(u.instruction in ("vdpbf16ps zmm", "bfdot v.4s") for u in chip.units)
+    assert narrow is not None and narrow.dot.tile == 1 and narrow.dot.lhs is (BF16 if has else F32)
+    assert wide is not None and wide.dot.lhs is F32 and mixed == wide
 
 
 def test_threads_and_layouts_change_nothing():

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tilewright.candidates.llvm._access import Access
+from tilewright.candidates.llvm._casts import Casts, element
 from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._nest import Nest, rounded
 from tilewright.candidates.llvm._pack import Packing
@@ -155,19 +156,21 @@ class AttentionWriter(Writer):
                 with f.loop(0, s.panels) as panel:
                     right = f.at(keys, f.mul(f.add(f.mul(key_head, s.panels), panel.index), s.panel))
                     to = f.at(scores, f.mul(panel.index, s.result_tile))
-                    f.call(f"micro_{rows}", *_micro(queries, s.lhs_stride, right, to, s.depth))
+                    f.call(f"micro_{rows}", *_micro(queries, s.lhs_stride, right, to, s.groups(s.depth)))
                 f.call("softmax", ("ptr", "%d"), ("ptr", scores), ("i64", row), ("i64", begin), ("i64", rows))
                 with f.loop(0, n.panels) as panel:
                     right = f.at(values, f.mul(f.add(f.mul(key_head, n.panels), panel.index), n.panel))
-                    width, step = s.nr, s.nr * n.nr * 4  # scores a panel, and the bytes of as many rows of values
-                    f.call(f"micro_{rows}", *_micro(scores, s.nr * 4, right, out, min(width, h.keys)))
+                    width = s.nr  # scores in a panel
+                    each, last = n.groups(width), n.groups(h.keys % width)
+                    step = each * n.nr * 4  # bytes of as many rows of values
+                    f.call(f"micro_{rows}", *_micro(scores, s.nr * 4, right, out, min(each, n.groups(h.keys))))
                     whole = h.keys // width
                     with f.loop(1, whole) as more:
                         a, b = f.at(scores, f.mul(more.index, s.result_tile)), f.at(right, f.mul(more.index, step))
-                        f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, width))
+                        f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, each))
                     if whole and h.keys % width:
                         a, b = f.at(scores, whole * s.result_tile), f.at(right, whole * step)
-                        f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, h.keys % width))
+                        f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, last))
                     self._stores(f, out, row, rows, panel.index)
 
             if n.tiles > 1:
@@ -179,15 +182,18 @@ class AttentionWriter(Writer):
         f.finish()
 
     def _copy_queries(self, f: Function, sources: Callable[[Node], str], row: Int, count: Int, to: str) -> None:
-        s, lanes = self.heads.scores, self.nest.dot.lanes
+        s, d = self.heads.scores, self.nest.dot
+        lanes = s.vector
         with f.loop(0, count) as loop:
             at = f.add(row, loop.index)
 
             def one(column: Int, mask: str | None) -> None:
                 vectors = Vectors(f, s.lhs, lanes, Columns(column, True, mask), sources)
                 value = self._operand(vectors, at, "lhs")
-                offset = f.add(f.mul(loop.index, s.lhs_stride), f.mul(column, 4))
-                f.store(self.nest.dot.operand, value, f.at(to, offset), 4)
+                if mask is not None:
+                    value = f.v(f"select {vec(lanes, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
+                offset = f.add(f.mul(loop.index, s.lhs_stride), f.mul(column, 4 // d.k))
+                f.store(d.operand, value, f.at(to, offset), 4)
 
             whole = s.depth // lanes * lanes
             with f.loop(0, whole, lanes) as inner:
@@ -208,7 +214,7 @@ class AttentionWriter(Writer):
         for a in accesses:
             pointer = self._sources(f, a)
             pointers.update((n, pointer(n)) for n in toposort((a.root,)) if isinstance(n.op, Param))
-        m = Math(f, lanes)
+        m, casts = Math(f, lanes), Casts(f, lanes)
         whole, rest = h.keys // lanes, h.keys % lanes
 
         with f.loop(0, "%rows") as loop:
@@ -273,7 +279,9 @@ class AttentionWriter(Writer):
                 value = m.op("fmul", f.load(t, place, 64), by)
                 if h.on_weights is not None:
                     value = vectors(h.on_weights, column, mask).row(row, value)
-                f.store(t, value if mask is None else m.select(mask, value, m.const(0.0)), place, 64)
+                value = value if mask is None else m.select(mask, value, m.const(0.0))
+                taken = self.nest.dot.lhs
+                f.store(vec(lanes, element(taken)), casts.convert(value, F32, taken), place, 64)
                 return carried
 
             panels(third, "zeroinitializer")

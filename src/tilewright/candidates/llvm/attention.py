@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -10,12 +11,12 @@ import torch
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
 from tilewright.candidates.llvm._attend import AttentionWriter, Heads
-from tilewright.candidates.llvm._dots import choose
+from tilewright.candidates.llvm._dots import DOTS, Choice, choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
 from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.candidates.llvm._vector import check
-from tilewright.dtype import F32
-from tilewright.hardware.target import Target
+from tilewright.dtype import BF16, F32, DType
+from tilewright.hardware.target import Chip, Target
 from tilewright.ir.build import broadcast
 from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Node, toposort
@@ -38,10 +39,10 @@ def _plan(problem: AttentionProblem, target: Target) -> Heads | str:
 
 def _planned(problem: AttentionProblem, target: Target) -> Heads:
     op, node = problem.op, problem.node
-    choice = choose(F32, F32, F32, target.chip)
+    q, k, v, *mask = operands_of(node)
+    choice = _instruction((q.dtype, k.dtype, v.dtype), target.chip)
     if choice is None:
         raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
-    q, k, v, *mask = operands_of(node)
     batch, heads, queries, depth = q.shape
     key_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
     if not batch * heads * queries * depth * keys * width:
@@ -78,6 +79,16 @@ def _planned(problem: AttentionProblem, target: Target) -> Heads:
         None if op.weights is None else of_store(op.weights),
         problem.acc.dtype,
     )
+
+
+def _instruction(operands: Sequence[DType], chip: Chip) -> Choice | None:
+    """What multiplies both times: bf16 where that takes queries, keys and values as they are, else f32. Scores lie in memory as
+    rows, which instructions on tiles do not take."""
+    vectors = [u for u in chip.units if all(d.tile == 1 for d in DOTS.get(u.instruction, ()))]
+    narrow = choose(BF16, BF16, F32, replace(chip, units=tuple(vectors)))
+    if narrow is not None and narrow.dot.lhs is BF16 and all(t is BF16 for t in operands):
+        return narrow
+    return choose(F32, F32, F32, chip)
 
 
 class LlvmAttention:
