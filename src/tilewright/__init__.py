@@ -8,11 +8,12 @@ if TYPE_CHECKING:
     from tilewright.compiler import Quantization, compile
     from tilewright.frontends import load
     from tilewright.product import matmul
+    from tilewright.rows import AnyRows, compile_rows
     from tilewright.rules.calibrate import scheme
     from tilewright.runtime.executable import Executable
 
 __version__ = "0.1.0"
-__all__ = ["Executable", "Quantization", "__version__", "compile", "load", "matmul", "scheme"]
+__all__ = ["AnyRows", "Executable", "Quantization", "__version__", "compile", "compile_rows", "load", "matmul", "scheme"]
 
 _HOME = {
     "compile": "tilewright.compiler",
@@ -20,6 +21,8 @@ _HOME = {
     "scheme": "tilewright.rules.calibrate",
     "load": "tilewright.frontends",
     "matmul": "tilewright.product",
+    "compile_rows": "tilewright.rows",
+    "AnyRows": "tilewright.rows",
     "Executable": "tilewright.runtime.executable",
 }
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 import click
 
 from tilewright import __version__
+from tilewright._cli_cache import cache, tune
 from tilewright._cli_compile import (
     Compiling,
     compile_options,
@@ -31,6 +32,7 @@ from tilewright._cli_options import (
     NOT_NEGATIVE,
     Command,
     budget_option,
+    cache_option,
     common_options,
     device_option,
     everything_option,
@@ -276,6 +278,7 @@ class _GemmCommand(Command):
 @fill_options
 @click.option("--perf", "timed", is_flag=True, help="Time it and print the performance report.")
 @click.option("--weights", is_flag=True, help="The right operand, its scales and the bias are constants, packed beforehand.")
+@cache_option
 @iterations_option
 @everything_option
 @common_options
@@ -288,20 +291,30 @@ def gemm(
     seed: int,
     timed: bool,
     weights: bool,
+    cache: bool,
     iterations: int | None,
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Compile one product, written in one line, check it on random data, and say which kernel does it and why."""
+    """Compile one product, written in one line, check it on random data, and say which kernel does it and why.
+
+    A range of rows, as in "f32[1..4096,768] @ f32[768,3072]", gives a table: which kernel serves which rows of a product with
+    that weight.
+    """
+    from tilewright._cli_rows import row_range, table_of_rows
     from tilewright.ir.notation import parse
     from tilewright.report.inputs import check_memory, kept, make_feeds
 
+    span = row_range(problem)
+    if span is not None:
+        table_of_rows(problem, span, device, budget, (fill0, fill1), seed, as_json)
+        return
     graph = parse(problem)
     check_memory(graph)
     feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
     if weights:
         graph, feeds = kept(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
-    program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget))
+    program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget, cache=cache))
     if timed:
         _print_perf(_measure(program, problem, feeds, iterations), everything, as_json)
         return
@@ -335,6 +348,10 @@ def devices(remeasure: bool, as_json: bool) -> None:
     from tilewright.report.other_tables import print_devices
 
     print_devices(console(), report)
+
+
+cli.add_command(tune)
+cli.add_command(cache)
 
 
 def main() -> None:

@@ -1,0 +1,150 @@
+"""`compile_rows`: one product for any number of rows, as a server of language models meets it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+
+import torch
+
+from tilewright.compiler import optimise
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
+from tilewright.ir.graph import Graph
+from tilewright.ir.pattern import Trace
+from tilewright.runtime.executable import Executable, prepare
+from tilewright.schedule.candidate import LAST_RESORT, discover
+from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.regimes import Progress, Regimes, regimes
+from tilewright.schedule.search import Decision, search
+
+MOST_ROWS = 4096
+DEFAULT_BUDGET_S = 60.0
+KEPT = 128  # numbers of rows whose kernels are kept ready
+
+GraphAt = Callable[[int], Graph]
+
+
+class AnyRows:
+    """A program with one product, for any number of rows in a range: call it as one calls an `Executable`.
+
+    The first call with a number of rows builds and checks its kernel, by the table (about 50 ms on a CPU, less where its object
+    code is in the cache); the next ones look it up. The packed weight is one for all of them.
+
+    Attributes:
+        table: which kernel serves which rows.
+        target: where it runs.
+    """
+
+    def __init__(self, graph_at: GraphAt, table: Regimes, target: Target) -> None:
+        self.table, self.target = table, target
+        first, last = table.regimes[0].first, table.regimes[-1].last
+        self._at = lru_cache(KEPT)(lambda rows: _prepared(graph_at(rows), target, self._decide(rows)))
+        self._lock = threading.Lock()
+        self._names, self._place = _varying_axis(graph_at(first), graph_at(last))
+
+    def at(self, rows: int) -> Executable:
+        """The program for a number of rows.
+
+        Raises:
+            InputError: the table does not reach it.
+        """
+        with self._lock:
+            return self._at(rows)
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        """Run it on arrays; one input's extent says how many rows there are.
+
+        Raises:
+            InputError: an input is missing, unknown, or of another shape or type, or has more rows than the table.
+        """
+        index, axis = self._place
+        name = self._names[index]
+        given = args[index] if index < len(args) else kwargs.get(name)
+        if given is None:
+            raise InputError(f"no value for input {name!r}", hint="its rows say which kernel runs")
+        shape = tuple(getattr(given, "shape", ()))
+        if len(shape) <= axis:
+            raise InputError(f"input {name!r} has shape {list(shape)}", hint=f"axis {axis} holds the rows")
+        return self.at(shape[axis])(*args, **kwargs)
+
+    def _decide(self, rows: int) -> Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]:
+        def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+            if isinstance(problem, Problem):
+                try:
+                    return search(problem, self.target, budget_s=0, candidates=[self.table.at(rows).family], weights=weights)
+                except UnsupportedError:  # no point of its space has the packing for just so many rows
+                    pass
+            return search(problem, self.target, budget_s=0, weights=weights)
+
+        return decide
+
+
+def compile_rows(
+    graph_at: GraphAt,
+    *,
+    first: int = 1,
+    last: int = MOST_ROWS,
+    device: str | torch.device = "cpu",
+    budget_s: float = DEFAULT_BUDGET_S,
+    progress: Progress | None = None,
+) -> AnyRows:
+    """Compile a program that holds one product for every number of rows from `first` to `last`.
+
+    Args:
+        graph_at: the program for a number of rows; its constants are the same memory for all.
+        first, last: the range.
+        device: "cpu", "cuda" or "cuda:1", or a torch device.
+        budget_s: seconds for measuring.
+        progress: called with races done, races expected, and what comes next.
+
+    Raises:
+        InputError: nothing of the program changes with the rows, or the device is not there.
+        UnsupportedError: the program holds another number of products than one.
+    """
+    target = detect(device)
+    _varying_axis(graph_at(first), graph_at(last))
+    table = regimes(lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress)
+    return AnyRows(graph_at, table, target)
+
+
+def _prepared(
+    source: Graph, target: Target, decide: Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]
+) -> Executable:
+    trace = Trace()
+    return prepare(source, optimise(source, trace), target, trace, decide)
+
+
+def _posed(source: Graph, target: Target) -> tuple[Problem, Mapping[int, torch.Tensor]]:
+    """The product of a program and its weights."""
+    found: list[tuple[Problem, Mapping[int, torch.Tensor]]] = []
+    reference = [c for c in discover() if c.preference >= LAST_RESORT]
+
+    def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
+        if isinstance(problem, Problem):
+            found.append((problem, weights))
+        kernel = reference[0].build(problem, next(iter(reference[0].schedules(problem, target))), target)
+        return Decision(problem, kernel, None, (), False, False)
+
+    _prepared(source, target, decide)
+    if len(found) != 1:
+        raise UnsupportedError(
+            f"{len(found)} products", where=source.name, hint="a table over the rows is made for a program with one product"
+        )
+    return found[0]
+
+
+def _varying_axis(one: Graph, other: Graph) -> tuple[list[str], tuple[int, int]]:
+    """Names of the inputs, and the first of them whose shape changes with the rows, with the axis.
+
+    Raises:
+        InputError: none does.
+    """
+    names = [getattr(n.op, "label", "") for n in one.inputs]
+    for index, (a, b) in enumerate(zip(one.inputs, other.inputs, strict=True)):
+        for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)):
+            if x != y:
+                return names, (index, axis)
+    raise InputError("no input changes with the number of rows", where=one.name, hint="the left operand's rows")

@@ -1,0 +1,245 @@
+"""One product for any number of rows: which kernel serves which range of M, found by measuring, over one packing of the weight.
+
+A regime's rows are served by one family: a candidate, and the order it packs the weight in. Within a regime the sizes that do
+not touch that order may change with M.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
+from tilewright.schedule.problem import Problem
+from tilewright.schedule.schedule import Knob, Schedule
+from tilewright.schedule.search import Decision, search
+
+MOST_PACKINGS = 2
+WORTH = 1.05  # times faster that a second packing must make some number of rows
+LOOKED_AT = 64  # points of a candidate's space, the best first, among which its families are found
+FAMILIES = 3  # of one candidate that are measured
+ORDER = ("nr", "instruction")  # knobs that the order of a packed weight depends on
+
+PosedAt = Callable[[int], tuple[Problem, Mapping[int, torch.Tensor]]]
+Progress = Callable[[int, int, str], None]
+
+
+class Family:
+    """A candidate held to one packing: itself a candidate.
+
+    Attributes:
+        candidate: of whom it is a part.
+        order: the knobs that are held, with their values; none for a candidate that has no such knobs.
+    """
+
+    def __init__(self, candidate: Candidate, order: tuple[tuple[str, Knob], ...] = ()) -> None:
+        self.candidate, self.order = candidate, order
+        self.name = " ".join((candidate.name, *(f"{k}={v}" for k, v in order if k != "instruction")))
+        self.kinds = candidate.kinds
+        self.preference = candidate.preference
+
+    def refuse(self, problem: Any, target: Target) -> str | None:
+        return self.candidate.refuse(problem, target)
+
+    def schedules(self, problem: Any, target: Target) -> Iterable[Schedule]:
+        return (s for s in self.candidate.schedules(problem, target) if _order(s) == self.order)
+
+    def build(self, problem: Any, schedule: Schedule, target: Target) -> Kernel:
+        return self.candidate.build(problem, schedule, target)
+
+
+def _order(schedule: Schedule) -> tuple[tuple[str, Knob], ...]:
+    return tuple((k, v) for k, v in schedule.knobs if k in ORDER)
+
+
+@dataclass(frozen=True)
+class Regime:
+    """Rows `first` to `last`, the family that serves them, and what it took at both ends (µs and the kernel)."""
+
+    first: int
+    last: int
+    family: Family
+    at_first: Decision
+    at_last: Decision
+
+
+@dataclass(frozen=True)
+class Regimes:
+    """A table over M.
+
+    Attributes:
+        regimes: without gaps, in order.
+        packings: bytes of the packed weight by family; at most two.
+        measured: the numbers of rows at which families raced, with the time of each in µs.
+    """
+
+    regimes: tuple[Regime, ...]
+    packings: Mapping[str, int]
+    measured: Mapping[int, Mapping[str, float]]
+
+    def at(self, rows: int) -> Regime:
+        """The regime of a number of rows.
+
+        Raises:
+            InputError: the table does not reach it.
+        """
+        found = next((r for r in self.regimes if r.first <= rows <= r.last), None)
+        if found is None:
+            first, last = self.regimes[0].first, self.regimes[-1].last
+            raise InputError(f"{rows} rows are outside the table, {first} to {last}", hint="make the table for more rows")
+        return found
+
+
+def regimes(
+    posed_at: PosedAt,
+    target: Target,
+    *,
+    first: int = 1,
+    last: int = 4096,
+    budget_s: float = 60.0,
+    candidates: Sequence[Candidate] | None = None,
+    progress: Progress | None = None,
+) -> Regimes:
+    """The table from `first` to `last` rows.
+
+    All families race at the powers of two between them and at both ends. Of the families that pack the weight one is kept, or
+    two if the second makes some number of rows 5 % faster. A family goes on serving while nobody is 5 % faster; where neighbours
+    are served by different ones, the crossover is found by bisection. Packings that depend on the rows take no part.
+
+    Args:
+        posed_at: the problem for a number of rows, and its weights by source index.
+        budget_s: seconds for measuring, spread evenly over the races.
+        candidates: who may compete; all but the reference by default.
+        progress: called with races done, races expected, and what comes next.
+
+    Raises:
+        InputError: there are no such rows.
+        UnsupportedError: no family can serve some number of rows.
+    """
+    if not 1 <= first <= last:
+        raise InputError(f"no rows from {first} to {last}", hint="a range such as 1..4096")
+    probes = sorted({first, last, *(1 << i for i in range(last.bit_length()) if first <= 1 << i <= last)})
+    bisections = max(1, math.ceil(math.log2(max(last - first, 2))))
+    race = _Race(posed_at, target, budget_s / (len(probes) + 2 * bisections), len(probes) + 2 * bisections, progress)
+    found = list(candidates if candidates is not None else [c for c in discover() if _serves(c)])
+    families = {f.name: f for m in probes for f in _families(found, posed_at(m)[0], target)}
+    times = {m: dict(race.times(m, list(families.values()))) for m in probes}
+    served = {n: next(m for m in probes if n in times[m]) for t in times.values() for n in t}
+    packed_bytes = {n: race.packed_bytes(m, families[n]) for n, m in served.items()}
+    for name, size in packed_bytes.items():
+        if size and not families[name].order:
+            for race_times in times.values():
+                race_times.pop(name, None)
+    kept = _kept(times, packed_bytes)
+    winners: dict[int, str] = {}
+    for before, m in zip((None, *probes), probes, strict=False):
+        now = {n: times[m][n] for n in kept if n in times[m]}
+        best = min(now, key=now.__getitem__)
+        stays = winners.get(before or 0)
+        winners[m] = stays if stays in now and now[stays] <= WORTH * now[best] else best
+    table: list[Regime] = []
+    start = first
+    for left, right in itertools.pairwise(probes):
+        if winners[left] != winners[right]:
+            one, two = families[winners[left]], families[winners[right]]
+            low, high = left, right
+            while high - low > 1:
+                middle = (low + high) // 2
+                now = race.times(middle, [one, two])
+                low, high = (
+                    (middle, high) if now.get(one.name, math.inf) <= WORTH * now.get(two.name, math.inf) else (low, middle)
+                )
+            table.append(race.regime(start, low, one))
+            start = high
+    table.append(race.regime(start, last, families[winners[last]]))
+    used = dict.fromkeys(r.family.name for r in table)
+    packings = {n: packed_bytes[n] for n in used if packed_bytes[n]}
+    return Regimes(tuple(table), packings, race.measured)
+
+
+def _serves(candidate: Candidate) -> bool:
+    """Whether a candidate takes part if nobody says who does: not the reference, nor who searches for kernels itself."""
+    return candidate.preference < LAST_RESORT and candidate.name != "split"
+
+
+def _families(candidates: Sequence[Candidate], problem: Problem, target: Target) -> list[Family]:
+    found: list[Family] = []
+    for candidate in candidates:
+        if problem.kind not in candidate.kinds or candidate.refuse(problem, target) is not None:
+            continue
+        points = itertools.islice(candidate.schedules(problem, target), LOOKED_AT)
+        orders = list(dict.fromkeys(_order(s) for s in points))
+        found += [Family(candidate, order) for order in orders[:FAMILIES]]
+    return found
+
+
+def _kept(times: Mapping[int, Mapping[str, float]], packed_bytes: Mapping[str, int]) -> list[str]:
+    """The families that may serve: whoever packs nothing, and the one or two packings that serve all best.
+
+    Raises:
+        UnsupportedError: there is a number of rows that no such choice serves.
+    """
+    names = list(dict.fromkeys(n for t in times.values() for n in t))
+    free = [n for n in names if not packed_bytes.get(n)]
+    packed = [n for n in names if packed_bytes.get(n)]
+
+    def best(choice: Sequence[str], m: int) -> float:
+        return min((times[m][n] for n in choice if n in times[m]), default=math.inf)
+
+    def total(choice: Sequence[str]) -> float:
+        return sum(math.log(best(choice, m)) for m in times)
+
+    one = min(([*free, n] for n in packed), key=total, default=free)
+    two = min(([*free, *pair] for pair in itertools.combinations(packed, MOST_PACKINGS)), key=total, default=one)
+    kept = two if any(best(one, m) > WORTH * best(two, m) for m in times) else one
+    missing = [m for m in times if best(kept, m) == math.inf]
+    if missing:
+        raise UnsupportedError(f"nothing serves {missing[0]} rows", hint="report this: a library runs any product")
+    return kept
+
+
+class _Race:
+    """Families against each other at one number of rows after another."""
+
+    def __init__(self, posed_at: PosedAt, target: Target, share_s: float, total: int, progress: Progress | None) -> None:
+        self._posed_at, self._target, self._share_s, self._total, self._progress = posed_at, target, share_s, total, progress
+        self.measured: dict[int, dict[str, float]] = {}
+
+    def times(self, rows: int, families: Sequence[Family]) -> Mapping[str, float]:
+        """Microseconds by family; those that refuse or fail are missing."""
+        if self._progress is not None:
+            self._progress(len(self.measured), max(self._total, len(self.measured) + 1), f"{rows} rows")
+        decision = self._search(rows, families)
+        found = {self._name(decision.kernel, families): decision.time_us or math.inf}
+        for r in decision.rejected:
+            if r.time_us is not None:
+                name = r.candidate.split(" (")[0]
+                found[name] = min(r.time_us, found.get(name, math.inf))
+        self.measured.setdefault(rows, {}).update(found)
+        return found
+
+    def packed_bytes(self, rows: int, family: Family) -> int:
+        """What a family's packing takes, built for a number of rows that it serves."""
+        problem, _ = self._posed_at(rows)
+        schedule = next(iter(family.schedules(problem, self._target)))
+        return family.build(problem, schedule, self._target).packed_bytes
+
+    def regime(self, first: int, last: int, family: Family) -> Regime:
+        at_first = self._search(first, [family])
+        return Regime(first, last, family, at_first, at_first if first == last else self._search(last, [family]))
+
+    def _search(self, rows: int, families: Sequence[Family]) -> Decision:
+        problem, weights = self._posed_at(rows)
+        return search(problem, self._target, budget_s=self._share_s, candidates=families, weights=weights)
+
+    @staticmethod
+    def _name(kernel: Kernel, families: Sequence[Family]) -> str:
+        order = _order(kernel.schedule)
+        return next(f.name for f in families if f.candidate.name == kernel.candidate and f.order == order)
