@@ -118,8 +118,8 @@ class GroupedWriter(Writer):
     def _micro(self, rows: int, *, fresh: bool) -> None:
         """result tile = lhs tile x weight panel.
 
-        A group's sums are scaled when they are complete, unless there are no registers for them beside the totals, or weights
-        are rounded once they are scaled: then each weight is scaled as it is decoded.
+        A group's sums are scaled when they are complete; totals stay in the tile where there are no registers for them. Weights
+        that are rounded once they are scaled are scaled as they are decoded.
         """
         assert fresh, "K is never cut"
         n, d = self.nest, self.nest.dot
@@ -127,7 +127,8 @@ class GroupedWriter(Writer):
         name = f"micro_{rows}"
         f = Function(self.module, name, [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")])
         floats, count = vec(d.lanes, "float"), rows * nv
-        folded = 2 * count > d.registers - 8 or n.rounded_to is not F32
+        folded = n.rounded_to is not F32
+        resident = folded or 2 * count <= d.registers - 8
         casts = Casts(f, d.lanes)
         row_at = [f.mul("%stride", m) for m in range(rows)]
         zero = ["zeroinitializer"] * count
@@ -159,7 +160,10 @@ class GroupedWriter(Writer):
                         after[m * nv + j] = d.emit(f, after[m * nv + j], left, right[j])
             return after
 
-        with f.loop(0, n.group_count, 1, [(floats, z) for z in zero]) as outer:
+        if not resident:
+            for i in range(count):
+                f.store(floats, "zeroinitializer", f.at("%tile", i * line), line)
+        with f.loop(0, n.group_count, 1, [(floats, z) for z in zero] if resident else []) as outer:
             group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
             base = f.mul(outer.index, n.group)
             sides = [
@@ -173,9 +177,13 @@ class GroupedWriter(Writer):
             sums = list(inner.carried)
             if not folded:
                 for i, x in enumerate(sums):
-                    fma = (floats, x), (floats, sides[0][i % nv]), (floats, outer.carried[i])
+                    place = f.at("%tile", i * line)
+                    before = outer.carried[i] if resident else f.load(floats, place, line)
+                    fma = (floats, x), (floats, sides[0][i % nv]), (floats, before)
                     sums[i] = f.intrinsic(f"llvm.fma.v{d.lanes}f32", floats, *fma)
-            outer.next = sums
+                    if not resident:
+                        f.store(floats, sums[i], place, line)
+            outer.next = sums if resident else []
         for i, x in enumerate(outer.carried):
             f.store(floats, x, f.at("%tile", i * line), 64)
         f.finish()
