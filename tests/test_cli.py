@@ -315,7 +315,7 @@ def test_explain_json(program: str) -> None:
     (product,) = found["products"]
     assert product["names"] == ["net/Relu"] and product["measured"] and product["chosen"]["time_us"] > 0
     assert product["stores"] == [{"steps": ["+ f32[6] (input b)", "relu"], "writes": "f32[2,5,6]"}]
-    assert all(list(r) == ["candidate", "why", "time_us"] for r in product["rejected"])
+    assert all(list(r) == ["candidate", "why", "time_us", "schedule", "predicted_us"] for r in product["rejected"])
     assert [f["op"] for f in found["dangling"]] == ["quantize -> s8[4,4]"]
 
 
