@@ -35,6 +35,8 @@ ERFC = (-1.1283791065216064, 0.37612417340278625, -0.1128135621547699, 0.0267498
 ERF = (1.28379165726710e-1, -3.761262582423300e-1, 1.128358514861418e-1, -2.685381193529856e-2, 5.188327685732524e-3,
        -8.010193625184903e-4, 7.853861353153693e-5)  # fmt: skip
 SQRT_2_OVER_PI = 0.7978845608028654
+# Where gelu_tanh's exponent is 89, beyond f32; 89.5, which gives infinity; and -87.4, which gives zero.
+GELU_TANH_FROM, GELU_TANH_PAST, GELU_TANH_TO = -10.07244, -10.09427, 10.00380
 
 
 class Math:
@@ -102,13 +104,16 @@ class Math:
         bits = f.v(f"shl {i32} {f.v(f'add {i32} {n}, splat (i32 127)')}, splat (i32 23)")
         return f.v(f"bitcast {i32} {bits} to {self.type}")
 
-    def _reduced_exp(self, x: str, low: str | None = None) -> tuple[str, str]:
+    def _reduced_exp(self, x: str, low: str | None = None, factors: tuple[str, str] | None = None) -> tuple[str, str]:
         """e^r - 1 and the integer n - 1, where x + low = n ln 2 + r and |r| <= ln(2) / 2; |low| < 2^-16. 1 less as 2^128 is
-        no number."""
+        no number. Of a product, `factors`, not even its rounding to x is felt."""
         f, i32 = self.f, vec(self.lanes, "i32")
         shifted = self.fma(x, self.const(LOG2_E), self.const(ROUND))
         n = self.op("fsub", shifted, self.const(ROUND))
-        first = self.fma(n, self.const(-LN2_HIGH), x)  # exact
+        if factors is None:
+            first = self.fma(n, self.const(-LN2_HIGH), x)  # exact
+        else:
+            first = self.fma(*factors, self.op("fmul", n, self.const(-LN2_HIGH)))
         if low is None:
             r = rest = self.fma(n, self.const(-LN2_LOW), first)
         else:
@@ -121,10 +126,11 @@ class Math:
             beyond = self.op("fadd", r, beyond)
         return beyond, f.v(f"sub {i32} {f.v(f'bitcast {self.type} {shifted} to {i32}')}, splat (i32 {ROUND_BITS + 1})")
 
-    def _half_of_one_more(self, x: str) -> str:
-        """(1 + e^x) / 2; infinity past 89."""
-        x = self.select(self.compare("ogt", x, self.const(89.0)), self.const(89.5), self.at_least(x, self.const(-87.4)))
-        beyond, n = self._reduced_exp(x)
+    def _half_of_one_more(self, x: str, factors: tuple[str, str] | None = None) -> str:
+        """(1 + e^x) / 2; infinity past 89. `factors`: whose product x is, from -87.4 to 89.5."""
+        if factors is None:
+            x = self.select(self.compare("ogt", x, self.const(89.0)), self.const(89.5), self.at_least(x, self.const(-87.4)))
+        beyond, n = self._reduced_exp(x, factors=factors)
         power = self._power_of_2(n)
         return self.op("fadd", self.fma(beyond, power, self.const(0.5)), power)
 
@@ -188,11 +194,12 @@ class Math:
     def gelu(self, x: str) -> str:
         """x Phi(x) as max(x, 0) - |x| Phi(-|x|), which keeps the digits of the negative tail.
 
-        Within 1.8 ulp down to -0.25, 2.6 to -1, below 2.6 + x^2 ulp, as much as half an ulp of x makes there; zero from -13.2.
+        Within 1.8 ulp down to -0.25, 2.6 to -1, below 2.6 + x^2 ulp; zero from -13.2.
         """
         size, half = self.call("fabs", x), self.op("fmul", x, self.const(0.5))
         size, positive = self.at_most(size, self.const(13.215)), self.fma(size, self.const(0.5), half)  # NaN at -infinity
-        beyond, n = self._reduced_exp(self.op("fmul", self.op("fmul", size, size), self.const(-0.5)))
+        less = self.op("fmul", size, self.const(-0.5))
+        beyond, n = self._reduced_exp(self.op("fmul", size, less), factors=(size, less))
         t = self.op("fdiv", size, self.op("fadd", size, self.const(UPPER_TO)))
         upper = self.polynomial(t, [2 * c for c in UPPER])
         upper = self.op("fmul", self.fma(upper, beyond, upper), self._power_of_2(n))  # the factor 2^-127 is zero
@@ -203,7 +210,10 @@ class Math:
 
         Within 2.5 ulp down to -1; below at most 2^-23 |x| off.
         """
-        square = self.op("fmul", x, x)
         k = -2 * SQRT_2_OVER_PI
-        exponent = self.op("fmul", x, self.fma(square, self.const(k * 0.044715), self.const(k)))
-        return self.op("fdiv", self.op("fmul", x, self.const(0.5)), self._half_of_one_more(exponent))
+        z = self.at_most(x, self.const(GELU_TANH_TO))
+        z = self.select(self.compare("olt", x, self.const(GELU_TANH_FROM)), self.const(GELU_TANH_PAST), z)
+        factor = self.fma(self.op("fmul", z, z), self.const(k * 0.044715), self.const(k))
+        return self.op(
+            "fdiv", self.op("fmul", x, self.const(0.5)), self._half_of_one_more(self.op("fmul", z, factor), (z, factor))
+        )
