@@ -8,6 +8,7 @@ from tilewright.hardware.target import Target
 from tilewright.report.schema import Choice, Refusal
 from tilewright.report.tables import us
 from tilewright.schedule.candidate import discover
+from tilewright.schedule.cost import predict
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import Decision
 
@@ -59,10 +60,6 @@ def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target
     if candidate is None or target is None:
         return None
     try:
-        from tilewright.schedule.cost import predict  # pyright: ignore
-    except ImportError:
-        return None
-    try:
         expected = predict(candidate, decision.problem, schedule, target)
     except (KeyError, ValueError, ArithmeticError):  # a label does not always name a whole point
         return None
@@ -75,7 +72,16 @@ def mispredictions(chosen: Choice, rejected: Sequence[Refusal]) -> list[str]:
     timed = [(f"{chosen.candidate} (chosen)", chosen.predicted_us, chosen.time_us)]
     timed += [(r.candidate, r.predicted_us, r.time_us) for r in rejected]
     for name, expected, took in timed:
-        if expected and took and not 1 / WRONG <= took / expected <= WRONG:
-            off = f"{took / expected:.1f} times as long" if took > expected else f"{expected / took:.1f} times as fast"
-            found.append(f"{name}: {us(expected)} µs predicted, {us(took)} µs measured, {off}")
+        off = off_by(expected, took)
+        if expected and took and off is not None:
+            said = f"{off:.1f} times as {'long' if took > expected else 'fast'}"
+            found.append(f"{name}: {us(expected)} µs predicted, {us(took)} µs measured, {said}")
     return found
+
+
+def off_by(predicted_us: float | None, took_us: float | None) -> float | None:
+    """By which factor a prediction was wrong, where that is more than `WRONG`; None where it was not, or nothing is known."""
+    if not predicted_us or not took_us:
+        return None
+    off = max(took_us / predicted_us, predicted_us / took_us)
+    return off if off > WRONG else None

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
+from tilewright.report.choices import off_by
 from tilewright.report.quantized_table import print_quantized
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.tables import count, findings, hanging, heading, line, listing, us
@@ -67,7 +68,6 @@ def product_sections(p: Product) -> list[tuple[str, list[str]]]:
     found.append(("Rules that left it", p.left))
     found.append(("Done by", [headline(p), *_settings(p.chosen)]))
     found.append(("Not by", refusals(p.rejected, p.chosen.time_us)))
-    found.append(("Predicted wrongly", p.mispredicted))
     return [(title, lines) for title, lines in found if lines]
 
 
@@ -103,7 +103,7 @@ def choice(chosen: Choice) -> str:
 
 def how(chosen: Choice, measured: bool) -> str:
     """Why a candidate was chosen."""
-    expected = f" ({us(chosen.predicted_us)} predicted)" if chosen.predicted_us else ""
+    expected = _expected(chosen.predicted_us, chosen.time_us)
     if not measured or chosen.time_us is None:
         return f"the first in order of preference that agrees with the reference; nothing was timed{expected}"
     return f"{us(chosen.time_us)} µs{expected}, the fastest that agrees with the reference"
@@ -116,12 +116,21 @@ def refusals(rejected: Sequence[Refusal], best_us: float | None = None) -> list[
 
 
 def _lost(r: Refusal, best_us: float | None) -> str:
-    expected = f" ({us(r.predicted_us)} predicted)" if r.predicted_us else ""
+    expected = _expected(r.predicted_us, r.time_us)
     if r.time_us is None or not best_us:
         return f"{r.why}{expected}"
     if r.time_us <= best_us:
         return f"{us(r.time_us)} µs{expected}, a tie: the earlier one is kept"
     return f"{us(r.time_us)} µs{expected}, {r.time_us / best_us:.2f} times as long"
+
+
+def _expected(predicted_us: float | None, took_us: float | None) -> str:
+    """What the cost model said, and by how much it was wrong if that is more than twofold."""
+    if not predicted_us:
+        return ""
+    off = off_by(predicted_us, took_us)
+    wrong = "" if off is None else f": wrong by a factor of {off:.1f}"
+    return f" ({us(predicted_us)} predicted{wrong})"
 
 
 def who_is_who(report: Explain) -> list[tuple[str, str]]:

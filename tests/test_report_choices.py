@@ -1,0 +1,66 @@
+"""Choices for people: labels taken apart, predictions beside measurements, who does what."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tilewright.report.choices import mispredictions, off_by, parted
+from tilewright.report.doers import done_by, done_words
+from tilewright.report.explain_text import how, refusals
+from tilewright.report.schema import Choice, Refusal, Rejected, Step
+from tilewright.schedule.schedule import Schedule
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        Schedule.of(compute="f32"),
+        Schedule.of(instruction="vpdpbusd zmm", mr=6, pack_lhs=False, private=True),
+        Schedule.of(apart="epilogue", by="llvm, reference"),
+        Schedule(),
+    ],
+)
+def test_a_label_is_taken_apart_into_the_point_it_names(schedule: Schedule) -> None:
+    label = f"llvm ({schedule})" if schedule.knobs else "llvm"
+    assert parted(label) == ("llvm", schedule)
+
+
+def test_predictions_that_are_wrong_by_more_than_twice_are_said() -> None:
+    assert off_by(100.0, 199.0) is None and off_by(None, 1.0) is None and off_by(1.0, None) is None
+    assert off_by(100.0, 300.0) == 3.0 == off_by(300.0, 100.0)
+    chosen = Choice("llvm", "default", 100.0, 310.0)
+    rejected = [Refusal("aten", "slower", 250.0, "", 100.0), Refusal("onednn", "slower", 150.0, "", 100.0)]
+    assert mispredictions(chosen, rejected) == [
+        "llvm (chosen): 310.0 µs predicted, 100.0 µs measured, 3.1 times as fast",
+        "aten: 100.0 µs predicted, 250.0 µs measured, 2.5 times as long",
+    ]
+    assert (
+        how(chosen, True) == "100.0 µs (310.0 predicted: wrong by a factor of 3.1), the fastest that agrees with the reference"
+    )
+    assert refusals([*rejected, Refusal("sdpa", "no attention", None)], 100.0) == [
+        "onednn: 150.0 µs (100.0 predicted), 1.50 times as long",
+        "aten: 250.0 µs (100.0 predicted: wrong by a factor of 2.5), 2.50 times as long",
+        "sdpa: no attention",
+    ]
+
+
+def step(kind: str, candidate: str, *rejected: tuple[str, str]) -> Step:
+    return Step("s", kind, "p", candidate, "", 1.0, 1, 1, 1.0, 1.0, [Rejected(*r) for r in rejected])
+
+
+def test_a_line_says_who_does_the_products_and_why_a_library_does_some() -> None:
+    steps = [
+        *[step("gemm", "llvm")] * 3,
+        step("gemm", "onednn", ("llvm (mr=6)", "slower: 2.0 µs, 1.20 times the winner"), ("llvm_w4", "no codes")),
+        step("gemm", "aten", ("llvm_w4", "no codes"), ("llvm", "no kernel for f64")),
+        step("norm", "llvm_rows"),
+        step("view", "torch"),
+    ]
+    assert done_by(steps) == {"gemm": {"llvm": 3, "onednn": 1, "aten": 1}, "other": {"llvm_rows": 1}}
+    assert done_words(steps) == [
+        "5 matrix products: 3 by llvm, 1 by onednn, 1 by aten. onednn where the generated kernel is slower: 2.0 µs, 1.20 times "
+        "the winner. aten where llvm says: no kernel for f64.",
+        "1 other step: by llvm_rows.",
+    ]
+    assert msgspec.json.encode(done_by(steps))
