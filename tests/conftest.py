@@ -5,6 +5,7 @@ import pytest
 import torch
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # JAX is a reference here; it must not look for an accelerator
+os.environ.setdefault("TILEWRIGHT_WORKER", "0")  # what tests replace must be seen; test_worker.py has the worker
 hypothesis.settings.register_profile("tilewright", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tilewright")
 torch.set_num_threads(2)

@@ -8,6 +8,7 @@ import torch
 from tilewright.ir.notation import parse
 from tilewright.schedule import measure
 from tilewright.schedule.expected import check, expect
+from tilewright.schedule.guard import far_apart, guarded, spoil
 from tilewright.schedule.measure import examine, time_interleaved
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
@@ -356,6 +357,133 @@ def test_a_runner_is_examined_beyond_one_result():
         return [torch.as_strided(s[0], (rows, columns), (columns, 1)) @ s[1]]
 
     assert examined(text, ignores_strides).endswith("(only when its sources are not contiguous)")
+
+
+def wide(s):
+    """The product with every element's place worked out, as a kernel has it, in 64 bits."""
+    return [s[0] @ s[1]]
+
+
+def offsets_of_32_bits(s):
+    """Element offsets worked out in 32 bits and wrapped: right up to 2^31 bytes."""
+    rows, columns = s[0].shape
+    down, across = (stride * s[0].itemsize for stride in s[0].stride())
+    offsets = (torch.arange(rows)[:, None] * down + torch.arange(columns) * across).to(torch.int32).long()
+    inside = torch.where(offsets < 0, torch.zeros_like(offsets), offsets) // s[0].itemsize
+    flat = torch.as_strided(s[0], (int(inside.max()) + 1,), (1,))
+    return [flat[inside] @ s[1]]
+
+
+def bad_columns(s):
+    """The tail of N, which no whole vector covers, is left as the memory was."""
+    out = torch.empty(s[0].shape[0], s[1].shape[1])
+    whole = out.shape[1] // 16 * 16
+    out[:, :whole] = s[0] @ s[1][:, :whole]
+    return [out]
+
+
+def zero_times_what_was_there(s):
+    """beta = 0 as a multiplication: right as long as the result's memory holds numbers."""
+    out = torch.empty(s[0].shape[0], s[1].shape[1])
+    return [out * 0 + s[0] @ s[1]]
+
+
+class Racing:
+    """Its second thread comes late, once in a while."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, s):
+        self.calls += 1
+        out = s[0] @ s[1]
+        if self.calls == 5:
+            out[-1] = out[0]
+        return [out]
+
+
+class Stale:
+    """Writes its result once, into memory that it keeps."""
+
+    def __init__(self):
+        self.out = None
+
+    def __call__(self, s):
+        if self.out is None:
+            self.out = s[0] @ s[1]
+        return [self.out.clone()]
+
+
+def one_beyond(s):
+    """Whole vectors are written, the last of them past the end of the result."""
+    out = torch.empty(s[0].shape[0], s[1].shape[1])
+    out.copy_(s[0] @ s[1])
+    torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).fill_(7.0)
+    return [out]
+
+
+def one_beyond_a_source(s):
+    if s[0].is_contiguous() and s[0].storage_offset() + s[0].numel() < s[0].untyped_storage().nbytes() // 4:
+        torch.as_strided(s[0], (1,), (1,), s[0].storage_offset() + s[0].numel()).fill_(7.0)
+    return [s[0] @ s[1]]
+
+
+PLANTED = {
+    "bad tail": (lambda: bad_columns, "elements differ"),
+    "bad index": (lambda: lambda s: [s[0] @ s[1].roll(1, 0)], "elements differ"),
+    "NaN through beta = 0": (lambda: zero_times_what_was_there, "elements differ"),
+    "stale output": (Stale, "elements differ"),
+    "offsets of 32 bits": (lambda: offsets_of_32_bits, "(only when its sources reach past 2^31 bytes)"),
+    "race": (Racing, "it gave other results when it ran again"),
+    "writes past its result": (lambda: one_beyond, "it writes beside its results"),
+    "writes past its source": (lambda: one_beyond_a_source, "it writes beside its sources"),
+}
+
+
+@pytest.mark.parametrize("shape", ["f32[9,33] @ f32[33,17]", "f32[128,65] @ f32[65,49]", "f32[40,1000] @ f32[1000,33]"])
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_mistakes_are_found(name, shape):
+    kernel, why = PLANTED[name]
+    problem = posed(shape)
+    sources = [guarded(t) for t in random_sources(problem)]
+    expected = expect(problem, sources)
+    assert why in str(examine(problem, expected, kernel(), sources, exactly=True))
+    assert examine(problem, expected, wide, sources, exactly=True) is None
+
+
+def test_each_planted_mistake_looks_right_when_it_runs_once():
+    """So it is the examination that finds them: only a wrong index shows in one result on fresh memory of zeros."""
+    problem = posed("f32[128,65] @ f32[65,48]")
+    sources = random_sources(problem)
+    expected = expect(problem, sources)
+    for name in PLANTED.keys() - {"bad index", "writes past its result", "writes past its source"}:
+        assert check(problem, expected, PLANTED[name][0]()(sources)) is None or name == "NaN through beta = 0", name
+
+
+def test_sources_far_apart_take_little_memory_and_hold_the_same():
+    for shape in ((128, 65), (1, 3, 4, 5), (2, 7)):
+        t = torch.randn(shape)
+        far = far_apart(t)
+        assert torch.equal(far, t)
+        span = sum((extent - 1) * stride for extent, stride in zip(far.shape, far.stride(), strict=True)) * 4
+        assert 1 << 31 <= span < 1 << 32
+    assert far_apart(torch.randn(7)) is None and far_apart(torch.randn(1, 7)) is None and far_apart(torch.randn(0, 7)) is None
+
+
+def test_free_memory_is_spoiled_before_each_run():
+    from tilewright.candidates.llvm import _scratch
+
+    block = _scratch.take(1000)
+    block[2].zero_()
+    _scratch.give(block)
+    large = _scratch.maker((1 << 19,), torch.float32)
+    kept = large().fill_(3.0)
+    address = kept.data_ptr()
+    del kept
+    spoil([], "cpu")
+    assert bool((block[2] == 0xFF).all())
+    again = large()
+    assert again.data_ptr() == address and bool(again.isnan().all())
 
 
 class Clock:

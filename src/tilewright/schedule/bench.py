@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -10,10 +12,13 @@ import torch
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner
 from tilewright.schedule.expected import Expected, expect
+from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
+
+GENERATED = 10  # candidates of a lower preference are generated here, and promise results to the bit on any number of threads
 
 
 @dataclass(frozen=True)
@@ -24,52 +29,127 @@ class Attempt:
         schedule: the point as it was built.
         why: the sentence that refused it; None if it may be timed.
         kernel: what was built, where that was done in this process.
+        fatal: it did not come back, and is not tried again.
     """
 
     schedule: Schedule
     why: str | None = None
     kernel: Kernel | None = None
+    fatal: bool = False
 
 
 class Bench:
-    """In this process: for candidates that are trusted to come back."""
+    """In this process: for candidates that are trusted to come back.
 
-    def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor]) -> None:
-        """`weights`: values of constant sources to measure with instead of random ones, by source index."""
-        self._problem, self._target = problem, target
-        self._sources = [weights.get(i, t).to(target.device) for i, t in enumerate(random_sources(problem))]
+    Attributes:
+        expect_s: what working out the right results took.
+        lost: always empty, see `HostedBench`.
+    """
+
+    def __init__(
+        self,
+        problem: AnyProblem,
+        target: Target,
+        weights: Mapping[int, torch.Tensor],
+        *,
+        watched: bool = False,
+        counts: Sequence[int] = (),
+        pulse: Callable[[], None] = lambda: None,
+        at: Callable[[int], None] = lambda key: None,
+    ) -> None:
+        """Random sources for a problem.
+
+        Args:
+            problem, target: what, and where.
+            weights: values of constant sources to measure with instead of random ones, by source index.
+            watched: see `measure.examine`.
+            counts: of threads, to examine kernels with; as many as there are by default.
+            pulse: called now and then while a kernel is examined or timed.
+            at: told the key of what is timed next.
+        """
+        self._problem, self._target, self._watched, self._counts = problem, target, watched, counts
+        self._pulse, self._at = pulse, at
+        given = {i: t.to(target.device) for i, t in weights.items() if problem.weights[i]}
+        drawn = {i: guarded(t.to(target.device)) for i, t in enumerate(random_sources(problem)) if i not in given}
+        self._sources = [drawn[i] if i in drawn else given[i] for i in range(len(problem.types))]
+        self._guarded = list(drawn.values())
         self._constants = {i: t for i, t in enumerate(self._sources) if problem.weights[i]}
         self._expected: dict[float, Expected] = {}
+        self._kernels: dict[int, tuple[Candidate, Kernel]] = {}
         self._runners: dict[int, Runner] = {}
+        self.expect_s = 0.0
+        self.lost: dict[int, str] = {}
 
     def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         """Build and verify a point; `times` knows it by `key` if it passes."""
+        attempt = self.build(key, candidate, schedule)
+        if attempt.why is None and candidate.preference < LAST_RESORT:
+            assert attempt.kernel is not None
+            self.expect(attempt.kernel.roundoff)
+        return attempt if attempt.why is not None else Attempt(attempt.schedule, self.verify(key), attempt.kernel)
+
+    def build(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         try:
             kernel = candidate.build(self._problem, schedule, self._target)
         except Exception as error:
             return Attempt(schedule, failure("failed to build", error))
+        self._kernels[key] = candidate, kernel
+        return Attempt(kernel.schedule, None, kernel)
+
+    def expect(self, roundoff: float) -> None:
+        """Work out what a kernel of this roundoff must give."""
+        if roundoff not in self._expected:
+            start = time.perf_counter()
+            self._expected[roundoff] = expect(self._problem, [t.cpu() for t in self._sources], roundoff)
+            self.expect_s += time.perf_counter() - start
+
+    def verify(self, key: int) -> str | None:
+        """None if the kernel that was built as `key` may be timed, else the sentence why not."""
+        candidate, kernel = self._kernels[key]
         try:
-            runner = kernel.prepare(self._constants)
+            with preparing() if self._watched else nullcontext():
+                runner = kernel.prepare(self._constants)
             why = None
             if candidate.preference >= LAST_RESORT:  # the others are examined by it; it only has to run
                 runner(self._sources)
             else:
-                why = examine(self._problem, self._wanted(kernel.roundoff), runner, self._sources)
+                why = examine(
+                    self._problem,
+                    self._expected[kernel.roundoff],
+                    runner,
+                    self._sources,
+                    exactly=candidate.preference < GENERATED,
+                    counts=self._counts,
+                    watched=self._watched,
+                    pulse=self._pulse,
+                )
+                if why is None and not all(intact(t) for t in self._guarded):
+                    why = "it writes beside its sources"
+            if self._watched and why is None:
+                runner = kernel.prepare(self._constants)  # as a program will run it
         except Exception as error:
             why = failure("failed", error)
         else:
             self._runners[key] = runner
-        return Attempt(kernel.schedule, why, kernel)
+        return why
 
     def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
         """Medians in µs of points that passed, timed in turn."""
-        runs = [lambda r=self._runners[k]: r(self._sources) for k in keys]
-        return time_interleaved(runs, self._target.device, budget_s=budget_s)
 
-    def _wanted(self, roundoff: float) -> Expected:
-        if roundoff not in self._expected:
-            self._expected[roundoff] = expect(self._problem, [t.cpu() for t in self._sources], roundoff)
-        return self._expected[roundoff]
+        def at(i: int) -> None:
+            self._at(keys[i])
+
+        runs = [lambda r=self._runners[k]: r(self._sources) for k in keys]
+        return time_interleaved(runs, self._target.device, budget_s=budget_s, at=at)
+
+    def close(self) -> None:
+        """Nothing more is asked of it."""
+
+    def again(self, key: int, candidate: Candidate, schedule: Schedule) -> None:
+        """Build once more what passed before, unexamined."""
+        kernel = candidate.build(self._problem, schedule, self._target)
+        self._kernels[key] = candidate, kernel
+        self._runners[key] = kernel.prepare(self._constants)
 
 
 def failure(what: str, error: Exception) -> str:

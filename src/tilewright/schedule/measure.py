@@ -1,6 +1,6 @@
 """Verify first, then time. Nothing that fails its check is ever timed.
 
-Random data, never zeros; sources in more than one layout; medians over interleaved rounds.
+Random data, never zeros; sources in more than one layout, results in memory that held NaN; medians over interleaved rounds.
 """
 
 from __future__ import annotations
@@ -8,39 +8,103 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import torch
 
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.expected import Expected, check
+from tilewright.schedule.guard import Watch, far_apart, guarded, intact, otherwise_laid_out, spoil, threads
 from tilewright.schedule.problem import AnyProblem
 
 HOPELESS = 8
 SHORT_S = 0.01
+REPEATS = 3
 
 
-def examine(problem: AnyProblem, expected: Expected, runner: Runner, sources: Sequence[torch.Tensor]) -> str | None:
+def examine(
+    problem: AnyProblem,
+    expected: Expected,
+    runner: Runner,
+    sources: Sequence[torch.Tensor],
+    *,
+    exactly: bool = False,
+    counts: Sequence[int] = (),
+    watched: bool = True,
+    pulse: Callable[[], None] = lambda: None,
+) -> str | None:
     """None if a runner may be trusted with `sources`, else a sentence.
 
     It runs on other data first, so that a result kept from an earlier call shows; then on `sources` laid out in memory
-    otherwise, as a program's views will hand them over; then as they are. What it gave before must still stand, and its sources
-    be untouched.
+    otherwise, as a program's views will hand them over; with rows more than 2^31 bytes apart, where offsets of 32 bits end; as
+    they are; and REPEATS times more, where a race between threads shows. What it gave before must still stand, its sources be
+    untouched, and so the memory beside them and beside its results. Memory for results and scratch holds NaN before each run.
+
+    Args:
+        problem, expected, runner: what it must do, and by whom.
+        sources: made by `guard.guarded`, or weights.
+        exactly: its results may not depend on the number of threads, to the last bit.
+        counts: of threads, for the repetitions in turn; as many as there are now by default.
+        watched: put what it asks of torch into `guard.Watch`, whose first use in a process takes a second.
+        pulse: called after each run: a sign of life.
     """
+    device = str(sources[0].device) if sources else "cpu"
+    outputs = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
+    watch = Watch()
+
+    def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        spoil(outputs, device)
+        with watch if watched else nullcontext():
+            results = runner(given)
+        synchronize(device)
+        pulse()
+        return results
+
+    def variant(f: Callable[[torch.Tensor], torch.Tensor | None]) -> list[torch.Tensor]:
+        """The sources in other memory; weights stay what they are, since runners were prepared with them."""
+        made = [None if weight else f(t) for t, weight in zip(sources, problem.weights, strict=True)]
+        return [t if m is None else m for t, m in zip(sources, made, strict=True)]
+
     before = [t.clone() for t in sources]
-    first = runner([t if weight else _other_data(t) for t, weight in zip(sources, problem.weights, strict=True)])
+    others = variant(lambda t: guarded(_other_data(t)))
+    first = run(others)
     kept = [t.clone() for t in first]
-    laid_out = [t if weight else _otherwise_laid_out(t) for t, weight in zip(sources, problem.weights, strict=True)]
-    why = check(problem, expected, runner(laid_out))
+    laid_out = variant(otherwise_laid_out)
+    why = check(problem, expected, run(laid_out))
     if why is not None:
-        plain = check(problem, expected, runner(sources))
+        plain = check(problem, expected, run(sources))
         return why if plain is not None else f"{why} (only when its sources are not contiguous)"
-    why = check(problem, expected, runner(sources))
+    again = run(sources)
+    why = check(problem, expected, again)
     if why is not None:
         return why
-    if not all(_same(a, b) for a, b in zip(kept, first, strict=True)):
-        return "a result changed when it ran again: it gives memory that it writes later"
-    if not all(_same(a, b) for a, b in zip(before, sources, strict=True)):
+    if not _all_same(before, sources) or not _all_same(before, laid_out):
         return "it writes its sources"
+    right = [t.clone() for t in again]
+    far = variant(far_apart)
+    if any(a is not b for a, b in zip(far, sources, strict=True)):
+        results = run(far)
+        why = None if _all_same(right, results) else check(problem, expected, results)
+        if why is not None:
+            return f"{why} (only when its sources reach past 2^31 bytes)"
+    del far
+    for repeat in range(REPEATS):
+        with threads(counts[repeat % len(counts)] if counts else torch.get_num_threads()):
+            results = run(sources)
+        if not _all_same(right, results):
+            if exactly:
+                return "it gave other results when it ran again: a race, or memory that it does not write"
+            why = check(problem, expected, results)
+            if why is not None:
+                return f"{why} (only when it ran again)"
+    if not _all_same(kept, first):
+        return "a result changed when it ran again: it gives memory that it writes later"
+    if not _all_same(before, sources):
+        return "it writes its sources"
+    if not watch.intact():
+        return "it writes beside its results"
+    if not all(intact(t) for t, weight in zip((*others, *laid_out), problem.weights * 2, strict=True) if not weight):
+        return "it writes beside its sources"
     return None
 
 
@@ -49,13 +113,8 @@ def _other_data(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1).view(_bits(t)).flip(0).view(t.dtype).reshape(t.shape)
 
 
-def _otherwise_laid_out(t: torch.Tensor) -> torch.Tensor:
-    """The same values with the last two axes exchanged in memory and one element between rows."""
-    if t.dim() < 2:
-        return t
-    *batch, rows, columns = t.shape
-    room = torch.empty(*batch, columns, rows + 1, dtype=t.dtype, device=t.device)
-    return room[..., :rows].transpose(-1, -2).copy_(t)
+def _all_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(_same(x, y) for x, y in zip(a, b, strict=True))
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -73,24 +132,35 @@ def synchronize(device: str) -> None:
 
 
 def time_interleaved(
-    runs: Sequence[Callable[[], object]], device: str, *, budget_s: float, min_rounds: int = 3, max_rounds: int = 200
+    runs: Sequence[Callable[[], object]],
+    device: str,
+    *,
+    budget_s: float,
+    min_rounds: int = 3,
+    max_rounds: int = 200,
+    at: Callable[[int], None] = lambda i: None,
 ) -> list[float]:
     """Median time of each run in µs, in rounds that take each in turn, within a budget for all together.
 
     A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or two,
-    if short: one alone may have met an interruption).
+    if short: one alone may have met an interruption). `at` is told which run comes next.
     """
-    first = [_once(f, device) for f in runs]
+
+    def once(i: int) -> float:
+        at(i)
+        return _once(runs[i], device)
+
+    first = [once(i) for i in range(len(runs))]
     times: list[list[float]] = [[] for _ in runs]
     best = min(first)
-    for i, f in enumerate(runs):
+    for i in range(len(runs)):
         if HOPELESS * best < first[i] < SHORT_S:
-            first[i] = min(first[i], _once(f, device))
+            first[i] = min(first[i], once(i))
     start = time.perf_counter()
     for done in range(max_rounds):
-        for i, f in enumerate(runs):
+        for i in range(len(runs)):
             if first[i] <= HOPELESS * best:
-                times[i].append(_once(f, device))
+                times[i].append(once(i))
         if done + 1 >= min_rounds and time.perf_counter() - start > budget_s:
             break
     return [1e6 * (statistics.median(t) if t else f) for t, f in zip(times, first, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,10 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
+from tilewright.schedule.nursery import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.worker import HostedBench, hosted
 
 TIE_BAND = 0.03
 DEPTH = 2  # points of each candidate's space that compete from the start
@@ -22,14 +25,21 @@ PROMISING = 1.5  # a candidate this many times slower than the winner is not loo
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
 DUEL = 0.1  # of the budget, for one more point against the winner
 
+# Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
+_refused: dict[tuple[AnyProblem, str, str], str] = {}
+
 
 @dataclass(frozen=True)
 class Rejected:
-    """A candidate that was not chosen, the sentence why, and its time if it was timed."""
+    """A candidate that was not chosen, the sentence why, and its time if it was timed.
+
+    `fatal`: it crashed or never came back. It is not tried again on this problem.
+    """
 
     candidate: str
     why: str
     time_us: float | None = None
+    fatal: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class _Trial:
     """A point that passed its check."""
 
     space: _Space
+    schedule: Schedule
     attempt: Attempt
     key: int
     us: float = 0.0
@@ -99,22 +110,32 @@ def search(
         depth: how many points of each candidate's space compete from the start (one if there is no budget). What is left of the
             budget then goes to one more point at a time, of the fastest candidates, until none is better any more.
 
+    With a budget, kernels are built, verified and timed in another process (`worker.py`): one that crashes or hangs is
+    killed, refused, and not tried again. Here the winner alone is built once more, from the object code that is kept; it is not
+    verified again. Where there can be no other process, or a candidate cannot be found there, all happens here.
+
     Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice. The reference is
     timed for a region alone: there it is torch's own operations, one after the other, and not run at all if it stands alone.
 
     Raises:
         UnsupportedError: not even the reference ran.
     """
-    return _Search(problem, target, budget_s, weights or {}).run(
-        candidates if candidates is not None else discover(), depth if budget_s > 0 else 1
-    )
+    competing = list(candidates) if candidates is not None else discover()
+    if budget_s > 0:
+        try:
+            return _Search(problem, target, budget_s, weights or {}, apart=True).run(competing, depth)
+        except UnavailableError as why:
+            say(str(why))
+    return _Search(problem, target, budget_s, weights or {}, apart=False).run(competing, depth if budget_s > 0 else 1)
 
 
 class _Search:
     """One search: what was found so far."""
 
-    def __init__(self, problem: AnyProblem, target: Target, budget_s: float, weights: Mapping[int, torch.Tensor]) -> None:
-        self._problem, self._target, self._budget_s, self._weights = problem, target, budget_s, weights
+    def __init__(
+        self, problem: AnyProblem, target: Target, budget_s: float, weights: Mapping[int, torch.Tensor], *, apart: bool
+    ) -> None:
+        self._problem, self._target, self._budget_s, self._weights, self._apart = problem, target, budget_s, weights, apart
         self._ends = time.perf_counter() + budget_s
         self._rejected: list[Rejected] = []
         self._trials: list[_Trial] = []
@@ -126,7 +147,25 @@ class _Search:
         if region and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
             only = spaces[0]
             return self._decision(only.candidate.build(self._problem, next(only.points), self._target), None)
-        self._bench = Bench(self._problem, self._target, self._weights)
+        self._bench = self._opened(spaces)
+        try:
+            winner = self._found(spaces, depth)
+        finally:
+            self._bench.close()
+        for space in spaces:
+            left = space.left()
+            if left and any(t.space is space for t in self._trials):
+                points = "1 more point" if left == 1 else f"{left} more points"
+                self._reject(space.candidate.name, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
+        return self._decision(self._kernel(winner), winner.us if self._budget_s > 0 else None)
+
+    def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
+        apart = hosted(self._problem, self._target, self._weights, [s.candidate for s in spaces]) if self._apart else None
+        return apart or Bench(self._problem, self._target, self._weights)
+
+    def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial:
+        """The winner among all spaces."""
+        region = isinstance(self._problem, RegionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:
                 self._reject(space.candidate.name, "not tried: no time budget, and an earlier candidate passed")
@@ -136,25 +175,27 @@ class _Search:
                 for _ in range(depth):
                     self._try_next(space)
         if not self._trials:
-            reasons = "; ".join(f"{r.candidate}: {r.why}" for r in self._rejected) or "no candidate was given"
-            raise UnsupportedError(
-                f"nothing can run {self._problem}: {reasons}", hint="report this: the reference refuses nothing"
-            )
-        winner = self._timed() if self._budget_s > 0 else self._trials[0]
-        for space in spaces:
-            left = space.left()
-            if left and any(t.space is space for t in self._trials):
-                points = "1 more point" if left == 1 else f"{left} more points"
-                self._reject(space.candidate.name, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
-        assert winner.attempt.kernel is not None
-        return self._decision(winner.attempt.kernel, winner.us if self._budget_s > 0 else None)
+            raise self._nothing()
+        return self._timed() if self._budget_s > 0 else self._trials[0]
+
+    def _nothing(self) -> UnsupportedError:
+        reasons = "; ".join(f"{r.candidate}: {r.why}" for r in self._rejected) or "no candidate was given"
+        return UnsupportedError(
+            f"nothing can run {self._problem}: {reasons}", hint="report this: the reference refuses nothing"
+        )
+
+    def _kernel(self, winner: _Trial) -> Kernel:
+        """The winner's kernel in this process."""
+        if winner.attempt.kernel is not None:
+            return winner.attempt.kernel
+        return winner.space.candidate.build(self._problem, winner.schedule, self._target)
 
     def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
         """Who takes part, by preference. A candidate that raises anything at all is out, and the compile goes on."""
         spaces: list[_Space] = []
         for candidate in sorted((c for c in candidates if self._problem.kind in c.kinds), key=lambda c: c.preference):
             try:
-                why = candidate.refuse(self._problem, self._target)
+                why = _refused.get(self._name(candidate)) or candidate.refuse(self._problem, self._target)
                 if why is None:
                     spaces.append(_Space(candidate, iter(candidate.schedules(self._problem, self._target))))
             except Exception as error:
@@ -175,16 +216,20 @@ class _Search:
         key = next(self._keys)
         attempt = self._bench.attempt(key, space.candidate, schedule)
         if attempt.why is not None:
-            self._reject(_label(space.candidate, attempt.schedule), attempt.why)
+            if attempt.fatal:
+                self._lose(space, attempt.schedule, attempt.why)
+            else:
+                self._reject(_label(space.candidate, attempt.schedule), attempt.why)
             return None
-        trial = _Trial(space, attempt, key)
+        trial = _Trial(space, schedule, attempt, key)
         self._trials.append(trial)
         return trial
 
     def _timed(self) -> _Trial:
         """The winner of all that passed, and of what the rest of the budget adds to them."""
-        for trial, us in zip(self._trials, self._bench.times([t.key for t in self._trials], self._budget_s), strict=True):
-            trial.us = us
+        self._time(self._trials, self._budget_s)
+        if not self._trials:
+            raise self._nothing()
         winner = self._deepened(self._first_of_the_fastest())
         for trial in self._trials:
             if trial is not winner:
@@ -193,6 +238,17 @@ class _Search:
                 why = slower if ratio > 1 else "a tie; the earlier one is kept"
                 self._reject(_label(trial.space.candidate, trial.attempt.schedule), why, trial.us)
         return winner
+
+    def _time(self, trials: Sequence[_Trial], budget_s: float) -> None:
+        """Give each its time; those that do not come back are out."""
+        for trial, us in zip(list(trials), self._bench.times([t.key for t in trials], budget_s), strict=True):
+            trial.us = us
+            if us == math.inf:
+                self._trials.remove(trial)
+                if self._name(trial.space.candidate) in _refused:
+                    self._reject(_label(trial.space.candidate, trial.attempt.schedule), "another point of it did not come back")
+                else:
+                    self._lose(trial.space, trial.attempt.schedule, self._bench.lost[trial.key])
 
     def _first_of_the_fastest(self) -> _Trial:
         best = min(t.us for t in self._trials)
@@ -211,11 +267,25 @@ class _Search:
                     promising.pop(0)
                     fruitless -= 1
                 continue
-            now, us = self._bench.times([winner.key, challenger.key], DUEL * self._budget_s)
-            challenger.us = us * winner.us / now  # as it would have been in the first race, whatever the machine does meanwhile
+            before = winner.us
+            self._time([winner, challenger], DUEL * self._budget_s)
+            if winner not in self._trials or challenger not in self._trials:
+                winner.us = before
+                break
+            # As it would have been in the first race, whatever the machine does meanwhile.
+            challenger.us, winner.us = challenger.us * before / winner.us, before
             if challenger.us * (1 + TIE_BAND) < winner.us:
                 winner, fruitless = challenger, 0
-        return winner
+        return winner if winner in self._trials else self._first_of_the_fastest()
+
+    def _lose(self, space: _Space, schedule: Schedule, why: str) -> None:
+        """A candidate is out for good: each further point could cost as much."""
+        space.points = iter(())
+        _refused[self._name(space.candidate)] = why
+        self._rejected.append(Rejected(_label(space.candidate, schedule), why, fatal=True))
+
+    def _name(self, candidate: Candidate) -> tuple[AnyProblem, str, str]:
+        return self._problem, self._target.device, candidate.name
 
     def _reject(self, label: str, why: str, us: float | None = None) -> None:
         self._rejected.append(Rejected(label, why, us))

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+
+from tilewright.schedule.guard import BYTE, before_runs, visible
 
 ALIGNMENT = 64
 SMALLEST = 1 << 16
 LARGE_BYTES = 1 << 20  # below this the C library's allocator does the same
 KEPT_BYTES = 1 << 29  # of memory that no result is in, at most
 
+Block = TypeVar("Block")
 Scratch = tuple[int, int, torch.Tensor]  # address, aligned to a cache line; size; what keeps it
 
 _free: dict[int, list[Scratch]] = {}
@@ -46,6 +49,8 @@ def give(scratch: Scratch) -> None:
 
 def maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
     """What makes dense tensors of anything; large ones in memory that is used again when their last user has let go of it."""
+    if visible():
+        return partial(torch.empty, tuple(shape), dtype=dtype)
     if prod(shape) * dtype.itemsize < LARGE_BYTES:
         example = torch.empty(tuple(shape), dtype=dtype)
         try:  # what torch's own compiled programs make theirs with
@@ -90,3 +95,26 @@ def _lent_type(size: int) -> Any:
             _idle[size].append(self.owner)
 
     return type("Lent", (ctypes.c_uint8 * size,), {"__del__": give_back})
+
+
+def _spoil() -> None:
+    """Nothing that a kernel is examined in may happen to hold the right numbers. Each block is taken out while it is filled."""
+    for blocks in list(_free.values()):
+        for scratch in _in_turn(blocks):
+            scratch[2].fill_(BYTE)
+    for size, idle in list(_idle.items()):
+        for block in _in_turn(idle):
+            ctypes.memset((ctypes.c_uint8 * size).from_buffer(block), BYTE, size)
+
+
+def _in_turn(blocks: list[Block]) -> Iterator[Block]:
+    for _ in range(len(blocks)):
+        try:
+            block = blocks.pop(0)
+        except IndexError:  # another thread took it
+            return
+        yield block
+        blocks.append(block)
+
+
+before_runs(_spoil)

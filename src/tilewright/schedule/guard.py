@@ -1,0 +1,153 @@
+"""Memory in which a wrong kernel shows: filled with NaN before use, watched on both sides, and rows more than 2 GiB apart.
+
+All bytes are 0xFF, which is NaN in every float type and -1 in every signed integer. A result that is not written, or is added
+to after a multiplication by zero, then holds NaN; so does a sum over an element beyond a source's end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import mmap
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+SIDE_BYTES = 4096
+BYTE = 0xFF
+FAR_BYTES = 1 << 31  # where offsets of 32 bits end
+
+_spoilers: list[Callable[[], None]] = []
+_preparing = False
+
+
+@contextlib.contextmanager
+def preparing() -> Generator[None]:
+    """Runners that are prepared in here are for examination: they ask torch for all memory, so that `Watch` sees it."""
+    global _preparing
+    _preparing = True
+    try:
+        yield
+    finally:
+        _preparing = False
+
+
+def visible() -> bool:
+    """Whether what is prepared now must ask torch for its memory."""
+    return _preparing
+
+
+def before_runs(spoil: Callable[[], None]) -> None:
+    """Have `spoil` called before each run of a kernel that is examined: it fills free memory of an allocator with 0xFF."""
+    _spoilers.append(spoil)
+
+
+def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A dense tensor of NaN, with 4 KiB of the same before and behind it in its storage."""
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.full((size + 2 * SIDE_BYTES,), BYTE, dtype=torch.uint8, device=device)
+    return raw[SIDE_BYTES : SIDE_BYTES + size].view(dtype).view(tuple(shape))
+
+
+def guarded(t: torch.Tensor) -> torch.Tensor:
+    """A dense copy with watched memory on both sides."""
+    return room(t.shape, t.dtype, t.device).copy_(t)
+
+
+def intact(t: torch.Tensor) -> bool:
+    """Whether nobody wrote beside a tensor that `room` made, or a view of one."""
+    raw = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # pyright: ignore[reportUnknownMemberType]
+    return bool((raw[:SIDE_BYTES] == BYTE).all()) and bool((raw[-SIDE_BYTES:] == BYTE).all())
+
+
+def otherwise_laid_out(t: torch.Tensor) -> torch.Tensor:
+    """The same values with the last two axes exchanged in memory and one element, NaN, between rows."""
+    if t.dim() < 2:
+        return guarded(t)
+    *batch, rows, columns = t.shape
+    return room((*batch, columns, rows + 1), t.dtype, t.device)[..., :rows].transpose(-1, -2).copy_(t)
+
+
+def far_apart(t: torch.Tensor) -> torch.Tensor | None:
+    """The same values with the parts along the first axis so far from one another that the last lies past 2^31 bytes.
+
+    On a CPU only the pages that hold something take memory. None where there is one part, or no room.
+    """
+    axis = next((i for i, extent in enumerate(t.shape) if extent > 1), None)
+    if axis is None or axis == t.dim() - 1 or not t.numel():
+        return None
+    inner = math.prod(t.shape[axis + 1 :]) * t.itemsize
+    step = max(-(-FAR_BYTES // (t.shape[axis] - 1)), inner)
+    step += -step % mmap.PAGESIZE
+    size = step * t.shape[axis]
+    try:
+        raw = _sparse(size) if t.device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=t.device)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    dense = torch.empty(t.shape, device="meta").stride()
+    strides = [step // t.itemsize if i == axis else s for i, s in enumerate(dense)]
+    return raw.view(t.dtype).as_strided(t.shape, strides).copy_(t)
+
+
+def _sparse(size: int) -> torch.Tensor:
+    """Memory of which no page exists before it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
+    memory = mmap.mmap(-1, size, flags=flags)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class Watch(TorchDispatchMode):
+    """While entered, memory that is asked of torch without contents comes from `room`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in _UNWRITTEN or given.layout != torch.strided or given.device.type == "meta":
+            return given
+        if not given.is_contiguous() or given.is_quantized or given.is_pinned():
+            return given
+        made = room(given.shape, given.dtype, given.device)
+        self._made.append(made)
+        return made
+
+    def intact(self) -> bool:
+        """Whether nobody wrote beside what was given out since this was last asked."""
+        made, self._made = self._made, []
+        return all(intact(t) for t in made)
+
+
+_UNWRITTEN: frozenset[Any] = frozenset(
+    getattr(torch.ops.aten, name) for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Generator[None]:
+    """So many threads for torch and for kernels that share its threads."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def spoil(types: Sequence[tuple[tuple[int, ...], torch.dtype]], device: str) -> None:
+    """Fill free memory that an allocator is likely to hand out next for tensors of these types."""
+    for call in _spoilers:
+        call()
+    sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in types for _ in range(2)]
+    held = [torch.full((size,), BYTE, dtype=torch.uint8, device=device) for size in sizes]
+    del held

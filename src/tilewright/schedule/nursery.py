@@ -1,0 +1,308 @@
+"""Processes for work that may never come back.
+
+Three of them. The *parent* asks. Its one child, the *nursery*, has imported torch and the candidates and does nothing but fork:
+so the third, the *worker*, which does the work, is replaced within milliseconds after a crash or a hang. The nursery runs no
+parallel operation and touches no GPU, so that forking it is sound. It is no fork of the parent, whose threads and `__main__` it
+must not inherit, but a fresh interpreter with the parent's path and environment.
+
+The nursery ends when the parent's end of its socket closes, however the parent ended; the worker is killed when the nursery
+ends. Messages are pickles between a process and its own children; nothing else ever reads them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import IO, Any, cast
+
+START_S = 60.0  # for the nursery to import torch
+SLICE_S = 0.05
+SWITCH = "TILEWRIGHT_WORKER"  # 0: everything in the process that asks
+PR_SET_PDEATHSIG = 1
+PULSE, KEY = 0, 8  # places of two numbers in the memory that parent and worker share
+
+Serve = Callable[[Connection, mmap.mmap], None]
+
+
+class DiedError(Exception):
+    """The worker is gone; the message says how."""
+
+
+class UnavailableError(Exception):
+    """No worker can be had, or this cannot be sent to one."""
+
+
+def memory_file(name: str, size_bytes: int) -> int:
+    """A descriptor of a file without a name, in memory where the system has such."""
+    if hasattr(os, "memfd_create"):
+        fd = os.memfd_create(name)
+    else:
+        with tempfile.TemporaryFile() as file:
+            fd = os.dup(file.fileno())
+    os.truncate(fd, size_bytes)
+    return fd
+
+
+class Nursery:
+    """The parent's side of the two processes below it.
+
+    Attributes:
+        lock: held by who uses the worker.
+        worker: the connection to it; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        if os.name != "posix" or not sys.executable:
+            raise UnavailableError("no worker process: there is no Python to start here; kernels are tried in this process")
+        self.owner, self.lock, self.worker = os.getpid(), threading.RLock(), cast("Connection | None", None)
+        self._pid, self._ready = 0, False
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - as long as this object
+        self._shared_fd = memory_file("shared", mmap.PAGESIZE)
+        self._shared = mmap.mmap(self._shared_fd, mmap.PAGESIZE)
+        self._control, theirs = socket.socketpair()
+        path = f"import sys; sys.path[:] = {json.dumps(sys.path)}"
+        code = f"{path}; from tilewright.schedule.worker import main; main({theirs.fileno()})"
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=self._said,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,  # Ctrl-C is the parent's to hear
+            )
+        except OSError as error:
+            raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
+        finally:
+            theirs.close()
+
+    def number(self, at: int) -> int:
+        return int(struct.unpack_from("q", self._shared, at)[0])
+
+    def ensure_worker(self) -> None:
+        """Have a worker.
+
+        Raises:
+            UnavailableError: it could not be started.
+        """
+        if self.worker is not None:
+            return
+        ours, theirs = socket.socketpair()
+        try:
+            socket.send_fds(self._control, [b"f"], [theirs.fileno(), self._shared_fd])
+            self._pid = struct.unpack("q", self._hear(8))[0]
+        except (OSError, EOFError):
+            ours.close()
+            self.stop()
+            raise UnavailableError(
+                f"no worker process: {self._last_words() or 'it ended at once'}; kernels are tried in this process"
+            ) from None
+        finally:
+            theirs.close()
+        if self._pid < 0:
+            ours.close()
+            raise UnavailableError("no worker process: it cannot fork; kernels are tried in this process")
+        self.worker = Connection(ours.detach())
+
+    def _hear(self, count: int) -> bytes:
+        """An answer of the nursery."""
+        self._control.settimeout(START_S)
+        heard = b""
+        while len(heard) < count:
+            more = self._control.recv(count - len(heard))
+            if not more:
+                raise EOFError
+            heard += more
+        return heard
+
+    def ask(self, request: bytes, limit_s: float | None, fd: int | None = None) -> Any:
+        """The worker's answer.
+
+        Raises:
+            DiedError: there is none: it is gone, or gave no sign of life for so long and was killed.
+        """
+        assert self.worker is not None
+        try:
+            self.worker.send_bytes(request)
+            if fd is not None:
+                with socket.socket(fileno=os.dup(self.worker.fileno())) as s:
+                    socket.send_fds(s, [b"x"], [fd])
+            self._wait(limit_s)
+            answer, healthy = pickle.loads(self.worker.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise DiedError(self._how_it_ended()) from None
+        except BaseException:
+            self.end_worker()
+            raise
+        if not healthy:
+            self.end_worker()
+        return answer
+
+    def _wait(self, limit_s: float | None) -> None:
+        """Until there is an answer. What passes while processes are stopped, or the machine sleeps, does not count."""
+        assert self.worker is not None
+        waited, pulse, before = 0.0, self.number(PULSE), time.monotonic()
+        while not self.worker.poll(SLICE_S):
+            now = time.monotonic()
+            waited, before = waited + (0.0 if _stopped(self._pid) else min(now - before, 2 * SLICE_S)), now
+            if self.number(PULSE) != pulse:
+                waited, pulse = 0.0, self.number(PULSE)
+            if limit_s is not None and waited > limit_s:
+                self.end_worker()
+                raise DiedError(f"no answer in {limit_s:.0f} s: killed")
+
+    def end_worker(self) -> int:
+        """Kill the worker, if there is one; how it ended, as `os.waitpid` says."""
+        if self.worker is None:
+            return 0
+        self.worker.close()
+        self.worker = None
+        with contextlib.suppress(OSError, EOFError):
+            os.kill(self._pid, signal.SIGKILL)
+            self._control.sendall(b"w")
+            return int(struct.unpack("q", self._hear(8))[0])
+        return 0
+
+    def _how_it_ended(self) -> str:
+        """The sentence on a worker that closed its end."""
+        assert self.worker is not None
+        self.worker.close()
+        self.worker = None
+        try:
+            self._control.sendall(b"w")
+            status = int(struct.unpack("q", self._hear(8))[0])
+        except (OSError, EOFError):
+            self.stop()
+            return "crashed, and took the process that starts others along"
+        if os.WIFSIGNALED(status):
+            how = signal.Signals(os.WTERMSIG(status)).name
+            how += " (out of memory?)" if how == "SIGKILL" else ""
+        else:
+            how = f"its process ended with status {os.waitstatus_to_exitcode(status)}"
+        words = self._last_words()
+        return f"crashed: {how}{f' ({words})' if words else ''}"
+
+    def _last_words(self) -> str:
+        """The last line that came on standard error, and forget it."""
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").strip().splitlines()
+        self._said.seek(0)
+        self._said.truncate()
+        return lines[-1].strip()[:120] if lines else ""
+
+    def stop(self) -> None:
+        """End both processes."""
+        global _known
+        if self.owner != os.getpid():
+            return
+        if _known is self:
+            _known = None
+        self._control.close()  # which it hears
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+        try:
+            self._process.wait(2.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+_known: Nursery | None = None
+in_worker = False
+_lines: set[str] = set()
+_starting = threading.Lock()
+
+
+def nursery() -> Nursery:
+    """The one of this process; a fork of it does not use its parent's."""
+    global _known
+    if in_worker or os.environ.get(SWITCH) == "0":
+        raise UnavailableError("")
+    with _starting:
+        if _known is None or _known.owner != os.getpid():
+            _known = Nursery()
+            atexit.register(_known.stop)
+        return _known
+
+
+def say(line: str) -> None:
+    if line and line not in _lines and sys.stderr is not None:
+        _lines.add(line)
+        sys.stderr.write(f"tilewright: {line}\n")
+
+
+def _stopped(pid: int) -> bool:
+    """Whether a process was told to stop (and may be told to go on)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except (OSError, IndexError):
+        return False
+
+
+def nurse(fd: int, serve: Serve) -> None:
+    """The nursery: fork a worker for each `f`, say how the last one ended for each `w`, end with the parent."""
+    control = socket.socket(fileno=fd)
+    me, child = os.getpid(), 0
+    while True:
+        word, fds, _, _ = socket.recv_fds(control, 1, 2)
+        if child and word != b"w":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            child = 0
+        if not word:
+            os._exit(0)
+        if word == b"w":
+            status = os.waitpid(child, 0)[1] if child else 0
+            child = 0
+            control.sendall(struct.pack("q", status))
+            continue
+        try:
+            child = os.fork()
+        except OSError:
+            control.sendall(struct.pack("q", -1))
+            child = 0
+        if child == 0 and os.getpid() != me:
+            control.close()
+            _live(me, serve, *fds)
+        for each in fds:
+            os.close(each)
+        if child:
+            control.sendall(struct.pack("q", child))
+
+
+def _live(nursery: int, serve: Serve, fd: int, shared_fd: int) -> None:
+    """A worker, until it is killed or its parent is gone."""
+    global in_worker
+    in_worker = True
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != nursery:
+        os._exit(0)
+    try:
+        serve(Connection(fd), mmap.mmap(shared_fd, mmap.PAGESIZE))
+    except (EOFError, ConnectionError):
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+    finally:
+        os._exit(1)

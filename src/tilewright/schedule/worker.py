@@ -1,0 +1,291 @@
+"""A bench in a process of its own, so that a candidate that never comes back costs itself alone.
+
+Problems, targets and schedules are sent (`nursery.py`); sources are drawn in the worker from the same seed. Weights must be the
+program's own, since kernels may be right for some values alone: all of a problem's are copied once into memory that the worker
+maps, whatever number of candidates reads them. Standard error of the worker is kept for the sentence on how it ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import mmap
+import os
+import pickle
+import socket
+import struct
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.hardware.target import Target
+from tilewright.ir.literal import Literal
+from tilewright.schedule.bench import Attempt, Bench
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, discover
+from tilewright.schedule.guard import Watch
+from tilewright.schedule.nursery import KEY, PULSE, DiedError, UnavailableError, memory_file, nurse, nursery, say
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.schedule import Schedule
+
+LIMIT_S = 4.0  # without a sign of life, beside what the right results took
+SMALL_BYTES = 1 << 16  # weights below this travel in the message
+
+Address = tuple[str, str | None]
+
+
+def address(candidate: Candidate) -> Address | None:
+    """Where another process finds a candidate: its name and, for one from a folder of its own, that folder."""
+    module = sys.modules.get(type(candidate).__module__)
+    if module is None or module.__file__ is None:
+        return None
+    if getattr(module, "CANDIDATE", None) is not candidate:  # one of ours, narrowed or reordered, stands for itself
+        ours = module.__name__.startswith("tilewright.") and any(c.name == candidate.name for c in discover())
+        return (candidate.name, None) if ours else None
+    own = Path(importlib.import_module("tilewright.candidates").__path__[0])
+    file = Path(module.__file__)
+    return candidate.name, None if own in file.parents else str(file.parent)
+
+
+def begin() -> None:
+    """Start the nursery, so that it is ready when it is first needed. Does not wait, and never fails."""
+    with contextlib.suppress(UnavailableError):
+        nursery()
+
+
+def hosted(
+    problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], candidates: Sequence[Candidate]
+) -> HostedBench | None:
+    """A bench in a worker; None if there can be none, or a candidate could not be found there."""
+    if any(address(c) is None for c in candidates):
+        return None
+    try:
+        return HostedBench(problem, target, weights)
+    except UnavailableError as why:
+        say(str(why))
+        return None
+
+
+class HostedBench:
+    """A `Bench` in a worker, with its methods. What does not come back is killed, and said so in the attempt's sentence.
+
+    Attributes:
+        lost: sentences on those that passed and then did not come back when they were timed, by key.
+    """
+
+    def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor]) -> None:
+        """Waits until no other thread's bench is open: two would disturb each other's times.
+
+        Raises:
+            UnavailableError: there is no worker, or the problem cannot be sent.
+        """
+        self.lost: dict[int, str] = {}
+        self._passed: dict[int, tuple[Address, Schedule]] = {}
+        self._problem, self._target, self._expect_s = problem, target, 0.0
+        self._nursery = nursery()
+        self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]})
+        self._nursery.lock.acquire()
+        try:
+            self._opening = _pickled(("open", problem, target, _settings(), self._weights.places))
+            self._open()
+        except (OSError, RecursionError, pickle.PicklingError, TypeError, AttributeError, DiedError) as error:
+            self.close()
+            raise UnavailableError(f"the worker process cannot take {problem}: {error}") from None
+        except BaseException:
+            self._nursery.end_worker()
+            self.close()
+            raise
+
+    def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
+        where = address(candidate)
+        assert where is not None
+        trusted = candidate.preference >= LAST_RESORT
+        try:
+            built, why, roundoff = self._ask(("build", key, where, schedule), LIMIT_S)
+            if why is not None:
+                return Attempt(built, why)
+            if not trusted:
+                self._expect_s = self._ask(("expect", roundoff), None)
+            why = self._ask(("verify", key), None if trusted else LIMIT_S)
+        except DiedError as died:
+            return Attempt(schedule, str(died), fatal=True)
+        if why is None:
+            self._passed[key] = where, schedule
+        return Attempt(built, why)
+
+    def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
+        """Medians in µs; infinity for one that did not come back, in place of which the others are timed again."""
+        alive = list(keys)
+        while alive:
+            try:
+                found = dict(zip(alive, self._ask(("times", alive, budget_s), LIMIT_S), strict=True))
+                return [found.get(k, float("inf")) for k in keys]
+            except DiedError as died:
+                at = self._nursery.number(KEY)
+                culprit, _ = self._passed[at if at in alive else alive[0]]
+                for key in [k for k in alive if self._passed[k][0] == culprit]:  # its other points could cost as much
+                    self.lost[key] = str(died)
+                    alive.remove(key)
+                    del self._passed[key]
+        return [float("inf")] * len(keys)
+
+    def close(self) -> None:
+        """Let the next bench have the worker."""
+        self._weights.close()
+        if self._nursery.worker is not None:
+            with contextlib.suppress(OSError):
+                self._nursery.worker.send_bytes(_pickled(("close",)))
+        self._nursery.lock.release()
+
+    def _ask(self, request: tuple[object, ...], limit_s: float | None) -> Any:
+        if self._nursery.worker is None:
+            self._open()
+        limit = None if limit_s is None else limit_s + 2 * self._expect_s
+        return self._nursery.ask(_pickled(request), limit)
+
+    def _open(self) -> None:
+        """A worker that knows the problem, and all that passed so far."""
+        self._nursery.ensure_worker()
+        self._nursery.ask(self._opening, None, self._weights.fd)
+        for key, (where, schedule) in self._passed.items():
+            self._nursery.ask(_pickled(("again", key, where, schedule)), None)
+
+
+class _Weights:
+    """Weights as a worker gets them: small ones in the message, the others in one file in memory."""
+
+    def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
+        self.places: list[tuple[int, torch.dtype, tuple[int, ...], int | torch.Tensor]] = []
+        self.fd: int | None = None
+        at, large = 0, list[tuple[int, torch.Tensor]]()
+        for i, t in weights.items():
+            dense = t.detach().cpu().contiguous()
+            if dense.nbytes < SMALL_BYTES:
+                self.places.append((i, dense.dtype, tuple(dense.shape), dense.clone()))
+            else:
+                self.places.append((i, dense.dtype, tuple(dense.shape), at))
+                large.append((at, dense))
+                at += dense.nbytes + -dense.nbytes % mmap.PAGESIZE
+        if large:
+            self.fd = memory_file("weights", at)
+            with mmap.mmap(self.fd, at) as memory:
+                whole = torch.frombuffer(memory, dtype=torch.uint8)
+                for place, dense in large:
+                    whole[place : place + dense.nbytes].copy_(dense.reshape(-1).view(torch.uint8))
+                del whole
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, Literal):
+            return Literal, (obj.type, obj.tensor().detach().clone(), obj.label)
+        return NotImplemented
+
+
+def _pickled(message: object) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(message)
+    return out.getvalue()
+
+
+def _settings() -> dict[str, Any]:
+    return {"threads": torch.get_num_threads(), "precision": torch.get_float32_matmul_precision()}
+
+
+def main(fd: int) -> None:
+    """What the nursery runs: workers that each serve a `HostedBench`."""
+    discover()
+    with Watch():  # loads what is slow to load
+        torch.empty(1)
+    nurse(fd, lambda connection, shared: _Host(connection, shared).serve())
+
+
+class _Host:
+    """The worker's side of `HostedBench`."""
+
+    def __init__(self, connection: Connection, shared: mmap.mmap) -> None:
+        self._connection, self._shared, self._count = connection, shared, 0
+        self._bench: Bench | None = None
+
+    def serve(self) -> None:
+        while True:
+            word, *given = pickle.loads(self._connection.recv_bytes())
+            if word == "close":
+                self._bench = None
+                continue
+            answer = getattr(self, f"_{word}")(*given)
+            self._connection.send_bytes(_pickled((answer, self._healthy())))
+
+    def _healthy(self) -> bool:
+        """A GPU that met an illegal access serves its process no more."""
+        if torch.cuda.is_initialized():
+            try:
+                torch.cuda.synchronize()
+            except Exception:
+                return False
+        return True
+
+    def _pulse(self) -> None:
+        self._count += 1
+        struct.pack_into("q", self._shared, PULSE, self._count)
+
+    def _at(self, key: int) -> None:
+        struct.pack_into("q", self._shared, KEY, key)
+        self._pulse()
+
+    def _open(self, problem: AnyProblem, target: Target, settings: dict[str, Any], places: Sequence[Any]) -> None:
+        torch.set_num_threads(settings["threads"])
+        torch.set_float32_matmul_precision(settings["precision"])
+        memory = None
+        if any(isinstance(at, int) for *_, at in places):
+            with socket.socket(fileno=os.dup(self._connection.fileno())) as s:
+                (fd,) = socket.recv_fds(s, 1, 1)[1]
+            memory = torch.frombuffer(mmap.mmap(fd, 0, flags=mmap.MAP_PRIVATE), dtype=torch.uint8)
+            os.close(fd)
+        weights: dict[int, torch.Tensor] = {}
+        for i, dtype, shape, at in places:
+            if isinstance(at, torch.Tensor):
+                weights[i] = at
+            else:
+                assert memory is not None
+                size = torch.Size(shape).numel() * dtype.itemsize
+                weights[i] = memory[at : at + size].view(dtype).view(shape)
+        most = settings["threads"]
+        counts = (most, 1 + most // 2, most) if most > 1 else ()
+        self._bench = Bench(problem, target, weights, watched=True, counts=counts, pulse=self._pulse, at=self._at)
+
+    def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, str | None, float]:
+        assert self._bench is not None
+        attempt = self._bench.build(key, _find(where), schedule)
+        return attempt.schedule, attempt.why, 0.0 if attempt.kernel is None else attempt.kernel.roundoff
+
+    def _expect(self, roundoff: float) -> float:
+        assert self._bench is not None
+        self._bench.expect(roundoff)
+        return self._bench.expect_s
+
+    def _verify(self, key: int) -> str | None:
+        assert self._bench is not None
+        return self._bench.verify(key)
+
+    def _again(self, key: int, where: Address, schedule: Schedule) -> None:
+        assert self._bench is not None
+        self._bench.again(key, _find(where), schedule)
+
+    def _times(self, keys: Sequence[int], budget_s: float) -> list[float]:
+        assert self._bench is not None
+        return self._bench.times(keys, budget_s)
+
+
+def _find(where: Address) -> Candidate:
+    name, folder = where
+    return next(c for c in discover([Path(folder)] if folder is not None else []) if c.name == name)

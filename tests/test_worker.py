@@ -1,0 +1,252 @@
+"""Candidates that crash, hang or never finish compiling cost themselves alone; nothing outlives the process that asked."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewright.dtype import F32
+from tilewright.hardware.detect import detect
+from tilewright.ir.build import const, input_
+from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
+from tilewright.schedule import nursery as nursery_module
+from tilewright.schedule import search as search_module
+from tilewright.schedule.candidate import discover
+from tilewright.schedule.nursery import SWITCH, nursery
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.search import search
+
+CPU = detect("cpu")
+COST_S = 5.0
+
+CANDIDATE = """
+import ctypes, os, signal, sys, time
+import torch
+from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.schedule import Schedule
+
+class Fake:
+    name = {name!r}
+    kinds = frozenset({{"gemm"}})
+    preference = {preference}
+
+    def refuse(self, problem, target):
+        return None
+
+    def schedules(self, problem, target):
+        return [Schedule.of(point=i) for i in range({points})]
+
+    def build(self, problem, schedule, target):
+        calls = []
+{build}
+        def run(s):
+            calls.append(1)
+{run}
+            return [s[0] @ s[1]]
+        return Kernel(self.name, schedule, lambda weights: run)
+
+CANDIDATE = Fake()
+"""
+
+counter = iter(range(10_000))
+
+
+@pytest.fixture
+def drop(tmp_path):
+    """Drop a fake candidate into a folder of its own; `build` and `run` are what it does before it does right."""
+
+    def dropped(run="pass", build="pass", preference=20, points=1):
+        name = f"dropped_{os.getpid()}_{next(counter)}"
+        folder = tmp_path / name
+        folder.mkdir()
+        text = CANDIDATE.format(
+            name=name,
+            preference=preference,
+            points=points,
+            build=textwrap.indent(textwrap.dedent(build), " " * 8),
+            run=textwrap.indent(textwrap.dedent(run), " " * 12),
+        )
+        (folder / f"{name}.py").write_text(text)
+        return next(c for c in discover([folder]) if c.name == name)
+
+    return dropped
+
+
+@pytest.fixture(autouse=True)
+def worker(monkeypatch):
+    """These tests are about the worker: have it, and have it started."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    began = nursery()
+    with began.lock:
+        began.ensure_worker()
+    return began
+
+
+def problem(n=12):
+    return problem_of(parse(f"f32[9,17] @ f32[17,{n}]").outputs[0])
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone(pid, within_s=10.0):
+    ends = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < ends:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path):
+    seen = tmp_path / "pids"
+    note = f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')"
+    d = search(problem(), CPU, budget_s=0.02, candidates=[drop(note)])
+    assert d.measured and d.verified and d.time_us > 0
+    assert set(seen.read_text().split()) and str(os.getpid()) not in seen.read_text().split()
+    a, b = torch.randn(9, 17), torch.randn(17, 12)
+    assert torch.equal(d.kernel.prepare({})([a, b])[0], a @ b)
+    assert str(os.getpid()) in seen.read_text().split()
+
+
+LOST = {
+    "hangs in a call": ({"run": "while True: pass"}, "no answer in 4 s: killed"),
+    "hangs in C": ({"run": "ctypes.pythonapi.pause()"}, "no answer in 4 s: killed"),
+    "never compiles": ({"build": "while True: pass"}, "no answer in 4 s: killed"),
+    "reads what is not mapped": ({"run": "ctypes.string_at(8)"}, "crashed: SIGSEGV"),
+    "aborts as LLVM does": (
+        {"build": "sys.stderr.write('LLVM ERROR: Cannot select: t1\\n'); sys.stderr.flush(); os.abort()"},
+        "crashed: SIGABRT (LLVM ERROR: Cannot select: t1)",
+    ),
+    "is killed": ({"run": "os.kill(os.getpid(), signal.SIGKILL)"}, "crashed: SIGKILL (out of memory?)"),
+    "exits": ({"run": "os._exit(3)"}, "crashed: its process ended with status 3"),
+    "crashes once it is timed": ({"run": "if len(calls) > 12: ctypes.string_at(8)"}, "crashed: SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_one_that_does_not_come_back_costs_itself_alone(drop, how):
+    """And under 5 s; it is refused, and not tried again."""
+    what, why = LOST[how]
+    before, sound, bad = drop(preference=19), drop(preference=30), drop(points=3, **what)
+    posed = problem(20 + list(LOST).index(how))
+    start = time.monotonic()
+    d = search(posed, CPU, budget_s=0.02, candidates=[bad, sound, before])
+    took = time.monotonic() - start
+    assert d.kernel.candidate in (before.name, sound.name) and d.measured
+    lost = [r for r in d.rejected if r.candidate.startswith(bad.name)]
+    assert [(r.why, r.fatal) for r in lost if r.fatal] == [(why, True)]
+    assert took < COST_S, took
+    start = time.monotonic()
+    again = search(posed, CPU, budget_s=0.02, candidates=[bad, sound, before])
+    assert [r.why for r in again.rejected if r.candidate == bad.name] == [why] and time.monotonic() - start < 2.0
+
+
+def test_a_slow_candidate_that_shows_life_is_not_killed(drop, monkeypatch):
+    monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.6)
+    slow = drop("if len(calls) < 5: time.sleep(0.4)")
+    assert search(problem(40), CPU, budget_s=0.02, candidates=[slow]).kernel.candidate == slow.name
+
+
+def test_out_of_memory_is_a_sentence(drop):
+    d = search(problem(41), CPU, budget_s=0.02, candidates=[drop("torch.empty(1 << 60)"), drop()])
+    assert any(r.why.startswith("failed: ") and "allocate" in r.why for r in d.rejected) and not any(
+        r.fatal for r in d.rejected
+    )
+
+
+def test_weights_reach_the_worker_with_their_values(drop):
+    """Large ones through memory that is mapped, small ones in the message; the sum of each is asked for."""
+    for rows, columns in ((300, 200), (7, 3)):
+        weight = torch.randn(rows, columns)
+        posed = problem_of(gemm(input_("a", F32, (5, rows)), const(weight)))
+        check = f"assert abs(float(s[1].double().sum()) - {float(weight.double().sum())!r}) < 1e-9, 'other weights'"
+        d = search(posed, CPU, budget_s=0.02, candidates=[drop(check)], weights={1: weight})
+        assert d.measured and not d.rejected
+        with pytest.raises(Exception, match="other weights"):
+            search(posed, CPU, budget_s=0.02, candidates=[drop(check)], weights={1: weight + 1})
+
+
+def test_the_worker_has_the_parents_threads_and_leaves_them(drop):
+    check = f"assert torch.get_num_threads() in (2, {torch.get_num_threads()}), torch.get_num_threads()"
+    d = search(problem(42), CPU, budget_s=0.02, candidates=[drop(check)])
+    assert not d.rejected
+
+
+def test_an_interrupt_kills_the_worker_and_the_next_search_has_another(drop, worker, monkeypatch):
+    first = worker._pid
+    monkeypatch.setattr(nursery_module, "_stopped", lambda pid: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        search(problem(43), CPU, budget_s=0.02, candidates=[drop("time.sleep(60)")])
+    assert gone(first)
+    monkeypatch.undo()
+    assert search(problem(44), CPU, budget_s=0.02, candidates=[drop()]).measured
+
+
+def test_a_nursery_that_was_killed_is_replaced(drop, worker):
+    os.kill(worker._process.pid, signal.SIGKILL)
+    assert gone(worker._pid)  # the worker dies with it
+    assert search(problem(45), CPU, budget_s=0.02, candidates=[drop()]).measured
+    assert search(problem(46), CPU, budget_s=0.02, candidates=[drop()]).measured
+    assert nursery() is not worker
+
+
+def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatch, capfd):
+    monkeypatch.setattr(nursery_module, "_known", None)
+    monkeypatch.setattr(nursery_module, "_lines", set())
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    for n in (47, 48):
+        d = search(problem(n), CPU, budget_s=0.02, candidates=[drop(f"assert os.getpid() == {os.getpid()}")])
+        assert d.measured and not d.rejected
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("tilewright: no worker process: ")
+
+
+ORPHAN = """
+import os, sys, time
+from tilewright.schedule.nursery import nursery
+n = nursery()
+n.ensure_worker()
+print(n._process.pid, n._pid, flush=True)
+{end}
+"""
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "pass"])
+def test_nothing_outlives_its_parent(end):
+    """Neither when the parent ends nor when it is killed without a word."""
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    with subprocess.Popen([sys.executable, "-c", ORPHAN.format(end=end)], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        pids = [int(p) for p in parent.stdout.readline().split()]
+        if end != "pass":
+            assert all(alive(p) for p in pids)
+            parent.kill()
+        parent.wait(60)
+    assert len(pids) == 2 and all(gone(p) for p in pids)
+
+
+def test_memory_shared_with_the_worker_is_given_back(drop):
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    weight = torch.randn(300, 200)
+    posed = problem_of(gemm(input_("a", F32, (5, 300)), const(weight)))
+    for _ in range(3):
+        search(posed, CPU, budget_s=0.01, candidates=[drop()], weights={1: weight})
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_real_candidates_are_all_found_there():
+    d = search(problem(50), CPU, budget_s=0.05)
+    assert d.measured and d.kernel.candidate in {c.name for c in discover()}
+    assert not [r for r in d.rejected if r.why.startswith("failed") or r.fatal]
+    assert search_module.TIE_BAND < 0.1
