@@ -54,7 +54,9 @@ def stepped(n: Node, src: Sequence[Band], dependent: set[Node]) -> Band:
 
     def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         here = [Band(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
-        ends = [_rounded(b, s.dtype) if s in dependent else (b.mid,) for s, b in zip(n.src, here, strict=True)]
+        ends: list[tuple[torch.Tensor, ...]] = [
+            _rounded(b, s.dtype) if s in dependent else (b.mid,) for s, b in zip(n.src, here, strict=True)
+        ]
         if isinstance(n.op, Map) and n.op.fn == "abs":  # it turns at zero, which may lie inside
             low, high = ends[0][0], ends[0][-1]
             ends[0] = (low, high, torch.zeros_like(low).clamp(low, high))
