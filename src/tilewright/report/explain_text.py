@@ -51,9 +51,15 @@ def print_explain(out: Console, report: Explain) -> None:
 def _product(out: Console, number: int, p: Product) -> None:
     times = f"{len(p.names)} of them, alike but for constants and names: " if len(p.names) > 1 else ""
     heading(out, f"{number}. {p.problem}")
-    line(out, f"{times}{listing(list(dict.fromkeys(p.names)))}", indent=3, style="dim")
+    line(out, f"{times}{places(p.names)}", indent=3, style="dim")
     for title, lines in product_sections(p):
         section(out, title, lines)
+
+
+def places(names: Sequence[str]) -> str:
+    """Some of the names by which the source calls products: fewer where one was joined from several and has all of theirs."""
+    found = list(dict.fromkeys(names))
+    return listing(found, 1 if ", " in found[0] else 4)
 
 
 def product_sections(p: Product) -> list[tuple[str, list[str]]]:
@@ -112,7 +118,10 @@ def how(chosen: Choice, measured: bool) -> str:
 def refusals(rejected: Sequence[Refusal], best_us: float | None = None) -> list[str]:
     """The candidates that lost, timed ones first, each with why; those that cannot do the problem at all last."""
     ordered = sorted(rejected, key=lambda r: (r.time_us is None, r.time_us or 0.0))
-    return [f"{r.candidate}: {_lost(r, best_us)}" for r in ordered]
+    alike: dict[str, list[str]] = {}
+    for r in ordered:
+        alike.setdefault(_lost(r, best_us), []).append(r.candidate)
+    return [f"{', '.join(dict.fromkeys(names))}: {why}" for why, names in alike.items()]
 
 
 def _lost(r: Refusal, best_us: float | None) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from importlib.resources import files
 
-from tilewright.report.explain_text import headline, product_sections, who_is_who
+from tilewright.report.explain_text import headline, places, product_sections, who_is_who
 from tilewright.report.perf import Measured
 from tilewright.report.perf_table import agreement, cut
 from tilewright.report.roofline import Point, marker, roofline
@@ -170,14 +170,13 @@ def _steps(measured: Measured) -> str:
 def _step(i: int, s: Step, total: float, memory: bool, ops: int) -> str:
     share = s.time_us / total if total else 0.0
     rate = ops / s.time_us / 1e3 if s.time_us > 0 else 0.0
-    settings = f'<br><span class="soft">{escape(s.schedule)}</span>' if s.schedule else ""
     problem = f'<code title="{escape(s.problem)}">{escape(cut(s.problem, PROBLEM))}</code>'
     bound = "" if not s.limit_us else "memory" if memory else "compute"
     return _row(
         _number(str(i), i),
         _td(s.kind),
         _cell(f'{problem}<br><span class="soft">{escape(s.name)}</span>', "long problem"),
-        _cell(f"{escape(s.candidate)}{settings}", "long"),
+        _cell(f'<span title="{escape(s.schedule)}">{escape(s.candidate)}</span>'),
         _number(us(s.time_us), s.time_us),
         _number(percent(share), share),
         _number(percent(s.peak_fraction) if s.limit_us else "", s.peak_fraction if s.limit_us else -1),
@@ -204,7 +203,7 @@ def _product(p: Product) -> str:
         f"<dt>{escape(title)}</dt><dd>{'<br>'.join(map(escape, lines))}</dd>" for title, lines in product_sections(p) if lines
     )
     times = f"{len(p.names)} x " if len(p.names) > 1 else ""
-    names = escape(listing(list(dict.fromkeys(p.names))))
+    names = escape(places(p.names))
     return (
         f'<details class="product"><summary>{times}<code>{escape(p.problem)}</code><span class="soft">{escape(headline(p))}'
         f'</span></summary><p class="soft">{names}</p><dl>{rows}</dl></details>'
