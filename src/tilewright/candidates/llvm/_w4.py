@@ -112,6 +112,11 @@ class GroupedWriter(Writer):
 
     nest: GroupedNest
 
+    @cached_property
+    def direct(self) -> bool:
+        """Its micro-kernels fill tiles."""
+        return False
+
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
         self._function(name).finish()
 

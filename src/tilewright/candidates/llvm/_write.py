@@ -8,18 +8,24 @@ for itself. No sum is ever split between threads, so results do not depend on ho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from tilewright.candidates.llvm import _tiles as tiles
 from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._pack import Packing
 from tilewright.candidates.llvm._text import Function, Int, Module, vec
-from tilewright.candidates.llvm._vector import Columns, Vectors
+from tilewright.candidates.llvm._vector import BINARY, VIEWS, Columns, Vectors
 from tilewright.dtype import F32
 from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Param
+from tilewright.ir.ops import Acc, Const, Convert, Map, Param
+
+FEW = 3  # operations on an accumulator that registers are left for
+MASKED = 16  # lanes of vectors of which an instruction stores a part
+QUICK = {*BINARY, "relu", "maximum", "minimum"}
+PLACE = (("i64", "row"), ("i64", "column"), ("ptr", "sums"))  # of a tile in the result, and its rows' corrections
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class Writer(Packing):
             self._micro(rows, fresh=True)
             if n.passes > 1:
                 self._micro(rows, fresh=False)
-        for i, store in enumerate(n.stores):
+        for i, store in enumerate(() if self.direct else n.stores):
             self._store(i, store, whole=True)
             if self._partial(store):
                 self._store(i, store, whole=False)
@@ -57,10 +63,25 @@ class Writer(Packing):
         self._entry()
         return self.module
 
+    @cached_property
+    def direct(self) -> bool:
+        """Results go to where they lie straight from the accumulators: what is done to them is little, so that no register is
+        missed, and each is all that is made of its tile."""
+        n = self.nest
+        (store, *others), d = n.stores, n.dot
+        if others or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.columns):
+            return False
+        if n.columns % n.nr and d.lanes < MASKED:
+            return False
+        if [(t.inner, t.stride) for t in store.of_result().columns] != [(1, 1)]:
+            return False
+        done = [x.op for x in toposort((store.root,)) if not isinstance(x.op, (Acc, Const, Param, *VIEWS))]
+        return len(done) <= FEW and all(isinstance(op, Convert) or (isinstance(op, Map) and op.fn in QUICK) for op in done)
+
     # -- the kernel
 
     def _micro(self, rows: int, *, fresh: bool) -> None:
-        """result tile (+)= lhs tile x rhs panel over `groups` groups of K."""
+        """result tile (+)= lhs tile x rhs panel over `groups` groups of K; or the result itself, see `direct`."""
         d, nv = self.nest.dot, self.nest.blocks.nv
         name = f"micro_{rows}{'' if fresh else '_more'}"
         if d.numbered:
@@ -68,7 +89,8 @@ class Writer(Packing):
             return
         args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
         asks = self.nest.asks
-        f = Function(self.module, name, [*args, ("ptr", "next")] if asks else args)
+        args += [("ptr", "next")] if asks else []
+        f = Function(self.module, name, [*args, ("ptr", "d"), *PLACE] if self.direct else args)
         width, tops = d.vector_bytes, range(0, rows, d.rows)
         row_at = [f.mul("%stride", m) for m in tops]
         first = ["zeroinitializer"] * (len(tops) * nv)
@@ -104,10 +126,35 @@ class Writer(Packing):
         with f.loop(done, "%groups", 1, carried) as loop:
             loop.next = step(loop.index, loop.carried)
         results = iter(loop.carried)
+        if self.direct:
+            self._finish(f, rows, results)
+            tops = ()
         for m in tops:
             for j in range(nv):
                 self._keep(f, next(results), m, j, rows)
         f.finish()
+
+    def _finish(self, f: Function, rows: int, results: Iterator[str]) -> None:
+        """Accumulators through the epilogue into the result."""
+        n, (store,), lanes = self.nest, self.nest.stores, self.nest.dot.lanes
+        target, sources = self._given(f, n.sources), self._sources(f, store)
+        parts: list[Vectors] = []
+        for j in range(n.blocks.nv):
+            column = f.add("%column", j * lanes)
+            mask = f.first_lanes(lanes, f.sub(n.columns, column)) if n.columns % n.nr else None
+            parts.append(Vectors(f, store, lanes, Columns(column, True, mask), sources))
+        for m in range(rows):
+            row = f.add("%row", m)
+            for vectors in parts:
+                acc = self._corrected(f, lanes, next(results), row)
+                vectors.store(row, vectors.row(row, acc), target)
+
+    def _corrected(self, f: Function, lanes: int, acc: str, row: Int) -> str:
+        """A vector of one row's accumulators without what a changed sign has added to it."""
+        if not self.nest.choice.correction:
+            return acc
+        fix = f.splat(lanes, "i32", f.load("i32", f.at("%sums", f.mul(row, 4)), 4))
+        return f.v(f"add {vec(lanes, 'i32')} {acc}, {fix}")
 
     def _place(self, f: Function, row: int, part: int) -> tuple[str, str, int]:
         """Type, address and alignment of a row's part of the result tile that one accumulator holds."""
@@ -155,9 +202,7 @@ class Writer(Packing):
         with f.loop(0, "%rows") as loop:
             row = f.add("%row", loop.index)
             acc = f.load(type_, f.at("%tile", f.mul(loop.index, lanes * 4)), 64)
-            if n.choice.correction:
-                fix = f.splat(lanes, "i32", f.load("i32", f.at("%sums", f.mul(row, 4)), 4))
-                acc = f.v(f"add {type_} {acc}, {fix}")
+            acc = self._corrected(f, lanes, acc, row)
             vectors.store(row, vectors.row(row, self._accumulated(vectors, acc)), target)
         f.finish()
 
@@ -279,9 +324,12 @@ class Writer(Packing):
                 if n.asks:  # this tile's share of the block that comes after
                     share = f.mul(f.mul(tile, n.asks * CACHE_LINE), groups)
                     args.append(("ptr", f.at(right, f.add(self._pass_bytes, share))))
+                row = f.add(f.mul(b, n.rows), begin)
+                if self.direct:
+                    args += [("ptr", "%d"), ("i64", row), ("i64", f.mul(loop.index, n.nr)), ("ptr", packed.sums)]
                 f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
-                if last:
-                    self._stores(f, out, f.add(f.mul(b, n.rows), begin), rows, loop.index, packed.sums)
+                if last and not self.direct:
+                    self._stores(f, out, row, rows, loop.index, packed.sums)
 
         def configure(rows: int) -> None:
             if n.dot.numbered:
