@@ -226,6 +226,9 @@ def test_the_schema_is_what_was_promised() -> None:
         "inputs",
         "steps_per_layer",
         "quantized",
+        "done_by",
+        "summary",
+        "against",
     ]
     promised = "name kind problem candidate schedule time_us ops bytes limit_us peak_fraction rejected"
     assert names(schema.Step) == promised.split()

@@ -60,7 +60,8 @@ def _head(measured: Measured) -> str:
     figures = [(f"{us(report.total_us)} µs", f"a call, median of {len(measured.whole_us):,}")]
     if limit:
         figures.append((f"{us(limit)} µs", "least that the measured ceilings allow"))
-    figures.append((f"{sum(s.kind != 'view' for s in report.steps):,}", "steps"))
+    steps = sum(s.kind != "view" for s in report.steps)
+    figures.append((f"{steps:,}", "step" if steps == 1 else "steps"))
     if report.steps_per_layer is not None:
         figures.append((str(report.steps_per_layer), "steps a layer"))
     said = "every product agrees with the reference" if report.verified else "a product was NOT verified"
