@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3.12 || command -v p
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: demo test lint types check conformance fuzz bench clean
+.PHONY: demo test lint types check conformance fuzz torture bench clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
@@ -25,6 +25,9 @@ conformance: $(STAMP)
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m fuzz
+
+torture: $(STAMP)
+	$(BIN)/python tests/torture_cache.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/limits.py

@@ -235,16 +235,16 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
     compiler.compile(program(2.0), budget_s=BUDGET_S)
     (made,) = kept.records()
     kept.clear()
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, hints=[made]))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[made])))
     assert len(searches) == 1 and found.recalled and found.kernel.candidate == made.candidate
     assert kept.records() == [made]
     kept.clear()
     elsewhere = msgspec.structs.replace(made, key=msgspec.structs.replace(made.key, chip="other"))
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, hints=[elsewhere]))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[elsewhere])))
     assert len(searches) == 2 and not found.recalled
     kept.clear()
     forged = msgspec.structs.replace(made, knobs=(("mr", 100_000),))
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, hints=[forged]))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[forged])))
     assert len(searches) == 3 and not found.recalled and found.kernel.schedule != Schedule(forged.knobs)
 
 

@@ -79,7 +79,7 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
 
 def test_help_names_the_verbs_in_order_and_the_exit_codes() -> None:
     text = invoke("--help").output
-    verbs = ["read", "run", "verify", "perf", "explain", "gemm", "devices"]
+    verbs = ["read", "run", "verify", "perf", "explain", "gemm", "devices", "tune", "cache"]
     assert [line.split()[0] for line in text.split("Commands:")[1].strip().splitlines()] == verbs
     assert "70 a bug in Tilewright" in " ".join(text.split())
     assert invoke("--version").output == f"tilewright, version {__version__}\n"

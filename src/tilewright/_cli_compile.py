@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tilewright._cli_options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, device_option
+from tilewright._cli_options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tilewright.report.schema import Quantized
     from tilewright.report.trace_events import Phases
     from tilewright.runtime.executable import Executable
+    from tilewright.schedule.recall import Recall
 
 SCHEMES = ("int8", "fp8", "w4")
 RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
@@ -47,6 +48,9 @@ class Compiling:
         calibration: .npz files, each a batch of inputs; none: random.
         rtol: products that lose more stay in float.
         dump: folder to write the graph after each stage to.
+        cache: read back what was measured before, and keep what is measured now.
+        recall: that of `tune`, in place of the usual one.
+        within_s: seconds by the clock, of which choosing takes no more.
     """
 
     device: str = "cpu"
@@ -58,6 +62,9 @@ class Compiling:
     calibration: tuple[Path, ...] = ()
     rtol: float | None = None
     dump: Path | None = None
+    cache: bool = True
+    recall: Recall | None = None
+    within_s: float | None = None
 
 
 _options = all_of(
@@ -82,6 +89,7 @@ _options = all_of(
     click.option(
         "--excess-precision", is_flag=True, help="Keep values unrounded inside a kernel where the program rounds to 16 bits."
     ),
+    cache_option,
 )
 rtol_option = click.option(
     "--rtol", type=NOT_NEGATIVE, metavar="X", help="With --int8, --fp8, --w4: leave layers that lose more in float."
@@ -155,7 +163,7 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
     dump = None if how.dump is None else Dump(how.dump)
     if how.scheme is not None and not how.calibration:
         click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {RANDOM_WARNING}", err=True)
-    with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels") as show:
+    with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels", how.within_s) as show:
         quantize = None if how.scheme is None else _quantization(graph, how)
         program = compile(
             graph,
@@ -163,6 +171,8 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
             budget_s=DEFAULT_BUDGET_S if how.budget is None else how.budget,
             quantize=quantize,
             excess_precision=how.excess_precision,
+            cache=how.recall if how.recall is not None else how.cache,
+            within_s=how.within_s,
             progress=show if phases is None else both(phases.progress, show),
             visit=dump if phases is None else both(phases.visit, dump),
         )
@@ -233,10 +243,10 @@ def measured_ceilings(program: Executable) -> Target:
         return with_ceilings(program.target)
 
 
-def progress(what: str) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
-    """A progress bar, without importing what draws it where standard error is no terminal."""
+def progress(what: str, within_s: float | None = None) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
+    """A progress bar, without importing what draws it where standard error is no terminal; with what is left of a time."""
     if not sys.stderr.isatty():
         return nullcontext(None)
     from tilewright.report.console import progress as bar
 
-    return bar(what)
+    return bar(what, within_s)

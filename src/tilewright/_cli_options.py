@@ -119,6 +119,7 @@ budget_option = click.option(
     metavar="SECONDS",
     help="Time that choosing kernels may take in all; 0 measures none.",
 )
+cache_option = click.option("--no-cache", "cache", flag_value=False, default=True, help="Measure anew, and keep nothing of it.")
 iterations_option = click.option(
     "--iterations",
     "-n",

@@ -18,7 +18,6 @@ from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.runtime.partition import decided, partition, problem_of_part
-from tilewright.schedule.cache import Record
 from tilewright.schedule.key import text_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.recall import Recall, repeat, user_cache
@@ -82,8 +81,7 @@ def compile(
     budget_s: float = DEFAULT_BUDGET_S,
     quantize: Quantization | None = None,
     excess_precision: bool = False,
-    cache: bool = True,
-    hints: Sequence[Record] = (),
+    cache: bool | Recall = True,
     within_s: float | None = None,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
@@ -103,9 +101,8 @@ def compile(
         excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
             them again: the result is not the program's to the last bit, but nearer to the real numbers'.
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
-            the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are verified again, not timed.
-        hints: records from elsewhere (`tilewright tune --export`): of these circumstances, they are as good as the cache's; of
-            others, the kernel named is timed with the rest.
+            the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are verified again, not timed. A `Recall`
+            for this device says what else is known, and where decisions are kept.
         within_s: seconds that choosing may take by the clock, building and checking included; once they are over, problems
             left take the first verified choice. The budget is then shared out of what is left of them.
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem.
@@ -128,8 +125,7 @@ def compile(
         visit("source", source)
     trace = Trace()
     graph = optimise(source, trace, visit, excess_precision=excess_precision)
-    known = user_cache() if cache else None
-    recall = Recall(target, known, excess_precision=excess_precision, hints=hints) if cache or hints else None
+    recall = Recall(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
     executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, within_s))
     return replace(executable, layers=tuple(layers))
 

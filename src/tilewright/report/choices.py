@@ -19,7 +19,7 @@ def chosen_of(decision: Decision, target: Target | None = None) -> Choice:
     """The candidate that does a product; with a target, what the cost model expects of it there."""
     kernel = decision.kernel
     expected = _predicted(decision, kernel.candidate, kernel.schedule, target)
-    return Choice(kernel.candidate, str(kernel.schedule), decision.time_us, expected)
+    return Choice(kernel.candidate, str(kernel.schedule), decision.time_us, expected, decision.recalled)
 
 
 def refusals_of(decision: Decision, target: Target | None = None) -> list[Refusal]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 from collections.abc import Callable, Generator
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 
 PIPE_WIDTH = 160
 NARROWEST = 32  # nothing readable fits in less: a narrower terminal wraps the lines
@@ -33,17 +35,31 @@ def console() -> Console:
     return out
 
 
+class _Left(ProgressColumn):
+    """What is left of a time."""
+
+    def __init__(self, within_s: float) -> None:
+        super().__init__()
+        self._within_s = within_s
+
+    def render(self, task: Task) -> Text:
+        seconds = max(0, math.ceil(self._within_s - (task.elapsed or 0.0)))
+        return Text(f"{seconds // 60}:{seconds % 60:02d} left", style="progress.remaining")
+
+
 @contextlib.contextmanager
-def progress(what: str) -> Generator[Callable[[int, int, str], None] | None]:
+def progress(what: str, within_s: float | None = None) -> Generator[Callable[[int, int, str], None] | None]:
     """A progress bar on standard error while something long runs; None when that is not a terminal.
 
-    The function given takes how many are done, how many there are, and what comes next.
+    The function given takes how many are done, how many there are, and what comes next. The bar shows what is left of
+    `within_s`, if given, else how long it has been.
     """
     if not sys.stderr.isatty():
         yield None
         return
     label = Column(width=LABEL_WIDTH, no_wrap=True, overflow="ellipsis")
-    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TimeElapsedColumn())
+    clock = TimeElapsedColumn() if within_s is None else _Left(within_s)
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), clock)
     bar = Progress(
         *columns,
         TextColumn("{task.fields[next]}", table_column=label, markup=False),

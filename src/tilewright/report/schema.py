@@ -186,12 +186,13 @@ class Verify(msgspec.Struct, frozen=True):
 
 
 class Choice(msgspec.Struct, frozen=True):
-    """A candidate with its settings and, if it was timed, its time."""
+    """A candidate with its settings and, if it was timed, its time; `recalled` if that was earlier, and read back."""
 
     candidate: str
     schedule: str
     time_us: float | None
     predicted_us: float | None = None
+    recalled: bool = False
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -291,6 +292,43 @@ class Devices(msgspec.Struct, frozen=True):
     """`devices --json`."""
 
     devices: list[Device]
+
+
+class Tuned(msgspec.Struct, frozen=True):
+    """One problem of `tune --json`; `how` is "measured", "read back" or "not measured", `steps` how many it stands for."""
+
+    problem: str
+    candidate: str
+    schedule: str
+    time_us: float | None
+    how: str
+    steps: int
+
+
+class Tune(msgspec.Struct, frozen=True):
+    """`tune --json`; `cache` is where decisions are kept, null if nowhere."""
+
+    program: str
+    target: str
+    seconds: float
+    budget_s: float
+    problems: list[Tuned]
+    cache: str | None
+    exported: str | None
+    imported: str | None
+
+
+class CacheInfo(msgspec.Struct, frozen=True):
+    """`cache info --json`; `path` is null where nothing can be kept, and `unusable` says why. Times are UTC."""
+
+    path: str | None
+    unusable: str | None
+    records: int
+    bytes: int
+    by_chip: dict[str, int]
+    by_version: dict[str, int]
+    oldest: str | None
+    newest: str | None
 
 
 def to_json(report: msgspec.Struct) -> str:

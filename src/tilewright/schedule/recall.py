@@ -51,13 +51,17 @@ class Recall:
     def __init__(
         self, target: Target, cache: Cache | None, *, excess_precision: bool = False, hints: Iterable[Record] = ()
     ) -> None:
-        """`hints` are records from elsewhere, of any machine; the first one of a problem counts."""
+        """`hints` are records from elsewhere, of any machine; the first one of a problem counts.
+
+        `settled` then holds the record of each decision that was measured or read back, by digest of its problem.
+        """
         self._target, self._cache = target, cache
         self._circumstances = circumstances(target, excess_precision=excess_precision)
         self._hints: dict[str, Record] = {}
         for record in hints:
             self._hints.setdefault(record.key.problem, record)
         self._digests: dict[AnyProblem, str] = {}
+        self.settled: dict[str, Record] = {}
 
     def known(self, problem: AnyProblem, budget_s: float) -> bool:
         """Whether a record may save the search of a problem."""
@@ -76,6 +80,7 @@ class Recall:
             decision = replace(decision, time_us=record.time_us, rejected=losers, measured=True, recalled=True)
             if foreign and self._cache is not None:
                 self._cache.put(record)
+            self.settled[record.key.problem] = record
             return decision
         return None
 
@@ -94,16 +99,15 @@ class Recall:
 
     def keep(self, decision: Decision, budget_s: float) -> None:
         """Record what a search of `budget_s` decided, if it measured."""
-        if self._cache is not None and decision.measured and decision.time_us is not None:
-            self._cache.put(self.record(decision, budget_s))
-
-    def record(self, decision: Decision, budget_s: float) -> Record:
-        """A measured decision as it is kept."""
+        if not decision.measured or decision.time_us is None:
+            return
         losers = tuple(Loser(r.candidate[:LONGEST], r.why[:LONGEST], r.time_us) for r in decision.rejected)
         kernel = decision.kernel
-        assert decision.time_us is not None
         key, knobs = self._key(decision.problem, budget_s), kernel.schedule.knobs
-        return Record(key, str(decision.problem), kernel.candidate, knobs, decision.time_us, losers, time.time())
+        record = Record(key, str(decision.problem), kernel.candidate, knobs, decision.time_us, losers, time.time())
+        self.settled[key.problem] = record
+        if self._cache is not None:
+            self._cache.put(record)
 
     def _key(self, problem: AnyProblem, budget_s: float) -> Key:
         if problem not in self._digests:

@@ -1,0 +1,112 @@
+"""`tune`, and `cache info|clear`: decisions that are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from tilewright._cli_compile import Compiling, compile_options, compile_program, load_program
+from tilewright._cli_options import Command, common_options, file_options
+
+TUNE_BUDGET_S = 60.0
+_PATH = click.Path(path_type=Path)
+
+
+@click.command(cls=Command, short_help="Choose a program's kernels with more time, and keep the choices.")
+@file_options
+@click.option("--export", "exported", type=_PATH, metavar="F", help="Write the choices as a file, to be taken elsewhere.")
+@click.option("--import", "imported", type=_PATH, metavar="F", help="Try first what such a file says.")
+@common_options
+@compile_options
+def tune(
+    file: Path,
+    batch: int | None,
+    input_dims: Mapping[str, Sequence[int]],
+    how: Compiling,
+    exported: Path | None,
+    imported: Path | None,
+    as_json: bool,
+) -> None:
+    """Choose a program's kernels with more time than other verbs take (60 seconds by the clock unless --budget says), and keep
+    the choices: every verb and `tilewright.compile` then read them back, on this machine and with these libraries.
+
+    Each choice is kept as soon as it is made: an interruption costs the one under way.
+    """
+    from tilewright.hardware.detect import detect
+    from tilewright.report.tuning import describe_tuning
+    from tilewright.schedule.exchange import read_records, write_records
+    from tilewright.schedule.recall import Recall, user_cache
+
+    hints = () if imported is None else read_records(imported)
+    graph = load_program(file, batch, input_dims)
+    cache = user_cache() if how.cache else None
+    recall = Recall(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints)
+    budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
+    started = time.monotonic()
+    try:
+        program, _ = compile_program(graph, replace(how, budget=budget_s, within_s=budget_s, recall=recall))
+    except KeyboardInterrupt:
+        where = cache.file if cache is not None else None
+        kept = f"{len(recall.settled)} choices are kept" if where is not None else "nothing is kept"
+        click.echo(f"interrupted after {time.monotonic() - started:.0f} s: {kept}", err=True)
+        raise
+    seconds = time.monotonic() - started
+    if exported is not None:
+        write_records(exported, program.target.name, list(recall.settled.values()))
+    names = [None if path is None else str(path) for path in (exported, imported)]
+    report = describe_tuning(program, str(file), seconds, budget_s, cache, *names)
+    if as_json:
+        _print_json(report)
+        return
+    from tilewright.report.console import console
+    from tilewright.report.tuning import print_tuning
+
+    print_tuning(console(), report)
+
+
+@click.group(short_help="Say what choices are kept, or forget them.")
+def cache() -> None:
+    """What was measured and decided before, and is read back: say what there is, or forget it."""
+
+
+@cache.command(cls=Command)
+@common_options
+def info(as_json: bool) -> None:
+    """Say where choices are kept, how many, of which chips and versions, and since when."""
+    from tilewright.report.tuning import describe_cache
+    from tilewright.schedule.recall import user_cache
+
+    report = describe_cache(user_cache())
+    if as_json:
+        _print_json(report)
+        return
+    from tilewright.report.console import console
+    from tilewright.report.tuning import print_cache
+
+    print_cache(console(), report)
+
+
+@cache.command(cls=Command)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(yes: bool) -> None:
+    """Forget every choice. Machine code stays: it is found by its content."""
+    from tilewright.schedule.recall import user_cache
+
+    if not yes:
+        click.confirm("Forget every choice that was measured?", abort=True)
+    found = user_cache()
+    count = 0 if found is None else found.clear()
+    click.echo(f"forgot {count:,} {'choice' if count == 1 else 'choices'}")
+
+
+def _print_json(report: object) -> None:
+    import msgspec
+
+    from tilewright.report.schema import to_json
+
+    assert isinstance(report, msgspec.Struct)
+    click.echo(to_json(report))

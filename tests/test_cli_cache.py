@@ -1,0 +1,147 @@
+"""`tune`, and `cache info|clear`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from cli_programs import invoke, write
+from tilewright import compiler
+from tilewright.ir.notation import parse
+from tilewright.schedule import recall
+from tilewright.schedule.cache import Cache
+from tilewright.schedule.exchange import Exported, read_records
+
+LINE = "f32[4,32] @ f32[32,16] + bias"
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    cache = Cache(tmp_path / "cache")
+    for module in (compiler, recall):
+        monkeypatch.setattr(module, "user_cache", lambda: cache)
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> str:
+    return write(tmp_path, parse(LINE))
+
+
+def tune(program, *options):
+    result = invoke("tune", program, "--budget", "0.1", "--json", *options)
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_tune_keeps_what_every_verb_reads_back(kept, program, tmp_path):
+    first = tune(program)
+    assert [p["how"] for p in first["problems"]] == ["measured"] and first["cache"] == str(kept.file)
+    assert first["problems"][0]["problem"].startswith("f32[4,32] @ f32[32,16]") and first["problems"][0]["steps"] == 1
+    second = tune(program)
+    assert [p["how"] for p in second["problems"]] == ["read back"]
+    assert [p["time_us"] for p in first["problems"]] == [p["time_us"] for p in second["problems"]]
+    explained = json.loads(invoke("explain", program, "--budget", "0.1", "--json").stdout)
+    assert explained["products"][0]["chosen"]["recalled"] is True
+    assert "read back" in " ".join(invoke("explain", program, "--budget", "0.1").stdout.split())
+    assert [p["how"] for p in tune(program, "--no-cache")["problems"]] == ["measured"]
+    text = " ".join(invoke("tune", program, "--budget", "0.1").stdout.split())
+    assert "1 problem in" in text and "1 read back" in text and "Kept in" in text
+
+
+def test_without_time_nothing_is_kept(kept, program):
+    assert [p["how"] for p in tune(program, "--budget", "0")["problems"]] == ["not measured"]
+    assert kept.records() == []
+
+
+def test_what_is_exported_is_taken_where_it_was_made(kept, program, tmp_path):
+    file = tmp_path / "choices.json"
+    made = tune(program, "--export", file)
+    assert made["exported"] == str(file)
+    assert list(read_records(file)) == kept.records()
+    kept.clear()
+    assert [p["how"] for p in tune(program, "--import", file)["problems"]] == ["read back"]
+    assert list(read_records(file)) == kept.records()
+    kept.clear()
+    elsewhere = [msgspec.structs.replace(r, key=msgspec.structs.replace(r.key, chip="other")) for r in read_records(file)]
+    file.write_bytes(msgspec.json.encode(Exported(1, "elsewhere", tuple(elsewhere))))
+    assert [p["how"] for p in tune(program, "--import", file)["problems"]] == ["measured"]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"tilewright_records": 2, "machine": "", "records": []}',
+        b'{"tilewright_records": 1, "machine": "", "records": [{"candidate": 3}]}',
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_refused(kept, program, tmp_path, content):
+    file = tmp_path / "bad.json"
+    file.write_bytes(content)
+    result = invoke("tune", program, "--import", file)
+    assert result.exit_code == 2 and "bad.json" in result.output and "tune --export" in result.output
+
+
+def test_files_that_cannot_be_read_or_written_are_named(kept, program, tmp_path):
+    result = invoke("tune", program, "--import", tmp_path / "none.json")
+    assert result.exit_code == 2 and "No such file" in result.output and "none.json" in result.output
+    result = invoke("tune", program, "--budget", "0", "--export", tmp_path / "no" / "x.json")
+    assert result.exit_code == 2 and "cannot be written" in result.output
+
+
+def test_cache_info_counts_and_clear_forgets(kept, program):
+    tune(program)
+    (made,) = kept.records()
+    found = json.loads(invoke("cache", "info", "--json").stdout)
+    assert found["records"] == 1 and found["bytes"] > 0 and found["path"] == str(kept.file) and found["unusable"] is None
+    assert found["by_chip"] == {made.key.chip: 1} and found["by_version"] == {made.key.tilewright: 1}
+    assert found["oldest"] == found["newest"] and found["oldest"].endswith("+00:00")
+    assert str(made.key.chip) in invoke("cache", "info").stdout
+    assert invoke("cache", "clear").exit_code == 1 and len(kept.records()) == 1  # nobody said yes
+    assert invoke("cache", "clear", "--yes").stdout == "forgot 1 choice\n" and kept.records() == []
+    assert json.loads(invoke("cache", "info", "--json").stdout)["oldest"] is None
+
+
+def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    nowhere = Cache(tmp_path / "file" / "x")
+    for module in (compiler, recall):
+        monkeypatch.setattr(module, "user_cache", lambda: nowhere)
+    assert tune(program)["cache"] is None
+    assert "Not a directory" in invoke("cache", "info").stdout
+
+
+def test_an_interruption_keeps_what_was_decided(tmp_path):
+    lines = (f"f32[{n},64] @ f32[64,64]" for n in range(100, 140))
+    from tilewright.ir.graph import Graph
+
+    graphs = [parse(line) for line in lines]
+    inputs = tuple(i for g in graphs for i in g.inputs)
+    outputs = tuple(o for g in graphs for o in g.outputs)
+    unique = tuple(dict.fromkeys(inputs))
+    program = write(tmp_path, Graph("many", unique, outputs, tuple(f"y{i}" for i in range(len(outputs)))))
+    env = {**os.environ, "TILEWRIGHT_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-m", "tilewright", "tune", program, "--budget", "50"]
+    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    cache = Cache(tmp_path / "cache")
+    while len(cache.records()) < 2:
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130 and "choices are kept" in said, said
+    assert 2 <= len(cache.records()) < 40
+    assert f"{len(cache.records())} choices are kept" in said
