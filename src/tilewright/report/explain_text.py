@@ -82,7 +82,10 @@ def headline(p: Product) -> str:
     said = [f"{p.chosen.candidate}: {how(p.chosen, p.measured)}"]
     if p.limit_us:
         bound = "memory" if p.memory_bound else "arithmetic"
-        part = f", {p.limit_us / p.chosen.time_us:.0%} of it reached" if p.chosen.time_us else ""
+        reached = p.limit_us / p.chosen.time_us if p.chosen.time_us else 0.0
+        part = f", {reached:.0%} of it reached" if reached else ""
+        if reached > 1.1:
+            part += ", so that ceiling was measured too low" if not p.memory_bound else ", from a cache"
         said.append(f"the limit of this machine's {bound} is {us(p.limit_us)} µs{part}")
     return "; ".join(said)
 
