@@ -115,7 +115,8 @@ def how(chosen: Choice, measured: bool) -> str:
     expected = _expected(chosen.predicted_us, chosen.time_us)
     if not measured or chosen.time_us is None:
         return f"the first in order of preference that agrees with the reference; nothing was timed{expected}"
-    return f"{us(chosen.time_us)} µs{expected}, the fastest that agrees with the reference{', measured earlier and read back' if chosen.recalled else ''}"
+    when = ", measured earlier and read back" if chosen.recalled else ""
+    return f"{us(chosen.time_us)} µs{expected}, the fastest that agrees with the reference{when}"
 
 
 def refusals(rejected: Sequence[Refusal], best_us: float | None = None) -> list[str]:
