@@ -101,7 +101,7 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
             made.cache_clear()
         return msgspec.structs.asdict(circumstances(target, excess_precision=excess))
 
-    target, excess = replace(cpu(), kind="cuda"), False
+    target, excess, real = replace(cpu(), kind="cuda"), False, key_module._version
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     before = fields()
     changed = {}
@@ -125,8 +125,8 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
         "toolkit": lambda m: m.setattr(torch.version, "cuda", "14.0"),
         "torch": lambda m: m.setattr(torch, "__version__", "9.9"),
         "built": lambda m: m.setattr(torch.__config__, "show", lambda: "other"),
-        "llvmlite": lambda m: m.setattr(key_module.metadata, "version", lambda name: "9.9"),
-        "version": lambda m: m.setattr(key_module, "__version__", "9.9"),
+        "llvmlite": lambda m: m.setattr(key_module, "_version", lambda p: p * (p == "llvmlite") or real(p)),
+        "version": lambda m: m.setattr(key_module, "_version", lambda p: p * (p == "tilewright") or real(p)),
         "code": lambda m: m.setattr(key_module, "CHOOSING", ("candidates",)),
         "precision": lambda m: m.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
     }.items():
@@ -312,13 +312,13 @@ def test_a_folder_that_cannot_be_is_done_without_and_said_once(tmp_path, kept, c
 def test_a_network_file_system_is_done_without(tmp_path, kept, capfd, monkeypatch):
     mounts = tmp_path / "mountinfo"
     mounts.write_text(
-        f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {tmp_path}/home rw shared:1 - nfs4 server:/home rw\n"
-        f"3 2 8:2 / {tmp_path}/home/local\\040disk rw - xfs /dev/sdb rw\nodd\n"
+        f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {tmp_path}/net rw shared:1 - nfs4 server:/net rw\n"
+        f"3 2 8:2 / {tmp_path}/net/local\\040disk rw - xfs /dev/sdb rw\nodd\n"
     )
     monkeypatch.setattr(cache_module, "MOUNTS", mounts)
-    assert file_system(tmp_path) == "ext4" and file_system(tmp_path / "home" / "x") == "nfs4"
-    assert file_system(tmp_path / "home" / "local disk" / "x") == "xfs"
-    unusable(Cache(tmp_path / "home" / "cache"), capfd, "network file system (nfs4)")
+    assert file_system(tmp_path) == "ext4" and file_system(tmp_path / "net" / "x") == "nfs4"
+    assert file_system(tmp_path / "net" / "local disk" / "x") == "xfs"
+    unusable(Cache(tmp_path / "net" / "cache"), capfd, "network file system (nfs4)")
     monkeypatch.setattr(cache_module, "MOUNTS", tmp_path / "none")
     assert file_system(tmp_path) == "" and Cache(tmp_path / "here").put(record("0"))
 

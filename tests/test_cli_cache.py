@@ -15,7 +15,11 @@ import pytest
 
 from cli_programs import invoke, write
 from tilewright import compiler
+from tilewright.dtype import F32
+from tilewright.ir.build import input_
+from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
 from tilewright.schedule import recall
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.exchange import Exported, read_records
@@ -125,14 +129,10 @@ def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
 
 
 def test_an_interruption_keeps_what_was_decided(tmp_path):
-    lines = (f"f32[{n},64] @ f32[64,64]" for n in range(100, 140))
-    from tilewright.ir.graph import Graph
-
-    graphs = [parse(line) for line in lines]
-    inputs = tuple(i for g in graphs for i in g.inputs)
-    outputs = tuple(o for g in graphs for o in g.outputs)
-    unique = tuple(dict.fromkeys(inputs))
-    program = write(tmp_path, Graph("many", unique, outputs, tuple(f"y{i}" for i in range(len(outputs)))))
+    w = input_("w", F32, (64, 64))
+    inputs = [input_(f"x{n}", F32, (n, 64)) for n in range(100, 140)]
+    names = tuple(f"y{n}" for n in range(100, 140))
+    program = write(tmp_path, Graph("many", (w, *inputs), tuple(gemm(x, w) for x in inputs), names))
     env = {**os.environ, "TILEWRIGHT_CACHE": str(tmp_path / "cache")}
     command = [sys.executable, "-m", "tilewright", "tune", program, "--budget", "50"]
     process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from tilewright import __version__
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, Node, attributes, substitute, toposort
 from tilewright.ir.literal import tensor_bytes
@@ -93,15 +92,18 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
 def _libraries() -> str:
     """Versions of what compiles kernels or is a candidate; torch's build names those it contains, and what it found to use."""
     found = [f"python {platform.python_version()}", f"torch {torch.__version__}"]
-    for name in ("llvmlite", "triton"):
-        try:
-            found.append(f"{name} {metadata.version(name)}")
-        except metadata.PackageNotFoundError:
-            continue
+    found += [f"{name} {_version(name)}" for name in ("llvmlite", "triton")]
     built = torch.__config__.show()
     contained = re.search(r"MKL-DNN (v\S+)", built)
     found += [f"oneDNN {contained[1]}"] if contained else []
     return ", ".join([*found, f"build {hashlib.sha256(built.encode()).hexdigest()[:12]}"])
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
 
 
 @cache
@@ -111,7 +113,7 @@ def _own() -> str:
     for file in sorted(f for folder in CHOOSING for f in (PACKAGE / folder).rglob("*.py")):
         digest.update(f"{file.relative_to(PACKAGE)}\0".encode())
         digest.update(file.read_bytes())
-    return f"{__version__} {digest.hexdigest()[:12]}"
+    return f"{_version('tilewright')} {digest.hexdigest()[:12]}"
 
 
 @cache
