@@ -1,7 +1,8 @@
 """What this machine has been seen to reach: the rate of each matrix unit and of memory, measured once and kept.
 
-The rates are those of the best library matmul on a large square, and of the best read and copy of a buffer past the last
-cache. A kernel better than the library may exceed them; reports then show a fraction above 1.
+The rate of a unit is that of its instruction in a loop that touches nothing but registers, where code is generated for the
+machine: a candidate's module offers such loops as `LOOPS`. Else it is that of the best library matmul on a large square, which
+a kernel may exceed; reports then show a fraction above 1. Memory is read and copied past the last cache.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -19,12 +20,27 @@ import msgspec
 import platformdirs
 import torch
 
+from tilewright.discovery import modules
 from tilewright.hardware.target import Target
 
 ROUNDS = 7
+VERSION = 2  # of how ceilings are measured
 
 
 Rate = Annotated[float, msgspec.Meta(gt=0)]
+
+
+@dataclass(frozen=True)
+class Loops:
+    """What a candidate can measure that a library cannot.
+
+    Attributes:
+        peaks: by operand type, what measures 1e9 operations a second of the unit alone.
+        read: what measures 1e9 bytes a second of reading memory, by all threads.
+    """
+
+    peaks: Mapping[str, Callable[[], float]]
+    read: Callable[[], float]
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -55,7 +71,7 @@ def with_ceilings(target: Target, *, remeasure: bool = False) -> Target:
 
     A folder that cannot be written costs the memory of it, not the measurement.
     """
-    key = f"{target.name}|{target.chip.name}|{target.cores}|{torch.get_num_threads()}|torch {torch.__version__}"
+    key = f"{VERSION}|{target.name}|{target.chip.name}|{target.cores}|{torch.get_num_threads()}|torch {torch.__version__}"
     record = None if remeasure else _load(key, target.kind)
     if record is None:
         record = _measure(target, key)
@@ -94,12 +110,14 @@ def _measure(target: Target, key: str) -> Record:
         except (RuntimeError, NotImplementedError):  # no such kernel on this device
             continue
         peaks[name] = 2 * size**3 / seconds / 1e9
+    loops = [found for m in modules("tilewright.candidates") if hasattr(m, "LOOPS") and (found := m.LOOPS(target)) is not None]
+    peaks |= {name: measure() for each in loops for name, measure in each.peaks.items()}
     x = torch.rand((1 << 32 if large else 1 << 29) // 4, device=device)  # well past the last cache
     y = torch.empty_like(x)
     reads = (lambda: torch.sum(x), lambda: torch.amax(x), lambda: torch.dot(x, x))
     read = max(x.nbytes / _best_seconds(f, device) / 1e9 for f in reads)
     copy = 2 * x.nbytes / _best_seconds(lambda: y.copy_(x), device) / 1e9
-    return Record(key, peaks, max(read, copy), copy)
+    return Record(key, peaks, max(read, copy, *(each.read() for each in loops)), copy)
 
 
 def _products(device: str, size: int, large: bool) -> dict[str, Callable[[], Callable[[], object]]]:

@@ -81,7 +81,7 @@ def _llvm_features() -> list[str]:
         found = llvm.get_host_cpu_features()
     except RuntimeError:  # not on this system
         return []
-    return [FROM_LLVM.get(name, name) for name, present in found.items() if present]
+    return [FROM_LLVM.get(str(name), str(name)) for name, present in found.items() if present]
 
 
 def _permitted(features: frozenset[str]) -> frozenset[str]:

@@ -125,7 +125,7 @@ class Target:
 
     def peak_for(self, dtype: DType) -> float:
         """Measured rate for operands of `dtype` in 1e9 ops/s, or of the nearest wider unit's; 0 while unmeasured."""
-        for name in (dtype.name, *_WIDER_UNIT.get(dtype.name, ())):
+        for name in (dtype.name, *widened(dtype.name)):
             if name in self.peak_gops:
                 return self.peak_gops[name]
         return 0.0
@@ -156,3 +156,8 @@ _WIDER_UNIT = {
     "s64": ("f64", "f32"),
     "u64": ("f64", "f32"),
 }
+
+
+def widened(operand: str) -> tuple[str, ...]:
+    """Types whose unit does the work of another's where a chip has none for it, the narrowest first."""
+    return _WIDER_UNIT.get(operand, ())

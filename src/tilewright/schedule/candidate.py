@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
@@ -18,7 +18,11 @@ from tilewright.hardware.target import Target
 from tilewright.schedule.problem import ProblemKind
 from tilewright.schedule.schedule import Schedule
 
+if TYPE_CHECKING:
+    from tilewright.schedule.cost import Work
+
 LAST_RESORT = 90
+LIBRARIES = range(10, 40)  # preferences of those that multiply with a unit of the operands' own type
 
 Runner = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -77,6 +81,15 @@ class Candidate(Protocol):
 
     def build(self, problem: Any, schedule: Schedule, target: Target) -> Kernel:
         """A kernel for one point."""
+        ...
+
+
+@runtime_checkable
+class Accountable(Protocol):
+    """A candidate that can say what a schedule makes the machine do, so that it can be ranked without being built."""
+
+    def work(self, problem: Any, schedule: Schedule, target: Target) -> Work | None:
+        """The work of one point, None if it cannot be told."""
         ...
 
 

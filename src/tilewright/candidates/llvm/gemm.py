@@ -10,12 +10,13 @@ import torch
 
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
-from tilewright.candidates.llvm._blocking import blocks_for
-from tilewright.candidates.llvm._dots import choose
+from tilewright.candidates.llvm._dots import Dot, choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
 from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of, unread
 from tilewright.candidates.llvm._scratch import maker
+from tilewright.candidates.llvm._space import Points, Product
 from tilewright.candidates.llvm._vector import check
+from tilewright.candidates.llvm._work import ranked, work
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
@@ -23,6 +24,7 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -91,28 +93,13 @@ class LlvmGemm:
         plan = _plan(problem, target)
         assert isinstance(plan, Plan)
         dot = plan.choice.dot
-        blocks = blocks_for(
-            dot,
-            target,
-            batch=plan.batch,
-            rows=plan.rows,
-            columns=problem.N,
-            depth=problem.K,
-            constant=plan.constant,
-            in_place=plan.in_place,
-        )
-        nr = blocks.nv * dot.lanes
-        schedule = Schedule.of(
-            instruction=dot.instruction,
-            mr=blocks.mr,
-            nr=nr,
-            kc=blocks.kc,
-            mc=blocks.mc * blocks.mr,
-            nc=blocks.nc * nr,
-            pack_lhs=blocks.pack_lhs,
-            private=blocks.private,
-        )
-        return (schedule,)
+        return (_schedule(dot, blocks) for blocks in ranked(Product.of(problem, plan), target))
+
+    def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Plan)
+        dot = plan.choice.dot
+        return work(Product.of(problem, plan), Points.of(_blocks(schedule, dot), dot), target)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         nest, plan = nest_of(problem, schedule, target)
@@ -127,13 +114,31 @@ class LlvmGemm:
         )
 
 
+def _schedule(dot: Dot, blocks: Blocks) -> Schedule:
+    nr = blocks.nv * dot.lanes
+    return Schedule.of(
+        instruction=dot.instruction,
+        mr=blocks.mr,
+        nr=nr,
+        kc=blocks.kc,
+        mc=blocks.mc * blocks.mr,
+        nc=blocks.nc * nr,
+        pack_lhs=blocks.pack_lhs,
+        private=blocks.private,
+    )
+
+
+def _blocks(schedule: Schedule, dot: Dot) -> Blocks:
+    knobs = dict(schedule.knobs)
+    mr, nr, kc, mc, nc = (int(knobs[k]) for k in ("mr", "nr", "kc", "mc", "nc"))
+    return Blocks(mr, nr // dot.lanes, kc, mc // mr, nc // nr, bool(knobs["pack_lhs"]), bool(knobs["private"]))
+
+
 def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest, Plan]:
     """The loop nest that a schedule stands for."""
     plan = _plan(problem, target)
     assert isinstance(plan, Plan)
-    knobs, lanes = dict(schedule.knobs), plan.choice.dot.lanes
-    mr, nr, kc, mc, nc = (int(knobs[k]) for k in ("mr", "nr", "kc", "mc", "nc"))
-    blocks = Blocks(mr, nr // lanes, kc, mc // mr, nc // nr, bool(knobs["pack_lhs"]), bool(knobs["private"]))
+    blocks = _blocks(schedule, plan.choice.dot)
     sources = len(problem.types) + 2
     nest = Nest(
         plan.batch,

@@ -1,0 +1,127 @@
+"""What this processor can do at most: each dot instruction on registers alone, and reading memory, at a number of threads."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm import _tiles as tiles
+from tilewright.candidates.llvm._dots import DOTS, Dot
+from tilewright.candidates.llvm._text import Function, Module, vec
+from tilewright.hardware.ceilings import Loops
+from tilewright.hardware.target import Chip, Target
+
+STEPS = 200_000
+LEAST_S, ROUNDS = 1.0, 9  # new threads find cores of their own in that time
+READ_BYTES = 1 << 29
+LANES = 16  # of 32 bits, in the reading loop
+
+
+def loops(target: Target) -> Loops | None:
+    """What to measure on a target, by operand type; None where no code is generated for it."""
+    if engine.refusal(target, lambda: None) is not None:
+        return None
+    threads = torch.get_num_threads()
+    return Loops(
+        {name: lambda dot=dot: peak_gops(dot, threads) for name, dot in dots(target.chip).items()},
+        lambda: read_gbps(threads),
+    )
+
+
+def dots(chip: Chip) -> dict[str, Dot]:
+    """A chip's instructions, the best for each type they multiply."""
+    found = [d for unit in chip.units for d in DOTS.get(unit.instruction, ())]
+    return {{"u8": "s8"}.get(d.lhs.name, d.lhs.name): d for d in reversed(found)}
+
+
+def _entry(module: Module, worker: str) -> None:
+    """python(memory, threads): `worker(memory)` on every thread."""
+    f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+    memory = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", "%args", 8)))
+    threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8), 8)))
+    count = f.v(f"trunc i64 {threads} to i32")
+    f.intrinsic("GOMP_parallel", "void", ("ptr", f"@{worker}"), ("ptr", memory), ("i32", count), ("i32", "0"))
+    module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+    f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+    f.finish("ptr @_Py_NoneStruct")
+
+
+def peak_gops(dot: Dot, threads: int) -> float:
+    """1e9 operations a second of one instruction that never waits: as many accumulators as the registers hold."""
+    if dot.tile > 1:
+        return _tile_gops(dot, threads)
+    module = Module()
+    f = Function(module, "worker", [("ptr", "d")])
+    x, y = f.load(dot.operand, "%d"), f.load(dot.operand, f.at("%d", 64))
+    accumulators = dot.registers * 3 // 4
+    with f.loop(0, STEPS, 1, [(dot.accumulator, "zeroinitializer")] * accumulators) as loop:
+        loop.next = [dot.emit(f, acc, x, y) for acc in loop.carried]
+    me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+    out = f.at("%d", f.add(4096, f.mul(me, 4096)))
+    for i, acc in enumerate(loop.carried):
+        f.store(dot.accumulator, acc, f.at(out, 64 * i))
+    f.finish()
+    _entry(module, "worker")
+    memory = torch.zeros(4096 * (threads + 2), dtype=torch.uint8)
+    run = engine.function(module.text(*engine.host()))
+    ops = 2 * dot.lanes * dot.k * accumulators * STEPS * threads
+    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+
+
+def _tile_gops(dot: Dot, threads: int) -> float:
+    """The same of an instruction on tiles, two by two."""
+    module = Module()
+    f = Function(module, "worker", [("ptr", "d")])
+    tiles.configure(f, dot, 2 * dot.tile)
+    for i in range(4):
+        number, place = ("i8 immarg", str(tiles.LEFT + i)), ("ptr", f.at("%d", 1024 * i))
+        f.intrinsic("llvm.x86.tileloadd64", "void", number, place, ("i64", str(tiles.ROW_BYTES)))
+    with f.loop(0, STEPS):
+        for i in range(2):
+            for j in range(2):
+                dot.emit(f, str(2 * i + j), str(tiles.LEFT + i), str(tiles.RIGHT + j))
+    tiles.release(f)
+    f.finish()
+    _entry(module, "worker")
+    run = engine.function(module.text(*engine.host()))
+    ops = 2 * dot.lanes * dot.k * dot.tile * dot.tile * 4 * STEPS * threads
+    memory = torch.randint(0, 256, (4096,), dtype=torch.uint8)
+    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+
+
+def read_gbps(threads: int) -> float:
+    """1e9 bytes a second of memory past the last cache, read once by all threads together."""
+    module = Module()
+    f = Function(module, "worker", [("ptr", "d")])
+    t, share = vec(LANES, "i32"), READ_BYTES // threads // 4096 * 4096
+    me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+    start = f.at("%d", f.add(4096, f.mul(me, share)))
+    with f.loop(0, share, 1024, [(t, "zeroinitializer")] * 16) as loop:
+        at = f.at(start, loop.index)
+        loop.next = [f.v(f"add {t} {acc}, {f.load(t, f.at(at, 64 * i))}") for i, acc in enumerate(loop.carried)]
+    total = loop.carried[0]
+    for other in loop.carried[1:]:
+        total = f.v(f"xor {t} {total}, {other}")
+    f.store(t, total, f.at("%d", f.mul(me, 64)))
+    f.finish()
+    _entry(module, "worker")
+    memory = torch.ones(READ_BYTES + 8192, dtype=torch.uint8)
+    run = engine.function(module.text(*engine.host()))
+    return share * threads / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+
+
+def _best(run: Callable[[], object]) -> float:
+    """The least seconds of a call, over long enough that new threads have found cores of their own."""
+    times: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < LEAST_S or len(times) < ROUNDS:
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+LOOPS = loops

@@ -1,0 +1,136 @@
+"""What a schedule is expected to take: the work that a candidate says it makes the machine do, and the machine's rates.
+
+A kernel is a sequence of phases with a meeting of all threads between them. A phase takes what its slowest resource takes (the
+roofline, by level of memory; Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785), and a part of what the
+others take that does not hide behind it. Quantities may be NumPy arrays, one element a schedule: thousands are ranked at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from tilewright.dtype import DType
+from tilewright.hardware.target import Target, widened
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Acc, Param
+from tilewright.schedule.candidate import LIBRARIES, Accountable, Candidate
+from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.schedule import Schedule
+
+Quantity = Any  # a float, or an array of them
+
+LAUNCH_US = {"cpu": 3.0, "cuda": 4.0}  # of a kernel from Python: the call and, on a CPU, waking the threads
+MEETING_US = {"cpu": 6.0, "cuda": 2.0}
+CLOCK_GHZ = 3.0  # where nothing was measured and the chip names none
+MEMORY_GBPS = {"cpu": 20.0, "cuda": 1000.0}  # likewise
+NEAR_BYTES_PER_CYCLE = {"L1d": 64.0, "L2": 32.0, "L3": 12.0}  # likewise, of one core
+REACHED = {"cpu": 0.85, "cuda": 0.75}  # of a unit's rate, by a good library on a product that fills the machine
+TILE = {"cpu": (16, 64), "cuda": (128, 128)}  # of its result that a core or SM works on at a time
+EXPOSED = 0.13  # of what hides behind the slowest resource, the part that does not
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is done between two meetings of all threads.
+
+    Attributes:
+        cycles: of the core or SM with most to do, while its matrix unit is at work, fills its pipeline or waits for itself.
+        vector: cycles of its other instructions: epilogue, conversion, packing, calls, taking tasks.
+        reads: bytes that core brings from each level of memory; from "memory" the bytes of all cores together.
+    """
+
+    cycles: Quantity = 0.0
+    vector: Quantity = 0.0
+    reads: Mapping[str, Quantity] = field(default_factory=dict[str, Quantity])
+
+
+@dataclass(frozen=True)
+class Work:
+    """What a call of a kernel makes the machine do.
+
+    Attributes:
+        phases: one after the other.
+        launches: kernels started one after the other.
+        meetings: times that all threads wait for each other.
+    """
+
+    phases: tuple[Phase, ...]
+    launches: Quantity = 1.0
+    meetings: Quantity = 0.0
+
+
+def clock_ghz(target: Target) -> float:
+    """What the target runs at under load: by its measured peak, else by its description."""
+    for unit in target.chip.units:
+        peak = target.peak_gops.get(unit.operand, 0.0)
+        if peak:
+            return peak / (unit.ops_per_cycle * target.cores)
+    return target.chip.mhz / 1e3 or CLOCK_GHZ
+
+
+def predict_us(work: Work, target: Target) -> Quantity:
+    """Microseconds of a call, for one schedule or for each of an array."""
+    ghz = clock_ghz(target)
+    total = work.launches * LAUNCH_US[target.kind] + work.meetings * MEETING_US[target.kind]
+    for phase in work.phases:
+        compute = (phase.cycles + phase.vector) / (ghz * 1e3)
+        memory = sum((_read_us(n, b, target, ghz) for n, b in phase.reads.items()), 0.0)
+        longer = (compute + memory + abs(compute - memory)) / 2
+        total = total + longer + EXPOSED * (compute + memory - longer)
+    return total
+
+
+def _read_us(level: str, size: Quantity, target: Target, ghz: float) -> Quantity:
+    """Microseconds of reading bytes from a level: from memory all cores together, from a cache one core."""
+    known = target.chip.level(level)
+    if level == "memory":
+        rate = target.read_gbps or (known.gbps if known else 0.0) or MEMORY_GBPS[target.kind]
+    elif known and known.gbps:
+        rate = known.gbps
+    else:
+        rate = (known.bytes_per_cycle if known and known.bytes_per_cycle else NEAR_BYTES_PER_CYCLE.get(level, 32.0)) * ghz
+    return size / (rate * 1e3)
+
+
+def predict(candidate: Candidate, problem: AnyProblem, schedule: Schedule, target: Target) -> float | None:
+    """Microseconds that a candidate is expected to take by its own account of its work, or a library by `library_work`.
+
+    None where nothing is known: for the reference, for candidates that give no account, for attentions and regions.
+    """
+    if isinstance(candidate, Accountable):
+        work = candidate.work(problem, schedule, target)
+    else:
+        work = library_work(problem, target) if candidate.preference in LIBRARIES else None
+    return None if work is None else float(np.max(predict_us(work, target)))
+
+
+def library_work(problem: AnyProblem, target: Target) -> Work | None:
+    """What a library may be expected to do with a gemm: one kernel of large tiles at a stated part of the unit's rate, every
+    source read and every result written once; the rest of the epilogue in a pass of its own. None for other problems."""
+    if not isinstance(problem, Problem):
+        return None
+    operand = _multiplied(problem.lhs.dtype, problem.rhs.dtype, target)
+    unit = next((u for u in target.chip.units if u.operand == operand), None)
+    if unit is None or not target.cores:
+        return None
+    rows, columns = TILE[target.kind]
+    tiles = problem.batch * -(-problem.M // rows) * -(-problem.N // columns)
+    waves = -(-tiles // target.cores)
+    tile = 2 * min(rows, problem.M) * min(columns, problem.N) * problem.K
+    cycles = waves * tile / (unit.ops_per_cycle * REACHED[target.kind])
+    steps = sum(not isinstance(n.op, (Acc, Param)) for n in toposort(problem.op.stores))
+    between = problem.acc.size_bytes if steps else 0
+    plain = Phase(cycles, 0.0, {"memory": float(problem.bytes - sum(t.size_bytes for t in problem.outputs) + between)})
+    after = Phase(0.0, 0.0, {"memory": float(between + sum(t.size_bytes for t in problem.outputs))})
+    return Work((plain, after), launches=1.0 + steps)
+
+
+def _multiplied(lhs: DType, rhs: DType, target: Target) -> str:
+    """The type whose unit multiplies these operands: their own, or the narrowest that holds both."""
+    own = {u.operand for u in target.chip.units}
+    wanted = lhs.name if lhs.bits >= rhs.bits else rhs.name
+    return next((n for n in (wanted, *widened(wanted)) if n in own), "f32")
