@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 from tilewright.candidates.llvm._access import Access
@@ -103,6 +104,11 @@ class AttentionWriter(Writer):
     def __init__(self, heads: Heads):
         super().__init__(heads.output)
         self.heads = heads
+
+    @cached_property
+    def direct(self) -> bool:
+        """Its micro-kernels fill tiles, which the softmax and the stores read."""
+        return False
 
     def _rhs(self, f: Function) -> str:
         return self._scratch(f, self.heads.values_at)
