@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from contenders import CONTENDERS, Case
-from limits import dots, peak_gops
 from rounds import Process, compete, ratio
+from tilewright.candidates.llvm.limits import dots, peak_gops
+from tilewright.hardware.detect import detect
 
 HEADLINES = (
     Case("s8", 1024, 1024, 1024, batch=16),
@@ -82,7 +83,8 @@ def main(
     processes = [Process("contenders", name, threads) for name in names] if left else []
     if left:
         known = held.get("ceilings", {})
-        held["ceilings"] = {name: max(peak_gops(dot, threads), known.get(name, 0.0)) for name, dot in dots().items()}
+        units = dots(detect("cpu").chip)
+        held["ceilings"] = {name: max(peak_gops(dot, threads), known.get(name, 0.0)) for name, dot in units.items()}
     for i, case in enumerate(left):
         times, refused = compete(
             processes, case, rounds=3 if quick else rounds, warm_s=0.01 if quick else 0.03, timed_s=0.02 if quick else 0.06,

@@ -20,7 +20,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Gather, LayerNorm, Quantize, gemm
 from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
-from tilewright.schedule import search
+from tilewright.schedule import bench, search
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.schedule import Schedule
@@ -97,7 +97,7 @@ class Wrong:
 def install_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the wrong kernel competes where there is a product, and nobody examines it."""
     monkeypatch.setattr(search, "discover", lambda: [Wrong(), reference.CANDIDATE])
-    monkeypatch.setattr(search, "examine", lambda *given: None)
+    monkeypatch.setattr(bench, "examine", lambda *given, **more: None)
 
 
 def write(folder: Path, graph: Graph) -> str:

@@ -132,8 +132,8 @@ def _device(out: Console, d: Device) -> None:
     out.print(made)
     line(
         out,
-        "ops/cycle is of one core by the chip's description; Gop/s is what all reached: the instruction alone, or where no code is "
-        "generated the best library matmul.",
+        "ops/cycle is of one core by the chip's description; Gop/s is what all reached: the instruction alone, or where no "
+        "code is generated the best library matmul.",
         style="dim",
     )
     for note in d.notes:

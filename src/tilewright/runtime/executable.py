@@ -166,8 +166,8 @@ class Executable:
     def drop_weights(self) -> int:
         """Let go of the weights that are packed: the program runs on, with one copy of them instead of two.
 
-        Weights that came from a file are read again when something asks for the source's values (`verify`); those of a module in
-        memory are then missing, and the memory is free once the module is, too.
+        Weights that came from a file are read again when something asks for the source's values (`verify`); those of a module
+        in memory are then missing, and the memory is free once the module is, too.
 
         Returns:
             int: bytes that this program no longer holds.

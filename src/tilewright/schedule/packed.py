@@ -28,4 +28,4 @@ def packed_once(sources: Sequence[torch.Tensor], form: Hashable, pack: Callable[
 
 
 def _bits(t: torch.Tensor) -> bytes:
-    return hashlib.sha256(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy()).digest()
+    return hashlib.sha256(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()

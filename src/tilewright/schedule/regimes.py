@@ -110,8 +110,8 @@ def regimes(
     """The table from `first` to `last` rows.
 
     All families race at the powers of two between them and at both ends. Of the families that pack the weight one is kept, or
-    two if the second makes some number of rows 5 % faster. A family goes on serving while nobody is 5 % faster; where neighbours
-    are served by different ones, the crossover is found by bisection. Packings that depend on the rows take no part.
+    two if the second makes some number of rows 5 % faster. A family goes on serving while nobody is 5 % faster; where
+    neighbours are served by different ones, the crossover is found by bisection. Packings that depend on the rows take no part.
 
     Args:
         posed_at: the problem for a number of rows, and its weights by source index.
