@@ -1,15 +1,18 @@
 """The judge of kernels: what it must accept, what it must reject, and how it times."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tilewright import compiler
+from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule import measure
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.guard import far_apart, guarded, spoil
-from tilewright.schedule.measure import examine, time_interleaved
+from tilewright.schedule.measure import Cold, examine, last_cache_bytes, time_interleaved
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 
@@ -529,3 +532,33 @@ def test_medians_and_the_budget(monkeypatch):
     endless = clock.run(0.0)
     time_interleaved([endless], "cpu", budget_s=1.0)
     assert endless.calls == 201
+
+
+def test_weights_are_put_out_of_the_caches_before_each_timed_call():
+    happened = []
+    time_interleaved(
+        [lambda: happened.append("run")], "cpu", budget_s=0.0, min_rounds=2, before=lambda: happened.append("cold")
+    )
+    assert happened == ["cold", "run"] * 3
+    target = replace(detect("cpu"), caches_bytes={"L1d": 1 << 15, "L2": 1 << 20, "L3": 1 << 25})
+    assert last_cache_bytes(target) == 1 << 25
+    given = torch.ones(3, 5, dtype=torch.bfloat16).t()
+    cold = Cold(target, [given, torch.ones(4)], [False, True])
+    cold()
+    assert cold._other.nbytes == 2 << 25
+
+
+def test_a_program_larger_than_the_caches_is_measured_with_cold_weights(monkeypatch):
+    asked = []
+
+    def search(*given, **named):
+        asked.append(named.get("cold", False))
+        return real(*given, **(named | {"budget_s": 0}))
+
+    real = compiler.search
+    monkeypatch.setattr(compiler, "search", search)
+    for size, cold in ((1 << 20, True), (1 << 40, False)):
+        monkeypatch.setattr(compiler, "last_cache_bytes", lambda target, size=size: size)
+        asked.clear()
+        compiler.compile(torch.nn.Linear(600, 600), example_inputs=(torch.ones(2, 600),), budget_s=0.1, cache=False)
+        assert set(asked) == {cold}

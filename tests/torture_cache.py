@@ -34,6 +34,7 @@ KEY = Key(
     tilewright="0.1.0 abc",
     numerics="ieee",
     alignment_bytes=64,
+    cold=False,
     budget="long",
     problem="0",
 )

@@ -13,15 +13,18 @@ from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
+from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.runtime.partition import decided, partition, problem_of_part
 from tilewright.schedule.key import text_of
+from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.recall import Recall, repeat, user_cache
 from tilewright.schedule.search import Decision, search
+from tilewright.schedule.worker import begin
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
 # in any order and give the same graph.
@@ -116,6 +119,8 @@ def compile(
         UnsupportedError: it holds control flow or types no graph can express.
     """
     target = detect(device)
+    if budget_s > 0:
+        begin()
     dims = {name: tuple(shape) for name, shape in (input_dims or {}).items()}
     source, layers = load(program, LoadOptions(dims, batch, example_inputs)), ()
     if quantize is not None:
@@ -146,9 +151,14 @@ class _decider:  # noqa: N801 - a function with memory
         recall: Recall | None = None,
         within_s: float | None = None,
     ) -> None:
-        problems = {problem_of_part(p)[0] for p in partition(graph) if decided(p)}
+        parts = [p for p in partition(graph) if decided(p)]
+        problems = {problem_of_part(p)[0] for p in parts}
+        weights = {n for p in parts for n in p.inputs if n.constant}
+        self._cold = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType)) > last_cache_bytes(target)
         self._target = target
         self._recall = recall
+        if recall is not None:
+            recall.of_program(cold=self._cold)
         self._progress = progress
         self._total = len(problems)
         self._known: dict[AnyProblem, Decision] = {}
@@ -185,7 +195,7 @@ class _decider:  # noqa: N801 - a function with memory
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         recall = self._recall
         if recall is None:
-            return search(problem, self._target, budget_s=self._share(), weights=weights)
+            return search(problem, self._target, budget_s=self._share(), weights=weights, cold=self._cold)
         found = recall.find(problem, weights, self._accepted_s)
         if found is not None:
             return found
@@ -197,7 +207,7 @@ class _decider:  # noqa: N801 - a function with memory
             if found is not None:
                 return found
             competing = recall.candidates(problem)
-            decision = search(problem, self._target, budget_s=share, candidates=competing, weights=weights)
+            decision = search(problem, self._target, budget_s=share, candidates=competing, weights=weights, cold=self._cold)
             recall.keep(decision, share)
         return decision
 

@@ -13,7 +13,7 @@ from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
-from tilewright.schedule.measure import examine, time_interleaved
+from tilewright.schedule.measure import Cold, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
@@ -53,6 +53,7 @@ class Bench:
         weights: Mapping[int, torch.Tensor],
         *,
         watched: bool = False,
+        cold: bool = False,
         counts: Sequence[int] = (),
         pulse: Callable[[], None] = lambda: None,
         at: Callable[[int], None] = lambda key: None,
@@ -63,6 +64,7 @@ class Bench:
             problem, target: what, and where.
             weights: values of constant sources to measure with instead of random ones, by source index.
             watched: see `measure.examine`.
+            cold: weights come from memory when kernels are timed, not from a cache.
             counts: of threads, to examine kernels with; as many as there are by default.
             pulse: called now and then while a kernel is examined or timed.
             at: told the key of what is timed next.
@@ -74,6 +76,8 @@ class Bench:
         self._sources = [drawn[i] if i in drawn else given[i] for i in range(len(problem.types))]
         self._guarded = list(drawn.values())
         self._constants = {i: t for i, t in enumerate(self._sources) if problem.weights[i]}
+        cold = cold and any(problem.weights)
+        self._before: Callable[[], None] = Cold(target, self._sources, problem.weights) if cold else _nothing
         self._expected: dict[float, Expected] = {}
         self._kernels: dict[int, tuple[Candidate, Kernel]] = {}
         self._runners: dict[int, Runner] = {}
@@ -140,7 +144,7 @@ class Bench:
             self._at(keys[i])
 
         runs = [lambda r=self._runners[k]: r(self._sources) for k in keys]
-        return time_interleaved(runs, self._target.device, budget_s=budget_s, at=at)
+        return time_interleaved(runs, self._target.device, budget_s=budget_s, at=at, before=self._before)
 
     def close(self) -> None:
         """Nothing more is asked of it."""
@@ -150,6 +154,10 @@ class Bench:
         kernel = candidate.build(self._problem, schedule, self._target)
         self._kernels[key] = candidate, kernel
         self._runners[key] = kernel.prepare(self._constants)
+
+
+def _nothing() -> None:
+    pass
 
 
 def failure(what: str, error: Exception) -> str:

@@ -65,6 +65,7 @@ class Key(msgspec.Struct, frozen=True):
         tilewright: version, and a digest of the code that makes and chooses kernels.
         numerics: what may be rounded how.
         alignment_bytes: of the sources that were timed.
+        cold: weights came from memory, as those of a program larger than the caches.
         budget: class of time that a search had.
         problem: digest of its text.
     """
@@ -79,6 +80,7 @@ class Key(msgspec.Struct, frozen=True):
     tilewright: str
     numerics: str
     alignment_bytes: int
+    cold: bool
     budget: str
     problem: str
 

@@ -69,7 +69,7 @@ def digest_of(problem: AnyProblem) -> str:
 
 
 def circumstances(target: Target, *, excess_precision: bool) -> Key:
-    """All of a key but the problem and the class of budget."""
+    """All of a key but what a program adds: where its weights come from, the class of budget, the problem."""
     caches = " ".join(f"{name}={size}" for name, size in sorted(target.caches_bytes.items()))
     features = hashlib.sha256(" ".join(sorted(target.features)).encode()).hexdigest()[:12]
     return Key(
@@ -83,6 +83,7 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
         tilewright=_own(),
         numerics=f"excess_precision={excess_precision} {_numerics()}",
         alignment_bytes=ALIGNMENT_BYTES[target.kind],
+        cold=False,
         budget="",
         problem="",
     )

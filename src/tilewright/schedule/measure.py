@@ -12,6 +12,7 @@ from contextlib import nullcontext
 
 import torch
 
+from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.expected import Expected, check
 from tilewright.schedule.guard import Watch, far_apart, guarded, intact, otherwise_laid_out, spoil, threads
@@ -19,6 +20,7 @@ from tilewright.schedule.problem import AnyProblem
 
 HOPELESS = 8
 SHORT_S = 0.01
+LAST_CACHE_BYTES = 8 << 20  # where the machine reports less, or nothing
 REPEATS = 3
 
 
@@ -125,6 +127,27 @@ def _bits(t: torch.Tensor) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize]
 
 
+class Cold:
+    """Puts weights out of the caches, as the other layers of a large program do, and leaves what a call is given in them.
+
+    One copy of the weights serves: reading as much again as the last cache holds twice displaces it.
+    """
+
+    def __init__(self, target: Target, sources: Sequence[torch.Tensor], weights: Sequence[bool]) -> None:
+        self._given = [t for t, weight in zip(sources, weights, strict=True) if not weight]
+        self._other = torch.ones(2 * last_cache_bytes(target) // 4, dtype=torch.int32, device=target.device)
+
+    def __call__(self) -> None:
+        self._other.sum()
+        for t in self._given:
+            t.reshape(-1).view(torch.uint8).sum()
+
+
+def last_cache_bytes(target: Target) -> int:
+    """Of the largest cache of the target."""
+    return max([LAST_CACHE_BYTES, *(size for name, size in target.caches_bytes.items() if name.startswith("L"))])
+
+
 def synchronize(device: str) -> None:
     """Wait for the device's work; nothing on a CPU."""
     if device != "cpu":
@@ -139,15 +162,18 @@ def time_interleaved(
     min_rounds: int = 3,
     max_rounds: int = 200,
     at: Callable[[int], None] = lambda i: None,
+    before: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Median time of each run in µs, in rounds that take each in turn, within a budget for all together.
 
     A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or two,
-    if short: one alone may have met an interruption). `at` is told which run comes next.
+    if short: one alone may have met an interruption). `at` is told which run comes next; `before` is called before each,
+    untimed.
     """
 
     def once(i: int) -> float:
         at(i)
+        before()
         return _once(runs[i], device)
 
     first = [once(i) for i in range(len(runs))]

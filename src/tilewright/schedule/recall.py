@@ -49,7 +49,12 @@ class Recall:
     """What is known of problems on one target, and where decisions are kept."""
 
     def __init__(
-        self, target: Target, cache: Cache | None, *, excess_precision: bool = False, hints: Iterable[Record] = ()
+        self,
+        target: Target,
+        cache: Cache | None,
+        *,
+        excess_precision: bool = False,
+        hints: Iterable[Record] = (),
     ) -> None:
         """`hints` are records from elsewhere, of any machine; the first one of a problem counts.
 
@@ -62,6 +67,10 @@ class Recall:
             self._hints.setdefault(record.key.problem, record)
         self._digests: dict[AnyProblem, str] = {}
         self.settled: dict[str, Record] = {}
+
+    def of_program(self, *, cold: bool) -> None:
+        """From now on problems are those of a program whose weights come from memory (`cold`), or are found in a cache."""
+        self._circumstances = msgspec.structs.replace(self._circumstances, cold=cold)
 
     def known(self, problem: AnyProblem, budget_s: float) -> bool:
         """Whether a record may save the search of a problem."""

@@ -98,6 +98,7 @@ def search(
     candidates: Sequence[Candidate] | None = None,
     weights: Mapping[int, torch.Tensor] | None = None,
     depth: int = DEPTH,
+    cold: bool = False,
 ) -> Decision:
     """The fastest kernel that agrees with the reference.
 
@@ -109,6 +110,8 @@ def search(
         weights: values of constant sources to measure with instead of random ones, by source index.
         depth: how many points of each candidate's space compete from the start (one if there is no budget). What is left of the
             budget then goes to one more point at a time, of the fastest candidates, until none is better any more.
+        cold: weights are read from memory when kernels are timed, as those of a program are that no cache holds; else they are
+            where the last call left them.
 
     With a budget, kernels are built, verified and timed in another process (`worker.py`): one that crashes or hangs is
     killed, refused, and not tried again. Here the winner alone is built once more, from the object code that is kept; it is not
@@ -123,20 +126,29 @@ def search(
     competing = list(candidates) if candidates is not None else discover()
     if budget_s > 0:
         try:
-            return _Search(problem, target, budget_s, weights or {}, apart=True).run(competing, depth)
+            return _Search(problem, target, budget_s, weights or {}, apart=True, cold=cold).run(competing, depth)
         except UnavailableError as why:
             say(str(why))
-    return _Search(problem, target, budget_s, weights or {}, apart=False).run(competing, depth if budget_s > 0 else 1)
+    return _Search(problem, target, budget_s, weights or {}, apart=False, cold=cold).run(
+        competing, depth if budget_s > 0 else 1
+    )
 
 
 class _Search:
     """One search: what was found so far."""
 
     def __init__(
-        self, problem: AnyProblem, target: Target, budget_s: float, weights: Mapping[int, torch.Tensor], *, apart: bool
+        self,
+        problem: AnyProblem,
+        target: Target,
+        budget_s: float,
+        weights: Mapping[int, torch.Tensor],
+        *,
+        apart: bool,
+        cold: bool,
     ) -> None:
         self._problem, self._target, self._budget_s, self._weights, self._apart = problem, target, budget_s, weights, apart
-        self._ends = time.perf_counter() + budget_s
+        self._ends, self._cold = time.perf_counter() + budget_s, cold
         self._rejected: list[Rejected] = []
         self._trials: list[_Trial] = []
         self._keys = itertools.count()
@@ -160,8 +172,9 @@ class _Search:
         return self._decision(self._kernel(winner), winner.us if self._budget_s > 0 else None)
 
     def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
-        apart = hosted(self._problem, self._target, self._weights, [s.candidate for s in spaces]) if self._apart else None
-        return apart or Bench(self._problem, self._target, self._weights)
+        given = self._problem, self._target, self._weights
+        apart = hosted(*given, [s.candidate for s in spaces], cold=self._cold) if self._apart else None
+        return apart or Bench(*given, cold=self._cold)
 
     def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial:
         """The winner among all spaces."""

@@ -58,13 +58,13 @@ def begin() -> None:
 
 
 def hosted(
-    problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], candidates: Sequence[Candidate]
+    problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], candidates: Sequence[Candidate], *, cold: bool
 ) -> HostedBench | None:
     """A bench in a worker; None if there can be none, or a candidate could not be found there."""
     if any(address(c) is None for c in candidates):
         return None
     try:
-        return HostedBench(problem, target, weights)
+        return HostedBench(problem, target, weights, cold=cold)
     except UnavailableError as why:
         say(str(why))
         return None
@@ -77,7 +77,7 @@ class HostedBench:
         lost: sentences on those that passed and then did not come back when they were timed, by key.
     """
 
-    def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], *, cold: bool = False) -> None:
         """Waits until no other thread's bench is open: two would disturb each other's times.
 
         Raises:
@@ -90,7 +90,7 @@ class HostedBench:
         self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]})
         self._nursery.lock.acquire()
         try:
-            self._opening = _pickled(("open", problem, target, _settings(), self._weights.places))
+            self._opening = _pickled(("open", problem, target, _settings() | {"cold": cold}, self._weights.places))
             self._open()
         except (OSError, RecursionError, pickle.PicklingError, TypeError, AttributeError, DiedError) as error:
             self.close()
@@ -261,7 +261,9 @@ class _Host:
                 weights[i] = memory[at : at + size].view(dtype).view(shape)
         most = settings["threads"]
         counts = (most, 1 + most // 2, most) if most > 1 else ()
-        self._bench = Bench(problem, target, weights, watched=True, counts=counts, pulse=self._pulse, at=self._at)
+        self._bench = Bench(
+            problem, target, weights, watched=True, cold=settings["cold"], counts=counts, pulse=self._pulse, at=self._at
+        )
 
     def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, str | None, float]:
         assert self._bench is not None
