@@ -64,7 +64,7 @@ def check(target, lhs, rhs, shape, *, batch=1, along=False, constant=False, most
     problem = problem_of(node)
     problem = Problem(problem.op, problem.types, (False, constant))
     assert gemm.CANDIDATE.refuse(problem, target) is None
-    (schedule,) = gemm.CANDIDATE.schedules(problem, target)
+    schedule = next(iter(gemm.CANDIDATE.schedules(problem, target)))
     assert choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, target.chip).dot.tile > 1
     run = gemm.CANDIDATE.build(problem, schedule, target).prepare({1: b} if constant else {})
     wanted = a.double() @ (b.mT if along else b).double()
@@ -110,7 +110,7 @@ def test_what_is_filled_up_takes_no_part(target, value):
     """An infinity in the last row and at the end of K reaches its own row and column, and nothing else."""
     (node,) = parse("bf16[17,33] @ bf16[33,18]").outputs
     problem = problem_of(node)
-    (schedule,) = gemm.CANDIDATE.schedules(problem, target)
+    schedule = next(iter(gemm.CANDIDATE.schedules(problem, target)))
     run = gemm.CANDIDATE.build(problem, schedule, target).prepare({})
     a, b = torch.ones(17, 33, dtype=torch.bfloat16), torch.ones(33, 18, dtype=torch.bfloat16)
     a[16, 32] = b[32, 17] = value

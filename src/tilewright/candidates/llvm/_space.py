@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilewright.candidates.llvm._dots import Dot
-from tilewright.candidates.llvm._nest import Blocks, rounded
+from tilewright.candidates.llvm._nest import CACHE_LINE, Blocks, rounded
 from tilewright.candidates.llvm._run import ONE_THREAD_OPS, Plan
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
@@ -166,7 +166,8 @@ def legal(points: Points, product: Product, target: Target) -> Flags:
     sums = (passes == 1) | (p.mc * p.nc * p.mr * nr * 4 <= l2)
     near = (p.nc == 1) | (p.nc * nr * np.minimum(p.kc, groups) * dot.lane_bytes <= l2)
     read = p.pack_lhs | product.in_place
-    return fits & inside & steps & sums & near & read & ~(p.private & product.constant)
+    aligned = (nr * 4 % CACHE_LINE == 0) | (nr & (nr - 1) == 0)  # rows of a tile are read as one vector each
+    return fits & inside & steps & sums & near & read & aligned & ~(p.private & product.constant)
 
 
 def space(product: Product, target: Target) -> Points:
