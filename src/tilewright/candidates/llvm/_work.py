@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tilewright.candidates.llvm._dots import DOTS
 from tilewright.candidates.llvm._nest import Blocks
 from tilewright.candidates.llvm._space import L2_BYTES, Points, Product, space
 from tilewright.dtype import F32
@@ -119,7 +120,7 @@ def work(product: Product, points: Points, target: Target, r: Rates = RATES) -> 
 def _tile(n: Product, p: Points, c: _Counts, target: Target, r: Rates) -> tuple[Quantity, Quantity, Quantity]:
     """Cycles of a tile: of its instructions in a pass, of what is beside them there, of its epilogue."""
     dot = n.dot
-    unit = next(u for u in target.chip.units if u.instruction == dot.instruction)
+    unit = next(u for u in target.chip.units if dot in DOTS.get(u.instruction, ()))
     issue = 2 * dot.lanes * dot.k * dot.tile * dot.steps / unit.ops_per_cycle  # cycles of an instruction
     spread = r.spread if dot.lhs is F32 else r.loaded
     loads = p.mr * spread / (dot.tile * dot.steps) + p.nv * r.wide * dot.vector_bytes / 64

@@ -8,6 +8,7 @@ for itself. No sum is ever split between threads, so results do not depend on ho
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tilewright.candidates.llvm import _tiles as tiles
@@ -79,7 +80,7 @@ class Writer(Micro):
         type_ = vec(lanes, "float" if n.dot.acc is F32 else "i32")
         with f.loop(0, "%rows") as loop:
             row = f.add("%row", loop.index)
-            acc = f.load(type_, f.at("%tile", f.mul(loop.index, lanes * 4)), 64)
+            acc = f.load(type_, f.at("%tile", f.mul(loop.index, lanes * 4)), math.gcd(lanes * 4, CACHE_LINE))
             acc = self._corrected(f, lanes, acc, row)
             vectors.store(row, vectors.row(row, self._accumulated(vectors, acc)), target)
         f.finish()
