@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm._access import Access, of_operand
 from tilewright.candidates.llvm._text import Function, Module, vec
 from tilewright.candidates.llvm._vector import Columns, Vectors, check
+from tilewright.ir.access import Access, of_operand
 from tilewright.ir.axes import axes_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param

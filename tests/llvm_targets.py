@@ -7,11 +7,11 @@ import sys
 from llvm_map import begin, end
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm import gemm, w4
-from tilewright.candidates.llvm._access import Unsupported, of_operand
 from tilewright.candidates.llvm._vector import KNOWN, Columns, Vectors, check
 from tilewright.candidates.llvm._write import Writer
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
+from tilewright.ir.access import Unsupported, of_operand
 from tilewright.ir.build import reshape, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse

@@ -14,11 +14,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._casts import size_bytes
 from tilewright.candidates.llvm._engine import assembly
 from tilewright.candidates.llvm._nest import Nest
 from tilewright.candidates.llvm._write import Writer
+from tilewright.ir.access import Access
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 

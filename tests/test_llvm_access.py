@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from llvm_map import run_expression
-from tilewright.candidates.llvm._access import Place, Unsupported, of_operand, of_store
 from tilewright.dtype import F32, S8, S32
+from tilewright.ir.access import Place, Unsupported, of_operand, of_store
 from tilewright.ir.build import broadcast, convert, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from llvm_map import run_expression
-from tilewright.candidates.llvm._access import Unsupported
 from tilewright.candidates.llvm._casts import FP8
 from tilewright.candidates.llvm._vector import KNOWN, check
 from tilewright.dtype import BF16, F16, F32, F64, S4, S8, S16, S32, U4, U8, U16, U32, DType
+from tilewright.ir.access import Unsupported
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Dequantize, Map, Param, Quantize

@@ -74,7 +74,7 @@ def times(monkeypatch):
     def give(*values):
         asked = []
 
-        def timed(runs, device, *, budget_s, at):
+        def timed(runs, device, *, budget_s, at, before=None):
             assert len(runs) == len(values)
             asked.append((device, budget_s))
             for run in runs:

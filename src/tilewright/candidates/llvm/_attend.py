@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._casts import Casts, element
 from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._nest import Nest, rounded
@@ -21,6 +20,7 @@ from tilewright.candidates.llvm._text import Function, Int, Module, vec
 from tilewright.candidates.llvm._vector import Columns, Vectors
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, PRED, DType
+from tilewright.ir.access import Access
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 

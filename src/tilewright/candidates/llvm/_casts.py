@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.candidates.llvm._access import Unsupported
 from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._text import Function, f32, suffix, vec
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED, S4, S8, U4, U8, DType
+from tilewright.ir.access import Unsupported
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const, Quantize
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._dots import Choice, Dot
+from tilewright.ir.access import Access
 
 CACHE_LINE = 64
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._casts import element
 from tilewright.candidates.llvm._nest import CACHE_LINE, Nest, rounded
 from tilewright.candidates.llvm._text import Function, Int, Module, vec
 from tilewright.candidates.llvm._vector import Columns, Vectors
+from tilewright.ir.access import Access
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tilewright.candidates.llvm._access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
 from tilewright.candidates.llvm._casts import element
 from tilewright.candidates.llvm._vector import FUNCTIONS, VIEWS, check_node
 from tilewright.candidates.llvm._written import apart, written_out
 from tilewright.dtype import PRED
+from tilewright.ir.access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of, reshaped
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewright.candidates.llvm._access import Access, Unsupported, of_operand
 from tilewright.candidates.llvm._call import Call, bound
 from tilewright.candidates.llvm._dots import Choice
 from tilewright.candidates.llvm._nest import Nest
 from tilewright.candidates.llvm._scratch import maker
 from tilewright.candidates.llvm._vector import check
+from tilewright.ir.access import Access, Unsupported, of_operand
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.candidates.llvm._access import Access, Place, Unsupported
 from tilewright.candidates.llvm._casts import FP8, Casts, constant, element, in_memory, size_bytes
 from tilewright.candidates.llvm._text import Function, Int, suffix, vec
 from tilewright.dtype import F32, PRED, DType
+from tilewright.ir.access import Access, Place, Unsupported
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     Acc,

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.candidates.llvm._access import Access, Unsupported, of_operand
 from tilewright.candidates.llvm._dots import DOTS, Choice
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._text import Function, Int, vec
@@ -23,6 +22,7 @@ from tilewright.candidates.llvm._vector import Columns, Vectors, check
 from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter, streamed
 from tilewright.dtype import F32, S8, S32, U8
 from tilewright.hardware.target import Chip
+from tilewright.ir.access import Access, Unsupported, of_operand
 from tilewright.ir.build import broadcast, convert, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Dequantize

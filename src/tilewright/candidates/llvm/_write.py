@@ -12,12 +12,12 @@ import math
 from dataclasses import dataclass
 
 from tilewright.candidates.llvm import _tiles as tiles
-from tilewright.candidates.llvm._access import Access
 from tilewright.candidates.llvm._micro import Micro
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._text import Function, Int, Module, vec
 from tilewright.candidates.llvm._vector import Columns, Vectors
 from tilewright.dtype import F32
+from tilewright.ir.access import Access
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewright.candidates.llvm._access import Unsupported
 from tilewright.candidates.llvm._vector import VIEWS
 from tilewright.dtype import F32
+from tilewright.ir.access import Unsupported
 from tilewright.ir.build import const, convert, map_, reshape
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import LayerNorm, Param, Reduce, Softmax

@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 
 from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
 from tilewright.candidates.llvm._attend import AttentionWriter, Heads
 from tilewright.candidates.llvm._dots import DOTS, Choice, choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
@@ -17,6 +16,7 @@ from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.candidates.llvm._vector import check
 from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.target import Chip, Target
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store
 from tilewright.ir.build import broadcast
 from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Node, toposort

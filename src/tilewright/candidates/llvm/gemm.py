@@ -9,7 +9,6 @@ from functools import lru_cache
 import torch
 
 from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm._access import Access, Unsupported, of_operand, of_store
 from tilewright.candidates.llvm._dots import Dot, choose
 from tilewright.candidates.llvm._nest import Blocks, Nest
 from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of, unread
@@ -20,6 +19,7 @@ from tilewright.candidates.llvm._work import ranked, work
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param

@@ -9,13 +9,13 @@ from functools import lru_cache
 import torch
 
 from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm._access import Unsupported
 from tilewright.candidates.llvm._dots import choose
 from tilewright.candidates.llvm._region import region_of_rows
 from tilewright.candidates.llvm._rows import Rows, RowsWriter
 from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
+from tilewright.ir.access import Unsupported
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param

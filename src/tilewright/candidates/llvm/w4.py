@@ -8,7 +8,6 @@ from functools import lru_cache
 import torch
 
 from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm._access import Unsupported, of_store
 from tilewright.candidates.llvm._dots import Choice, choose
 from tilewright.candidates.llvm._nest import Blocks
 from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of, unread
@@ -18,6 +17,7 @@ from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter
 from tilewright.candidates.llvm._w4_codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
+from tilewright.ir.access import Unsupported, of_store
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.schedule.candidate import Kernel, Runner
