@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
@@ -19,6 +20,7 @@ from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import address, from_user, is_numpy, separate, to_user
 from tilewright.runtime.partition import Part, decided, partition, problem_of_part
+from tilewright.runtime.replay import Bound, OnDevice
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import Decision
 
@@ -70,12 +72,13 @@ class Executable:
     trace: Trace
     _ready: dict[Node, Value] = field(repr=False)
     layers: tuple[Layer, ...] = ()
-    _program: list[_Bound] = field(init=False, repr=False)
+    _program: list[Bound] = field(init=False, repr=False)
     _start: list[Value] = field(init=False, repr=False)
     _inputs: list[int] = field(init=False, repr=False)
     _outputs: list[int] = field(init=False, repr=False)
     _constant_memory: frozenset[int] = field(init=False, repr=False)
     _slots: dict[Node, int] = field(init=False, repr=False)
+    _on_device: OnDevice | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         slot: dict[Node, int] = {}
@@ -91,11 +94,13 @@ class Executable:
         for i, step in enumerate(self.steps):
             last.update((slot[n], i) for n in (*step.part.inputs, *step.part.outputs))
         self._program = [
-            _Bound(
+            Bound(
+                step.name,
                 step.run,
                 [slot[n] for n in step.part.inputs],
                 [slot[n] for n in step.part.outputs],
                 [s for s, at in last.items() if at == i and s not in kept],
+                "it runs in the source's own library, on the host" if step.decision is None else None,
             )
             for i, step in enumerate(self.steps)
         ]
@@ -106,6 +111,22 @@ class Executable:
             self._start[slot[node]] = value
         self._constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
         self._slots = slot
+        self._launch()
+
+    def _launch(self) -> None:
+        """How calls reach the device, from the first call on."""
+        device, given = self.target.device, (self._program, self._start, self._inputs, self._outputs)
+        self._on_device = None if self.target.kind == "cpu" else OnDevice(device, *given)
+
+    @property
+    def launched(self) -> str | None:
+        """A sentence on how the steps are launched on a GPU: as CUDA graphs, or one by one and why; None on a CPU."""
+        return None if self._on_device is None else self._on_device.words
+
+    @property
+    def graph_bytes(self) -> int:
+        """Device memory of its CUDA graphs: every value on the way, inputs and results."""
+        return 0 if self._on_device is None else self._on_device.graph_bytes
 
     @property
     def input_types(self) -> dict[str, TensorType]:
@@ -141,21 +162,22 @@ class Executable:
         return [from_user(given[name], t, name, self.target.device) for name, t in types.items()]
 
     def run(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None = None) -> list[Value]:
-        """The results for tensors on the device. `observe` sees each step with its inputs before it runs."""
-        values = list(self._start)
-        for slot, tensor in zip(self._inputs, inputs, strict=True):
-            values[slot] = tensor
-        with torch.no_grad():
+        """The results for tensors on the device. `observe` sees each step with its inputs before it runs.
+
+        On a GPU, work is put on torch's current stream of the device, as torch's own operations are; the host does not wait.
+        """
+        with torch.no_grad(), nullcontext() if self._on_device is None else torch.cuda.device(self.target.device):
+            if self._on_device is not None and observe is None:
+                results = self._on_device(inputs)
+                if results is not None:
+                    return results
+            values = list(self._start)
+            for slot, tensor in zip(self._inputs, inputs, strict=True):
+                values[slot] = tensor
             for i, bound in enumerate(self._program):
-                sources = [values[s] for s in bound.inputs]
                 if observe is not None:
-                    observe(self.steps[i], sources)
-                results = bound.run(sources)
-                for at, slot in enumerate(bound.outputs):
-                    values[slot] = results[at]
-                del results, sources
-                for slot in bound.free:
-                    values[slot] = None
+                    observe(self.steps[i], [values[s] for s in bound.inputs])
+                bound(values)
         return [values[s] for s in self._outputs]
 
     @property
@@ -182,17 +204,8 @@ class Executable:
             for node in graph.nodes():
                 if isinstance(node.op, Const):
                     node.op.data.drop()
+        self._launch()  # graphs read what they were captured with
         return dropped
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """A step over slots: what it reads, writes, and leaves dead."""
-
-    run: Callable[[Sequence[Value]], Sequence[Value]]
-    inputs: list[int]
-    outputs: list[int]
-    free: list[int]
 
 
 def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide) -> Executable:

@@ -1,0 +1,134 @@
+"""Steps as graphs, with a recorder that stands for CUDA's: it runs the steps again into the same memory when replayed."""
+
+import pytest
+import torch
+
+from tilewright.runtime.replay import SWITCH, Bound, OnDevice, Replay
+
+
+class Recorder:
+    """Records as a CUDA graph does: a step marked `waits` spoils the graph. Memory that a step left is written again."""
+
+    def __init__(self):
+        self.capturing, self.attempts = False, 0
+
+    def __call__(self, run):
+        self.attempts += 1
+        self.capturing = True
+        try:
+            values = run()
+        finally:
+            self.capturing = False
+        kept = list(values)
+
+        def replay():
+            for into, value in zip(kept, run(), strict=True):
+                if isinstance(into, torch.Tensor) and into is not value:
+                    into.copy_(value)
+
+        return values, replay
+
+
+def waits(recorder, f):
+    """A step that cannot be captured."""
+
+    def run(values):
+        if recorder.capturing:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore of it")
+        return f(values)
+
+    return run
+
+
+# slots: 0 x, 1 y, 2 weight, 3 x @ w, 4 relu, 5 sorted, 6 sorted + y, 7 times two
+WEIGHT = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
+
+
+def chain(recorder, alone=None):
+    return [
+        Bound("product", lambda v: [v[0] @ v[1]], [0, 2], [3], []),
+        Bound("relu", lambda v: [v[0].relu()], [3], [4], [3]),
+        Bound("sort", waits(recorder, lambda v: [v[0].sort(-1).values]), [4], [5], [4], alone),
+        Bound("add", lambda v: [v[0] + v[1]], [5, 1], [6], []),
+        Bound("twice", lambda v: [v[0] * 2], [6], [7], [6]),
+    ]
+
+
+def wanted(x, y):
+    s = (x @ WEIGHT).relu().sort(-1).values
+    return [s, (s + y) * 2]
+
+
+def made(recorder, x, y, alone=None, outputs=(5, 7)):
+    return Replay(chain(recorder, alone), [None, None, WEIGHT, *[None] * 5], [(0, x), (1, y)], outputs, recorder)
+
+
+def same(got, want):
+    return len(got) == len(want) and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("alone", [None, "it is a call"])
+def test_a_step_that_cannot_be_captured_runs_between_two_graphs(alone):
+    recorder = Recorder()
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    replay = made(recorder, x, y, alone)
+    assert replay.graphs == 2
+    assert replay.alone == {2: alone or "operation not permitted when stream is capturing"}
+    assert recorder.attempts == (2 if alone else 3)
+    for _ in range(3):
+        x, y = torch.randn(3, 4), torch.randn(3, 4)
+        assert same(replay([x, y]), wanted(x, y))
+
+
+def test_results_are_the_callers_own_and_inputs_are_left_alone():
+    recorder = Recorder()
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    replay = made(recorder, x, y, outputs=(5, 7, 0))
+    before = x.clone(), y.clone()
+    first = replay([x, y])
+    kept = [t.clone() for t in first]
+    for t in first[:2]:
+        t.fill_(float("nan"))
+    a, b = torch.randn(3, 4), torch.randn(3, 4)
+    second = replay([a, b])
+    assert same(second[:2], wanted(a, b)) and second[2] is a
+    assert same(replay([x, y])[:2], kept[:2])
+    assert torch.equal(x, before[0]) and torch.equal(y, before[1])
+
+
+def test_inputs_of_any_strides_are_read():
+    recorder = Recorder()
+    x, y = torch.randn(4, 3).t(), torch.randn(6, 8)[::2, ::2]
+    replay = made(recorder, x.contiguous(), y)
+    assert same(replay([x, y]), wanted(x, y))
+
+
+def test_an_error_of_a_step_that_runs_alone_reaches_the_caller():
+    recorder = Recorder()
+
+    def fails(values):
+        raise ValueError("an index out of range")
+
+    steps = [Bound("pick", fails, [0], [1], [], "a call")]
+    with pytest.raises(ValueError, match="index out of range"):
+        Replay(steps, [None, None], [(0, torch.ones(2, 2))], [1], recorder)
+
+
+def test_memory_that_runs_out_is_no_property_of_a_step():
+    recorder = Recorder()
+
+    def fails(values):
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        Replay([Bound("big", fails, [0], [1], [])], [None, None], [(0, torch.ones(2, 2))], [1], recorder)
+
+
+def test_why_there_is_no_graph(monkeypatch):
+    steps = chain(Recorder())
+    assert OnDevice("cuda:0", steps[:1], [], [], []).words == "step by step: a CUDA graph of one step would save nothing"
+    assert OnDevice("cuda:0", steps, [], [], []).words == "step by step until the second call"
+    monkeypatch.setenv(SWITCH, "0")
+    device = OnDevice("cuda:0", steps, [], [], [])
+    assert device.words == f"step by step: {SWITCH} is 0"
+    assert device([]) is None
