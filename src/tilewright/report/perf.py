@@ -17,7 +17,7 @@ from tilewright.report.inputs import Feed
 from tilewright.report.program import Program, Step, target_name
 from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
-from tilewright.report.timing import Rounds, device_us, wall_us
+from tilewright.report.timing import Rounds, device_us
 from tilewright.report.work import candidate_of, describe, steps_per_layer, work_of
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def measure(
     """
     inputs = bind(program, feeds)
     device = program.target.device
-    whole = wall_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S))
+    whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S))
     share = Rounds.of(iterations, STEPS_S / max(len(program.steps), 1))
     times: list[float] = []
 
@@ -95,7 +95,7 @@ def measure(
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
         done_by=done_by(rows),
-        summary=done_words(rows),
+        summary=[*done_words(rows), *([f"Launched {program.launched}."] if program.launched else [])],
     )
     counted = tuple(arithmetic(step, work.ops) for step, work in zip(program.steps, works, strict=True))
     return Measured(report, tuple(whole), tuple(w.memory_bound(ceilings) for w in works), counted, ceilings)

@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
-
-from tilewright.schedule.measure import synchronize
+from tilewright.schedule.measure import busy_us, synchronize
 
 WARM_UPS = 2
 
@@ -43,23 +41,17 @@ def wall_us(run: Callable[[], object], device: str, rounds: Rounds) -> list[floa
 
 
 def device_us(run: Callable[[], object], device: str, rounds: Rounds) -> list[float]:
-    """What each run kept the device busy, in µs: by events on a GPU, where runs follow each other without waiting for the
-    host; by the clock on a CPU."""
+    """What each run kept the device busy, in µs: by events on a GPU, which never waits for the host to launch them
+    (`measure.busy_us`); by the clock on a CPU."""
     if device == "cpu":
         return wall_us(run, device, rounds)
     times: list[float] = []
-    with torch.cuda.device(device):
-        run()
-        began = time.perf_counter()
-        while _more(times, rounds, began):
-            burst = min(rounds.most - len(times), rounds.least)
-            events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(burst)]
-            for start, end in events:
-                start.record()
-                run()
-                end.record()
-            synchronize(device)
-            times += [1e3 * start.elapsed_time(end) for start, end in events]
+    host_us = min(busy_us(run, device)[1] for _ in range(WARM_UPS))
+    began = time.perf_counter()
+    while _more(times, rounds, began):
+        taken, now_us = busy_us(run, device, count=min(rounds.most - len(times), rounds.least), ahead_us=host_us)
+        host_us = min(host_us, now_us)
+        times += taken
     return times
 
 

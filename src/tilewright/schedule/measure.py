@@ -22,6 +22,9 @@ HOPELESS = 8
 SHORT_S = 0.01
 LAST_CACHE_BYTES = 8 << 20  # where the machine reports less, or nothing
 REPEATS = 3
+CYCLES_PER_US = 2000  # of a GPU's clock, at most
+SLACK = 1.5
+MOST_AHEAD_US = 20000.0
 
 
 def examine(
@@ -164,17 +167,23 @@ def time_interleaved(
     at: Callable[[int], None] = lambda i: None,
     before: Callable[[], None] = lambda: None,
 ) -> list[float]:
-    """Median time of each run in µs, in rounds that take each in turn, within a budget for all together.
+    """Median time of each run in µs, in rounds that take each in turn, within a budget for all together: by the clock on a CPU,
+    by a GPU's own events there (`busy_us`).
 
     A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or two,
     if short: one alone may have met an interruption). `at` is told which run comes next; `before` is called before each,
     untimed.
     """
+    ahead: list[float | None] = [None] * len(runs)
 
     def once(i: int) -> float:
         at(i)
-        before()
-        return _once(runs[i], device)
+        if device == "cpu":
+            before()
+            return _once(runs[i])
+        (us,), host_us = busy_us(runs[i], device, ahead_us=ahead[i] or 0.0, before=before)
+        ahead[i] = min(host_us, ahead[i] or host_us)
+        return us / 1e6
 
     first = [once(i) for i in range(len(runs))]
     times: list[list[float]] = [[] for _ in runs]
@@ -192,9 +201,37 @@ def time_interleaved(
     return [1e6 * (statistics.median(t) if t else f) for t, f in zip(times, first, strict=True)]
 
 
-def _once(f: Callable[[], object], device: str) -> float:
-    synchronize(device)
+def busy_us(
+    run: Callable[[], object],
+    device: str,
+    *,
+    count: int = 1,
+    ahead_us: float = 0.0,
+    before: Callable[[], None] = lambda: None,
+) -> tuple[list[float], float]:
+    """What each of `count` calls kept a GPU busy in µs, by its own events, and what launching one took the host.
+
+    The device idles for `ahead_us` a call first (MOST_AHEAD_US at most), so that it never waits for a host that launches more
+    slowly than it works: as in a CUDA graph. `before` is called before each, untimed.
+    """
+    with torch.cuda.device(device):
+        if ahead_us > 0:
+            ahead = min(SLACK * count * ahead_us, MOST_AHEAD_US)
+            torch.cuda._sleep(int(ahead * CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage]
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+        launched: list[float] = []
+        for start, end in events:
+            before()
+            start.record()
+            began = time.perf_counter()
+            run()
+            launched.append(1e6 * (time.perf_counter() - began))
+            end.record()
+        torch.cuda.synchronize(device)
+    return [1e3 * start.elapsed_time(end) for start, end in events], min(launched)
+
+
+def _once(f: Callable[[], object]) -> float:
     start = time.perf_counter()
     f()
-    synchronize(device)
     return time.perf_counter() - start
