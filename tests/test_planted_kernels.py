@@ -1,0 +1,85 @@
+"""Broken machine code in a whole search: every planted kernel is built and run in the worker, and none is ever timed."""
+
+import pytest
+
+from planted_kernels import MISTAKES, Broken
+from tilewright.candidates.llvm._engine import available
+from tilewright.hardware.detect import detect
+from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import discover
+from tilewright.schedule.nursery import SWITCH
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.search import search
+from tilewright.schedule.worker import HostedBench, address
+
+CPU = detect("cpu")
+WHY = {
+    "bad_tail": "elements differ",
+    "bad_index": "elements differ",
+    "missing_store": "elements differ",
+    "stale_output": "elements differ",
+    "nan_through_beta_0": "elements differ",
+    "race": ("it gave other results when it ran again", "elements differ"),
+    # What lies 4 GiB before the right place is another mapping, or none.
+    "offsets_of_32_bits": ("(only when its sources reach past 2^31 bytes)", "crashed: SIGSEGV"),
+}
+
+
+@pytest.fixture
+def planted(tmp_path):
+    """Each as a module of its own in a folder, where the worker finds them too."""
+    for name in MISTAKES:
+        (tmp_path / f"{name}.py").write_text(
+            f"from planted_kernels import Broken\nclass Planted(Broken):\n    name = {name!r}\nCANDIDATE = Planted()\n"
+        )
+    for name, offset in (("offsets_of_32_bits", "i32"), ("offsets_of_64_bits", "i64")):
+        text = f"class Planted(Strided):\n    name, offset = {name!r}, {offset!r}\nCANDIDATE = Planted()\n"
+        (tmp_path / f"{name}.py").write_text(f"from planted_kernels import Strided\n{text}")
+    found = {c.name: c for c in discover([tmp_path])}
+    return [found[name] for name in (*WHY, "sound", "offsets_of_64_bits")]
+
+
+@pytest.fixture
+def timed(monkeypatch):
+    """Names of the candidates that the worker was asked to time."""
+    seen, names, attempt, times = set(), {}, HostedBench.attempt, HostedBench.times
+
+    def attempted(self, key, candidate, schedule):
+        names[key] = candidate.name
+        return attempt(self, key, candidate, schedule)
+
+    def asked(self, keys, budget_s):
+        seen.update(names[k] for k in keys)
+        return times(self, keys, budget_s)
+
+    monkeypatch.setattr(HostedBench, "attempt", attempted)
+    monkeypatch.setattr(HostedBench, "times", asked)
+    return seen
+
+
+@pytest.mark.skipif(available() is not None, reason="no kernels are generated here")
+def test_broken_machine_code_is_refused_before_it_is_timed(planted, timed, monkeypatch):
+    """Beside each stands what it was made from, unbroken, which passes: so it is the mistake that is found."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    problem = problem_of(parse("f32[512,1100] @ f32[1100,145]").outputs[0])
+    assert all(address(c) is not None for c in planted) and {*WHY} - {"offsets_of_32_bits"} == {*MISTAKES} - {"sound"}
+    decision = search(problem, CPU, budget_s=0.05, candidates=planted)
+    whys = {r.candidate.split(" ")[0]: r for r in decision.rejected}
+    for name, why in WHY.items():
+        parts = (why,) if isinstance(why, str) else why
+        assert any(part in whys[name].why for part in parts), (name, whys[name].why)
+        assert whys[name].time_us is None
+    assert decision.kernel.candidate == "sound" and decision.measured and decision.verified
+    assert timed == {"sound", "offsets_of_64_bits"}
+
+
+def test_a_mistake_is_one_small_change():
+    """The texts differ where they should: a pattern that no longer fits the generator fails here, not silently."""
+    problem = problem_of(parse("f32[512,1100] @ f32[1100,145]").outputs[0])
+    from tilewright.candidates.llvm.gemm import module_text, nest_of
+
+    (schedule,) = Broken().schedules(problem, CPU)
+    text = module_text(nest_of(problem, schedule, CPU)[0])
+    for name, mistake in MISTAKES.items():
+        lines, before = mistake(text, problem.N).splitlines(), text.splitlines()
+        assert (len({*lines} ^ {*before}) == 0) == (name == "sound"), name
