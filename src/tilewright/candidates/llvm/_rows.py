@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from tilewright.candidates.llvm._casts import element, size_bytes
 from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
-from tilewright.candidates.llvm._region import Region, is_named
 from tilewright.candidates.llvm._text import Function, Int, Module, f32, suffix, vec
 from tilewright.candidates.llvm._vector import Columns, Lanes
 from tilewright.dtype import F32, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
+from tilewright.ir.region import Region, is_named
 
 TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
 LONG_BODY = 16  # instructions past which fewer vectors are worked out side by side, for want of registers

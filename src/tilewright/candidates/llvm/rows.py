@@ -10,15 +10,16 @@ import torch
 
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._dots import choose
-from tilewright.candidates.llvm._region import region_of_rows
 from tilewright.candidates.llvm._rows import Rows, RowsWriter
 from tilewright.candidates.llvm._scratch import give, maker, take
+from tilewright.candidates.llvm._vector import check_node
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
+from tilewright.ir.region import region_of_rows
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
@@ -34,7 +35,7 @@ def _plan(problem: RegionProblem, target: Target) -> Rows | str:
     if choice is None:
         return f"{target.chip.name} names no instruction for f32 x f32"
     try:
-        return Rows(region_of_rows(problem.roots), choice.dot.lanes, UNROLL)
+        return Rows(region_of_rows(problem.roots, check_node), choice.dot.lanes, UNROLL)
     except Unsupported as why:
         return str(why)
 

@@ -9,13 +9,10 @@ last one writes the results. What costs little is worked out again in every pass
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from tilewright.candidates.llvm._casts import element
-from tilewright.candidates.llvm._vector import FUNCTIONS, VIEWS, check_node
-from tilewright.candidates.llvm._written import apart, written_out
 from tilewright.dtype import PRED
 from tilewright.ir.access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of, reshaped
@@ -33,10 +30,13 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
+from tilewright.ir.shown import VIEWS
+from tilewright.ir.written import apart, written_out
 
 COMBINED = ("add", "mean", "maximum", "minimum")
 KEPT_COLUMNS = 1 << 16  # of rows that are kept beside: past that they would leave the second-level cache
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
+LONG = frozenset({"exponential", "exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 
 
 @dataclass(frozen=True)
@@ -181,12 +181,16 @@ def _cost(n: Node) -> int:
     if isinstance(op, (*VIEWS, Reduce)):
         return 0
     if isinstance(op, Map):
-        return 16 if op.fn in FUNCTIONS or op.fn == "exponential" else 4 if op.fn in ("divide", "sqrt", "rsqrt") else 1
+        return 16 if op.fn in LONG else 4 if op.fn in ("divide", "sqrt", "rsqrt") else 1
     return 6 if isinstance(op, Quantize) else 2 if isinstance(op, (Convert, Dequantize)) else 1
 
 
-def region_of_rows(roots: Sequence[Node]) -> Region:
+def region_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> Region:
     """The rows of a problem's expressions.
+
+    Args:
+        roots: the results.
+        check: raises `Unsupported` where the generator has no form for a node, of any operation but reductions and gathers.
 
     Raises:
         Unsupported: a sentence why they have none.
@@ -202,8 +206,9 @@ def region_of_rows(roots: Sequence[Node]) -> Region:
             _check_reduction(n)
         elif isinstance(n.op, Gather):
             _check_gather(n)
+            check(n.src[0])
         else:
-            check_node(n)
+            check(n)
     views = _Places(written, order).views
     if not any(n.tensor.elements > 1 for n in order):
         raise Unsupported("a handful of numbers")
@@ -234,7 +239,6 @@ def _check_gather(n: Node) -> None:
         index = index.src[0]
     if n.op.elementwise or not isinstance(table.op, Param) or not isinstance(index.op, Param):
         raise Unsupported("a gather of single elements, or from what is worked out here")
-    element(n.dtype)
 
 
 def _check_reduction(n: Node) -> None:

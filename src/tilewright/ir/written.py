@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewright.candidates.llvm._vector import VIEWS
 from tilewright.dtype import F32
 from tilewright.ir.access import Unsupported
 from tilewright.ir.build import const, convert, map_, reshape
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import LayerNorm, Param, Reduce, Softmax
+from tilewright.ir.shown import VIEWS
 
 
 def written_out(roots: Sequence[Node]) -> list[Node]:
