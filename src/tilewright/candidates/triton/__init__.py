@@ -1,0 +1,1 @@
+"""Kernels generated for GPUs with Triton and, where the hardware's own pipeline matters, its lower level Gluon."""

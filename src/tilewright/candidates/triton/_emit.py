@@ -1,0 +1,375 @@
+"""An expression over an access as lines of Triton: views become addresses, elementwise operations arithmetic on tiles.
+
+What varies along rows or columns alone is read and computed as a vector, and broadcast where it meets a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.candidates.triton._casts import FP8, MOST_EXACT, Casts, in_memory, in_registers
+from tilewright.candidates.triton._text import Text
+from tilewright.dtype import F32, PRED, DType
+from tilewright.ir.access import Access, Place, Term, Unsupported
+from tilewright.ir.axes import axes_of
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import (
+    Acc,
+    Broadcast,
+    Const,
+    Convert,
+    Dequantize,
+    Map,
+    Param,
+    Quantize,
+    Reshape,
+    Select,
+    Slice,
+    Transpose,
+)
+
+VIEWS = (Reshape, Transpose, Slice, Broadcast)
+BINARY = {"add": "+", "subtract": "-", "multiply": "*"}
+LOGIC = {"and": "&", "or": "|", "xor": "^", "add": "|", "multiply": "&", "maximum": "|", "minimum": "&"}
+COMPARE = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}
+PLAIN = {"ceil": "ceil", "floor": "floor", "abs": "abs", "exponential": "exp", "log": "log", "sine": "sin", "cosine": "cos",
+         "erf": "erf", "sqrt": "sqrt_rn"}  # fmt: skip
+OWN = {"clamp", "divide", "erfc", "gelu", "gelu_tanh", "is_finite", "is_inf", "is_nan", "logistic", "maximum", "minimum",
+       "negate", "relu", "round_half_even", "rsqrt", "sign", "silu", "tanh", "trunc"}  # fmt: skip
+ON_FLOATS = {*BINARY, *COMPARE, *PLAIN, *OWN}
+ON_INTEGERS = {*BINARY, *COMPARE, "and", "or", "xor", "not", "maximum", "minimum", "clamp", "relu", "negate"}
+# (tanh(x) - x) / x^3 in x^2 on |x| < 0.625: Cephes tanhf (Moshier).
+TANH = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
+SQRT_2_OVER_PI = 0.7978845608028654
+
+
+def check(roots: Sequence[Node]) -> None:
+    """Nothing if every node of an expression has a form in Triton.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    for n in toposort(roots):
+        check_node(n)
+
+
+def check_node(n: Node) -> None:
+    """Nothing if a node has a form in Triton.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    in_registers(n.dtype)
+    op = n.op
+    wide = next((t for t in (n.dtype, *(s.dtype for s in n.src)) if t.bits > 32), None)
+    if wide is not None and not isinstance(op, (*VIEWS, Param)):  # 64-bit integers are read, and made something else of
+        narrows = isinstance(op, Convert) and n.dtype.bits <= 32 and (not n.dtype.is_float or n.dtype is F32)
+        if not narrows:
+            raise Unsupported(f"{wide} has no Triton kernel")
+    if isinstance(op, Map):
+        operand = n.src[0].dtype
+        known = ON_FLOATS if operand.is_float else (*LOGIC, *COMPARE, "not") if operand is PRED else ON_INTEGERS
+        if op.fn not in known or operand.bits == 4:
+            raise Unsupported(f"{op.fn} of {operand} has no Triton form")
+    elif isinstance(op, Const):
+        if n.tensor.elements != 1:
+            raise Unsupported("a table of constants")
+    elif isinstance(op, Quantize):
+        if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
+            raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no Triton form")
+    elif isinstance(op, Dequantize):
+        most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
+        if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > most):
+            raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no Triton form")
+    elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
+        raise Unsupported(f"{op.name} has no Triton form")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Names in scope around an expression.
+
+    Attributes:
+        rows, columns: vectors of row and column numbers (32-bit), of an access's rows (batch axes and M together) and columns;
+            `x[:, None]` and `y[None, :]` of them broadcast to the tile.
+        row_mask, column_mask: vectors, where those exist; None where all do.
+        acc: the accumulator's tile; none in an operand.
+        width: how many columns there are; a store of fewer of them masks the others.
+        across: the tile stands on its side: what is called rows runs along its second axis.
+    """
+
+    rows: str
+    columns: str
+    width: int
+    row_mask: str | None = None
+    column_mask: str | None = None
+    acc: str | None = None
+    across: bool = False
+
+
+class Emitter(Casts):
+    """Writes values of expressions, and their stores, into a text.
+
+    Args:
+        text: where to.
+        tile: names in scope.
+        pointer: what the kernel calls the memory of a leaf.
+        fp8: see `Casts`.
+    """
+
+    def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], fp8: frozenset[str] = frozenset()) -> None:
+        super().__init__(text, fp8)
+        self.tile, self.pointer = tile, pointer
+
+    def value(self, access: Access) -> str:
+        """The root's value, in registers as `in_registers` says: fp8 as bytes, pred as int1."""
+        return self.values((access.root,), access)[0]
+
+    def values(self, roots: Sequence[Node], access: Access) -> list[str]:
+        """Values of several nodes of an access."""
+        done: dict[Node, str] = {}
+        for n in toposort(roots):
+            done[n] = self._node(n, access, done)
+        return [done[r] for r in roots]
+
+    def store(self, access: Access, pointer: str, value: str | None = None) -> None:
+        """The root's value (or one that is given) to where the result keeps it."""
+        root, t = access.root, self.text
+        value = self.value(access) if value is None else value
+        if root.dtype is PRED:
+            value = self.cast(value, "uint8")
+        place = access.of_result()
+        rows, columns = self._spread(access, place)
+        everywhere = [self._axis(f"{self.tile.rows} * 0", 0)] if not place.rows else []
+        everywhere += [self._axis(f"{self.tile.columns} * 0", 1)] if not place.columns else []
+        at = self._sum(rows, columns, *everywhere)
+        mask = self._mask(access, rows=True, columns=True)
+        t.do(f"{t.language}.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
+
+    # -- addresses
+
+    def own_columns(self, access: Access) -> str:
+        """Column numbers of the access's own columns."""
+        columns = self.tile.columns
+        return self.text.v(f"{columns} - {access.first}") if access.first else columns
+
+    def _spread(self, access: Access, place: Place) -> tuple[str | None, str | None]:
+        """Offsets of a place by row and by column as tiles of one column and one row, in elements, None where it has none."""
+        most = place.offset + sum((t.extent - 1) * t.stride for t in (*place.rows, *place.columns))
+        wide = most >= 1 << 31
+        rows_extent = math.prod(a.extent for a in axes_of((access.rows,)))
+        rows = self._digits(self.tile.rows, place.rows, rows_extent, wide=wide)
+        columns = self._digits(self.own_columns(access), place.columns, access.columns_extent, wide=wide)
+        if place.offset:
+            offset = str(place.offset)
+            if rows is not None or columns is None:
+                rows = self.text.v(f"{rows} + {offset}") if rows is not None else offset
+            else:
+                columns = self.text.v(f"{columns} + {offset}")
+        if rows is not None and place.rows:
+            rows = self._axis(rows, 0)
+        return rows, None if columns is None else self._axis(columns, 1)
+
+    def _axis(self, vector: str, axis: int) -> str:
+        """A vector along the rows (0) or columns (1) as a tile of one column or one row."""
+        return self.text.v(f"{self.text.v(vector)}{'[:, None]' if (axis == 0) != self.tile.across else '[None, :]'}")
+
+    def _digits(self, number: str, terms: Sequence[Term], extent: int, *, wide: bool) -> str | None:
+        """The sum of digits times strides."""
+        parts: list[str] = []
+        for term in terms:
+            digit = number if term.inner == 1 else f"({number} // {term.inner})"
+            if term.extent * term.inner < extent:
+                digit = f"({digit} % {term.extent})"
+            if wide:
+                digit = f"{self.cast(self.text.v(digit), 'int64')}"
+            parts.append(digit if term.stride == 1 else f"{digit} * {term.stride}")
+        return self.text.v(" + ".join(parts)) if parts else None
+
+    def _sum(self, *parts: str | None) -> str | None:
+        given = [p for p in parts if p is not None]
+        return self.text.v(" + ".join(given)) if len(given) > 1 else given[0] if given else None
+
+    def _mask(self, access: Access, *, rows: bool, columns: bool) -> str | None:
+        """Which elements of what varies along rows, columns or both exist."""
+        t, parts = self.text, list[str]()
+        if rows and self.tile.row_mask is not None:
+            parts.append(self._axis(self.tile.row_mask, 0))
+        mask = self.column_mask(access) if columns else None
+        if mask is not None:
+            parts.append(self._axis(mask, 1))
+        return t.v(" & ".join(parts)) if len(parts) > 1 else parts[0] if parts else None
+
+    def column_mask(self, access: Access) -> str | None:
+        """Which columns of the tile are the access's own: those that exist, and of a range of columns those within."""
+        own = self.own_columns(access)
+        if access.first or access.columns_extent != self.tile.width:
+            return self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
+        return self.tile.column_mask
+
+    def _leaf(self, n: Node, access: Access) -> str:
+        t = self.text
+        place = access.of_leaf(n)
+        rows, columns = self._spread(access, place)
+        at = self._sum(rows, columns)
+        mask = self._mask(access, rows=bool(place.rows), columns=bool(place.columns))
+        pointer = self.pointer(n)
+        where = f"{pointer} + {at}" if at is not None else pointer
+        if mask is None or not (place.rows or place.columns):
+            value = t.call("load", where)
+        else:
+            value = t.call("load", where, f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}")
+        return t.v(f"{value} != 0") if n.dtype is PRED else value
+
+    # -- operations
+
+    def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
+        op, args = n.op, [done[s] for s in n.src]
+        if isinstance(op, VIEWS):
+            return args[0]
+        if isinstance(op, Acc):
+            assert self.tile.acc is not None
+            return self.tile.acc
+        if isinstance(op, Param):
+            return self._leaf(n, access)
+        if isinstance(op, Const):
+            return self._constant(n)
+        if isinstance(op, Convert):
+            return self.convert(args[0], n.src[0].dtype, n.dtype, saturate=op.overflow == "saturate")
+        if isinstance(op, Select):
+            return self.where(*args)
+        if isinstance(op, Quantize):
+            place = access.of_leaf(n.src[1])
+            return self.quantize(n, args, repeats=not (place.rows and place.columns))
+        if isinstance(op, Dequantize):
+            return self.dequantize(n, args)
+        assert isinstance(op, Map)
+        return self._map(op.fn, n.src[0].dtype, args)
+
+    def _constant(self, n: Node) -> str:
+        assert isinstance(n.op, Const)
+        tensor = n.op.data.tensor().reshape(1)
+        if n.dtype in FP8:
+            value = repr(int(tensor.view(dtype=torch.uint8).item()))
+        elif n.dtype.is_float:
+            number = float(tensor.item())
+            value = repr(number) if math.isfinite(number) else f"float('{number}')"
+        else:
+            value = repr(bool(tensor.item()) if n.dtype is PRED else int(tensor.item()))
+        return self.text.call("cast", value, f"{self.text.language}.{in_registers(n.dtype)}")
+
+    def _map(self, fn: str, dtype: DType, args: list[str]) -> str:
+        t = self.text
+        if fn in COMPARE:
+            a, b = (self.convert(x, dtype, F32) if dtype.is_float else x for x in args)
+            return t.v(f"{a} {COMPARE[fn]} {b}")
+        if not dtype.is_float:
+            return self._integers(fn, dtype, args)
+        wide = [self.convert(a, dtype, F32) for a in args]
+        value = self._floats(fn, wide)
+        return value if fn.startswith("is_") else self.convert(value, F32, dtype)
+
+    def _integers(self, fn: str, dtype: DType, args: list[str]) -> str:
+        t = self.text
+        if dtype is PRED or fn in ("and", "or", "xor"):
+            if fn == "not":
+                return t.v(f"{args[0]} == 0")
+            return t.v(f"{args[0]} {LOGIC[fn]} {args[1]}")
+        if fn in BINARY:
+            return t.v(f"{args[0]} {BINARY[fn]} {args[1]}")
+        match fn:
+            case "maximum" | "minimum":
+                return t.call(fn, *args)
+            case "clamp":
+                return t.call("minimum", t.call("maximum", args[1], args[0]), args[2])
+            case "relu":
+                return args[0] if dtype.kind == "uint" else t.call("maximum", args[0], "0")
+            case "negate":
+                return t.v(f"0 - {args[0]}")
+            case _:
+                assert fn == "not", fn
+                return t.v(f"{args[0]} ^ {-1 if dtype.kind == 'int' else int(dtype.max)}")
+
+    def _floats(self, fn: str, args: list[str]) -> str:
+        t, x = self.text, args[0]
+        if fn in BINARY:
+            return t.v(f"{x} {BINARY[fn]} {args[1]}")
+        if fn in PLAIN:
+            return t.call(PLAIN[fn], x)
+        size = f"{t.language}.abs({x})"
+        match fn:
+            case "divide":
+                return t.v(f"{x} / {args[1]}")
+            case "maximum":
+                return self.at_least(x, args[1])
+            case "minimum":
+                return self.at_most(x, args[1])
+            case "clamp":
+                return self.at_most(self.at_least(args[1], x), args[2])
+            case "relu":
+                return self.at_least(x, "0.0")
+            case "negate":
+                return t.v(f"-{x}")
+            case "rsqrt":
+                return t.v(f"1.0 / {t.call('sqrt_rn', x)}")
+            case "logistic":
+                return t.v(f"1.0 / {self._one_more(x, '-1.0')}")
+            case "silu":
+                return t.v(f"{x} / {self._one_more(x, '-1.0')}")
+            case "gelu":
+                return self._gelu(x)
+            case "gelu_tanh":
+                return self._gelu_tanh(x)
+            case "erfc":
+                return t.v(f"1.0 - {t.call('erf', x)}")
+            case "tanh":
+                return self._tanh(x)
+            case "is_nan":
+                return t.v(f"{x} != {x}")
+            case "is_inf":
+                return t.v(f"{size} == float('inf')")
+            case "is_finite":
+                return t.v(f"{size} < float('inf')")
+            case "sign":
+                return self.where(t.v(f"{x} > 0"), "1.0", self.where(t.v(f"{x} < 0"), "-1.0", x))
+            case "trunc":
+                down, up = t.call("floor", x), t.call("ceil", x)
+                return self.where(t.v(f"{x} < 0"), up, down)
+            case _:
+                assert fn == "round_half_even", fn
+                near = t.v(f"({t.v(size)} + {MOST_EXACT!r}) - {MOST_EXACT!r}")
+                signed = self.where(t.v(f"{x} < 0"), t.v(f"-{near}"), near)
+                return self.where(t.v(f"{size} < {MOST_EXACT!r}"), signed, x)
+
+    def _one_more(self, x: str, factor: str) -> str:
+        """1 + e^(factor x)."""
+        t = self.text
+        return t.v(f"1.0 + {t.call('exp', t.v(f'{x} * {factor}'))}")
+
+    def _gelu(self, x: str) -> str:
+        """x Phi(x) as half of x (1 + erf(x / sqrt 2))."""
+        t = self.text
+        half = t.v(f"{x} * 0.5")
+        return t.call("fma", half, t.call("erf", t.v(f"{x} * {math.sqrt(0.5)!r}")), half)
+
+    def _gelu_tanh(self, x: str) -> str:
+        """x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3): half of x (1 + tanh u)."""
+        t, k = self.text, -2 * SQRT_2_OVER_PI
+        factor = t.call("fma", t.v(f"{x} * {x}"), repr(k * 0.044715), repr(k))
+        return t.v(f"{x} / {self._one_more(x, factor)}")
+
+    def _tanh(self, x: str) -> str:
+        """1 - 2 / (e^2|x| + 1) with x's sign, a polynomial where that cancels."""
+        t = self.text
+        size, square = t.v(f"{t.language}.abs({x})"), t.v(f"{x} * {x}")
+        p = repr(TANH[-1])
+        for c in reversed(TANH[:-1]):
+            p = t.call("fma", square, p, repr(c))
+        near = t.call("fma", t.v(f"{p} * {square}"), x, x)
+        far = t.v(f"1.0 - 2.0 / {self._one_more(size, '2.0')}")
+        far = self.where(t.v(f"{x} < 0"), t.v(f"-{far}"), far)
+        return self.where(t.v(f"{size} < 0.625"), near, far)
