@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tilewright import compiler
-from tilewright.dtype import BF16, F32, S8
+from tilewright.dtype import BF16, F32
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.detect import cpu
 from tilewright.ir.build import const, input_, map_
@@ -26,10 +26,11 @@ from tilewright.runtime.partition import decided, partition, problem_of_part
 from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import recall
-from tilewright.schedule.cache import Cache, Key, file_system
+from tilewright.schedule.cache import Cache, file_system
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.recall import Recall
+from tilewright.schedule.record import Key
 from tilewright.schedule.schedule import Schedule
 from torture_cache import KEY, record
 
@@ -404,23 +405,3 @@ def test_a_forked_child_has_a_connection_of_its_own(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "[0, 0, 0] 5\n", done.stderr
-
-
-def test_by_the_clock_the_last_problems_are_not_measured(kept, searches, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(compiler.time, "monotonic", lambda: now[0])
-    real, shares = compiler.search, []
-
-    def slow(problem, target, **how):
-        shares.append(how["budget_s"])
-        now[0] += 7.0
-        return real(problem, target, **{**how, "budget_s": 0})
-
-    monkeypatch.setattr(compiler, "search", slow)
-    x = input_("x", S8, (4, 8))
-    outputs = tuple(gemm(x, const(torch.ones(8, n, dtype=torch.int8))) for n in (2, 3, 4))
-    graph = Graph("g", (x,), outputs, ("a", "b", "c"))
-    decide = compiler._decider(graph, cpu(), 10.0, None, Recall(cpu(), kept), within_s=12.0)
-    for n in outputs:
-        decide(problem_of(n), {1: n.src[1].op.data.tensor()})
-    assert shares == [2.0, 2.0, 0]

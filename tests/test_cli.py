@@ -35,6 +35,7 @@ STEP_KEYS = [
     "limit_us",
     "peak_fraction",
     "rejected",
+    "chosen",
 ]
 PERF_KEYS = [
     "program",
@@ -50,6 +51,7 @@ PERF_KEYS = [
     "done_by",
     "summary",
     "against",
+    "choices",
 ]
 FINDING_KEYS = ["op", "where", "why", "cost_us"]
 

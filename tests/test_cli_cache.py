@@ -42,7 +42,7 @@ def program(tmp_path: Path) -> str:
 
 
 def tune(program, *options):
-    result = invoke("tune", program, "--budget", "0.1", "--json", *options)
+    result = invoke("tune", program, "--budget", "0.9", "--json", *options)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
@@ -58,8 +58,38 @@ def test_tune_keeps_what_every_verb_reads_back(kept, program, tmp_path):
     assert explained["products"][0]["chosen"]["recalled"] is True
     assert "read back" in " ".join(invoke("explain", program, "--budget", "0.1").stdout.split())
     assert [p["how"] for p in tune(program, "--no-cache")["problems"]] == ["measured"]
-    text = " ".join(invoke("tune", program, "--budget", "0.1").stdout.split())
+    text = " ".join(invoke("tune", program, "--budget", "0.9").stdout.split())
     assert "1 problem in" in text and "1 read back" in text and "Kept in" in text
+
+
+def test_perf_says_which_choices_were_read_back(kept, tmp_path):
+    """By default in a line, and by step in --json: of two products one is known, and then both, and then nothing is."""
+    shapes = ((4, 32, 16), (6, 32, 8))
+    pairs = [(input_(f"a{m}", F32, (m, k)), input_(f"b{m}", F32, (k, n))) for m, k, n in shapes]
+    known = write(tmp_path, Graph("one", pairs[0], (gemm(*pairs[0]),), ("y",)))
+    both = write(tmp_path, Graph("two", (*pairs[0], *pairs[1]), tuple(gemm(*p) for p in pairs), ("y", "z")))
+
+    def perf(program, *options):
+        result = invoke("perf", program, "-n", "1", *options)
+        assert result.exit_code == 0, result.output
+        found = json.loads(invoke("perf", program, "-n", "1", "--json", *options).stdout) if options else None
+        return " ".join(result.stdout.split()), found
+
+    tune(known)
+    said, found = perf(both, "--budget", "0")
+    assert (
+        "2 choices: 1 read back from the cache and verified again, 1 not measured: the first kernel that agrees with the"
+        in said
+    )
+    assert found["choices"] == {"read back": 1, "not measured": 1}
+    assert {s["chosen"] for s in found["steps"] if s["kind"] == "gemm"} == {"read back", "not measured"}
+    said, _ = perf(both, "--budget", "0.1")
+    assert "2 choices: 1 read back from the cache and verified again, 1 measured now." in said
+    said, found = perf(both, "--budget", "0.1")
+    assert "2 choices: 2 read back from the cache and verified again." in said and found["choices"] == {"read back": 2}
+    assert found["summary"][-1] == "2 choices: 2 read back from the cache and verified again."
+    said, found = perf(both, "--budget", "0.1", "--no-cache")
+    assert "2 choices: 2 measured now." in said and {s["chosen"] for s in found["steps"]} <= {"measured", "not measured"}
 
 
 def test_without_time_nothing_is_kept(kept, program):

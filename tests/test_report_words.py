@@ -229,8 +229,9 @@ def test_the_schema_is_what_was_promised() -> None:
         "done_by",
         "summary",
         "against",
+        "choices",
     ]
-    promised = "name kind problem candidate schedule time_us ops bytes limit_us peak_fraction rejected"
+    promised = "name kind problem candidate schedule time_us ops bytes limit_us peak_fraction rejected chosen"
     assert names(schema.Step) == promised.split()
     assert names(schema.Rejected) == ["candidate", "why"]
     assert names(schema.Finding) == ["op", "where", "why", "cost_us"]

@@ -307,7 +307,7 @@ def test_one_decision_for_equal_problems_and_a_fair_share_of_time(monkeypatch):
     graph = Graph("g", (x,), (b, c), ("b", "c"))
     budgets, shown = [], []
 
-    def counted(problem, target, *, budget_s, weights):
+    def counted(problem, target, *, budget_s, weights, **how):
         budgets.append(budget_s)
         return search(problem, target, budget_s=0, weights=weights)
 

@@ -21,7 +21,8 @@ from pathlib import Path
 import msgspec
 
 from tilewright.schedule import cache as cache_module
-from tilewright.schedule.cache import Cache, Key, Loser, Record
+from tilewright.schedule.cache import Cache
+from tilewright.schedule.record import Key, Loser, Record
 
 KEY = Key(
     chip="x86_64_avx512",

@@ -20,6 +20,7 @@ _PATH = click.Path(path_type=Path)
 @file_options
 @click.option("--export", "exported", type=_PATH, metavar="F", help="Write the choices as a file, to be taken elsewhere.")
 @click.option("--import", "imported", type=_PATH, metavar="F", help="Try first what such a file says.")
+@click.option("--retry", is_flag=True, help="Try again what is remembered to have crashed or hung.")
 @common_options
 @compile_options
 def tune(
@@ -29,12 +30,13 @@ def tune(
     how: Compiling,
     exported: Path | None,
     imported: Path | None,
+    retry: bool,
     as_json: bool,
 ) -> None:
     """Choose a program's kernels with more time than other verbs take (60 seconds by the clock unless --budget says), and keep
     the choices: every verb and `tilewright.compile` then read them back, on this machine and with these libraries.
 
-    Each choice is kept as soon as it is made: an interruption costs the one under way.
+    Each choice is kept as soon as it is made, and the best so far of the one under way if Ctrl-C ends it.
     """
     from tilewright.hardware.detect import detect
     from tilewright.report.tuning import describe_tuning
@@ -44,14 +46,15 @@ def tune(
     hints = () if imported is None else read_records(imported)
     graph = load_program(file, batch, input_dims)
     cache = user_cache() if how.cache else None
-    recall = Recall(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints)
+    recall = Recall(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
     budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
     started = time.monotonic()
     try:
         program, _ = compile_program(graph, replace(how, budget=budget_s, within_s=budget_s, recall=recall))
     except KeyboardInterrupt:
         where = cache.file if cache is not None else None
-        kept = f"{len(recall.settled)} choices are kept" if where is not None else "nothing is kept"
+        made = len(recall.settled)
+        kept = f"{made} {'choice is' if made == 1 else 'choices are'} kept" if where is not None else "nothing is kept"
         click.echo(f"interrupted after {time.monotonic() - started:.0f} s: {kept}", err=True)
         raise
     seconds = time.monotonic() - started
@@ -76,7 +79,7 @@ def cache() -> None:
 @cache.command(cls=Command)
 @common_options
 def info(as_json: bool) -> None:
-    """Say where choices are kept, how many, of which chips and versions, and since when."""
+    """Say where choices are kept, how many, of which chips and versions, and since when; and what crashed or hung."""
     from tilewright.report.tuning import describe_cache
     from tilewright.schedule.recall import user_cache
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -23,7 +25,7 @@ from tilewright.schedule.key import text_of
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.recall import Recall, repeat, user_cache
-from tilewright.schedule.search import Decision, search
+from tilewright.schedule.search import Decision, Interruption, search
 from tilewright.schedule.worker import begin
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
@@ -106,8 +108,8 @@ def compile(
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
             the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are verified again, not timed. A `Recall`
             for this device says what else is known, and where decisions are kept.
-        within_s: seconds that choosing may take by the clock, building and checking included; once they are over, problems
-            left take the first verified choice. The budget is then shared out of what is left of them.
+        within_s: seconds by the clock for all of it, reading, building and checking included; the budget is then shared out of
+            what is left of them. Once they are over, problems left take the first choice that passes its check.
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
 
@@ -118,6 +120,7 @@ def compile(
         InputError: the program cannot be read, or the device is not there.
         UnsupportedError: it holds control flow or types no graph can express.
     """
+    ends = None if within_s is None else time.monotonic() + within_s
     target = detect(device)
     if budget_s > 0:
         begin()
@@ -131,7 +134,7 @@ def compile(
     trace = Trace()
     graph = optimise(source, trace, visit, excess_precision=excess_precision)
     recall = Recall(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
-    executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, within_s))
+    executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, ends))
     return replace(executable, layers=tuple(layers))
 
 
@@ -149,8 +152,9 @@ class _decider:  # noqa: N801 - a function with memory
         budget_s: float,
         progress: Progress | None,
         recall: Recall | None = None,
-        within_s: float | None = None,
+        ends: float | None = None,
     ) -> None:
+        """`ends`: when all must be chosen, by `time.monotonic`."""
         parts = [p for p in partition(graph) if decided(p)]
         problems = {problem_of_part(p)[0] for p in parts}
         weights = {n for p in parts for n in p.inputs if n.constant}
@@ -164,8 +168,10 @@ class _decider:  # noqa: N801 - a function with memory
         self._known: dict[AnyProblem, Decision] = {}
         self._alike: dict[str, Decision] = {}
         self._texts = {p: text_of(p) for p in problems}
-        self._longest_s = LONGEST_S if within_s is None else max(LONGEST_S, within_s / 10)
-        self._ends = None if within_s is None else time.monotonic() + within_s
+        self._longest_s, self._ends = LONGEST_S, ends
+        if ends is not None:
+            self._longest_s = max(LONGEST_S, (ends - time.monotonic()) / 10)
+        self._checking_s: list[float] = []  # what each problem took beside its share: building, checking
         different = {text: p for p, text in self._texts.items()}
         self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
         known = 0 if recall is None else sum(recall.known(p, self._accepted_s) for p in different.values())
@@ -176,7 +182,9 @@ class _decider:  # noqa: N801 - a function with memory
         if problem not in self._known:
             if self._progress is not None:
                 self._progress(len(self._known), self._total, str(problem))
+            began, self._shared_s = time.monotonic(), 0.0
             self._known[problem] = self._chosen(problem, weights)
+            self._checking_s.append(max(0.0, time.monotonic() - began - self._shared_s))
         return self._known[problem]
 
     def _chosen(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
@@ -195,25 +203,48 @@ class _decider:  # noqa: N801 - a function with memory
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         recall = self._recall
         if recall is None:
-            return search(problem, self._target, budget_s=self._share(), weights=weights, cold=self._cold)
+            share = self._share()
+            return search(problem, self._target, budget_s=share, weights=weights, cold=self._cold, within_s=self._within(share))
         found = recall.find(problem, weights, self._accepted_s)
         if found is not None:
             return found
         share = self._share()
         if share <= 0:
-            return search(problem, self._target, budget_s=0, weights=weights)
+            return search(problem, self._target, budget_s=0, candidates=recall.candidates(problem), weights=weights)
         with recall.alone(problem, share) as first:
             found = None if first else recall.find(problem, weights, self._accepted_s)
             if found is not None:
                 return found
-            competing = recall.candidates(problem)
-            decision = search(problem, self._target, budget_s=share, candidates=competing, weights=weights, cold=self._cold)
+            began = time.monotonic()
+            try:
+                decision = search(
+                    problem,
+                    self._target,
+                    budget_s=share,
+                    candidates=recall.candidates(problem),
+                    weights=weights,
+                    cold=self._cold,
+                    within_s=self._within(share),
+                    lost=partial(recall.lost, problem),
+                )
+            except Interruption as stop:
+                recall.keep(stop.decision, min(share, time.monotonic() - began))
+                raise
             recall.keep(decision, share)
         return decision
 
     def _share(self) -> float:
-        """Seconds for the next problem."""
+        """Seconds for the next problem. Time to check those that follow is kept back, as much as the past ones took."""
         if self._ends is None:
             return self._share_s
         left, self._left = self._left, max(self._left - 1, 1)
-        return max(0.0, min((self._ends - time.monotonic()) / left, self._longest_s))
+        kept_back = statistics.fmean(self._checking_s or [0.0]) * (self._total - len(self._known))
+        self._shared_s = max(0.0, min((self._ends - time.monotonic() - kept_back) / left, self._longest_s))
+        return self._shared_s
+
+    def _within(self, share_s: float) -> float | None:
+        """Seconds by the clock for a problem of such a share: while others wait, it leaves them half of the time."""
+        if self._ends is None:
+            return None
+        left_s = self._ends - time.monotonic()
+        return left_s if len(self._known) + 1 >= self._total else max(share_s, left_s / 2)

@@ -2,17 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from tilewright.hardware.target import Target
 from tilewright.report.schema import Choice, Refusal
-from tilewright.report.tables import us
+from tilewright.report.tables import count, us
 from tilewright.schedule.candidate import discover
 from tilewright.schedule.cost import predict
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import Decision
 
 WRONG = 2.0  # a prediction this many times off is said to be
+READ_BACK, MEASURED, NOT_MEASURED = "read back", "measured", "not measured"
+
+
+def way_of(decision: Decision) -> str:
+    """How a choice came about: read back from the cache, measured now, or the first that agrees with the reference."""
+    return READ_BACK if decision.recalled else MEASURED if decision.measured else NOT_MEASURED
+
+
+def ways_of(decisions: Iterable[Decision]) -> dict[str, int]:
+    """How many choices came about in each way; one for each distinct problem."""
+    found = Counter(way_of(d) for d in {d.problem: d for d in decisions}.values())
+    return {way: found[way] for way in (READ_BACK, MEASURED, NOT_MEASURED) if found[way]}
+
+
+def ways_words(ways: dict[str, int]) -> list[str]:
+    """The same as a sentence; none where nothing was chosen."""
+    said = {
+        READ_BACK: "read back from the cache and verified again",
+        MEASURED: "measured now",
+        NOT_MEASURED: "not measured: the first kernel that agrees with the reference",
+    }
+    parts = [f"{n:,} {said[way]}" for way, n in ways.items()]
+    return [f"{count(sum(ways.values()), 'choice')}: {', '.join(parts)}."] if parts else []
 
 
 def chosen_of(decision: Decision, target: Target | None = None) -> Choice:

@@ -11,6 +11,7 @@ import torch
 
 from tilewright.hardware.target import Target
 from tilewright.report.arithmetic import arithmetic
+from tilewright.report.choices import way_of, ways_of, ways_words
 from tilewright.report.doers import done_by, done_words
 from tilewright.report.findings import Reasons, dangling, fallback
 from tilewright.report.inputs import Feed
@@ -83,6 +84,7 @@ def measure(
     works = [work_of(step) for step in program.steps]
     rows = [_row(step, us, ceilings) for step, us in zip(program.steps, times, strict=True)]
     cost = dict(enumerate(round(us, 3) for us in times))
+    choices = ways_of(s.decision for s in program.steps if s.decision is not None)
     report = Perf(
         program=name,
         target=target_name(program.target),
@@ -95,7 +97,8 @@ def measure(
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
         done_by=done_by(rows),
-        summary=[*done_words(rows), *([f"Launched {program.launched}."] if program.launched else [])],
+        summary=[*done_words(rows), *ways_words(choices), *([f"Launched {program.launched}."] if program.launched else [])],
+        choices=choices,
     )
     counted = tuple(arithmetic(step, work.ops) for step, work in zip(program.steps, works, strict=True))
     return Measured(report, tuple(whole), tuple(w.memory_bound(ceilings) for w in works), counted, ceilings)
@@ -122,4 +125,5 @@ def _row(step: Step, us: float, ceilings: Target) -> StepRow:
         limit_us=round(limit, 3),
         peak_fraction=round(limit / us, 4) if us > 0 else 0.0,
         rejected=[Rejected(r.candidate, r.why) for r in decision.rejected] if decision is not None else [],
+        chosen=way_of(decision) if decision is not None else "",
     )

@@ -22,7 +22,10 @@ class Rejected(msgspec.Struct, frozen=True):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """One step of the plan, timed with the values it has in the program."""
+    """One step of the plan, timed with the values it has in the program.
+
+    `chosen` is how its kernel was: "read back", "measured" or "not measured"; "" for a call into the source's library.
+    """
 
     name: str
     kind: str
@@ -35,6 +38,7 @@ class Step(msgspec.Struct, frozen=True):
     limit_us: float
     peak_fraction: float
     rejected: list[Rejected]
+    chosen: str = ""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -98,6 +102,7 @@ class Perf(msgspec.Struct, frozen=True):
     done_by: dict[str, dict[str, int]] = msgspec.field(default_factory=dict[str, dict[str, int]])
     summary: list[str] = msgspec.field(default_factory=list[str])
     against: list[Peer] = msgspec.field(default_factory=list[Peer])
+    choices: dict[str, int] = msgspec.field(default_factory=dict[str, int])
 
 
 class Port(msgspec.Struct, frozen=True):
@@ -318,6 +323,15 @@ class Tune(msgspec.Struct, frozen=True):
     imported: str | None
 
 
+class Refused(msgspec.Struct, frozen=True):
+    """A candidate that crashed or hung on a problem and is not tried there again."""
+
+    candidate: str
+    problem: str
+    why: str
+    when: str
+
+
 class CacheInfo(msgspec.Struct, frozen=True):
     """`cache info --json`; `path` is null where nothing can be kept, and `unusable` says why. Times are UTC."""
 
@@ -329,6 +343,7 @@ class CacheInfo(msgspec.Struct, frozen=True):
     by_version: dict[str, int]
     oldest: str | None
     newest: str | None
+    refused: list[Refused] = msgspec.field(default_factory=list[Refused])
 
 
 def to_json(report: msgspec.Struct) -> str:

@@ -8,14 +8,13 @@ from datetime import UTC, datetime
 
 from rich.console import Console
 
+from tilewright.report.choices import MEASURED, NOT_MEASURED, READ_BACK, way_of
 from tilewright.report.explain_text import section
 from tilewright.report.program import Program, target_name
-from tilewright.report.schema import CacheInfo, Tune, Tuned
+from tilewright.report.schema import CacheInfo, Refused, Tune, Tuned
 from tilewright.report.tables import count, line, table, us
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.search import Decision
-
-MEASURED, READ_BACK, NOT_MEASURED = "measured", "read back", "not measured"
 
 
 def describe_tuning(
@@ -37,10 +36,9 @@ def describe_tuning(
 
 
 def _tuned(decision: Decision, steps: int) -> Tuned:
-    how = READ_BACK if decision.recalled else MEASURED if decision.measured else NOT_MEASURED
     kernel = decision.kernel
     schedule = str(kernel.schedule) if kernel.schedule.knobs else ""
-    return Tuned(str(decision.problem), kernel.candidate, schedule, decision.time_us, how, steps)
+    return Tuned(str(decision.problem), kernel.candidate, schedule, decision.time_us, way_of(decision), steps)
 
 
 def print_tuning(out: Console, report: Tune) -> None:
@@ -52,7 +50,7 @@ def print_tuning(out: Console, report: Tune) -> None:
         made.add_row("" if p.time_us is None else us(p.time_us), str(p.steps), p.how, p.problem, by)
     out.print(made)
     ways = Counter(p.how for p in report.problems)
-    parts = ", ".join(f"{ways[how]} {how}" for how in (MEASURED, READ_BACK, NOT_MEASURED) if ways[how])
+    parts = ", ".join(f"{ways[way]} {way}" for way in (MEASURED, READ_BACK, NOT_MEASURED) if ways[way])
     line(out, f"{count(len(report.problems), 'problem')} in {report.seconds:.1f} s: {parts or 'none'}.")
     section(out, "Kept in", [report.cache or "nothing is kept"])
     if report.exported is not None:
@@ -74,6 +72,7 @@ def describe_cache(cache: Cache | None) -> CacheInfo:
         by_version=_counted([r.key.tilewright for r in records]),
         oldest=_time(made[0]) if made else None,
         newest=_time(made[-1]) if made else None,
+        refused=[Refused(r.candidate, r.problem, r.why, _time(r.made_s)) for r in cache.refusals()],
     )
 
 
@@ -95,3 +94,4 @@ def print_cache(out: Console, report: CacheInfo) -> None:
         section(out, title, [f"{number:,}  {name}" for name, number in counted.items()])
     if report.oldest is not None:
         section(out, "Made", [f"{report.oldest} to {report.newest}"])
+    section(out, "Crashed or hung", [f"{r.candidate} on {r.problem}, {r.when}: {r.why}" for r in report.refused])

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
 import re
 import sqlite3
@@ -25,9 +24,9 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TypeVar
 
-import msgspec
+from tilewright.schedule.record import Key, Record, Refusal, sealed, unsealed
 
 BUSY_S = 20.0
 NETWORK = re.compile(
@@ -51,82 +50,6 @@ _OF_THE_DISK = frozenset(
 )
 
 T = TypeVar("T")
-
-
-class Key(msgspec.Struct, frozen=True):
-    """What a choice depends on.
-
-    Attributes:
-        chip: data file that the machine matched.
-        processor: its marketing name, features and caches.
-        cores, threads: that the machine has, and that kernels share.
-        driver, toolkit: of a GPU.
-        libraries: versions of those that compile kernels or are candidates.
-        tilewright: version, and a digest of the code that makes and chooses kernels.
-        numerics: what may be rounded how.
-        alignment_bytes: of the sources that were timed.
-        cold: weights came from memory, as those of a program larger than the caches.
-        budget: class of time that a search had.
-        problem: digest of its text.
-    """
-
-    chip: str
-    processor: str
-    cores: int
-    threads: int
-    driver: str
-    toolkit: str
-    libraries: str
-    tilewright: str
-    numerics: str
-    alignment_bytes: int
-    cold: bool
-    budget: str
-    problem: str
-
-    def digest(self) -> bytes:
-        """Under which a record is stored."""
-        return hashlib.sha256(msgspec.json.encode(self)).digest()
-
-
-Time = Annotated[float, msgspec.Meta(ge=0)]
-Text = Annotated[str, msgspec.Meta(max_length=4000)]
-
-
-class Loser(msgspec.Struct, frozen=True):
-    """A candidate that was not chosen: the sentence why, and its time if it was timed."""
-
-    candidate: Text
-    why: Text
-    time_us: Time | None
-
-
-class Record(msgspec.Struct, frozen=True):
-    """One decision: the problem as people read it, the candidate and the point of its space, its time, the others."""
-
-    key: Key
-    problem: str
-    candidate: Text
-    knobs: tuple[tuple[Text, bool | int | str], ...]
-    time_us: Time
-    rejected: tuple[Loser, ...]
-    made_s: Time
-
-    def sealed(self) -> bytes:
-        """As it is stored."""
-        content = msgspec.json.encode(self)
-        return hashlib.sha256(content).digest() + content
-
-
-def unsealed(value: object, digest: bytes) -> Record | None:
-    """The record in stored bytes; None if a bit of it changed, or if it stands under another key than its own."""
-    if not isinstance(value, bytes) or hashlib.sha256(value[32:]).digest() != value[:32]:
-        return None
-    try:
-        record = msgspec.json.decode(value[32:], type=Record)
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        return None
-    return record if record.key.digest() == digest else None
 
 
 class _UnusableError(Exception):
@@ -159,23 +82,41 @@ class Cache:
         """The record under a key."""
         digest = key.digest()
         rows = self._do(lambda c: c.execute("SELECT value FROM decisions WHERE key = ?", (digest,)).fetchall(), [])
-        return unsealed(rows[0][0], digest) if rows else None
+        return unsealed(rows[0][0], digest, Record) if rows else None
 
     def put(self, record: Record) -> bool:
         """Keep a record in place of what was there; True once it is kept."""
-        row = (record.key.digest(), record.sealed())
+        row = (record.key.digest(), sealed(record))
         return self._do(lambda c: c.execute("INSERT OR REPLACE INTO decisions VALUES (?, ?)", row).rowcount == 1, False)
 
     def records(self) -> list[Record]:
         """Every record that is whole."""
         rows = self._do(lambda c: c.execute("SELECT key, value FROM decisions").fetchall(), [])
-        return [r for digest, value in rows if (r := unsealed(value, digest)) is not None]
+        return [r for digest, value in rows if (r := unsealed(value, digest, Record)) is not None]
+
+    def refuse(self, refusal: Refusal) -> bool:
+        """Keep a refusal in place of what was there on the same candidate; True once it is kept."""
+        row = (refusal.key.digest(), refusal.candidate, sealed(refusal))
+        return self._do(lambda c: c.execute("INSERT OR REPLACE INTO refused VALUES (?, ?, ?)", row).rowcount == 1, False)
+
+    def forgive(self, refusal: Refusal) -> None:
+        """Forget a refusal."""
+        row = (refusal.key.digest(), refusal.candidate)
+        self._do(lambda c: c.execute("DELETE FROM refused WHERE key = ? AND candidate = ?", row).rowcount, 0)
+
+    def refusals(self, key: Key | None = None) -> list[Refusal]:
+        """Every refusal that is whole, or those under a key."""
+        digest = None if key is None else key.digest()
+        which = "SELECT key, value FROM refused WHERE ?1 IS NULL OR key = ?1"
+        rows = self._do(lambda c: c.execute(which, (digest,)).fetchall(), [])
+        return [r for found, value in rows if (r := unsealed(value, found, Refusal)) is not None]
 
     def clear(self) -> int:
-        """Forget every record, and delete files set aside; how many records there were."""
+        """Forget every record and refusal, and delete files set aside; how many records there were."""
 
         def emptied(connection: sqlite3.Connection) -> int:
             count = connection.execute("DELETE FROM decisions").rowcount
+            connection.execute("DELETE FROM refused")
             with contextlib.suppress(sqlite3.OperationalError):  # another process reads: the space is used again later
                 connection.execute("VACUUM")
                 connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -295,6 +236,8 @@ class Cache:
             for setting in ("synchronous = NORMAL", "trusted_schema = OFF", "cell_size_check = ON"):
                 connection.execute(f"PRAGMA {setting}")
             connection.execute("CREATE TABLE IF NOT EXISTS decisions (key BLOB PRIMARY KEY, value BLOB NOT NULL)")
+            columns = "key BLOB, candidate TEXT, value BLOB NOT NULL, PRIMARY KEY (key, candidate)"
+            connection.execute(f"CREATE TABLE IF NOT EXISTS refused ({columns})")
         except BaseException:
             connection.close()
             raise

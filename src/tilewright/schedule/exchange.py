@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from tilewright.errors import InputError
-from tilewright.schedule.cache import Record
+from tilewright.schedule.record import Record
 
 VERSION = 1
 

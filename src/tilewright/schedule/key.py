@@ -17,8 +17,8 @@ from tilewright.ir.graph import Graph, Node, attributes, substitute, toposort
 from tilewright.ir.literal import tensor_bytes
 from tilewright.ir.ops import Const, Input
 from tilewright.ir.text import print_with_literals
-from tilewright.schedule.cache import Key
 from tilewright.schedule.problem import AnyProblem, RegionProblem
+from tilewright.schedule.record import Key
 
 PACKAGE = Path(__file__).parent.parent
 CHOOSING = ("candidates", "hardware", "ir", "schedule")  # folders whose code makes kernels and chooses among them

@@ -2,6 +2,9 @@
 
 A record names a candidate and a point of its space. One that fails its check here, or whose candidate now refuses, is as if it
 were not there. Records from elsewhere are hints: a point that the candidate does not itself offer here is never built.
+
+A candidate that crashed or hung is refused on the problem from then on, by every process in the same circumstances, with the
+sentence how and the day. Only a `Recall` that says `retry` tries it again.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -20,10 +24,11 @@ import torch
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
-from tilewright.schedule.cache import Cache, Key, Loser, Record, say
+from tilewright.schedule.cache import Cache, say
 from tilewright.schedule.candidate import Candidate, Kernel, discover
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.record import Key, Loser, Record, Refusal
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected, search
 
@@ -55,12 +60,15 @@ class Recall:
         *,
         excess_precision: bool = False,
         hints: Iterable[Record] = (),
+        retry: bool = False,
     ) -> None:
         """`hints` are records from elsewhere, of any machine; the first one of a problem counts.
 
+        `retry`: problems of which a candidate is remembered as refused are searched anew, with it.
+
         `settled` then holds the record of each decision that was measured or read back, by digest of its problem.
         """
-        self._target, self._cache = target, cache
+        self._target, self._cache, self._retry = target, cache, retry
         self._circumstances = circumstances(target, excess_precision=excess_precision)
         self._hints: dict[str, Record] = {}
         for record in hints:
@@ -78,7 +86,10 @@ class Recall:
 
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
         """What a search of `budget_s` or more decided in the same circumstances, if that still holds."""
+        refused = {r.candidate for r in self._refusals(problem)}
         for record, foreign in self._records(problem, budget_s):
+            if record.candidate in refused:
+                continue
             schedule = Schedule(record.knobs)
             if foreign and not _offered(problem, self._target, record.candidate, schedule):
                 continue
@@ -94,11 +105,24 @@ class Recall:
         return None
 
     def candidates(self, problem: AnyProblem) -> Sequence[Candidate] | None:
-        """Who is to compete: None for all as they are, or all, with the point that a hint names tried first."""
+        """Who is to compete: None for all as they are; or all, with the point that a hint names tried first, and those that did
+        not come back saying so."""
         hint = self._hints.get(self._key(problem, 0).problem)
-        if hint is None:
+        refused = {} if self._retry else {r.candidate: _sentence(r) for r in self._refusals(problem)}
+        if hint is None and not refused:
             return None
-        return [_Hinted(c, Schedule(hint.knobs)) if c.name == hint.candidate else c for c in discover()]
+        found: list[Candidate] = []
+        for c in discover():
+            if c.name in refused:
+                found.append(_Lost(c, refused[c.name]))
+            else:
+                found.append(_Hinted(c, Schedule(hint.knobs)) if hint is not None and c.name == hint.candidate else c)
+        return found
+
+    def lost(self, problem: AnyProblem, candidate: str, why: str) -> None:
+        """Remember that a candidate did not come back from a problem."""
+        if self._cache is not None:
+            self._cache.refuse(Refusal(self._any_budget(problem), str(problem), candidate, why[:LONGEST], time.time()))
 
     def alone(self, problem: AnyProblem, budget_s: float) -> AbstractContextManager[bool]:
         """While this is held, other processes wait for the decision on the problem, for a while."""
@@ -115,8 +139,21 @@ class Recall:
         key, knobs = self._key(decision.problem, budget_s), kernel.schedule.knobs
         record = Record(key, str(decision.problem), kernel.candidate, knobs, decision.time_us, losers, time.time())
         self.settled[key.problem] = record
-        if self._cache is not None:
-            self._cache.put(record)
+        if self._cache is None:
+            return
+        self._cache.put(record)
+        if self._retry:
+            lost = {r.candidate.split(" ")[0] for r in decision.rejected if r.fatal}
+            for refusal in self._refusals(decision.problem):
+                if refusal.candidate not in lost:
+                    self._cache.forgive(refusal)
+
+    def _any_budget(self, problem: AnyProblem) -> Key:
+        """Of what depends neither on the time that a search had nor on where weights were."""
+        return msgspec.structs.replace(self._key(problem, 0), budget="", cold=False)
+
+    def _refusals(self, problem: AnyProblem) -> list[Refusal]:
+        return [] if self._cache is None else self._cache.refusals(self._any_budget(problem))
 
     def _key(self, problem: AnyProblem, budget_s: float) -> Key:
         if problem not in self._digests:
@@ -126,6 +163,8 @@ class Recall:
     def _records(self, problem: AnyProblem, budget_s: float) -> Iterator[tuple[Record, bool]]:
         """Those that hold in these circumstances, and whether they came from elsewhere."""
         key = self._key(problem, budget_s)
+        if self._retry and self._refusals(problem):
+            return
         hint = self._hints.get(key.problem)
         for name in budgets_for(budget_s):
             wanted = msgspec.structs.replace(key, budget=name)
@@ -158,11 +197,16 @@ def _offered(problem: AnyProblem, target: Target, candidate: str, schedule: Sche
         return False
 
 
-class _Narrowed:
-    """A candidate with some of its points, or with others first."""
+def _sentence(refusal: Refusal) -> str:
+    when = datetime.fromtimestamp(refusal.made_s, UTC).date()
+    return f"{refusal.why}, on {when}; not tried again unless `tilewright tune --retry` asks for it"
 
-    def __init__(self, candidate: Candidate, schedule: Schedule) -> None:
-        self._candidate, self._schedule = candidate, schedule
+
+class _Narrowed:
+    """A candidate with none of its points, some, or others first."""
+
+    def __init__(self, candidate: Candidate) -> None:
+        self._candidate = candidate
         self.name, self.kinds, self.preference = candidate.name, candidate.kinds, candidate.preference
 
     def refuse(self, problem: AnyProblem, target: Target) -> str | None:
@@ -172,12 +216,28 @@ class _Narrowed:
         return self._candidate.build(problem, schedule, target)
 
 
+class _Lost(_Narrowed):
+    def __init__(self, candidate: Candidate, why: str) -> None:
+        super().__init__(candidate)
+        self._why = why
+
+    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
+        return self._why
+
+    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
+        return ()
+
+
 class _Only(_Narrowed):
+    def __init__(self, candidate: Candidate, schedule: Schedule) -> None:
+        super().__init__(candidate)
+        self._schedule = schedule
+
     def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
         return (self._schedule,)
 
 
-class _Hinted(_Narrowed):
+class _Hinted(_Only):
     def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
         own = list(self._candidate.schedules(problem, target))
         return sorted(own, key=lambda s: s != self._schedule)  # a point it does not offer is none

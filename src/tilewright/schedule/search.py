@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ DEPTH = 2  # points of each candidate's space that compete from the start
 PROMISING = 1.5  # a candidate this many times slower than the winner is not looked at more deeply
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
 DUEL = 0.1  # of the budget, for one more point against the winner
+TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
 _refused: dict[tuple[AnyProblem, str, str], str] = {}
@@ -65,6 +66,14 @@ class Decision:
     recalled: bool = False
 
 
+class Interruption(KeyboardInterrupt):
+    """Ctrl-C while a search looked for something better than it had: `decision` is the best until then."""
+
+    def __init__(self, decision: Decision) -> None:
+        super().__init__()
+        self.decision = decision
+
+
 @dataclass
 class _Space:
     """The points of a candidate that were not tried yet."""
@@ -87,7 +96,7 @@ class _Trial:
     schedule: Schedule
     attempt: Attempt
     key: int
-    us: float = 0.0
+    us: float = math.inf  # until it is timed
 
 
 def search(
@@ -99,6 +108,8 @@ def search(
     weights: Mapping[int, torch.Tensor] | None = None,
     depth: int = DEPTH,
     cold: bool = False,
+    within_s: float | None = None,
+    lost: Callable[[str, str], None] = lambda candidate, why: None,
 ) -> Decision:
     """The fastest kernel that agrees with the reference.
 
@@ -112,6 +123,9 @@ def search(
             budget then goes to one more point at a time, of the fastest candidates, until none is better any more.
         cold: weights are read from memory when kernels are timed, as those of a program are that no cache holds; else they are
             where the last call left them.
+        within_s: seconds by the clock for all of it, building and checking included: what would not fit any more is not tried.
+            One candidate is built and checked however long that takes.
+        lost: told at once of a candidate that did not come back, and how.
 
     With a budget, kernels are built, verified and timed in another process (`worker.py`): one that crashes or hangs is
     killed, refused, and not tried again. Here the winner alone is built once more, from the object code that is kept; it is not
@@ -122,16 +136,18 @@ def search(
 
     Raises:
         UnsupportedError: not even the reference ran.
+        Interruption: Ctrl-C, after all that competed from the start were timed.
     """
     competing = list(candidates) if candidates is not None else discover()
+    until = math.inf if within_s is None else time.perf_counter() + within_s
+    given = problem, target, budget_s, weights or {}
     if budget_s > 0:
         try:
-            return _Search(problem, target, budget_s, weights or {}, apart=True, cold=cold).run(competing, depth)
+            return _Search(*given, apart=True, cold=cold, until=until, lost=lost).run(competing, depth)
         except UnavailableError as why:
             say(str(why))
-    return _Search(problem, target, budget_s, weights or {}, apart=False, cold=cold).run(
-        competing, depth if budget_s > 0 else 1
-    )
+    here = _Search(*given, apart=False, cold=cold, until=until, lost=lost)
+    return here.run(competing, depth if budget_s > 0 else 1)
 
 
 class _Search:
@@ -146,9 +162,12 @@ class _Search:
         *,
         apart: bool,
         cold: bool,
+        until: float,
+        lost: Callable[[str, str], None],
     ) -> None:
         self._problem, self._target, self._budget_s, self._weights, self._apart = problem, target, budget_s, weights, apart
-        self._ends, self._cold = time.perf_counter() + budget_s, cold
+        self._ends, self._until, self._cold, self._lost = time.perf_counter() + budget_s, until, cold, lost
+        self._longest_s = 0.0  # that a point took to be built and checked
         self._rejected: list[Rejected] = []
         self._trials: list[_Trial] = []
         self._keys = itertools.count()
@@ -169,7 +188,7 @@ class _Search:
             if left and any(t.space is space for t in self._trials):
                 points = "1 more point" if left == 1 else f"{left} more points"
                 self._reject(space.candidate.name, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
-        return self._decision(self._kernel(winner), winner.us if self._budget_s > 0 else None)
+        return self._decision(self._kernel(winner), winner.us if winner.us < math.inf else None)
 
     def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
         given = self._problem, self._target, self._weights
@@ -186,10 +205,22 @@ class _Search:
                 self._reject(space.candidate.name, "not timed: a verified kernel exists")
             else:
                 for _ in range(depth):
+                    if self._trials and self._late(len(self._trials) + 1):
+                        self._reject(space.candidate.name, "not tried: the time for choosing was over")
+                        break
                     self._try_next(space)
         if not self._trials:
             raise self._nothing()
-        return self._timed() if self._budget_s > 0 else self._trials[0]
+        if self._budget_s > 0 and time.perf_counter() < self._until:
+            return self._timed()
+        first, *others = self._trials
+        for trial in others:
+            self._reject(_label(trial.space.candidate, trial.attempt.schedule), "not timed: the time for choosing was over")
+        return first
+
+    def _late(self, racing: int) -> bool:
+        """Whether one more point, and a race of so many, would end too late."""
+        return time.perf_counter() + self._longest_s * (1 + TIMING * racing) > self._until
 
     def _nothing(self) -> UnsupportedError:
         reasons = "; ".join(f"{r.candidate}: {r.why}" for r in self._rejected) or "no candidate was given"
@@ -227,7 +258,10 @@ class _Search:
         if schedule is None:
             return None
         key = next(self._keys)
+        began, expected = time.perf_counter(), self._bench.expect_s
         attempt = self._bench.attempt(key, space.candidate, schedule)
+        took_s = time.perf_counter() - began - (self._bench.expect_s - expected)  # the right results are worked out once
+        self._longest_s = max(self._longest_s, took_s)
         if attempt.why is not None:
             if attempt.fatal:
                 self._lose(space, attempt.schedule, attempt.why)
@@ -243,7 +277,11 @@ class _Search:
         self._time(self._trials, self._budget_s)
         if not self._trials:
             raise self._nothing()
-        winner = self._deepened(self._first_of_the_fastest())
+        winner = self._first_of_the_fastest()
+        try:
+            winner = self._deepened(winner)
+        except KeyboardInterrupt:
+            raise Interruption(self._decision(self._kernel(winner), winner.us)) from None
         for trial in self._trials:
             if trial is not winner:
                 ratio = trial.us / winner.us
@@ -254,6 +292,7 @@ class _Search:
 
     def _time(self, trials: Sequence[_Trial], budget_s: float) -> None:
         """Give each its time; those that do not come back are out."""
+        budget_s = max(0.0, min(budget_s, self._until - time.perf_counter()))
         for trial, us in zip(list(trials), self._bench.times([t.key for t in trials], budget_s), strict=True):
             trial.us = us
             if us == math.inf:
@@ -271,7 +310,7 @@ class _Search:
         """The winner after one more point at a time met it, each time of the fastest candidate that has points left."""
         fruitless, best = 0, {id(t.space): t for t in sorted(self._trials, key=lambda t: -t.us)}
         promising = [t.space for t in sorted(best.values(), key=lambda t: t.us) if t.us <= PROMISING * winner.us]
-        while promising and fruitless < PATIENCE and time.perf_counter() < self._ends:
+        while promising and fruitless < PATIENCE and time.perf_counter() < self._ends and not self._late(2):
             count = len(self._rejected)
             challenger = self._try_next(promising[0])
             fruitless += 1
@@ -296,6 +335,7 @@ class _Search:
         space.points = iter(())
         _refused[self._name(space.candidate)] = why
         self._rejected.append(Rejected(_label(space.candidate, schedule), why, fatal=True))
+        self._lost(space.candidate.name, why)
 
     def _name(self, candidate: Candidate) -> tuple[AnyProblem, str, str]:
         return self._problem, self._target.device, candidate.name

@@ -74,6 +74,7 @@ class HostedBench:
     """A `Bench` in a worker, with its methods. What does not come back is killed, and said so in the attempt's sentence.
 
     Attributes:
+        expect_s: what working out the right results took.
         lost: sentences on those that passed and then did not come back when they were timed, by key.
     """
 
@@ -85,7 +86,7 @@ class HostedBench:
         """
         self.lost: dict[int, str] = {}
         self._passed: dict[int, tuple[Address, Schedule]] = {}
-        self._problem, self._target, self._expect_s = problem, target, 0.0
+        self._problem, self._target, self.expect_s = problem, target, 0.0
         self._nursery = nursery()
         self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]})
         self._nursery.lock.acquire()
@@ -109,7 +110,7 @@ class HostedBench:
             if why is not None:
                 return Attempt(built, why)
             if not trusted:
-                self._expect_s = self._ask(("expect", roundoff), None)
+                self.expect_s = self._ask(("expect", roundoff), None)
             why = self._ask(("verify", key), None if trusted else LIMIT_S)
         except DiedError as died:
             return Attempt(schedule, str(died), fatal=True)
@@ -144,7 +145,7 @@ class HostedBench:
     def _ask(self, request: tuple[object, ...], limit_s: float | None) -> Any:
         if self._nursery.worker is None:
             self._open()
-        limit = None if limit_s is None else limit_s + 2 * self._expect_s
+        limit = None if limit_s is None else limit_s + 2 * self.expect_s
         return self._nursery.ask(_pickled(request), limit)
 
     def _open(self) -> None:

@@ -1,0 +1,98 @@
+"""What is kept of decisions: the key that a choice depends on, the choice, and candidates that never came back."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, TypeVar
+
+import msgspec
+
+
+class Key(msgspec.Struct, frozen=True):
+    """What a choice depends on.
+
+    Attributes:
+        chip: data file that the machine matched.
+        processor: its marketing name, features and caches.
+        cores, threads: that the machine has, and that kernels share.
+        driver, toolkit: of a GPU.
+        libraries: versions of those that compile kernels or are candidates.
+        tilewright: version, and a digest of the code that makes and chooses kernels.
+        numerics: what may be rounded how.
+        alignment_bytes: of the sources that were timed.
+        cold: weights came from memory, as those of a program larger than the caches.
+        budget: class of time that a search had.
+        problem: digest of its text.
+    """
+
+    chip: str
+    processor: str
+    cores: int
+    threads: int
+    driver: str
+    toolkit: str
+    libraries: str
+    tilewright: str
+    numerics: str
+    alignment_bytes: int
+    cold: bool
+    budget: str
+    problem: str
+
+    def digest(self) -> bytes:
+        """Under which a record is stored."""
+        return hashlib.sha256(msgspec.json.encode(self)).digest()
+
+
+Time = Annotated[float, msgspec.Meta(ge=0)]
+Text = Annotated[str, msgspec.Meta(max_length=4000)]
+
+
+class Loser(msgspec.Struct, frozen=True):
+    """A candidate that was not chosen: the sentence why, and its time if it was timed."""
+
+    candidate: Text
+    why: Text
+    time_us: Time | None
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One decision: the problem as people read it, the candidate and the point of its space, its time, the others."""
+
+    key: Key
+    problem: str
+    candidate: Text
+    knobs: tuple[tuple[Text, bool | int | str], ...]
+    time_us: Time
+    rejected: tuple[Loser, ...]
+    made_s: Time
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A candidate that did not come back from a problem: the sentence how, and when. Its key is that of every budget."""
+
+    key: Key
+    problem: str
+    candidate: Text
+    why: Text
+    made_s: Time
+
+
+Kept = TypeVar("Kept", Record, Refusal)
+
+
+def sealed(content: Record | Refusal) -> bytes:
+    """As it is stored."""
+    encoded = msgspec.json.encode(content)
+    return hashlib.sha256(encoded).digest() + encoded
+
+
+def unsealed(value: object, digest: bytes, type_: type[Kept]) -> Kept | None:
+    """What stored bytes hold; None if a bit of it changed, or if it stands under another key than its own."""
+    if not isinstance(value, bytes) or hashlib.sha256(value[32:]).digest() != value[:32]:
+        return None
+    try:
+        found = msgspec.json.decode(value[32:], type=type_)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found if found.key.digest() == digest else None
