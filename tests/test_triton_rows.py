@@ -1,0 +1,136 @@
+"""Generated GPU kernels for regions, compiled with no GPU at hand: for every architecture, without spills, in wide accesses."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from test_llvm_rows import by_row, norm, problem_of
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, S64
+from tilewright.hardware.detect import chips
+from tilewright.hardware.target import Target
+from tilewright.ir.build import const, convert, input_, map_, reduce_
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Gather, Quantize, Softmax, gemm
+from tilewright.schedule.problem import problem_of as problem_of_node
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton import rows
+from tilewright.candidates.triton._module import Arch, arch_of, assembly, needs
+from tilewright.candidates.triton._rows import Tiles
+
+ARCHES = [
+    Arch("cuda", 80, 32),
+    Arch("cuda", 89, 32),
+    Arch("cuda", 90, 32),
+    Arch("cuda", 100, 32),
+    Arch("cuda", 120, 32),
+    Arch("hip", "gfx942", 64),
+    Arch("hip", "gfx950", 64),
+]
+
+
+def gpu(feature="sm_90", cores=132):
+    chip = next(c for c in chips() if feature in c.requires and c.kind == "cuda")
+    return Target("a GPU", chip, "cuda", cores, features=frozenset({"cuda", feature}))
+
+
+def bert_norm(dtype=F16):
+    """Norm of a sum, and its code for the next product."""
+    x, residual = (input_(name, dtype, (24576, 768)) for name in "xr")
+    scale, bias, step = input_("s", dtype, (768,)), input_("b", dtype, (768,)), input_("q", F32, ())
+    y = norm(map_("add", x, residual), scale, bias)
+    return problem_of(y, Node(Quantize(F8E4M3FN), y, step))
+
+
+def attention_softmax():
+    return problem_of(Node(Softmax(3), input_("x", BF16, (4, 12, 384, 384))))
+
+
+def dynamic():
+    """Llama's activations, quantised by a scale of each row's own."""
+    y = norm(input_("x", BF16, (2048, 4096)), input_("s", BF16, (4096,)), center=False)
+    return problem_of(*by_row(convert(y, F32), S8))
+
+
+def embedding():
+    ids, table, place = input_("i", S64, (64, 384)), input_("t", F16, (28996, 768)), input_("p", F16, (384, 768))
+    return problem_of(norm(map_("add", Node(Gather(0), table, ids), place)))
+
+
+USUAL = [bert_norm, attention_softmax, dynamic, embedding]
+
+
+def built(problem, target, arch=None):
+    schedule = next(iter(rows.CANDIDATE.schedules(problem, target)))
+    region = rows._region(problem)
+    tiles = Tiles(region, schedule["tile_m"], schedule["tile_n"])
+    return rows.machine_code(tiles, problem, arch or arch_of(target), num_warps=schedule["num_warps"])
+
+
+@pytest.mark.parametrize("arch", ARCHES, ids=lambda a: str(a.name))
+@pytest.mark.parametrize("make", USUAL)
+def test_usual_regions_compile_without_spills(make, arch):
+    found = needs(built(make(), gpu(), arch))
+    assert found.spills == 0 and 0 < found.registers <= 128
+    assert found.shared_bytes <= 16 << 10  # reductions across warps, and a second arrangement for the narrower result
+
+
+def test_memory_is_read_and_written_as_wide_as_it_can_be():
+    code = assembly(built(bert_norm(), gpu()))
+    assert re.search(r"LDG\.E(\.\w+)*\.(64|128)", code), code
+    assert "STG.E.64" in code or "STG.E.128" in code
+    assert "LDL" not in code and "STL" not in code
+
+
+def test_an_index_out_of_range_ends_the_program():
+    assert "__assertfail" in built(embedding(), gpu()).asm["ptx"]
+    assert "__assertfail" not in built(bert_norm(), gpu()).asm["ptx"]
+
+
+def test_points_are_legal_and_ranked():
+    for make in USUAL:
+        problem = make()
+        points = list(rows.CANDIDATE.schedules(problem, gpu()))
+        assert len(points) == len(set(points)) == rows.POINTS
+        columns = rows._region(problem).columns
+        for p in points:
+            assert columns <= p["tile_n"] < 2 * columns and p["num_warps"] <= 16
+        assert 4 <= points[0]["tile_m"] * points[0]["tile_n"] / (32 * points[0]["num_warps"]) <= 32
+
+
+WIDE = problem_of(Node(Softmax(1), input_("x", F32, (4, 40000))))
+PRODUCT = problem_of(reduce_("multiply", input_("x", F32, (4, 40)), (1,)))
+
+
+@pytest.mark.parametrize(
+    ("problem", "target", "why"),
+    [
+        (bert_norm(), replace(gpu(), kind="cpu"), "Triton compiles for GPUs"),
+        (bert_norm(), replace(gpu(), features=frozenset({"cuda", "sm_70"})), "Triton does not compile for a GPU"),
+        (
+            problem_of(Node(Softmax(1), input_("x", F32, (4, 40000)))),
+            gpu(),
+            "a row of 40,000 columns does not fit into registers",
+        ),
+        (
+            problem_of(reduce_("multiply", input_("x", F32, (4, 40)), (1,))),
+            gpu(),
+            "reducing f32 by multiply has no vector form",
+        ),
+    ],
+)
+def test_refusals(problem, target, why):
+    assert rows.CANDIDATE.refuse(problem, target) == why
+
+
+def test_without_triton_it_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(rows, "installed", lambda: False)
+    assert rows.CANDIDATE.refuse(bert_norm(), gpu()) == "Triton is not installed: pip install tilewright[gpu]"
+
+
+def test_products_are_no_rows():
+    x = input_("x", F32, (4, 4))
+    assert problem_of_node(gemm(x, x)).kind not in rows.CANDIDATE.kinds
+    assert rows.CANDIDATE.refuse(problem_of(map_("add", x, const(1.0, F32))), gpu()) is None
