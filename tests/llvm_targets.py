@@ -9,6 +9,7 @@ from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm import gemm, w4
 from tilewright.candidates.llvm._vector import KNOWN, Columns, Vectors, check
 from tilewright.candidates.llvm._write import Writer
+from tilewright.compiler import optimise
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported, of_operand
@@ -42,7 +43,7 @@ def assembled(chip: str, triple: str, cpu: str, features: str, line: str) -> dic
 
 def of_weights(chip: str, triple: str, cpu: str, features: str, line: str) -> dict[str, object]:
     """The same of a product with constant 4-bit weights."""
-    (node,) = parse(line).outputs
+    (node,) = optimise(parse(line[1:]), excess_precision=True).outputs if line.startswith("~") else parse(line).outputs
     posed = problem_of(node)
     assert isinstance(posed, Problem)
     constant = tuple(isinstance(s.op, Input) and s.op.label in ("b", "b_scale", "b_zero_point") for s in node.src)

@@ -426,7 +426,8 @@ def test_a_layer_s_norms_are_chosen_once_for_all_layers(monkeypatch):
     program = tilewright.compile(Graph("g", (start,), (h,), ("y",)), budget_s=2.0)
     steps = [s for s in program.steps if s.decision.problem.kind == "region"]
     assert len(steps) == 3 and {s.decision.kernel.candidate for s in steps} == {"llvm_rows"}
-    assert steps[1].decision is steps[2].decision and len(built) == len({s.decision.problem for s in steps})
+    problems = {s.decision.problem for s in steps}  # gemms taken apart build theirs too
+    assert steps[1].decision is steps[2].decision and len([p for p, *_ in built if p in problems]) == len(problems) == 2
     assert all(s.decision.verified and s.decision.measured for s in steps)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from test_llvm_targets import answers, functions, innermost_loops, strangers
 from tilewright.candidates.llvm import w4
+from tilewright.compiler import optimise
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Input
@@ -20,8 +21,8 @@ CPU = detect("cpu")
 
 
 def posed(line: str, constant: bool = True) -> Problem:
-    """A line's problem, its right operand with scales and zero points constant."""
-    (node,) = parse(line).outputs
+    """A line's problem, its right operand with scales and zero points constant; `~` before it permits excess precision."""
+    (node,) = optimise(parse(line[1:]), excess_precision=True).outputs if line.startswith("~") else parse(line).outputs
     problem = problem_of(node)
     assert isinstance(problem, Problem)
     labels = [s.op.label for s in node.src if isinstance(s.op, Input)]
@@ -49,6 +50,13 @@ def built(problem: Problem, sources: list[torch.Tensor]) -> list[Runner]:
         "bf16[1,1024] @ u4[100,1024]^T group=64 zero_point -> bf16",
         "bf16[5,112] @ s4[112,17] group=16 + bias -> bf16",
         "bf16[5,120] @ s4[120,17] group=8 -> bf16",
+        "~bf16[1,256] @ s4[48,256]^T group=64 -> bf16",
+        "~bf16[16,8192] @ s4[384,8192]^T group=64 -> bf16",
+        "~bf16[5,120] @ s4[120,17] group=8 -> bf16",
+        "~bf16[37,1000] @ s4[1000,77] group=40, relu",
+        "~bf16[40,2,96] @ u4[33,96]^T group=32 -> bf16",
+        "~bf16[3,200] @ u4[130,200]^T group=8 zero_point + bias -> bf16",
+        "~f16[3,200] @ s4[130,200]^T group=8 + bias -> f16",
         # 8-bit activations: without a scale, one, one a row, one a group; zero points on either side
         "s8[1,64] @ s4[64,64]^T group=64",
         "s8[1,8192] group=64 @ u4[200,8192]^T group=64 zero_point",
@@ -149,18 +157,21 @@ LINES = {
     "f32[1,512] @ s4[256,512]^T group=64": 1,
     "f32[16,512] @ u4[256,512]^T group=64 zero_point": 1,
 }
+PAIRED = ("~bf16[1,512] @ s4[256,512]^T group=64", "~bf16[16,512] @ u4[250,512]^T group=64 + bias, gelu -> bf16")
 
 
 def test_inner_loops_are_the_intended_instruction_without_spills():
     asked = [(chip, line) for chip, wanted in DOTS.items() for line, which in LINES.items() if wanted[which]]
+    asked += [("x86_64_avx512_bf16", line) for line in PAIRED]
     for (chip, line), made in answers(asked).items():
-        wanted = DOTS[chip][LINES[line]]
+        wanted = "vdpbf16ps" if line in PAIRED else DOTS[chip][LINES[line]]
         assert strangers(made["assembly"]) == set(), (chip, line)
         micro = [(name, lines) for name, lines in functions(made["assembly"]) if name.startswith("micro_")]
         assert micro, (chip, line)
         for name, lines in micro:
             rows = int(name.split("_")[1])
-            word = (2 if "dp" in wanted or "sdot" in wanted else 8) * rows * made["nv"]  # to multiply 8 of K
+            of_8 = 4 if line in PAIRED else 2 if "dp" in wanted or "sdot" in wanted else 8
+            word = of_8 * rows * made["nv"]  # to multiply 8 of K
             dots = [[x for x in loop if re.match(rf"(\{{vex\}}\s+)?{wanted}\b", x)] for loop in innermost_loops(lines)]
             assert word in [len(d) for d in dots], f"{chip}: {line}: {name}: {[len(d) for d in dots]}"
             loop = innermost_loops(lines)[[len(d) for d in dots].index(word)]

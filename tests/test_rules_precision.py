@@ -6,12 +6,12 @@ import torch
 from rule_checks import arithmetic, assert_close, assert_order_is_free, fired, graph_of, results, staged, steps, traffic
 from tilewright import compile
 from tilewright.compiler import EXCESS_PRECISION, STAGES, optimise
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, S8
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, S4, S8, U4
 from tilewright.ir.build import const, convert, input_, map_
-from tilewright.ir.carrier import stores_of
+from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.ops import Attention, Convert, Gemm, gemm
+from tilewright.ir.ops import Attention, Convert, Dequantize, Gemm, gemm
 
 
 def _program(narrow, out=None):
@@ -100,6 +100,42 @@ def test_attention_too():
     kinds = [n.op.name for n in toposort(stores_of(more.outputs[0]))]
     assert "convert" not in kinds and fired(graph, RULE, *STAGES, EXCESS_PRECISION) == 1
     assert_close(plain, more, 2**-7)
+
+
+WEIGHTS = "keep_weights_unrounded_once_scaled"
+
+
+def _grouped(left, codes, block=(8, 1), to=BF16):
+    x, w = input_("x", left, (3, 32)), input_("w", codes, (32, 7))
+    scales = input_("s", F32, tuple(d // b for d, b in zip((32, 7), block, strict=True)) if block else (7,))
+    return gemm(x, Node(Dequantize(to, block), w, scales), out_dtype=BF16)
+
+
+def _dequantized(graph):
+    (carrier,) = [n for n in graph.nodes() if isinstance(n.op, Gemm)]
+    return {n.dtype for n in toposort(operands_of(carrier)) if isinstance(n.op, Dequantize)}
+
+
+@pytest.mark.parametrize(("left", "codes", "to"), [(BF16, S4, BF16), (F16, U4, F16)])
+def test_grouped_weights_are_not_rounded_when_asked(left, codes, to):
+    graph, plain, more = _settled(_grouped(left, codes, to=to))
+    assert fired(graph, WEIGHTS) == 0 and fired(graph, WEIGHTS, *STAGES, EXCESS_PRECISION) == 1
+    assert _dequantized(plain) == {to} and _dequantized(more) == {F32}
+    assert_close(plain, more, 2**-6)
+
+
+@pytest.mark.parametrize(
+    "y",
+    [
+        _grouped(BF16, S8),  # the unit multiplies these rounded
+        _grouped(BF16, S4, None),  # one scale for all of K
+        _grouped(F32, S4),  # as the source has it
+        _grouped(F32, S4, to=F32),
+    ],
+)
+def test_other_weights_stay_as_they_are(y):
+    graph, plain, more = _settled(y)
+    assert plain.outputs == more.outputs and fired(graph, WEIGHTS, *STAGES, EXCESS_PRECISION) == 0
 
 
 KEPT = {

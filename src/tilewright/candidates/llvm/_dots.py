@@ -124,6 +124,12 @@ def _called(instruction: str, lanes: int, registers: int, lhs: DType, rhs: DType
     return replace(bare, emit=_intrinsic(name)(bare))
 
 
+def _pairs(instruction: str) -> Dot:
+    """bf16 pairs. What all lanes share goes last, where it can be read from memory by the instruction itself."""
+    bare = _called(instruction, 16, 32, BF16, BF16, F32, "llvm.x86.avx512bf16.dpbf16ps.512")
+    return replace(bare, emit=lambda f, acc, x, y: bare.emit(f, acc, y, x))
+
+
 def _mmla(instruction: str, lhs: DType, rhs: DType, acc: DType, types: str = "") -> Dot:
     """NEON: 2 rows by 8 bytes of K times 8 bytes of K by 2 columns."""
     name = ".".join(["llvm.aarch64.neon", instruction, *([types] if types else [])])
@@ -183,7 +189,7 @@ DOTS: dict[str, tuple[Dot, ...]] = {
     "vfmadd231ps zmm": (_fma(16, 32, "vfmadd231ps zmm"),),
     "vfmadd231ps ymm": (_fma(8, 16, "vfmadd231ps ymm"),),
     "fmla v.4s": (_fma(4, 32, "fmla v.4s"),),
-    "vdpbf16ps zmm": (_called("vdpbf16ps zmm", 16, 32, BF16, BF16, F32, "llvm.x86.avx512bf16.dpbf16ps.512"),),
+    "vdpbf16ps zmm": (_pairs("vdpbf16ps zmm"),),
     "bfdot v.4s": (_called("bfdot v.4s", 4, 32, BF16, BF16, F32, f"{_NEON}.bfdot.v4f32.v8bf16"),),
     "bfmmla v.4s": (_mmla("bfmmla", BF16, BF16, F32),),
     "vpdpbusd zmm": (_vpdpbusd(16, 32, "vpdpbusd zmm", S8), _vpdpbusd(16, 32, "vpdpbusd zmm", U8)),

@@ -3,7 +3,8 @@
 A panel of the packed weights is, for each group of K: its columns' scales, their zero points if there are any, and then a word
 of 32 bits a column for every 8 of K. Where the instruction takes pairs along K, a column has two words for every 16, one of the
 even and one of the odd, and its scale twice: two vectors of lanes then make one of pairs. The left operand, the tiles and the
-epilogue are those of the dense nest.
+epilogue are those of the dense nest. Pairs of codes that nothing is done to before they are multiplied are looked up as pairs:
+a column's word has the even ones in its low half, the odd ones in its high half.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ CODES = 8  # in a word
 # by several, which must find them at hand. Each loses a tenth to a third with what the other takes.
 READING, COMPUTING = (2048, 2), (4096, 1)
 WIDE = 16  # lanes for which there is an instruction that looks a code's value up
+ORDER = tuple(range(CODES))  # where in a word each of 8 neighbours along K is kept
+PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # the same, of pairs
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,14 @@ class GroupedNest(Nest):
         return self.words * (1 + self.zeros)
 
     @property
+    def by_pairs(self) -> bool:
+        """Codes are looked up two at a time: they are multiplied as they are, and sums are scaled."""
+        return self.dot.k == 2 and self.rounded_to is F32
+
+    @property
     def words(self) -> int:
         """Vectors of words that one of operands is made of."""
-        return self.dot.k
+        return 1 if self.by_pairs else self.dot.k
 
     @property
     def panel(self) -> int:
@@ -83,7 +91,7 @@ class GroupedNest(Nest):
     def packed(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         """The stream of codes [N, K], scales and zero points [N, groups]."""
         sides = [s.float().contiguous() for s in (scales, zeros) if s is not None]
-        return streamed(self, codes.to(torch.int32), sides, range(CODES))
+        return streamed(self, codes.to(torch.int32), sides, PAIRED if self.by_pairs else ORDER)
 
 
 def streamed(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
@@ -136,23 +144,24 @@ class GroupedWriter(Writer):
         resident = folded or 2 * count <= d.registers - 8
         casts = Casts(f, d.lanes)
         row_at = [f.mul("%stride", m) for m in range(rows)]
+        span = CODES * n.words
         zero = ["zeroinitializer"] * count
 
         def words(index: Int, group: str, base: Int, sides: Sequence[Sequence[str]], acc: Sequence[str]) -> list[str]:
-            """8 of K, or 8 pairs, onto the sums."""
-            at = f.at(group, f.mul(f.add(f.mul(index, d.k), n.side_rows), row_bytes))
-            loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv * d.k)]
-            for j in range(0, row_bytes * d.k, 64):
+            """`span` of K onto the sums."""
+            at = f.at(group, f.mul(f.add(f.mul(index, n.words), n.side_rows), row_bytes))
+            loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv * n.words)]
+            for j in range(0, row_bytes * n.words, 64):
                 f.prefetch(f.at(at, n.ahead + j), level=n.nearest)
-            a = f.at("%a", f.mul(f.add(base, f.mul(index, CODES * d.k)), 4 // d.k))
+            a = f.at("%a", f.mul(f.add(base, f.mul(index, span)), 4 // d.k))
             after = list(acc)
-            for step in range(CODES):
+            for step in range(span // d.k):
                 right = [self._decoded(f, word, step) for word in loaded]
                 if n.zeros:
                     right = [f.v(f"fsub {floats} {w}, {z}") for w, z in zip(right, sides[1], strict=True)]
                 if folded:
                     right = [f.v(f"fmul {floats} {w}, {s}") for w, s in zip(right, sides[0], strict=True)]
-                if d.k == 2:  # rounds both
+                if n.words == 2:  # rounds both
                     name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
                     both = zip(right[::2], right[1::2], strict=True)
                     right = [f.intrinsic(name, d.operand, (floats, high), (floats, low)) for low, high in both]
@@ -172,10 +181,9 @@ class GroupedWriter(Writer):
             group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
             base = f.mul(outer.index, n.group)
             sides = [
-                [f.load(floats, f.at(group, (i * nv * d.k + j) * line), line) for j in range(nv * d.k)]
+                [f.load(floats, f.at(group, (i * nv * n.words + j) * line), line) for j in range(nv * n.words)]
                 for i in range(1 + n.zeros)
             ]
-            span = CODES * d.k
             most = f.div(f.min(n.group, f.sub(n.depth, base)), span) if n.depth % n.group else n.group // span
             with f.loop(0, most, 1, [(floats, x) for x in (outer.carried if folded else zero)]) as inner:
                 inner.next = words(inner.index, group, base, sides, inner.carried)
@@ -206,5 +214,13 @@ class GroupedWriter(Writer):
                 code = f.v(f"and {i32} {f.v(f'lshr {i32} {word}, splat (i32 {4 * step})')}, splat (i32 15)")
             return f.v(f"sitofp {i32} {code} to {floats}")
         index = f.v(f"lshr {i32} {word}, splat (i32 {4 * step})") if step else word
+        if n.by_pairs:  # of an index its low 5 bits count: what stands above a code does not
+            pairs = vec(2 * d.lanes, "i16")
+            bits = [torch.tensor(float(v)).bfloat16().view(torch.int16).item() for v in values]
+            table = f"<{', '.join(f'i16 {b}' for b in (*bits, *bits))}>"
+            found = f.intrinsic(
+                "llvm.x86.avx512.permvar.hi.512", pairs, (pairs, table), (pairs, f.v(f"bitcast {i32} {index} to {pairs}"))
+            )
+            return f.v(f"bitcast {pairs} {found} to {d.operand}")
         table = f"<{', '.join(f'float {float(v):.1f}' for v in values)}>"
         return f.intrinsic("llvm.x86.avx512.permvar.sf.512", floats, (floats, table), (i32, index))

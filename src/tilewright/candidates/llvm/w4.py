@@ -92,7 +92,9 @@ def _planned(problem: Problem, chip: Chip) -> Plan:
     choice = choose(F32, F32, F32, chip)
     pairs = choose(BF16, BF16, F32, chip)
     whole = not group % (2 * CODES) and not problem.K % (2 * CODES)
-    if pairs is not None and pairs.dot.instruction == PAIRS and problem.lhs.dtype is found.dtype is BF16 and whole:
+    plain = len(found.src) == 2  # codes without zero points are bf16 as they are
+    suits = (found.dtype is BF16 and whole) or (found.dtype is F32 and plain)
+    if pairs is not None and pairs.dot.instruction == PAIRS and problem.lhs.dtype is BF16 and suits:
         choice = pairs
     if choice is None or problem.lhs.dtype.bits > 32 or not problem.lhs.dtype.is_float:
         raise Unsupported(f"{chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
@@ -115,9 +117,10 @@ class LlvmW4:
         plan = planned(problem, target)
         assert isinstance(plan, Plan)
         dot = plan.choice.dot
-        most = min(ROWS, dot.registers // 2) // (2 if dot.lhs is BF16 else 1)  # pairs take more registers to decode
+        rounded = dot.lhs is BF16 and _weights(problem)[0].dtype is BF16
+        most = min(ROWS, dot.registers // 2) // (2 if rounded else 1)  # pairs that are rounded take more registers to decode
         mr = -(-plan.rows // -(-plan.rows // most))
-        nv = (2 if dot.lhs is BF16 else 4) if mr == 1 else 2 if 4 * mr <= dot.registers else 1
+        nv = (2 if rounded else 4) if mr == 1 else 2 if 4 * mr <= dot.registers else 1
         nv = min(nv, -(-problem.N // dot.lanes))
         few = max(1, min(RUN, -(-problem.N // (nv * dot.lanes)) // (8 * target.cores)))  # enough tasks for every thread
         nc = few if plan.rows <= mr else PANELS
