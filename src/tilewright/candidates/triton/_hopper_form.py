@@ -1,0 +1,141 @@
+"""What the text of a Hopper kernel depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.candidates.triton._hopper_view import TmaView
+from tilewright.dtype import BF16, F16, DType
+from tilewright.ir.access import Access
+
+FRAGMENT = {"s8": "int8", "u8": "int8", "f8e4m3fn": "float8e4nv", "f8e5m2": "float8e5", "bf16": "bfloat16", "f16": "float16"}
+HELD = (BF16, F16)
+
+
+@dataclass(frozen=True)
+class Side:
+    """How an operand lies.
+
+    Attributes:
+        dtype: of its elements.
+        along_k: K is its contiguous axis; else its rows (or columns) are, and a stage holds it transposed.
+        batched: it has a matrix for each of the batch, beyond a stride that TMA steps over.
+        widened: its rows were packed in the order in which a thread of the result then holds eight neighbours.
+        shared: it is one matrix for all of the batch.
+    """
+
+    dtype: DType
+    along_k: bool
+    batched: bool
+    widened: bool = False
+    shared: bool = False
+
+    def box(self, rows: int, tile_k: int) -> list[int]:
+        """Extents of what one copy brings."""
+        plain = [rows, tile_k] if self.along_k else [tile_k, rows]
+        return [1, *plain] if self.batched else plain
+
+    def at(self, b: str, extent: str, row: str, k: str) -> str:
+        """Coordinates of a box in the text."""
+        first = row if self.shared or self.batched else f"{b} * {extent} + {row}"
+        if not self.along_k:  # rows of other matrices would follow along K: a batch has an axis of its own
+            return f"[{b}, {k}, {row}]" if self.batched else f"[{k}, {row}]"
+        return f"[{b}, {row}, {k}]" if self.batched else f"[{first}, {k}]"
+
+
+@dataclass(frozen=True)
+class Out:
+    """One store: its expression, and how its pieces leave.
+
+    Attributes:
+        access: where its leaves and its elements lie.
+        view: as TMA writes it, None for addresses of its own.
+        columns: of a piece.
+    """
+
+    access: Access
+    view: TmaView | None
+    columns: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel's text depends on.
+
+    Attributes:
+        lhs, rhs: the operands.
+        tile_m, tile_n: of the result, a block's.
+        groups: warpgroups that multiply.
+        num_stages: of the ring.
+        group_m: rows of tiles in a band.
+        hold: a result waits in registers and leaves behind the first products of the next tile.
+        streamed: the last tiles are shared out evenly along K, their parts added up in order.
+        chained: it may be launched before the kernel ahead of it has ended.
+        paired: two blocks bring each other's half of the right operand.
+        rows_whole, columns_whole: tiles end where the result does.
+        columns: of the result.
+        outs: the stores.
+    """
+
+    lhs: Side
+    rhs: Side
+    acc: DType
+    tile_m: int
+    tile_n: int
+    groups: int
+    num_stages: int
+    group_m: int
+    hold: bool
+    streamed: bool
+    chained: bool
+    paired: bool
+    rows_whole: bool
+    columns_whole: bool
+    columns: int
+    outs: tuple[Out, ...]
+
+    @property
+    def tile_k(self) -> int:
+        """128 bytes: a row of a stage, as wide as the swizzle."""
+        return 128 * 8 // self.lhs.dtype.bits
+
+    @property
+    def rows(self) -> int:
+        """Of a warpgroup."""
+        return self.tile_m // self.groups
+
+    @property
+    def instruction(self) -> tuple[int, int, int]:
+        """What one instruction multiplies, as Triton is told: it has none of 256 columns for integers."""
+        widest = 128 if self.acc.is_integer else 256
+        return 16, min(self.tile_n, widest), 256 // self.lhs.dtype.bits
+
+    def tiles(self, batch: int, M: int, N: int) -> int:
+        """Of a result; where blocks work in pairs, pairs of tiles one below the other."""
+        down = -(-M // (self.tile_m * (2 if self.paired else 1)))
+        return batch * down * -(-N // self.tile_n)
+
+    @property
+    def pieces(self) -> int:
+        """Of a result that is held."""
+        return self.tile_n // self.outs[0].columns
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of shared memory, one stage of the ring."""
+        return (self.tile_m + self.tile_n) * 128
+
+    @property
+    def out_bytes(self) -> int:
+        """Of shared memory, pieces on their way out."""
+        return self.tile_m * 128 * self.leaving if any(o.view for o in self.outs) else 0
+
+    @property
+    def leaving(self) -> int:
+        """Pieces of a warpgroup that may be on their way out."""
+        return 2 if self.rows == 64 else 1
+
+
+def size(dtype: DType) -> int:
+    """Bytes of an element in memory."""
+    return max(dtype.bits // 8, 1)

@@ -1,0 +1,186 @@
+"""What of a gemm a Hopper kernel needs to know: where both operands lie, and where the stores go."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import cast
+
+import torch
+
+from tilewright.candidates.triton._emit import check
+from tilewright.candidates.triton._hopper_form import FRAGMENT, size
+from tilewright.candidates.triton._hopper_view import ALIGNED, by_batch
+from tilewright.dtype import F32, S32, DType
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.build import broadcast
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+from tilewright.schedule.problem import Operand, Problem
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """An operand as TMA reads it: [batch, rows, K], rows being those of the left operand or columns of the right one.
+
+    Attributes:
+        root: the expression.
+        dtype: of its elements.
+        extents: batch, rows, K.
+        strides: of those in elements; the batch's is 0 where all share one matrix.
+        offset: of the first element.
+        source: which of the gemm's sources it is read from; None where a contiguous copy is made first.
+        constant: it depends on weights alone, so that the copy is made once.
+        columns_last: K is the last axis of the expression.
+        widened: the copy's rows come in the order that gives a thread of the result eight neighbours.
+    """
+
+    root: Node
+    dtype: DType
+    extents: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    offset: int
+    source: int | None
+    constant: bool
+    columns_last: bool
+    widened: bool = False
+
+    @property
+    def along_k(self) -> bool:
+        """K is the contiguous axis."""
+        return self.strides[2] == 1
+
+    @property
+    def flat(self) -> bool:
+        """The rows of all the batch follow one another evenly, so that they are the rows of one matrix."""
+        batch, rows, _ = self.extents
+        return batch == 1 or (self.along_k and self.strides[0] == rows * self.strides[1])
+
+    @property
+    def batched(self) -> bool:
+        """TMA steps over matrices of the batch along an axis of their own."""
+        return not self.flat and self.strides[0] != 0
+
+    def copied(self, sources: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The operand's values, K contiguous, rows a multiple of 16 bytes apart."""
+        params = [n for n in toposort((self.root,)) if isinstance(n.op, Param)]
+        bound = {n: sources[cast("Param", n.op).index] for n in params}
+        value = cast("torch.Tensor", evaluate_nodes((self.root,), bound)[0])
+        value = value if self.columns_last else value.transpose(-1, -2)
+        own = self.extents[0] if self.strides[0] else 1
+        room = torch.empty((own, self.extents[1], self.strides[1]), dtype=value.dtype, device=value.device)
+        given = room[..., : self.extents[2]]
+        value = value.reshape(given.shape)
+        if self.widened:  # a thread of wgmma's result holds columns 2t and 2t + 1 of every 8: those become 8t to 8t + 7 of 32
+            threads = value.reshape(own, -1, 4, 4, 2, value.shape[-1])
+            value = threads.transpose(2, 3).reshape(given.shape)
+        given.copy_(value)
+        return room
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of the copy."""
+        batch, rows, _ = self.extents
+        return (batch if self.strides[0] else 1) * rows * self.strides[1] * size(self.dtype)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A gemm in a Hopper kernel's terms: batch matrices of M x N over K."""
+
+    batch: int
+    M: int
+    N: int
+    K: int
+    lhs: Matrix
+    rhs: Matrix
+    stores: tuple[Access, ...]
+
+    @property
+    def tile_k(self) -> int:
+        """Elements of 128 bytes."""
+        return 128 // size(self.lhs.dtype)
+
+
+def with_wide_stores(plan: Plan) -> Plan:
+    """The plan with the right operand, a weight, packed so that bytes are stored eight at a time."""
+    _, rows, k = plan.rhs.extents
+    wide = -(-k * size(plan.rhs.dtype) // ALIGNED) * ALIGNED // size(plan.rhs.dtype)
+    strides = (rows * wide if plan.rhs.strides[0] else 0, wide, 1)
+    return replace(plan, rhs=replace(plan.rhs, strides=strides, offset=0, source=None, widened=True))
+
+
+@lru_cache(maxsize=4096)
+def plan_of(problem: Problem) -> Plan | str:
+    """The plan, or the sentence why there is none."""
+    try:
+        return _planned(problem)
+    except Unsupported as why:
+        return str(why)
+
+
+def _planned(problem: Problem) -> Plan:
+    a, b = problem.lhs.dtype, problem.rhs.dtype
+    if a.name not in FRAGMENT or b.name not in FRAGMENT or problem.acc.dtype not in (F32, S32):
+        raise Unsupported(f"wgmma has no {a} x {b} product into {problem.acc.dtype}")
+    if a.bits != b.bits or (a.bits == 16 and a is not b):
+        raise Unsupported(f"wgmma multiplies operands of one type, not {a} by {b}")
+    if not problem.batch * problem.M * problem.N * problem.K:
+        raise Unsupported("the result is empty or a sum of nothing")
+    check(problem.op.stores)
+    shared = math.prod(problem.op.rhs.shape[:-2]) == 1
+    batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
+    shape = problem.acc.shape[:-2]
+    lhs = _matrix(problem, problem.lhs, problem.op.lhs, batch, rows, None if shared and batch == 1 else shape, left=True)
+    rhs = _matrix(problem, problem.rhs, problem.op.rhs, batch, problem.N, None if shared else shape, left=False)
+    stores = tuple(of_store(root) for root in problem.op.stores)
+    return Plan(batch, rows, problem.N, problem.K, lhs, rhs, stores)
+
+
+def _matrix(
+    problem: Problem, operand: Operand, root: Node, batch: int, rows: int, shape: tuple[int, ...] | None, *, left: bool
+) -> Matrix:
+    """Where an operand lies; its batch axes are broadcast to `shape` first."""
+    side = "left" if left else "right"
+    params = [cast("Param", n.op).index for n in toposort((root,)) if isinstance(n.op, Param)]
+    constant = all(problem.weights[i] for i in params)
+    if not operand.plain and not constant:
+        raise Unsupported(f"the {side} operand is not stored as it is multiplied")
+    own = math.prod(root.shape[:-2])
+    if own not in (1, math.prod(shape or (own,))):
+        constant = constant and True
+        root = broadcast(root, (*(shape or ()), *root.shape[-2:]))
+        own = math.prod(root.shape[:-2])
+    element = size(operand.dtype)
+    wide = -(-problem.K * element // ALIGNED) * ALIGNED // element
+    many = own > 1 and batch > 1
+    copy = Matrix(root, operand.dtype, (batch, rows, problem.K), (rows * wide if many else 0, wide, 1), 0, None, constant, left)
+    if not operand.plain:
+        return copy
+    try:
+        access = of_operand(root, columns_last=left)
+        leaf = next(n for n in access.views if isinstance(n.op, Param))
+        place = access.of_leaf(leaf)
+    except Unsupported:
+        return copy
+    split = by_batch(place.rows, rows, batch) if many else ([], list(place.rows))
+    if split is None:
+        return copy
+    outer, inner = split
+    whole_batch = not many or (len(outer) == 1 and outer[0].extent == batch)
+    whole_rows = rows == 1 or (len(inner) == 1 and inner[0].extent == rows)
+    whole_k = problem.K == 1 or (len(place.columns) == 1 and place.columns[0].extent == problem.K)
+    if not (whole_batch and whole_rows and whole_k):
+        return copy
+    down = inner[0].stride if rows > 1 else wide
+    along = place.columns[0].stride if problem.K > 1 else 1
+    strides = (outer[0].stride if many else 0, down, along)
+    steps = (strides[0], along if down == 1 and along != 1 else down)
+    reads = along == 1 or (down == 1 and element == 2)
+    if not reads or place.offset * element % ALIGNED or any(s * element % ALIGNED for s in steps):
+        return copy
+    assert isinstance(leaf.op, Param)
+    return Matrix(root, operand.dtype, (batch, rows, problem.K), strides, place.offset, leaf.op.index, constant, left)

@@ -1,0 +1,141 @@
+"""What Triton cannot be told to do on Hopper is written into the PTX it makes: integer products of 256 columns, unsigned
+operands, and copies that two blocks of a cluster receive at once.
+
+Each rewrite insists on finding what it expects: a compiler that writes otherwise raises instead of giving a wrong kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Lock
+
+# Of what is written here. A kernel's text names it, since Triton's cache knows a kernel by its text.
+EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+
+Rewrite = Callable[[str], str]
+
+_MMA = re.compile(
+    r"(\twgmma\.mma_async\.sync\.aligned\.m64n)128(k32\.s32\.[su]8\.[su]8) \{([^}]*)\}, (%rd\d+), (%rd\d+), ([^;]*;)"
+)
+_LOCK = Lock()
+
+
+class UnexpectedPtx(Exception):  # noqa: N818
+    """The compiler's text is not what a rewrite was made for."""
+
+
+def widest_products(ptx: str) -> str:
+    """Integer products of 128 columns, two by two as one of 256.
+
+    Within a group that is committed together, Triton asks for all of K with the left 128 columns, then with the right ones.
+    """
+    lines, group, fused = ptx.split("\n"), list[tuple[int, re.Match[str]]](), 0
+    for at, line in enumerate(lines):
+        m = _MMA.match(line)
+        if m:
+            group.append((at, m))
+        elif "wgmma.commit_group" in line:
+            half = len(group) // 2
+            for (a0, lo), (a1, hi) in zip(group[:half], group[half:], strict=True):
+                if lo[4] != hi[4] or lo[6] != hi[6]:
+                    raise UnexpectedPtx("products of the two halves differ in their left operand")
+                lines[a0] = ""
+                lines[a1] = f"{lo[1]}256{lo[2]} {{{lo[3]},{hi[3]}}}, {lo[4]}, {lo[5]}, {lo[6]}"
+                fused += 1
+            group = []
+    if not fused:
+        raise UnexpectedPtx("no integer products of 128 columns")
+    return "\n".join(lines)
+
+
+def unsigned(ptx: str, lhs: bool, rhs: bool) -> str:
+    """Integer products whose left or right operand is unsigned."""
+    text, count = re.subn(r"(\.k32|k32)\.s32\.s8\.s8", rf"\1.s32.{'us'[not lhs]}8.{'us'[not rhs]}8", ptx)
+    if not count:
+        raise UnexpectedPtx("no integer products")
+    return text
+
+
+_INIT = re.compile(r"\t@%p\d+ mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], (\d+);")
+_ARRIVE = re.compile(r"\t(@%p\d+) mbarrier\.arrive\.shared::cta\.b64 _, \[(%r\d+)\];")
+_COPY = re.compile(
+    r"(\t@%p\d+ cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes)"
+    r"( \[%r\d+\], \[(%rd\d+), \{[^}]*\}\], \[%r\d+\]);"
+)
+
+
+def paired(ptx: str) -> str:
+    """Two blocks to a cluster. Copies of the right operand (the second descriptor) arrive in both; a stage is free once both
+    have read it; barriers are set up before either starts, since each is told of by the other.
+
+    One thread sets them up at the kernel's very beginning, where all threads can still meet those of the other block.
+    """
+    bases = set(re.findall(r"mov\.b32 \t(%r\d+), global_smem;", ptx))
+    added = re.findall(r"add\.s32 \t(%r\d+), (%r\d+), (\d+);", ptx)
+    at = {name: int(offset) for name, base, offset in added if base in bases}
+    barriers = [(at[m[1]], int(m[2])) for m in _INIT.finditer(ptx) if m[1] in at]
+    descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
+    if len(barriers) != len(_INIT.findall(ptx)) or len(barriers) < 2 or len(descriptors) < 2:
+        raise UnexpectedPtx("barriers or descriptors are not where they were")
+    moved = set(re.findall(rf"mov\.b64 \t(%rd\d+), {descriptors[1]};", ptx))
+    right = {new for new, old in re.findall(r"cvta\.param\.u64 \t(%rd\d+), (%rd\d+);", ptx) if old in moved}
+    copies = [m for m in _COPY.finditer(ptx) if m[3] in right]
+    if not copies or not _ARRIVE.search(ptx):
+        raise UnexpectedPtx("no copy of the right operand, or no stage that is given back")
+    ptx = _INIT.sub("", ptx)
+    ptx = _COPY.sub(lambda m: f"{m[1]}.multicast::cluster{m[2]}, %both;" if m[3] in right else m[0], ptx)
+    ptx = _ARRIVE.sub(
+        lambda m: (
+            f"{m[0]}\n\t{{\n\t.reg .b32 %there;\n\tmapa.shared::cluster.u32 %there, {m[2]}, %other;\n"
+            f"\t{m[1]} mbarrier.arrive.shared::cluster.b64 _, [%there];\n\t}}"
+        ),
+        ptx,
+    )
+    start = [
+        "\t.reg .b16 %both;",
+        "\t.reg .b32 %other;",
+        "\t.reg .pred %first;",
+        "\tmov.b16 %both, 3;",
+        "\tmov.u32 %other, %tid.x;",
+        "\tsetp.eq.u32 %first, %other, 0;",
+        *(f"\t@%first mbarrier.init.shared::cta.b64 [global_smem+{offset}], {count};" for offset, count in barriers),
+        "\tfence.mbarrier_init.release.cluster;",
+        "\tbarrier.cluster.arrive.release.aligned;",
+        "\tbarrier.cluster.wait.acquire.aligned;",
+        "\tmov.u32 %other, %cluster_ctarank;",
+        "\txor.b32 %other, %other, 1;",
+    ]
+    ptx, headers = re.subn(r"(?m)^(\.reqntid .*)$", r"\1\n.explicitcluster\n.reqnctapercluster 2, 1, 1", ptx)
+    ptx, entries = re.subn(r"(?m)^(// %bb\.0:.*)$", lambda m: "\n".join([m[1], *start]), ptx)
+    if (headers, entries) != (1, 1):
+        raise UnexpectedPtx("the kernel does not begin as it did")
+    return ptx
+
+
+@contextmanager
+def rewriting(*rewrites: Rewrite) -> Iterator[None]:
+    """While this lasts, what Triton compiles goes through these, in order. Its cache knows nothing of it."""
+    from triton import knobs
+
+    if not rewrites:
+        yield
+        return
+
+    def hook(backend: object, stages: dict[str, Callable[..., str]], *_: object) -> None:
+        make = stages["ptx"]
+
+        def made(source: object, metadata: object) -> str:
+            text = make(source, metadata)
+            for rewrite in rewrites:
+                text = rewrite(text)
+            return text
+
+        stages["ptx"] = made
+
+    with _LOCK, knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = hook  # pyright: ignore[reportAttributeAccessIssue]
+        yield

@@ -1,0 +1,163 @@
+"""A compiled Hopper kernel called from Python: TMA descriptors of what it reads and writes, made once an address."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.candidates.triton._hopper_form import Form, Side, size
+from tilewright.candidates.triton._hopper_plan import Matrix, Plan
+from tilewright.candidates.triton._hopper_view import ALIGNED, TmaView
+from tilewright.schedule.candidate import Runner
+from tilewright.schedule.problem import Problem
+
+MOST_KEPT = 256  # argument lists by address; a program's addresses repeat
+
+
+class Tma:
+    """The array behind one of a kernel's descriptors.
+
+    Args:
+        meta: what Triton says of the descriptor's boxes.
+        shape, strides: in elements, outer first.
+        offset_bytes: of its first element from the address.
+    """
+
+    def __init__(self, meta: Mapping[str, Any], shape: Sequence[int], strides: Sequence[int], offset_bytes: int) -> None:
+        self._meta, self._shape, self._strides, self._offset = meta, list(shape), list(strides), offset_bytes
+
+    def at(self, address: int) -> list[object]:
+        """The kernel's arguments for the array at an address."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+        from triton.runtime import driver
+
+        m = self._meta
+        made = driver.active.utils.fill_tma_descriptor(  # pyright: ignore[reportAttributeAccessIssue]
+            address + self._offset,
+            m["swizzle"],
+            m["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]],
+            m["block_size"],
+            self._shape,
+            self._strides,
+            0,
+        )
+        return [made, *self._shape, *self._strides]
+
+
+def of_matrix(matrix: Matrix, side: Side, meta: Mapping[str, Any]) -> Tma:
+    """An operand as the kernel's boxes cut it."""
+    batch, rows, k = matrix.extents
+    over, down, along = matrix.strides
+    if matrix.flat and over:
+        rows *= batch
+    shape, strides = ([rows, k], [down, 1]) if side.along_k else ([k, rows], [along, 1])
+    if side.batched:
+        shape, strides = [batch, *shape], [over, *strides]
+    return Tma(meta, shape, strides, matrix.offset * size(matrix.dtype))
+
+
+def of_view(view: TmaView, bytes_each: int, meta: Mapping[str, Any]) -> Tma:
+    """A result as the kernel's boxes cut it."""
+    return Tma(meta, view.shape, view.strides, view.offset * bytes_each)
+
+
+def expanded(kernel: Any, blocks: int, device: int) -> Callable[[Sequence[object]], None]:
+    """How to start a kernel on torch's current stream with descriptors that are made already.
+
+    Triton's own start of a kernel with descriptors makes them anew on each call; what it wraps takes them ready.
+    """
+    from triton.runtime import driver
+
+    with torch.cuda.device(device):
+        start = kernel.run
+    launch = inspect.getclosurevars(start.launch).nonlocals["launcher"]
+    function, packed, dependent = kernel.function, kernel.packed_metadata, start.launch_pdl
+    stream = driver.active.get_current_stream
+
+    def run(arguments: Sequence[object]) -> None:
+        launch(blocks, 1, 1, stream(device), function, False, dependent, None, None, packed, None, None, None, *arguments)
+
+    return run
+
+
+def aligned(t: torch.Tensor) -> torch.Tensor:
+    """The tensor, dense and on an address that TMA takes."""
+    t = t.contiguous()
+    return t if t.data_ptr() % ALIGNED == 0 else t.clone()
+
+
+def runner(
+    problem: Problem,
+    plan: Plan,
+    form: Form,
+    kernel: Any,
+    names: Sequence[str],
+    blocks: int,
+    shared_tiles: int,
+    weights: Mapping[int, torch.Tensor],
+    device: torch.device,
+) -> Runner:
+    """What runs a kernel whose arguments have these names, with `shared_tiles` shared out among the blocks."""
+    index = device.index or 0
+    start = expanded(kernel, blocks, index)
+    metas = kernel.metadata.tensordesc_meta
+    arrays: list[Tma] = [of_matrix(plan.lhs, form.lhs, metas[0]), of_matrix(plan.rhs, form.rhs, metas[1])]
+    views = [(i, o) for i, o in enumerate(form.outs) if o.view is not None]
+    for meta, (_, o) in zip(metas[2:], views, strict=True):
+        assert o.view is not None
+        arrays.append(of_view(o.view, size(o.access.root.dtype), meta))
+    held = [_held(m, weights) for m in (plan.lhs, plan.rhs)]
+    sides = [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
+    plain = [i for i, o in enumerate(form.outs) if o.view is None]
+    results = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
+    tiles = form.tiles(plan.batch, plan.M, plan.N)
+    extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else [])]
+    counters: dict[int, torch.Tensor] = {}
+    known: dict[tuple[int, ...], list[object]] = {}
+    partial = 2 * blocks * form.tile_m * form.tile_n
+
+    def scratch() -> list[torch.Tensor]:
+        if not form.streamed:
+            return []
+        here = torch.cuda.current_stream(index).cuda_stream
+        if here not in counters:  # left at zero by every call that ends
+            counters[here] = torch.zeros(
+                max(shared_tiles, 1) * form.groups * (2 if form.paired else 1), dtype=torch.int32, device=device
+            )
+        return [torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters[here]]
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        a, b = (h if h is not None else _operand(m, sources) for h, m in zip(held, (plan.lhs, plan.rhs), strict=True))
+        out = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
+        given = [aligned(sources[i]) for i in sides]
+        room = scratch()
+        tensors = [a, b, *(out[i] for i, _ in views), *given, *(out[i] for i in plain), *room]
+        addresses = tuple([t.data_ptr() for t in tensors])
+        arguments = known.get(addresses)
+        if arguments is None:
+            if len(known) >= MOST_KEPT:
+                known.clear()
+            arguments = []
+            for array, address in zip(arrays, addresses, strict=False):
+                arguments += array.at(address)
+            arguments += [*addresses[len(arrays) :], *extents]
+            known[addresses] = arguments
+        start(arguments)
+        return out
+
+    return run
+
+
+def _held(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """A constant operand that has to be copied, copied."""
+    if not matrix.constant or matrix.source is not None:
+        return None
+    return matrix.copied(weights)
+
+
+def _operand(matrix: Matrix, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    return matrix.copied(sources) if matrix.source is None else aligned(sources[matrix.source])

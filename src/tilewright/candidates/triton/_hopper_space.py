@@ -1,0 +1,219 @@
+"""Sizes of a Hopper kernel: which are legal, and what each makes an SM do.
+
+A step along K is 128 bytes of both operands. It takes as long as the tensor cores take, or as shared memory takes to be filled
+and read, or as L2 takes to deliver it, whichever is longest. Cycles of what is not a step were measured on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+
+from tilewright.candidates.triton._hopper_form import HELD, Form, Out, Side, size
+from tilewright.candidates.triton._hopper_plan import Plan, with_wide_stores
+from tilewright.candidates.triton._hopper_view import tma_view
+from tilewright.hardware.target import Target
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Acc, Convert, Param
+from tilewright.schedule.cost import Phase, Work, predict_us
+from tilewright.schedule.problem import Problem
+from tilewright.schedule.schedule import Schedule
+
+TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 256), (64, 128), (64, 64))
+MOST_STAGES = 8
+BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
+FEWEST_STEPS = 4  # along K that are worth a share of a tile
+SHARED_BYTES_PER_CYCLE = 128  # of an SM (NVIDIA H100 whitepaper v1.04: 32 banks of 4 bytes)
+L2_BYTES_PER_CYCLE = 60  # to an SM while all read: 64 by its port
+START_CYCLES = 3000  # from a launch until the first products: descriptors, first stages from memory
+END_CYCLES = 1500  # of a tile that is packed and stored while the tensor cores wait
+HELD_CYCLES = 900  # of one that leaves behind the next tile's products
+STEP_CYCLES = 1.0 / 128  # of an elementwise step on an element, four warps of 32 lanes a cycle
+SHARE_CYCLES = 5000  # until a part is written, counted, and read by the last block
+PARTIAL_BYTES_PER_CYCLE = 20  # of an SM that writes or reads partial sums through L2
+
+
+@dataclass(frozen=True)
+class Point:
+    """One kernel of the space.
+
+    Attributes:
+        tile_m, tile_n, num_stages, group_m, hold, widened, paired: see `_hopper_text.Form`.
+        blocks: that are started.
+        shared_tiles: tiles at the end of which every block has an even share of K.
+    """
+
+    tile_m: int
+    tile_n: int
+    num_stages: int
+    group_m: int
+    hold: bool
+    widened: bool
+    paired: bool
+    blocks: int
+    shared_tiles: int
+
+    def schedule(self, tile_k: int) -> Schedule:
+        """As reports print it."""
+        return Schedule.of(
+            tile_m=self.tile_m,
+            tile_n=self.tile_n,
+            tile_k=tile_k,
+            num_stages=self.num_stages,
+            group_m=self.group_m,
+            hold=self.hold,
+            widened=self.widened,
+            paired=self.paired,
+            blocks=self.blocks,
+            shared_tiles=self.shared_tiles,
+        )
+
+
+def point_of(schedule: Schedule) -> Point:
+    """The point that a schedule names."""
+    knobs = dict(schedule.knobs)
+    whole = [int(knobs[k]) for k in ("tile_m", "tile_n", "num_stages", "group_m")]
+    flags = [bool(knobs[k]) for k in ("hold", "widened", "paired")]
+    return Point(*whole, *flags, int(knobs["blocks"]), int(knobs["shared_tiles"]))
+
+
+def plan_for(plan: Plan, point: Point) -> Plan:
+    """The plan as a point's kernel needs it."""
+    return with_wide_stores(plan) if point.widened else plan
+
+
+def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True) -> Form:
+    """What the text of a point's kernel depends on; `plan` is the point's own (`plan_for`)."""
+    groups = 2 if point.tile_m >= 128 else 1
+    rows = point.tile_m // groups
+    outs: list[Out] = []
+    for access in plan.stores:
+        element = size(access.root.dtype)
+        columns = min(128 // element, point.tile_n)
+        place = access.of_result()
+        view = tma_view(place, plan.batch, plan.M, access.columns_extent, rows, columns, element)
+        if access.first % columns:  # a piece would begin in one store and end in another
+            view = None
+        outs.append(Out(access, view, columns))
+    return Form(
+        Side(plan.lhs.dtype, plan.lhs.along_k, plan.lhs.batched, shared=_shared(plan.lhs.strides[0], plan)),
+        Side(plan.rhs.dtype, plan.rhs.along_k, plan.rhs.batched, plan.rhs.widened, shared=_shared(plan.rhs.strides[0], plan)),
+        problem.acc.dtype,
+        point.tile_m,
+        point.tile_n,
+        groups,
+        point.num_stages,
+        point.group_m,
+        point.hold,
+        point.shared_tiles > 0,
+        chained,
+        point.paired,
+        plan.M % (point.tile_m * (2 if point.paired else 1)) == 0,
+        plan.N % point.tile_n == 0,
+        plan.N,
+        tuple(outs),
+    )
+
+
+def _shared(stride: int, plan: Plan) -> bool:
+    return plan.batch > 1 and stride == 0
+
+
+def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
+    """The legal points, the most promising first."""
+    found = list(_legal(problem, plan, target))
+    found.sort(key=lambda p: float(predict_us(work(problem, plan, p, target), target)))
+    return found
+
+
+def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
+    steps = -(-plan.K // plan.tile_k)
+    for (tile_m, tile_n), paired in product(TILES, (False, True)):
+        base = Point(tile_m, tile_n, 2, 16, False, False, paired, 1, 0)
+        waste = _tiles(plan, base) * (2 if paired else 1) * tile_m * tile_n / (plan.batch * plan.M * plan.N)
+        if (waste > 4 and (tile_m, tile_n, paired) != (*TILES[-1], False)) or (paired and tile_m >= plan.M):
+            continue
+        for widened in _orders(plan):
+            base = replace(base, widened=widened)
+            form = form_of(problem, plan_for(plan, base), base)
+            room = target.chip.shared_bytes - form.out_bytes - BARRIERS_BYTES
+            stages = min(room // form.stage_bytes, MOST_STAGES)
+            if stages < 2:
+                continue
+            for hold in _holds(form, steps):
+                for blocks, shared in _partitions(_tiles(plan, base), steps, target.cores // (2 if paired else 1), hold):
+                    blocks *= 2 if paired else 1
+                    yield replace(base, num_stages=stages, hold=hold, blocks=blocks, shared_tiles=shared)
+
+
+def _tiles(plan: Plan, point: Point) -> int:
+    """Tiles, or pairs of them."""
+    down = -(-plan.M // (point.tile_m * (2 if point.paired else 1)))
+    return plan.batch * down * -(-plan.N // point.tile_n)
+
+
+def _orders(plan: Plan) -> Iterable[bool]:
+    """Whether rows of the right operand may come in the order that widens stores of bytes, and should."""
+    narrow = all(size(s.root.dtype) == 1 for s in plan.stores)
+    return (True,) if narrow and plan.rhs.constant and plan.N % 32 == 0 else (False,)
+
+
+def _holds(form: Form, steps: int) -> Iterable[bool]:
+    """Whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
+    out = form.outs[0]
+    able = len(form.outs) == 1 and out.view is not None and out.access.root.dtype in HELD and not out.view.across
+    if able and form.rows == 64 and steps >= form.pieces and form.tile_n >= 128:
+        return (True, False)
+    return (False,)
+
+
+def _partitions(tiles: int, steps: int, cores: int, hold: bool) -> Iterable[tuple[int, int]]:
+    """Numbers of blocks, and of tiles shared out among them."""
+    yield -(-tiles // -(-tiles // cores)), 0  # no more than give the same number of rounds: the others would only draw power
+    if hold:
+        return
+    rest = tiles % cores
+    if tiles < cores:
+        parts = min(cores // tiles, steps // FEWEST_STEPS)
+        if parts > 1:
+            yield tiles * parts, tiles
+        if cores % tiles and tiles * steps // cores >= FEWEST_STEPS:
+            yield cores, tiles
+    elif rest:
+        if rest * steps // cores >= FEWEST_STEPS:
+            yield cores, rest
+        yield cores, rest + cores
+
+
+def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
+    """What a point makes the machine do."""
+    plan = plan_for(plan, point)
+    form = form_of(problem, plan, point)
+    unit = next((u for u in target.chip.units if u.operand in (plan.lhs.dtype.name, "s8")), target.chip.units[0])
+    steps = -(-plan.K // plan.tile_k)
+    products = 2 * point.tile_m * point.tile_n * plan.tile_k / unit.ops_per_cycle
+    per_instruction = min(point.tile_n, 256)
+    read = (point.tile_m // 64) * (point.tile_n // per_instruction) * (64 + per_instruction) * 128
+    filled = form.stage_bytes
+    brought = filled - (point.tile_n * 64 if point.paired else 0)
+    step = max(products, (read + filled) / SHARED_BYTES_PER_CYCLE, brought / L2_BYTES_PER_CYCLE) * 1.03
+    workers = point.blocks // (2 if point.paired else 1)
+    whole = _tiles(plan, point) - point.shared_tiles
+    each = -(-whole // workers) + point.shared_tiles / workers
+    elementwise = sum(not isinstance(n.op, (Acc, Param, Convert)) for n in toposort(problem.op.stores))
+    element = point.tile_m * point.tile_n * STEP_CYCLES / 2
+    boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n / 256 + element * elementwise
+    if any(o.view is None for o in form.outs):
+        boundary += point.tile_m * point.tile_n * STEP_CYCLES * 4
+    cycles = START_CYCLES + each * steps * step + boundary * max(each, 1)
+    if point.shared_tiles:
+        even = workers % point.shared_tiles == 0  # else a block has a part of two tiles
+        cycles += SHARE_CYCLES * (1 if even else 2) + point.tile_m * point.tile_n * 4 / PARTIAL_BYTES_PER_CYCLE
+    copied = sum(2 * m.copied_bytes for m in (plan.lhs, plan.rhs) if m.source is None and not m.constant)
+    phases = [Phase(cycles, 0.0, {"memory": float(problem.bytes)})]
+    launches = 1.0
+    if copied:
+        phases.insert(0, Phase(0.0, 0.0, {"memory": float(copied)}))
+        launches += 1.0
+    return Work(tuple(phases), launches=launches)

@@ -1,0 +1,418 @@
+"""The text of a Hopper gemm in Gluon: one warp brings tiles of both operands into a ring of stages in shared memory by TMA,
+warpgroups multiply them and write results, and blocks stay for as many tiles as there are for each.
+
+Each warpgroup owns rows of the block's tile; all read the same tile of the right operand, and none waits for another. A tile
+that is done leaves a piece of columns at a time: 128 bytes of a row, which is what TMA stores with the widest swizzle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+from tilewright.candidates.triton._casts import in_memory
+from tilewright.candidates.triton._emit import Emitter, Tile
+from tilewright.candidates.triton._hopper_form import FRAGMENT, Form, Out, Side
+from tilewright.candidates.triton._hopper_parts import PROLOGUE
+from tilewright.candidates.triton._hopper_ptx import EDITION
+from tilewright.candidates.triton._text import Text
+from tilewright.dtype import PRED
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+
+PRODUCER_REGISTERS = 24
+MATH_REGISTERS = 240  # of 64K in all, two warpgroups of 128 threads beside the producer's
+NATIVE_FP8 = frozenset({"f8e4m3fn", "f8e5m2"})
+
+
+class Brief(Emitter):
+    """An emitter that takes the special function unit's own reciprocal and power, a bit less exact than Triton's in 24, and
+    flushed to zero where those are below the normal numbers: what x / (1 + e^y) is then is below them as well."""
+
+    def over(self, x: str, y: str) -> str:
+        return self.text.v(f"{x} * {self._unit('rcp', y)}")
+
+    def one_more(self, x: str, factor: str) -> str:
+        power = self.text.v(f"{self.text.v(f'{x} * {factor}')} * {math.log2(math.e)!r}")
+        return self.text.v(f"1.0 + {self._unit('ex2', power)}")
+
+    def _unit(self, name: str, x: str) -> str:
+        text = f'"{name}.approx.ftz.f32 $0, $1;", "=f,f"'
+        return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}], dtype=gl.float32, is_pure=True, pack=1)")
+
+
+class Writer:
+    """Writes a form as a module's text, with the kernel `gemm`.
+
+    Args:
+        form: of the kernel.
+        pointer: what the kernel calls the memory of a source, and of a store that has no TMA view.
+    """
+
+    def __init__(self, form: Form, pointer: Callable[[Node], str]) -> None:
+        self.form, self.pointer = form, pointer
+        leaves = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
+        names = {pointer(n) for n in leaves} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
+        self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
+        self.descriptors = ["a_desc", "b_desc", *(f"c{i}_desc" for i, o in enumerate(form.outs) if o.view)]
+        self.scratch = ["partial", "arrived"] if form.streamed else []
+        self.extents = ["B", "M", "N", "K", *(["D"] if form.streamed else [])]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Of the kernel, in order."""
+        return [*self.descriptors, *self.pointers, *self.scratch, *self.extents]
+
+    def write(self) -> str:
+        """The module."""
+        return "\n\n".join([PROLOGUE, self._load(), self._math(), self._entry()]) + "\n"
+
+    # -- what all warps need
+
+    def _tiles(self, t: Text) -> None:
+        f = self.form
+        t.do(f"nm = gl.cdiv(M, {f.tile_m})")
+        t.do(f"nn = gl.cdiv(N, {f.tile_n})")
+        t.do(f"nk = gl.cdiv(K, {f.tile_k})")
+        tiles = (
+            "B * gl.cdiv(nm, 2) * nn" if f.paired else "B * nm * nn"
+        )  # a pair of blocks has two of them, one below the other
+        t.do(f"tiles = {tiles}")
+        t.do(f"c = gl.program_id(0){' // 2' if f.paired else ''}")
+        t.do(f"G = gl.num_programs(0){' // 2' if f.paired else ''}")
+        if f.streamed:
+            t.do("total = (tiles - D) * nk")
+            t.do("begin = c * total // G")
+            t.do("end = (c + 1) * total // G")
+            t.do("whole = gl.maximum(gl.cdiv(D - c, G), 0)")
+            t.do("shares = gl.where(end > begin, (end - 1) // nk - begin // nk + 1, 0)")
+
+    def _each_tile(self) -> str:
+        return "for j in range(whole + shares):" if self.form.streamed else "for t in range(c, tiles, G):"
+
+    def _which(self, t: Text) -> None:
+        f = self.form
+        if f.streamed:
+            t.do("t, k0, k1 = share(j - whole, D, begin, end, nk)")
+            t.do("t = gl.where(j < whole, c + j * G, t)")
+            t.do("k0 = gl.where(j < whole, 0, k0)")
+            t.do("k1 = gl.where(j < whole, nk, k1)")
+        if f.paired:
+            t.do(f"b, pm, pn = locate(t, gl.cdiv(nm, 2), nn, {max(f.group_m // 2, 1)})")
+            t.do("pm = pm * 2 + gl.program_id(0) % 2")
+        else:
+            t.do(f"b, pm, pn = locate(t, nm, nn, {f.group_m})")
+
+    # -- the warp that loads
+
+    def _load(self) -> str:
+        f, t = self.form, Text("gl")
+        arguments = ["a_desc", "b_desc", "a_bufs", "b_bufs", "ready", "empty", *self.extents]
+        if f.chained:
+            t.do("gdc_launch_dependents()")
+            t.do("gdc_wait()")
+        self._tiles(t)
+        t.do("s = 0")
+        t.do("phase = 0")
+        if f.paired:
+            t.do("r = gl.program_id(0) % 2")
+        with t.block(self._each_tile()):
+            self._which(t)
+            with t.block("for k in range(k0, k1):" if f.streamed else "for k in range(nk):"):
+                t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
+                t.do(f"mbarrier.expect(ready.index(s), {f.stage_bytes})")
+                for g in range(f.groups):
+                    at = f.lhs.at("b", "M", f"pm * {f.tile_m} + {g * f.rows}", f"k * {f.tile_k}")
+                    buffer = self._as_box(f"a_bufs.index(s * {f.groups} + {g})", f.lhs, f.rows, "a_desc")
+                    t.do(f"tma.async_copy_global_to_shared(a_desc, {at}, ready.index(s), {buffer})")
+                    if g == 0:
+                        self._load_rhs(t)
+                t.do(f"s, phase = advance(s, phase, {f.num_stages})")
+        if f.paired:  # a block stays until the other one has read all that it was sent, and has said so
+            with t.block(f"for k in gl.static_range({f.num_stages}):"):
+                t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
+                t.do(f"s, phase = advance(s, phase, {f.num_stages})")
+        return self._function("load", arguments, t)
+
+    def _load_rhs(self, t: Text) -> None:
+        f = self.form
+        if f.paired:
+            rows = f.tile_n // 2
+            at = f.rhs.at("b", "N", f"pn * {f.tile_n} + r * {rows}", f"k * {f.tile_k}")
+            buffer = self._as_box("b_bufs.index(s * 2 + r)", f.rhs, rows, "b_desc")
+        else:
+            at = f.rhs.at("b", "N", f"pn * {f.tile_n}", f"k * {f.tile_k}")
+            buffer = self._as_box("b_bufs.index(s)", f.rhs, f.tile_n, "b_desc")
+        t.do(f"tma.async_copy_global_to_shared(b_desc, {at}, ready.index(s), {buffer})")
+
+    @staticmethod
+    def _as_box(buffer: str, side: Side, rows: int, descriptor: str) -> str:
+        box = side.box(rows, 0)
+        if len(box) == 2:
+            return buffer
+        return f"{buffer}._reinterpret({descriptor}.dtype, {descriptor}.block_type.shape, {descriptor}.layout)"
+
+    # -- the warpgroups that multiply
+
+    def _math(self) -> str:
+        f, t = self.form, Text("gl")
+        arguments = ["g: gl.constexpr", *self.descriptors[2:], "a_bufs", "b_bufs", "c_bufs", "ready", "empty"]
+        arguments += [*self.pointers, *self.scratch, *self.extents]
+        acc = "int32" if f.acc.is_integer else "float32"
+        m, n, k = f.instruction
+        t.do(f"L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {n}, {k}])")
+        for columns in sorted({o.columns for o in f.outs}):
+            t.do(f"L{columns}: gl.constexpr = {self._piece_layout(columns)}")
+        self._tiles(t)
+        t.do("s = 0")
+        t.do("phase = 0")
+        t.do("last = 0")
+        if f.hold:
+            t.do("held_b = B")  # nothing to write yet: TMA drops what lies outside
+            t.do("held_row = M")
+            t.do("held_col = 0")
+            kind = f"gl.{in_memory(f.outs[0].access.root.dtype)}"
+            t.do(f"none = gl.zeros(({f.rows}, {f.outs[0].columns}), {kind}, L{f.outs[0].columns})")
+            for j in range(f.pieces):
+                t.do(f"w{j} = pack(none)")
+        with t.block(self._each_tile()):
+            t.do(f"acc = warpgroup_mma_init(gl.zeros(({f.rows}, {f.tile_n}), gl.{acc}, L))")
+            for j in range(f.pieces if f.hold else 0):
+                self._step(t, use=str(j > 0), free=j > 0)
+                self._write(t, f.outs[0], 0, j, f"unpack(w{j}, gl.{in_memory(f.outs[0].access.root.dtype)})", "held_")
+            self._which(t)
+            t.do("b = pin(b)")
+            t.do(f"row = pin(pm * {f.groups} + g) * {f.rows}")
+            t.do(f"col = pin(pn) * {f.tile_n}")
+            first = "k0" if f.streamed else str(f.pieces if f.hold else 0)
+            with t.block(f"for k in range({first}, {'k1' if f.streamed else 'nk'}):"):
+                self._step(t, use=f"k > {'k0' if f.streamed else 0}", free=f"k > {'k0' if f.streamed else 0}")
+            self._finish(t)
+        if f.hold:
+            for j in range(f.pieces):
+                self._write(t, f.outs[0], 0, j, f"unpack(w{j}, gl.{in_memory(f.outs[0].access.root.dtype)})", "held_")
+        if any(o.view for o in f.outs):
+            t.do("tma.store_wait(0)")
+        return self._function("math", arguments, t)
+
+    def _piece_layout(self, columns: int) -> str:
+        f = self.form
+        if not f.rhs.widened:
+            m, _, k = f.instruction
+            return f"gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {min(columns, f.instruction[1])}, {k}])"
+        registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, c] for c in (32, 64, 128) if c < columns)]
+        registers += [[r, 0] for r in (64,) if r < f.rows]
+        lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+        return f"gl.DistributedLinearLayout({registers}, {lanes}, {warps}, [], [{f.rows}, {columns}])"
+
+    def _step(self, t: Text, *, use: str, free: bool | str) -> None:
+        """One step along K; the stage of the step before is free then."""
+        f = self.form
+        a, b = f"a_bufs.index(s * {f.groups} + g)", "b_bufs.index(s)"
+        if f.paired:
+            shape = [f.tile_n, f.tile_k] if f.rhs.along_k else [f.tile_k, f.tile_n]
+            b = f"b_bufs.index(s * 2)._reinterpret(b_bufs.dtype, {shape}, b_bufs.layout)"
+        a = a if f.lhs.along_k else f"{a}.permute((1, 0))"
+        b = f"{b}.permute((1, 0))" if f.rhs.along_k else b
+        t.do("mbarrier.wait(ready.index(s), phase)")
+        t.do(f"acc = warpgroup_mma({a}, {b}, acc, use_acc={use}, is_async=True)")
+        if free is not False:
+            t.do("acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))")
+            t.do(f"mbarrier.arrive(empty.index(last){'' if free is True else f', pred={free}'})")
+        t.do("last = s")
+        t.do(f"s, phase = advance(s, phase, {f.num_stages})")
+
+    def _finish(self, t: Text) -> None:
+        """What remains of a tile once its products are asked for."""
+        f = self.form
+        ahead: dict[tuple[int, int], Brief] = {}
+        if f.streamed:
+            t.do("r = warpgroup_mma_wait(0, deps=(acc,))")
+            t.do("mbarrier.arrive(empty.index(last))")
+            self._gather(t)
+            with t.block("if done:"):
+                self._stores(t, ahead)
+            return
+        self._ahead(t, ahead, 0, 0)
+        t.do("r = warpgroup_mma_wait(0, deps=(acc,))")
+        t.do("mbarrier.arrive(empty.index(last))")
+        self._stores(t, ahead)
+
+    def _gather(self, t: Text) -> None:
+        """Of a tile that several blocks have shares of, the last one adds up all in order; the others are done with it."""
+        f = self.form
+        element = "int32" if f.acc.is_integer else "float32"
+        t.do("done = True")
+        with t.block("if j >= whole:"):
+            t.do("x = t - D")
+            t.do("c_first = ((x * nk + 1) * G - 1) // total")
+            t.do("c_last = ((x * nk + nk) * G - 1) // total")
+            with t.block("if c_last > c_first:"):
+                rows = f"gl.arange(0, {f.rows}, gl.SliceLayout(1, L))"
+                columns = f"gl.arange(0, {f.tile_n}, gl.SliceLayout(0, L))"
+                t.do(f"inside = (g * {f.rows} + {rows})[:, None] * {f.tile_n} + {columns}[None, :]")
+                t.do("slot = 2 * c + gl.where((c == c_first) & (begin // nk != x), 1, 0)")
+                t.do(f"gl.store(partial + {self._of_pair('slot')}.to(gl.int64) * {f.tile_m * f.tile_n} + inside, r)")
+                t.do("gl.thread_barrier()")
+                counter = f"arrived + {self._of_pair('x')} * {f.groups} + g"
+                t.do(f'n = gl.atomic_add({counter}, 1, sem="acq_rel", scope="gpu")')
+                t.do("done = n == c_last - c_first")
+                with t.block("if done:"):
+                    t.do(f"gl.store({counter}, 0)")
+                    t.do("gl.thread_barrier()")
+                    t.do(f"r = gl.zeros(({f.rows}, {f.tile_n}), gl.{element}, L)")
+                    with t.block("for p in range(c_first, c_last + 1):"):
+                        t.do("at = 2 * p + gl.where((p == c_first) & ((p * total // G) // nk != x), 1, 0)")
+                        source = f"partial + {self._of_pair('at')}.to(gl.int64) * {f.tile_m * f.tile_n} + inside"
+                        t.do(f'r += gl.load({source}, cache_modifier=".cg")')
+
+    def _of_pair(self, number: str) -> str:
+        """A number that both blocks of a pair have, as one of the block's own."""
+        return f"({number} * 2 + gl.program_id(0) % 2)" if self.form.paired else number
+
+    def _scope(self, t: Text, out: Out, j: int) -> Brief:
+        """An emitter for piece j of a store."""
+        f = self.form
+        layout = f"L{out.columns}"
+        own = t.v(f"row + gl.arange(0, {f.rows}, gl.SliceLayout(1, {layout}))")
+        rows = t.v(f"b * M + {own}")
+        columns = t.v(f"col + {j * out.columns} + gl.arange(0, {out.columns}, gl.SliceLayout(0, {layout}))")
+        row_mask = None if f.rows_whole else t.v(f"{own} < M")
+        column_mask = None if f.columns_whole else t.v(f"{columns} < N")
+        tile = Tile(rows, columns, f.columns, row_mask=row_mask, column_mask=column_mask, acc=f"x{j}_{out.columns}")
+        return Brief(t, tile, self.pointer, NATIVE_FP8)
+
+    def _ahead(self, t: Text, ahead: dict[tuple[int, int], Brief], i: int, j: int) -> None:
+        """Asks for what piece j of store i reads, before it is needed."""
+        outs = self.form.outs
+        if i == len(outs) or (i, j) in ahead:
+            return
+        emitter = ahead[i, j] = self._scope(t, outs[i], j)
+        access = outs[i].access
+        leaves = [n for n in access.views if isinstance(n.op, Param)]
+        if self._always(outs[i]):
+            emitter.values(leaves, access)
+
+    def _always(self, out: Out) -> bool:
+        """Every tile has a part in this store."""
+        return out.access.columns_extent == self.form.columns
+
+    def _stores(self, t: Text, ahead: dict[tuple[int, int], Brief]) -> None:
+        f = self.form
+        pieces = _Pieces(t, f)
+        for i, out in enumerate(f.outs):
+            count = f.tile_n // out.columns
+            for j in range(count):
+                following = (i, j + 1) if j + 1 < count else (i + 1, 0)
+                self._ahead(t, ahead, i, j)
+                self._ahead(t, ahead, *following)
+                pieces.take(j, out.columns)
+                if self._always(out):
+                    self._store(t, ahead[i, j], out, i, j)
+                else:
+                    first, after = out.access.first, out.access.first + out.access.columns_extent
+                    at = f"col + {j * out.columns}"
+                    with t.block(f"if ({at} + {out.columns} > {first}) & ({at} < {after}):"):
+                        self._store(t, ahead[i, j], out, i, j)
+
+    def _store(self, t: Text, emitter: Brief, out: Out, i: int, j: int) -> None:
+        f, access = self.form, out.access
+        if f.hold:
+            t.do(f"w{j} = pack({emitter.value(access)})")
+            if j == f.pieces - 1:
+                t.do("held_b, held_row, held_col = b, row, col")
+        elif out.view is None:
+            emitter.store(access, f"r{i}")
+        else:
+            value = emitter.value(access)
+            if access.root.dtype is PRED:
+                value = t.v(f"{value}.to(gl.uint8)")
+            self._write(t, out, i, j, value, "")
+
+    def _write(self, t: Text, out: Out, i: int, j: int, value: str, held: str) -> None:
+        """A piece through shared memory to where TMA writes it."""
+        f, view = self.form, out.view
+        assert view is not None
+        kind = f"c{i}_desc"
+        shape = [out.columns, f.rows] if view.across else [f.rows, out.columns]
+        raw = f"c_bufs.index(g * {f.leaving} + {j % f.leaving})"
+        flat = f"{raw}._reinterpret({kind}.dtype, {shape}, gl.NVMMASharedLayout.get_default_for({shape}, {kind}.dtype))"
+        t.do(f"tma.store_wait({f.leaving - 1})")
+        t.do(f"{flat}{'.permute((1, 0))' if view.across else ''}.store(gl.convert_layout({value}, L{out.columns}))")
+        t.do("fence_async_shared()")
+        at = view.coordinates(f"{held}b", f"{held}row", f"({held}col + {j * out.columns - out.access.first})")
+        boxed = f"{raw}._reinterpret({kind}.dtype, {kind}.block_type.shape, {kind}.layout)"
+        t.do(f"tma.async_copy_shared_to_global({kind}, [{', '.join(at)}], {boxed})")
+
+    # -- the kernel
+
+    def _entry(self) -> str:
+        f, t = self.form, Text("gl")
+        # What is rewritten later, and how: kernels that differ in that must differ in text.
+        t.do(f'"""{f.lhs.dtype} x {f.rhs.dtype}{", in pairs" * f.paired}, rewritten by {EDITION}"""')
+        lhs, rhs = f"gl.{FRAGMENT[f.lhs.dtype.name]}", f"gl.{FRAGMENT[f.rhs.dtype.name]}"
+        for name, kind, side, count, rows in (
+            ("a_bufs", lhs, f.lhs, f.num_stages * f.groups, f.rows),
+            ("b_bufs", rhs, f.rhs, f.num_stages * (2 if f.paired else 1), f.tile_n // (2 if f.paired else 1)),
+        ):
+            shape = [rows, f.tile_k] if side.along_k else [f.tile_k, rows]
+            layout = f"gl.NVMMASharedLayout.get_default_for({shape}, {kind})"
+            t.do(f"{name} = gl.allocate_shared_memory({kind}, [{count}, {shape[0]}, {shape[1]}], {layout})")
+        c_bufs = "a_bufs"  # no store goes through shared memory
+        if f.out_bytes:
+            c_bufs = "c_bufs"
+            layout = f"gl.NVMMASharedLayout.get_default_for([{f.rows}, 128], gl.int8)"
+            t.do(f"c_bufs = gl.allocate_shared_memory(gl.int8, [{f.leaving * f.groups}, {f.rows}, 128], {layout})")
+        for name in ("ready", "empty"):
+            t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{f.num_stages}, 1], mbarrier.MBarrierLayout())")
+        with t.block(f"for i in gl.static_range({f.num_stages}):"):
+            t.do("mbarrier.init(ready.index(i), count=1)")
+            t.do(f"mbarrier.init(empty.index(i), count={f.groups * (2 if f.paired else 1)})")
+        common = [
+            *self.descriptors[2:],
+            "a_bufs",
+            "b_bufs",
+            c_bufs,
+            "ready",
+            "empty",
+            *self.pointers,
+            *self.scratch,
+            *self.extents,
+        ]
+        parts = [f"(math, ({', '.join([str(g), *common])},))" for g in range(f.groups)]
+        loads = ["a_desc", "b_desc", "a_bufs", "b_bufs", "ready", "empty", *self.extents]
+        parts.append(f"(load, ({', '.join(loads)},))")
+        registers = [MATH_REGISTERS] * (f.groups - 1) + [PRODUCER_REGISTERS]
+        warps = [4] * (f.groups - 1) + [1]
+        t.do(f"gl.warp_specialize([{', '.join(parts)}], {warps}, {registers})")
+        return self._function("gemm", self.arguments, t)
+
+    @staticmethod
+    def _function(name: str, arguments: Sequence[str], t: Text) -> str:
+        return f"@gluon.jit\ndef {name}({', '.join(arguments)}):\n{t}"
+
+
+class _Pieces:
+    """The accumulator in pieces of columns, halved as often as it takes."""
+
+    def __init__(self, t: Text, form: Form) -> None:
+        self.t, self.form = t, form
+        self._known = {(0, form.tile_n): "in_order(r)" if form.rhs.widened else "r"}
+        self._taken = set[tuple[int, int]]()
+
+    def take(self, j: int, columns: int) -> None:
+        """Makes x{j}_{columns}."""
+        if (j, columns) not in self._taken:
+            self._taken.add((j, columns))
+            trivial = "" if self.form.rhs.widened else ", assert_trivial=True"
+            self.t.do(f"x{j}_{columns} = gl.convert_layout({self._half(j, columns)}, L{columns}{trivial})")
+
+    def _half(self, j: int, columns: int) -> str:
+        name = self._known.get((j, columns))
+        if name is None:
+            whole = self._half(j // 2, columns * 2)
+            left, right = f"h{j // 2 * 2}_{columns}", f"h{j // 2 * 2 + 1}_{columns}"
+            self.t.do(f"{left}, {right} = half({whole})")
+            self._known[j // 2 * 2, columns], self._known[j // 2 * 2 + 1, columns] = left, right
+            name = self._known[j, columns]
+        return name
