@@ -4,6 +4,7 @@ been set before Triton was imported."""
 import math
 from collections.abc import Sequence
 
+import ml_dtypes
 import numpy as np
 import torch
 from triton.runtime import interpreter
@@ -35,7 +36,28 @@ def _converted(given, source, target, rounding, convert=interpreter._convert_flo
     return convert(given, source, target, rounding)
 
 
+def _dot(self, a, b, d, input_precision, max_num_imprecise_acc):
+    """The interpreter multiplies the bits of bf16, and wraps nothing."""
+    x, y = (_numbers(h.data, h.dtype.scalar.name) for h in (a, b))
+    product = np.matmul(x, y)
+    if product.dtype == np.int64:
+        product = product.astype(np.int32)
+    with np.errstate(all="ignore"):
+        return interpreter.TensorHandle((product + d.data).astype(d.data.dtype), d.dtype.scalar)
+
+
+def _numbers(data, name):
+    """Float64, or s64."""
+    if name == "bf16":
+        return (data.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    if name.startswith("fp8"):
+        kind = {"fp8e4nv": ml_dtypes.float8_e4m3fn, "fp8e5": ml_dtypes.float8_e5m2}[name]
+        return data.view(kind).astype(np.float64)
+    return data.astype(np.int64 if data.dtype.kind in "iu" else np.float64)
+
+
 interpreter.InterpreterBuilder.create_fma = _fused
+interpreter.InterpreterBuilder.create_dot = _dot
 interpreter._convert_float = _converted
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,6 +100,7 @@ class Tile:
         acc: the accumulator's tile; none in an operand.
         width: how many columns there are; a store of fewer of them masks the others.
         across: the tile stands on its side: what is called rows runs along its second axis.
+        step: a number to be added to every column number, in a loop over columns; None for none.
     """
 
     rows: str
@@ -109,6 +110,7 @@ class Tile:
     column_mask: str | None = None
     acc: str | None = None
     across: bool = False
+    step: str | None = None
 
 
 class Emitter(Casts):
@@ -144,17 +146,30 @@ class Emitter(Casts):
             value = self.cast(value, "uint8")
         place = access.of_result()
         rows, columns = self._spread(access, place)
-        everywhere = [self._axis(f"{self.tile.rows} * 0", 0)] if not place.rows else []
-        everywhere += [self._axis(f"{self.tile.columns} * 0", 1)] if not place.columns else []
+        everywhere = [self.along(f"{self.tile.rows} * 0", 0)] if not place.rows else []
+        everywhere += [self.along(f"{self.tile.columns} * 0", 1)] if not place.columns else []
         at = self._sum(rows, columns, *everywhere)
         mask = self._mask(access, rows=True, columns=True)
         t.do(f"{t.language}.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
 
     # -- addresses
 
+    def hoist(self, access: Access) -> None:
+        """Compute what does not depend on the step, so that a loop around `value` need not."""
+        done: dict[Node, str] = {}
+        for n in toposort((access.root,)):
+            place = access.of_leaf(n) if isinstance(n.op, Param) else None
+            if place is not None and place.columns:
+                if self._evenly(place, access):
+                    self._base(n, place, access)
+            elif isinstance(n.op, (Param, Const)) or (n.src and all(s in done for s in n.src)):
+                done[n] = self._node(n, access, done)
+
     def own_columns(self, access: Access) -> str:
         """Column numbers of the access's own columns."""
         columns = self.tile.columns
+        if self.tile.step is not None:
+            columns = self.text.v(f"{self.tile.step} + {columns}")
         return self.text.v(f"{columns} - {access.first}") if access.first else columns
 
     def _spread(self, access: Access, place: Place) -> tuple[str | None, str | None]:
@@ -163,7 +178,8 @@ class Emitter(Casts):
         wide = most >= 1 << 31
         rows_extent = math.prod(a.extent for a in axes_of((access.rows,)))
         rows = self._digits(self.tile.rows, place.rows, rows_extent, wide=wide)
-        columns = self._digits(self.own_columns(access), place.columns, access.columns_extent, wide=wide)
+        own = self.own_columns(access) if place.columns else ""
+        columns = self._digits(own, place.columns, access.columns_extent, wide=wide)
         if place.offset:
             offset = str(place.offset)
             if rows is not None or columns is None:
@@ -171,10 +187,10 @@ class Emitter(Casts):
             else:
                 columns = self.text.v(f"{columns} + {offset}")
         if rows is not None and place.rows:
-            rows = self._axis(rows, 0)
-        return rows, None if columns is None else self._axis(columns, 1)
+            rows = self.along(rows, 0)
+        return rows, None if columns is None else self.along(columns, 1)
 
-    def _axis(self, vector: str, axis: int) -> str:
+    def along(self, vector: str, axis: int) -> str:
         """A vector along the rows (0) or columns (1) as a tile of one column or one row."""
         return self.text.v(f"{self.text.v(vector)}{'[:, None]' if (axis == 0) != self.tile.across else '[None, :]'}")
 
@@ -198,10 +214,10 @@ class Emitter(Casts):
         """Which elements of what varies along rows, columns or both exist."""
         t, parts = self.text, list[str]()
         if rows and self.tile.row_mask is not None:
-            parts.append(self._axis(self.tile.row_mask, 0))
+            parts.append(self.along(self.tile.row_mask, 0))
         mask = self.column_mask(access) if columns else None
         if mask is not None:
-            parts.append(self._axis(mask, 1))
+            parts.append(self.along(mask, 1))
         return t.v(" & ".join(parts)) if len(parts) > 1 else parts[0] if parts else None
 
     def column_mask(self, access: Access) -> str | None:
@@ -211,19 +227,42 @@ class Emitter(Casts):
             return self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
         return self.tile.column_mask
 
+    def _evenly(self, place: Place, access: Access) -> bool:
+        """A step moves every column of the place by the same distance."""
+        if self.tile.step is None or len(place.columns) != 1:
+            return False
+        (term,) = place.columns
+        return term.inner == 1 and term.extent >= access.columns_extent
+
+    def _base(self, n: Node, place: Place, access: Access) -> str:
+        """Pointers to the columns of step 0."""
+        still = Emitter(self.text, replace(self.tile, step=None), self.pointer, self.fp8)
+        at = still._sum(*still._spread(access, place))
+        return self.text.v(f"{self.pointer(n)} + {at}")
+
     def _leaf(self, n: Node, access: Access) -> str:
         t = self.text
         place = access.of_leaf(n)
-        rows, columns = self._spread(access, place)
-        at = self._sum(rows, columns)
         mask = self._mask(access, rows=bool(place.rows), columns=bool(place.columns))
-        pointer = self.pointer(n)
-        where = f"{pointer} + {at}" if at is not None else pointer
+        if self._evenly(place, access):
+            where = f"{self._base(n, place, access)} + {self._stepped(place)}"
+        else:
+            at = self._sum(*self._spread(access, place))
+            where = f"{self.pointer(n)} + {at}" if at is not None else self.pointer(n)
         if mask is None or not (place.rows or place.columns):
             value = t.call("load", where)
         else:
             value = t.call("load", where, f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}")
         return t.v(f"{value} != 0") if n.dtype is PRED else value
+
+    def _stepped(self, place: Place) -> str:
+        """How far the step moves a place's columns."""
+        (term,) = place.columns
+        if term.stride == 1:
+            return str(self.tile.step)
+        wide = term.extent * term.stride >= 1 << 31
+        step = self.cast(str(self.tile.step), "int64") if wide else self.tile.step
+        return f"{step} * {term.stride}"
 
     # -- operations
 
@@ -317,9 +356,9 @@ class Emitter(Casts):
             case "rsqrt":
                 return t.v(f"1.0 / {t.call('sqrt_rn', x)}")
             case "logistic":
-                return t.v(f"1.0 / {self._one_more(x, '-1.0')}")
+                return self.over("1.0", self.one_more(x, "-1.0"))
             case "silu":
-                return t.v(f"{x} / {self._one_more(x, '-1.0')}")
+                return self.over(x, self.one_more(x, "-1.0"))
             case "gelu":
                 return self._gelu(x)
             case "gelu_tanh":
@@ -345,7 +384,11 @@ class Emitter(Casts):
                 signed = self.where(t.v(f"{x} < 0"), t.v(f"-{near}"), near)
                 return self.where(t.v(f"{size} < {MOST_EXACT!r}"), signed, x)
 
-    def _one_more(self, x: str, factor: str) -> str:
+    def over(self, x: str, y: str) -> str:
+        """x / y, where y is at least 1."""
+        return self.text.v(f"{x} / {y}")
+
+    def one_more(self, x: str, factor: str) -> str:
         """1 + e^(factor x)."""
         t = self.text
         return t.v(f"1.0 + {t.call('exp', t.v(f'{x} * {factor}'))}")
@@ -360,7 +403,7 @@ class Emitter(Casts):
         """x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3): half of x (1 + tanh u)."""
         t, k = self.text, -2 * SQRT_2_OVER_PI
         factor = t.call("fma", t.v(f"{x} * {x}"), repr(k * 0.044715), repr(k))
-        return t.v(f"{x} / {self._one_more(x, factor)}")
+        return self.over(x, self.one_more(x, factor))
 
     def _tanh(self, x: str) -> str:
         """1 - 2 / (e^2|x| + 1) with x's sign, a polynomial where that cancels."""
@@ -370,6 +413,6 @@ class Emitter(Casts):
         for c in reversed(TANH[:-1]):
             p = t.call("fma", square, p, repr(c))
         near = t.call("fma", t.v(f"{p} * {square}"), x, x)
-        far = t.v(f"1.0 - 2.0 / {self._one_more(size, '2.0')}")
+        far = t.v(f"1.0 - {self.over('2.0', self.one_more(size, '2.0'))}")
         far = self.where(t.v(f"{x} < 0"), t.v(f"-{far}"), far)
         return self.where(t.v(f"{size} < 0.625"), near, far)

@@ -1,0 +1,202 @@
+"""Sizes of a plain Triton gemm: the legal points, from the chip's data, and what each makes the machine do, for ranking.
+
+A block's steps along K take what its slowest part takes: the matrix unit, shared memory, conversions, or waiting for memory
+where too few steps are in flight. Blocks come in waves; the last one may leave most of the chip idle, which split K avoids.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tilewright.candidates.triton._module import Arch, arch_of
+from tilewright.candidates.triton._write import Nest, Point
+from tilewright.hardware.target import Target, widened
+from tilewright.ir.access import Access
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Broadcast, Param, Reshape, Slice, Transpose
+from tilewright.schedule.cost import Phase, Work, predict_us
+
+VIEWS = (Reshape, Transpose, Slice, Broadcast)
+LANES = 128  # f32 operations a cycle and SM, of every architecture here but gfx9's 256
+SHARED_BYTES_PER_CYCLE = 128  # of an SM: 32 banks of 4 bytes (CUDA C++ Best Practices Guide 13.0, 10.2.3.1)
+LATENCY = 700.0  # cycles from asking memory to a dot's operand lying in shared memory
+BEGINNING = 1500.0  # cycles of a block before its first step and after its last, that nothing hides where one block runs alone
+THREADS, BLOCKS = 2048, 32  # of an SM at a time
+REGISTERS_BESIDE = 56  # of a thread, beside the accumulator
+DEFAULT_SHARED = 48 << 10
+MOST = 96  # points that are ranked
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class _Points:
+    """Points side by side: each attribute of `Point` as an array."""
+
+    tile_m: Array
+    tile_n: Array
+    tile_k: Array
+    num_warps: Array
+    num_stages: Array
+    split_k: Array
+    group_m: Array
+    swap_ab: Array
+
+    @classmethod
+    def of(cls, points: Sequence[Point]) -> _Points:
+        columns = ([getattr(p, name) for p in points] for name in cls.__dataclass_fields__)
+        return cls(*(np.array(c, dtype=np.float64) for c in columns))
+
+
+def ranked(nest: Nest, target: Target) -> list[Point]:
+    """The legal points of a kernel's space, the one that is expected to be the fastest first."""
+    points = list(legal(nest, target))
+    if not points:
+        return []
+    us = predict_us(_work(nest, _Points.of(points), target), target)
+    order = np.argsort(us, kind="stable")
+    return [points[i] for i in order[:MOST]]
+
+
+def work(nest: Nest, target: Target) -> Work:
+    """What one kernel makes the machine do."""
+    return _work(nest, _Points.of([nest.point]), target)
+
+
+def legal(nest: Nest, target: Target) -> list[Point]:
+    """Points whose operands and sums have room."""
+    arch = arch_of(target)
+    assert arch is not None
+    size = nest.dot.operand.bits // 8
+    shared = target.chip.shared_bytes or DEFAULT_SHARED
+    scalar = nest.dot.precision == "ieee"
+    rows, columns = _sizes(nest.rows), _sizes(nest.columns)
+    depths = (16, 32) if size == 4 else (32, 64, 128) if size == 2 else (64, 128, 256)
+    found: list[Point] = []
+    for tile_m, tile_n, tile_k, num_warps in itertools.product(rows, columns, depths, (4, 8)):
+        held = tile_m * tile_n / (num_warps * arch.warp)
+        most = 64 if scalar or nest.dot.promote else 128 if arch.backend == "cuda" else 256
+        if held > most or held < 2 or (tile_m * tile_n < 4096 and num_warps == 8):
+            continue
+        if tile_k > max(2 * depths[0], _up(nest.depth)) or (tile_m + tile_n) * tile_k * size > 96 << 10:
+            continue
+        for num_stages in (1, 2) if arch.backend == "hip" else (2, 3, 4, 5, 6):
+            bytes_ = num_stages * (tile_m + tile_n) * tile_k * size
+            if bytes_ > shared or (num_stages > 2 and (num_stages - 1) * tile_k >= max(nest.depth, tile_k * 2)):
+                continue
+            for split_k in _splits(nest, tile_m, tile_n, tile_k, target):
+                for swap_ab in (False, True) if arch.capability == 90 and tile_m < 64 <= tile_n else (False,):
+                    found.append(Point(tile_m, tile_n, tile_k, num_warps, num_stages, split_k, 8, swap_ab))
+    return found
+
+
+def _up(extent: int) -> int:
+    return 1 << (extent - 1).bit_length()
+
+
+def _sizes(extent: int) -> list[int]:
+    """Tile sizes along an axis: up to the first that covers it."""
+    return [s for s in (16, 32, 64, 128, 256) if s < 2 * extent or s == 16]
+
+
+def _splits(nest: Nest, tile_m: int, tile_n: int, tile_k: int, target: Target) -> list[int]:
+    """Parts of K that are worth having: each with a few steps, and no more blocks than fill the chip twice."""
+    tiles = nest.batch * -(-nest.rows // tile_m) * -(-nest.columns // tile_n)
+    steps = -(-nest.depth // tile_k)
+    return [1, *(s for s in (2, 4, 8, 16) if steps >= 4 * s and tiles * s <= 2 * target.cores)]
+
+
+def _work(nest: Nest, p: _Points, target: Target) -> Work:
+    """What kernels make the machine do."""
+    arch = arch_of(target)
+    assert arch is not None
+    size = nest.dot.operand.bits / 8
+    sms = max(target.cores, 1)
+    steps = np.ceil(np.ceil(nest.depth / p.tile_k) / p.split_k)
+    tiles = nest.batch * np.ceil(nest.rows / p.tile_m) * np.ceil(nest.columns / p.tile_n)
+    blocks = tiles * p.split_k
+
+    shared = np.maximum(p.num_stages * (p.tile_m + p.tile_n) * p.tile_k * size, 1024)
+    held = p.tile_m * p.tile_n / (p.num_warps * arch.warp) * (2 if nest.dot.promote else 1)
+    registers = (held + REGISTERS_BESIDE) * p.num_warps * arch.warp * 4
+    room = target.chip.shared_bytes or DEFAULT_SHARED
+    resident = np.minimum.reduce(
+        [
+            np.floor(room / shared),
+            np.floor((target.chip.registers_bytes or 256 << 10) / registers),
+            THREADS / (p.num_warps * arch.warp),
+            np.full_like(shared, BLOCKS),
+        ]
+    )
+    resident = np.clip(resident, 1, np.maximum(np.ceil(blocks / sms), 1))
+    rounds = np.ceil(blocks / sms)  # blocks of the busiest SM
+    waves = np.ceil(blocks / (sms * resident))
+
+    step = _step(nest, p, arch, target)
+    converted = _conversions(nest.lhs) * p.tile_m * p.tile_k + _conversions(nest.rhs) * p.tile_n * p.tile_k
+    waiting = LATENCY / (np.maximum(p.num_stages - 1, 0.5) * resident)
+    each = np.maximum(step, waiting)
+    steps_of_all = rounds * steps
+    finished = p.tile_m * p.tile_n / LANES * (4 + sum(_operations(s) for s in nest.stores) / len(nest.stores))
+    exposed = finished * rounds / resident + BEGINNING * waves
+    reduced = np.where(p.split_k > 1, p.tile_m * p.tile_n * 4 * (p.split_k + 1) / 32 + 2 * LATENCY, 0)
+
+    lhs, rhs = _bytes(nest.lhs), _bytes(nest.rhs)
+    near = steps_of_all * p.tile_k * (p.tile_m * lhs + p.tile_n * rhs)
+    once = nest.batch * nest.depth * (nest.rows * lhs + nest.columns * rhs) + sum(s.root.tensor.size_bytes for s in nest.stores)
+    cache = next((c.bytes for c in reversed(target.chip.levels) if c.name.startswith("L")), 32 << 20)
+    together = np.minimum(blocks, sms * resident)
+    down = np.minimum(np.minimum(p.group_m, np.ceil(nest.rows / p.tile_m)), together)
+    again = waves * nest.depth * (down * p.tile_m * lhs + np.ceil(together / down) * p.tile_n * rhs)
+    memory = np.where(once > cache, np.maximum(once, np.minimum(again, near * sms)), once)
+    return Work(
+        (
+            Phase(
+                steps_of_all * each + exposed + reduced,
+                steps_of_all * converted / LANES,
+                {"memory": memory, "L2": near},
+            ),
+        )
+    )
+
+
+def _step(nest: Nest, p: _Points, arch: Arch, target: Target) -> Array:
+    """Cycles of one step along K on the matrix unit, or of shared memory feeding it."""
+    size = nest.dot.operand.bits / 8
+    names = (nest.dot.unit, *widened(nest.dot.unit))
+    unit = next((u for name in names for u in target.chip.units if u.operand == name), None)
+    rate = float(unit.ops_per_cycle) if unit is not None else 256.0
+    down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
+    groups = (arch.capability == 90) & (down >= 64)  # four warps multiply together, from shared memory
+    multiplied = 2 * np.maximum(down, 16) * np.maximum(wide, 8) * p.tile_k / rate
+    if arch.capability == 90:
+        multiplied = multiplied * np.where(groups, 1.0, 1.6)  # mma.sync reaches five eighths of wgmma's rate
+    rows = np.clip(2 ** np.round(np.log2(np.sqrt(p.num_warps * down / wide))), 1, np.minimum(p.num_warps, down / 16))
+    by_warps = (p.num_warps / rows * down + rows * wide) * p.tile_k * size
+    by_groups = (down + p.num_warps / 4 * wide) * p.tile_k * size
+    fed = np.where(groups, by_groups, by_warps) / SHARED_BYTES_PER_CYCLE
+    if nest.dot.precision == "ieee" and arch.backend == "cuda":
+        fed = fed * 2  # every operand of a multiply-add comes through a load of its own
+    return np.maximum(multiplied, fed) + 20
+
+
+def _conversions(access: Access) -> int:
+    """Operations on each element of an operand on the way to the dot."""
+    return 3 * sum(not isinstance(n.op, (Param, *VIEWS)) for n in toposort((access.root,)))
+
+
+def _operations(access: Access) -> int:
+    return 4 * sum(bool(n.src) and not isinstance(n.op, VIEWS) for n in toposort((access.root,)))
+
+
+def _bytes(access: Access) -> float:
+    """Of memory that an element of an operand takes."""
+    return (
+        max((max(n.dtype.bits, 8) for n in toposort((access.root,)) if isinstance(n.op, Param) and len(n.shape) > 1), default=8)
+        / 8
+    )

@@ -1,0 +1,215 @@
+"""Generated gemms for any GPU that Triton knows: plain `tl.dot` kernels, operands and results through their expressions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from tilewright.candidates.triton import _module as modules
+from tilewright.candidates.triton._casts import pointer_type
+from tilewright.candidates.triton._dots import Dot, choose
+from tilewright.candidates.triton._emit import check
+from tilewright.candidates.triton._run import operands_outside, runner
+from tilewright.candidates.triton._space import ranked, work
+from tilewright.candidates.triton._write import Nest, Point, write
+from tilewright.hardware.target import Target
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.build import broadcast
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.cost import Work
+from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found out about a problem before any size is chosen.
+
+    Attributes:
+        arch: what the kernel is compiled for.
+        batch, rows: matrices, and rows of each; rows of all matrices are those of one if they share the right operand.
+        dot: how a tile is multiplied.
+        lhs, rhs: where the operands lie, K as columns.
+        stores: where the results go.
+        outside: operands that torch evaluates once, by the number of the argument that stands for them.
+    """
+
+    arch: modules.Arch
+    batch: int
+    rows: int
+    dot: Dot
+    lhs: Access
+    rhs: Access
+    stores: tuple[Access, ...]
+    outside: Mapping[int, Node]
+
+
+@lru_cache(maxsize=1024)
+def _plan(problem: Problem, target: Target) -> Plan | str:
+    """The plan, or the sentence why there is none."""
+    try:
+        return _planned(problem, target)
+    except Unsupported as why:
+        return str(why)
+
+
+def _planned(problem: Problem, target: Target) -> Plan:
+    arch = modules.arch_of(target)
+    if arch is None:
+        raise Unsupported(f"Triton makes nothing for {target.name}")
+    if 0 in (problem.batch, problem.M, problem.N, problem.K):
+        raise Unsupported("an extent is 0")
+    if problem.batch * max(problem.M, problem.N) >= 1 << 31:
+        raise Unsupported("its rows are not counted in 31 bits")
+    dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch)
+    check(problem.op.stores)
+    stores = tuple(of_store(root) for root in problem.op.stores)
+    batch_shape = problem.acc.shape[:-2]
+    shared = math.prod(problem.op.rhs.shape[:-2]) == 1
+    outside: dict[int, Node] = {}
+    lhs = _operand(problem, problem.op.lhs, batch_shape, len(problem.types), outside, columns_last=True)
+    rhs = _operand(problem, problem.op.rhs, () if shared else batch_shape, len(problem.types) + 1, outside, columns_last=False)
+    batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
+    return Plan(arch, batch, rows, dot, lhs, rhs, stores, outside)
+
+
+def _operand(
+    problem: Problem, root: Node, batch: tuple[int, ...], index: int, outside: dict[int, Node], *, columns_last: bool
+) -> Access:
+    """Where an operand lies; a constant that has no place in a kernel, or lies badly, is evaluated and laid out once."""
+    constant = all(problem.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
+    whole = broadcast(root, (*batch, *root.shape[-2:])) if batch and root.shape[:-2] != batch else root
+    try:
+        check((root,))
+        access = of_operand(whole, columns_last=columns_last)
+        if not (constant and root.dtype.bits <= 8 and not _along_k(access)):
+            return access
+    except Unsupported:
+        if not constant:
+            raise
+    outside[index] = root
+    *lead, m, n = root.shape
+    stand_in = Node(Param(index, replace(root.tensor, shape=(*lead, m, n) if columns_last else (*lead, n, m))))
+    if batch and tuple(lead) != batch:
+        stand_in = broadcast(stand_in, (*batch, *stand_in.shape[-2:]))
+    return of_operand(stand_in, columns_last=True)
+
+
+def _along_k(access: Access) -> bool:
+    """The largest source of an operand has its elements along K side by side."""
+    leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
+    place = access.of_leaf(max(leaves, key=lambda n: n.tensor.elements))
+    return not place.columns or (place.columns[0].inner == 1 and place.columns[0].stride == 1)
+
+
+class TritonGemm:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "triton"
+    kinds = frozenset[ProblemKind]({"gemm"})
+    preference = 6
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        if target.kind == "cpu":
+            return "generated for GPUs"
+        if not modules.installed():
+            return modules.INSTALL
+        plan = _plan(problem, target)
+        return plan if isinstance(plan, str) else None
+
+    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+        nest = nest_of(problem, target)
+        return (schedule_of(point) for point in ranked(nest, target))
+
+    def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
+        return work(nest_of(problem, target, point_of(schedule)), target)
+
+    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Plan)
+        nest = nest_of(problem, target, point_of(schedule))
+        compiled = compile_for(nest, plan.arch, problem, plan.outside)
+        needs = modules.needs(compiled)
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            laid_out = operands_outside(plan.outside, plan.rhs, weights)
+            return runner(nest, compiled, laid_out, target)
+
+        packed = sum(n.tensor.size_bytes for n in plan.outside.values())
+        return Kernel(
+            self.name,
+            schedule,
+            prepare,
+            workspace_bytes=nest.workspace_bytes,
+            packed_bytes=packed,
+            unread=_unread(problem, nest),
+            roundoff=plan.dot.roundoff,
+            registers=needs.registers,
+            spills=needs.spills,
+            shared_bytes=needs.shared_bytes,
+        )
+
+
+def nest_of(problem: Problem, target: Target, point: Point | None = None) -> Nest:
+    """The kernel that a schedule stands for; of no size yet if none is given."""
+    plan = _plan(problem, target)
+    assert isinstance(plan, Plan)
+    read = {n.op.index for n in toposort([plan.lhs.root, plan.rhs.root, *problem.op.stores]) if isinstance(n.op, Param)}
+    return Nest(
+        plan.batch,
+        plan.rows,
+        problem.N,
+        problem.K,
+        plan.dot,
+        plan.lhs,
+        plan.rhs,
+        plan.stores,
+        tuple(sorted(read)),
+        modules.exact_fp8(plan.arch),
+        point or Point(16, 16, 32, 4, 1),
+    )
+
+
+def compile_for(nest: Nest, arch: modules.Arch, problem: Problem, outside: Mapping[int, Node]) -> object:
+    """Machine code of a nest."""
+    types = {f"p{i}": (outside[i].dtype if i in outside else problem.types[i].dtype) for i in nest.sources}
+    signature = {name: pointer_type(t) for name, t in types.items()}
+    signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(nest.stores)}
+    if nest.point.split_k > 1:
+        signature |= {"sums": "*fp32" if nest.dot.acc.is_float else "*i32", "counters": "*i32"}
+    function = modules.module(write(nest)).gemm
+    fused = nest.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
+    return modules.compiled(
+        function, signature, arch, num_warps=nest.point.num_warps, num_stages=nest.point.num_stages, enable_fp_fusion=fused
+    )
+
+
+def _unread(problem: Problem, nest: Nest) -> frozenset[int]:
+    """Weights that calls do not read, since all that was in them is laid out elsewhere."""
+    return frozenset(i for i, weight in enumerate(problem.weights) if weight and i not in nest.sources)
+
+
+def schedule_of(point: Point) -> Schedule:
+    return Schedule.of(
+        tile_m=point.tile_m,
+        tile_n=point.tile_n,
+        tile_k=point.tile_k,
+        num_warps=point.num_warps,
+        num_stages=point.num_stages,
+        split_k=point.split_k,
+        group_m=point.group_m,
+        swap_ab=point.swap_ab,
+    )
+
+
+def point_of(schedule: Schedule) -> Point:
+    return Point(**dict(schedule.knobs))  # type: ignore[arg-type]
+
+
+CANDIDATE = TritonGemm()
