@@ -4,6 +4,7 @@ import json
 import os
 import stat
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -366,3 +367,22 @@ def test_a_torch_device_is_one():
     assert detect.detect(torch.device("cpu")) == detect.detect("cpu")
     with pytest.raises(InputError, match="unknown device None"):
         detect.detect(None)  # type: ignore[arg-type]
+
+
+def test_a_ceiling_that_a_kernel_exceeds_is_measured_again_and_kept(measured):
+    """As after a measurement while something else ran: the most of both and of what was seen counts, and nothing else falls."""
+    t = ceilings.with_ceilings(TARGET)
+    assert ceilings.corrected(t, {"f32": 104.9, "s8": 10.0, "unknown": 1e9}) == (t, []) and len(measured) == 1
+    low = replace(t, peak_gops={**RECORD.peak_gops, "f32": 60.0, "s8": 500.0}, read_gbps=5.0, copy_gbps=99.0)
+    raised, (said,) = ceilings.corrected(low, {"f32": 90.0, "bf16": 200.0})
+    assert len(measured) == 2
+    assert raised.peak_gops == {**RECORD.peak_gops, "f32": 100.0, "s8": 500.0}
+    assert (raised.read_gbps, raised.copy_gbps) == (20.0, 99.0)
+    assert said == (
+        "the ceiling of f32 was measured too low, 60.0 Gop/s: a kernel reached 90.0; "
+        "measured again it is 100.0, and 100.0 is kept"
+    )
+    assert ceilings.with_ceilings(TARGET) == raised and len(measured) == 2
+    raised, (said,) = ceilings.corrected(raised, {"bf16": 300.0})  # a library set that ceiling, and the kernel is better
+    assert raised.peak_gops["bf16"] == 300.0 and said.endswith("measured again it is 200.0, and 300.0 is kept")
+    assert ceilings.corrected(raised, {"bf16": 300.0}) == (raised, []) and len(measured) == 3

@@ -117,6 +117,33 @@ def test_ties_go_to_the_earlier_and_the_choice_repeats(times):
     assert d.kernel.candidate == "second"
 
 
+def test_of_one_candidate_the_point_it_ranked_first_is_kept_unless_another_is_clearly_faster(times):
+    points = (Schedule.of(point=0), Schedule.of(point=1))
+    for us, chosen in ((104.9, 0), (105.1, 1), (98.0, 0)):
+        times(us, 100.0, 103.1)
+        d = search(PROBLEM, CPU, candidates=[Fake("deep", schedules=points), Fake("other", preference=40)])
+        assert d.kernel.candidate == "deep" and d.kernel.schedule["point"] == chosen
+    times(104.9, 104.0, 100.0)  # the points' band does not bring back a candidate that lost
+    assert search(PROBLEM, CPU, candidates=[Fake("deep", schedules=points), Fake("other")]).kernel.candidate == "other"
+
+
+def test_a_later_point_must_win_twice(monkeypatch):
+    """A lucky time in one duel is not enough."""
+    lucky = []
+
+    def us(who):
+        if who == 3 and not lucky:
+            lucky.append(who)
+            return 5.0
+        return 10.0
+
+    Pace(monkeypatch, us)
+    fake = Fake("deep", schedules=[Schedule.of(point=i) for i in range(6)])
+    d = search(PROBLEM, CPU, budget_s=1000.0, candidates=[fake])
+    assert lucky and d.kernel.schedule["point"] == 0
+    assert whys(d)["deep (point=3)"] == "a tie; the earlier one is kept"
+
+
 def test_preference_orders_candidates_and_their_schedules_keep_their_order(times):
     times(1.0, 1.0, 1.0)
     points = (Schedule.of(tile_m=64), Schedule.of(tile_m=128))
@@ -237,7 +264,7 @@ def test_what_is_left_of_the_budget_goes_to_more_points_of_the_fastest(monkeypat
     slow = Fake("slow", schedules=DEFAULT)
     d = search(PROBLEM, CPU, budget_s=1000.0, candidates=[slow, fake], depth=2)
     assert d.kernel.schedule["point"] == 6 and d.time_us == pytest.approx(14.0)
-    assert pace.rounds[:3] == [["slow", 0, 1], [1, 2], [2, 3]]
+    assert pace.rounds[:5] == [["slow", 0, 1], [1, 2], [1, 2], [2, 3], [2, 3]]
     assert fake.builds == 7 + search_module.PATIENCE
     assert whys(d)["deep (point=1)"] == "slower: 19.0 µs, 1.36 times the winner"
     assert whys(d)["deep"] == f"{1000 - fake.builds} more points ranked below were not tried"

@@ -11,6 +11,7 @@ import click
 
 from tilewright._cli_compile import Compiling, compile_options, compile_program, load_program
 from tilewright._cli_options import Command, common_options, file_options
+from tilewright._cli_show import print_json
 
 TUNE_BUDGET_S = 60.0
 _PATH = click.Path(path_type=Path)
@@ -63,7 +64,7 @@ def tune(
     names = [None if path is None else str(path) for path in (exported, imported)]
     report = describe_tuning(program, str(file), seconds, budget_s, cache, *names)
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     from tilewright.report.console import console
     from tilewright.report.tuning import print_tuning
@@ -85,7 +86,7 @@ def info(as_json: bool) -> None:
 
     report = describe_cache(user_cache())
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     from tilewright.report.console import console
     from tilewright.report.tuning import print_cache
@@ -104,12 +105,3 @@ def clear(yes: bool) -> None:
     found = user_cache()
     count = 0 if found is None else found.clear()
     click.echo(f"forgot {count:,} {'choice' if count == 1 else 'choices'}")
-
-
-def _print_json(report: object) -> None:
-    import msgspec
-
-    from tilewright.report.schema import to_json
-
-    assert isinstance(report, msgspec.Struct)
-    click.echo(to_json(report))

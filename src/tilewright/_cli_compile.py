@@ -235,12 +235,22 @@ def both(first: Callable[..., None], second: Callable[..., None] | None) -> Call
     return told
 
 
-def measured_ceilings(program: Executable) -> Target:
-    """The program's target with its measured rates."""
-    from tilewright.hardware.ceilings import with_ceilings
+def measured_ceilings(program: Executable, times_us: Sequence[float | None] | None = None) -> Target:
+    """The program's target with its measured rates. Those that a product was seen to exceed, in the times given for each step
+    or else in those that decided, are measured again, which is said."""
+    from tilewright.hardware.ceilings import corrected, with_ceilings
+    from tilewright.report.work import rates_seen
 
-    with progress("measuring the machine"):
-        return with_ceilings(program.target)
+    with (
+        progress("measuring the machine") if times_us is None else nullcontext()
+    ):  # then steps are timed, under a bar of its own
+        target = with_ceilings(program.target)
+        if times_us is None:
+            times_us = [None if s.decision is None else s.decision.time_us for s in program.steps]
+        target, said = corrected(target, rates_seen(program.steps, times_us, target))
+    for sentence in said:
+        click.echo(f"note: {sentence}", err=True)
+    return target
 
 
 def progress(what: str, within_s: float | None = None) -> AbstractContextManager[Callable[[int, int, str], None] | None]:

@@ -1,4 +1,4 @@
-"""The command line: read, run, verify, perf, explain, gemm, devices.
+"""The command line: read, run, verify, perf, explain, devices; `gemm`, `tune` and `cache` are defined beside it.
 
 Nothing but click is imported before a verb runs, so `tilewright --help` answers at once.
 """
@@ -28,13 +28,11 @@ from tilewright._cli_compile import (
     rtol_option,
 )
 from tilewright._cli_errors import DIFFERS, Group, traceback_option
+from tilewright._cli_gemm import gemm
 from tilewright._cli_options import (
     NOT_NEGATIVE,
     Command,
-    budget_option,
-    cache_option,
     common_options,
-    device_option,
     everything_option,
     file_options,
     fill_options,
@@ -42,17 +40,12 @@ from tilewright._cli_options import (
     iterations_option,
 )
 from tilewright._cli_reports import Reports, beside, report_options
+from tilewright._cli_show import measure_program, print_json, show_perf
 
 if TYPE_CHECKING:
-    import msgspec
     import numpy as np
 
-    from tilewright.report.inputs import Feed
-    from tilewright.report.perf import Measured
-    from tilewright.report.schema import Quantized
     from tilewright.runtime.executable import Executable
-
-GEMM_BUDGET_S = 2.0
 
 
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -79,7 +72,7 @@ def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]],
     graph = load_program(file, batch, input_dims)
     report = summarise(graph, str(file))
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     click.echo(comments(report) + print_graph(graph), nl=False)
 
@@ -120,7 +113,7 @@ def run(
     if output is not None:
         _write(output, program, results)
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     from tilewright.report.console import console
     from tilewright.report.other_tables import print_run
@@ -183,7 +176,7 @@ def verify(
 
         report = replace(report, accuracy=accuracy(graph, program, program.layers, feeds))
     if as_json:
-        _print_json(report)
+        print_json(report)
     else:
         from tilewright.report.console import console
         from tilewright.report.other_tables import print_verify
@@ -223,12 +216,12 @@ def perf(
     graph = load_program(file, batch, input_dims)
     feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
     program, quantized = compile_program(graph, how, phases)
-    measured = _measure(program, str(file), feeds, iterations, quantized)
+    measured = measure_program(program, str(file), feeds, iterations, quantized)
     if reports.against:
         given = None if inputs is None else str(inputs)
         measured = beside(measured, program, feeds, reports.against, str(file), batch, input_dims, (seed, fill0, fill1, given))
     reports.write(measured, program, feeds, phases)
-    _print_perf(measured, everything, as_json)
+    show_perf(measured, everything, as_json)
 
 
 @cli.command(cls=Command, short_help="Say what was folded into each matmul, what was not, and why.")
@@ -245,7 +238,7 @@ def explain(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int
     program, quantized = compile_program(graph, how)
     report = explain_program(program, str(file), measured_ceilings(program), quantized)
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     from tilewright.report.console import console
     from tilewright.report.explain_text import print_explain
@@ -253,83 +246,7 @@ def explain(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int
     print_explain(console(), report)
 
 
-class _GemmCommand(Command):
-    """`gemm`, whose help ends with the notation's own description."""
-
-    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        import ast
-
-        # Read, not imported: the module needs torch, and help should not.
-        source = Path(__file__).parent.joinpath("ir", "notation.py").read_text("utf-8")
-        described = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[1:]
-        with formatter.section("Notation"):
-            for paragraph in described:
-                if paragraph.startswith(" "):  # an example or the grammar, whose lines stay as they are
-                    formatter.write(paragraph.replace("    ", "  ", 1).replace("\n    ", "\n  ") + "\n\n")
-                else:
-                    formatter.write_text(" ".join(paragraph.split()))
-                    formatter.write("\n")
-
-
-@cli.command(cls=_GemmCommand, short_help="Compile and check, or time, one product written in one line.")
-@click.argument("problem")
-@device_option
-@budget_option
-@fill_options
-@click.option("--perf", "timed", is_flag=True, help="Time it and print the performance report.")
-@click.option("--weights", is_flag=True, help="The right operand, its scales and the bias are constants, packed beforehand.")
-@cache_option
-@iterations_option
-@everything_option
-@common_options
-def gemm(
-    problem: str,
-    device: str,
-    budget: float | None,
-    fill0: Sequence[str],
-    fill1: Sequence[str],
-    seed: int,
-    timed: bool,
-    weights: bool,
-    cache: bool,
-    iterations: int | None,
-    everything: bool,
-    as_json: bool,
-) -> None:
-    """Compile one product, written in one line, check it on random data, and say which kernel does it and why.
-
-    A range of rows, as in "f32[1..4096,768] @ f32[768,3072]", gives a table: which kernel serves which rows of a product with
-    that weight.
-    """
-    from tilewright._cli_rows import row_range, table_of_rows
-    from tilewright.ir.notation import parse
-    from tilewright.report.inputs import check_memory, kept, make_feeds
-
-    span = row_range(problem)
-    if span is not None:
-        table_of_rows(problem, span, device, budget, (fill0, fill1), seed, as_json)
-        return
-    graph = parse(problem)
-    check_memory(graph)
-    feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
-    if weights:
-        graph, feeds = kept(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
-    program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget, cache=cache))
-    if timed:
-        _print_perf(_measure(program, problem, feeds, iterations), everything, as_json)
-        return
-    from tilewright.report.one_gemm import account
-
-    report = account(program, problem, feeds)
-    if as_json:
-        _print_json(report)
-    else:
-        from tilewright.report.console import console
-        from tilewright.report.other_tables import print_gemm
-
-        print_gemm(console(), report)
-    if not report.verified:
-        click.get_current_context().exit(DIFFERS)
+cli.add_command(gemm)
 
 
 @cli.command(cls=Command, short_help="Say what this machine is and what it was seen to reach.")
@@ -342,7 +259,7 @@ def devices(remeasure: bool, as_json: bool) -> None:
     with progress("measuring the machine"):
         report = describe_machine(targets(), remeasure=remeasure)
     if as_json:
-        _print_json(report)
+        print_json(report)
         return
     from tilewright.report.console import console
     from tilewright.report.other_tables import print_devices
@@ -363,32 +280,6 @@ def main() -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without µ still gets its report
     cli(prog_name="tilewright")
-
-
-def _measure(
-    program: Executable, name: str, feeds: Sequence[Feed], iterations: int | None, quantized: Quantized | None = None
-) -> Measured:
-    from tilewright.report.perf import measure
-
-    ceilings = measured_ceilings(program)
-    with progress("timing steps") as show:
-        return measure(program, name, feeds, ceilings, iterations=iterations, progress=show, quantized=quantized)
-
-
-def _print_perf(measured: Measured, everything: bool, as_json: bool) -> None:
-    if as_json:
-        _print_json(measured.report)
-        return
-    from tilewright.report.console import console
-    from tilewright.report.perf_table import print_perf
-
-    print_perf(console(), measured, everything=everything)
-
-
-def _print_json(report: msgspec.Struct) -> None:
-    from tilewright.report.schema import to_json
-
-    click.echo(to_json(report))
 
 
 def _write(path: Path, program: Executable, results: Sequence[object]) -> None:

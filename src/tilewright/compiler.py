@@ -171,7 +171,6 @@ class _decider:  # noqa: N801 - a function with memory
         self._longest_s, self._ends = LONGEST_S, ends
         if ends is not None:
             self._longest_s = max(LONGEST_S, (ends - time.monotonic()) / 10)
-        self._checking_s: list[float] = []  # what each problem took beside its share: building, checking
         different = {text: p for p, text in self._texts.items()}
         self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
         known = 0 if recall is None else sum(recall.known(p, self._accepted_s) for p in different.values())
@@ -182,9 +181,7 @@ class _decider:  # noqa: N801 - a function with memory
         if problem not in self._known:
             if self._progress is not None:
                 self._progress(len(self._known), self._total, str(problem))
-            began, self._shared_s = time.monotonic(), 0.0
             self._known[problem] = self._chosen(problem, weights)
-            self._checking_s.append(max(0.0, time.monotonic() - began - self._shared_s))
         return self._known[problem]
 
     def _chosen(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
@@ -234,13 +231,13 @@ class _decider:  # noqa: N801 - a function with memory
         return decision
 
     def _share(self) -> float:
-        """Seconds for the next problem. Time to check those that follow is kept back, as much as the past ones took."""
+        """Seconds for the next problem. Time to check those that follow is kept back, as much as it has taken so far."""
         if self._ends is None:
             return self._share_s
         left, self._left = self._left, max(self._left - 1, 1)
-        kept_back = statistics.fmean(self._checking_s or [0.0]) * (self._total - len(self._known))
-        self._shared_s = max(0.0, min((self._ends - time.monotonic() - kept_back) / left, self._longest_s))
-        return self._shared_s
+        checking_s = statistics.fmean([d.checked_s for d in self._known.values()] or [0.0])
+        free_s = self._ends - time.monotonic() - checking_s * (self._total - len(self._known))
+        return max(0.0, min(free_s / left, self._longest_s))
 
     def _within(self, share_s: float) -> float | None:
         """Seconds by the clock for a problem of such a share: while others wait, it leaves them half of the time."""

@@ -125,10 +125,11 @@ class Target:
 
     def peak_for(self, dtype: DType) -> float:
         """Measured rate for operands of `dtype` in 1e9 ops/s, or of the nearest wider unit's; 0 while unmeasured."""
-        for name in (dtype.name, *widened(dtype.name)):
-            if name in self.peak_gops:
-                return self.peak_gops[name]
-        return 0.0
+        return self.peak_gops.get(self.unit_for(dtype) or "", 0.0)
+
+    def unit_for(self, dtype: DType) -> str | None:
+        """The operand type whose measured rate that is; None while unmeasured."""
+        return next((name for name in (dtype.name, *widened(dtype.name)) if name in self.peak_gops), None)
 
     def limit_us(self, ops: int, bytes: int, dtype: DType) -> float:
         """The least time the measured ceilings allow for `ops` on `dtype` operands and `bytes` of traffic; 0 unmeasured."""

@@ -57,6 +57,7 @@ def measure(
     iterations: int | None = None,
     progress: PROGRESS | None = None,
     quantized: Quantized | None = None,
+    check: Callable[[Sequence[float]], Target] | None = None,
 ) -> Measured:
     """Time a program and each of its steps.
 
@@ -68,6 +69,7 @@ def measure(
         iterations: runs of the whole and of each step; as many as a few seconds allow if None.
         progress: called with how many steps are timed, how many there are, and the next one's name.
         quantized: what quantising the model chose, for the report.
+        check: told what each step took in µs; gives the ceilings that hold in view of it.
     """
     inputs = bind(program, feeds)
     device = program.target.device
@@ -81,6 +83,7 @@ def measure(
         times.append(statistics.median(device_us(lambda: step.run(values), device, share)))
 
     program.run(inputs, time_step)
+    ceilings = ceilings if check is None else check(times)
     works = [work_of(step) for step in program.steps]
     rows = [_row(step, us, ceilings) for step, us in zip(program.steps, times, strict=True)]
     cost = dict(enumerate(round(us, 3) for us in times))

@@ -15,6 +15,8 @@ from tilewright.ir.shown import VIEWS, show_region
 from tilewright.report.program import Part, Step, tensor_types
 from tilewright.schedule.problem import Problem, RegionProblem
 
+TOLD_US = 20.0  # a product that is over sooner tells nothing of a rate
+
 
 @dataclass(frozen=True)
 class Work:
@@ -46,6 +48,24 @@ def work_of(step: Step) -> Work:
         return Work(0, _read(step.part) + _written(step.part), F32)
     multiplied = problem.lhs.dtype if isinstance(problem, Problem) else problem.operands[0].dtype
     return Work(problem.ops, problem.bytes, multiplied)
+
+
+def rates_seen(steps: Sequence[Step], times_us: Sequence[float | None], target: Target) -> dict[str, float]:
+    """What products reached, in 1e9 operations a second: the most for each unit, by its operand type.
+
+    Without those that are over in too short a time to tell, and those that may leave out work (attentions) or bits (a kernel
+    that rounds its sums).
+    """
+    found: dict[str, float] = {}
+    for step, us in zip(steps, times_us, strict=True):
+        decision = step.decision
+        if not us or us < TOLD_US or decision is None or not isinstance(decision.problem, Problem) or decision.kernel.roundoff:
+            continue
+        work = work_of(step)
+        unit = target.unit_for(work.dtype)
+        if unit is not None:
+            found[unit] = max(found.get(unit, 0.0), work.ops / us / 1e3)
+    return found
 
 
 def _size(node: Node) -> int:

@@ -19,11 +19,12 @@ from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.worker import HostedBench, hosted
 
-TIE_BAND = 0.03
+TIE_BAND = 0.03  # between candidates
+POINT_BAND = 0.05  # between points of one: the cost model's order is worth more than a few percent of one run's times
 DEPTH = 2  # points of each candidate's space that compete from the start
 PROMISING = 1.5  # a candidate this many times slower than the winner is not looked at more deeply
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
-DUEL = 0.1  # of the budget, for one more point against the winner
+RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the start, and for one more against the winner
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
@@ -55,6 +56,7 @@ class Decision:
         measured: False for a heuristic answer.
         verified: the kernel agreed with the reference on random data.
         recalled: its times are those of an earlier search, read back; it was built and verified anew.
+        checked_s: seconds that building and verifying the kernel took, the right results included.
     """
 
     problem: AnyProblem
@@ -64,6 +66,7 @@ class Decision:
     measured: bool
     verified: bool
     recalled: bool = False
+    checked_s: float = 0.0
 
 
 class Interruption(KeyboardInterrupt):
@@ -96,6 +99,7 @@ class _Trial:
     schedule: Schedule
     attempt: Attempt
     key: int
+    took_s: float  # to build and verify
     us: float = math.inf  # until it is timed
 
 
@@ -131,8 +135,10 @@ def search(
     killed, refused, and not tried again. Here the winner alone is built once more, from the object code that is kept; it is not
     verified again. Where there can be no other process, or a candidate cannot be found there, all happens here.
 
-    Ties within 3 % go to the candidate that comes first, so that the same machine picks the same kernel twice. The reference is
-    timed for a region alone: there it is torch's own operations, one after the other, and not run at all if it stands alone.
+    Ties go to the one that comes first, so that the same machine picks the same kernel twice: within 3 % to the preferred
+    candidate, within 5 % to the point that its candidate ranked before; a point that is tried later must win twice. The
+    reference is timed for a region alone: there it is torch's own operations, one after the other, and not run at all if it
+    stands alone.
 
     Raises:
         UnsupportedError: not even the reference ran.
@@ -177,7 +183,7 @@ class _Search:
         region = isinstance(self._problem, RegionProblem)
         if region and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
             only = spaces[0]
-            return self._decision(only.candidate.build(self._problem, next(only.points), self._target), None)
+            return self._decision(only.candidate.build(self._problem, next(only.points), self._target))
         self._bench = self._opened(spaces)
         try:
             winner = self._found(spaces, depth)
@@ -188,7 +194,7 @@ class _Search:
             if left and any(t.space is space for t in self._trials):
                 points = "1 more point" if left == 1 else f"{left} more points"
                 self._reject(space.candidate.name, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
-        return self._decision(self._kernel(winner), winner.us if winner.us < math.inf else None)
+        return self._decided(winner)
 
     def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
         given = self._problem, self._target, self._weights
@@ -268,20 +274,20 @@ class _Search:
             else:
                 self._reject(_label(space.candidate, attempt.schedule), attempt.why)
             return None
-        trial = _Trial(space, schedule, attempt, key)
+        trial = _Trial(space, schedule, attempt, key, took_s)
         self._trials.append(trial)
         return trial
 
     def _timed(self) -> _Trial:
         """The winner of all that passed, and of what the rest of the budget adds to them."""
-        self._time(self._trials, self._budget_s)
+        self._time(self._trials, RACE * self._budget_s)
         if not self._trials:
             raise self._nothing()
         winner = self._first_of_the_fastest()
         try:
             winner = self._deepened(winner)
         except KeyboardInterrupt:
-            raise Interruption(self._decision(self._kernel(winner), winner.us)) from None
+            raise Interruption(self._decided(winner)) from None
         for trial in self._trials:
             if trial is not winner:
                 ratio = trial.us / winner.us
@@ -304,7 +310,8 @@ class _Search:
 
     def _first_of_the_fastest(self) -> _Trial:
         best = min(t.us for t in self._trials)
-        return next(t for t in self._trials if t.us <= best * (1 + TIE_BAND))
+        space = next(t.space for t in self._trials if t.us <= best * (1 + TIE_BAND))
+        return next(t for t in self._trials if t.space is space and t.us <= best * (1 + POINT_BAND))
 
     def _deepened(self, winner: _Trial) -> _Trial:
         """The winner after one more point at a time met it, each time of the fastest candidate that has points left."""
@@ -319,16 +326,30 @@ class _Search:
                     promising.pop(0)
                     fruitless -= 1
                 continue
-            before = winner.us
-            self._time([winner, challenger], DUEL * self._budget_s)
-            if winner not in self._trials or challenger not in self._trials:
-                winner.us = before
-                break
-            # As it would have been in the first race, whatever the machine does meanwhile.
-            challenger.us, winner.us = challenger.us * before / winner.us, before
-            if challenger.us * (1 + TIE_BAND) < winner.us:
-                winner, fruitless = challenger, 0
+            if not self._wins(challenger, winner):
+                if winner not in self._trials or challenger not in self._trials:
+                    break
+                continue
+            winner, fruitless = challenger, 0
         return winner if winner in self._trials else self._first_of_the_fastest()
+
+    def _wins(self, challenger: _Trial, winner: _Trial) -> bool:
+        """Whether a point that is tried later beats the winner so far, twice.
+
+        It gets its time as it would have been in the first race, whatever the machine does meanwhile.
+        """
+        band = POINT_BAND if challenger.space is winner.space else TIE_BAND
+        before, challenger.us = winner.us, 0.0
+        for _ in range(2):
+            ours = challenger.us
+            self._time([winner, challenger], DUEL * self._budget_s)
+            ratio, winner.us = challenger.us / winner.us, before
+            if winner not in self._trials or challenger not in self._trials:
+                return False
+            challenger.us = max(ours, ratio * before)
+            if challenger.us * (1 + band) >= winner.us:
+                return False
+        return True
 
     def _lose(self, space: _Space, schedule: Schedule, why: str) -> None:
         """A candidate is out for good: each further point could cost as much."""
@@ -343,8 +364,12 @@ class _Search:
     def _reject(self, label: str, why: str, us: float | None = None) -> None:
         self._rejected.append(Rejected(label, why, us))
 
-    def _decision(self, kernel: Kernel, us: float | None) -> Decision:
-        return Decision(self._problem, kernel, us, tuple(self._rejected), us is not None, True)
+    def _decided(self, winner: _Trial) -> Decision:
+        us = winner.us if winner.us < math.inf else None
+        return self._decision(self._kernel(winner), us, winner.took_s + self._bench.expect_s)
+
+    def _decision(self, kernel: Kernel, us: float | None = None, checked_s: float = 0.0) -> Decision:
+        return Decision(self._problem, kernel, us, tuple(self._rejected), us is not None, True, checked_s=checked_s)
 
 
 def _label(candidate: Candidate, schedule: Schedule) -> str:
