@@ -118,7 +118,7 @@ def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s)
 
 
 def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp_path):
-    """Two are measured, and five more checked for their own numbers alone: the measuring leaves time for that."""
+    """Two are measured, and six more checked for their own numbers alone: the measuring leaves time for that."""
     real, shares = compiler.search, []
 
     def measured(problem, target, **how):
@@ -133,16 +133,16 @@ def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp
     again = compiler.repeat
     monkeypatch.setattr(compiler, "search", measured)
     monkeypatch.setattr(compiler, "repeat", checked)
-    inputs = [input_(f"x{i}", F32, (4, 8)) for i in range(7)]
-    weights = [const(torch.ones(8, 3 if i < 2 else 5)) for i in range(7)]
-    scales = [const(torch.tensor(1.5 + i)) for i in range(7)]
+    inputs = [input_(f"x{i}", F32, (4, 8)) for i in range(8)]
+    weights = [const(torch.ones(8, 3 if i < 3 else 5)) for i in range(8)]
+    scales = [const(torch.tensor(1.5 + i)) for i in range(8)]
     outputs = [map_("multiply", gemm(x, w), s) for x, w, s in zip(inputs, weights, scales, strict=True)]
-    graph = compiler.optimise(Graph("g", tuple(inputs), tuple(outputs), tuple(f"y{i}" for i in range(7))))
+    graph = compiler.optimise(Graph("g", tuple(inputs), tuple(outputs), tuple(f"y{i}" for i in range(8))))
     began = clock[0]
-    decide = compiler._decider(graph, cpu(), 9.5, None, Recall(cpu(), Cache(tmp_path)), ends=began + 9.5)
+    decide = compiler._decider(graph, cpu(), 10.5, None, Recall(cpu(), Cache(tmp_path)), ends=began + 10.5)
     for n in graph.outputs:
         decide(problem_of(n), {1: n.src[1].op.data.tensor()})
-    assert shares == [2.0, 9.5 - (1.0 + 2.0) - 1.0 - 5 * 1.0] and clock[0] - began == 9.5
+    assert shares == [2.0, 10.5 - (1.0 + 2.0) - 2 * 1.0 - 5 * 1.0] and clock[0] - began == 10.5
 
 
 def test_an_interruption_keeps_the_best_of_the_problem_under_way(clock, monkeypatch, tmp_path):

@@ -231,13 +231,19 @@ class _decider:  # noqa: N801 - a function with memory
         return decision
 
     def _share(self) -> float:
-        """Seconds for the next problem. Time to check those that follow is kept back, as much as it has taken so far."""
+        """Seconds for the next problem. Time to check those that follow is kept back."""
         if self._ends is None:
             return self._share_s
         left, self._left = self._left, max(self._left - 1, 1)
-        checking_s = statistics.fmean([d.checked_s for d in self._known.values()] or [0.0])
-        free_s = self._ends - time.monotonic() - checking_s * (self._total - len(self._known))
+        free_s = self._ends - time.monotonic() - self._checks_s()
         return max(0.0, min(free_s / left, self._longest_s))
+
+    def _checks_s(self) -> float:
+        """Seconds that checking the problems left may take: what one like it took, else the median, once there is one."""
+        known = [d.checked_s for d in self._known.values()]
+        usual = statistics.median(known) if len(known) > 2 else 0.0
+        texts = [text for p, text in self._texts.items() if p not in self._known]
+        return sum(self._alike[t].checked_s if t in self._alike else usual for t in texts)
 
     def _within(self, share_s: float) -> float | None:
         """Seconds by the clock for a problem of such a share: while others wait, it leaves them half of the time."""
