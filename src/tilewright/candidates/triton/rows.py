@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
-import torch
-
+from tilewright.candidates.triton._call import caller
 from tilewright.candidates.triton._casts import pointer_type
 from tilewright.candidates.triton._emit import check_node
 from tilewright.candidates.triton._module import (
@@ -26,7 +25,7 @@ from tilewright.candidates.triton._rows import Tiles, kernel_text
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
 from tilewright.ir.region import Region, region_of_rows
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
@@ -95,7 +94,7 @@ class TritonRows:
         return Kernel(
             self.name,
             schedule,
-            lambda weights: _prepared(problem, region, launch, weights),
+            lambda weights: caller(region.sources, problem.outputs, launch, weights, target),
             registers=found.registers,
             spills=found.spills,
             shared_bytes=found.shared_bytes,
@@ -115,28 +114,6 @@ def machine_code(tiles: Tiles, problem: RegionProblem, arch: Arch, *, num_warps:
 def _power(n: int) -> int:
     """The least power of two that is no smaller."""
     return 1 << max(n - 1, 0).bit_length()
-
-
-def _prepared(
-    problem: RegionProblem, region: Region, launch: Callable[..., None], weights: Mapping[int, torch.Tensor]
-) -> Runner:
-    constant = {i: _dense(t) for i, t in weights.items() if i in region.sources}
-    results = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
-
-    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        held = [constant[i] if i in constant else _dense(sources[i]) for i in region.sources]
-        made = [torch.empty(shape, dtype=dtype, device=held[0].device) for shape, dtype in results]
-        launch(*[t.data_ptr() for t in held], *[t.data_ptr() for t in made])
-        return made
-
-    return run
-
-
-def _dense(t: torch.Tensor) -> torch.Tensor:
-    """The tensor in row-major order from a multiple of 16 bytes on."""
-    if t.is_contiguous() and t.data_ptr() % 16 == 0:
-        return t
-    return t.clone(memory_format=torch.contiguous_format)
 
 
 CANDIDATE = TritonRows()
