@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from tilewright.candidates.triton._hopper_view import TmaView
@@ -105,10 +106,26 @@ class Form:
         return self.tile_m // self.groups
 
     @property
+    def shape_n(self) -> int:
+        """Columns as Triton is told of them, who knows powers of two alone; those beyond tile_n are never touched."""
+        return 1 << (self.tile_n - 1).bit_length()
+
+    @property
+    def unit(self) -> int:
+        """Rows of the right operand, columns of the result, that one copy brings."""
+        share = self.tile_n // (2 if self.paired else 1)
+        return share if share & (share - 1) == 0 else math.gcd(share, 64)
+
+    @property
+    def units(self) -> int:
+        """Copies of the right operand to a stage."""
+        return self.tile_n // self.unit
+
+    @property
     def instruction(self) -> tuple[int, int, int]:
         """What one instruction multiplies, as Triton is told: it has none of 256 columns for integers."""
         widest = 128 if self.acc.is_integer else 256
-        return 16, min(self.tile_n, widest), 256 // self.lhs.dtype.bits
+        return 16, min(self.shape_n, widest), 256 // self.lhs.dtype.bits
 
     def tiles(self, batch: int, M: int, N: int) -> int:
         """Of a result; where blocks work in pairs, pairs of tiles one below the other."""

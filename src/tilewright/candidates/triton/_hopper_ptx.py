@@ -52,6 +52,23 @@ def widest_products(ptx: str) -> str:
     return "\n".join(lines)
 
 
+def narrowed(ptx: str, columns: int) -> str:
+    """Products of fewer columns than Triton asks for, who knows powers of two alone: the last registers stay as they are."""
+    whole = 1 << (columns - 1).bit_length()
+    pattern = re.compile(rf"(wgmma\.mma_async\.sync\.aligned\.m64n){whole}(k\S+) \{{([^}}]*)\}}")
+
+    def fewer(m: re.Match[str]) -> str:
+        registers = m[3].split(",")
+        if len(registers) != whole // 2:
+            raise UnexpectedPtx(f"{len(registers)} registers for {whole} columns")
+        return f"{m[1]}{columns}{m[2]} {{{','.join(registers[: columns // 2])}}}"
+
+    text, count = pattern.subn(fewer, ptx)
+    if not count:
+        raise UnexpectedPtx(f"no products of {whole} columns")
+    return text
+
+
 def unsigned(ptx: str, lhs: bool, rhs: bool) -> str:
     """Integer products whose left or right operand is unsigned."""
     text, count = re.subn(r"(\.k32|k32)\.s32\.s8\.s8", rf"\1.s32.{'us'[not lhs]}8.{'us'[not rhs]}8", ptx)

@@ -118,7 +118,7 @@ def runner(
     extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else [])]
     counters: dict[int, torch.Tensor] = {}
     known: dict[tuple[int, ...], list[object]] = {}
-    partial = 2 * blocks * form.tile_m * form.tile_n
+    partial = 2 * blocks * form.tile_m * form.shape_n
 
     def scratch() -> list[torch.Tensor]:
         if not form.streamed:

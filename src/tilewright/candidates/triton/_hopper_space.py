@@ -6,6 +6,7 @@ and read, or as L2 takes to deliver it, whichever is longest. Cycles of what is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,15 +21,17 @@ from tilewright.schedule.cost import Phase, Work, predict_us
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
-TILES = ((128, 256), (256, 128), (128, 128), (128, 64), (64, 256), (64, 128), (64, 64))
+TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
+SMALLEST = (64, 64)
 MOST_STAGES = 8
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
+MOST_SHARED = 64 * 128  # elements of a warpgroup's part of a shared tile: what it keeps in registers beside those it adds
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
 SHARED_BYTES_PER_CYCLE = 128  # of an SM (NVIDIA H100 whitepaper v1.04: 32 banks of 4 bytes)
 L2_BYTES_PER_CYCLE = 60  # to an SM while all read: 64 by its port
-START_CYCLES = 3000  # from a launch until the first products: descriptors, first stages from memory
-END_CYCLES = 1500  # of a tile that is packed and stored while the tensor cores wait
-HELD_CYCLES = 900  # of one that leaves behind the next tile's products
+START_CYCLES = 1500  # from a launch until the first products: descriptors, first stages from memory
+END_CYCLES = 2000  # of a tile of 128 x 256 that is packed and stored while the tensor cores wait
+HELD_CYCLES = 1200  # of one that leaves behind the next tile's products
 STEP_CYCLES = 1.0 / 128  # of an elementwise step on an element, four warps of 32 lanes a cycle
 SHARE_CYCLES = 5000  # until a part is written, counted, and read by the last block
 PARTIAL_BYTES_PER_CYCLE = 20  # of an SM that writes or reads partial sums through L2
@@ -90,7 +93,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
     outs: list[Out] = []
     for access in plan.stores:
         element = size(access.root.dtype)
-        columns = min(128 // element, point.tile_n)
+        columns = math.gcd(128 // element, point.tile_n)
         place = access.of_result()
         view = tma_view(place, plan.batch, plan.M, access.columns_extent, rows, columns, element)
         if access.first % columns:  # a piece would begin in one store and end in another
@@ -132,7 +135,7 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
     for (tile_m, tile_n), paired in product(TILES, (False, True)):
         base = Point(tile_m, tile_n, 2, 16, False, False, paired, 1, 0)
         waste = _tiles(plan, base) * (2 if paired else 1) * tile_m * tile_n / (plan.batch * plan.M * plan.N)
-        if (waste > 4 and (tile_m, tile_n, paired) != (*TILES[-1], False)) or (paired and tile_m >= plan.M):
+        if (waste > 4 and (tile_m, tile_n, paired) != (*SMALLEST, False)) or (paired and tile_m >= plan.M):
             continue
         for widened in _orders(plan):
             base = replace(base, widened=widened)
@@ -141,8 +144,10 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
             stages = min(room // form.stage_bytes, MOST_STAGES)
             if stages < 2:
                 continue
-            for hold in _holds(form, steps):
-                for blocks, shared in _partitions(_tiles(plan, base), steps, target.cores // (2 if paired else 1), hold):
+            cores = target.cores // (2 if paired else 1)
+            for hold in _holds(form, steps, -(-_tiles(plan, base) // cores)):
+                whole = hold or form.tile_n != form.shape_n or form.rows * form.tile_n > MOST_SHARED
+                for blocks, shared in _partitions(_tiles(plan, base), steps, cores, whole):
                     blocks *= 2 if paired else 1
                     yield replace(base, num_stages=stages, hold=hold, blocks=blocks, shared_tiles=shared)
 
@@ -159,19 +164,19 @@ def _orders(plan: Plan) -> Iterable[bool]:
     return (True,) if narrow and plan.rhs.constant and plan.N % 32 == 0 else (False,)
 
 
-def _holds(form: Form, steps: int) -> Iterable[bool]:
+def _holds(form: Form, steps: int, rounds: int) -> Iterable[bool]:
     """Whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
     out = form.outs[0]
     able = len(form.outs) == 1 and out.view is not None and out.access.root.dtype in HELD and not out.view.across
-    if able and form.rows == 64 and steps >= form.pieces and form.tile_n >= 128:
+    if able and form.rows == 64 and steps >= form.pieces and form.tile_n >= 128 and rounds > 1:
         return (True, False)
     return (False,)
 
 
-def _partitions(tiles: int, steps: int, cores: int, hold: bool) -> Iterable[tuple[int, int]]:
+def _partitions(tiles: int, steps: int, cores: int, whole: bool) -> Iterable[tuple[int, int]]:
     """Numbers of blocks, and of tiles shared out among them."""
     yield -(-tiles // -(-tiles // cores)), 0  # no more than give the same number of rounds: the others would only draw power
-    if hold:
+    if whole:
         return
     rest = tiles % cores
     if tiles < cores:
@@ -203,7 +208,9 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     each = -(-whole // workers) + point.shared_tiles / workers
     elementwise = sum(not isinstance(n.op, (Acc, Param, Convert)) for n in toposort(problem.op.stores))
     element = point.tile_m * point.tile_n * STEP_CYCLES / 2
-    boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n / 256 + element * elementwise
+    boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n / 256 * max(
+        point.tile_m, 128
+    ) / 128 + element * elementwise
     if any(o.view is None for o in form.outs):
         boundary += point.tile_m * point.tile_n * STEP_CYCLES * 4
     cycles = START_CYCLES + each * steps * step + boundary * max(each, 1)

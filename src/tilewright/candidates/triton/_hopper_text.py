@@ -136,14 +136,12 @@ class Writer:
 
     def _load_rhs(self, t: Text) -> None:
         f = self.form
-        if f.paired:
-            rows = f.tile_n // 2
-            at = f.rhs.at("b", "N", f"pn * {f.tile_n} + r * {rows}", f"k * {f.tile_k}")
-            buffer = self._as_box("b_bufs.index(s * 2 + r)", f.rhs, rows, "b_desc")
-        else:
-            at = f.rhs.at("b", "N", f"pn * {f.tile_n}", f"k * {f.tile_k}")
-            buffer = self._as_box("b_bufs.index(s)", f.rhs, f.tile_n, "b_desc")
-        t.do(f"tma.async_copy_global_to_shared(b_desc, {at}, ready.index(s), {buffer})")
+        own = f.units // 2 if f.paired else f.units
+        for i in range(own):
+            unit = f"r * {own} + {i}" if f.paired else str(i)
+            at = f.rhs.at("b", "N", f"pn * {f.tile_n} + ({unit}) * {f.unit}", f"k * {f.tile_k}")
+            buffer = self._as_box(f"b_bufs.index(s * {f.units} + {unit})", f.rhs, f.unit, "b_desc")
+            t.do(f"tma.async_copy_global_to_shared(b_desc, {at}, ready.index(s), {buffer})")
 
     @staticmethod
     def _as_box(buffer: str, side: Side, rows: int, descriptor: str) -> str:
@@ -176,17 +174,22 @@ class Writer:
             for j in range(f.pieces):
                 t.do(f"w{j} = pack(none)")
         with t.block(self._each_tile()):
-            t.do(f"acc = warpgroup_mma_init(gl.zeros(({f.rows}, {f.tile_n}), gl.{acc}, L))")
-            for j in range(f.pieces if f.hold else 0):
+            t.do(f"acc = warpgroup_mma_init(gl.zeros(({f.rows}, {f.shape_n}), gl.{acc}, L))")
+            if f.streamed:
+                self._which(t)
+            ahead = f.pieces if f.hold else 0 if f.streamed else 1  # steps that need not know which tile it is
+            for j in range(ahead):
                 self._step(t, use=str(j > 0), free=j > 0)
-                self._write(t, f.outs[0], 0, j, f"unpack(w{j}, gl.{in_memory(f.outs[0].access.root.dtype)})", "held_")
-            self._which(t)
+                if f.hold:
+                    self._write(t, f.outs[0], 0, j, f"unpack(w{j}, gl.{in_memory(f.outs[0].access.root.dtype)})", "held_")
+            if not f.streamed:
+                self._which(t)
             t.do("b = pin(b)")
             t.do(f"row = pin(pm * {f.groups} + g) * {f.rows}")
             t.do(f"col = pin(pn) * {f.tile_n}")
-            first = "k0" if f.streamed else str(f.pieces if f.hold else 0)
-            with t.block(f"for k in range({first}, {'k1' if f.streamed else 'nk'}):"):
-                self._step(t, use=f"k > {'k0' if f.streamed else 0}", free=f"k > {'k0' if f.streamed else 0}")
+            later = "k > k0" if f.streamed else "True"
+            with t.block("for k in range(k0, k1):" if f.streamed else f"for k in range({ahead}, nk):"):
+                self._step(t, use=later, free=later if f.streamed else True)
             self._finish(t)
         if f.hold:
             for j in range(f.pieces):
@@ -208,10 +211,10 @@ class Writer:
     def _step(self, t: Text, *, use: str, free: bool | str) -> None:
         """One step along K; the stage of the step before is free then."""
         f = self.form
-        a, b = f"a_bufs.index(s * {f.groups} + g)", "b_bufs.index(s)"
-        if f.paired:
-            shape = [f.tile_n, f.tile_k] if f.rhs.along_k else [f.tile_k, f.tile_n]
-            b = f"b_bufs.index(s * 2)._reinterpret(b_bufs.dtype, {shape}, b_bufs.layout)"
+        a, b = f"a_bufs.index(s * {f.groups} + g)", f"b_bufs.index(s * {f.units})"
+        if f.units > 1:  # they follow one another as the parts of one matrix do
+            shape = [f.shape_n, f.tile_k] if f.rhs.along_k else [f.tile_k, f.shape_n]
+            b = f"{b}._reinterpret(b_bufs.dtype, {shape}, b_bufs.layout)"
         a = a if f.lhs.along_k else f"{a}.permute((1, 0))"
         b = f"{b}.permute((1, 0))" if f.rhs.along_k else b
         t.do("mbarrier.wait(ready.index(s), phase)")
@@ -244,27 +247,37 @@ class Writer:
         element = "int32" if f.acc.is_integer else "float32"
         t.do("done = True")
         with t.block("if j >= whole:"):
-            t.do("x = t - D")
-            t.do("c_first = ((x * nk + 1) * G - 1) // total")
-            t.do("c_last = ((x * nk + nk) * G - 1) // total")
+            t.do("q = t - D")
+            t.do("c_first = ((q * nk + 1) * G - 1) // total")
+            t.do("c_last = ((q * nk + nk) * G - 1) // total")
             with t.block("if c_last > c_first:"):
-                rows = f"gl.arange(0, {f.rows}, gl.SliceLayout(1, L))"
-                columns = f"gl.arange(0, {f.tile_n}, gl.SliceLayout(0, L))"
-                t.do(f"inside = (g * {f.rows} + {rows})[:, None] * {f.tile_n} + {columns}[None, :]")
-                t.do("slot = 2 * c + gl.where((c == c_first) & (begin // nk != x), 1, 0)")
-                t.do(f"gl.store(partial + {self._of_pair('slot')}.to(gl.int64) * {f.tile_m * f.tile_n} + inside, r)")
+                self._in_lanes(t)
+                t.do("slot = 2 * c + gl.where((c == c_first) & (begin // nk != q), 1, 0)")
+                t.do(f"gl.store(partial + {self._of_pair('slot')}.to(gl.int64) * {f.tile_m * f.shape_n} + inside, r)")
                 t.do("gl.thread_barrier()")
-                counter = f"arrived + {self._of_pair('x')} * {f.groups} + g"
+                counter = f"arrived + {self._of_pair('q')} * {f.groups} + g"
                 t.do(f'n = gl.atomic_add({counter}, 1, sem="acq_rel", scope="gpu")')
                 t.do("done = n == c_last - c_first")
                 with t.block("if done:"):
                     t.do(f"gl.store({counter}, 0)")
                     t.do("gl.thread_barrier()")
-                    t.do(f"r = gl.zeros(({f.rows}, {f.tile_n}), gl.{element}, L)")
+                    t.do(f"r = gl.zeros(({f.rows}, {f.shape_n}), gl.{element}, L)")
                     with t.block("for p in range(c_first, c_last + 1):"):
-                        t.do("at = 2 * p + gl.where((p == c_first) & ((p * total // G) // nk != x), 1, 0)")
-                        source = f"partial + {self._of_pair('at')}.to(gl.int64) * {f.tile_m * f.tile_n} + inside"
+                        t.do("at = 2 * p + gl.where((p == c_first) & ((p * total // G) // nk != q), 1, 0)")
+                        source = f"partial + {self._of_pair('at')}.to(gl.int64) * {f.tile_m * f.shape_n} + inside"
                         t.do(f'r += gl.load({source}, cache_modifier=".cg")')
+
+    def _in_lanes(self, t: Text) -> None:
+        """Where elements of a part go: those that the threads hold in one register follow one another, thread by thread.
+
+        Of an element's row, bits 0 to 2 and 4 to 5 tell the thread; of its column, bits 1 to 2 (PTX ISA 9.0, 9.7.15.5.1).
+        """
+        f = self.form
+        t.do(f"y = gl.arange(0, {f.rows}, gl.SliceLayout(1, L))")
+        t.do(f"x = gl.arange(0, {f.shape_n}, gl.SliceLayout(0, L))")
+        own = f"(y & 7) * 4 + ((y >> 4) & 3) * 32 + ((y >> 3) & 1) * 256 + (y >> 6) * {64 * f.shape_n}"
+        t.do(f"across = ((x >> 1) & 3) + (x & 1) * 128 + (x >> 3) * 512 + g * {f.rows * f.shape_n}")
+        t.do(f"inside = ({own})[:, None] + across[None, :]")
 
     def _of_pair(self, number: str) -> str:
         """A number that both blocks of a pair have, as one of the block's own."""
@@ -349,11 +362,11 @@ class Writer:
     def _entry(self) -> str:
         f, t = self.form, Text("gl")
         # What is rewritten later, and how: kernels that differ in that must differ in text.
-        t.do(f'"""{f.lhs.dtype} x {f.rhs.dtype}{", in pairs" * f.paired}, rewritten by {EDITION}"""')
+        t.do(f'"""{f.lhs.dtype} x {f.rhs.dtype}{", in pairs" * f.paired}, {f.tile_n} columns, rewritten by {EDITION}"""')
         lhs, rhs = f"gl.{FRAGMENT[f.lhs.dtype.name]}", f"gl.{FRAGMENT[f.rhs.dtype.name]}"
         for name, kind, side, count, rows in (
             ("a_bufs", lhs, f.lhs, f.num_stages * f.groups, f.rows),
-            ("b_bufs", rhs, f.rhs, f.num_stages * (2 if f.paired else 1), f.tile_n // (2 if f.paired else 1)),
+            ("b_bufs", rhs, f.rhs, f.num_stages * f.units, f.unit),
         ):
             shape = [rows, f.tile_k] if side.along_k else [f.tile_k, rows]
             layout = f"gl.NVMMASharedLayout.get_default_for({shape}, {kind})"
@@ -397,7 +410,7 @@ class _Pieces:
 
     def __init__(self, t: Text, form: Form) -> None:
         self.t, self.form = t, form
-        self._known = {(0, form.tile_n): "in_order(r)" if form.rhs.widened else "r"}
+        self._known = {(0, form.shape_n): "in_order(r)" if form.rhs.widened else "r"}
         self._taken = set[tuple[int, int]]()
 
     def take(self, j: int, columns: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from tilewright.candidates.triton import _module as module
 from tilewright.candidates.triton._casts import pointer_type
 from tilewright.candidates.triton._hopper_form import Form
 from tilewright.candidates.triton._hopper_plan import Plan, plan_of
-from tilewright.candidates.triton._hopper_ptx import Rewrite, paired, rewriting, unsigned, widest_products
+from tilewright.candidates.triton._hopper_ptx import Rewrite, narrowed, paired, rewriting, unsigned, widest_products
 from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import form_of, plan_for, point_of, points, work
 from tilewright.candidates.triton._hopper_text import Writer
@@ -121,8 +121,7 @@ def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dic
         if name == "a_desc":
             found[name] = _descriptor(TMA_TYPES[form.lhs.dtype.name], form.lhs.box(form.rows, form.tile_k))
         elif name == "b_desc":
-            rows = form.tile_n // (2 if form.paired else 1)
-            found[name] = _descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(rows, form.tile_k))
+            found[name] = _descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(form.unit, form.tile_k))
         elif name.endswith("_desc"):
             out = form.outs[int(name[1:-5])]
             assert out.view is not None
@@ -153,21 +152,39 @@ def compiled(form: Form, types: tuple[DType, ...]) -> Built:
     writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
     names = tuple(writer.arguments)
     kinds = tuple(signature(form, names, types).items())
-    widest = form.acc.is_integer and form.tile_n == 256
-    flags = (widest, form.lhs.dtype is U8, form.rhs.dtype is U8, form.paired)
-    return Built(_machine_code(writer.write(), kinds, form.chained, flags), names)
+    return Built(_machine_code(writer.write(), kinds, form.chained, _Rewritten.of(form)), names)
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """What is rewritten in a form's PTX."""
+
+    widest: bool
+    columns: int | None
+    lhs_unsigned: bool
+    rhs_unsigned: bool
+    paired: bool
+
+    @classmethod
+    def of(cls, form: Form) -> _Rewritten:
+        widest = form.acc.is_integer and form.shape_n == 256
+        columns = form.tile_n if form.tile_n < form.shape_n else None
+        return cls(widest, columns, form.lhs.dtype is U8, form.rhs.dtype is U8, form.paired)
+
+    def rewrites(self) -> list[Rewrite]:
+        """In order."""
+        found: list[Rewrite] = [widest_products] if self.widest else []
+        if self.columns is not None:
+            found.append(partial(narrowed, columns=self.columns))
+        if self.lhs_unsigned or self.rhs_unsigned:
+            found.append(partial(unsigned, lhs=self.lhs_unsigned, rhs=self.rhs_unsigned))
+        return [*found, paired] if self.paired else found
 
 
 @lru_cache(maxsize=512)
-def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, flags: tuple[bool, bool, bool, bool]) -> Any:
-    """Triton's compiled kernel of a text; the flags say what is rewritten."""
-    widest, lhs_unsigned, rhs_unsigned, pairs = flags
-    rewrites: list[Rewrite] = [widest_products] if widest else []
-    if pairs:
-        rewrites.append(paired)
-    if lhs_unsigned or rhs_unsigned:
-        rewrites.append(lambda ptx: unsigned(ptx, lhs_unsigned, rhs_unsigned))
-    with rewriting(*rewrites):
+def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, rewritten: _Rewritten) -> Any:
+    """Triton's compiled kernel of a text."""
+    with rewriting(*rewritten.rewrites()):
         return module.compiled(
             module.module(text).gemm,
             dict(kinds),
