@@ -33,6 +33,7 @@ from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.schedule import Schedule
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
+GPU_LIMIT_S = 30.0  # where compiling a kernel, or the driver's first call, takes seconds
 SMALL_BYTES = 1 << 16  # weights below this travel in the message
 
 Address = tuple[str, str | None]
@@ -75,7 +76,7 @@ class HostedBench:
 
     Attributes:
         expect_s: what working out the right results took.
-        lost: sentences on those that passed and then did not come back when they were timed, by key.
+        lost: what became of those that passed and then did not come back when they were timed, by key.
     """
 
     def __init__(self, problem: AnyProblem, target: Target, weights: Mapping[int, torch.Tensor], *, cold: bool = False) -> None:
@@ -84,10 +85,11 @@ class HostedBench:
         Raises:
             UnavailableError: there is no worker, or the problem cannot be sent.
         """
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, Attempt] = {}
         self._passed: dict[int, tuple[Address, Schedule]] = {}
         self._problem, self._target, self.expect_s = problem, target, 0.0
         self._nursery = nursery()
+        self._limit_s = LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S
         self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]})
         self._nursery.lock.acquire()
         try:
@@ -106,14 +108,14 @@ class HostedBench:
         assert where is not None
         trusted = candidate.preference >= LAST_RESORT
         try:
-            built, why, roundoff = self._ask(("build", key, where, schedule), LIMIT_S)
+            built, why, roundoff = self._ask(("build", key, where, schedule), self._limit_s)
             if why is not None:
                 return Attempt(built, why)
             if not trusted:
                 self.expect_s = self._ask(("expect", roundoff), None)
-            why = self._ask(("verify", key), None if trusted else LIMIT_S)
+            why = self._ask(("verify", key), None if trusted else self._limit_s)
         except DiedError as died:
-            return Attempt(schedule, str(died), fatal=True)
+            return _lost(schedule, died)
         if why is None:
             self._passed[key] = where, schedule
         return Attempt(built, why)
@@ -123,13 +125,13 @@ class HostedBench:
         alive = list(keys)
         while alive:
             try:
-                found = dict(zip(alive, self._ask(("times", alive, budget_s), LIMIT_S), strict=True))
+                found = dict(zip(alive, self._ask(("times", alive, budget_s), self._limit_s), strict=True))
                 return [found.get(k, float("inf")) for k in keys]
             except DiedError as died:
                 at = self._nursery.number(KEY)
                 culprit, _ = self._passed[at if at in alive else alive[0]]
                 for key in [k for k in alive if self._passed[k][0] == culprit]:  # its other points could cost as much
-                    self.lost[key] = str(died)
+                    self.lost[key] = _lost(self._passed[key][1], died)
                     alive.remove(key)
                     del self._passed[key]
         return [float("inf")] * len(keys)
@@ -154,6 +156,10 @@ class HostedBench:
         self._nursery.ask(self._opening, None, self._weights.fd)
         for key, (where, schedule) in self._passed.items():
             self._nursery.ask(_pickled(("again", key, where, schedule)), None)
+
+
+def _lost(schedule: Schedule, died: DiedError) -> Attempt:
+    return Attempt(schedule, str(died), fatal=True, starved=died.starved)
 
 
 class _Weights:

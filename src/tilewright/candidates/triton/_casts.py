@@ -35,7 +35,9 @@ FP8_FORMATS = {
 }
 FNUZ = (F8E4M3FNUZ, F8E5M2FNUZ)
 MOST_EXACT = 2.0**23  # from here on every f32 is a whole number
-ROUND = 1.5 * 2.0**23  # added to an f32 below 2^22 it leaves the nearest integer, ties to even, in the low bits of the sum
+# Added to an f32 below 2^22 it leaves the nearest integer, ties to even, in the low bits of the sum. The 2 makes an integer
+# subtraction necessary: ptxas 12.8 takes the low byte of a sum of floats, stored as it is, for a conversion (F2IP.U8).
+ROUND, ROUND_BITS = 1.5 * 2.0**23 + 2, 0x4B400002
 
 
 def in_registers(dtype: DType) -> str:
@@ -273,7 +275,7 @@ class Casts:
         known = self.where(t.v(f"{quotient} == {quotient}"), quotient, nothing)
         held = t.call("minimum", t.call("maximum", known, low), high)
         shifted = t.v(f"{held} + {ROUND!r}")
-        code = t.v(f"{self.cast(shifted, 'int32', bits=True)} - 0x4B400000")
+        code = t.v(f"{self.cast(shifted, 'int32', bits=True)} - {ROUND_BITS:#x}")
         if zero is not None:
             code = t.v(f"{code} + {self.cast(args[2], 'int32')}")
         result = self.cast(code, in_registers(target))

@@ -19,8 +19,9 @@ from tilewright.schedule.candidate import Runner
 
 ALIGNED = 16
 
-# What operands that torch evaluated are, by one of the weights they are made of, so that kernels of other sizes share them.
-_laid_out: WeakKeyDictionary[torch.Tensor, dict[object, torch.Tensor]] = WeakKeyDictionary()
+# Operands that torch evaluated, by one of the weights they are made of, so that kernels of other sizes share them; with the
+# other weights, which must not make room for tensors of the same identity.
+_laid_out: WeakKeyDictionary[torch.Tensor, dict[object, tuple[torch.Tensor, list[torch.Tensor]]]] = WeakKeyDictionary()
 
 
 def operands_outside(outside: Mapping[int, Node], rhs: Access, weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
@@ -37,34 +38,36 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool)
     if key not in held:
         (value,) = evaluate_nodes((root,), values)
         assert isinstance(value, torch.Tensor)
-        held[key] = (value.transpose(-1, -2) if turned else value).contiguous()
-    return held[key]
+        held[key] = (value.transpose(-1, -2) if turned else value).contiguous(), given[1:]
+    return held[key][0]
 
 
 def runner(nest: Nest, compiled: Any, laid_out: Mapping[int, torch.Tensor], target: Target) -> Runner:
     """What runs a kernel on sources."""
-    device = torch.device(target.device)
-    launch = launcher(compiled, (nest.tiles * nest.point.split_k,), target.index)
+    index, device = target.index, torch.device(target.device)
+    launch = launcher(compiled, (nest.tiles * nest.point.split_k,), index)
     outputs = [(s.root.shape, s.root.dtype.to_torch()) for s in nest.stores]
     split = nest.point.split_k
     sums = nest.tiles * split * nest.point.tile_m * nest.point.tile_n
     counters: dict[int, torch.Tensor] = {}
+    current = torch.cuda.current_device
+    empty = torch.empty
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        kept = [laid_out[i] if i in laid_out else _readable(sources[i]) for i in nest.sources]
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
-        pointers = [t.data_ptr() for t in kept] + [t.data_ptr() for t in results]
+        if current() != index:
+            with torch.cuda.device(index):
+                return run(sources)
+        kept = [laid_out[i] if i in laid_out else _readable(sources[i]) for i in nest.sources]  # until the call is queued
+        results = [empty(shape, dtype=dtype, device=device) for shape, dtype in outputs]
+        pointers = [t.data_ptr() for t in kept]
+        pointers += [t.data_ptr() for t in results]
         if split > 1:
-            workspace = torch.empty(sums, dtype=torch.float32, device=device)
+            workspace = empty(sums, dtype=torch.float32, device=device)
             stream = torch.cuda.current_stream(device).cuda_stream
             if stream not in counters:  # each call leaves them at zero; calls on one stream follow one another
                 counters[stream] = torch.zeros(nest.tiles, dtype=torch.int32, device=device)
             pointers += [workspace.data_ptr(), counters[stream].data_ptr()]
-        if torch.cuda.current_device() == target.index:
-            launch(*pointers)
-        else:
-            with torch.cuda.device(target.index):
-                launch(*pointers)
+        launch(*pointers)
         return results
 
     return run

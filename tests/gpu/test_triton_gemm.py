@@ -1,0 +1,132 @@
+"""Plain Triton gemms on a CUDA device: random gemms and every type, built, verified in poisoned and guarded memory."""
+
+import functools
+import random
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from random_carriers import gemms
+from tilewright.candidates.triton import gemm as triton_gemm
+from tilewright.hardware.detect import detect
+from tilewright.ir.notation import parse
+from tilewright.schedule.bench import Bench
+from tilewright.schedule.problem import problem_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+COUNT = 120
+LINES = [
+    "s8[16,256,192] @ s8[16,128,192]^T -> s8",
+    "u8[140,640] zero_point @ s8[640,48] scale=channel -> s8 scale=tensor",
+    "u8[17,700] @ u8[700,310] -> s32",
+    "bf16[1,4096] @ s8[1024,4096]^T scale=channel, silu * residual -> bf16",
+    "bf16[130,96] @ bf16[96,72] + bias, gelu -> bf16",
+    "f16[7,130,96] @ f16[96,72] + bias, relu -> f16",
+    "f16[7,130,96] @ f8e4m3fn[96,72] + bias, tanh -> f16",
+    "f32[333,650] @ f32[650,170] + residual",
+    "f8e4m3fn[640,1280] scale=tensor @ f8e4m3fn[1280,640] scale=channel -> bf16",
+    "f8e4m3fn[64,1280] @ f8e5m2[960,1280]^T -> f8e4m3fn scale=tensor",
+    "f8e5m2[64,1280] @ f8e5m2[960,1280]^T -> f8e5m2 scale=tensor",
+    "bf16[3,5,6400]^T @ bf16[3,5,170] -> f32",
+]
+
+
+def drawn(count: int) -> list:
+    """The first random gemms of a fixed seed that have a kernel."""
+    found = []
+
+    @seed(7)
+    @settings(
+        max_examples=3 * count, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    )
+    @given(gemms())
+    def draw(node):
+        problem = problem_of(node)
+        if len(found) < count and triton_gemm.CANDIDATE.refuse(problem, device()) is None:
+            found.append(problem)
+
+    draw()
+    return found
+
+
+@functools.cache
+def device():
+    return detect("cuda")
+
+
+def point(problem, i):
+    """One of the first points of the space, another for each problem."""
+    points = list(triton_gemm.CANDIDATE.schedules(problem, device()))
+    return random.Random(i).choice(points[:40])
+
+
+def compile_one(case):
+    """Fill Triton's cache, in a process of its own."""
+    problem, schedule, target = case
+    plan = triton_gemm._plan(problem, target)
+    nest = triton_gemm.nest_of(problem, target, triton_gemm.point_of(schedule))
+    triton_gemm.compile_for(nest, plan.arch, problem, plan.outside)
+
+
+def assert_right(cases):
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, [(p, s, device()) for p, s in cases]))
+    wrong = []
+    for key, (problem, schedule) in enumerate(cases):
+        attempt = Bench(problem, device(), {}).attempt(key, triton_gemm.CANDIDATE, schedule)
+        if attempt.why is not None:
+            wrong.append(f"{problem} ({schedule}): {attempt.why}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_random_gemms_are_right():
+    problems = drawn(COUNT)
+    assert len(problems) == COUNT
+    assert_right([(p, point(p, i)) for i, p in enumerate(problems)])
+
+
+def test_every_type_is_right_at_the_first_points_of_its_space():
+    problems = [problem_of(parse(line).outputs[0]) for line in LINES]
+    cases = [(p, s) for p in problems for s in list(triton_gemm.CANDIDATE.schedules(p, device()))[:3]]
+    assert_right(cases)
+
+
+def test_parts_of_k_are_added_up_in_the_same_order_on_every_run():
+    problem = problem_of(parse("bf16[64,8192] @ bf16[8192,256] -> f32").outputs[0])
+    schedule = next(s for s in triton_gemm.CANDIDATE.schedules(problem, device()) if s["split_k"] == 8)
+    run = triton_gemm.CANDIDATE.build(problem, schedule, device()).prepare({})
+    sources = [torch.randn(t.shape, device="cuda").bfloat16() for t in problem.types]
+    (first,) = run(sources)
+    for _ in range(20):
+        assert torch.equal(run(sources)[0], first)
+
+
+def test_a_kernel_runs_on_the_current_stream_and_in_a_graph():
+    problem = problem_of(parse("f16[256,512] @ f16[512,128] + bias -> f16").outputs[0])
+    schedule = next(s for s in triton_gemm.CANDIDATE.schedules(problem, device()) if s["split_k"] > 1)
+    run = triton_gemm.CANDIDATE.build(problem, schedule, device()).prepare({})
+    sources = [torch.randn(t.shape, device="cuda").half() for t in problem.types]
+    (wanted,) = run(sources)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        sources[0].neg_()
+        (turned,) = run(sources)
+    torch.cuda.synchronize()
+    bias = sources[2]
+    torch.testing.assert_close(turned - bias, bias - wanted, rtol=2e-2, atol=1e-1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (captured,) = run(sources)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, turned)

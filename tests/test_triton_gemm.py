@@ -1,0 +1,127 @@
+"""Plain Triton gemms without a GPU: the machine code they become on every architecture, legal points, and who is refused."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton import _module as modules
+from tilewright.candidates.triton import gemm as triton_gemm
+from tilewright.hardware.detect import chips
+from tilewright.hardware.target import Target
+from tilewright.ir.notation import parse
+from tilewright.schedule.cost import predict
+from tilewright.schedule.problem import Problem, problem_of
+
+CHIPS = {c.name: c for c in chips()}
+HALF = "f16[512,1024] @ f16[1024,768] + bias, gelu -> f16"
+BYTES = "s8[512,1024] @ s8[768,1024]^T * scale -> s8"
+FP8 = "f8e4m3fn[512,1024] scale=tensor @ f8e4m3fn[768,1024]^T scale=channel -> bf16"
+# The instructions that must make up the loop: NVIDIA's as nvdisasm spells them, AMD's as its assembler does.
+INTENDED = {
+    "nvidia_a100": {HALF: r"HMMA\.16816\.F32 ", BYTES: r"IMMA\.16832\.S8\.S8", FP8: r"HMMA\.16816\.F32 "},
+    "nvidia_l4": {FP8: r"QMMA\.16832\.F32\.E4M3\.E4M3"},
+    "nvidia_h100": {
+        HALF: r"HGMMA\.64x\d+x16\.F32 ",
+        BYTES: r"IGMMA\.64x\d+x32\.S8\.S8",
+        FP8: r"QGMMA\.64x\d+x32\.F32\.E4M3\.E4M3",
+    },
+    "nvidia_b200": {HALF: r"UTCHMMA", FP8: r"UTCQMMA"},
+    "nvidia_rtx5090": {FP8: r"QMMA\.16832\.F32\.E4M3\.E4M3"},
+    "amd_mi300x": {HALF: r"v_mfma_f32_\d+x\d+x\d+_f16", BYTES: r"v_mfma_i32_\d+x\d+x\d+_i8"},
+    "amd_mi355": {FP8: r"v_mfma_(scale_)?f32_\d+x\d+x\d+_f8f6f4"},
+}
+
+
+def target(chip: str) -> Target:
+    c = CHIPS[chip]
+    return Target(c.name, c, "cuda", c.sms or 100, features=c.requires)
+
+
+def problem(line: str) -> Problem:
+    return problem_of(parse(line).outputs[0])
+
+
+def machine_code(line: str, at: Target, point=None):
+    """Of the first point of the space, or of another."""
+    p = problem(line)
+    point = point or triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(p, at))))
+    plan = triton_gemm._plan(p, at)
+    return triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside)
+
+
+@pytest.mark.parametrize(("chip", "line"), [(c, x) for c, lines in INTENDED.items() for x in lines])
+def test_the_first_point_becomes_the_instructions_meant_without_spills(chip, line):
+    compiled = machine_code(line, target(chip))
+    needs = modules.needs(compiled)
+    assert re.search(INTENDED[chip][line], modules.assembly(compiled))
+    assert needs.spills == 0
+    assert 0 < needs.shared_bytes <= CHIPS[chip].shared_bytes
+
+
+def test_a_quantised_result_is_stored_as_the_bytes_it_is():
+    """ptxas takes the low byte of a float sum, stored as it is, for a conversion."""
+    line = "bf16[64,64] @ bf16[64,64] -> s8 scale=tensor"
+    for chip in ("nvidia_a100", "nvidia_h100"):
+        assert "F2IP" not in modules.assembly(machine_code(line, target(chip)))
+
+
+def test_every_legal_point_has_room_and_an_expected_time():
+    at = target("nvidia_h100")
+    for line in (HALF, BYTES, FP8, "f32[300,200] @ f32[200,100]", "bf16[1,8192] @ s8[3584,8192]^T scale=channel -> bf16"):
+        p = problem(line)
+        times = []
+        for schedule in triton_gemm.CANDIDATE.schedules(p, at):
+            point = triton_gemm.point_of(schedule)
+            assert triton_gemm.schedule_of(point) == schedule
+            assert point.num_stages * (point.tile_m + point.tile_n) * point.tile_k <= CHIPS["nvidia_h100"].shared_bytes
+            times.append(predict(triton_gemm.CANDIDATE, p, schedule, at))
+        assert len(times) > 20
+        assert times == sorted(times)
+
+
+def test_parts_of_k_are_used_where_tiles_do_not_fill_the_chip():
+    at = target("nvidia_h100")
+
+    def parts(line):
+        return next(iter(triton_gemm.CANDIDATE.schedules(problem(line), at)))["split_k"]
+
+    assert parts("bf16[64,16384] @ bf16[16384,256] -> bf16") > 1
+    assert parts("bf16[4096,512] @ bf16[512,4096] -> bf16") == 1
+
+
+def test_several_stores_of_one_product_compile_on_every_generation():
+    line = "s8[96,256] @ s8[256,192] * scale -> f16"
+    for chip in ("nvidia_a100", "amd_mi300x"):
+        first = triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(problem(line), target(chip)))))
+        for point in (replace(first, split_k=2), replace(first, tile_m=16, tile_n=64, swap_ab=True)):
+            assert modules.needs(machine_code(line, target(chip), point)).registers > 0
+
+
+@pytest.mark.parametrize(
+    ("line", "chip", "why"),
+    [
+        ("f32[0,8] @ f32[8,5] -> f32", "nvidia_h100", "an extent is 0"),
+        ("f64[33,65] @ f64[65,17]", "nvidia_h100", "add up in f32 or s32, not f64"),
+        ("s16[33,65] @ s16[65,17] -> s32", "nvidia_h100", "integers of 8 bits"),
+        ("s8[4,131072] @ s8[131072,4] -> s32", "nvidia_h100", "does not wrap"),
+        ("f16[4,8] @ f16[8,4]", "nvidia_v100", "Triton makes nothing"),
+    ],
+)
+def test_what_has_no_kernel_is_refused_with_a_sentence(line, chip, why):
+    assert why in triton_gemm.CANDIDATE.refuse(problem(line), target(chip))
+
+
+def test_a_processor_is_refused_and_so_is_a_gpu_without_triton(monkeypatch):
+    assert triton_gemm.CANDIDATE.refuse(problem(HALF), Target("cpu", CHIPS["x86_64"], "cpu", 2)) == "generated for GPUs"
+    monkeypatch.setattr(modules, "installed", lambda: False)
+    assert "pip install tilewright[gpu]" in triton_gemm.CANDIDATE.refuse(problem(HALF), target("nvidia_h100"))
+
+
+def test_a_kernels_text_can_be_shown_and_equal_texts_are_one_module():
+    text = f"{modules.IMPORTS}\n\n@triton.jit\ndef f(p0):\n    tl.store(p0, 1)\n"
+    made = modules.module(text)
+    assert modules.module(str(text)) is made
+    assert made.f.src.startswith("def f(p0)")
