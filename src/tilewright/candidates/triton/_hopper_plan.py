@@ -145,13 +145,12 @@ def _matrix(
 ) -> Matrix:
     """Where an operand lies; its batch axes are broadcast to `shape` first."""
     side = "left" if left else "right"
-    params = [cast("Param", n.op).index for n in toposort((root,)) if isinstance(n.op, Param)]
+    params = [n.op.index for n in toposort((root,)) if isinstance(n.op, Param)]
     constant = all(problem.weights[i] for i in params)
     if not operand.plain and not constant:
         raise Unsupported(f"the {side} operand is not stored as it is multiplied")
     own = math.prod(root.shape[:-2])
     if own not in (1, math.prod(shape or (own,))):
-        constant = constant and True
         root = broadcast(root, (*(shape or ()), *root.shape[-2:]))
         own = math.prod(root.shape[:-2])
     element = size(operand.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
@@ -134,7 +134,7 @@ def paired(ptx: str) -> str:
 
 
 @contextmanager
-def rewriting(*rewrites: Rewrite) -> Iterator[None]:
+def rewriting(*rewrites: Rewrite) -> Generator[None]:
     """While this lasts, what Triton compiles goes through these, in order. Its cache knows nothing of it."""
     from triton import knobs
 

@@ -76,7 +76,7 @@ def expanded(kernel: Any, blocks: int, device: int) -> Callable[[Sequence[object
         start = kernel.run
     launch = inspect.getclosurevars(start.launch).nonlocals["launcher"]
     function, packed, dependent = kernel.function, kernel.packed_metadata, start.launch_pdl
-    stream = driver.active.get_current_stream
+    stream = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
 
     def run(arguments: Sequence[object]) -> None:
         launch(blocks, 1, 1, stream(device), function, False, dependent, None, None, packed, None, None, None, *arguments)

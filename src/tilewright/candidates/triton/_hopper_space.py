@@ -15,6 +15,7 @@ from tilewright.candidates.triton._hopper_form import HELD, Form, Out, Side, siz
 from tilewright.candidates.triton._hopper_plan import Plan, with_wide_stores
 from tilewright.candidates.triton._hopper_view import tma_view
 from tilewright.hardware.target import Target
+from tilewright.ir.access import Access
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Acc, Convert, Param
 from tilewright.schedule.cost import Phase, Work, predict_us
@@ -76,9 +77,21 @@ class Point:
 def point_of(schedule: Schedule) -> Point:
     """The point that a schedule names."""
     knobs = dict(schedule.knobs)
-    whole = [int(knobs[k]) for k in ("tile_m", "tile_n", "num_stages", "group_m")]
-    flags = [bool(knobs[k]) for k in ("hold", "widened", "paired")]
-    return Point(*whole, *flags, int(knobs["blocks"]), int(knobs["shared_tiles"]))
+
+    def number(name: str) -> int:
+        return int(knobs[name])
+
+    return Point(
+        number("tile_m"),
+        number("tile_n"),
+        number("num_stages"),
+        number("group_m"),
+        bool(knobs["hold"]),
+        bool(knobs["widened"]),
+        bool(knobs["paired"]),
+        number("blocks"),
+        number("shared_tiles"),
+    )
 
 
 def plan_for(plan: Plan, point: Point) -> Plan:
@@ -92,13 +105,9 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
     rows = point.tile_m // groups
     outs: list[Out] = []
     for access in plan.stores:
-        element = size(access.root.dtype)
-        columns = math.gcd(128 // element, point.tile_n)
-        place = access.of_result()
-        view = tma_view(place, plan.batch, plan.M, access.columns_extent, rows, columns, element)
-        if access.first % columns:  # a piece would begin in one store and end in another
-            view = None
-        outs.append(Out(access, view, columns))
+        widest = math.gcd(128 // size(access.root.dtype), point.tile_n)
+        fitting = (_out(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a piece
+        outs.append(next((o for o in fitting if o.view is not None), Out(access, None, widest)))
     return Form(
         Side(plan.lhs.dtype, plan.lhs.along_k, plan.lhs.batched, shared=_shared(plan.lhs.strides[0], plan)),
         Side(plan.rhs.dtype, plan.rhs.along_k, plan.rhs.batched, plan.rhs.widened, shared=_shared(plan.rhs.strides[0], plan)),
@@ -117,6 +126,15 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         plan.N,
         tuple(outs),
     )
+
+
+def _out(access: Access, plan: Plan, rows: int, columns: int) -> Out:
+    """A store in pieces of so many columns."""
+    if access.first % columns:  # a piece would begin in one store and end in another
+        return Out(access, None, columns)
+    element = size(access.root.dtype)
+    view = tma_view(access.of_result(), plan.batch, plan.M, access.columns_extent, rows, columns, element)
+    return Out(access, view, columns)
 
 
 def _shared(stride: int, plan: Plan) -> bool:

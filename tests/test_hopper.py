@@ -1,0 +1,167 @@
+"""Generated Hopper gemms, compiled with no GPU at hand: the products, copies and stores that were meant, nothing spilled."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tilewright.dtype import BF16, F32, S8
+from tilewright.hardware.chips.nvidia_h200 import CHIP
+from tilewright.hardware.target import Target
+from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
+from tilewright.ir.graph import Node
+from tilewright.ir.notation import parse
+from tilewright.ir.ops import Acc, Gemm, Param, Quantize
+from tilewright.schedule.problem import problem_of
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton import _hopper_ptx as ptx
+from tilewright.candidates.triton._hopper_plan import plan_of
+from tilewright.candidates.triton._hopper_space import Point, form_of, plan_for, points
+from tilewright.candidates.triton._module import assembly, needs
+from tilewright.candidates.triton.hopper import CANDIDATE, compiled
+
+H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
+WHOLE = Point(128, 256, 4, 16, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
+
+
+def problem(line):
+    return problem_of(parse(line).outputs[0])
+
+
+def heads():
+    """One product for Q, K and V: each with a scale of its own, split into heads; K transposed."""
+    batch, tokens, width, count = 2, 384, 768, 12
+    src = [input_("x", S8, (batch, tokens, width)), input_("w", S8, (width, 3 * width))]
+    lhs, rhs = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
+    acc = Node(Acc(Gemm(S8.accumulator, lhs, rhs, (lhs,)).acc_type))
+    stores = []
+    for i in range(3):
+        x = map_("multiply", convert(slice_(acc, 2, i * width, (i + 1) * width), F32), const(0.01 + i, F32))
+        x = Node(Quantize(S8), x, const(0.5, F32)) if i != 1 else convert(x, BF16)
+        x = reshape(x, (batch, tokens, count, width // count))
+        stores.append(transpose(x, (0, 2, 3, 1) if i == 1 else (0, 2, 1, 3)))
+    return problem_of(Node(Gemm(S8.accumulator, lhs, rhs, tuple(stores)), *src))
+
+
+def machine_code(p, point):
+    plan = plan_for(plan_of(p), point)
+    kernel = compiled(form_of(p, plan, point), tuple(t.dtype for t in p.types)).kernel
+    return kernel, assembly(kernel)
+
+
+# What is multiplied, the point, instructions that must be there (patterns).
+CASES = {
+    "bf16, held": (
+        "bf16[8192,8192] @ bf16[8192,8192]^T -> bf16",
+        replace(WHOLE, hold=True),
+        ["HGMMA.64x256x16.F32.BF16", "UTMALDG.2D", "UTMASTG.2D"],
+    ),
+    "bf16, all other layouts": (
+        "bf16[1000,776]^T @ bf16[1000,520] -> f32",
+        WHOLE,
+        ["HGMMA.64x256x16.F32.BF16", "UTMALDG.2D", "UTMASTG.2D"],
+    ),
+    "f16, 160 columns, bias and gelu": (
+        "f16[3072,3072] @ f16[768,3072]^T + bias, gelu_tanh -> f16",
+        replace(WHOLE, tile_n=160, num_stages=5),
+        ["HGMMA.64x160x16.F32", "UTMASTG.2D", "MUFU.RCP", "MUFU.EX2"],
+    ),
+    "s8, batched": (
+        "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8",
+        replace(WHOLE, tile_m=256, tile_n=128),
+        ["IGMMA.64x128x32.S8.S8", "UTMASTG"],
+    ),
+    "s8, widest": ("s8[8192,8192] @ s8[8192,8192]^T -> s8", WHOLE, ["IGMMA.64x256x32.S8.S8", "UTMASTG.2D"]),
+    "u8, requantised": (
+        "u8[1000,512] zero_point @ s8[768,512]^T scale=channel -> s8 scale=tensor",
+        replace(WHOLE, tile_n=192),
+        ["IGMMA.64x192x32.U8.S8", "UTMASTG.2D"],
+    ),
+    "fp8, scales, in pairs": (
+        "f8e4m3fn[8192,8192] scale=channel @ f8e4m3fn[8192,8192]^T scale=channel -> bf16",
+        replace(WHOLE, hold=True, paired=True),
+        ["QGMMA.64x256x32.F32.E4M3.E4M3", r"UTMALDG.2D.MULTICAST", "UTMASTG.2D"],
+    ),
+    "fp8, mixed, fp8 out": (
+        "f8e5m2[1000,512] @ f8e4m3fn[512,512]^T -> f8e4m3fn scale=tensor",
+        replace(WHOLE, tile_n=128, num_stages=6),
+        ["QGMMA.64x128x32.F32.E5M2.E4M3", "UTMASTG.2D"],
+    ),
+    "bf16, residual, K shared out": (
+        "bf16[512,4096] @ bf16[4096,1024] + bias + residual, relu -> bf16",
+        replace(WHOLE, tile_n=128, num_stages=6, shared_tiles=32, blocks=132),
+        ["HGMMA.64x128x16.F32.BF16", "ATOMG", "UTMASTG.2D"],
+    ),
+    "s8, heads of Q, K and V": (heads(), replace(WHOLE, tile_n=128, num_stages=6), ["IGMMA.64x128x32.S8.S8", "UTMASTG.4D"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code_is_what_was_meant(name):
+    what, point, wanted = CASES[name]
+    kernel, sass = machine_code(problem(what) if isinstance(what, str) else what, point)
+    for pattern in wanted:
+        assert re.search(pattern.replace(".", r"\."), sass), pattern
+    found = needs(kernel)
+    assert found.spills == 0
+    assert found.shared_bytes <= CHIP.shared_bytes
+    assert not re.search(r"\b(STL|LDL)\b", sass)
+    if point.paired:  # told of a free stage, the other block need not wait until memory has settled
+        assert sass.count("MEMBAR.ALL.GPU") <= 1
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bf16[8192,8192] @ bf16[8192,8192]^T -> bf16",
+        "f8e4m3fn[128,8192] scale=channel @ f8e4m3fn[10240,8192]^T scale=channel -> bf16",
+        "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8",
+        "bf16[1000,4096] @ bf16[4096,776] + bias -> bf16",
+    ],
+)
+def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
+    p = problem(line)
+    plan = plan_of(p)
+    found = points(p, plan, H200)
+    assert found
+    for point in found:
+        form = form_of(p, plan_for(plan, point), point)
+        assert form.stage_bytes * form.num_stages + form.out_bytes < CHIP.shared_bytes
+        assert point.blocks <= H200.cores
+        if point.paired:
+            assert point.blocks % 2 == 0
+    times = [CANDIDATE.work(p, s, H200) for s in CANDIDATE.schedules(p, H200)]
+    assert all(times)
+
+
+REFUSED = {
+    "f32[64,64] @ f32[64,64] -> f32": "no f32 x f32 product",
+    "bf16[64,64] @ s8[64,64] scale=channel -> bf16": "stored as it is multiplied",
+    "bf16[0,64] @ bf16[64,64] -> bf16": "empty",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_it_cannot_do_it_refuses_in_words(line):
+    assert REFUSED[line] in (CANDIDATE.refuse(problem(line), H200) or "")
+
+
+def test_other_architectures_are_refused():
+    other = replace(H200, features=frozenset({"cuda", "sm_80"}))
+    assert "Hopper" in (CANDIDATE.refuse(problem("bf16[64,64] @ bf16[64,64] -> bf16"), other) or "")
+
+
+@pytest.mark.parametrize(
+    "rewrite", [ptx.widest_products, ptx.paired, lambda t: ptx.narrowed(t, 192), lambda t: ptx.unsigned(t, True, False)]
+)
+def test_a_text_that_is_not_as_expected_is_not_rewritten(rewrite):
+    with pytest.raises(ptx.UnexpectedPtx):
+        rewrite(".visible .entry gemm()\n.reqntid 384\n{\n// %bb.0:\n\tret;\n}\n")
+
+
+def test_a_store_that_tma_cannot_write_goes_by_addresses():
+    _, sass = machine_code(problem("bf16[100,64] @ bf16[64,25] -> bf16"), replace(WHOLE, tile_m=64, tile_n=64))
+    assert "UTMASTG" not in sass
+    assert "STG" in sass
