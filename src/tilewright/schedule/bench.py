@@ -18,6 +18,8 @@ from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
 
+LARGE_BYTES = 16 << 20  # of a problem, from which a GPU works out its right results
+OPS_A_BYTE = 64
 GENERATED = 10  # candidates of a lower preference are generated here, and promise results to the bit on any number of threads
 
 
@@ -104,8 +106,19 @@ class Bench:
         """Work out what a kernel of this roundoff must give."""
         if roundoff not in self._expected:
             start = time.perf_counter()
-            self._expected[roundoff] = expect(self._problem, [t.cpu() for t in self._sources], roundoff)
+            self._expected[roundoff] = self._worked_out(roundoff)
             self.expect_s += time.perf_counter() - start
+
+    def _worked_out(self, roundoff: float) -> Expected:
+        """By torch's own operations in float64: on the CPU, or on the GPU at hand where that would take seconds."""
+        problem, device = self._problem, self._target.device
+        if device != "cpu" and problem.bytes + getattr(problem, "ops", 0) // OPS_A_BYTE > LARGE_BYTES:
+            try:
+                with torch.device(device):
+                    return expect(problem, self._sources, roundoff)
+            except RuntimeError:  # no room, or no such operation there
+                torch.cuda.empty_cache()
+        return expect(problem, [t.cpu() for t in self._sources], roundoff)
 
     def verify(self, key: int) -> str | None:
         """None if the kernel that was built as `key` may be timed, else the sentence why not."""

@@ -57,7 +57,7 @@ class Expected:
 
 
 def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float = 0.0) -> Expected:
-    """The reference results and their bounds, for sources on the CPU.
+    """The reference results and their bounds, worked out where the sources are and torch makes new tensors.
 
     `roundoff` is that of a kernel that says it keeps fewer bits of its sums than the accumulator has (`Kernel.roundoff`).
     """
@@ -333,7 +333,7 @@ def check(problem: AnyProblem, expected: Expected, results: Sequence[torch.Tenso
         name = f"store {i}" if len(results) > 1 else "the result"
         if tuple(got.shape) != wanted.shape or got.dtype != wanted.dtype.to_torch():
             return f"{name} is {got.dtype}{list(got.shape)}, {wanted} wanted"
-        why = _compare(got.cpu(), expected, i)
+        why = _compare(got.to(expected.reference[i].device), expected, i)
         if why is not None:
             return f"{name} is wrong: {why}"
     return None
