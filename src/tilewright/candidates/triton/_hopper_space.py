@@ -27,6 +27,7 @@ SMALLEST = (64, 64)
 MOST_STAGES = 8
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
 MOST_SHARED = 64 * 128  # elements of a warpgroup's part of a shared tile: what it keeps in registers beside those it adds
+LATER = 0.03
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
 SHARED_BYTES_PER_CYCLE = 128  # of an SM (NVIDIA H100 whitepaper v1.04: 32 banks of 4 bytes)
 L2_BYTES_PER_CYCLE = 60  # to an SM while all read: 64 by its port
@@ -144,8 +145,14 @@ def _shared(stride: int, plan: Plan) -> bool:
 def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     """The legal points, the most promising first."""
     found = list(_legal(problem, plan, target))
-    found.sort(key=lambda p: float(predict_us(work(problem, plan, p, target), target)))
-    return found
+    took = {p: float(predict_us(work(problem, plan, p, target), target)) for p in found}
+    found.sort(key=lambda p: took[p])
+    alike: dict[tuple[int, int], int] = {}
+    for p in found:  # what tiles differ in is better known than what kernels of one tile do: those come later and later
+        earlier = alike.get((p.tile_m, p.tile_n), 0)
+        alike[p.tile_m, p.tile_n] = earlier + 1
+        took[p] *= 1 + LATER * earlier
+    return sorted(found, key=lambda p: took[p])
 
 
 def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:

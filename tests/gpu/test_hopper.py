@@ -1,0 +1,141 @@
+"""Hopper gemms on a device: random gemms, odd sizes, every type and store, built, verified in poisoned and guarded memory."""
+
+import functools
+import random
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from random_carriers import gemms
+from tilewright.candidates.triton.hopper import CANDIDATE
+from tilewright.hardware.detect import detect
+from tilewright.ir.notation import parse
+from tilewright.schedule.bench import Bench
+from tilewright.schedule.problem import problem_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
+    ),
+]
+
+COUNT = 100
+LINES = [
+    "s8[16,256,192] @ s8[16,128,192]^T -> s8",
+    "s8[3,200,144] @ s8[3,96,144]^T -> s8",
+    "u8[140,640] zero_point @ s8[640,48] scale=channel -> s8 scale=tensor",
+    "u8[300,704] @ u8[310,704]^T -> s32",
+    "s8[300,256] @ u8[96,256]^T -> s8 saturate",
+    "bf16[130,96] @ bf16[96,72] + bias, gelu -> bf16",
+    "bf16[130,96]^T @ bf16[130,72] + bias, gelu_tanh -> bf16",
+    "f16[7,130,96] @ f16[96,72] + bias, silu -> f16",
+    "bf16[3,5,6400] @ bf16[3,6400,176] -> f32",
+    "bf16[512,1024] @ bf16[1024,1000] + bias + residual, relu -> bf16",
+    "f8e4m3fn[640,1280] scale=channel @ f8e4m3fn[1280,640] scale=channel -> bf16",
+    "f8e4m3fn[65,1280] @ f8e5m2[960,1280]^T -> f8e4m3fn scale=tensor",
+    "f8e5m2[64,1280] @ f8e5m2[960,1280]^T, tanh -> f8e5m2 scale=tensor",
+    "bf16[1024,5120] @ bf16[1280,5120]^T -> bf16",
+]
+
+
+def drawn(count: int) -> list:
+    """The first random gemms of a fixed seed that have a kernel."""
+    found = []
+
+    @seed(11)
+    @settings(
+        max_examples=5 * count, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    )
+    @given(gemms())
+    def draw(node):
+        problem = problem_of(node)
+        if len(found) < count and CANDIDATE.refuse(problem, device()) is None:
+            found.append(problem)
+
+    draw()
+    return found
+
+
+@functools.cache
+def device():
+    return detect("cuda")
+
+
+def compile_one(case):
+    """Fill Triton's cache, in a process of its own."""
+    CANDIDATE.build(*case)
+
+
+def assert_right(cases):
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, [(p, s, device()) for p, s in cases]))
+    wrong = []
+    for key, (problem, schedule) in enumerate(cases):
+        attempt = Bench(problem, device(), {}).attempt(key, CANDIDATE, schedule)
+        if attempt.why is not None:
+            wrong.append(f"{problem} ({schedule}): {attempt.why}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_random_gemms_are_right():
+    problems = drawn(COUNT)
+    assert len(problems) == COUNT
+    assert_right([(p, random.Random(i).choice(list(CANDIDATE.schedules(p, device())))) for i, p in enumerate(problems)])
+
+
+def test_every_type_is_right_at_points_of_every_kind():
+    problems = [problem_of(parse(line).outputs[0]) for line in LINES]
+    cases = []
+    for problem in problems:
+        kinds = {}
+        for s in CANDIDATE.schedules(problem, device()):
+            kinds.setdefault((s["hold"], s["paired"], s["shared_tiles"] > 0, s["tile_n"] in (64, 128, 256)), s)
+        cases += [(problem, s) for s in kinds.values()]
+    assert_right(cases)
+
+
+def test_a_weight_packed_for_wide_stores_gives_the_same():
+    from dataclasses import replace
+
+    problem = problem_of(parse("s8[300,512] @ s8[512,256] -> s8").outputs[0])
+    constant = replace(problem, weights=(False, True))
+    schedule = next(s for s in CANDIDATE.schedules(constant, device()) if s["widened"])
+    a, b = (torch.randint(-128, 128, t.shape, dtype=torch.int8, device="cuda") for t in problem.types)
+    run = CANDIDATE.build(constant, schedule, device()).prepare({1: b})
+    assert torch.equal(run([a, b])[0], (a.double() @ b.double()).long().to(torch.int8))
+
+
+def test_parts_of_k_are_added_up_in_the_same_order_on_every_run():
+    problem = problem_of(parse("bf16[256,8192] @ bf16[8192,512] -> f32").outputs[0])
+    schedule = next(s for s in CANDIDATE.schedules(problem, device()) if s["shared_tiles"] > 0)
+    run = CANDIDATE.build(problem, schedule, device()).prepare({})
+    sources = [torch.randn(t.shape, device="cuda").bfloat16() for t in problem.types]
+    (first,) = run(sources)
+    for _ in range(20):
+        assert torch.equal(run(sources)[0], first)
+
+
+def test_a_kernel_runs_on_the_current_stream_and_in_a_graph():
+    problem = problem_of(parse("bf16[256,512] @ bf16[512,128] + bias -> bf16").outputs[0])
+    run = CANDIDATE.build(problem, next(iter(CANDIDATE.schedules(problem, device()))), device()).prepare({})
+    sources = [torch.randn(t.shape, device="cuda").bfloat16() for t in problem.types]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        sources[0].neg_()
+        (turned,) = run(sources)
+    torch.cuda.synchronize()
+    want = sources[0].float() @ sources[1].float() + sources[2].float()
+    torch.testing.assert_close(turned.float(), want, rtol=2e-2, atol=2e-1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (captured,) = run(sources)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, turned)
