@@ -207,8 +207,17 @@ def test_one_value_in_two_arrangements_is_refused():
         of_store(map_("add", acc, transpose(acc, (1, 0))))
 
 
-def test_a_scale_given_by_blocks_is_refused():
-    codes, scale = param(0, 4, 6, dtype=S8), param(1, 4, 3)
+def test_a_scale_given_by_blocks_is_read_at_its_block():
+    codes, scale = param(0, 4, 6, dtype=S8), param(1, 2, 3)
+    for columns_last in (True, False):
+        access = of_operand(Node(Dequantize(F32, (2, 2)), codes, scale), columns_last=columns_last)
+        found = places(access.of_leaf(scale), *((4, 6) if columns_last else (6, 4)))
+        wanted = np.arange(6).reshape(2, 3).repeat(2, 0).repeat(2, 1)
+        assert found.tolist() == (wanted if columns_last else wanted.T).tolist()
+
+
+def test_a_scale_given_by_blocks_that_end_beyond_an_axis_is_refused():
+    codes, scale = param(0, 4, 5, dtype=S8), param(1, 4, 3)
     with pytest.raises(Unsupported, match="by blocks"):
         of_operand(Node(Dequantize(F32, (1, 2)), codes, scale), columns_last=True)
 

@@ -72,6 +72,8 @@ def test_random_gemms_agree_with_the_oracle(node, point, chip):
 LINES = [
     "u8[17,70] scale=tensor zero_point @ u8[70,31] scale=channel zero_point -> f32",
     "f32[5,1] @ f32[1,7]",
+    "f16[33,512] @ s4[40,512]^T group=64 -> f16",
+    "f16[16,384] @ u4[384,40] group=128 zero_point, silu -> f16",
     "s8[33,47] @ s8[47,19] * scale + bias, relu -> f16",
     "u8[40,64] zero_point @ s8[64,48] scale=channel -> s8 scale=tensor",
     "s8[17,70] @ u8[70,31] -> s32",

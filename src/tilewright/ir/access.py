@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from tilewright.ir.axes import Axis, Layout, above, against, axes_of, layout_of
+from tilewright.ir.axes import Axis, Layout, above, against, axes_of, layout_of, reshaped
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import (
     Acc,
@@ -165,7 +165,7 @@ def below_view(node: Node, source: Node, view: View) -> View:
         return View(*(tuple(part[i] for i in inverse) for part in (view.layout, view.start, view.step)))  # type: ignore[arg-type]
     if isinstance(op, ELEMENTWISE):
         if isinstance(op, (Quantize, Dequantize)) and op.block is not None and source is not node.src[0]:
-            raise Unsupported("a scale given by blocks")
+            return View.whole(_by_blocks(op.block, node.shape, view))
         layout = against(source.shape, view.layout)
     elif isinstance(op, Reshape) and [d for d in node.shape if d > 1] == [d for d in source.shape if d > 1]:
         return _with_ones(source.shape, node.shape, view)
@@ -183,6 +183,19 @@ def below_view(node: Node, source: Node, view: View) -> View:
     kept = [d > 1 for d in source.shape]
     start = tuple(s if k else 0 for s, k in zip(view.start[extra:], kept, strict=True))
     return View(layout, start, tuple(s if k else 1 for s, k in zip(view.step[extra:], kept, strict=True)))
+
+
+def _by_blocks(block: Shape, shape: Shape, view: View) -> Layout:
+    """The layout of what holds one value for each block: the outer axes of those that blocks cut in two."""
+    if not view.is_whole:
+        raise Unsupported("a range is taken of what is scaled by blocks")
+    found: list[tuple[Axis, ...]] = []
+    for extent, size, dim in zip(shape, block, view.layout, strict=True):
+        cut = reshaped((tuple(axes_of((dim,))),), (max(extent // size, 1), min(size, extent)))
+        if cut is None:
+            raise Unsupported("a scale given by blocks that cut an axis unevenly")
+        found.append(cut[0])
+    return tuple(found)
 
 
 def _with_ones(shape: Shape, seen: Shape, view: View) -> View:

@@ -47,17 +47,17 @@ TANH = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2
 SQRT_2_OVER_PI = 0.7978845608028654
 
 
-def check(roots: Sequence[Node]) -> None:
-    """Nothing if every node of an expression has a form in Triton.
+def check(roots: Sequence[Node], *, blocks: bool = False) -> None:
+    """Nothing if every node of an expression has a form in Triton; `blocks`: scales may be given by blocks.
 
     Raises:
         Unsupported: a sentence.
     """
     for n in toposort(roots):
-        check_node(n)
+        check_node(n, blocks=blocks)
 
 
-def check_node(n: Node) -> None:
+def check_node(n: Node, *, blocks: bool = False) -> None:
     """Nothing if a node has a form in Triton.
 
     Raises:
@@ -65,6 +65,8 @@ def check_node(n: Node) -> None:
     """
     in_registers(n.dtype)
     op = n.op
+    if isinstance(op, (Quantize, Dequantize)) and op.block is not None and not blocks:
+        raise Unsupported(f"{op.name} by blocks has no Triton form")
     wide = next((t for t in (n.dtype, *(s.dtype for s in n.src)) if t.bits > 32), None)
     if wide is not None and not isinstance(op, (*VIEWS, Param)):  # 64-bit integers are read, and made something else of
         narrows = isinstance(op, Convert) and n.dtype.bits <= 32 and (not n.dtype.is_float or n.dtype is F32)
@@ -79,12 +81,12 @@ def check_node(n: Node) -> None:
         if n.tensor.elements != 1:
             raise Unsupported("a table of constants")
     elif isinstance(op, Quantize):
-        if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
-            raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no Triton form")
+        if op.dtype.bits > (32 if op.dtype.is_float else 16):
+            raise Unsupported(f"quantizing to {op.dtype} has no Triton form")
     elif isinstance(op, Dequantize):
         most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
-        if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > most):
-            raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no Triton form")
+        if n.src[0].dtype.is_integer and n.src[0].dtype.bits > most:
+            raise Unsupported(f"dequantizing {n.src[0].dtype} has no Triton form")
     elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
         raise Unsupported(f"{op.name} has no Triton form")
 
@@ -101,6 +103,7 @@ class Tile:
         width: how many columns there are; a store of fewer of them masks the others.
         across: the tile stands on its side: what is called rows runs along its second axis.
         step: a number to be added to every column number, in a loop over columns; None for none.
+        stride: that number is a multiple of this, and there are no more columns in the tile.
     """
 
     rows: str
@@ -111,6 +114,7 @@ class Tile:
     acc: str | None = None
     across: bool = False
     step: str | None = None
+    stride: int = 1
 
 
 class Emitter(Casts):
@@ -178,8 +182,12 @@ class Emitter(Casts):
         wide = most >= 1 << 31
         rows_extent = math.prod(a.extent for a in axes_of((access.rows,)))
         rows = self._digits(self.tile.rows, place.rows, rows_extent, wide=wide)
-        own = self.own_columns(access) if place.columns else ""
-        columns = self._digits(own, place.columns, access.columns_extent, wide=wide)
+        alike, each = self._apart(place)
+        own = self.own_columns(access) if each else ""
+        columns = self._digits(own, each, access.columns_extent, wide=wide)
+        of_step = " + ".join(f"{self.tile.step} // {x.inner} % {x.extent} * {x.stride}" for x in alike)
+        if of_step:
+            rows = self.text.v(of_step if rows is None else f"{rows} + ({of_step})")
         if place.offset:
             offset = str(place.offset)
             if rows is not None or columns is None:
@@ -189,6 +197,12 @@ class Emitter(Casts):
         if rows is not None and place.rows:
             rows = self.along(rows, 0)
         return rows, None if columns is None else self.along(columns, 1)
+
+    def _apart(self, place: Place) -> tuple[list[Term], list[Term]]:
+        """The columns' digits that are one number for the whole tile of a step, and the others."""
+        steps = self.tile.step is not None
+        alike = [t for t in place.columns if steps and t.inner % self.tile.stride == 0 and t.inner > 1]
+        return alike, [t for t in place.columns if t not in alike]
 
     def along(self, vector: str, axis: int) -> str:
         """A vector along the rows (0) or columns (1) as a tile of one column or one row."""
@@ -222,8 +236,8 @@ class Emitter(Casts):
 
     def column_mask(self, access: Access) -> str | None:
         """Which columns of the tile are the access's own: those that exist, and of a range of columns those within."""
-        own = self.own_columns(access)
         if access.first or access.columns_extent != self.tile.width:
+            own = self.own_columns(access)
             return self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
         return self.tile.column_mask
 
@@ -243,13 +257,14 @@ class Emitter(Casts):
     def _leaf(self, n: Node, access: Access) -> str:
         t = self.text
         place = access.of_leaf(n)
-        mask = self._mask(access, rows=bool(place.rows), columns=bool(place.columns))
+        _, each = self._apart(place)
+        mask = self._mask(access, rows=bool(place.rows), columns=bool(each))
         if self._evenly(place, access):
             where = f"{self._base(n, place, access)} + {self._stepped(place)}"
         else:
             at = self._sum(*self._spread(access, place))
             where = f"{self.pointer(n)} + {at}" if at is not None else self.pointer(n)
-        if mask is None or not (place.rows or place.columns):
+        if mask is None or not (place.rows or each):
             value = t.call("load", where)
         else:
             value = t.call("load", where, f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}")

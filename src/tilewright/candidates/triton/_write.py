@@ -193,7 +193,7 @@ class _Writer:
         k_mask = "k_mask" if ragged else None
         sides = (("rows", self._row_mask, n.lhs), ("right_rows", self._column_mask, n.rhs))
         found = [
-            (Emitter(self.text, Tile(rows, "k", n.depth, mask, k_mask, None, across, "k0"), _pointer, n.fp8), access)
+            (Emitter(self.text, Tile(rows, "k", n.depth, mask, k_mask, None, across, "k0", p.tile_k), _pointer, n.fp8), access)
             for (rows, mask, access), across in zip(sides[::-1] if p.swap_ab else sides, (False, True), strict=True)
         ]
         return found[0], found[1]

@@ -68,7 +68,7 @@ def _planned(problem: Problem, target: Target) -> Plan:
     if problem.batch * max(problem.M, problem.N) >= 1 << 31:
         raise Unsupported("its rows are not counted in 31 bits")
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch)
-    check(problem.op.stores)
+    check(problem.op.stores, blocks=True)
     stores = tuple(of_store(root) for root in problem.op.stores)
     batch_shape = problem.acc.shape[:-2]
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
@@ -86,7 +86,7 @@ def _operand(
     constant = all(problem.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
     whole = broadcast(root, (*batch, *root.shape[-2:])) if batch and root.shape[:-2] != batch else root
     try:
-        check((root,))
+        check((root,), blocks=True)
         access = of_operand(whole, columns_last=columns_last)
         if not (constant and root.dtype.bits <= 8 and not _along_k(access)):
             return access
