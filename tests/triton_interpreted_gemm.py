@@ -117,4 +117,9 @@ def test_a_constant_that_lies_badly_is_laid_out_once():
     plan = triton_gemm._plan(problem, TARGETS["nvidia_h100"])
     assert list(plan.outside) == [len(types) + 1]
     assert 1 not in triton_gemm.nest_of(problem, TARGETS["nvidia_h100"]).sources
-    assert_right(problem, random_sources(problem), POINTS[1], TARGETS["nvidia_h100"], weights=(1,))
+    sources = random_sources(problem)
+    assert_right(problem, sources, POINTS[1], TARGETS["nvidia_h100"], weights=(1,))
+    first, again = (operands_outside(plan.outside, plan.rhs, {1: sources[1]}) for _ in range(2))
+    assert first[len(types) + 1] is again[len(types) + 1]
+    sources[1].neg_()
+    assert torch.equal(operands_outside(plan.outside, plan.rhs, {1: sources[1]})[len(types) + 1], -first[len(types) + 1])

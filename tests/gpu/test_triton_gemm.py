@@ -31,6 +31,8 @@ LINES = [
     "f16[7,130,96] @ f16[96,72] + bias, relu -> f16",
     "f16[7,130,96] @ f8e4m3fn[96,72] + bias, tanh -> f16",
     "f32[333,650] @ f32[650,170] + residual",
+    "f16[300,512] @ s4[200,512]^T group=128 -> f16",
+    "f16[16,384] @ u4[384,40] group=64 zero_point, silu -> f16",
     "f8e4m3fn[640,1280] scale=tensor @ f8e4m3fn[1280,640] scale=channel -> bf16",
     "f8e4m3fn[64,1280] @ f8e5m2[960,1280]^T -> f8e4m3fn scale=tensor",
     "f8e5m2[64,1280] @ f8e5m2[960,1280]^T -> f8e5m2 scale=tensor",

@@ -139,7 +139,7 @@ class TritonGemm:
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             laid_out = operands_outside(plan.outside, plan.rhs, weights)
-            return runner(nest, compiled, laid_out, target)
+            return runner(nest, compiled, {**weights, **laid_out}, target)
 
         packed = sum(n.tensor.size_bytes for n in plan.outside.values())
         return Kernel(
