@@ -348,14 +348,26 @@ class Writer:
         assert view is not None
         kind = f"c{i}_desc"
         shape = [out.columns, f.rows] if view.across else [f.rows, out.columns]
-        raw = f"c_bufs.index(g * {f.leaving} + {j % f.leaving})"
+        n = sum(f.tile_n // o.columns for o in f.outs[:i] if o.view) + j
+        raw = f"c_bufs.index(g * {f.leaving} + {n % f.leaving})"
         flat = f"{raw}._reinterpret({kind}.dtype, {shape}, gl.NVMMASharedLayout.get_default_for({shape}, {kind}.dtype))"
-        t.do(f"tma.store_wait({f.leaving - 1})")
+        t.do(f"tma.store_wait({self._pending(n)})")
         t.do(f"{flat}{'.permute((1, 0))' if view.across else ''}.store(gl.convert_layout({value}, L{out.columns}))")
         t.do("fence_async_shared()")
         at = view.coordinates(f"{held}b", f"{held}row", f"({held}col + {j * out.columns - out.access.first})")
         boxed = f"{raw}._reinterpret({kind}.dtype, {kind}.block_type.shape, {kind}.layout)"
         t.do(f"tma.async_copy_shared_to_global({kind}, [{', '.join(at)}], {boxed})")
+
+    def _pending(self, n: int) -> int:
+        """How many pieces may still be on their way out while the n-th of a tile takes its place.
+
+        Places alternate. The one before may be leaving; not so if it had the same place, as where an odd number makes a tile,
+        or if it is not known which one was before, as where a tile has no part in some store.
+        """
+        f = self.form
+        written = [o for o in f.outs if o.view]
+        odd = sum(f.tile_n // o.columns for o in written) % 2 == 1
+        return 0 if f.leaving == 1 or (n == 0 and odd) or not all(map(self._always, written)) else 1
 
     # -- the kernel
 
