@@ -174,6 +174,9 @@ def sizes(nest: Nest, threads: int) -> list[int]:
     return found
 
 
+CALLED: list[object] = []
+
+
 class Program:
     """A kernel as a program: called with addresses in this process, whose memory it is given a copy of."""
 
@@ -195,6 +198,7 @@ class Program:
 
         self._run = ctypes.CFUNCTYPE(None, ctypes.POINTER(ctypes.c_uint64), ctypes.c_int64, ctypes.c_int64)(called)
         self.__self__ = ctypes.cast(self._run, ctypes.c_void_p).value  # as `engine.function` gives it
+        CALLED.append(self)  # by an address, which keeps nothing
 
     def __call__(self, *given: int) -> None:
         *pointers, threads, pack = given

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.dtype import DType
+from tilewright.dtype import BF16, F32, DType
 from tilewright.ir.build import broadcast, reshape, slice_, transpose
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
@@ -52,6 +52,9 @@ class Sources:
         return substitute(roots, moved)
 
 
+ROUNDED_AT_ONCE = 2.0**-14  # the rounding to bf16 itself: up to 2^-9
+
+
 def make_gemm(acc_dtype: DType, lhs: Node, rhs: Node, stores: Sequence[Node], src: Sequence[Node]) -> Node:
     """A gemm whose sources are just those its expressions use, in the order they use them: one spelling a meaning."""
     used = Sources()
@@ -71,6 +74,20 @@ def depends_on_acc(roots: Sequence[Node]) -> set[Node]:
         if isinstance(n.op, Acc) or any(s in found for s in n.src):
             found.add(n)
     return found
+
+
+def rounds_to_bf16(n: Node) -> bool:
+    """Whether a node only rounds an f32 function's value to bf16. A kernel may compute that value to `ROUNDED_AT_ONCE` of it: a
+    thirty-second of what the rounding may change."""
+    function = isinstance(n.op, Convert) and isinstance(n.src[0].op, Map)
+    return function and n.dtype is BF16 and n.src[0].dtype is F32
+
+
+def rounded_at_once(root: Node) -> set[Node]:
+    """The values in an expression that nothing reads but such roundings."""
+    order = toposort((root,))
+    read = {s for n in order if not rounds_to_bf16(n) for s in n.src}
+    return {n.src[0] for n in order if rounds_to_bf16(n)} - read - {root}
 
 
 @dataclass(frozen=True)

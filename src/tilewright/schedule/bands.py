@@ -72,6 +72,12 @@ def stepped(n: Node, src: Sequence[Band], dependent: set[Node]) -> Band:
     return Band(*by_pieces(n.shape, step, *(t for b in src for t in (b.low, b.mid, b.high))))
 
 
+def loosened(band: Band, fraction: float) -> Band:
+    """A band whose ends are a fraction of themselves further out."""
+    low, high = ((end.double() + sign * fraction * size(end)).to(end.dtype) for end, sign in ((band.low, -1), (band.high, 1)))
+    return Band(low, band.mid, high)
+
+
 def _rounded(band: Band, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ends of an interval, a few roundings further out."""
     if not dtype.is_float:

@@ -25,11 +25,11 @@ import torch
 from tilewright.dtype import F32
 from tilewright.ir.carrier import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
-from tilewright.ir.expression import depends_on_acc
+from tilewright.ir.expression import ROUNDED_AT_ONCE, depends_on_acc, rounds_to_bf16
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Dequantize, LayerNorm, Map, Param, Quantize, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
-from tilewright.schedule.bands import Band, orderable, stepped
+from tilewright.schedule.bands import Band, loosened, orderable, stepped
 from tilewright.schedule.pieces import PIECE, by_pieces, part, pieces
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, CarrierProblem, Problem, RegionProblem
 from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
@@ -304,6 +304,7 @@ def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Ba
         elif isinstance(n.op, (Map, Select)):
             values[n] = stepped(n, src, dependent)
         else:
+            src = [loosened(b, ROUNDED_AT_ONCE) for b in src] if rounds_to_bf16(n) else src
             low, mid, high = (
                 cast("torch.Tensor", n.op.evaluate(n, parts))
                 for parts in ([b.low for b in src], [b.mid for b in src], [b.high for b in src])

@@ -13,6 +13,7 @@ from tilewright.ir.ops import Const, Quantize
 
 # 16-bit floats are the integers of their bits until they are converted: instruction selection has no masked memory for bfloat,
 # and no conversions where the processor lacks the type.
+CONVERTED = 16  # floats that an instruction of AVX-512 BF16 rounds
 FLOATS = {"f32": "float", "bf16": "i16", "f16": "i16"}
 FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2)
 
@@ -154,6 +155,8 @@ class Casts:
         if target is F16:
             half = vec(self.lanes, "half")
             return f.v(f"bitcast {half} {f.v(f'fptrunc {single} {value} to {half}')} to {i16}")
+        if f.module.rounds_bf16 and self.lanes in (CONVERTED, 2 * CONVERTED, 4 * CONVERTED):
+            return self._by_instruction(value)
         bits = f.v(f"bitcast {single} {value} to {i32}")
         odd = f.v(f"and {i32} {f.v(f'lshr {i32} {bits}, splat (i32 16)')}, splat (i32 1)")
         near = f.v(f"add {i32} {f.v(f'add {i32} {bits}, splat (i32 32767)')}, {odd}")
@@ -161,6 +164,23 @@ class Casts:
         known = self.math.compare("ord", value, value)
         kept = f.v(f"select {vec(self.lanes, 'i1')} {known}, {i32} {near}, {i32} {quiet}")
         return f.v(f"trunc {i32} {f.v(f'lshr {i32} {kept}, splat (i32 16)')} to {i16}")
+
+    def _by_instruction(self, value: str) -> str:
+        """f32 rounded to bf16, 16 of them or 32 at a time."""
+        f, single = self.f, vec(self.lanes, "float")
+        count = min(self.lanes, 2 * CONVERTED)
+        parts: list[str] = []
+        for first in range(0, self.lanes, CONVERTED):
+            whole = self.lanes == CONVERTED
+            parts.append(value if whole else f.shuffle(single, value, value, range(first, first + CONVERTED)))
+        name = f"llvm.x86.avx512bf16.cvtne{'2' if count > CONVERTED else ''}ps2bf16.512"
+        bf16, type_ = vec(count, "bfloat"), vec(CONVERTED, "float")
+        step = count // CONVERTED
+        rounded = [
+            f.intrinsic(name, bf16, *((type_, x) for x in reversed(parts[i : i + step]))) for i in range(0, len(parts), step)
+        ]
+        joined = rounded[0] if len(rounded) == 1 else f.shuffle(bf16, rounded[0], rounded[1], range(self.lanes))
+        return f.v(f"bitcast {vec(self.lanes, 'bfloat')} {joined} to {vec(self.lanes, 'i16')}")
 
     def _odd(self, wide: str) -> str:
         """f64 as f32 rounded to odd, so that rounding it again rounds once (Boldo and Melquiond 2008)."""

@@ -124,6 +124,9 @@ def _called(instruction: str, lanes: int, registers: int, lhs: DType, rhs: DType
     return replace(bare, emit=_intrinsic(name)(bare))
 
 
+PAIRS = "vdpbf16ps zmm"  # where it is, one instruction rounds to bf16 too
+
+
 def _pairs(instruction: str) -> Dot:
     """bf16 pairs. What all lanes share goes last, where it can be read from memory by the instruction itself."""
     bare = _called(instruction, 16, 32, BF16, BF16, F32, "llvm.x86.avx512bf16.dpbf16ps.512")
@@ -189,7 +192,7 @@ DOTS: dict[str, tuple[Dot, ...]] = {
     "vfmadd231ps zmm": (_fma(16, 32, "vfmadd231ps zmm"),),
     "vfmadd231ps ymm": (_fma(8, 16, "vfmadd231ps ymm"),),
     "fmla v.4s": (_fma(4, 32, "fmla v.4s"),),
-    "vdpbf16ps zmm": (_pairs("vdpbf16ps zmm"),),
+    PAIRS: (_pairs(PAIRS),),
     "bfdot v.4s": (_called("bfdot v.4s", 4, 32, BF16, BF16, F32, f"{_NEON}.bfdot.v4f32.v8bf16"),),
     "bfmmla v.4s": (_mmla("bfmmla", BF16, BF16, F32),),
     "vpdpbusd zmm": (_vpdpbusd(16, 32, "vpdpbusd zmm", S8), _vpdpbusd(16, 32, "vpdpbusd zmm", U8)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tilewright.candidates.llvm._casts import element
+from tilewright.candidates.llvm._dots import PAIRS
 from tilewright.candidates.llvm._nest import CACHE_LINE, Nest, rounded
 from tilewright.candidates.llvm._text import Function, Int, Module, vec
 from tilewright.candidates.llvm._vector import Columns, Vectors
@@ -17,7 +18,7 @@ class Packing:
     """Writes the functions that pack a nest's operands."""
 
     def __init__(self, nest: Nest, module: Module | None = None):
-        self.nest, self.module = nest, module or Module()
+        self.nest, self.module = nest, module or Module(rounds_bf16=nest.dot.instruction == PAIRS)
 
     def _function(self, name: str, *more: tuple[str, str]) -> Function:
         return Function(self.module, name, [("ptr", "d"), *more])

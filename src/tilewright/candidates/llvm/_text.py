@@ -44,8 +44,14 @@ def suffix(type_: str) -> str:
 
 @dataclass
 class Module:
-    """Functions and the declarations they need."""
+    """Functions and the declarations they need.
 
+    Attributes:
+        rounds_bf16: the processor has AVX-512 BF16's instruction for that, which takes denormal numbers for zero as the one that
+            multiplies does.
+    """
+
+    rounds_bf16: bool = False
     functions: list[str] = field(default_factory=list)
     declarations: dict[str, str] = field(default_factory=dict)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from tilewright.candidates.llvm._casts import FP8, Casts, constant, element, in_memory, size_bytes
 from tilewright.candidates.llvm._text import Function, Int, suffix, vec
-from tilewright.dtype import F32, PRED, DType
+from tilewright.dtype import BF16, F32, PRED, DType
 from tilewright.ir.access import Access, Place, Unsupported
+from tilewright.ir.expression import rounded_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     Acc,
@@ -29,6 +30,7 @@ VIEWS = (Reshape, Transpose, Slice, Broadcast)
 BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
 LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
 COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"}
+COARSE = frozenset({"gelu"})  # of which there is a form for values that are rounded to bf16 at once
 FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round_half_even": "rint", "abs": "fabs"}
 UNARY = FUNCTIONS | set(INTRINSICS) | {"exponential", "relu", "negate", "rsqrt", "is_nan", "not"}
@@ -99,6 +101,7 @@ class Lanes(Casts):
     def __init__(self, f: Function, access: Access, lanes: int, columns: Columns, pointer: Callable[[Node], str]):
         super().__init__(f, lanes)
         self.access, self.columns, self.pointer = access, columns, pointer
+        self._coarse = rounded_at_once(access.root)
 
     def store(self, row: Int, value: str, pointer: str) -> None:
         """Write the root's value where the result keeps it."""
@@ -218,9 +221,10 @@ class Lanes(Casts):
         if isinstance(op, Dequantize):
             return self.dequantize(n, args)
         assert isinstance(op, Map)
-        return self._map(op.fn, n.src[0].dtype, args)
+        coarse = op.fn in COARSE and (n in self._coarse or n.dtype is BF16)
+        return self._map(op.fn, n.src[0].dtype, args, coarse=coarse)
 
-    def _map(self, fn: str, dtype: DType, args: list[str]) -> str:
+    def _map(self, fn: str, dtype: DType, args: list[str], *, coarse: bool = False) -> str:
         if not dtype.is_float:
             return self._integers(fn, dtype, args)
         wide = [self.convert(a, dtype, F32) for a in args]
@@ -228,7 +232,8 @@ class Lanes(Casts):
             return self.math.compare("une" if fn == "not_equal" else f"o{COMPARE[fn]}", *wide)
         if fn == "is_nan":
             return self.math.compare("uno", wide[0], wide[0])
-        return self.convert(self._floats(fn, wide), F32, dtype)
+        value = getattr(self.math, f"{fn}_to_bf16")(wide[0]) if coarse else self._floats(fn, wide)
+        return self.convert(value, F32, dtype)
 
     def _floats(self, fn: str, args: list[str]) -> str:
         m = self.math

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm._dots import Choice, choose
+from tilewright.candidates.llvm._dots import PAIRS, Choice, choose
 from tilewright.candidates.llvm._nest import Blocks
 from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of, unread
 from tilewright.candidates.llvm._scratch import maker
@@ -24,7 +24,6 @@ from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
-PAIRS = "vdpbf16ps zmm"  # for which bf16 weights are decoded
 ROWS = 16  # of a tile, at most
 PANELS = 8  # of a block, if it has more than one tile
 RUN = 4  # panels that a thread reads one after the other, at most, if it has one tile: what follows is asked for in time
