@@ -47,8 +47,8 @@ class Module:
     """Functions and the declarations they need.
 
     Attributes:
-        rounds_bf16: the processor has AVX-512 BF16's instruction for that, which takes denormal numbers for zero as the one that
-            multiplies does.
+        rounds_bf16: the processor has AVX-512 BF16's instruction for that, which takes denormal numbers for zero, as the one
+            that multiplies does.
     """
 
     rounds_bf16: bool = False
