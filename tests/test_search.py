@@ -254,7 +254,7 @@ def test_no_budget_builds_one_point_of_an_endless_space():
     fake._schedules = endless(asked)
     d = search(PROBLEM, CPU, budget_s=0, candidates=[fake, later, REFERENCE], depth=50)
     assert fake.builds == 1 and later.builds == 0 and d.kernel.schedule["point"] == 0 and not d.measured
-    assert whys(d)["deep"] == "99999 more points ranked below were not tried"
+    assert whys(d)["deep"] == "99,999 more points ranked below were not tried"
 
 
 def test_what_is_left_of_the_budget_goes_to_more_points_of_the_fastest(monkeypatch):

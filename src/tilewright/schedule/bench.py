@@ -32,12 +32,14 @@ class Attempt:
         why: the sentence that refused it; None if it may be timed.
         kernel: what was built, where that was done in this process.
         fatal: it did not come back, and is not tried again.
+        starved: nor had it the time that it was given.
     """
 
     schedule: Schedule
     why: str | None = None
     kernel: Kernel | None = None
     fatal: bool = False
+    starved: bool = False
 
 
 class Bench:
@@ -84,7 +86,7 @@ class Bench:
         self._kernels: dict[int, tuple[Candidate, Kernel]] = {}
         self._runners: dict[int, Runner] = {}
         self.expect_s = 0.0
-        self.lost: dict[int, str] = {}
+        self.lost: dict[int, Attempt] = {}
 
     def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         """Build and verify a point; `times` knows it by `key` if it passes."""

@@ -34,6 +34,7 @@ from typing import IO, Any, cast
 
 START_S = 60.0  # for the nursery to import torch
 SLICE_S = 0.05
+HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
 SWITCH = "TILEWRIGHT_WORKER"  # 0: everything in the process that asks
 PR_SET_PDEATHSIG = 1
 PULSE, KEY = 0, 8  # places of two numbers in the memory that parent and worker share
@@ -42,7 +43,14 @@ Serve = Callable[[Connection, mmap.mmap], None]
 
 
 class DiedError(Exception):
-    """The worker is gone; the message says how."""
+    """The worker is gone; the message says how.
+
+    `starved`: it was killed for its silence, but other programs had the processors for much of that time.
+    """
+
+    def __init__(self, why: str, *, starved: bool = False) -> None:
+        super().__init__(why)
+        self.starved = starved
 
 
 class UnavailableError(Exception):
@@ -158,15 +166,24 @@ class Nursery:
     def _wait(self, limit_s: float | None) -> None:
         """Until there is an answer. What passes while processes are stopped, or the machine sleeps, does not count."""
         assert self.worker is not None
-        waited, pulse, before = 0.0, self.number(PULSE), time.monotonic()
+        waited, had, pulse, before = 0.0, 0.0, self.number(PULSE), time.monotonic()
+        state, used = _doing(self._pid)
         while not self.worker.poll(SLICE_S):
             now = time.monotonic()
-            waited, before = waited + (0.0 if _stopped(self._pid) else min(now - before, 2 * SLICE_S)), now
+            passed, before = min(now - before, 2 * SLICE_S), now
+            (state, now_used), used_before = _doing(self._pid), used
+            used = now_used
+            if state not in STOPPED:
+                waited += passed
+                # It ran, or slept of its own accord.
+                had += min(passed, used - used_before) if used > used_before or state in RUNNING else passed
             if self.number(PULSE) != pulse:
-                waited, pulse = 0.0, self.number(PULSE)
+                waited, had, pulse = 0.0, 0.0, self.number(PULSE)
             if limit_s is not None and waited > limit_s:
                 self.end_worker()
-                raise DiedError(f"no answer in {limit_s:.0f} s: killed")
+                starved = had < HAD * waited
+                busy = ", while other programs had the processors" if starved else ""
+                raise DiedError(f"no answer in {limit_s:.0f} s: killed{busy}", starved=starved)
 
     def end_worker(self) -> int:
         """Kill the worker, if there is one; how it ended, as `os.waitpid` says."""
@@ -249,12 +266,16 @@ def say(line: str) -> None:
         sys.stderr.write(f"tilewright: {line}\n")
 
 
-def _stopped(pid: int) -> bool:
-    """Whether a process was told to stop (and may be told to go on)."""
+STOPPED, RUNNING = frozenset("Tt"), frozenset("R")
+
+
+def _doing(pid: int) -> tuple[str, float]:
+    """A process's state as Linux names it, and the processor time that it has had in seconds; "" where that is not known."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    except (OSError, IndexError):
-        return False
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, IndexError, ValueError):
+        return "", 0.0
 
 
 def nurse(fd: int, serve: Serve) -> None:

@@ -129,7 +129,7 @@ def search(
             where the last call left them.
         within_s: seconds by the clock for all of it, building and checking included: what would not fit any more is not tried.
             One candidate is built and checked however long that takes.
-        lost: told at once of a candidate that did not come back, and how.
+        lost: told at once of a candidate that did not come back, and how, unless the machine may be to blame.
 
     With a budget, kernels are built, verified and timed in another process (`worker.py`): one that crashes or hangs is
     killed, refused, and not tried again. Here the winner alone is built once more, from the object code that is kept; it is not
@@ -192,7 +192,7 @@ class _Search:
         for space in spaces:
             left = space.left()
             if left and any(t.space is space for t in self._trials):
-                points = "1 more point" if left == 1 else f"{left} more points"
+                points = "1 more point" if left == 1 else f"{left:,} more points"
                 self._reject(space.candidate.name, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
         return self._decided(winner)
 
@@ -270,7 +270,7 @@ class _Search:
         self._longest_s = max(self._longest_s, took_s)
         if attempt.why is not None:
             if attempt.fatal:
-                self._lose(space, attempt.schedule, attempt.why)
+                self._lose(space, attempt)
             else:
                 self._reject(_label(space.candidate, attempt.schedule), attempt.why)
             return None
@@ -306,7 +306,7 @@ class _Search:
                 if self._name(trial.space.candidate) in _refused:
                     self._reject(_label(trial.space.candidate, trial.attempt.schedule), "another point of it did not come back")
                 else:
-                    self._lose(trial.space, trial.attempt.schedule, self._bench.lost[trial.key])
+                    self._lose(trial.space, self._bench.lost[trial.key])
 
     def _first_of_the_fastest(self) -> _Trial:
         best = min(t.us for t in self._trials)
@@ -351,12 +351,14 @@ class _Search:
                 return False
         return True
 
-    def _lose(self, space: _Space, schedule: Schedule, why: str) -> None:
+    def _lose(self, space: _Space, attempt: Attempt) -> None:
         """A candidate is out for good: each further point could cost as much."""
+        why = attempt.why or ""
         space.points = iter(())
         _refused[self._name(space.candidate)] = why
-        self._rejected.append(Rejected(_label(space.candidate, schedule), why, fatal=True))
-        self._lost(space.candidate.name, why)
+        self._rejected.append(Rejected(_label(space.candidate, attempt.schedule), why, fatal=True))
+        if not attempt.starved:
+            self._lost(space.candidate.name, why)
 
     def _name(self, candidate: Candidate) -> tuple[AnyProblem, str, str]:
         return self._problem, self._target.device, candidate.name
