@@ -1,7 +1,8 @@
 """Sizes of a Hopper kernel: which are legal, and what each makes an SM do.
 
 A step along K is 128 bytes of both operands. It takes as long as the tensor cores take, or as shared memory takes to be filled
-and read, or as L2 takes to deliver it, whichever is longest. Cycles of what is not a step were measured on an H200.
+and read, whichever is longer. Cycles were fitted to 1,400 kernels of sixty shapes in three types on an H200: predictions are
+within 11 % (root mean square), the first choice 2.7 % slower than the best of six.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
 MOST_SHARED = 64 * 128  # elements of a warpgroup's part of a shared tile: what it keeps in registers beside those it adds
 LATER = 0.03
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
-SHARED_BYTES_PER_CYCLE = 128  # of an SM (NVIDIA H100 whitepaper v1.04: 32 banks of 4 bytes)
-L2_BYTES_PER_CYCLE = 60  # to an SM while all read: 64 by its port
-START_CYCLES = 1500  # from a launch until the first products: descriptors, first stages from memory
-END_CYCLES = 2000  # of a tile of 128 x 256 that is packed and stored while the tensor cores wait
-HELD_CYCLES = 1200  # of one that leaves behind the next tile's products
+SHARED_BYTES_PER_CYCLE = 121.0  # of an SM, of 32 banks of 4 bytes
+START_CYCLES = 2100.0  # from a launch until the first products: descriptors, first stages from memory
+END_CYCLES = 5400.0  # of a tile of 128 x 256 that is packed and stored while the tensor cores wait
+HELD_CYCLES = 2800.0  # of one that leaves behind the next tile's products
+SHARE_CYCLES = 4800.0  # until a part of a tile is written, counted, and read by the last block
+PART_CYCLES = 0.63  # of each of its elements
 STEP_CYCLES = 1.0 / 128  # of an elementwise step on an element, four warps of 32 lanes a cycle
-SHARE_CYCLES = 5000  # until a part is written, counted, and read by the last block
-PARTIAL_BYTES_PER_CYCLE = 20  # of an SM that writes or reads partial sums through L2
 
 
 @dataclass(frozen=True)
@@ -193,6 +193,7 @@ def _holds(form: Form, steps: int, rounds: int) -> Iterable[bool]:
     """Whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
     out = form.outs[0]
     able = len(form.outs) == 1 and out.view is not None and out.access.root.dtype in HELD and not out.view.across
+    able = able and not form.rhs.widened
     if able and form.rows == 64 and steps >= form.pieces and form.tile_n >= 128 and rounds > 1:
         return (True, False)
     return (False,)
@@ -220,28 +221,25 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     """What a point makes the machine do."""
     plan = plan_for(plan, point)
     form = form_of(problem, plan, point)
-    unit = next((u for u in target.chip.units if u.operand in (plan.lhs.dtype.name, "s8")), target.chip.units[0])
+    operand = "s8" if plan.lhs.dtype.is_integer else plan.lhs.dtype.name
+    unit = next((u for u in target.chip.units if u.operand == operand), target.chip.units[0])
     steps = -(-plan.K // plan.tile_k)
     products = 2 * point.tile_m * point.tile_n * plan.tile_k / unit.ops_per_cycle
-    per_instruction = min(point.tile_n, 256)
-    read = (point.tile_m // 64) * (point.tile_n // per_instruction) * (64 + per_instruction) * 128
-    filled = form.stage_bytes
-    brought = filled - (point.tile_n * 64 if point.paired else 0)
-    step = max(products, (read + filled) / SHARED_BYTES_PER_CYCLE, brought / L2_BYTES_PER_CYCLE) * 1.03
+    read = (point.tile_m // 64) * (64 + point.tile_n) * 128
+    step = max(products, (read + form.stage_bytes) / SHARED_BYTES_PER_CYCLE)
     workers = point.blocks // (2 if point.paired else 1)
     whole = _tiles(plan, point) - point.shared_tiles
     each = -(-whole // workers) + point.shared_tiles / workers
     elementwise = sum(not isinstance(n.op, (Acc, Param, Convert)) for n in toposort(problem.op.stores))
     element = point.tile_m * point.tile_n * STEP_CYCLES / 2
-    boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n / 256 * max(
-        point.tile_m, 128
-    ) / 128 + element * elementwise
+    boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n * max(point.tile_m, 128) / (128 * 256)
+    boundary += element * elementwise
     if any(o.view is None for o in form.outs):
         boundary += point.tile_m * point.tile_n * STEP_CYCLES * 4
     cycles = START_CYCLES + each * steps * step + boundary * max(each, 1)
     if point.shared_tiles:
         even = workers % point.shared_tiles == 0  # else a block has a part of two tiles
-        cycles += SHARE_CYCLES * (1 if even else 2) + point.tile_m * point.tile_n * 4 / PARTIAL_BYTES_PER_CYCLE
+        cycles += SHARE_CYCLES * (1 if even else 2) + point.tile_m * point.tile_n * PART_CYCLES
     copied = sum(2 * m.copied_bytes for m in (plan.lhs, plan.rhs) if m.source is None and not m.constant)
     phases = [Phase(cycles, 0.0, {"memory": float(problem.bytes)})]
     launches = 1.0
