@@ -38,10 +38,27 @@ def test_predictions_that_are_wrong_by_more_than_twice_are_said() -> None:
     assert (
         how(chosen, True) == "100.0 µs (310.0 predicted: wrong by a factor of 3.1), the fastest that agrees with the reference"
     )
-    assert refusals([*rejected, Refusal("sdpa", "no attention", None)], 100.0) == [
+    assert how(chosen, True, tied=True).endswith("as fast as any that agrees with the reference")
+    assert refusals([*rejected, Refusal("sdpa", "no attention", None)], chosen) == [
         "onednn: 150.0 µs (100.0 predicted), 1.50 times as long",
         "aten: 250.0 µs (100.0 predicted: wrong by a factor of 2.5), 2.50 times as long",
         "sdpa: no attention",
+    ]
+
+
+def test_other_points_of_the_chosen_candidate_are_told_by_what_differs() -> None:
+    chosen = Choice("llvm", "instruction=vfmadd231ps zmm mr=14 nr=32 pack_lhs=false", 100.0, None)
+    labels = [
+        "llvm (instruction=vfmadd231ps zmm mr=13 nr=32 pack_lhs=true)",
+        "llvm (instruction=vfmadd231ps zmm mr=14 nr=32 pack_lhs=false)",
+        "split (mr=13)",
+        "llvm",
+    ]
+    assert refusals([Refusal(label, f"because {i}", None) for i, label in enumerate(labels)], chosen) == [
+        "llvm with mr=13 pack_lhs=true: because 0",
+        f"{labels[1]}: because 1",
+        "split (mr=13): because 2",
+        "llvm: because 3",
     ]
 
 

@@ -125,6 +125,7 @@ def test_attention_has_words() -> None:
     product = the_product(compiled(Node(Attention(0.25, "upper"), q, k, v)))
     assert product.kind == "attention" and product.accumulates == "f32[1,2,5,8], softmax(0.25 q k^T) v, causal (upper)"
     assert product.operands == [f"{n}: f32[1,2,5,8] (input {n})" for n in "qkv"]
+    assert the_product(compiled(Node(Attention(1.0), q, k, v))).accumulates == "f32[1,2,5,8], softmax(q k^T) v"
 
 
 def test_joined_products_are_named_by_what_they_give() -> None:

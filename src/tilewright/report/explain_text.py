@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tilewright.report.choices import off_by
+from tilewright.report.choices import off_by, parted
 from tilewright.report.quantized_table import print_quantized
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.tables import count, findings, hanging, heading, line, listing, us
 from tilewright.schedule.candidate import discover
+from tilewright.schedule.schedule import Schedule
 
 NOTHING_FELL_BACK = "Nothing fell back: no step was left to the slow reference or to the source's own library."
 NOTHING_DANGLES = "Nothing dangles: no step only converts or moves what another step made."
@@ -73,13 +74,14 @@ def product_sections(p: Product) -> list[tuple[str, list[str]]]:
     found.append(("Not folded", [_beside(f) for f in p.beside]))
     found.append(("Rules that left it", p.left))
     found.append(("Done by", [headline(p), *_settings(p.chosen)]))
-    found.append(("Not by", refusals(p.rejected, p.chosen.time_us)))
+    found.append(("Not by", refusals(p.rejected, p.chosen)))
     return [(title, lines) for title, lines in found if lines]
 
 
 def headline(p: Product) -> str:
     """Who does a product, how fast, and how that stands beside the prediction and the machine's limit."""
-    said = [f"{p.chosen.candidate}: {how(p.chosen, p.measured)}"]
+    tied = any(r.time_us and p.chosen.time_us and r.time_us < p.chosen.time_us for r in p.rejected)
+    said = [f"{p.chosen.candidate}: {how(p.chosen, p.measured, tied=tied)}"]
     if p.limit_us:
         bound = "memory" if p.memory_bound else "arithmetic"
         reached = p.limit_us / p.chosen.time_us if p.chosen.time_us else 0.0
@@ -110,22 +112,37 @@ def choice(chosen: Choice) -> str:
     return chosen.candidate if chosen.schedule == "default" else f"{chosen.candidate} ({chosen.schedule})"
 
 
-def how(chosen: Choice, measured: bool) -> str:
-    """Why a candidate was chosen."""
+def how(chosen: Choice, measured: bool, *, tied: bool = False) -> str:
+    """Why a candidate was chosen; `tied` if another was faster by less than what counts."""
     expected = _expected(chosen.predicted_us, chosen.time_us)
     if not measured or chosen.time_us is None:
         return f"the first in order of preference that agrees with the reference; nothing was timed{expected}"
     when = ", measured earlier and read back" if chosen.recalled else ""
-    return f"{us(chosen.time_us)} µs{expected}, the fastest that agrees with the reference{when}"
+    best = "as fast as any that agrees" if tied else "the fastest that agrees"
+    return f"{us(chosen.time_us)} µs{expected}, {best} with the reference{when}"
 
 
-def refusals(rejected: Sequence[Refusal], best_us: float | None = None) -> list[str]:
-    """The candidates that lost, timed ones first, each with why; those that cannot do the problem at all last."""
+def refusals(rejected: Sequence[Refusal], chosen: Choice | None = None) -> list[str]:
+    """The candidates that lost, timed ones first, each with why; those that cannot do the problem at all last.
+
+    Of another point of the chosen candidate only the settings are named that differ.
+    """
+    best_us = None if chosen is None else chosen.time_us
     ordered = sorted(rejected, key=lambda r: (r.time_us is None, r.time_us or 0.0))
     alike: dict[str, list[str]] = {}
     for r in ordered:
-        alike.setdefault(_lost(r, best_us), []).append(r.candidate)
+        alike.setdefault(_lost(r, best_us), []).append(_beside_chosen(r, chosen))
     return [f"{', '.join(dict.fromkeys(names))}: {why}" for why, names in alike.items()]
+
+
+def _beside_chosen(r: Refusal, chosen: Choice | None) -> str:
+    """A candidate and its settings, as far as they are not those chosen."""
+    name, schedule = parted(r.candidate)
+    if chosen is None or name != chosen.candidate or not schedule.knobs:
+        return r.candidate
+    own = dict(parted(f"{chosen.candidate} ({chosen.schedule})")[1].knobs)
+    other = Schedule(tuple(k for k in schedule.knobs if own.get(k[0]) != k[1]))
+    return f"{name} with {other}" if other.knobs else r.candidate
 
 
 def _lost(r: Refusal, best_us: float | None) -> str:

@@ -214,4 +214,5 @@ def accumulator_words(node: Node) -> str:
         return f"{acc.type}, sums of {node.op.lhs.shape[-1]} products"
     assert isinstance(node.op, Attention)
     causal = "" if node.op.causal == "no" else f", causal ({node.op.causal})"
-    return f"{acc.type}, softmax({node.op.scale:.6g} q k^T) v{causal}"
+    scale = "" if node.op.scale == 1 else f"{node.op.scale:.6g} "
+    return f"{acc.type}, softmax({scale}q k^T) v{causal}"
