@@ -48,7 +48,7 @@ def machine_code(line: str, at: Target, point=None):
     """Of the first point of the space, or of another."""
     p = problem(line)
     point = point or triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(p, at))))
-    plan = triton_gemm._plan(p, at)
+    plan = triton_gemm.plan_of(p, at)
     return triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside)
 
 
@@ -72,10 +72,10 @@ def test_every_legal_point_has_room_and_an_expected_time():
     at = target("nvidia_h100")
     for line in (HALF, BYTES, FP8, "f32[300,200] @ f32[200,100]", "bf16[1,8192] @ s8[3584,8192]^T scale=channel -> bf16"):
         p = problem(line)
-        times = []
+        times, dot = [], triton_gemm.nest_of(p, at).dot
         for schedule in triton_gemm.CANDIDATE.schedules(p, at):
             point = triton_gemm.point_of(schedule)
-            assert triton_gemm.schedule_of(point) == schedule
+            assert triton_gemm.schedule_of(point, dot) == schedule
             assert point.num_stages * (point.tile_m + point.tile_n) * point.tile_k <= CHIPS["nvidia_h100"].shared_bytes
             times.append(predict(triton_gemm.CANDIDATE, p, schedule, at))
         assert len(times) > 20
@@ -108,10 +108,23 @@ def test_several_stores_of_one_product_compile_on_every_generation():
         ("s16[33,65] @ s16[65,17] -> s32", "nvidia_h100", "integers of 8 bits"),
         ("s8[4,131072] @ s8[131072,4] -> s32", "nvidia_h100", "does not wrap"),
         ("f16[4,8] @ f16[8,4]", "nvidia_v100", "Triton makes nothing"),
+        ("f16[4,8] @ f16[8,4]", "nvidia_t4", "no matrix unit before sm_80"),
     ],
 )
 def test_what_has_no_kernel_is_refused_with_a_sentence(line, chip, why):
     assert why in triton_gemm.CANDIDATE.refuse(problem(line), target(chip))
+
+
+def test_f32_is_rounded_to_tf32_only_where_torch_is_told_so_and_then_it_is_said(monkeypatch):
+    at, p = target("nvidia_a100"), problem("f32[256,256] @ f32[256,256]")
+    before = next(iter(triton_gemm.CANDIDATE.schedules(p, at)))
+    assert before["precision"] == "ieee"
+    assert "FFMA" in modules.assembly(machine_code("f32[256,256] @ f32[256,256]", at))
+    monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
+    schedule = next(iter(triton_gemm.CANDIDATE.schedules(p, at)))
+    assert schedule["precision"] == "tf32"
+    assert triton_gemm.CANDIDATE.build(p, schedule, at).roundoff == 2.0**-10
+    assert re.search(r"HMMA\.1688\.F32\.TF32", modules.assembly(machine_code("f32[256,256] @ f32[256,256]", at)))
 
 
 def test_a_processor_is_refused_and_so_is_a_gpu_without_triton(monkeypatch):

@@ -35,7 +35,7 @@ POINTS = [
 def run(problem: Problem, sources, point, target, weights=()):
     """The problem's results by one kernel, computed in poisoned memory."""
     assert triton_gemm.CANDIDATE.refuse(problem, target) is None
-    plan = triton_gemm._plan(problem, target)
+    plan = triton_gemm.plan_of(problem, target)
     nest = triton_gemm.nest_of(problem, target, point)
     outside = operands_outside(plan.outside, plan.rhs, {i: sources[i] for i in weights})
     results = [torch.full(t.shape, 77).to(t.dtype.to_torch()) for t in problem.outputs]
@@ -114,7 +114,7 @@ def test_a_constant_that_lies_badly_is_laid_out_once():
     problem = Problem(node.op, types, (False, True, *(False for _ in types[2:])))
     assert problem.rhs.dtype is S8
     assert problem.acc.dtype is S32
-    plan = triton_gemm._plan(problem, TARGETS["nvidia_h100"])
+    plan = triton_gemm.plan_of(problem, TARGETS["nvidia_h100"])
     assert list(plan.outside) == [len(types) + 1]
     assert 1 not in triton_gemm.nest_of(problem, TARGETS["nvidia_h100"]).sources
     sources = random_sources(problem)

@@ -72,7 +72,7 @@ def point(problem, i):
 def compile_one(case):
     """Fill Triton's cache, in a process of its own."""
     problem, schedule, target = case
-    plan = triton_gemm._plan(problem, target)
+    plan = triton_gemm.plan_of(problem, target)
     nest = triton_gemm.nest_of(problem, target, triton_gemm.point_of(schedule))
     triton_gemm.compile_for(nest, plan.arch, problem, plan.outside)
 

@@ -14,7 +14,9 @@ from tilewright.ir.access import Unsupported
 SHORT_SUMS = (89, 90)
 PROMOTE_EVERY = 128
 MOST_CODES = 1 << 17  # (-128)^2 times this is 2^31
-SHORT_SUM_ROUNDOFF = 2.0**-13
+SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF = 14, 2.0**-13
+TF32_ROUNDOFF = 2.0**-10  # of both operands together
+FIRST_WITH_UNITS = 80
 NATIVE_FP8: dict[int | str, tuple[DType, ...]] = {
     89: (F8E4M3FN, F8E5M2),
     90: (F8E4M3FN, F8E5M2),
@@ -50,12 +52,14 @@ class Dot:
     roundoff: float = 0.0
 
 
-def choose(lhs: DType, rhs: DType, acc: DType, depth: int, arch: Arch) -> Dot:
-    """The dot for operands of these types, `depth` of them along K.
+def choose(lhs: DType, rhs: DType, acc: DType, depth: int, arch: Arch, *, tf32: bool = False) -> Dot:
+    """The dot for operands of these types, `depth` of them along K; f32 rounded to 10 bits of fraction where `tf32` allows it.
 
     Raises:
         Unsupported: a sentence.
     """
+    if arch.backend == "cuda" and arch.capability < FIRST_WITH_UNITS:
+        raise Unsupported(f"Triton uses no matrix unit before sm_{FIRST_WITH_UNITS}")
     if acc is S32:
         codes = (S4, U4, S8, U8)
         if lhs not in codes or rhs not in codes:
@@ -74,8 +78,10 @@ def choose(lhs: DType, rhs: DType, acc: DType, depth: int, arch: Arch) -> Dot:
         return Dot(lhs, unit, F32, promote=promote, roundoff=roundoff)
     if pair <= {F16, *FP8}:
         return Dot(F16, "f16", F32)
-    if pair <= {BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ} and arch.capability not in range(1, 80):
+    if pair <= {BF16, *FP8}:
         return Dot(BF16, "bf16", F32)
     if pair <= {F32, F16, BF16, *FP8}:
+        if tf32 and arch.backend == "cuda":
+            return Dot(F32, "tf32", F32, precision="tf32", roundoff=TF32_ROUNDOFF)
         return Dot(F32, "f32", F32, precision="ieee")
     raise Unsupported(f"{lhs} x {rhs} has no dot")

@@ -24,16 +24,18 @@ from tilewright.schedule.cost import Phase, Work, predict_us
 VIEWS = (Reshape, Transpose, Slice, Broadcast)
 LANES = 128  # f32 operations a cycle and SM, of every architecture here but gfx9's 256
 SHARED_BYTES_PER_CYCLE = 128  # of an SM: 32 banks of 4 bytes (CUDA C++ Best Practices Guide 13.0, 10.2.3.1)
-LATENCY = 700.0  # cycles from asking memory to a dot's operand lying in shared memory
+# Measured on an H200, as are the other numbers without a source.
+LATENCY = 700.0  # cycles from asking the last cache to a dot's operand lying in shared memory
+FAR_LATENCY = 1650.0  # the same from memory, while it is busy
+CONVERTING = 500.0  # cycles of a step in which an operand goes through registers, beside the conversion itself
 BEGINNING = 1500.0  # cycles of a block before its first step and after its last, that nothing hides where one block runs alone
 THREADS, BLOCKS = 2048, 32  # of an SM at a time
 REGISTERS_BESIDE = 56  # of a thread, beside the accumulator
 DEFAULT_SHARED = 48 << 10
-# Measured on an H200: 8192^3 and 4096^3 products in bf16 and s8 read 7 to 9 TB/s from the L2 cache.
-NEAR_BYTES_PER_CYCLE = 40.0  # of an SM
-TAKES_TURNS = 1.45  # with two stages, loads of one wait for the dot of the other, which runs behind (wgmma); likewise
+NEAR_BYTES_PER_CYCLE = 40.0  # of an SM, from the last cache: 8192^3 and 4096^3 products in bf16 and s8 read 7 to 9 TB/s
+TAKES_TURNS = 1.45  # with two stages, loads of one wait for the dot of the other, which runs behind (wgmma)
 STEP = 40.0  # cycles of a step for its own sake: barriers, addresses
-TIGHT = 1.08  # 128 sums a thread leave few registers; likewise
+TIGHT = 1.08  # 128 sums a thread leave few registers
 MOST = 96  # points that are ranked
 
 Array = Any
@@ -55,7 +57,7 @@ class _Points:
     @classmethod
     def of(cls, points: Sequence[Point]) -> _Points:
         columns = ([getattr(p, name) for p in points] for name in cls.__dataclass_fields__)
-        return cls(*(np.array(c, dtype=np.float64) for c in columns))
+        return cls(*(np.array(c, dtype=bool if isinstance(c[0], bool) else np.float64) for c in columns))
 
 
 def ranked(nest: Nest, target: Target) -> list[Point]:
@@ -89,7 +91,7 @@ def legal(nest: Nest, target: Target) -> list[Point]:
     rows, columns = _sizes(nest.rows), _sizes(nest.columns)
     depths = (16, 32) if size == 4 else (32, 64, 128) if size == 2 else (64, 128, 256)
     # wgmma wants 64 rows, and takes its left operand alone from registers, where conversions leave theirs.
-    turns, converts = arch.capability == 90, _conversions(nest.rhs) > _conversions(nest.lhs)
+    turns, converts = arch.capability == 90 and not scalar, _conversions(nest.rhs) > _conversions(nest.lhs)
     found: list[Point] = []
     for tile_m, tile_n, tile_k, num_warps in itertools.product(rows, columns, depths, (4, 8)):
         held = tile_m * tile_n / (num_warps * arch.warp)
@@ -150,42 +152,39 @@ def _work(nest: Nest, p: _Points, target: Target) -> Work:
     rounds = np.ceil(blocks / sms)  # blocks of the busiest SM
     waves = np.ceil(blocks / (sms * resident))
 
+    lhs, rhs = _bytes(nest.lhs), _bytes(nest.rhs)
+    near = p.tile_k * (p.tile_m * lhs + p.tile_n * rhs)  # of a step, from the last cache
+    once = nest.batch * nest.depth * (nest.rows * lhs + nest.columns * rhs) + sum(s.root.tensor.size_bytes for s in nest.stores)
+    far = np.minimum(once / (near * steps * blocks), 1.0)  # the part of it that comes from memory
+
     step, behind = _step(nest, p, arch, target)
-    converted = _conversions(nest.lhs) * p.tile_m * p.tile_k + _conversions(nest.rhs) * p.tile_n * p.tile_k
-    waiting = LATENCY / (np.maximum(p.num_stages - 1 - behind, 0.5) * resident)
-    near_bytes = p.tile_k * (p.tile_m * _bytes(nest.lhs) + p.tile_n * _bytes(nest.rhs))
-    each = np.maximum.reduce([step, waiting, near_bytes / NEAR_BYTES_PER_CYCLE])
+    waiting = (LATENCY + far * (FAR_LATENCY - LATENCY)) / (np.maximum(p.num_stages - 1 - behind, 0.5) * resident)
+    each = np.maximum.reduce([step, waiting, near / NEAR_BYTES_PER_CYCLE]) + STEP
     each = each * np.where((behind > 0) & (p.num_stages == 2), TAKES_TURNS, 1.0) * np.where(held >= 128, TIGHT, 1.0)
-    steps_of_all = rounds * steps
+    converted = _conversions(nest.lhs) * p.tile_m * p.tile_k * ~p.swap_ab + _conversions(nest.rhs) * p.tile_n * p.tile_k * (
+        ~p.swap_ab | (arch.capability != 90)
+    )
+    if _conversions(nest.lhs) or _conversions(nest.rhs):
+        each = each + CONVERTING
     finished = p.tile_m * p.tile_n / LANES * (4 + sum(_operations(s) for s in nest.stores) / len(nest.stores))
     exposed = finished * rounds / resident + BEGINNING * waves
     reduced = np.where(p.split_k > 1, p.tile_m * p.tile_n * 4 * (p.split_k + 1) / 32 + 2 * LATENCY, 0)
 
-    lhs, rhs = _bytes(nest.lhs), _bytes(nest.rhs)
-    near = steps_of_all * near_bytes
-    once = nest.batch * nest.depth * (nest.rows * lhs + nest.columns * rhs) + sum(s.root.tensor.size_bytes for s in nest.stores)
     cache = next((c.bytes for c in reversed(target.chip.levels) if c.name.startswith("L")), 32 << 20)
     together = np.minimum(blocks, sms * resident)
     down = np.minimum(np.minimum(p.group_m, np.ceil(nest.rows / p.tile_m)), together)
     again = waves * nest.depth * (down * p.tile_m * lhs + np.ceil(together / down) * p.tile_n * rhs)
-    memory = np.where(once > cache, np.maximum(once, np.minimum(again, near * sms)), once)
-    return Work(
-        (
-            Phase(
-                steps_of_all * each + exposed + reduced,
-                steps_of_all * converted / LANES,
-                {"memory": memory},
-            ),
-        )
-    )
+    memory = np.where(once > cache, np.maximum(once, np.minimum(again, near * steps * blocks)), once)
+    in_turn = rounds * steps * (each + converted / LANES)
+    return Work((Phase(in_turn + exposed + reduced, 0.0, {"memory": memory}),))
 
 
 def _step(nest: Nest, p: _Points, arch: Arch, target: Target) -> tuple[Array, Array]:
     """Cycles of one step along K on the matrix unit, or of shared memory feeding it; and how many steps the dot runs behind."""
     size = nest.dot.operand.bits / 8
-    names = (nest.dot.unit, *widened(nest.dot.unit))
-    unit = next((u for name in names for u in target.chip.units if u.operand == name), None)
-    rate = float(unit.ops_per_cycle) if unit is not None else 256.0
+    own = "bf16" if nest.dot.unit == "tf32" else nest.dot.unit  # TF32 has half the rate of bf16 on every chip
+    unit = next((u for name in (own, *widened(own)) for u in target.chip.units if u.operand == name), None)
+    rate = (float(unit.ops_per_cycle) if unit is not None else 256.0) / (2 if nest.dot.unit == "tf32" else 1)
     down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
     groups = (arch.capability == 90) & (down >= 64)  # four warps multiply together, from shared memory
     multiplied = 2 * np.maximum(down, 16) * np.maximum(wide, 8) * p.tile_k / rate
@@ -197,12 +196,12 @@ def _step(nest: Nest, p: _Points, arch: Arch, target: Target) -> tuple[Array, Ar
     fed = np.where(groups, by_groups, by_warps) / SHARED_BYTES_PER_CYCLE
     if nest.dot.precision == "ieee" and arch.backend == "cuda":
         fed = fed * 2  # every operand of a multiply-add comes through a load of its own
-    return np.maximum(multiplied, fed) + STEP, np.where(groups, 1.0, 0.0)
+    return np.maximum(multiplied, fed), np.where(groups, 1.0, 0.0)
 
 
 def _conversions(access: Access) -> int:
-    """Operations on each element of an operand on the way to the dot."""
-    return 3 * sum(not isinstance(n.op, (Param, *VIEWS)) for n in toposort((access.root,)))
+    """Instructions for each element of an operand on the way to the dot."""
+    return 7 * sum(not isinstance(n.op, (Param, *VIEWS)) for n in toposort((access.root,)))
 
 
 def _operations(access: Access) -> int:

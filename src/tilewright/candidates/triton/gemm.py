@@ -11,7 +11,7 @@ import torch
 
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton._casts import pointer_type
-from tilewright.candidates.triton._dots import Dot, choose
+from tilewright.candidates.triton._dots import SHORT_SUM_BITS, Dot, choose
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._run import operands_outside, runner
 from tilewright.candidates.triton._space import ranked, work
@@ -50,16 +50,20 @@ class Plan:
     outside: Mapping[int, Node]
 
 
+def plan_of(problem: Problem, target: Target) -> Plan | str:
+    """The plan, or the sentence why there is none. TF32 is used where torch is told that f32 products may be imprecise."""
+    return _plan(problem, target, torch.get_float32_matmul_precision() != "highest")
+
+
 @lru_cache(maxsize=1024)
-def _plan(problem: Problem, target: Target) -> Plan | str:
-    """The plan, or the sentence why there is none."""
+def _plan(problem: Problem, target: Target, tf32: bool) -> Plan | str:
     try:
-        return _planned(problem, target)
+        return _planned(problem, target, tf32=tf32)
     except Unsupported as why:
         return str(why)
 
 
-def _planned(problem: Problem, target: Target) -> Plan:
+def _planned(problem: Problem, target: Target, *, tf32: bool) -> Plan:
     arch = modules.arch_of(target)
     if arch is None:
         raise Unsupported(f"Triton makes nothing for {target.name}")
@@ -67,7 +71,7 @@ def _planned(problem: Problem, target: Target) -> Plan:
         raise Unsupported("an extent is 0")
     if problem.batch * max(problem.M, problem.N) >= 1 << 31:
         raise Unsupported("its rows are not counted in 31 bits")
-    dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch)
+    dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
     check(problem.op.stores, blocks=True)
     stores = tuple(of_store(root) for root in problem.op.stores)
     batch_shape = problem.acc.shape[:-2]
@@ -120,18 +124,18 @@ class TritonGemm:
             return "generated for GPUs"
         if not modules.installed():
             return modules.INSTALL
-        plan = _plan(problem, target)
+        plan = plan_of(problem, target)
         return plan if isinstance(plan, str) else None
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
         nest = nest_of(problem, target)
-        return (schedule_of(point) for point in ranked(nest, target))
+        return (schedule_of(point, nest.dot) for point in ranked(nest, target))
 
     def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
         return work(nest_of(problem, target, point_of(schedule)), target)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
-        plan = _plan(problem, target)
+        plan = plan_of(problem, target)
         assert isinstance(plan, Plan)
         nest = nest_of(problem, target, point_of(schedule))
         compiled = compile_for(nest, plan.arch, problem, plan.outside)
@@ -158,7 +162,7 @@ class TritonGemm:
 
 def nest_of(problem: Problem, target: Target, point: Point | None = None) -> Nest:
     """The kernel that a schedule stands for; of no size yet if none is given."""
-    plan = _plan(problem, target)
+    plan = plan_of(problem, target)
     assert isinstance(plan, Plan)
     read = {n.op.index for n in toposort([plan.lhs.root, plan.rhs.root, *problem.op.stores]) if isinstance(n.op, Param)}
     return Nest(
@@ -195,7 +199,9 @@ def _unread(problem: Problem, nest: Nest) -> frozenset[int]:
     return frozenset(i for i, weight in enumerate(problem.weights) if weight and i not in nest.sources)
 
 
-def schedule_of(point: Point) -> Schedule:
+def schedule_of(point: Point, dot: Dot) -> Schedule:
+    """The knobs of a point, and how many bits f32 operands or short sums keep."""
+    said = {"precision": dot.precision} if dot.precision else {"acc_bits": SHORT_SUM_BITS} if dot.promote else {}
     return Schedule.of(
         tile_m=point.tile_m,
         tile_n=point.tile_n,
@@ -205,11 +211,13 @@ def schedule_of(point: Point) -> Schedule:
         split_k=point.split_k,
         group_m=point.group_m,
         swap_ab=point.swap_ab,
+        **said,
     )
 
 
 def point_of(schedule: Schedule) -> Point:
-    return Point(**dict(schedule.knobs))  # type: ignore[arg-type]
+    """The point that a schedule stands for."""
+    return Point(**{k: v for k, v in schedule.knobs if k in Point.__dataclass_fields__})  # type: ignore[arg-type]
 
 
 CANDIDATE = TritonGemm()
