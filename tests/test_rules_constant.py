@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rule_checks import assert_exact, assert_order_is_free, fired, graph_of, refusals, staged
-from tilewright.dtype import BF16, F16, F32, F64, PRED, S8, S32, U8, DType
+from tilewright.dtype import BF16, F16, F32, F64, PRED, S8, S32, S64, U8, DType
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, transpose
 from tilewright.ir.constant import constant_value, scalar_value, scaling
 from tilewright.ir.evaluate import evaluate
@@ -120,6 +120,21 @@ def test_operands_that_change_nothing_are_dropped(fn: str, dtype: DType, number:
         assert torch.equal(a, b) or torch.equal(a.isnan(), b.isnan())
     wide = map_(fn, x, broadcast(const(number, dtype), (2, 4, 16)))
     assert staged(graph_of(wide), "recognise").outputs == (broadcast(x, (2, 4, 16)),)
+
+
+def test_a_mask_that_hides_nothing_is_dropped():
+    """As exported models spell it: a constant that is true everywhere, or positions that are none below zero."""
+    seen = input_("m", PRED, (2, 1, 1, 8))
+    positions = reshape(Node(Iota(S64, (8,), 0)), (1, 1, 8, 1))
+    nothing = [const(torch.ones(1, 1, 8, 1, dtype=torch.bool)), map_("greater_equal", positions, const(0, S64))]
+    for other in nothing:
+        graph = graph_of(map_("and", other, seen))
+        after = staged(graph, "recognise")
+        assert after.outputs == (broadcast(seen, (2, 1, 8, 8)),)
+        assert_exact(graph, after)
+    some = [const(torch.arange(8).reshape(1, 1, 8, 1) > 0), map_("greater_equal", positions, const(1, S64))]
+    for other in some:
+        assert fired(graph_of(map_("and", other, seen)), "drop_operand_that_changes_nothing", "recognise") == 0
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ it is a multiple or a rounding of."""
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
+from tilewright.dtype import PRED
 from tilewright.ir.build import const
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
@@ -29,12 +31,14 @@ from tilewright.ir.types import TupleType
 if TYPE_CHECKING:
     import torch
 
+LARGEST_MASK, MASK_NODES = 1 << 22, 8  # elements of a mask that is looked at, and nodes that make it
 _SPREAD = (Broadcast, Reshape, Transpose)
 _CLOSED = (Broadcast, Concat, Convert, Gather, Map, Pad, Reduce, Reshape, Select, Slice, Transpose)
 
 
 def scalar_value(node: Node) -> float | int | bool | None:
-    """The one number that `node` holds everywhere: a one-element constant, seen through views, repetition and conversion.
+    """The one number that `node` holds everywhere: a one-element constant, or a mask that constants make and that is the same
+    everywhere, seen through views, repetition and conversion.
 
     None if it is none, or holds no element.
     """
@@ -46,7 +50,11 @@ def scalar_value(node: Node) -> float | int | bool | None:
             conversions.append(node.op)
         node = node.src[0]
     if not isinstance(node.op, Const) or node.tensor.elements != 1:
-        return None
+        everywhere = _everywhere(node) if node.dtype is PRED else None
+        if everywhere is None or not conversions:
+            return everywhere
+        node = const(everywhere, PRED)
+        assert isinstance(node.op, Const)
     literal = node.op.data
     for op in reversed(conversions):
         node = Node(op, node)
@@ -54,6 +62,13 @@ def scalar_value(node: Node) -> float | int | bool | None:
         value = cast("torch.Tensor", evaluate_nodes([node], {})[0])
         return value.reshape(()).item()
     return literal.scalar()
+
+
+@lru_cache(maxsize=1024)
+def _everywhere(mask: Node) -> bool | None:
+    """What a pred is in all places, None if it differs or is not known."""
+    values = constant_value(mask, LARGEST_MASK, MASK_NODES)
+    return None if values is None or not values.numel() or values.any() != values.all() else bool(values.any())
 
 
 def scalar_like(value: float, node: Node) -> Node:

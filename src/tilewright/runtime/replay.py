@@ -190,13 +190,22 @@ class CudaGraphs:
             try:
                 values = run()
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # a graph that is spoilt ends with an error
-                    graph.capture_end()
+                self._give_up(graph)
                 raise
             graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return values, graph.replay
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a capture that an operation spoilt. Ending it raises before torch's allocator is told, and the allocator would
+        go on to keep memory for that graph: it is told here, and the next graph has a pool of its own."""
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        with contextlib.suppress(AttributeError, RuntimeError):
+            index = torch.device(self._device).index or 0
+            torch._C._cuda_endAllocateToPool(index, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+        self._pool = torch.cuda.graph_pool_handle()
 
 
 class OnDevice:
