@@ -117,6 +117,7 @@ class _Writer:
         do(f"tile = {f'{tiles - 1} - {order}' if h.causal != 'no' else order}")  # what sees most keys first
         do(f"m = tile * {p.tile_m} + tl.arange(0, {p.tile_m})")
         do(f"rows = head * {h.queries} + m")
+        do(f"first_row = head * {h.queries} + tl.arange(0, 1)")
         do(f"key_head = head // {h.shared}")
         if h.queries % p.tile_m:
             do(f"row_mask = m < {h.queries}")
@@ -230,10 +231,7 @@ class _Writer:
         h, text = self.h, self.text
         k = self._of_keys(t, "d", h.depth).ready(h.k, self.unit)
         score = text.call("dot", "q", f"tl.trans({k})", *self._precision)
-        mask = None if h.mask is None or h.mask.root.dtype is PRED else self._of_scores(t).value(h.mask)
-        if mask is not None:
-            assert h.mask is not None
-            mask = self._of_scores(t).convert(mask, h.mask.root.dtype, F32)
+        mask = None if h.mask is None or h.mask.root.dtype is PRED else self._mask(t, h.mask)
         if isinstance(h.on_scores, Rounded):
             code = self._rounded(score, repr(h.scale / h.on_scores.divisor), h.on_scores)
             scale = repr(h.on_scores.codes.scale)
@@ -247,7 +245,7 @@ class _Writer:
             if mask is not None:
                 score = text.v(f"{score} + {mask}")
         if h.mask is not None and mask is None:
-            score = text.call("where", self._of_scores(t).value(h.mask), score, LOWEST)
+            score = text.call("where", self._mask(t, h.mask), score, LOWEST)
         if h.causal != "no":
             shift = h.keys - h.queries if h.causal == "lower" else 0
             seen = text.v(f"m[:, None]{f' + {shift}' if shift else ''} >= {t}[None, :]")
@@ -255,6 +253,15 @@ class _Writer:
         if t in self._ragged:
             score = text.call("where", f"{t}_mask[None, :]", score, LOWEST)
         return score
+
+    def _mask(self, t: str, mask: Access) -> str:
+        """Of a tile of keys: pred, or f32. One that is the same for all queries of a head is read once for them."""
+        emitter = self._of_scores(t)
+        places = [mask.of_leaf(n) for n in mask.views if isinstance(n.op, Param)]
+        if all(term.inner % self.h.queries == 0 for place in places for term in place.rows):
+            emitter.tile = replace(emitter.tile, rows="first_row", row_mask=None)
+        value = emitter.value(mask)
+        return value if mask.root.dtype is PRED else emitter.convert(value, mask.root.dtype, F32)
 
     @property
     def _precision(self) -> tuple[str, ...]:

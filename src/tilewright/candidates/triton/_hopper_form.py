@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass
 
 from tilewright.candidates.triton._hopper_view import TmaView
-from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, S8, U8, DType
+from tilewright.dtype import BF16, F16, DType
 from tilewright.ir.access import Access
 
 FRAGMENT = {"s8": "int8", "u8": "int8", "f8e4m3fn": "float8e4nv", "f8e5m2": "float8e5", "bf16": "bfloat16", "f16": "float16"}
-HELD = (BF16, F16, S8, U8, F8E4M3FN, F8E5M2)
+HELD = (BF16, F16)  # of bytes it saved nothing: 25.8 us against 25.6 for sixteen products of 1024 x 1024 x 1024
 
 
 @dataclass(frozen=True)

@@ -55,24 +55,6 @@ def unpack(w, dtype: gl.constexpr):
 
 
 @gluon.jit
-def pack_bytes(x):
-    """8-bit columns as words: two neighbours of one group of eight, and of the next, all of which a thread holds."""
-    even, odd = x.to(gl.int32).reshape((x.shape[0], x.shape[1] // 16, 2, 4, 2)).permute((0, 1, 3, 2, 4)).split()
-    e0, e1 = even.split()
-    o0, o1 = odd.split()
-    return gl.inline_asm_elementwise(
-        "{.reg .b32 s, t; prmt.b32 s, $1, $2, 0x0040; prmt.b32 t, $3, $4, 0x0040; prmt.b32 $0, s, t, 0x5410;}",
-        "=r,r,r,r,r", [e0, o0, e1, o1], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def unpack_bytes(w):
-    """What `pack_bytes` packed, two columns to an element of 16 bits."""
-    x = gl.join(w.to(gl.int16), (w >> 16).to(gl.int16))
-    return x.permute((0, 1, 3, 2)).reshape((w.shape[0], w.shape[1] * 8))
-
-
-@gluon.jit
 def advance(s, phase, STAGES: gl.constexpr):
     """The next stage of the ring, and the parity that its barriers turn to."""
     last = s == STAGES - 1

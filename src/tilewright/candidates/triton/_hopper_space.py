@@ -193,7 +193,6 @@ def _holds(form: Form, steps: int, rounds: int) -> Iterable[bool]:
     """Whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
     out = form.outs[0]
     able = len(form.outs) == 1 and out.view is not None and out.access.root.dtype in HELD and not out.view.across
-    able = able and not form.rhs.widened
     if able and form.rows == 64 and steps >= form.pieces and form.tile_n >= 128 and rounds > 1:
         return (True, False)
     return (False,)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._emit import Emitter, Tile
-from tilewright.candidates.triton._hopper_form import Form, Out, size
+from tilewright.candidates.triton._hopper_form import Form, Out
 from tilewright.candidates.triton._text import Text
 from tilewright.dtype import PRED
 from tilewright.ir.graph import Node
@@ -92,7 +92,7 @@ class Stores:
     def _store(self, t: Text, emitter: Brief, out: Out, i: int, j: int) -> None:
         f, access = self.form, out.access
         if f.hold:
-            t.do(f"w{j} = {self._packed(emitter.value(access))}")
+            t.do(f"w{j} = pack({emitter.value(access)})")
             if j == f.pieces - 1:
                 t.do("held_b, held_row, held_col = b, row, col")
         elif out.view is None:
@@ -103,13 +103,9 @@ class Stores:
                 value = t.v(f"{value}.to(gl.uint8)")
             self._write(t, out, i, j, value, "")
 
-    def _packed(self, value: str) -> str:
-        """A value of the one store as words that wait in registers."""
-        return f"pack_bytes({value})" if size(self.form.outs[0].access.root.dtype) == 1 else f"pack({value})"
-
     def _unpacked(self, words: str) -> str:
-        dtype = self.form.outs[0].access.root.dtype
-        return f"unpack_bytes({words})" if size(dtype) == 1 else f"unpack({words}, gl.{in_memory(dtype)})"
+        """The value of the one store that waited in registers."""
+        return f"unpack({words}, gl.{in_memory(self.form.outs[0].access.root.dtype)})"
 
     def _write(self, t: Text, out: Out, i: int, j: int, value: str, held: str) -> None:
         """A piece through shared memory to where TMA writes it."""
@@ -117,16 +113,11 @@ class Stores:
         assert view is not None
         kind = f"c{i}_desc"
         shape = [out.columns, f.rows] if view.across else [f.rows, out.columns]
-        element = f"{kind}.dtype"
-        if f.hold and size(out.access.root.dtype) == 1:
-            shape, element = [f.rows, out.columns // 2], "gl.int16"
-        else:
-            value = f"gl.convert_layout({value}, L{out.columns})"
         n = sum(f.tile_n // o.columns for o in f.outs[:i] if o.view) + j
         raw = f"c_bufs.index(g * {f.leaving} + {n % f.leaving})"
-        flat = f"{raw}._reinterpret({element}, {shape}, gl.NVMMASharedLayout.get_default_for({shape}, {element}))"
+        flat = f"{raw}._reinterpret({kind}.dtype, {shape}, gl.NVMMASharedLayout.get_default_for({shape}, {kind}.dtype))"
         t.do(f"tma.store_wait({self._pending(n)})")
-        t.do(f"{flat}{'.permute((1, 0))' if view.across else ''}.store({value})")
+        t.do(f"{flat}{'.permute((1, 0))' if view.across else ''}.store(gl.convert_layout({value}, L{out.columns}))")
         t.do("fence_async_shared()")
         at = view.coordinates(f"{held}b", f"{held}row", f"({held}col + {j * out.columns - out.access.first})")
         boxed = f"{raw}._reinterpret({kind}.dtype, {kind}.block_type.shape, {kind}.layout)"

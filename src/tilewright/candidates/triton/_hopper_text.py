@@ -153,7 +153,7 @@ class Writer(Stores):
             kind = f"gl.{in_memory(f.outs[0].access.root.dtype)}"
             t.do(f"none = gl.zeros(({f.rows}, {f.outs[0].columns}), {kind}, L{f.outs[0].columns})")
             for j in range(f.pieces):
-                t.do(f"w{j} = {self._packed('none')}")
+                t.do(f"w{j} = pack(none)")
         with t.block(self._each_tile()):
             t.do(f"acc = warpgroup_mma_init(gl.zeros(({f.rows}, {f.shape_n}), gl.{acc}, L))")
             if f.streamed:
