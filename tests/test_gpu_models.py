@@ -181,6 +181,7 @@ def test_verify_and_perf_of_a_model():
     feeds = make_feeds(program.source)
     verified = verify_program(program, "block", feeds)
     assert verified.verified, verified.first_difference
+    assert "in one CUDA graph of" in program.launched  # what was held against the oracle last
     report = measure(program, "block", feeds, GPU, iterations=5).report
     assert any(s.startswith("Launched ") and "CUDA graph" in s for s in report.summary), report.summary
     assert report.total_us < 3 * sum(s.time_us for s in report.steps)
