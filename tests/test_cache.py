@@ -387,6 +387,17 @@ def test_a_file_that_is_no_database_is_set_aside(tmp_path, kept, capfd, content)
     assert cache.clear() == 1 and not file.exists() and other.get(KEY) is None
 
 
+@pytest.mark.parametrize("name", [b"refused", b"decisions"])
+def test_a_damaged_name_that_no_message_can_quote_is_damage(tmp_path, kept, capfd, name):
+    cache = Cache(tmp_path)
+    assert cache.put(record("0"))
+    cache.close()
+    file = tmp_path / "decisions-0.sqlite"
+    file.write_bytes(file.read_bytes().replace(b"CREATE TABLE " + name, b"CREATE \xf5ABLE " + name))
+    assert cache.get(KEY) in (None, record("0")) and cache.put(record("1")) and record("1") in cache.records()
+    assert cache.unusable is None
+
+
 def test_a_process_notices_that_another_one_set_the_file_aside(tmp_path, kept):
     cache, other = Cache(tmp_path), Cache(tmp_path)
     assert cache.put(record("0")) and other.get(KEY) == record("0")

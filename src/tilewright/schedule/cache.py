@@ -185,6 +185,8 @@ class Cache:
                     self._stop(f"{self.folder}: {error.strerror or error}")
                 except sqlite3.Error as error:
                     self._failed(error)
+                except UnicodeDecodeError as error:  # SQLite's own message, which quotes a damaged name
+                    self._failed(sqlite3.DatabaseError(str(error)))
             return otherwise
 
     def _failed(self, error: sqlite3.Error) -> None:
