@@ -89,6 +89,11 @@ CASES = {
         replace(WHOLE, tile_n=128, num_stages=6),
         ["QGMMA.64x128x32.F32.E5M2.E4M3", "UTMASTG.2D"],
     ),
+    "fp8, scales by blocks": (
+        "f8e4m3fn[4096,7168] block=1x128 @ f8e4m3fn[4096,7168]^T block=128x128 -> bf16",
+        replace(WHOLE, tile_n=128, num_stages=6),
+        ["QGMMA.64x128x32.F32.E4M3.E4M3", "FFMA", "UTMASTG.2D"],
+    ),
     "bf16, residual, K shared out": (
         "bf16[512,4096] @ bf16[4096,1024] + bias + residual, relu -> bf16",
         replace(WHOLE, tile_n=128, num_stages=6, shared_tiles=32, blocks=132),

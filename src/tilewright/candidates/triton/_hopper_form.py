@@ -45,6 +45,22 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Blocks:
+    """Scales of 8-bit operands that hold for 128 of K: of each row of the left one, of 128 columns of the right one.
+
+    Attributes:
+        lhs, rhs: the sources that hold them.
+        lhs_strides: of a row and of a block of K, in elements.
+        rhs_strides: of a block of columns and of a block of K.
+    """
+
+    lhs: int
+    rhs: int
+    lhs_strides: tuple[int, int]
+    rhs_strides: tuple[int, int]
+
+
+@dataclass(frozen=True)
 class Out:
     """One store: its expression, and how its pieces leave.
 
@@ -76,6 +92,7 @@ class Form:
         rows_whole, columns_whole: tiles end where the result does.
         columns: of the result.
         outs: the stores.
+        blocks: scales that sums of 128 products are multiplied by before they are added up.
     """
 
     lhs: Side
@@ -94,6 +111,7 @@ class Form:
     columns_whole: bool
     columns: int
     outs: tuple[Out, ...]
+    blocks: Blocks | None = None
 
     @property
     def tile_k(self) -> int:

@@ -11,15 +11,17 @@ from typing import cast
 import torch
 
 from tilewright.candidates.triton._emit import check
-from tilewright.candidates.triton._hopper_form import FRAGMENT, size
+from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, size
 from tilewright.candidates.triton._hopper_view import ALIGNED, by_batch
-from tilewright.dtype import F32, S32, DType
+from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
 from tilewright.ir.access import Access, Unsupported, of_operand, of_store
-from tilewright.ir.build import broadcast
+from tilewright.ir.build import broadcast, swap_last
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param
-from tilewright.schedule.problem import Operand, Problem
+from tilewright.ir.ops import Dequantize, Param, Transpose
+from tilewright.schedule.problem import Operand, Problem, read_operand
+
+BLOCK = 128  # of K, as wide as a stage of 8-bit operands
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,7 @@ class Plan:
     lhs: Matrix
     rhs: Matrix
     stores: tuple[Access, ...]
+    blocks: Blocks | None = None
 
     @property
     def tile_k(self) -> int:
@@ -123,7 +126,9 @@ def plan_of(problem: Problem) -> Plan | str:
 
 
 def _planned(problem: Problem) -> Plan:
-    a, b = problem.lhs.dtype, problem.rhs.dtype
+    blocks = _blocks(problem)
+    lhs_root, rhs_root = (problem.op.lhs, problem.op.rhs) if blocks is None else blocks[1:]
+    a, b = lhs_root.dtype, rhs_root.dtype
     if a.name not in FRAGMENT or b.name not in FRAGMENT or problem.acc.dtype not in (F32, S32):
         raise Unsupported(f"wgmma has no {a} x {b} product into {problem.acc.dtype}")
     if a.bits != b.bits or (a.bits == 16 and a is not b):
@@ -134,10 +139,27 @@ def _planned(problem: Problem) -> Plan:
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
     shape = problem.acc.shape[:-2]
-    lhs = _matrix(problem, problem.lhs, problem.op.lhs, batch, rows, None if shared and batch == 1 else shape, left=True)
-    rhs = _matrix(problem, problem.rhs, problem.op.rhs, batch, problem.N, None if shared else shape, left=False)
+    lhs = _matrix(problem, read_operand(lhs_root), lhs_root, batch, rows, None if shared and batch == 1 else shape, left=True)
+    rhs = _matrix(problem, read_operand(rhs_root), rhs_root, batch, problem.N, None if shared else shape, left=False)
     stores = tuple(of_store(root) for root in problem.op.stores)
-    return Plan(batch, rows, problem.N, problem.K, lhs, rhs, stores)
+    return Plan(batch, rows, problem.N, problem.K, lhs, rhs, stores, blocks[0] if blocks else None)
+
+
+def _blocks(problem: Problem) -> tuple[Blocks, Node, Node] | None:
+    """Scales by blocks of 128, and the codes of both operands; None where operands are otherwise."""
+    lhs, rhs = problem.op.lhs, problem.op.rhs
+    turned = isinstance(rhs.op, Transpose) and rhs.op.perm == (1, 0)
+    rhs = rhs.src[0] if turned else rhs
+    if not (isinstance(lhs.op, Dequantize) and isinstance(rhs.op, Dequantize) and len(lhs.src) == len(rhs.src) == 2):
+        return None
+    row, column = lhs.src[1], rhs.src[1]
+    if (lhs.op.block, rhs.op.block) != ((1, BLOCK), (BLOCK, BLOCK)) or not (row.dtype is column.dtype is F32):
+        return None
+    if not isinstance(row.op, Param) or not isinstance(column.op, Param) or lhs.src[0].dtype not in (F8E4M3FN, F8E5M2):
+        return None
+    along = (column.shape[1], 1) if turned else (1, column.shape[1])
+    blocks = Blocks(row.op.index, column.op.index, (row.shape[1], 1), along)
+    return blocks, lhs.src[0], swap_last(rhs.src[0]) if turned else rhs.src[0]
 
 
 def _matrix(

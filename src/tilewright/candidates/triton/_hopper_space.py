@@ -24,6 +24,7 @@ from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
+BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns share a scale
 SMALLEST = (64, 64)
 MOST_STAGES = 8
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
@@ -31,6 +32,7 @@ MOST_SHARED = 64 * 128  # elements of a warpgroup's part of a shared tile: what 
 LATER = 0.03
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
 SHARED_BYTES_PER_CYCLE = 121.0  # of an SM, of 32 banks of 4 bytes
+SCALED = 1.2  # a step whose sums are multiplied by scales
 START_CYCLES = 2100.0  # from a launch until the first products: descriptors, first stages from memory
 END_CYCLES = 5400.0  # of a tile of 128 x 256 that is packed and stored while the tensor cores wait
 HELD_CYCLES = 2800.0  # of one that leaves behind the next tile's products
@@ -126,6 +128,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         plan.N % point.tile_n == 0,
         plan.N,
         tuple(outs),
+        plan.blocks,
     )
 
 
@@ -157,7 +160,7 @@ def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
 
 def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
     steps = -(-plan.K // plan.tile_k)
-    for (tile_m, tile_n), paired in product(TILES, (False, True)):
+    for (tile_m, tile_n), paired in product(TILES if plan.blocks is None else BLOCK_TILES, (False, True)):
         base = Point(tile_m, tile_n, 2, 16, False, False, paired, 1, 0)
         waste = _tiles(plan, base) * (2 if paired else 1) * tile_m * tile_n / (plan.batch * plan.M * plan.N)
         if (waste > 4 and (tile_m, tile_n, paired) != (*SMALLEST, False)) or (paired and tile_m >= plan.M):
@@ -170,8 +173,8 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
             if stages < 2:
                 continue
             cores = target.cores // (2 if paired else 1)
-            for hold in _holds(form, steps, -(-_tiles(plan, base) // cores)):
-                whole = hold or form.tile_n != form.shape_n or form.rows * form.tile_n > MOST_SHARED
+            for hold in (False,) if plan.blocks else _holds(form, steps, -(-_tiles(plan, base) // cores)):
+                whole = hold or plan.blocks is not None or form.tile_n != form.shape_n or form.rows * form.tile_n > MOST_SHARED
                 for blocks, shared in _partitions(_tiles(plan, base), steps, cores, whole):
                     blocks *= 2 if paired else 1
                     yield replace(base, num_stages=stages, hold=hold, blocks=blocks, shared_tiles=shared)
@@ -225,7 +228,7 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     steps = -(-plan.K // plan.tile_k)
     products = 2 * point.tile_m * point.tile_n * plan.tile_k / unit.ops_per_cycle
     read = (point.tile_m // 64) * (64 + point.tile_n) * 128
-    step = max(products, (read + form.stage_bytes) / SHARED_BYTES_PER_CYCLE)
+    step = max(products, (read + form.stage_bytes) / SHARED_BYTES_PER_CYCLE) * (SCALED if plan.blocks else 1)
     workers = point.blocks // (2 if point.paired else 1)
     whole = _tiles(plan, point) - point.shared_tiles
     each = -(-whole // workers) + point.shared_tiles / workers

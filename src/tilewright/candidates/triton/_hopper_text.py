@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tilewright.candidates.triton._casts import in_memory
-from tilewright.candidates.triton._hopper_form import FRAGMENT, Form, Side
+from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, Form, Side
 from tilewright.candidates.triton._hopper_parts import PROLOGUE
 from tilewright.candidates.triton._hopper_ptx import EDITION
 from tilewright.candidates.triton._hopper_stores import Brief, Stores
@@ -34,6 +34,8 @@ class Writer(Stores):
         super().__init__(form, pointer)
         leaves = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
         names = {pointer(n) for n in leaves} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
+        if form.blocks:
+            names |= {f"p{form.blocks.lhs}", f"p{form.blocks.rhs}"}
         self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
         self.descriptors = ["a_desc", "b_desc", *(f"c{i}_desc" for i, o in enumerate(form.outs) if o.view)]
         self.scratch = ["partial", "arrived"] if form.streamed else []
@@ -137,7 +139,6 @@ class Writer(Stores):
         f, t = self.form, Text("gl")
         arguments = ["g: gl.constexpr", *self.descriptors[2:], "a_bufs", "b_bufs", "c_bufs", "ready", "empty"]
         arguments += [*self.pointers, *self.scratch, *self.extents]
-        acc = "int32" if f.acc.is_integer else "float32"
         m, n, k = f.instruction
         t.do(f"L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {n}, {k}])")
         for columns in sorted({o.columns for o in f.outs}):
@@ -155,29 +156,67 @@ class Writer(Stores):
             for j in range(f.pieces):
                 t.do(f"w{j} = pack(none)")
         with t.block(self._each_tile()):
-            t.do(f"acc = warpgroup_mma_init(gl.zeros(({f.rows}, {f.shape_n}), gl.{acc}, L))")
-            if f.streamed:
-                self._which(t)
-            ahead = f.pieces if f.hold else 0 if f.streamed else 1  # steps that need not know which tile it is
-            for j in range(ahead):
-                self._step(t, use=str(j > 0), free=j > 0)
-                if f.hold:
-                    self._write(t, f.outs[0], 0, j, self._unpacked(f"w{j}"), "held_")
-            if not f.streamed:
-                self._which(t)
-            t.do("b = pin(b)")
-            t.do(f"row = pin(pm * {f.groups} + g) * {f.rows}")
-            t.do(f"col = pin(pn) * {f.tile_n}")
-            later = "k > k0" if f.streamed else "True"
-            with t.block("for k in range(k0, k1):" if f.streamed else f"for k in range({ahead}, nk):"):
-                self._step(t, use=later, free=later if f.streamed else True)
-            self._finish(t)
+            if f.blocks:
+                self._tile_by_blocks(t, f.blocks)
+            else:
+                self._tile(t)
         if f.hold:
             for j in range(f.pieces):
                 self._write(t, f.outs[0], 0, j, self._unpacked(f"w{j}"), "held_")
         if any(o.view for o in f.outs):
             t.do("tma.store_wait(0)")
         return self._function("math", arguments, t)
+
+    def _tile(self, t: Text) -> None:
+        """All of K, and what becomes of the sums."""
+        f = self.form
+        acc = "int32" if f.acc.is_integer else "float32"
+        t.do(f"acc = warpgroup_mma_init(gl.zeros(({f.rows}, {f.shape_n}), gl.{acc}, L))")
+        if f.streamed:
+            self._which(t)
+        ahead = f.pieces if f.hold else 0 if f.streamed else 1  # steps that need not know which tile it is
+        for j in range(ahead):
+            self._step(t, use=str(j > 0), free=j > 0)
+            if f.hold:
+                self._write(t, f.outs[0], 0, j, self._unpacked(f"w{j}"), "held_")
+        if not f.streamed:
+            self._which(t)
+        self._where(t)
+        later = "k > k0" if f.streamed else "True"
+        with t.block("for k in range(k0, k1):" if f.streamed else f"for k in range({ahead}, nk):"):
+            self._step(t, use=later, free=later if f.streamed else True)
+        self._finish(t)
+
+    def _where(self, t: Text) -> None:
+        """Where a tile's rows and columns begin."""
+        f = self.form
+        t.do("b = pin(b)")
+        t.do(f"row = pin(pm * {f.groups} + g) * {f.rows}")
+        t.do(f"col = pin(pn) * {f.tile_n}")
+
+    def _tile_by_blocks(self, t: Text, blocks: Blocks) -> None:
+        """Sums of 128 products each, times the scales of their rows and columns, added up in f32: as exact as the scales are,
+        where the tensor cores keep 14 bits of a sum. While one warpgroup multiplies by scales the other one has the cores."""
+        f = self.form
+        self._which(t)
+        self._where(t)
+        (down, along), (across, below) = blocks.lhs_strides, blocks.rhs_strides
+        t.do(f"y = row + gl.arange(0, {f.rows}, gl.SliceLayout(1, L))")
+        t.do(f"at = p{blocks.lhs} + y * {down}")
+        t.do(f"beside = p{blocks.rhs} + col // 128 * {across}")
+        t.do("of_rows = gl.load(at, mask=y < M, other=0.0)")
+        t.do("of_columns = gl.load(beside)")
+        t.do(f"r = gl.zeros(({f.rows}, {f.shape_n}), gl.float32, L)")
+        with t.block("for k in range(0, nk):"):
+            t.do(f"acc = warpgroup_mma_init(gl.zeros(({f.rows}, {f.shape_n}), gl.float32, L))")
+            self._step(t, use="False", free=False)
+            t.do(f"next_rows = gl.load(at + (k + 1) * {along}, mask=(y < M) & (k + 1 < nk), other=0.0)")
+            t.do(f"next_columns = gl.load(beside + (k + 1) * {below}, mask=k + 1 < nk, other=0.0)")
+            t.do("part = warpgroup_mma_wait(0, deps=(acc,))")
+            t.do("mbarrier.arrive(empty.index(last))")
+            t.do("r = gl.fma(part, (of_rows * of_columns)[:, None], r)")
+            t.do("of_rows, of_columns = next_rows, next_columns")
+        self._stores(t, {})
 
     def _piece_layout(self, columns: int) -> str:
         f = self.form

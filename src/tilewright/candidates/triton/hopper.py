@@ -18,7 +18,7 @@ from tilewright.candidates.triton._hopper_ptx import Rewrite, narrowed, paired, 
 from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import form_of, plan_for, point_of, points, work
 from tilewright.candidates.triton._hopper_text import Writer
-from tilewright.dtype import F32, U8, DType
+from tilewright.dtype import F8E4M3FN, F8E5M2, U8, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import Kernel, Runner
@@ -87,7 +87,7 @@ class Hopper:
             workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
             packed_bytes=sum(m.copied_bytes for m in packed),
             unread=frozenset(i for m in packed for i in _sources(m.root) if i not in side_inputs),
-            roundoff=2.0 ** (1 - SHORT_SUM_BITS) if _short(problem) else 0.0,
+            roundoff=2.0 ** (1 - SHORT_SUM_BITS) if _short(plan) else 0.0,
             registers=needs.registers,
             spills=needs.spills,
             shared_bytes=needs.shared_bytes,
@@ -100,12 +100,13 @@ def _plan(problem: Problem) -> Plan:
     return plan
 
 
-def _short(problem: Problem) -> bool:
-    return problem.acc.dtype is F32 and problem.lhs.dtype.bits == 8
+def _short(plan: Plan) -> bool:
+    return plan.lhs.dtype in (F8E4M3FN, F8E5M2)
 
 
 def _with_bits(problem: Problem, schedule: Schedule) -> Schedule:
-    return Schedule((*schedule.knobs, ("acc_bits", SHORT_SUM_BITS))) if _short(problem) else schedule
+    short = _short(_plan(problem))
+    return Schedule((*schedule.knobs, ("acc_bits", SHORT_SUM_BITS))) if short else schedule
 
 
 def _sources(root: Any) -> Iterable[int]:
