@@ -8,6 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilewright.candidates._approximations import (
+    LOG2_UPPER,
+    LOG2_UPPER_TO,
+    SQRT_2_OVER_PI,
+    TANH,
+    UPPER,
+    UPPER_TO,
+)
 from tilewright.candidates.llvm._text import Function, f32, vec
 
 LOG2_E = 1.4426950408889634
@@ -17,22 +25,11 @@ LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
 ROUND, ROUND_BITS = 1.5 * 2.0**23, 0x4B400000
 # (e^r - 1 - r) / r^2 on |r| <= ln(2)/2: Cephes expf (Moshier).
 EXP = (5.0000001201e-1, 1.6666665459e-1, 4.1665795894e-2, 8.3334519073e-3, 1.3981999507e-3, 1.9875691500e-4)
-# (tanh(x) - x) / x^3 in x^2 on |x| < 0.625: Cephes tanhf (Moshier).
-TANH = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
 # x Phi(-x) exp(x^2 / 2), Phi the normal distribution, in (x - a) / (x + 3) for 0.99 <= x <= 14.4: own minimax fit, 6e-9 off. Of
 # the first coefficient nothing is lost in f32: a was sought for that.
 TAIL_FROM, TAIL_TO = 1.676025390625, 3.0
 TAIL = (0.3199808597564697, 0.27389878034591675, -0.3793184757232666, 0.2554440498352051, -0.05921177566051483,
         -0.027270769700407982, 0.012494838796555996, 0.0069593992084264755, -0.004057207144796848)  # fmt: skip
-# Phi(-x) exp(x^2 / 2) in x / (x + 3) for 0 <= x <= 14.4: own minimax fit, 9e-9 off.
-UPPER_TO = 3.0
-UPPER = (0.5, -1.1968265771865845, 1.0531553030014038, -0.2869650721549988, -0.158797949552536, 0.06233165040612221,
-         0.008938766084611416, 0.08414443582296371, -0.0932452529668808, 0.02727009914815426)  # fmt: skip
-# log2 of Phi(-x), Phi the normal distribution, for 0 <= x <= 13: own minimax fit, 2^-16.5 off, in f32 2^-14.9.
-LOG2_UPPER = (-0.9999905824661255, -1.1513609886169434, -0.4580640196800232, -0.05449709668755531, 0.008851232938468456,
-              -0.0010457664029672742, 8.174929826054722e-05, -3.308319037387264e-06, -3.628631972674157e-08,
-              1.1429694524167644e-08, -5.220021082052995e-10, 8.377552991600812e-12)  # fmt: skip
-LOG2_UPPER_TO = 12.99  # where it passes -127, below which powers of two are zero
 # 2^r on |r| <= 1/2: own minimax fit, 2^-18 off.
 EXP2 = (0.9999992847442627, 0.6931217908859253, 0.2402474582195282, 0.055917903780937195, 0.009570103138685226)
 # -erf(x) / x on |x| < 0.7075: own minimax fit, 5e-9 of erfc(x) off.
@@ -41,7 +38,6 @@ ERFC = (-1.1283791065216064, 0.37612417340278625, -0.1128135621547699, 0.0267498
 # (erf(x) - x) / x in x^2 on |x| < 1: Cephes erff (Moshier), whose first coefficient is 1 more.
 ERF = (1.28379165726710e-1, -3.761262582423300e-1, 1.128358514861418e-1, -2.685381193529856e-2, 5.188327685732524e-3,
        -8.010193625184903e-4, 7.853861353153693e-5)  # fmt: skip
-SQRT_2_OVER_PI = 0.7978845608028654
 # Where gelu_tanh's exponent is 89, beyond f32; 89.5, which gives infinity; and -87.4, which gives zero.
 GELU_TANH_FROM, GELU_TANH_PAST, GELU_TANH_TO = -10.07244, -10.09427, 10.00380
 

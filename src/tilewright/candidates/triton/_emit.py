@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilewright.candidates._approximations import LOG2_UPPER, LOG2_UPPER_TO, SQRT_2_OVER_PI, TANH, UPPER, UPPER_TO
 from tilewright.candidates.triton._casts import FP8, MOST_EXACT, Casts, in_memory, in_registers
 from tilewright.candidates.triton._text import Text
 from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.access import Access, Place, Term, Unsupported
 from tilewright.ir.axes import axes_of
+from tilewright.ir.expression import rounded_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     Acc,
@@ -42,9 +44,10 @@ OWN = {"clamp", "divide", "erfc", "gelu", "gelu_tanh", "is_finite", "is_inf", "i
        "negate", "relu", "round_half_even", "rsqrt", "sign", "silu", "tanh", "trunc"}  # fmt: skip
 ON_FLOATS = {*BINARY, *COMPARE, *PLAIN, *OWN}
 ON_INTEGERS = {*BINARY, *COMPARE, "and", "or", "xor", "not", "maximum", "minimum", "clamp", "relu", "negate"}
-# (tanh(x) - x) / x^3 in x^2 on |x| < 0.625: Cephes tanhf (Moshier).
-TANH = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
-SQRT_2_OVER_PI = 0.7978845608028654
+
+
+LOG2_E = 1.4426950408889634
+GELU_TO = 13.215  # beyond it Phi(-x) is below 2^-126
 
 
 def check(roots: Sequence[Node], *, blocks: bool = False) -> None:
@@ -130,6 +133,7 @@ class Emitter(Casts):
     def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], fp8: frozenset[str] = frozenset()) -> None:
         super().__init__(text, fp8)
         self.tile, self.pointer = tile, pointer
+        self._coarse: set[Node] = set()  # values that are rounded to bf16 at once
 
     def value(self, access: Access) -> str:
         """The root's value, in registers as `in_registers` says: fp8 as bytes, pred as int1."""
@@ -138,6 +142,7 @@ class Emitter(Casts):
     def values(self, roots: Sequence[Node], access: Access) -> list[str]:
         """Values of several nodes of an access."""
         done: dict[Node, str] = {}
+        self._coarse = rounded_at_once(access.root)
         for n in toposort(roots):
             done[n] = self._node(n, access, done)
         return [done[r] for r in roots]
@@ -302,6 +307,8 @@ class Emitter(Casts):
         if isinstance(op, Dequantize):
             return self.dequantize(n, args)
         assert isinstance(op, Map)
+        if op.fn == "gelu" and n in self._coarse:
+            return self._gelu_to_bf16(args[0])
         return self._map(op.fn, n.src[0].dtype, args)
 
     def _constant(self, n: Node) -> str:
@@ -409,10 +416,34 @@ class Emitter(Casts):
         return t.v(f"1.0 + {t.call('exp', t.v(f'{x} * {factor}'))}")
 
     def _gelu(self, x: str) -> str:
-        """x Phi(x) as half of x (1 + erf(x / sqrt 2))."""
+        """x Phi(x) as max(x, 0) - |x| Phi(-|x|), which keeps the digits of the negative tail; NaN at minus infinity."""
         t = self.text
-        half = t.v(f"{x} * 0.5")
-        return t.call("fma", half, t.call("erf", t.v(f"{x} * {math.sqrt(0.5)!r}")), half)
+        size, positive = self._size_and_positive(x)
+        size = t.call("minimum", size, repr(GELU_TO))
+        power = t.call("exp2", t.v(f"{t.v(f'{size} * {-0.5 * LOG2_E!r}')} * {size}"))
+        upper = self._polynomial(self.over(size, t.v(f"{size} + {UPPER_TO}")), UPPER)
+        return t.call("fma", t.v(f"{upper} * {power}"), t.v(f"-{size}"), positive)
+
+    def _gelu_to_bf16(self, x: str) -> str:
+        """The same for a value that is rounded to bf16 at once: one exponential whose argument comes from a polynomial."""
+        t = self.text
+        size, positive = self._size_and_positive(x)
+        size = t.call("minimum", size, repr(LOG2_UPPER_TO))
+        upper = t.call("exp2", self._polynomial(size, LOG2_UPPER))
+        return t.call("fma", upper, t.v(f"-{size}"), positive)
+
+    def _size_and_positive(self, x: str) -> tuple[str, str]:
+        """|x|, and max(x, 0), which is NaN at minus infinity."""
+        t = self.text
+        size = t.v(f"{t.language}.abs({x})")
+        return size, t.call("fma", size, "0.5", t.v(f"{x} * 0.5"))
+
+    def _polynomial(self, x: str, coefficients: Sequence[float]) -> str:
+        """Lowest coefficient first (Horner)."""
+        value = repr(coefficients[-1])
+        for c in reversed(coefficients[:-1]):
+            value = self.text.call("fma", value, x, repr(c))
+        return value
 
     def _gelu_tanh(self, x: str) -> str:
         """x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3): half of x (1 + tanh u)."""
@@ -424,9 +455,7 @@ class Emitter(Casts):
         """1 - 2 / (e^2|x| + 1) with x's sign, a polynomial where that cancels."""
         t = self.text
         size, square = t.v(f"{t.language}.abs({x})"), t.v(f"{x} * {x}")
-        p = repr(TANH[-1])
-        for c in reversed(TANH[:-1]):
-            p = t.call("fma", square, p, repr(c))
+        p = self._polynomial(square, TANH)
         near = t.call("fma", t.v(f"{p} * {square}"), x, x)
         far = t.v(f"1.0 - {self.over('2.0', self.one_more(size, '2.0'))}")
         far = self.where(t.v(f"{x} < 0"), t.v(f"-{far}"), far)
