@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from test_llvm_casts import FP8, param, samples, table
-from tilewright.candidates.triton._emit import ON_FLOATS, ON_INTEGERS, check
+from tilewright.candidates.triton._emit import check
+from tilewright.candidates.triton._functions import ON_FLOATS, ON_INTEGERS
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, PRED, S4, S8, S16, S32, U4, U8, U16, U32
 from tilewright.ir.access import Unsupported, of_store
 from tilewright.ir.build import const, convert, map_, reshape, slice_, swap_last, transpose
