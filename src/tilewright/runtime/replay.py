@@ -206,6 +206,11 @@ class CudaGraphs:
             index = torch.device(self._device).index or 0
             torch._C._cuda_endAllocateToPool(index, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
         self._pool = torch.cuda.graph_pool_handle()
+        with contextlib.suppress(RuntimeError):  # torch's random numbers believe in a capture until one ends well
+            ends_well = torch.cuda.CUDAGraph()
+            ends_well.capture_begin(capture_error_mode="thread_local")
+            torch.zeros((), device=self._device)
+            ends_well.capture_end()
 
 
 class OnDevice:

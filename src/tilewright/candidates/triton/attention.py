@@ -32,9 +32,10 @@ from tilewright.schedule.schedule import Schedule
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
 HELD = 64  # scores of a thread, at most: as many again are needed while they are worked out
 POINTS = 10
-# tile_m, tile_n, num_warps, num_stages, in the order in which they are expected to serve
-WARPGROUPS = ((128, 128, 8, 2), (128, 64, 8, 3), (64, 64, 4, 3), (128, 64, 4, 3), (64, 128, 4, 2), (64, 32, 4, 3),
-              (32, 64, 4, 2), (16, 64, 4, 2), (16, 32, 2, 2), (16, 16, 1, 2))  # fmt: skip
+# tile_m, tile_n, num_warps, num_stages, in the order in which they are expected to serve:
+# two blocks of an SM, one multiplying while the other is at its softmax, took 0.6 of the time of one of 128 x 128 on an H200
+WARPGROUPS = ((128, 64, 8, 3), (64, 64, 4, 2), (64, 128, 4, 2), (64, 64, 4, 3), (128, 128, 8, 2), (128, 64, 4, 3),
+              (64, 32, 4, 3), (32, 64, 4, 2), (16, 64, 4, 2), (16, 32, 2, 2), (16, 16, 1, 2))  # fmt: skip
 WARPS = ((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (128, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 64, 4, 2),
          (16, 32, 2, 2), (16, 16, 1, 2))  # fmt: skip
 HOLDING = ((64, 128, 8, 1), (64, 64, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), (16, 64, 4, 1), (16, 16, 1, 1))
