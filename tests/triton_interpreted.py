@@ -31,7 +31,7 @@ CLOSE = ("exponential", "log", "sine", "cosine", "erf", "erfc", "gelu", "gelu_ta
 
 def sparse(t):
     """The first rows, where special values are, and some of the others."""
-    return t if len(t) < 200 else torch.cat([t[:100], t[100::13]])
+    return t if len(t) < 200 else torch.cat([t[:100], t[100::17]])
 
 
 def refusal(root):
@@ -53,25 +53,27 @@ def agrees(root, given, zeros=True):
 
 @pytest.mark.parametrize("source", ALL, ids=str)
 def test_every_conversion_is_exact_or_refused_with_a_sentence(source):
-    done = []
+    x = torch.cat([sparse(samples(source, t)) for t in ((BF16, F16, *FP8) if source is F32 else (None,))])
+    p = param(0, x, source)
+    roots = []
     for target, overflow in itertools.product(ALL, ("wrap", "saturate")):
-        x = sparse(samples(source, target))
-        p = param(0, x, source)
         root = Node(Convert(target, overflow), p)
         why = refusal(root)
         if why is None:
-            agrees(root, {p: x})
-            done.append(target)
+            roots.append(root)
         else:
             assert str(target) in why or str(source) in why, why
-    assert set(REACHED if source in REACHED else []) <= set(done), f"refused: {set(REACHED) - set(done)}"
+    assert set(REACHED if source in REACHED else []) <= {r.dtype for r in roots}
+    got = run_expressions(roots, [x]) if roots else []
+    for root, g, w in zip(roots, got, evaluate_nodes(roots, {p: x}), strict=True):
+        assert_same(to_numpy(g, root.dtype), to_numpy(w, root.dtype), to_numpy(x, source))
 
 
 @pytest.mark.parametrize("target", [S8, U8, S4, U4, S16, U16, *FP8, F16, BF16], ids=str)
 def test_quantize_is_exact(target):
     zeros = (None, int(target.min), 5, int(target.max)) if target.is_integer else (None,) * 4
     cases = [*zip((0.5, 1 / 3, 3e38, 1e-40), zeros, strict=True), (1 / 7, None)]
-    for source, (scale, zero) in itertools.product((BF16, F32, S32), cases):
+    for source, (scale, zero) in [*itertools.product((F32, S32), cases), (BF16, cases[1])]:
         x = sparse(samples(source, target))
         given = {param(0, x, source): x, param(1, torch.empty(()), F32): torch.tensor(scale)}
         if zero is not None:
@@ -105,7 +107,7 @@ def test_every_function_is_right_on_every_type_or_refused(fn):
     for dtype in (d for d in REACHED if d.kind in FUNCTIONS[fn].kinds):
         rng = np.random.default_rng(11)
         ends, arity = specials(dtype), FUNCTIONS[fn].arity
-        columns = [np.concatenate([c.ravel(), random_array(dtype, (2000,), rng)]) for c in np.meshgrid(*[ends] * arity)]
+        columns = [np.concatenate([c.ravel(), random_array(dtype, (400,), rng)]) for c in np.meshgrid(*[ends] * arity)]
         given = {param(i, table(c, dtype), dtype): table(c, dtype) for i, c in enumerate(columns)}
         root = Node(Map(fn), *given)
         why = refusal(root)
