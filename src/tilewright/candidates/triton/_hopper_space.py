@@ -18,7 +18,7 @@ from tilewright.candidates.triton._hopper_view import tma_view
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Access
 from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Acc, Convert, Param
+from tilewright.ir.ops import Acc, Convert, Map, Param
 from tilewright.schedule.cost import Phase, Work, predict_us
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
@@ -28,6 +28,7 @@ BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns s
 SMALLEST = (64, 64)
 MOST_STAGES = 8
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
+LONG = frozenset({"gelu", "gelu_tanh", "erf", "erfc", "tanh", "silu", "logistic"})
 MOST_SHARED = 64 * 128  # elements of a warpgroup's part of a shared tile: what it keeps in registers beside those it adds
 LATER = 0.03
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
@@ -109,6 +110,8 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
     outs: list[Out] = []
     for access in plan.stores:
         widest = math.gcd(128 // size(access.root.dtype), point.tile_n)
+        if any(isinstance(n.op, Map) and n.op.fn in LONG for n in access.views):
+            widest = min(widest, 64)  # of wider ones more would be under way than there are registers
         fitting = (_out(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a piece
         outs.append(next((o for o in fitting if o.view is not None), Out(access, None, widest)))
     return Form(
