@@ -161,3 +161,21 @@ def test_every_rule_belongs_to_a_stage_that_runs_and_says_what_it_does():
     for rule in discover("tilewright.rules", Rule):
         assert rule.stage in (CANONICAL, *STAGES, EXCESS_PRECISION), rule.name
         assert "->" in rule.doc and "_" in rule.name
+
+
+def test_what_is_repeated_is_computed_once():
+    """An exported model's padding mask: one row of keys for all queries, and for all heads."""
+    seen = input_("m", PRED, (2, 1, 1, 8))
+    mask = node(Select(), broadcast(seen, (2, 1, 8, 8)), const(0.0, F32), const(-1e9, F32))
+    before = graph_of(map_("multiply", mask, const(2.0, F32)))
+    after = staged(before, CANONICAL)
+    assert fired(before, "function_before_the_broadcast", CANONICAL) >= 2
+    assert_exact(before, after)
+    (output,) = after.outputs
+    assert isinstance(output.op, Broadcast) and output.src[0].shape == (2, 1, 1, 8)
+    x, row = input_("x", F32, (4, 1)), input_("r", F32, (1, 4))
+    for stays in (
+        map_("add", broadcast(x, (4, 4)), broadcast(row, (4, 4))),
+        map_("add", input_("f", F32, (4, 4)), broadcast(row, (4, 4))),
+    ):
+        assert fired(graph_of(stays), "function_before_the_broadcast", CANONICAL) == 0

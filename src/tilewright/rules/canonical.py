@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilewright.ir.build import reshape, transpose
+from tilewright.ir.build import broadcast, reshape, transpose
 from tilewright.ir.constant import constant_value
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Const, Convert, Dequantize, Gather, Map, Quantize, Reshape, Select, Slice, Transpose
@@ -88,6 +88,17 @@ def broadcast_inside_the_function(m: Match) -> Node | None:
             return trial
         src[i] = original
     return None
+
+
+@rule(Pat((Map, Select), where=lambda n: any(isinstance(s.op, Broadcast) for s in n.src)), stage="canonical")
+def function_before_the_broadcast(m: Match) -> Node | None:
+    """map(broadcast(x), number) -> broadcast(map(x, number))
+
+    Where: what is left of the operands without their broadcasts is smaller than the result; `select` likewise. A mask of keys
+    is then one row for all queries. Exact: yes, each element is computed once instead of wherever it is repeated.
+    """
+    small = Node(m.node.op, *(s.src[0] if isinstance(s.op, Broadcast) else s for s in m.node.src))
+    return broadcast(small, m.node.shape) if small.tensor.elements < m.node.tensor.elements else None
 
 
 @rule(Pat((Quantize, Dequantize), where=lambda n: len(n.src) == 3), stage="canonical")
