@@ -21,8 +21,10 @@ from tilewright.ir.ops import Acc, Gemm, Param
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, RegionProblem, problem_of
+from tilewright.schedule.recall import repeat
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.search import search
 
 CPU = detect("cpu")
 FOUND = {c.name: c for c in discover() if "gemm" in c.kinds}
@@ -351,3 +353,16 @@ def test_a_line_with_a_weight_may_be_packed_once():
         junk = [sources[0], *[torch.zeros_like(t) for t in sources[1:]]]
         result = runner(junk if candidate.name != "reference" else sources)[0]
         assert_means(line, line.arrays(1), result)
+
+
+@pytest.mark.parametrize("text", ["f32[16,24] @ f32[24,40], gelu", "f32[16,24] @ f32[24,40] + bias, relu -> bf16"])
+def test_what_was_taken_apart_is_built_again_of_the_same_pieces(text, monkeypatch):
+    """From the point that a record keeps, without another search."""
+    problem, split = posed(text), FOUND["split"]
+    first = search(problem, CPU, budget_s=0.05, candidates=[split]).kernel
+    assert len(str(first.schedule["by"]).split(", ")) == 2
+    monkeypatch.setattr("tilewright.candidates.split.search", None)
+    again = repeat(problem, CPU, "split", first.schedule, {})
+    assert again is not None and again.kernel.schedule == first.schedule
+    for name in ("nobody, nobody", "split, split", "sdpa, sdpa"):
+        assert repeat(problem, CPU, "split", Schedule.of(apart="epilogue", by=name), {}) is None

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.ir.build import slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Concat, Gemm, Param, Slice, Transpose
-from tilewright.schedule.candidate import Kernel, Runner, discover
+from tilewright.schedule.candidate import Candidate, Kernel, Runner, discover
 from tilewright.schedule.problem import VIEWS, AnyProblem, Problem, ProblemKind, problem_of, region_of
-from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
 
 PART_BUDGET_S = 0.1
@@ -115,9 +116,17 @@ class Split:
         return tuple(Schedule.of(apart=way) for way in self._ways(problem))
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        """A kernel for each piece: those that `schedule` names, if it is one of a kernel built before; else the fastest.
+
+        Raises:
+            UnsupportedError: a piece's candidate is gone, or refuses.
+        """
         pieces = (by_store if schedule["apart"] == "stores" else by_epilogue)(problem)
         others = [c for c in discover() if c.name != self.name]
-        kernels = [search(p.problem, target, budget_s=PART_BUDGET_S, candidates=others).kernel for p in pieces]
+        if _BY in dict(schedule.knobs):
+            kernels = [_again(p, chosen, others, target) for p, chosen in zip(pieces, _chosen(schedule), strict=True)]
+        else:
+            kernels = [search(p.problem, target, budget_s=PART_BUDGET_S, candidates=others).kernel for p in pieces]
         count = len(problem.outputs)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
@@ -134,10 +143,9 @@ class Split:
 
             return run
 
-        parts = ", ".join(dict.fromkeys(k.candidate for k in kernels))
         return Kernel(
             self.name,
-            Schedule.of(**dict(schedule.knobs), by=parts),
+            _with_pieces(schedule["apart"], kernels),
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
@@ -152,6 +160,32 @@ class Split:
         if any(not isinstance(n.op, (Acc, *VIEWS)) for s in op.stores for n in toposort((s,))):
             ways.append("epilogue")
         return ways
+
+
+_BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
+
+
+def _with_pieces(way: Knob, kernels: Sequence[Kernel]) -> Schedule:
+    """The point from which the same pieces are built again."""
+    own = [(f"{i}.{name}", value) for i, k in enumerate(kernels) for name, value in k.schedule.knobs]
+    return Schedule((("apart", way), (_BY, ", ".join(k.candidate for k in kernels)), *own))
+
+
+def _chosen(schedule: Schedule) -> list[tuple[str, Schedule]]:
+    """Candidate and point of each piece."""
+    own = [(*name.partition(".")[::2], value) for name, value in schedule.knobs]
+    names = str(schedule[_BY]).split(", ")
+    return [(name, Schedule(tuple((k, v) for at, k, v in own if k and at == str(i)))) for i, name in enumerate(names)]
+
+
+def _again(piece: Piece, chosen: tuple[str, Schedule], candidates: Sequence[Candidate], target: Target) -> Kernel:
+    """The kernel of a piece that was chosen before. It is not verified by itself: whoever asks verifies the whole."""
+    name, schedule = chosen
+    found = next((c for c in candidates if c.name == name and piece.problem.kind in c.kinds), None)
+    why = "there is no such candidate" if found is None else found.refuse(piece.problem, target)
+    if found is None or why is not None:
+        raise UnsupportedError(f"{name}: {why}", where=str(piece.problem))
+    return found.build(piece.problem, schedule, target)
 
 
 CANDIDATE = Split()

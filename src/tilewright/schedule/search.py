@@ -96,7 +96,6 @@ class _Trial:
     """A point that passed its check."""
 
     space: _Space
-    schedule: Schedule
     attempt: Attempt
     key: int
     took_s: float  # to build and verify
@@ -238,7 +237,7 @@ class _Search:
         """The winner's kernel in this process."""
         if winner.attempt.kernel is not None:
             return winner.attempt.kernel
-        return winner.space.candidate.build(self._problem, winner.schedule, self._target)
+        return winner.space.candidate.build(self._problem, winner.attempt.schedule, self._target)
 
     def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
         """Who takes part, by preference. A candidate that raises anything at all is out, and the compile goes on."""
@@ -274,7 +273,7 @@ class _Search:
             else:
                 self._reject(_label(space.candidate, attempt.schedule), attempt.why)
             return None
-        trial = _Trial(space, schedule, attempt, key, took_s)
+        trial = _Trial(space, attempt, key, took_s)
         self._trials.append(trial)
         return trial
 

@@ -117,7 +117,7 @@ class HostedBench:
         except DiedError as died:
             return _lost(schedule, died)
         if why is None:
-            self._passed[key] = where, schedule
+            self._passed[key] = where, built
         return Attempt(built, why)
 
     def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
