@@ -1,5 +1,8 @@
 """Memory that is used again: never by two at once, and never more than is kept."""
 
+import subprocess
+import sys
+
 import torch
 
 from tilewright.candidates.llvm import _scratch
@@ -27,3 +30,29 @@ def test_sizes_that_nobody_asks_for_any_more_make_room(monkeypatch):
     address = make().data_ptr()
     assert make().data_ptr() == address
     assert sum(size * len(blocks) for size, blocks in _scratch._idle.items()) <= 4 * LARGE_BYTES
+
+
+def test_memory_to_work_in_goes_back_to_the_system_past_what_is_kept(monkeypatch):
+    monkeypatch.setattr(_scratch, "_free", {})
+    monkeypatch.setattr(_scratch, "KEPT_BYTES", 1 << 25)
+    for bits in range(20, 30):
+        _scratch.give(_scratch.take(1 << bits))
+    assert sum(size * len(blocks) for size, blocks in _scratch._free.items()) <= 1 << 25
+
+
+FORKED = """
+import os, torch
+from tilewright.candidates.llvm._scratch import LARGE_BYTES, maker
+result = maker((LARGE_BYTES,), torch.uint8)().fill_(64)
+child = os.fork()
+if not child:
+    result.fill_(1)
+    os._exit(0)
+os.waitpid(child, 0)
+assert bool((result == 64).all()), "a child wrote into its parent's result"
+"""
+
+
+def test_a_fork_s_results_are_its_own():
+    ran = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr

@@ -149,6 +149,25 @@ def test_data_that_is_no_number_is_no_excuse_and_no_crime(bad, steps):
         assert not right[2].isfinite().any() and right[0, :3].isfinite().all()
 
 
+@pytest.mark.parametrize("finish", ["relu", "gelu"])
+def test_room_for_a_coarse_function_hides_no_dropped_precision(finish):
+    """A gelu that bf16 rounds may be less exact than f32; its product may not, and nothing else may."""
+    torch.manual_seed(0)
+    f = getattr(torch.nn.functional, finish)
+
+    def verdicts(k, spoil, after):
+        problem = posed(f"f32[256,{k}] @ f32[{k},256], {finish} -> bf16")
+        a, b = sources = random_sources(problem)
+        expected = expect(problem, sources)
+        right = f((a.double() @ b.double()).float())
+        assert check(problem, expected, [right.bfloat16()]) is None
+        return check(problem, expected, [after(f((spoil(a).double() @ spoil(b).double()).float())).bfloat16()])
+
+    coarse = lambda t: t * (1 + 2.0**-16 * (2 * torch.rand_like(t) - 1))  # noqa: E731
+    assert (verdicts(16, lambda t: t, coarse) is None) == (finish == "gelu")
+    assert verdicts(4096, ten_bits, lambda t: t) is not None
+
+
 def ten_bits(t):
     """Rounded to 10 bits of mantissa, as TF32 does."""
     bits = t.contiguous().view(torch.int32)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import tilewright.candidates.llvm.gemm as llvm
+from tilewright.candidates.llvm import w4
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.expected import check, expect
@@ -59,3 +60,20 @@ def test_rows_of_any_number_share_a_packing(text, monkeypatch):
         runners.append(kernel.prepare({1: sources[1]}))
         assert check(problem, expect(problem, sources, 0.0), runners[-1](sources)) is None
     assert len(packs) == 3 and len({t.data_ptr() for t in packs}) == 1
+
+
+def test_four_bit_weights_are_packed_once_for_any_number_of_rows(monkeypatch):
+    packs = []
+    monkeypatch.setattr(w4, "packed_once", lambda s, form, pack: packs.append(packed_once(s, form, pack)) or packs[-1])
+    held = []
+    for rows in (2, 3):
+        (node,) = parse(f"f32[{rows},256] @ u4[96,256]^T group=64 zero_point").outputs
+        posed = problem_of(node)
+        problem = Problem(posed.op, posed.types, (False, *[True] * (len(posed.types) - 1)))
+        sources = random_sources(problem) if not held else [random_sources(problem)[0], *held[0][1:]]
+        weights = {i: t for i, t in enumerate(sources) if i}
+        schedule = next(iter(w4.CANDIDATE.schedules(problem, CPU)))
+        run = w4.CANDIDATE.build(problem, schedule, CPU).prepare(weights)
+        held.append([*sources])
+        assert check(problem, expect(problem, sources), run(sources)) is None
+    assert packs[0] is packs[1]

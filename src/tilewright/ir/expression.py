@@ -52,6 +52,7 @@ class Sources:
         return substitute(roots, moved)
 
 
+COARSE = frozenset({"gelu"})  # of which kernels have a form for values that are rounded to bf16 at once
 ROUNDED_AT_ONCE = 2.0**-14  # the rounding to bf16 itself: up to 2^-9
 
 
@@ -77,10 +78,10 @@ def depends_on_acc(roots: Sequence[Node]) -> set[Node]:
 
 
 def rounds_to_bf16(n: Node) -> bool:
-    """Whether a node only rounds an f32 function's value to bf16. A kernel may compute that value to `ROUNDED_AT_ONCE` of it: a
-    thirty-second of what the rounding may change."""
-    function = isinstance(n.op, Convert) and isinstance(n.src[0].op, Map)
-    return function and n.dtype is BF16 and n.src[0].dtype is F32
+    """Whether a node only rounds the f32 value of a function in `COARSE` to bf16. A kernel may compute that value to
+    `ROUNDED_AT_ONCE` of it: a thirty-second of what the rounding may change."""
+    function = n.src[0].op if isinstance(n.op, Convert) else None
+    return isinstance(function, Map) and function.fn in COARSE and n.dtype is BF16 and n.src[0].dtype is F32
 
 
 def rounded_at_once(root: Node) -> set[Node]:

@@ -69,14 +69,14 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
         assert isinstance(problem, Problem)
         a, b = _operands(problem, params)
         exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, problem.acc.dtype)
-        worst = typical = _bands(problem, params, Band(exact, exact, exact))
+        worst = typical = _bands(problem, params, Band(exact, exact, exact), ROUNDED_AT_ONCE)
     else:
         if isinstance(problem, Problem):
             ends = _product(problem, params, roundoff)
         else:
             ends = _around(*_attention(problem, sources), storage)
-        worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]))
-        typical = _bands(problem, params, Band(ends[3], ends[0], ends[4]))
+        worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]), ROUNDED_AT_ONCE)
+        typical = _bands(problem, params, Band(ends[3], ends[0], ends[4]), USUAL_ROUNDED_AT_ONCE)
         del ends
     return _between(worst, typical, _rounding(problem))
 
@@ -222,6 +222,7 @@ def _as_params(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) ->
     return {n: bound[problem.node.src[cast("Param", n.op).index]] for n in _params(problem)}
 
 
+USUAL_ROUNDED_AT_ONCE = ROUNDED_AT_ONCE / 4  # nearly all arguments are small ones, where it is nearer
 # What gives one of its operands, or a whole number, and rounds nothing on the way.
 PICKING = {"abs", "clamp", "maximum", "minimum", "negate", "relu"}
 UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "sign", "trunc"}
@@ -263,7 +264,8 @@ def _region(problem: RegionProblem, sources: Sequence[torch.Tensor], *, usual: b
         elif isinstance(n.op, REDUCING):
             values[n] = reduced(n, src, usual=usual)
         else:
-            values[n] = _spread(n, src)
+            coarse = USUAL_ROUNDED_AT_ONCE if usual else ROUNDED_AT_ONCE
+            values[n] = _spread(n, [loosened(b, coarse) for b in src] if rounds_to_bf16(n) else src)
     return [values[r] for r in problem.roots]
 
 
@@ -278,8 +280,8 @@ def _spread(n: Node, src: Sequence[Band]) -> Band:
     return Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, list(c))) for c in corners])
 
 
-def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band) -> list[Band]:
-    """The stores for an accumulator known up to its error."""
+def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band, coarse: float) -> list[Band]:
+    """The stores for an accumulator known up to its error; `coarse` is the room of what is rounded to bf16 at once."""
     stores = stores_of(problem.node)
     dependent = depends_on_acc(stores)
     values: dict[Node, Band] = {acc_of(problem.node): acc}
@@ -304,7 +306,7 @@ def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Ba
         elif isinstance(n.op, (Map, Select)):
             values[n] = stepped(n, src, dependent)
         else:
-            src = [loosened(b, ROUNDED_AT_ONCE) for b in src] if rounds_to_bf16(n) else src
+            src = [loosened(b, coarse) for b in src] if rounds_to_bf16(n) else src
             low, mid, high = (
                 cast("torch.Tensor", n.op.evaluate(n, parts))
                 for parts in ([b.low for b in src], [b.mid for b in src], [b.high for b in src])

@@ -20,7 +20,8 @@ from tilewright.schedule.guard import BYTE, before_runs, visible
 ALIGNMENT = 64
 SMALLEST = 1 << 16
 LARGE_BYTES = 1 << 20  # below this the C library's allocator does the same
-KEPT_BYTES = 1 << 29  # of memory that no result is in, at most
+SMALL_BYTES = 1 << 22  # blocks of which any number is kept
+KEPT_BYTES = 1 << 29  # of memory that no result is in, and of memory to work in, at most
 
 Block = TypeVar("Block")
 Scratch = tuple[int, int, torch.Tensor]  # address, aligned to a cache line; size; what keeps it
@@ -40,11 +41,14 @@ def take(size_bytes: int) -> Scratch:
 
 
 def give(scratch: Scratch) -> None:
-    """Back to the pool."""
+    """Back to the pool, unless that holds enough: then to the system."""
+    size = scratch[1]
+    if size > SMALL_BYTES and size + sum(each * len(blocks) for each, blocks in list(_free.items())) > KEPT_BYTES:
+        return
     try:
-        _free[scratch[1]].append(scratch)
+        _free[size].append(scratch)
     except KeyError:
-        _free.setdefault(scratch[1], []).append(scratch)
+        _free.setdefault(size, []).append(scratch)
 
 
 def maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
@@ -73,7 +77,7 @@ def _lend(size: int) -> Any:
     try:
         memory = _idle.setdefault(size, []).pop()
     except IndexError:
-        memory = mmap.mmap(-1, size)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a fork's results are its own
         if hasattr(mmap, "MADV_HUGEPAGE"):
             memory.madvise(mmap.MADV_HUGEPAGE)
     lent = _lent_type(size).from_buffer(memory)

@@ -9,7 +9,7 @@ from tilewright.candidates.llvm._casts import FP8, Casts, constant, element, in_
 from tilewright.candidates.llvm._text import Function, Int, suffix, vec
 from tilewright.dtype import BF16, F32, PRED, DType
 from tilewright.ir.access import Access, Place, Unsupported
-from tilewright.ir.expression import rounded_at_once
+from tilewright.ir.expression import COARSE, rounded_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     Acc,
@@ -30,7 +30,6 @@ VIEWS = (Reshape, Transpose, Slice, Broadcast)
 BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
 LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
 COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"}
-COARSE = frozenset({"gelu"})  # of which there is a form for values that are rounded to bf16 at once
 FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round_half_even": "rint", "abs": "fabs"}
 UNARY = FUNCTIONS | set(INTRINSICS) | {"exponential", "relu", "negate", "rsqrt", "is_nan", "not"}

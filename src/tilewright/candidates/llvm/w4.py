@@ -21,6 +21,7 @@ from tilewright.ir.access import Unsupported, of_store
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -132,15 +133,22 @@ class LlvmW4:
         call = engine.function(writer_of(nest).write().text(*engine.host()))
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            room = maker((nest.packed_rhs + 64,), torch.uint8)()
             found, group, _ = _weights(problem)
-            codes, *sides = (operand(s, weights, not plan.along) for s in found.src)
-            if group > nest.group:
-                sides = [s.repeat_interleave(group // nest.group, dim=1)[:, : nest.group_count] for s in sides]
-            stream = nest.packed(codes, sides[0], sides[1] if nest.zeros else None)
-            start = aligned(room) - room.data_ptr()
-            room[start : start + nest.batch * nest.panels * nest.panel] = stream.view(-1).view(torch.uint8)
-            return runner(problem, plan, nest, call, room)
+
+            def pack() -> torch.Tensor:
+                room = maker((nest.packed_rhs + 64,), torch.uint8)()
+                codes, *sides = (operand(s, weights, not plan.along) for s in found.src)
+                if group > nest.group:
+                    sides = [s.repeat_interleave(group // nest.group, dim=1)[:, : nest.group_count] for s in sides]
+                stream = nest.packed(codes, sides[0], sides[1] if nest.zeros else None)
+                start = aligned(room) - room.data_ptr()
+                room[start : start + nest.batch * nest.panels * nest.panel] = stream.view(-1).view(torch.uint8)
+                return room
+
+            read = [weights[n.op.index] for n in toposort((found,)) if isinstance(n.op, Param)]
+            zero = isinstance(nest, CodesNest) and nest.zero is not None  # of the left operand: sums of codes go along
+            form = found, plan.along, plan.choice, nest.nr, nest.group, nest.rounded_to, zero
+            return runner(problem, plan, nest, call, packed_once(read, form, pack))
 
         scratch = nest.scratch(torch.get_num_threads())
         return Kernel(
