@@ -122,6 +122,9 @@ def test_ranges_and_rows_that_nothing_serves(monkeypatch):
         table.at(10)
     with pytest.raises(InputError, match="no rows from 5 to 4"):
         regimes(posed, CPU, first=5, last=4)
+    for none in (0, -1, float("nan")):
+        with pytest.raises(InputError, match=r"a table over the rows is measured, and .* seconds are none"):
+            regimes(posed, CPU, last=9, budget_s=none, candidates=[Fake("a", [4])])
 
 
 def test_a_family_is_a_candidate_of_one_packing():
@@ -161,6 +164,15 @@ def test_a_program_for_any_number_of_rows():
 def test_programs_that_no_table_is_made_for():
     with pytest.raises(InputError, match="no input changes with the number of rows"):
         tilewright.compile_rows(lambda rows: graph_at(4), last=8, budget_s=1)
+    for first, last, hint in (
+        (8, 8, "tilewright.compile, for one number"),
+        (9, 8, "such as first=1"),
+        (0, 8, "such as first=1"),
+    ):
+        with pytest.raises(InputError, match=rf"no range of rows from {first} to {last}\n.*{hint}"):
+            tilewright.compile_rows(graph_at, first=first, last=last, budget_s=1)
+    with pytest.raises(InputError, match=r"is measured, and 0 seconds are none\n.*budget_s=60"):
+        tilewright.compile_rows(graph_at, last=8, budget_s=0)
 
     def two(rows):
         graph = graph_at(rows)

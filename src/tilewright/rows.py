@@ -95,15 +95,19 @@ def compile_rows(
 
     Args:
         graph_at: the program for a number of rows; its constants are the same memory for all.
-        first, last: the range.
+        first, last: the range, of two numbers of rows at least.
         device: "cpu", "cuda" or "cuda:1", or a torch device.
-        budget_s: seconds for measuring.
+        budget_s: seconds for measuring, more than 0.
         progress: called with races done, races expected, and what comes next.
 
     Raises:
-        InputError: nothing of the program changes with the rows, or the device is not there.
+        InputError: there is no such range, nothing of the program changes with the rows, there is no time to measure, or the
+            device is not there.
         UnsupportedError: the program holds another number of products than one.
     """
+    if not 1 <= first < last:
+        hint = "tilewright.compile, for one number of rows" if first == last else "such as first=1, last=4096"
+        raise InputError(f"no range of rows from {first} to {last}", hint=hint)
     target = detect(device)
     _varying_axis(graph_at(first), graph_at(last))
     table = regimes(lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress)

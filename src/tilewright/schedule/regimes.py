@@ -115,16 +115,21 @@ def regimes(
 
     Args:
         posed_at: the problem for a number of rows, and its weights by source index.
-        budget_s: seconds for measuring, spread evenly over the races.
+        budget_s: seconds for measuring, more than 0, spread evenly over the races.
         candidates: who may compete; all but the reference by default.
         progress: called with races done, races expected, and what comes next.
 
     Raises:
-        InputError: there are no such rows.
+        InputError: there are no such rows, or is no time to measure.
         UnsupportedError: no family can serve some number of rows.
     """
     if not 1 <= first <= last:
         raise InputError(f"no rows from {first} to {last}", hint="a range such as 1..4096")
+    if not budget_s > 0:
+        raise InputError(
+            f"a table over the rows is measured, and {budget_s:g} seconds are none",
+            hint="more time, such as --budget 60 (budget_s=60); a product of one number of rows can do without",
+        )
     probes = sorted({first, last, *(1 << i for i in range(last.bit_length()) if first <= 1 << i <= last)})
     bisections = max(1, math.ceil(math.log2(max(last - first, 2))))
     race = _Race(posed_at, target, budget_s / (len(probes) + 2 * bisections), len(probes) + 2 * bisections, progress)
