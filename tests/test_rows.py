@@ -205,3 +205,10 @@ def test_the_command_line_prints_the_table():
 def test_ranges_that_are_no_rows(line, why):
     said = CliRunner().invoke(cli, ["gemm", line])
     assert said.exit_code == 2 and why in said.output
+
+
+@pytest.mark.parametrize("options", [["--perf"], ["--weights"], ["--no-cache"], ["-n", "3"], ["--all"]])
+def test_options_that_say_nothing_about_a_range_are_refused(options):
+    said = CliRunner().invoke(cli, ["gemm", "f32[1..8,32] @ f32[32,4]", *options])
+    assert said.exit_code == 2 and "says nothing about a range of rows" in said.output
+    assert (options[0] if options[0] != "-n" else "--iterations") in said.output

@@ -70,7 +70,7 @@ def gemm(
     """Compile one product, written in one line, check it on random data, and say which kernel does it and why.
 
     A range of rows, as in "f32[1..4096,768] @ f32[768,3072]", gives a table: which kernel serves which rows of a product with
-    that weight.
+    that weight, which is a constant. It is measured each time, and keeps no choices.
     """
     from tilewright._cli_rows import row_range, table_of_rows
     from tilewright.ir.notation import parse
@@ -78,6 +78,16 @@ def gemm(
 
     span = row_range(problem)
     if span is not None:
+        unused = {
+            "--perf": timed,
+            "--weights": weights,
+            "--no-cache": not cache,
+            "--iterations": iterations,
+            "--all": everything,
+        }
+        given = [name for name, value in unused.items() if value]
+        if given:
+            raise click.UsageError(f"{given[0]} says nothing about a range of rows; write one number of rows for it")
         table_of_rows(problem, span, device, budget, (fill0, fill1), seed, as_json)
         return
     graph = parse(problem)
