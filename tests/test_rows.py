@@ -54,7 +54,7 @@ def timed_by(model, monkeypatch):
     """The search as a table of times: family name -> (start, slope)."""
     races = []
 
-    def search(problem, target, *, budget_s, candidates, weights):
+    def search(problem, target, *, budget_s, candidates, weights, cold):
         found = []
         for family in candidates:
             if family.refuse(problem, target) is None:
@@ -133,6 +133,22 @@ def test_a_family_is_a_candidate_of_one_packing():
     assert family.name == "a nr=8"
     assert [s["nr"] for s in family.schedules(problem, CPU)] == [8]
     assert family.build(problem, Schedule.of(nr=8), CPU).packed_bytes == 800
+
+
+def test_weights_that_no_cache_holds_come_from_memory_when_families_race(monkeypatch):
+    colds = []
+
+    def search(problem, target, *, cold, **how):
+        colds.append(cold)
+        kernel = how["candidates"][0].build(problem, Schedule.of(nr=4), target)
+        return Decision(problem, kernel, 1.0, (), True, True)
+
+    monkeypatch.setattr(module, "search", search)
+    for most, cold in ((128, False), (127, True)):  # bytes: the weight's are 8 x 4 x 4
+        monkeypatch.setattr(module, "last_cache_bytes", lambda target, most=most: most)
+        regimes(lambda m: (posed(m)[0], {1: torch.ones(8, 4)}), CPU, last=2, candidates=[Fake("a", [4])])
+        assert set(colds) == {cold}
+        colds.clear()
 
 
 WEIGHT, BIAS = torch.randn(96, 128), torch.randn(128)

@@ -24,6 +24,7 @@ from tilewright.schedule import search as search_module
 from tilewright.schedule.candidate import discover
 from tilewright.schedule.nursery import SWITCH, nursery
 from tilewright.schedule.problem import problem_of
+from tilewright.schedule.regimes import Family
 from tilewright.schedule.search import search
 
 CPU = detect("cpu")
@@ -77,6 +78,14 @@ def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path)
     a, b = torch.randn(9, 17), torch.randn(17, 12)
     assert torch.equal(d.kernel.prepare({})([a, b])[0], a @ b)
     assert str(os.getpid()) in seen.read_text().split()
+
+
+def test_a_part_of_a_candidate_is_found_there_too(drop, tmp_path):
+    seen = tmp_path / "pids"
+    real = drop(f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')")
+    d = search(problem(51), CPU, budget_s=0.02, candidates=[Family(real)])
+    assert d.measured and d.kernel.candidate == real.name
+    assert seen.read_text() and str(os.getpid()) not in seen.read_text().split()
 
 
 class Awake:

@@ -17,6 +17,7 @@ import torch
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
+from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import Decision, search
@@ -242,7 +243,8 @@ class _Race:
 
     def _search(self, rows: int, families: Sequence[Family]) -> Decision:
         problem, weights = self._posed_at(rows)
-        return search(problem, self._target, budget_s=self._share_s, candidates=families, weights=weights)
+        cold = sum(problem.types[i].size_bytes for i in weights) > last_cache_bytes(self._target)  # as a program's are
+        return search(problem, self._target, budget_s=self._share_s, candidates=families, weights=weights, cold=cold)
 
     @staticmethod
     def _name(kernel: Kernel, families: Sequence[Family]) -> str:

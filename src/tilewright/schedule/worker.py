@@ -40,7 +40,11 @@ Address = tuple[str, str | None]
 
 
 def address(candidate: Candidate) -> Address | None:
-    """Where another process finds a candidate: its name and, for one from a folder of its own, that folder."""
+    """Where another process finds a candidate: its name and, for one from a folder of its own, that folder.
+
+    One that is a part of another (`regimes.Family`) stands for it: it is schedules that tell them apart.
+    """
+    candidate = getattr(candidate, "candidate", candidate)
     module = sys.modules.get(type(candidate).__module__)
     if module is None or module.__file__ is None:
         return None
