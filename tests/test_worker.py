@@ -241,6 +241,36 @@ print(n._process.pid, n._pid, flush=True)
 """
 
 
+FORKED = """
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_its_parent_though_a_fork_of_it_lives():
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    code = ORPHAN.format(end=FORKED)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        pids = [int(p) for p in parent.stdout.readline().split()]
+        child = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            assert all(gone(p) for p in pids) and alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_parent_that_ignores_the_end_of_its_children_has_workers():
+    """And that is inherited: worker after worker, each killed."""
+    again = "n.end_worker(); n.ensure_worker(); print(n.end_worker(), n._process.poll(), flush=True)"
+    code = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)" + ORPHAN.format(end=again)
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert done.stdout.splitlines()[1:] == [f"{int(signal.SIGKILL)} None"], done.stderr
+
+
 @pytest.mark.parametrize("end", ["time.sleep(600)", "pass"])
 def test_nothing_outlives_its_parent(end):
     """Neither when the parent ends nor when it is killed without a word."""

@@ -224,6 +224,13 @@ class Nursery:
         self._said.truncate()
         return lines[-1].strip()[:120] if lines else ""
 
+    def forsake(self) -> None:
+        """In a process that is not the owner: close what it inherited."""
+        with contextlib.suppress(OSError):
+            self._control.close()
+            if self.worker is not None:
+                self.worker.close()
+
     def stop(self) -> None:
         """End both processes."""
         global _known
@@ -243,6 +250,17 @@ class Nursery:
 
 
 _known: Nursery | None = None
+
+
+def _part() -> None:
+    """In a fork of the parent: let go of the sockets, for the nursery ends, and the worker hears, when nobody holds them."""
+    if _known is not None:
+        _known.forsake()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_part)
+
 in_worker = False
 _lines: set[str] = set()
 _starting = threading.Lock()
@@ -281,6 +299,7 @@ def _doing(pid: int) -> tuple[str, float]:
 def nurse(fd: int, serve: Serve) -> None:
     """The nursery: fork a worker for each `f`, say how the last one ended for each `w`, end with the parent."""
     control = socket.socket(fileno=fd)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who inherits that it is ignored has no children to wait for
     me, child = os.getpid(), 0
     while True:
         word, fds, _, _ = socket.recv_fds(control, 1, 2)
