@@ -30,7 +30,7 @@ from tilewright.schedule.cache import Cache, file_system
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.recall import Recall
-from tilewright.schedule.record import Key
+from tilewright.schedule.record import Key, Loser
 from tilewright.schedule.schedule import Schedule
 from torture_cache import KEY, record
 
@@ -238,7 +238,18 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
     kept.clear()
     (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[made])))
     assert len(searches) == 1 and found.recalled and found.kernel.candidate == made.candidate
-    assert kept.records() == [made]
+    (taken,) = kept.records()
+    assert (taken.key, taken.knobs, taken.time_us) == (made.key, made.knobs, found.time_us)
+    kept.clear()
+    claims = Loser("\x1b[31mother", "slower: 9 µs", 9.0)
+    lies = msgspec.structs.replace(made, time_us=1e-3, rejected=(claims,), problem="\x1b[2J", made_s=0.0)
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[lies])))
+    (taken,) = kept.records()
+    assert len(searches) == 1 and found.recalled and found.measured and found.time_us == taken.time_us > 1e-2
+    assert taken.rejected == found.rejected == () and taken.problem == made.problem and taken.made_s >= made.made_s
+    kept.clear()
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=0, cache=Recall(cpu(), kept, hints=[lies])))
+    assert found.recalled and found.time_us is None and not found.measured and kept.records() == []
     kept.clear()
     elsewhere = msgspec.structs.replace(made, key=msgspec.structs.replace(made.key, chip="other"))
     (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[elsewhere])))

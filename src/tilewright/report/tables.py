@@ -54,7 +54,12 @@ def heading(out: Console, text: str) -> None:
 
 def line(out: Console, text: str, *, indent: int = 0, style: str = "") -> None:
     """A paragraph, wrapped under its own indentation."""
-    out.print(Padding(Text(text, style=style), (0, 0, 0, indent), expand=False))
+    out.print(Padding(Text(printable(text), style=style), (0, 0, 0, indent), expand=False))
+
+
+def printable(text: str) -> str:
+    """What a file, or a program that crashed, may have said, without what would move the cursor or colour the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
 def hanging(label: str, text: str, style: str = "") -> RenderableType:
@@ -62,7 +67,7 @@ def hanging(label: str, text: str, style: str = "") -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
-    grid.add_row(Text(label), Text(text, style=style))
+    grid.add_row(Text(label), Text(printable(text), style=style))
     return grid
 
 

@@ -1,7 +1,8 @@
 """Decisions made before, by this process or another: built and verified anew, and not timed again.
 
 A record names a candidate and a point of its space. One that fails its check here, or whose candidate now refuses, is as if it
-were not there. Records from elsewhere are hints: a point that the candidate does not itself offer here is never built.
+were not there. Records from elsewhere are hints: a point that the candidate does not itself offer here is never built, and what
+they say of times is not believed: one made in these circumstances saves the search, and its kernel alone is timed here.
 
 A candidate that crashed or hung is refused on the problem from then on, by every process in the same circumstances, with the
 sentence how and the day. Only a `Recall` that says `retry` tries it again.
@@ -32,6 +33,7 @@ from tilewright.schedule.record import Key, Loser, Record, Refusal
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected, search
 
+HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere
 WAIT_S = 30.0  # for another process that measures the same problem; then both do
 LONGEST = 4000  # characters of a sentence that is kept
 
@@ -91,18 +93,38 @@ class Recall:
             if record.candidate in refused:
                 continue
             schedule = Schedule(record.knobs)
-            if foreign and not _offered(problem, self._target, record.candidate, schedule):
+            if foreign:
+                tried = self._tried(record, schedule, problem, weights, min(budget_s, HINT_S))
+                if tried is not None:
+                    return tried
                 continue
             decision = repeat(problem, self._target, record.candidate, schedule, weights)
             if decision is None:
                 continue
             losers = tuple(Rejected(r.candidate, r.why, r.time_us) for r in record.rejected)
             decision = replace(decision, time_us=record.time_us, rejected=losers, measured=True, recalled=True)
-            if foreign and self._cache is not None:
-                self._cache.put(record)
             self.settled[record.key.problem] = record
             return decision
         return None
+
+    def _tried(
+        self, record: Record, schedule: Schedule, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float
+    ) -> Decision | None:
+        """What a record from elsewhere names, timed here if there is time, and then kept as our own."""
+        if not _offered(problem, self._target, record.candidate, schedule):
+            return None
+        cold = self._circumstances.cold
+        decision = repeat(problem, self._target, record.candidate, schedule, weights, budget_s=budget_s, cold=cold)
+        if decision is None:
+            return None
+        if decision.time_us is not None:
+            self._settle(Record(record.key, str(problem), record.candidate, record.knobs, decision.time_us, (), time.time()))
+        return replace(decision, rejected=(), recalled=True)
+
+    def _settle(self, record: Record) -> None:
+        self.settled[record.key.problem] = record
+        if self._cache is not None:
+            self._cache.put(record)
 
     def candidates(self, problem: AnyProblem) -> Sequence[Candidate] | None:
         """Who is to compete: None for all as they are; or all, with the point that a hint names tried first, and those that did
@@ -137,12 +159,8 @@ class Recall:
         losers = tuple(Loser(r.candidate[:LONGEST], r.why[:LONGEST], r.time_us) for r in decision.rejected)
         kernel = decision.kernel
         key, knobs = self._key(decision.problem, budget_s), kernel.schedule.knobs
-        record = Record(key, str(decision.problem), kernel.candidate, knobs, decision.time_us, losers, time.time())
-        self.settled[key.problem] = record
-        if self._cache is None:
-            return
-        self._cache.put(record)
-        if self._retry:
+        self._settle(Record(key, str(decision.problem), kernel.candidate, knobs, decision.time_us, losers, time.time()))
+        if self._cache is not None and self._retry:
             lost = {r.candidate.split(" ")[0] for r in decision.rejected if r.fatal}
             for refusal in self._refusals(decision.problem):
                 if refusal.candidate not in lost:
@@ -175,12 +193,19 @@ class Recall:
 
 
 def repeat(
-    problem: AnyProblem, target: Target, candidate: str, schedule: Schedule, weights: Mapping[int, torch.Tensor]
+    problem: AnyProblem,
+    target: Target,
+    candidate: str,
+    schedule: Schedule,
+    weights: Mapping[int, torch.Tensor],
+    *,
+    budget_s: float = 0,
+    cold: bool = False,
 ) -> Decision | None:
-    """One point of one candidate, built and verified, untimed; None if it does not do for this problem."""
+    """One point of one candidate, built and verified, and timed if there is a budget; None if it does not do here."""
     found = [_Only(c, schedule) for c in discover() if c.name == candidate]
     try:
-        return search(problem, target, budget_s=0, candidates=found, weights=weights)
+        return search(problem, target, budget_s=budget_s, candidates=found, weights=weights, cold=cold)
     except UnsupportedError:
         return None
 

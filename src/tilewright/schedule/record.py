@@ -45,6 +45,7 @@ class Key(msgspec.Struct, frozen=True):
 
 
 Time = Annotated[float, msgspec.Meta(ge=0)]
+Moment = Annotated[float, msgspec.Meta(ge=0, lt=32503680000)]  # seconds since 1970, before the year 3000
 Text = Annotated[str, msgspec.Meta(max_length=4000)]
 
 
@@ -65,7 +66,7 @@ class Record(msgspec.Struct, frozen=True):
     knobs: tuple[tuple[Text, bool | int | str], ...]
     time_us: Time
     rejected: tuple[Loser, ...]
-    made_s: Time
+    made_s: Moment
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -75,7 +76,7 @@ class Refusal(msgspec.Struct, frozen=True):
     problem: str
     candidate: Text
     why: Text
-    made_s: Time
+    made_s: Moment
 
 
 Kept = TypeVar("Kept", Record, Refusal)

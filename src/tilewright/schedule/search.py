@@ -55,7 +55,8 @@ class Decision:
         rejected: the others, in the order they were considered.
         measured: False for a heuristic answer.
         verified: the kernel agreed with the reference on random data.
-        recalled: its times are those of an earlier search, read back; it was built and verified anew.
+        recalled: its times are those of an earlier search, read back, or its point is one that was imported; it was built and
+            verified anew.
         checked_s: seconds that building and verifying the kernel took, the right results included.
     """
 
