@@ -136,8 +136,11 @@ def test_a_file_that_is_none_of_ours_is_refused(kept, program, tmp_path, content
 def test_files_that_cannot_be_read_or_written_are_named(kept, program, tmp_path):
     result = invoke("tune", program, "--import", tmp_path / "none.json")
     assert result.exit_code == 2 and "No such file" in result.output and "none.json" in result.output
-    result = invoke("tune", program, "--budget", "0", "--export", tmp_path / "no" / "x.json")
-    assert result.exit_code == 2 and "cannot be written" in result.output
+    for place in (tmp_path / "no" / "x.json", tmp_path):
+        result = invoke("tune", program, "--export", place)
+        assert result.exit_code == 2 and "cannot be written" in result.output
+        assert kept.records() == []  # said before anything was measured
+    assert not list(tmp_path.glob(".*.tmp"))
 
 
 def test_what_is_shown_of_the_cache_moves_no_cursor(kept):

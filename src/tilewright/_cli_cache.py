@@ -41,10 +41,12 @@ def tune(
     """
     from tilewright.hardware.detect import detect
     from tilewright.report.tuning import describe_tuning
-    from tilewright.schedule.exchange import read_records, write_records
+    from tilewright.schedule.exchange import read_records, require_writable, write_records
     from tilewright.schedule.recall import Recall, user_cache
 
     hints = () if imported is None else read_records(imported)
+    if exported is not None:
+        require_writable(exported)
     graph = load_program(file, batch, input_dims)
     cache = user_cache() if how.cache else None
     recall = Recall(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)

@@ -23,13 +23,29 @@ class Exported(msgspec.Struct, frozen=True):
     records: tuple[Record, ...]
 
 
+def require_writable(path: Path) -> None:
+    """See that `write_records` will find what it needs, before the work whose result it writes.
+
+    Raises:
+        InputError: the folder is not there or cannot be written, or `path` is one itself.
+    """
+    if path.is_dir():
+        raise InputError("cannot be written: Is a directory", where=str(path))
+    draft = _draft(path)
+    try:
+        draft.touch()
+        draft.unlink()
+    except OSError as error:
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
+
+
 def write_records(path: Path, machine: str, records: Sequence[Record]) -> None:
     """Write the file; it appears whole or not at all.
 
     Raises:
         InputError: the folder is not there or cannot be written.
     """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft = _draft(path)
     try:
         draft.write_bytes(msgspec.json.format(msgspec.json.encode(Exported(VERSION, machine, tuple(records))), indent=1))
         draft.replace(path)
@@ -37,6 +53,10 @@ def write_records(path: Path, machine: str, records: Sequence[Record]) -> None:
         raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _draft(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
 
 
 def read_records(path: Path) -> tuple[Record, ...]:
