@@ -231,6 +231,35 @@ def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatc
     assert len(said) == 1 and said[0].startswith("tilewright: no worker process: ")
 
 
+def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, capfd):
+    def full(name, size_bytes):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tilewright.schedule.worker.memory_file", full)
+    monkeypatch.setattr(nursery_module, "_lines", set())
+    weight = torch.randn(300, 200)
+    posed = problem_of(gemm(input_("a", F32, (7, 300)), const(weight)))
+    d = search(posed, CPU, budget_s=0.01, candidates=[drop(f"assert os.getpid() == {os.getpid()}")], weights={1: weight})
+    assert d.measured and not d.rejected
+    assert "cannot have the weights of" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["a path object", "no temporary folder"])
+def test_a_nursery_starts_or_is_done_without(drop, monkeypatch, place):
+    def nowhere(*_):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(nursery_module, "_known", None)
+    if place == "a path object":
+        monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+        began = nursery()
+        began.ensure_worker()
+        began.stop()
+    else:
+        monkeypatch.setattr(nursery_module.tempfile, "TemporaryFile", nowhere)
+        assert search(problem(52), CPU, budget_s=0.01, candidates=[drop()]).measured
+
+
 ORPHAN = """
 import os, sys, time
 from tilewright.schedule.nursery import nursery

@@ -64,7 +64,11 @@ def memory_file(name: str, size_bytes: int) -> int:
     else:
         with tempfile.TemporaryFile() as file:
             fd = os.dup(file.fileno())
-    os.truncate(fd, size_bytes)
+    try:
+        os.truncate(fd, size_bytes)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
@@ -85,7 +89,7 @@ class Nursery:
         self._shared_fd = memory_file("shared", mmap.PAGESIZE)
         self._shared = mmap.mmap(self._shared_fd, mmap.PAGESIZE)
         self._control, theirs = socket.socketpair()
-        path = f"import sys; sys.path[:] = {json.dumps(sys.path)}"
+        path = f"import sys; sys.path[:] = {json.dumps([str(p) for p in sys.path])}"
         code = f"{path}; from tilewright.schedule.worker import main; main({theirs.fileno()})"
         try:
             self._process = subprocess.Popen(
@@ -273,7 +277,10 @@ def nursery() -> Nursery:
         raise UnavailableError("")
     with _starting:
         if _known is None or _known.owner != os.getpid():
-            _known = Nursery()
+            try:
+                _known = Nursery()
+            except OSError as error:
+                raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
             atexit.register(_known.stop)
         return _known
 

@@ -94,7 +94,10 @@ class HostedBench:
         self._problem, self._target, self.expect_s = problem, target, 0.0
         self._nursery = nursery()
         self._limit_s = LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S
-        self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]})
+        try:
+            self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]})
+        except (OSError, ValueError) as error:  # no memory for another copy, no descriptor
+            raise UnavailableError(f"the worker process cannot have the weights of {problem}: {error}") from None
         self._nursery.lock.acquire()
         try:
             self._opening = _pickled(("open", problem, target, _settings() | {"cold": cold}, self._weights.places))
@@ -183,11 +186,19 @@ class _Weights:
                 at += dense.nbytes + -dense.nbytes % mmap.PAGESIZE
         if large:
             self.fd = memory_file("weights", at)
-            with mmap.mmap(self.fd, at) as memory:
-                whole = torch.frombuffer(memory, dtype=torch.uint8)
-                for place, dense in large:
-                    whole[place : place + dense.nbytes].copy_(dense.reshape(-1).view(torch.uint8))
-                del whole
+            try:
+                self._fill(large, at)
+            except BaseException:
+                self.close()
+                raise
+
+    def _fill(self, large: Sequence[tuple[int, torch.Tensor]], size_bytes: int) -> None:
+        assert self.fd is not None
+        with mmap.mmap(self.fd, size_bytes) as memory:
+            whole = torch.frombuffer(memory, dtype=torch.uint8)
+            for place, dense in large:
+                whole[place : place + dense.nbytes].copy_(dense.reshape(-1).view(torch.uint8))
+            del whole
 
     def close(self) -> None:
         if self.fd is not None:
