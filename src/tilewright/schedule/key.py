@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ CHOOSING = ("candidates", "hardware", "ir", "schedule")  # folders whose code ma
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 # What torch's allocators give: 64 bytes on a CPU (c10/core/alignment.h), 512 on a GPU (c10/cuda/CUDACachingAllocator.h).
 ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}
+LIBRARY_VARIABLES = ("ONEDNN_", "DNNL_", "MKL_")
 # Seconds that one problem may take, the longest first.
 BUDGETS = (("long", 1.0), ("short", 0.0))
 
@@ -79,7 +81,7 @@ def circumstances(target: Target, *, excess_precision: bool) -> Key:
         threads=torch.get_num_threads(),
         driver=_driver() if target.kind == "cuda" else "",
         toolkit=(torch.version.cuda or torch.version.hip or "") if target.kind == "cuda" else "",
-        libraries=_libraries(),
+        libraries=_libraries() + _environment(),
         tilewright=_own(),
         numerics=f"excess_precision={excess_precision} {_numerics()}",
         alignment_bytes=ALIGNMENT_BYTES[target.kind],
@@ -98,6 +100,12 @@ def _libraries() -> str:
     contained = re.search(r"MKL-DNN (v\S+)", built)
     found += [f"oneDNN {contained[1]}"] if contained else []
     return ", ".join([*found, f"build {hashlib.sha256(built.encode()).hexdigest()[:12]}"])
+
+
+def _environment() -> str:
+    """A digest of the variables by which users have libraries take other instructions or sums; "" where there are none."""
+    given = sorted(f"{k}={v}" for k, v in os.environ.items() if k.startswith(LIBRARY_VARIABLES) and not k.endswith("VERBOSE"))
+    return f", environment {hashlib.sha256(chr(0).join(given).encode(errors='replace')).hexdigest()[:12]}" if given else ""
 
 
 def _version(package: str) -> str:

@@ -16,7 +16,7 @@ class Key(msgspec.Struct, frozen=True):
         processor: its marketing name, features and caches.
         cores, threads: that the machine has, and that kernels share.
         driver, toolkit: of a GPU.
-        libraries: versions of those that compile kernels or are candidates.
+        libraries: versions of those that compile kernels or are candidates, and variables of the environment that steer them.
         tilewright: version, and a digest of the code that makes and chooses kernels.
         numerics: what may be rounded how.
         alignment_bytes: of the sources that were timed.
