@@ -129,6 +129,7 @@ def _save(record: Record, kind: str) -> None:
         final = cache_folder() / f"ceilings-{kind}.json"
         draft = final.with_suffix(f".{os.getpid()}.tmp")
         try:
+            draft.touch(mode=0o600)
             draft.write_bytes(msgspec.json.encode(record))
             draft.replace(final)
         finally:
