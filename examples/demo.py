@@ -231,10 +231,11 @@ def scoreboard(rows: Sequence[Row], machine: str) -> Any:
     from rich.table import Table
 
     table = Table(title=f"Tilewright on {machine}", title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
-    for name in ("program", "", "verified"):
-        table.add_column(name, no_wrap=True)
+    table.add_column("program", no_wrap=True)
+    table.add_column("")  # gives way where a terminal is narrow
+    table.add_column("verified", no_wrap=True)
     for name in ("steps", "ms", "limit ms", "peer ms", "ratio"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_column("peer", no_wrap=True)
     for r in rows:
         ratio = "" if r.peer_us is None else f"{r.peer_us / r.time_us:.2f}x"
@@ -273,6 +274,8 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
     with progress.status("") as status:
         for program in wanted:
             try:
+                if not progress.is_terminal:
+                    progress.print(f"{program.key} …", highlight=False)
                 rows.append(run_program(program, out, lambda what, p=program: status.update(f"{p.key}: {what}")))
             except TilewrightError as error:
                 progress.print(f"{program.key}: {error}", style="red")

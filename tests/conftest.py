@@ -1,4 +1,5 @@
 import os
+import signal
 
 import hypothesis
 import pytest
@@ -9,6 +10,9 @@ os.environ.setdefault("TILEWRIGHT_WORKER", "0")  # what tests replace must be se
 hypothesis.settings.register_profile("tilewright", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("tilewright")
 torch.set_num_threads(2)
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the programs that tests start inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
