@@ -336,7 +336,7 @@ class _Builder:
             self.keep(Node(Softmax(-1), x))
         elif kind == "norm":
             self.keep(Node(LayerNorm(-1, 1.0, self.chance(2)), x))
-        elif kind == "gather" and x.shape[0]:
+        elif kind == "gather" and all(x.shape):
             axis = self.draw(st.integers(0, len(x.shape) - 1))
             d = x.shape[axis]
             first = self.draw(st.integers(-d, d - 1))
