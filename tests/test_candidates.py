@@ -21,7 +21,7 @@ from tilewright.ir.ops import Acc, Gemm, Param
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, RegionProblem, problem_of
-from tilewright.schedule.recall import repeat
+from tilewright.schedule.recall import offered, repeat
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
@@ -364,5 +364,9 @@ def test_what_was_taken_apart_is_built_again_of_the_same_pieces(text, monkeypatc
     monkeypatch.setattr("tilewright.candidates.split.search", None)
     again = repeat(problem, CPU, "split", first.schedule, {})
     assert again is not None and again.kernel.schedule == first.schedule
+    assert offered(problem, CPU, "split", first.schedule)
+    forged = (("apart", "stores"), ("by", "nobody, nobody"), ("0.instruction", "none"))
+    for name, value in forged:  # what a file from elsewhere may say
+        assert not offered(problem, CPU, "split", Schedule(tuple({**dict(first.schedule.knobs), name: value}.items())))
     for name in ("nobody, nobody", "split, split", "sdpa, sdpa"):
         assert repeat(problem, CPU, "split", Schedule.of(apart="epilogue", by=name), {}) is None

@@ -101,6 +101,10 @@ def _columns(root: Node, axis: int, start: int, stop: int) -> Node:
 
 
 class Split:
+    """Pieces are chosen by searches of their own, with random weights where the last call left them; the whole is then verified
+    and timed as any other candidate is. A kernel's schedule names its pieces, so that none of them is searched for twice.
+    """
+
     name = "split"
     kinds = frozenset[ProblemKind]({"gemm"})
     preference = 50
@@ -121,7 +125,7 @@ class Split:
         Raises:
             UnsupportedError: a piece's candidate is gone, or refuses.
         """
-        pieces = (by_store if schedule["apart"] == "stores" else by_epilogue)(problem)
+        pieces = _pieces(problem, schedule)
         others = [c for c in discover() if c.name != self.name]
         if _BY in dict(schedule.knobs):
             kernels = [_again(p, chosen, others, target) for p, chosen in zip(pieces, _chosen(schedule), strict=True)]
@@ -151,6 +155,15 @@ class Split:
             packed_bytes=sum(k.packed_bytes for k in kernels),
         )
 
+    def offers(self, problem: Problem, schedule: Schedule, target: Target) -> bool:
+        if schedule["apart"] not in self._ways(problem) or _BY not in dict(schedule.knobs):
+            return False
+        others = [c for c in discover() if c.name != self.name]
+        return all(
+            point in _candidate(p, name, others, target).schedules(p.problem, target)
+            for p, (name, point) in zip(_pieces(problem, schedule), _chosen(schedule), strict=True)
+        )
+
     def _ways(self, problem: Problem) -> list[str]:
         """How this gemm can be taken apart."""
         op = problem.op
@@ -163,6 +176,10 @@ class Split:
 
 
 _BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
+
+
+def _pieces(problem: Problem, schedule: Schedule) -> list[Piece]:
+    return (by_store if schedule["apart"] == "stores" else by_epilogue)(problem)
 
 
 def _with_pieces(way: Knob, kernels: Sequence[Kernel]) -> Schedule:
@@ -181,11 +198,15 @@ def _chosen(schedule: Schedule) -> list[tuple[str, Schedule]]:
 def _again(piece: Piece, chosen: tuple[str, Schedule], candidates: Sequence[Candidate], target: Target) -> Kernel:
     """The kernel of a piece that was chosen before. It is not verified by itself: whoever asks verifies the whole."""
     name, schedule = chosen
+    return _candidate(piece, name, candidates, target).build(piece.problem, schedule, target)
+
+
+def _candidate(piece: Piece, name: str, candidates: Sequence[Candidate], target: Target) -> Candidate:
     found = next((c for c in candidates if c.name == name and piece.problem.kind in c.kinds), None)
     why = "there is no such candidate" if found is None else found.refuse(piece.problem, target)
     if found is None or why is not None:
         raise UnsupportedError(f"{name}: {why}", where=str(piece.problem))
-    return found.build(piece.problem, schedule, target)
+    return found
 
 
 CANDIDATE = Split()

@@ -93,6 +93,15 @@ class Accountable(Protocol):
         ...
 
 
+@runtime_checkable
+class Composed(Protocol):
+    """A candidate whose kernels are of points that `schedules` does not list, since it searches for kernels itself."""
+
+    def offers(self, problem: Any, schedule: Schedule, target: Target) -> bool:
+        """Whether the point of a kernel is one that it could have come to here."""
+        ...
+
+
 def discover(extra: Iterable[Path] = ()) -> list[Candidate]:
     """Every candidate, by preference."""
     return list(_discover(tuple(extra)))

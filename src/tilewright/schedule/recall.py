@@ -26,7 +26,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache, say
-from tilewright.schedule.candidate import Candidate, Kernel, discover
+from tilewright.schedule.candidate import Candidate, Composed, Kernel, discover
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import Key, Loser, Record, Refusal
@@ -111,7 +111,7 @@ class Recall:
         self, record: Record, schedule: Schedule, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float
     ) -> Decision | None:
         """What a record from elsewhere names, timed here if there is time, and then kept as our own."""
-        if not _offered(problem, self._target, record.candidate, schedule):
+        if not offered(problem, self._target, record.candidate, schedule):
             return None
         cold = self._circumstances.cold
         decision = repeat(problem, self._target, record.candidate, schedule, weights, budget_s=budget_s, cold=cold)
@@ -210,11 +210,12 @@ def repeat(
         return None
 
 
-def _offered(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> bool:
+def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> bool:
     """Whether a point is one of the candidate's own."""
     try:
         return any(
-            c.refuse(problem, target) is None and schedule in c.schedules(problem, target)
+            c.refuse(problem, target) is None
+            and (schedule in c.schedules(problem, target) or (isinstance(c, Composed) and c.offers(problem, schedule, target)))
             for c in discover()
             if c.name == candidate and problem.kind in c.kinds
         )
