@@ -95,7 +95,8 @@ def _hint(info: onnx.ValueInfoProto) -> str:
         shown = "D…"
     else:
         shown = " ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "N" for d in dims)
-    return f"--input-dim @{info.name} {shown} with numbers for names".replace("\n", " ")[:120] + ", or --batch N for a first axis"
+    wanted = f"--input-dim @{info.name} {shown}".replace("\n", " ")[:120]
+    return f"{wanted} with numbers for names, or --batch N for a first axis"
 
 
 def symbolic(inputs: Sequence[onnx.ValueInfoProto]) -> bool:
