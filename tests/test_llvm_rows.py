@@ -437,16 +437,14 @@ def test_a_region_without_a_kernel_says_so():
     x = input_("x", F32, (40, 64))
     program = tilewright.compile(Graph("g", (x,), (map_("sine", x),), ("y",)), budget_s=0)
     (found,) = fallback(program, {})
-    assert found.why == "torch runs it operation by operation (llvm_rows: sine has no vector form)"
+    assert found.why.startswith("torch runs it operation by operation (llvm_rows: sine has no vector form")
     assert fallback(tilewright.compile(Graph("g", (x,), (reshape(x, (64, 40)),), ("y",)), budget_s=0), {}) == []
 
 
 def test_torch_is_timed_too():
     decision = search(problem_of(norm(input_("x", F32, (64, 256)))), CPU, budget_s=0.05)
-    assert decision.measured and {decision.kernel.candidate, *(r.candidate.split()[0] for r in decision.rejected)} == {
-        "llvm_rows",
-        "reference",
-    }
+    timed = {r.candidate.split()[0] for r in decision.rejected if r.time_us is not None}
+    assert decision.measured and {decision.kernel.candidate, *timed} == {"llvm_rows", "reference"}
 
 
 def test_a_gelu_that_bf16_rounds_has_a_row_kernel():
