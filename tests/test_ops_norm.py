@@ -58,7 +58,9 @@ def test_integers_reduce_exactly_and_wrap(d, fn, shape, data):
 
 @given(st.sampled_from(FLOATS), st.sampled_from(("add", "multiply", "maximum", "minimum", "mean")), shapes, st.data())
 def test_floats_reduce_in_f32_or_wider_and_round_once(d, fn, shape, data):
-    x = random_array(d, shape, np.random.default_rng(1), special=data.draw(st.sampled_from([0.0, 0.0, 0.2])))
+    # A product of huge and tiny numbers leaves f32 on its way or not, by the order in which it is taken.
+    special = data.draw(st.sampled_from([0.0, 0.0, 0.2 * (fn != "multiply")]))
+    x = random_array(d, shape, np.random.default_rng(1), special=special)
     axes, keepdims = drawn(data, shape)
     got = run(Reduce(fn, axes, keepdims), (x, d))
     if not axes:
