@@ -243,3 +243,6 @@ def broadcastable(small: Shape, large: Shape) -> bool:
         return broadcast_shapes(small, large) == large
     except TypeMismatchError:
         return False
+
+
+VIEWS = (Reshape, Transpose, Slice, Broadcast)  # what a kernel reads as addresses
