@@ -15,12 +15,13 @@ def packed_once(sources: Sequence[torch.Tensor], form: Hashable, pack: Callable[
     """What `pack` makes of `sources`, or what it made of the same bits before, if anyone still holds that.
 
     Args:
-        sources: the weights, on the CPU. They are hashed (SHA-256, 1.8 GB/s where processors have instructions for it): an
-            address or an object does not tell whether somebody wrote to it since.
+        sources: the weights, on any one device. They are hashed (SHA-256, 1.8 GB/s where processors have instructions for it;
+            those of a GPU are copied to the host for it): an address or an object does not tell whether somebody wrote to it
+            since.
         form: everything else that the packed memory depends on: expression, instruction, sizes.
         pack: gives packed memory, which nobody writes again.
     """
-    key = (form, *((t.dtype, tuple(t.shape), _bits(t)) for t in sources))
+    key = (form, *((t.device, t.dtype, tuple(t.shape), _bits(t)) for t in sources))
     packed = _held.get(key)
     if packed is None:
         packed = _held[key] = pack()
@@ -28,4 +29,4 @@ def packed_once(sources: Sequence[torch.Tensor], form: Hashable, pack: Callable[
 
 
 def _bits(t: torch.Tensor) -> bytes:
-    return hashlib.sha256(t.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
+    return hashlib.sha256(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).digest()
