@@ -107,8 +107,8 @@ def write(folder: Path, graph: Graph) -> str:
     return str(path)
 
 
-def invoke(*args: object, env: Mapping[str, str] | None = None) -> Result:
+def invoke(*args: object, env: Mapping[str, str] | None = None, typed: str | None = None) -> Result:
     """A command line's result; a bug is raised, not swallowed, unless the command line itself reported it."""
     from tilewright.cli import cli
 
-    return CliRunner().invoke(cli, [str(a) for a in args], env=env, prog_name="tilewright")
+    return CliRunner().invoke(cli, [str(a) for a in args], env=env, input=typed, prog_name="tilewright")

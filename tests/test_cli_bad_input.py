@@ -138,6 +138,14 @@ def test_usage_errors_are_clicks_own(given: list[str], said: str, program: str) 
     assert said in result.stderr.replace("\n", " ") and "Usage: tilewright read" in result.stderr
 
 
+def test_a_batch_that_no_input_can_take_is_refused(program: str) -> None:
+    refused(
+        invoke("read", program, "--batch", "77"),
+        "--batch 77 is for a first axis left open, and no input has one",
+        "leave it out",
+    )
+
+
 def test_archives_that_are_none(program: str, tmp_path: Path) -> None:
     path = tmp_path / "in.npz"
     refused(invoke("run", program, "--inputs", path), "no such file", "in.npz")

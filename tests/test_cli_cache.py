@@ -159,7 +159,9 @@ def test_cache_info_counts_and_clear_forgets(kept, program):
     assert found["by_chip"] == {made.key.chip: 1} and found["by_version"] == {made.key.tilewright: 1}
     assert found["oldest"] == found["newest"] and found["oldest"].endswith("+00:00")
     assert str(made.key.chip) in invoke("cache", "info").stdout
-    assert invoke("cache", "clear").exit_code == 1 and len(kept.records()) == 1  # nobody said yes
+    assert invoke("cache", "clear").exit_code == 1 and len(kept.records()) == 1  # nobody said anything
+    said = invoke("cache", "clear", typed="n\n")
+    assert said.exit_code == 0 and said.stdout.endswith("kept\n") and len(kept.records()) == 1
     assert invoke("cache", "clear", "--yes").stdout == "forgot 1 choice\n" and kept.records() == []
     assert json.loads(invoke("cache", "info", "--json").stdout)["oldest"] is None
 

@@ -226,6 +226,22 @@ def test_every_complaint_names_its_column(text, what, column):
 
 
 @pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        ("f32[3,4] @ f32[4,5] + bais", "'bias' in place of 'bais'"),
+        ("f32[3,4] @ f32[4,5], gellu", "'gelu' in place of 'gellu'"),
+        ("f32[3,4] gruop=2 @ f32[4,5]", "'group=' in place of 'gruop=2'"),
+        ("f32[3,4] @ f32[4,5] -> s8 scale=tensr", "'scale=tensor' in place of 'scale=tensr'"),
+        ("f32[3,4] @ f32[4,5] -> s8 satrate", "'saturate' in place of 'satrate'"),
+    ],
+)
+def test_a_misspelt_word_is_answered_with_the_one_meant(text, hint):
+    with pytest.raises(InputError) as caught:
+        parse(text)
+    assert caught.value.hint == hint
+
+
+@pytest.mark.parametrize(
     ("text", "what"),
     [
         ("f32[2,3,4] @ f32[3,4,5]", "do not broadcast together"),

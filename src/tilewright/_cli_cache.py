@@ -102,8 +102,9 @@ def clear(yes: bool) -> None:
     """Forget every choice. Machine code stays: it is found by its content."""
     from tilewright.schedule.recall import user_cache
 
-    if not yes:
-        click.confirm("Forget every choice that was measured?", abort=True)
+    if not yes and not click.confirm("Forget every choice that was measured?"):
+        click.echo("kept")
+        return
     found = user_cache()
     count = 0 if found is None else found.clear()
     click.echo(f"forgot {count:,} {'choice' if count == 1 else 'choices'}")

@@ -23,8 +23,10 @@ an expression in braces where steps do not form a chain.
 
 from __future__ import annotations
 
+import difflib
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -46,6 +48,8 @@ _TOKEN = re.compile(
     r"|(?P<sign>[@+\-*/,()]))"
 )
 _SIDES = ("bias", "residual", "scale", "row")
+_ATTRIBUTES = ("group=", "scale=tensor", "scale=channel", "zero_point", "block=")
+_RESULTS = ("wrap", "saturate", "scale=tensor", "scale=row", "scale=column", "zero_point")
 
 
 @dataclass
@@ -72,10 +76,13 @@ class _Reader:
         """An error at a column counted from 0."""
         return InputError(what, where=f"column {column + 1} of {self.text!r}", hint=hint)
 
-    def fail(self, wanted: str) -> InputError:
-        """The error that the next token is not what was wanted."""
+    def fail(self, wanted: str, known: Iterable[str] = ()) -> InputError:
+        """The error that the next token is not what was wanted; `known` are words it may be a misspelling of."""
         _, found, column = self.tokens[self.at]
-        return self.wrong(f"{wanted} wanted, {found!r} found", column)
+        near = difflib.get_close_matches(found, known, 1)
+        return self.wrong(
+            f"{wanted} wanted, {found!r} found", column, f"{near[0]!r} in place of {found!r}" if near else EXAMPLE
+        )
 
     @property
     def column(self) -> int:
@@ -186,7 +193,7 @@ def _operand(r: _Reader, wanted: str) -> _Operand:
             key, value = pair.split("=")
             if key not in ("group", "block", "scale"):
                 r.at -= 1
-                raise r.fail("group=, block= or scale=")
+                raise r.fail("group=, block= or scale=", _ATTRIBUTES)
         elif r.accept("word", "zero_point"):
             key, value = "zero_point", ""
         else:
@@ -264,7 +271,7 @@ def _step(r: _Reader) -> tuple[str, object]:
         return r.dtype(fn, r.column).name, None
     if fn not in FUNCTIONS or FUNCTIONS[fn].to_pred or FUNCTIONS[fn].arity > 2:
         r.at -= 1
-        raise r.fail("the name of an elementwise function")
+        raise r.fail("the name of an elementwise function", FUNCTIONS)
     if FUNCTIONS[fn].arity == 1:
         return fn, None
     r.sign("(")
@@ -283,7 +290,7 @@ def _what(r: _Reader) -> object:
     word, _, name = text.partition(":")
     number = kind == "number" or (kind == "word" and word in ("inf", "nan"))
     if not number and (negative or kind != "word" or word not in _SIDES):
-        raise r.fail("a number" if negative else "bias, residual, scale, row, a type or a number")
+        raise r.fail("a number" if negative else "bias, residual, scale, row, a type or a number", _SIDES)
     r.at += 1
     said = r.dtype(name, r.column) if name else None
     if not number:
@@ -318,13 +325,13 @@ def _stored(r: _Reader) -> _Stored:
                 found.scale = value
             else:
                 r.at -= 1
-                raise r.fail("scale=tensor, scale=row, scale=column or acc=")
+                raise r.fail("scale=tensor, scale=row, scale=column or acc=", _RESULTS)
         elif r.accept("word", "zero_point"):
             key, found.zero_point = "zero_point", True
         elif word := (r.accept("word", "wrap") or r.accept("word", "saturate")):
             key, found.overflow = "overflow", "wrap" if word == "wrap" else "saturate"
         else:
-            raise r.fail("wrap, saturate, scale=, zero_point or acc=")
+            raise r.fail("wrap, saturate, scale=, zero_point or acc=", _RESULTS)
         if key in said:
             raise r.wrong(f"{key} is given twice", r.column)
         said.add(key)
