@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import re
 import sys
 
 import msgspec
@@ -18,7 +19,7 @@ from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Attention, Call, Concat, Dequantize, Gather, LayerNorm, Quantize, gemm
 from tilewright.ir.types import TensorType
-from tilewright.report import schema
+from tilewright.report import console, schema
 from tilewright.report.console import progress
 from tilewright.report.explain import explain_program
 from tilewright.report.findings import Reasons, dangling, fallback
@@ -260,18 +261,29 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_shows_on_a_terminal_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_a_line_now_and_then_in_a_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(sys, "stderr", io.StringIO())
     with progress("choosing kernels") as show:
-        assert show is None
-    assert sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+        for done, at in enumerate([101.0, 114.0, 116.0, 117.0, 132.0]):
+            now[0] = at
+            show(done, 9, f"product {done}")
+    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    assert said == ("choosing kernels: 2 of 9 after 16 s, product 2\nchoosing kernels: 4 of 9 after 32 s, product 4\n")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 160])
+def test_progress_is_drawn_on_a_terminal_in_one_line(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", str(columns))
     monkeypatch.setattr(sys, "stderr", Terminal())
-    with progress("reading [bold].onnx") as show:
-        assert show is not None
+    with progress("[bold].onnx") as show:
         show(1, 2, "s8[16,1024] @ s8[16,1024]^T")
     drawn = sys.stderr.getvalue()  # type: ignore[attr-defined]
-    assert "reading [bold].onnx" in drawn and "s8[16,1024] @ s8[16,1024]^T" in drawn
+    assert "[bold].onnx" in drawn and "0:00:0" in drawn and ("s8[16,1024] @" in drawn or columns < 80)
+    shown = re.sub("\x1b\\[[0-9;?]*[A-Za-z]", "", drawn)
+    assert max(len(line.strip()) for line in re.split("[\r\n]", shown)) <= columns
 
 
 def test_compiling_tells_which_kernel_it_is_choosing() -> None:

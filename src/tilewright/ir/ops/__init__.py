@@ -10,6 +10,7 @@ from tilewright.ir.ops.source import Acc, Call, Const, Input, Item, Param
 
 __all__ = [
     "FUNCTIONS",
+    "VIEWS",
     "Acc",
     "Attention",
     "Broadcast",
