@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import io
 import re
+import statistics
 import sys
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -247,13 +249,19 @@ def test_numbers() -> None:
     assert listing(list("abcde"), 3) == "a, b, c and 2 more" and listing(["a"]) == "a"
 
 
-@pytest.mark.parametrize("time_runs", [wall_us, device_us])
-def test_rounds_are_counted_and_budgeted(time_runs: object) -> None:
+def on_the_device(run: Callable[[], object], device: str, rounds: Rounds) -> list[float]:
+    times = device_us(run, device, rounds)
+    assert times.calls == 1 and times.median_us == statistics.median(times.us)
+    return times.us
+
+
+@pytest.mark.parametrize("time_runs", [wall_us, on_the_device])
+def test_rounds_are_counted_and_budgeted(time_runs: Callable[..., list[float]]) -> None:
     calls: list[int] = []
-    times = time_runs(lambda: calls.append(1), "cpu", Rounds.of(7, 100.0))  # type: ignore[operator]
+    times = time_runs(lambda: calls.append(1), "cpu", Rounds.of(7, 100.0))
     assert len(times) == 7 and len(calls) == 9 and all(t > 0 for t in times)
-    assert len(time_runs(lambda: None, "cpu", Rounds.of(None, 0.0))) == 5  # type: ignore[operator]
-    assert len(time_runs(lambda: None, "cpu", Rounds.of(None, 60.0))) == 100  # type: ignore[operator]
+    assert len(time_runs(lambda: None, "cpu", Rounds.of(None, 0.0))) == 5
+    assert len(time_runs(lambda: None, "cpu", Rounds.of(None, 60.0))) == 100
 
 
 class Terminal(io.StringIO):

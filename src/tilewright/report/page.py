@@ -57,7 +57,7 @@ def page(measured: Measured, explained: Explain, machine: Device) -> str:
 def _head(measured: Measured) -> str:
     report = measured.report
     limit = sum(s.limit_us for s in report.steps)
-    figures = [(f"{us(report.total_us)} µs", f"a call, median of {len(measured.whole_us):,}")]
+    figures = [(f"{us(report.total_us)} µs", f"a call, median of {len(measured.whole.us):,}")]
     if limit:
         figures.append((f"{us(limit)} µs", "least that the measured ceilings allow"))
     steps = sum(s.kind != "view" for s in report.steps)

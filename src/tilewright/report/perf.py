@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,7 +17,7 @@ from tilewright.report.inputs import Feed
 from tilewright.report.program import Program, Step, target_name
 from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
-from tilewright.report.timing import Rounds, device_us
+from tilewright.report.timing import Rounds, Times, device_us
 from tilewright.report.work import candidate_of, describe, steps_per_layer, work_of
 
 if TYPE_CHECKING:
@@ -35,14 +34,14 @@ class Measured:
 
     Attributes:
         report: what `--json` prints.
-        whole_us: every timed run of the whole program.
+        whole: timings of the whole program.
         memory_bound: for each step whether memory, not the matrix unit, sets its limit.
         arithmetic: for each step how many operations it does, products or not.
         ceilings: the machine with its measured rates.
     """
 
     report: Perf
-    whole_us: tuple[float, ...]
+    whole: Times
     memory_bound: tuple[bool, ...]
     arithmetic: tuple[int, ...]
     ceilings: Target
@@ -75,14 +74,15 @@ def measure(
     device = program.target.device
     whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S))
     share = Rounds.of(iterations, STEPS_S / max(len(program.steps), 1))
-    times: list[float] = []
+    taken: list[Times] = []
 
     def time_step(step: Step, values: list[Value]) -> None:
         if progress is not None:
-            progress(len(times), len(program.steps), step.name)
-        times.append(statistics.median(device_us(lambda: step.run(values), device, share)))
+            progress(len(taken), len(program.steps), step.name)
+        taken.append(device_us(lambda: step.run(values), device, share))
 
     program.run(inputs, time_step)
+    times = [t.median_us for t in taken]
     ceilings = ceilings if check is None else check(times)
     works = [work_of(step) for step in program.steps]
     rows = [_row(step, us, ceilings) for step, us in zip(program.steps, times, strict=True)]
@@ -91,7 +91,7 @@ def measure(
     report = Perf(
         program=name,
         target=target_name(program.target),
-        total_us=round(statistics.median(whole), 3),
+        total_us=round(whole.median_us, 3),
         verified=all(s.decision.verified for s in program.steps if s.decision is not None),
         steps=rows,
         dangling=dangling(program, Reasons(program), cost),
@@ -100,11 +100,21 @@ def measure(
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
         done_by=done_by(rows),
-        summary=[*done_words(rows), *ways_words(choices), *([f"Launched {program.launched}."] if program.launched else [])],
+        summary=[*done_words(rows), *ways_words(choices), *_launched_words(program, whole, taken)],
         choices=choices,
     )
     counted = tuple(arithmetic(step, work.ops) for step, work in zip(program.steps, works, strict=True))
-    return Measured(report, tuple(whole), tuple(w.memory_bound(ceilings) for w in works), counted, ceilings)
+    return Measured(report, whole, tuple(w.memory_bound(ceilings) for w in works), counted, ceilings)
+
+
+def _launched_words(program: Program, whole: Times, steps: Sequence[Times]) -> list[str]:
+    """How calls reach a GPU, and how many of them a timing takes together."""
+    words = [f"Launched {program.launched}."] if program.launched else []
+    most = max(t.calls for t in (whole, *steps))
+    if most > 1:
+        each = f"the whole program {whole.calls} times" if whole.calls > 1 else f"steps up to {most} times"
+        words.append(f"Timed by the GPU's events, short calls several in a row between two of them: {each}.")
+    return words
 
 
 def bind(program: Program, feeds: Sequence[Feed]) -> list[torch.Tensor]:

@@ -118,13 +118,14 @@ def _summary(out: Console, steps: Sequence[Step]) -> None:
 
 def _totals(out: Console, measured: Measured) -> None:
     report = measured.report
-    runs = measured.whole_us
+    runs, calls = measured.whole.us, measured.whole.calls
     steps_us, limit_us = sum(s.time_us for s in report.steps), sum(s.limit_us for s in report.steps)
     made = Table.grid(padding=(0, 2))
     made.add_column()
     made.add_column(justify="right", no_wrap=True)
     made.add_column(overflow="fold")
-    spread = f"median of {count(len(runs), 'run')}, {us(min(runs))} to {us(max(runs))}"
+    each = count(len(runs), "run") if calls == 1 else f"{count(len(runs), 'timing')} of {calls} calls in a row"
+    spread = f"median of {each}, {us(min(runs))} to {us(max(runs))}"
     made.add_row("Whole program", f"{us(report.total_us)} µs", spread)
     made.add_row("Sum of steps", f"{us(steps_us)} µs", "each timed by itself, its data still in cache where it fits")
     if limit_us:

@@ -1,14 +1,17 @@
-"""How often to run something, and what each run took."""
+"""How often to run something, and what each call took."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewright.schedule.measure import busy_us, synchronize
+from tilewright.schedule.measure import busy_us, synchronize, together
 
 WARM_UPS = 2
+LOOKS = 3  # on a GPU: the first may compile, the second be captured; the third says how long a call is
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,40 @@ def wall_us(run: Callable[[], object], device: str, rounds: Rounds) -> list[floa
     return times
 
 
-def device_us(run: Callable[[], object], device: str, rounds: Rounds) -> list[float]:
-    """What each run kept the device busy, in µs: by events on a GPU, which never waits for the host to launch them
-    (`measure.busy_us`); by the clock on a CPU."""
+@dataclass(frozen=True)
+class Times:
+    """Timings of something that was called again and again.
+
+    Attributes:
+        us: of a call, µs, for each timing.
+        calls: in each of them: one, or as many as a GPU needs to be busy long enough for its clock.
+    """
+
+    us: list[float]
+    calls: int = 1
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.us)
+
+
+def device_us(run: Callable[[], object], device: str, rounds: Rounds) -> Times:
+    """What a call kept the device busy: by events on a GPU, which never waits for the host to launch it (`measure.busy_us`),
+    with several short calls between two events (`measure.together`); by the clock on a CPU."""
     if device == "cpu":
-        return wall_us(run, device, rounds)
+        return Times(wall_us(run, device, rounds))
+    calls, host_us = 1, math.inf
+    for _ in range(LOOKS):
+        (us,), now_us = busy_us(run, device, calls=calls, ahead_us=0.0 if host_us == math.inf else host_us)
+        calls, host_us = together(us), min(host_us, now_us)
     times: list[float] = []
-    host_us = min(busy_us(run, device)[1] for _ in range(WARM_UPS))
     began = time.perf_counter()
     while _more(times, rounds, began):
-        taken, now_us = busy_us(run, device, count=min(rounds.most - len(times), rounds.least), ahead_us=host_us)
+        count = min(rounds.most - len(times), rounds.least)
+        taken, now_us = busy_us(run, device, count=count, calls=calls, ahead_us=host_us)
         host_us = min(host_us, now_us)
         times += taken
-    return times
+    return Times(times, calls)
 
 
 def _more(times: list[float], rounds: Rounds, began: float) -> bool:

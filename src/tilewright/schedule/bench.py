@@ -81,7 +81,7 @@ class Bench:
         self._guarded = list(drawn.values())
         self._constants = {i: t for i, t in enumerate(self._sources) if problem.weights[i]}
         cold = cold and any(problem.weights)
-        self._before: Callable[[], None] = Cold(target, self._sources, problem.weights) if cold else _nothing
+        self._before = Cold(target, self._sources, problem.weights) if cold else None
         self._expected: dict[float, Expected] = {}
         self._kernels: dict[int, tuple[Candidate, Kernel]] = {}
         self._runners: dict[int, Runner] = {}
@@ -169,10 +169,6 @@ class Bench:
         kernel = candidate.build(self._problem, schedule, self._target)
         self._kernels[key] = candidate, kernel
         self._runners[key] = kernel.prepare(self._constants)
-
-
-def _nothing() -> None:
-    pass
 
 
 def failure(what: str, error: Exception) -> str:

@@ -5,6 +5,7 @@ Random data, never zeros; sources in more than one layout, results in memory tha
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,8 @@ HOPELESS = 8
 SHORT_S = 0.01
 LAST_CACHE_BYTES = 8 << 20  # where the machine reports less, or nothing
 REPEATS = 3
+SPAN_US = 200.0  # between two events of a GPU, so that the few µs that they take themselves do not show
+MOST_TOGETHER = 64  # calls between them: those of several such spans fit into the queue of launches
 CYCLES_PER_US = 2000  # of a GPU's clock, at most
 SLACK = 1.5
 MOST_AHEAD_US = 20000.0
@@ -168,24 +171,28 @@ def time_interleaved(
     min_rounds: int = 3,
     max_rounds: int = 200,
     at: Callable[[int], None] = lambda i: None,
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[], None] | None = None,
 ) -> list[float]:
     """Median time of each run in µs, in rounds that take each in turn, within a budget for all together: by the clock on a CPU,
-    by a GPU's own events there (`busy_us`).
+    by a GPU's own events there (`busy_us`), with as many calls between two of them as `together` says.
 
     A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or two,
     if short: one alone may have met an interruption). `at` is told which run comes next; `before` is called before each,
-    untimed.
+    untimed, and then each call is timed alone.
     """
     ahead: list[float | None] = [None] * len(runs)
+    calls = [1] * len(runs)
 
     def once(i: int) -> float:
         at(i)
         if device == "cpu":
-            before()
+            if before is not None:
+                before()
             return _once(runs[i])
-        (us,), host_us = busy_us(runs[i], device, ahead_us=ahead[i] or 0.0, before=before)
+        (us,), host_us = busy_us(runs[i], device, calls=calls[i], ahead_us=ahead[i] or 0.0, before=before)
         ahead[i] = min(host_us, ahead[i] or host_us)
+        if before is None:
+            calls[i] = together(us)
         return us / 1e6
 
     first = [once(i) for i in range(len(runs))]
@@ -209,29 +216,38 @@ def busy_us(
     device: str,
     *,
     count: int = 1,
+    calls: int = 1,
     ahead_us: float = 0.0,
-    before: Callable[[], None] = lambda: None,
+    before: Callable[[], None] | None = None,
 ) -> tuple[list[float], float]:
-    """What each of `count` calls kept a GPU busy in µs, by its own events, and what launching one took the host.
+    """What a call kept a GPU busy in µs, `count` times, by its own events around `calls` of them, and what launching one took
+    the host.
 
     The device idles for `ahead_us` a call first (MOST_AHEAD_US at most), so that it never waits for a host that launches more
-    slowly than it works: as in a CUDA graph. `before` is called before each, untimed.
+    slowly than it works: as in a CUDA graph. `before` is called before each span, untimed.
     """
     with torch.cuda.device(device):
         if ahead_us > 0:
-            ahead = min(SLACK * count * ahead_us, MOST_AHEAD_US)
+            ahead = min(SLACK * count * calls * ahead_us, MOST_AHEAD_US)
             torch.cuda._sleep(int(ahead * CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage]
         events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
         launched: list[float] = []
         for start, end in events:
-            before()
+            if before is not None:
+                before()
             start.record()
             began = time.perf_counter()
-            run()
-            launched.append(1e6 * (time.perf_counter() - began))
+            for _ in range(calls):
+                run()
+            launched.append(1e6 * (time.perf_counter() - began) / calls)
             end.record()
         torch.cuda.synchronize(device)
-    return [1e3 * start.elapsed_time(end) for start, end in events], min(launched)
+    return [1e3 * start.elapsed_time(end) / calls for start, end in events], min(launched)
+
+
+def together(us: float) -> int:
+    """How many calls of so many µs stand between two events of a GPU: they keep it busy for SPAN_US."""
+    return max(1, min(MOST_TOGETHER, math.ceil(SPAN_US / max(us, 1.0))))
 
 
 def _once(f: Callable[[], object]) -> float:

@@ -1,0 +1,107 @@
+"""How a GPU is timed, on one whose clock is ours: what events take must not show in what a call is said to take."""
+
+import contextlib
+import io
+import types
+
+import pytest
+from rich.console import Console
+
+import tilewright
+from tilewright.ir.notation import parse
+from tilewright.report import perf, perf_table
+from tilewright.report.inputs import make_feeds
+from tilewright.report.timing import Rounds, Times, device_us
+from tilewright.schedule import measure
+from tilewright.schedule.measure import MOST_TOGETHER, SPAN_US, time_interleaved, together
+
+EVENT_US = 4.8  # what a pair of events adds, as seen on an H200
+
+
+class FakeGpu:
+    """Stands for torch.cuda and for the host's clock: a launch takes the host `host_us`, and work follows work."""
+
+    def __init__(self, monkeypatch, host_us=12.0):
+        self.host_us, self.host, self.busy_until, self.spans = host_us, 0.0, 0.0, []
+        gpu = self
+
+        class Event:
+            def __init__(self, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = gpu.work(EVENT_US / 2)
+
+            def elapsed_time(self, end):
+                gpu.spans.append(end.at - self.at)
+                return (end.at - self.at + EVENT_US / 2) / 1e3
+
+        cuda = types.SimpleNamespace(
+            device=lambda device: contextlib.nullcontext(),
+            Event=Event,
+            _sleep=lambda cycles: self.work(cycles / measure.CYCLES_PER_US),
+            synchronize=lambda device: setattr(self, "host", max(self.host, self.busy_until)),
+        )
+        monkeypatch.setattr(measure, "torch", types.SimpleNamespace(cuda=cuda))
+        monkeypatch.setattr(measure.time, "perf_counter", lambda: self.host / 1e6)
+
+    def work(self, us):
+        """Add work behind what the device has; it begins no sooner than it is launched."""
+        self.busy_until = max(self.busy_until, self.host) + us
+        return self.busy_until
+
+    def kernel(self, us):
+        def run():
+            run.calls += 1
+            self.host += self.host_us
+            self.work(us)
+
+        run.calls = 0
+        return run
+
+
+@pytest.mark.parametrize("us", [2.0, 25.0, 150.0, 5000.0])
+def test_a_call_is_as_long_as_many_in_a_row_are(monkeypatch, us):
+    gpu = FakeGpu(monkeypatch)
+    times = device_us(gpu.kernel(us), "cuda", Rounds.of(7, 0.0))
+    assert len(times.us) == 7
+    assert us <= times.median_us <= us * 1.03 + EVENT_US / MOST_TOGETHER
+    assert times.calls == together(times.median_us)
+    assert (times.calls == 1) == (us >= SPAN_US)
+    assert min(gpu.spans[-7:]) >= min(SPAN_US, MOST_TOGETHER * us)
+
+
+def test_candidates_are_told_apart_by_their_kernels_alone(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    fast, slow = gpu.kernel(5.0), gpu.kernel(7.0)
+    times = time_interleaved([fast, slow], "cuda", budget_s=0.0)
+    assert times[1] / times[0] == pytest.approx(1.4, rel=0.03)
+    assert fast.calls > slow.calls > 3
+
+
+def test_what_is_cold_is_timed_call_by_call(monkeypatch):
+    gpu, happened = FakeGpu(monkeypatch), []
+    kernel = gpu.kernel(5.0)
+
+    def run():
+        happened.append("run")
+        kernel()
+
+    time_interleaved([run], "cuda", budget_s=0.0, before=lambda: happened.append("cold"))
+    assert happened == ["cold", "run"] * (len(happened) // 2)
+
+
+def test_the_report_says_how_many_calls_were_timed_together(monkeypatch):
+    graph = parse("f32[8,16] @ f32[16,8]")
+    program, feeds = tilewright.compile(graph, budget_s=0, cache=False), make_feeds(graph)
+    shown = []
+    for calls in (1, 8):
+        monkeypatch.setattr(perf, "device_us", lambda run, device, rounds, calls=calls: Times([24.0, 25.0, 26.0], calls))
+        measured = perf.measure(program, "product", feeds, program.target)
+        out = io.StringIO()
+        perf_table.print_perf(Console(file=out, width=200), measured)
+        shown.append((measured.report.summary, out.getvalue()))
+    (alone, alone_table), (many, many_table) = shown
+    assert not any("in a row" in s for s in alone) and "median of 3 runs, 24.0 to 26.0" in alone_table
+    assert "Timed by the GPU's events, short calls several in a row between two of them: the whole program 8 times." in many
+    assert "median of 3 timings of 8 calls in a row" in many_table
