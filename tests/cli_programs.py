@@ -73,6 +73,7 @@ class Wrong:
 
     name = "wrong"
     kinds = frozenset({"gemm", "attention"})
+    devices = frozenset({"cpu"})
     preference = 1
 
     def refuse(self, problem: AnyProblem, target: Target) -> str | None:

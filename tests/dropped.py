@@ -15,6 +15,7 @@ from tilewright.schedule.schedule import Schedule
 class Fake:
     name = {name!r}
     kinds = frozenset({{"gemm"}})
+    devices = frozenset({{"cpu"}})
     preference = {preference}
 
     def refuse(self, problem, target):

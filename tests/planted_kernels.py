@@ -72,6 +72,7 @@ class Broken:
     """The generated gemm, with K in several passes, so that partial sums go through each thread's own memory."""
 
     kinds = frozenset({"gemm"})
+    devices = frozenset({"cpu"})
     preference = 5
     name = ""
 
@@ -141,6 +142,7 @@ class Strided:
     """One element after another, of sources in any strides; `offset` is the type that byte offsets are worked out in."""
 
     kinds = frozenset({"gemm"})
+    devices = frozenset({"cpu"})
     preference = 6
     name = ""
     offset = "i64"

@@ -27,6 +27,7 @@ from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import recall
 from tilewright.schedule.cache import Cache, file_system
+from tilewright.schedule.candidate import concerns
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.recall import Recall
@@ -267,7 +268,7 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
 def test_a_hinted_point_comes_first_and_a_foreign_one_never(kept):
     problem = problem_of(gemm(input_("x", F32, (8, 32)), input_("w", F32, (32, 32))))
     target = cpu()
-    own = next(c for c in recall.discover() if problem.kind in c.kinds and c.refuse(problem, target) is None)
+    own = next(c for c in recall.discover() if concerns(c, problem, target) and c.refuse(problem, target) is None)
     points = list(own.schedules(problem, target))
 
     def first(knobs):

@@ -18,7 +18,7 @@ from tilewright.ir.build import convert, input_, map_, slice_
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, RegionProblem, problem_of
 from tilewright.schedule.recall import offered, repeat
@@ -39,7 +39,7 @@ def posed(text, weights=()):
 
 def kernels(problem, target=CPU):
     for candidate in FOUND.values():
-        if candidate.refuse(problem, target) is None:
+        if concerns(candidate, problem, target) and candidate.refuse(problem, target) is None:
             for schedule in itertools.islice(candidate.schedules(problem, target), 2):
                 yield candidate, candidate.build(problem, schedule, target)
 
@@ -202,7 +202,6 @@ def test_prepacked_weights_of_onednn(dtype, form, rows):
         ("f32[3,4] @ f32[4,5]", "float_exact", CPU, "float_exact is for integer products"),
         ("s32[3,4] @ s32[4,5]", "float_exact", CPU, "products of s32 and s32 exceed what float64 sums exactly"),
         ("s64[3,4] @ s8[4,5]", "float_exact", CPU, "products of s64 and s8 exceed what float64 sums exactly"),
-        ("f32[3,4] @ f32[4,5]", "onednn", GPU, "oneDNN runs on CPUs"),
         ("f16[3,4] @ f16[4,5]", "onednn", CPU, "oneDNN's prepacked linear takes f32 or bf16, not f16 x f16"),
         ("f32[3,4] @ bf16[4,5]", "onednn", CPU, "oneDNN's prepacked linear takes f32 or bf16, not f32 x bf16"),
         (
@@ -217,7 +216,6 @@ def test_prepacked_weights_of_onednn(dtype, form, rows):
             CPU,
             "the right operand is not one constant matrix, so there is nothing to pack once",
         ),
-        ("f32[3,4] @ f32[4,5]", "scaled_mm", CPU, "cuBLASLt runs on NVIDIA GPUs"),
         (
             "f8e5m2[16,32] @ f8e5m2[32,16]",
             "scaled_mm",
@@ -326,7 +324,8 @@ def test_four_bit_codes_take_the_byte_kernels():
 
 def test_candidates_are_found_by_file_name(tmp_path):
     (tmp_path / "shiny.py").write_text(
-        "class Shiny:\n    name = 'shiny'\n    kinds = frozenset({'gemm'})\n    preference = 1\n\nCANDIDATE = Shiny()\n"
+        "class Shiny:\n    name = 'shiny'\n    kinds = frozenset({'gemm'})\n    devices = frozenset({'cpu'})\n"
+        "    preference = 1\n\nCANDIDATE = Shiny()\n"
     )
     (tmp_path / "_hidden.py").write_text("raise RuntimeError('never read')\n")
     (tmp_path / "notes.py").write_text("NOTHING = 1\n")
@@ -340,6 +339,7 @@ def test_every_candidate_keeps_the_protocol():
     for candidate in discover():
         assert isinstance(candidate, Candidate)
         assert candidate.kinds <= {"gemm", "attention", "region"} and candidate.kinds
+        assert candidate.devices <= {"cpu", "cuda"} and candidate.devices
     assert len({c.name for c in discover()}) == len(discover())
     assert isinstance(next(kernels(posed("f32[3,4] @ f32[4,5]")))[1], Kernel)
 

@@ -17,7 +17,7 @@ from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.hardware.detect import chips, detect
 from tilewright.hardware.target import Target
 from tilewright.ir.notation import parse
-from tilewright.schedule.candidate import discover
+from tilewright.schedule.candidate import concerns, discover
 from tilewright.schedule.cost import Phase, Work, library_work, predict, predict_us
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
@@ -174,7 +174,7 @@ def test_every_candidate_is_asked_what_it_expects():
     target, posed = detect("cpu"), problem("f32[64,512] @ f32[512,512] + bias -> f32")
     found = {}
     for c in discover():
-        if posed.kind in c.kinds and c.refuse(posed, target) is None:
+        if concerns(c, posed, target) and c.refuse(posed, target) is None:
             found[c.name] = predict(c, posed, next(iter(c.schedules(posed, target))), target)
     assert found["reference"] is None and found["aten"] > 0
     assert found.get("llvm", 1.0) > 0

@@ -63,6 +63,7 @@ CANDIDATE = """
 class Fake:
     name = "fake_for_a_test"
     kinds = frozenset({"gemm"})
+    devices = frozenset({"cpu"})
     preference = 1
 
     def refuse(self, problem, target):

@@ -227,7 +227,6 @@ def test_what_has_no_kernel_says_why(roots, why):
 
 def test_other_machines_are_refused():
     problem = problem_of(norm(input_("x", F32, (4, 8))))
-    assert rows.CANDIDATE.refuse(problem, replace(CPU, kind="cuda")) == "generated for CPUs"
     plain = next(c for c in chips() if c.name == "x86_64")
     assert "names no instruction" in rows.CANDIDATE.refuse(problem, replace(CPU, chip=plain))
 

@@ -1,5 +1,7 @@
 """Choosing a kernel: who is considered, who survives, who wins, and what is said of the rest."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import bench
 from tilewright.schedule import search as search_module
-from tilewright.schedule.candidate import LAST_RESORT, Kernel, discover
+from tilewright.schedule.candidate import LAST_RESORT, Kernel, concerns, discover
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
@@ -29,6 +31,7 @@ class Fake:
     """A candidate made of a function from sources to results."""
 
     kinds = frozenset({"gemm"})
+    devices = frozenset({"cpu"})
 
     def __init__(self, name, run=None, preference=30, refuse=None, schedules=DEFAULT, build=None, prepare=None):
         self.name, self.preference = name, preference
@@ -291,6 +294,24 @@ def test_only_candidates_of_the_problems_kind_compete(times):
     times(1.0)
     elsewhere = Fake("elsewhere")
     elsewhere.kinds = frozenset({"attention"})
+    d = search(PROBLEM, CPU, candidates=[elsewhere, Fake("here")])
+    assert d.kernel.candidate == "here" and elsewhere.builds == 0 and "elsewhere" not in whys(d)
+
+
+@pytest.mark.parametrize(("kind", "generator"), [("cpu", "llvm"), ("cuda", "triton")])
+def test_nobody_hears_of_candidates_for_other_devices(kind, generator):
+    """Each is asked whether it is for the device before it is asked about the problem: no sentence says that it is not."""
+    target = replace(CPU, kind=kind)
+    asked = {c.name for c in discover() if concerns(c, PROBLEM, target)}
+    assert {"reference", "aten", "split", generator} <= asked
+    assert ("onednn" in asked, "llvm_w4" in asked) == (kind == "cpu", kind == "cpu")
+    assert ("scaled_mm" in asked, "hopper" in asked) == (kind == "cuda", kind == "cuda")
+
+
+def test_only_candidates_for_the_device_compete(times):
+    times(1.0)
+    elsewhere = Fake("elsewhere")
+    elsewhere.devices = frozenset({"cuda"})
     d = search(PROBLEM, CPU, candidates=[elsewhere, Fake("here")])
     assert d.kernel.candidate == "here" and elsewhere.builds == 0 and "elsewhere" not in whys(d)
 

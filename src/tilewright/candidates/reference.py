@@ -11,7 +11,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import LAST_RESORT, Kernel, Runner
+from tilewright.schedule.candidate import CPU, GPU, LAST_RESORT, Kernel, Runner
 from tilewright.schedule.problem import AnyProblem, ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
@@ -19,6 +19,7 @@ from tilewright.schedule.schedule import Schedule
 class Reference:
     name = "reference"
     kinds = frozenset[ProblemKind]({"gemm", "attention", "region"})
+    devices = CPU | GPU
     preference = LAST_RESORT
 
     def refuse(self, problem: AnyProblem, target: Target) -> str | None:

@@ -13,7 +13,7 @@ from tilewright.ir.build import slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Concat, Gemm, Param, Slice, Transpose
-from tilewright.schedule.candidate import Candidate, Kernel, Runner, discover
+from tilewright.schedule.candidate import CPU, GPU, Candidate, Kernel, Runner, concerns, discover
 from tilewright.schedule.problem import VIEWS, AnyProblem, Problem, ProblemKind, problem_of, region_of
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
@@ -107,6 +107,7 @@ class Split:
 
     name = "split"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = CPU | GPU
     preference = 50
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
@@ -202,7 +203,7 @@ def _again(piece: Piece, chosen: tuple[str, Schedule], candidates: Sequence[Cand
 
 
 def _candidate(piece: Piece, name: str, candidates: Sequence[Candidate], target: Target) -> Candidate:
-    found = next((c for c in candidates if c.name == name and piece.problem.kind in c.kinds), None)
+    found = next((c for c in candidates if c.name == name and concerns(c, piece.problem, target)), None)
     why = "there is no such candidate" if found is None else found.refuse(piece.problem, target)
     if found is None or why is not None:
         raise UnsupportedError(f"{name}: {why}", where=str(piece.problem))

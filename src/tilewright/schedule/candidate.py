@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import torch
 
 from tilewright.discovery import modules
-from tilewright.hardware.target import Target
-from tilewright.schedule.problem import ProblemKind
+from tilewright.hardware.target import DeviceKind, Target
+from tilewright.schedule.problem import AnyProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from tilewright.schedule.cost import Work
 
+CPU, GPU = frozenset[DeviceKind]({"cpu"}), frozenset[DeviceKind]({"cuda"})
 LAST_RESORT = 90
 LIBRARIES = range(10, 40)  # preferences of those that multiply with a unit of the operands' own type
 
@@ -63,12 +64,14 @@ class Candidate(Protocol):
     Attributes:
         name: unique.
         kinds: of problem it is ever asked about: a `Problem`, an `AttentionProblem`, a `RegionProblem`.
+        devices: kinds of device it is ever asked about: on others nobody hears of it.
         preference: order in which candidates are tried when nothing is measured, and which of two equally fast ones is kept:
             below 10 for kernels generated for the problem, 10 to 89 for libraries, `LAST_RESORT` for the reference.
     """
 
     name: str
     kinds: frozenset[ProblemKind]
+    devices: frozenset[DeviceKind]
     preference: int
 
     def refuse(self, problem: Any, target: Target) -> str | None:
@@ -100,6 +103,11 @@ class Composed(Protocol):
     def offers(self, problem: Any, schedule: Schedule, target: Target) -> bool:
         """Whether the point of a kernel is one that it could have come to here."""
         ...
+
+
+def concerns(candidate: Candidate, problem: AnyProblem, target: Target) -> bool:
+    """Whether a candidate is asked about a problem on a device at all."""
+    return problem.kind in candidate.kinds and target.kind in candidate.devices
 
 
 def discover(extra: Iterable[Path] = ()) -> list[Candidate]:

@@ -26,7 +26,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache, say
-from tilewright.schedule.candidate import Candidate, Composed, Kernel, discover
+from tilewright.schedule.candidate import Candidate, Composed, Kernel, concerns, discover
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import Key, Loser, Record, Refusal
@@ -217,7 +217,7 @@ def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Sched
             c.refuse(problem, target) is None
             and (schedule in c.schedules(problem, target) or (isinstance(c, Composed) and c.offers(problem, schedule, target)))
             for c in discover()
-            if c.name == candidate and problem.kind in c.kinds
+            if c.name == candidate and concerns(c, problem, target)
         )
     except Exception:  # a candidate may raise anything, as in a search
         return False
@@ -233,7 +233,8 @@ class _Narrowed:
 
     def __init__(self, candidate: Candidate) -> None:
         self._candidate = candidate
-        self.name, self.kinds, self.preference = candidate.name, candidate.kinds, candidate.preference
+        self.name, self.preference = candidate.name, candidate.preference
+        self.kinds, self.devices = candidate.kinds, candidate.devices
 
     def refuse(self, problem: AnyProblem, target: Target) -> str | None:
         return self._candidate.refuse(problem, target)

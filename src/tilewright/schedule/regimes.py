@@ -16,7 +16,7 @@ import torch
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Knob, Schedule
@@ -43,7 +43,7 @@ class Family:
     def __init__(self, candidate: Candidate, order: tuple[tuple[str, Knob], ...] = ()) -> None:
         self.candidate, self.order = candidate, order
         self.name = " ".join((candidate.name, *(f"{k}={v}" for k, v in order if k != "instruction")))
-        self.kinds = candidate.kinds
+        self.kinds, self.devices = candidate.kinds, candidate.devices
         self.preference = candidate.preference
 
     def refuse(self, problem: Any, target: Target) -> str | None:
@@ -178,7 +178,7 @@ def _serves(candidate: Candidate) -> bool:
 def _families(candidates: Sequence[Candidate], problem: Problem, target: Target) -> list[Family]:
     found: list[Family] = []
     for candidate in candidates:
-        if problem.kind not in candidate.kinds or candidate.refuse(problem, target) is not None:
+        if not concerns(candidate, problem, target) or candidate.refuse(problem, target) is not None:
             continue
         points = itertools.islice(candidate.schedules(problem, target), LOOKED_AT)
         orders = list(dict.fromkeys(_order(s) for s in points))

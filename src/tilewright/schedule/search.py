@@ -13,7 +13,7 @@ import torch
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
 from tilewright.schedule.nursery import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.schedule import Schedule
@@ -243,7 +243,8 @@ class _Search:
     def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
         """Who takes part, by preference. A candidate that raises anything at all is out, and the compile goes on."""
         spaces: list[_Space] = []
-        for candidate in sorted((c for c in candidates if self._problem.kind in c.kinds), key=lambda c: c.preference):
+        asked = [c for c in candidates if concerns(c, self._problem, self._target)]
+        for candidate in sorted(asked, key=lambda c: c.preference):
             try:
                 why = _refused.get(self._name(candidate)) or candidate.refuse(self._problem, self._target)
                 if why is None:

@@ -9,7 +9,7 @@ import torch
 from tilewright.candidates.library._around import flat, side, stores
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -17,6 +17,7 @@ from tilewright.schedule.schedule import Schedule
 class Aten:
     name = "aten"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = CPU | GPU
     preference = 20
 
     def refuse(self, problem: Problem, target: Target) -> str | None:

@@ -14,7 +14,7 @@ from tilewright.candidates.library._around import side, stores
 from tilewright.dtype import F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.ir.ops.functions import narrow_integer
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -32,6 +32,7 @@ def block_k(problem: Problem, compute: DType) -> int:
 class FloatExact:
     name = "float_exact"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = CPU | GPU
     preference = 40
 
     def refuse(self, problem: Problem, target: Target) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from tilewright.candidates.library._around import flat, one_matrix, side, stores
 from tilewright.dtype import S4, S8, S32, U8
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -20,6 +20,7 @@ from tilewright.schedule.schedule import Schedule
 class IntMm:
     name = "int_mm"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = CPU | GPU
     preference = 20
 
     def refuse(self, problem: Problem, target: Target) -> str | None:

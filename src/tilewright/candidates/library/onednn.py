@@ -12,7 +12,7 @@ from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -24,11 +24,10 @@ def _constant(root: Node, problem: Problem) -> bool:
 class OneDnn:
     name = "onednn"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = CPU
     preference = 10
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if target.kind != "cpu":
-            return "oneDNN runs on CPUs"
         if not torch.backends.mkldnn.is_available():
             return "this torch was built without oneDNN"
         pair = {problem.lhs.dtype, problem.rhs.dtype}

@@ -9,7 +9,7 @@ import torch
 from tilewright.candidates.library._around import one_matrix, side, stores
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -22,12 +22,11 @@ SHORT_SUM_BITS, F32_BITS = 14, 24
 class ScaledMm:
     name = "scaled_mm"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = GPU
     preference = 10
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         a, b = problem.lhs.dtype, problem.rhs.dtype
-        if target.kind != "cuda":
-            return "cuBLASLt runs on NVIDIA GPUs"
         if {a, b} - {F8E4M3FN, F8E5M2} or a is b is F8E5M2:
             return f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}"
         if not any(f in target.features for f in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")):

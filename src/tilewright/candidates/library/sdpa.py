@@ -14,7 +14,7 @@ from tilewright.ir.carrier import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
 from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -22,6 +22,7 @@ from tilewright.schedule.schedule import Schedule
 class Sdpa:
     name = "sdpa"
     kinds = frozenset[ProblemKind]({"attention"})
+    devices = CPU | GPU
     preference = 10
 
     def refuse(self, problem: AttentionProblem, target: Target) -> str | None:

@@ -24,7 +24,6 @@ import llvmlite.binding as llvm
 from tilewright.candidates.llvm._text import PYTHON, THREADS
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
-from tilewright.hardware.target import Target
 
 METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
 
@@ -38,10 +37,8 @@ def available() -> str | None:
     return None
 
 
-def refusal(target: Target, plan: Callable[[], object]) -> str | None:
+def refusal(plan: Callable[[], object]) -> str | None:
     """Why no kernel is generated for a problem: the machine, or the sentence that `plan` gives in a plan's place."""
-    if target.kind != "cpu":
-        return "generated for CPUs"
     why = available()
     if why is not None:
         return why

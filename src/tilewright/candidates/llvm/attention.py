@@ -21,7 +21,7 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -96,10 +96,11 @@ class LlvmAttention:
 
     name = "llvm_attention"
     kinds = frozenset[ProblemKind]({"attention"})
+    devices = CPU
     preference = 5
 
     def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
-        return engine.refusal(target, lambda: _plan(problem, target))
+        return engine.refusal(lambda: _plan(problem, target))
 
     def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)

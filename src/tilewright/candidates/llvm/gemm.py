@@ -23,7 +23,7 @@ from tilewright.ir.access import Access, Unsupported, of_operand, of_store
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem, ProblemKind
@@ -84,10 +84,11 @@ class LlvmGemm:
 
     name = "llvm"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = CPU
     preference = 5
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        return engine.refusal(target, lambda: _plan(problem, target))
+        return engine.refusal(lambda: _plan(problem, target))
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)

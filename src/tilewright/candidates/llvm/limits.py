@@ -22,7 +22,7 @@ LANES = 16  # of 32 bits, in the reading loop
 
 def loops(target: Target) -> Loops | None:
     """What to measure on a target, by operand type; None where no code is generated for it."""
-    if engine.refusal(target, lambda: None) is not None:
+    if target.kind != "cpu" or engine.available() is not None:
         return None
     threads = torch.get_num_threads()
     return Loops(

@@ -20,7 +20,7 @@ from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.region import region_of_rows
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
@@ -45,10 +45,11 @@ class LlvmRows:
 
     name = "llvm_rows"
     kinds = frozenset[ProblemKind]({"region"})
+    devices = CPU
     preference = 5
 
     def refuse(self, problem: RegionProblem, target: Target) -> str | None:
-        return engine.refusal(target, lambda: _plan(problem, target))
+        return engine.refusal(lambda: _plan(problem, target))
 
     def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)

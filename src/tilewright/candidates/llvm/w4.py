@@ -20,7 +20,7 @@ from tilewright.hardware.target import Chip, Target
 from tilewright.ir.access import Unsupported, of_store
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -108,10 +108,11 @@ class LlvmW4:
 
     name = "llvm_w4"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = CPU
     preference = 4
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        return engine.refusal(target, lambda: planned(problem, target))
+        return engine.refusal(lambda: planned(problem, target))
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
         plan = planned(problem, target)

@@ -25,7 +25,7 @@ from tilewright.candidates.triton._module import (
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
-from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.candidate import GPU, Kernel
 from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -59,11 +59,10 @@ class TritonAttention:
 
     name = "triton_attention"
     kinds = frozenset[ProblemKind]({"attention"})
+    devices = GPU
     preference = 5
 
     def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
-        if target.kind != "cuda":
-            return "Triton compiles for GPUs"
         if not installed():
             return INSTALL
         arch = arch_of(target)

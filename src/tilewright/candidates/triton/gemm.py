@@ -21,7 +21,7 @@ from tilewright.ir.access import Access, Unsupported, of_operand, of_store
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.cost import Work
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -117,11 +117,10 @@ class TritonGemm:
 
     name = "triton"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = GPU
     preference = 6
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if target.kind == "cpu":
-            return "generated for GPUs"
         if not modules.installed():
             return modules.INSTALL
         plan = plan_of(problem, target)

@@ -21,7 +21,7 @@ from tilewright.candidates.triton._hopper_text import Writer
 from tilewright.dtype import F8E4M3FN, F8E5M2, U8, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.cost import Work
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -45,10 +45,11 @@ class Hopper:
 
     name = "hopper"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = GPU
     preference = 4
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if target.kind != "cuda" or "sm_90" not in target.features:
+        if "sm_90" not in target.features:
             return "wgmma and TMA as they are used here are Hopper's (sm_90)"
         if not module.installed():
             return module.INSTALL

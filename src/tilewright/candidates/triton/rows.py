@@ -25,7 +25,7 @@ from tilewright.candidates.triton._rows import Tiles, kernel_text
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
 from tilewright.ir.region import Region, region_of_rows
-from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.candidate import GPU, Kernel
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
@@ -55,11 +55,10 @@ class TritonRows:
 
     name = "triton_rows"
     kinds = frozenset[ProblemKind]({"region"})
+    devices = GPU
     preference = 5
 
     def refuse(self, problem: RegionProblem, target: Target) -> str | None:
-        if target.kind != "cuda":
-            return "Triton compiles for GPUs"
         if not installed():
             return INSTALL
         if arch_of(target) is None:
