@@ -28,6 +28,7 @@ class Fake:
     """Takes `start + slope * rows` µs with a packing of `nr`, if that is given."""
 
     kinds = frozenset({"gemm"})
+    devices = frozenset({"cpu"})
     preference = 5
 
     def __init__(self, name, packings, most=10**9):
