@@ -85,3 +85,16 @@ def test_an_operator_without_a_node_runs_on_the_host_between_steps_on_the_device
     program = tilewright.compile(module, example_inputs=(x,), device="cuda", budget_s=0.1)
     with torch.no_grad():
         torch.testing.assert_close(program(x).cpu(), module(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_region_that_no_generated_kernel_takes_is_compiled_by_torch() -> None:
+    class Centred(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x - x.mean(0, keepdim=True)) - x.mean(1, keepdim=True)
+
+    x = torch.randn(96, 640)
+    program = tilewright.compile(Centred().eval(), example_inputs=(x,), device="cuda", budget_s=1.0)
+    decisions = [s.decision for s in program.steps if s.decision is not None]
+    tried = {d.kernel.candidate for d in decisions} | {r.candidate for d in decisions for r in d.rejected if r.time_us}
+    assert "inductor" in tried, decisions
+    torch.testing.assert_close(program(x).cpu(), Centred()(x), rtol=1e-4, atol=1e-5)

@@ -1,0 +1,69 @@
+"""torch's own compiler, Inductor: regions on a GPU for which no kernel is generated here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+
+from tilewright.hardware.target import Target
+from tilewright.ir.evaluate import evaluator
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param
+from tilewright.schedule.candidate import LIBRARIES, Kernel, Runner, discover
+from tilewright.schedule.problem import ProblemKind, RegionProblem
+from tilewright.schedule.schedule import Schedule
+
+
+class Inductor:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "inductor"
+    kinds = frozenset[ProblemKind]({"region"})
+    preference = 30
+
+    def refuse(self, problem: RegionProblem, target: Target) -> str | None:
+        if target.kind != "cuda":
+            return "Inductor is asked on GPUs alone: on a CPU it needs a C++ compiler"
+        if problem.only_views:
+            return "nothing is computed"
+        for other in discover():
+            generated = problem.kind in other.kinds and other.preference < LIBRARIES.start
+            if generated and other.refuse(problem, target) is None:
+                return f"{other.name} generates a kernel, and Inductor takes seconds to compile one"
+        return None
+
+    def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
+        return (Schedule(),)
+
+    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+        device = torch.device(target.device)
+        compiled = _compiled(problem, device)
+
+        def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return compiled(*(s.contiguous() for s in sources))  # it would compile anew for other strides
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            return run
+
+        return Kernel(self.name, schedule, prepare)
+
+
+def _compiled(problem: RegionProblem, device: torch.device) -> Callable[..., Sequence[torch.Tensor]]:
+    """The region as one function that Inductor compiles at its first call, rounding wherever the graph rounds."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    evaluate = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
+
+    def region(*sources: torch.Tensor) -> list[torch.Tensor]:
+        return cast("list[torch.Tensor]", evaluate(sources))
+
+    given = [torch.empty(t.shape, dtype=t.dtype.to_torch(), device=device) for t in problem.types]
+    with torch.no_grad():
+        traced = make_fx(region, tracing_mode="fake")(*given)
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    return cast("Callable[..., Sequence[torch.Tensor]]", torch.compile(traced, fullgraph=True, dynamic=False, options=options))
+
+
+CANDIDATE = Inductor()

@@ -1,0 +1,59 @@
+"""Inductor as a candidate: when it is asked, and that what it is given means what the region means."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tilewright.candidates.library.inductor import CANDIDATE
+from tilewright.dtype import F16, F32
+from tilewright.hardware.chips.nvidia_h200 import CHIP
+from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
+from tilewright.ir.build import broadcast, convert, map_, reduce_, transpose
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param
+from tilewright.ir.types import TensorType
+from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.schedule import Schedule
+
+H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
+X = Node(Param(0, TensorType(F16, (48, 40))))
+
+
+def region(*roots: Node) -> RegionProblem:
+    return RegionProblem(roots, (X.tensor,), (False,))
+
+
+def both_ways() -> RegionProblem:
+    """Sums along rows and along columns: no generated kernel has both."""
+    rows = reduce_("add", X, [1], keepdims=True)
+    columns = reduce_("add", map_("tanh", X), [0], keepdims=True)
+    return region(convert(map_("add", broadcast(rows, (48, 40)), broadcast(columns, (48, 40))), F32), map_("tanh", X))
+
+
+def test_it_is_asked_where_no_kernel_is_generated() -> None:
+    assert "on a CPU it needs a C++ compiler" in (CANDIDATE.refuse(both_ways(), detect("cpu")) or "")
+    assert CANDIDATE.refuse(both_ways(), H200) is None
+    assert CANDIDATE.refuse(region(transpose(X, (1, 0))), H200) == "nothing is computed"
+    served = CANDIDATE.refuse(region(map_("tanh", X)), H200)
+    assert served == "triton_rows generates a kernel, and Inductor takes seconds to compile one"
+
+
+def test_what_it_compiles_means_what_the_region_means(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, object]] = []
+
+    def compile(function: object, **options: object) -> object:
+        asked.append(options)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile)
+    problem = both_ways()
+    (schedule,) = CANDIDATE.schedules(problem, H200)
+    run = CANDIDATE.build(problem, schedule, detect("cpu")).prepare({})
+    for x in (torch.randn(48, 40, dtype=torch.float16), torch.randn(40, 48, dtype=torch.float16).t()):
+        got, want = run([x]), evaluate_nodes(problem.roots, {X: x})
+        for mine, right in zip(got, want, strict=True):
+            torch.testing.assert_close(mine, right, rtol=0, atol=0)
+    assert schedule == Schedule() and asked[0]["options"] == {"emulate_precision_casts": True}
