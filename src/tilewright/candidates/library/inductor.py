@@ -11,7 +11,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import LIBRARIES, Kernel, Runner, discover
+from tilewright.schedule.candidate import GPU, LIBRARIES, Kernel, Runner, concerns, discover
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
@@ -21,15 +21,14 @@ class Inductor:
 
     name = "inductor"
     kinds = frozenset[ProblemKind]({"region"})
+    devices = GPU  # on a CPU it needs a C++ compiler
     preference = 30
 
     def refuse(self, problem: RegionProblem, target: Target) -> str | None:
-        if target.kind != "cuda":
-            return "Inductor is asked on GPUs alone: on a CPU it needs a C++ compiler"
         if problem.only_views:
             return "nothing is computed"
         for other in discover():
-            generated = problem.kind in other.kinds and other.preference < LIBRARIES.start
+            generated = concerns(other, problem, target) and other.preference < LIBRARIES.start
             if generated and other.refuse(problem, target) is None:
                 return f"{other.name} generates a kernel, and Inductor takes seconds to compile one"
         return None
