@@ -24,7 +24,8 @@ class Recorder:
         def replay():
             for into, value in zip(kept, run(), strict=True):
                 if isinstance(into, torch.Tensor) and into is not value:
-                    into.copy_(value)
+                    with torch.inference_mode():  # a graph asks torch for nothing
+                        into.copy_(value)
 
         return values, replay
 
@@ -122,6 +123,62 @@ def test_memory_that_runs_out_is_no_property_of_a_step():
 
     with pytest.raises(torch.OutOfMemoryError):
         Replay([Bound("big", fails, [0], [1], [])], [None, None], [(0, torch.ones(2, 2))], [1], recorder)
+
+
+def test_a_view_that_a_step_alone_gives_of_a_graphs_memory_is_the_callers_own_too():
+    recorder, x = Recorder(), torch.randn(3, 4)
+    steps = [
+        Bound("twice", lambda v: [v[0] * 2], [0], [1], []),
+        Bound("view", lambda v: [v[0].reshape(-1)], [1], [2], [1], "a call"),
+    ]
+    replay = Replay(steps, [None] * 3, [(0, x)], [2], recorder)
+    (got,) = replay([x])
+    replay([x + 1])
+    assert torch.equal(got, 2 * x.reshape(-1))
+
+
+def test_graphs_made_in_inference_mode_serve_calls_outside_of_it():
+    recorder, (x, y) = Recorder(), torch.randn(2, 3, 4)
+    with torch.inference_mode():
+        replay = made(recorder, x, y)
+        assert same(replay([x, y]), wanted(x, y))
+    with torch.no_grad():
+        assert same(replay([y, x]), wanted(y, x))
+
+
+def test_memory_for_what_is_read_from_outside_is_counted():
+    x, y = torch.randn(2, 3, 4)
+    assert made(Recorder(), x, y).copied_bytes == sum(t.nbytes for t in (x, x, y))  # what is sorted alone is copied, too
+
+
+class Stands:
+    """For a stream or an event: notes what is asked of it."""
+
+    def __init__(self, notes, name):
+        self.notes, self.name = notes, name
+
+    def wait_event(self, event):
+        self.notes.append(f"{self.name} waits")
+
+    def record(self, stream):
+        self.notes.append(f"recorded on {stream.name}")
+
+
+def test_a_call_whose_step_fails_is_waited_for_like_any_other(monkeypatch):
+    notes = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stands(notes, "stream"))
+    device = OnDevice("cuda:0", chain(Recorder()), [], [], [])
+    device._done = Stands(notes, "event")
+
+    def fails(inputs):
+        notes.append("half of it runs")
+        raise ValueError("an index out of range")
+
+    device._replay = fails
+    with pytest.raises(ValueError, match="index out of range"):
+        device([])
+    assert notes == ["stream waits", "half of it runs", "recorded on stream"]
 
 
 def test_why_there_is_no_graph(monkeypatch):

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.errors import TilewrightError
+from tilewright.runtime.arrays import address
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -82,6 +83,7 @@ class Replay:
     Attributes:
         alone: the steps that run by themselves, by number, and why.
         graphs: how many.
+        copied_bytes: of their own memory for what they read from outside.
     """
 
     def __init__(
@@ -103,6 +105,8 @@ class Replay:
         """
         self._start, self._inputs, self._outputs = list(start), [slot for slot, _ in inputs], list(outputs)
         self._own: set[int] = set()  # slots whose values lie in memory of ours
+        self._memory: set[int] = set()  # where that begins, by storage: a step that runs by itself may give a view of it
+        self.copied_bytes = 0
         self._pieces: list[_Segment | Bound] = []
         self.alone = {i: s.alone for i, s in enumerate(steps) if s.alone is not None}
         values = list(start)
@@ -131,7 +135,8 @@ class Replay:
         for slot in dict.fromkeys(s for step in steps for s in step.inputs):
             value = values[slot]
             if isinstance(value, torch.Tensor) and value is not self._start[slot] and slot not in self._own:
-                given[slot] = own = torch.empty_like(value, memory_format=torch.contiguous_format)
+                with torch.inference_mode(False):  # else no call outside of it could write it
+                    given[slot] = own = torch.empty_like(value, memory_format=torch.contiguous_format)
                 copies.append((slot, own.copy_(value)))
         reached = 0
 
@@ -151,6 +156,8 @@ class Replay:
         made = dict.fromkeys(s for step in steps for s in step.outputs if after[s] is not None)
         segment = _Segment(copies, replay, [(slot, after[slot]) for slot in made])
         self._own.update(made)
+        self._memory.update(address(v) for slot in made if isinstance(v := after[slot], torch.Tensor))
+        self.copied_bytes += sum(own.nbytes for _, own in copies)
         self._pieces.append(segment)
         segment(values)
         return None
@@ -162,11 +169,11 @@ class Replay:
             values[slot] = tensor
         for piece in self._pieces:
             piece(values)
-        return [_copied(values[s]) if s in self._own else values[s] for s in self._outputs]
+        return [self._separate(values[s]) for s in self._outputs]
 
-
-def _copied(value: Value) -> Value:
-    return value.clone() if isinstance(value, torch.Tensor) else value
+    def _separate(self, value: Value) -> Value:
+        """A value in memory that no later call writes."""
+        return value.clone() if isinstance(value, torch.Tensor) and address(value) in self._memory else value
 
 
 class CudaGraphs:
@@ -189,22 +196,24 @@ class CudaGraphs:
             graph.capture_begin(self._pool, capture_error_mode="thread_local")
             try:
                 values = run()
+                graph.capture_end()
             except BaseException:
                 self._give_up(graph)
                 raise
-            graph.capture_end()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         self.bytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return values, graph.replay
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a capture that an operation spoilt. Ending it raises before torch's allocator is told, and the allocator would
-        go on to keep memory for that graph: it is told here, and the next graph has a pool of its own."""
+        go on to keep memory for that graph, and never give back what it has: it is told here, and the next graph has a pool of
+        its own."""
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
         with contextlib.suppress(AttributeError, RuntimeError):
             index = torch.device(self._device).index or 0
             torch._C._cuda_endAllocateToPool(index, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
+            torch._C._cuda_releasePool(index, self._pool)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType]
         self._pool = torch.cuda.graph_pool_handle()
         with contextlib.suppress(RuntimeError):  # torch's random numbers believe in a capture until one ends well
             ends_well = torch.cuda.CUDAGraph()
@@ -237,6 +246,8 @@ class OnDevice:
         if self._refused is not None or torch.cuda.is_current_stream_capturing():  # the caller makes a graph of its own
             return None
         with self._lock:
+            if self._refused is not None:  # by a call that this one waited for
+                return None
             stream = torch.cuda.current_stream(self._device)
             if self._replay is None:
                 self._calls += 1
@@ -244,9 +255,10 @@ class OnDevice:
                     return None
             assert self._replay is not None and self._done is not None
             stream.wait_event(self._done)
-            results = self._replay(inputs)
-            self._done.record(stream)
-            return results
+            try:
+                return self._replay(inputs)
+            finally:  # where a step refuses its inputs, what ran before it is still to be waited for
+                self._done.record(stream)
 
     def _captured(self, inputs: Sequence[torch.Tensor]) -> bool:
         copied = 2 * sum(t.nbytes for t in inputs)
@@ -261,7 +273,7 @@ class OnDevice:
         except Exception as error:
             self._refuse(f"step by step: {(str(error).splitlines() or [type(error).__name__])[0][:160]}")
             return False
-        self.graph_bytes = record.bytes
+        self.graph_bytes = record.bytes + replay.copied_bytes
         if replay.graphs == 0:
             name, why = self._steps[0].name, replay.alone[0]
             self._refuse(f"step by step: no step can be part of a CUDA graph ({name}: {why})")
@@ -270,7 +282,7 @@ class OnDevice:
         self._done.record(torch.cuda.current_stream(self._device))
         count = len(self._steps) - len(replay.alone)
         graphs = "one CUDA graph" if replay.graphs == 1 else f"{replay.graphs} CUDA graphs"
-        self.words = f"{count} of {len(self._steps)} steps in {graphs} of {record.bytes / 1e6:.0f} MB" + "".join(
+        self.words = f"{count} of {len(self._steps)} steps in {graphs} of {self.graph_bytes / 1e6:.0f} MB" + "".join(
             f"; {self._steps[i].name} by itself: {why}" for i, why in replay.alone.items()
         )
         return True
