@@ -1,6 +1,7 @@
 """Generated Hopper gemms, compiled with no GPU at hand: the products, copies and stores that were meant, nothing spilled."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from tilewright.schedule.problem import problem_of
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton import _hopper_ptx as ptx
+from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton._hopper_plan import plan_of
 from tilewright.candidates.triton._hopper_space import Point, form_of, plan_for, points
 from tilewright.candidates.triton._module import assembly, needs
@@ -164,6 +166,20 @@ def test_other_architectures_are_refused():
 def test_a_text_that_is_not_as_expected_is_not_rewritten(rewrite):
     with pytest.raises(ptx.UnexpectedPtx):
         rewrite(".visible .entry gemm()\n.reqntid 384\n{\n// %bb.0:\n\tret;\n}\n")
+
+
+def test_what_another_thread_compiles_meanwhile_is_not_rewritten(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    text = f"{modules.IMPORTS}\n\n@triton.jit\ndef f(p0):\n    tl.store(p0, 1)\n"
+
+    def plain(number):
+        function = modules.module(text.replace("1)", f"{number})")).f
+        return "rewritten" in modules.compiled(function, {"p0": "*i32"}, modules.Arch("cuda", 90, 32)).asm["ptx"]
+
+    with ptx.rewriting(lambda t: f"{t}\n// rewritten\n"), ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(plain, 1).result()
+        assert plain(2)
+    assert not plain(3)
 
 
 def test_a_store_that_tma_cannot_write_goes_by_addresses():

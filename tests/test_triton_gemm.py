@@ -1,17 +1,27 @@
 """Plain Triton gemms without a GPU: the machine code they become on every architecture, legal points, and who is refused."""
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton import gemm as triton_gemm
+from tilewright.candidates.triton._run import operands_outside
+from tilewright.dtype import F32
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
+from tilewright.ir.access import of_operand
+from tilewright.ir.build import map_, reshape, slice_
+from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import Param
+from tilewright.ir.types import TensorType
 from tilewright.schedule.cost import predict
 from tilewright.schedule.problem import Problem, problem_of
 
@@ -137,3 +147,31 @@ def test_a_kernels_text_can_be_shown_and_equal_texts_are_one_module():
     made = modules.module(text)
     assert modules.module(str(text)) is made
     assert made.f.src.startswith("def f(p0)")
+
+
+def laid_out(root, weight):
+    other = of_operand(Node(Param(1, root.tensor)), columns_last=False)
+    return operands_outside({7: root}, other, {0: weight})[7]
+
+
+def test_weights_made_in_inference_mode_are_laid_out_anew_each_time():
+    """Nothing tells whether they were written since."""
+    root = map_("negate", Node(Param(0, TensorType(F32, (3, 4)))))
+    with torch.inference_mode():
+        weight = torch.randn(3, 4)
+        assert torch.equal(laid_out(root, weight), -weight)
+        weight.add_(1)
+        assert torch.equal(laid_out(root, weight), -weight)
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_what_is_laid_out_lives_no_longer_than_its_weight(view):
+    param = Node(Param(0, TensorType(F32, (4, 6))))
+    root = reshape(slice_(param, 0, 1, 3), (3, 4)) if view else map_("negate", param)
+    weight = torch.randn(4, 6)
+    wanted = weight[1:3].reshape(3, 4).clone() if view else -weight
+    got, gone = laid_out(root, weight), weakref.ref(weight)
+    assert torch.equal(got, wanted)
+    del weight, got
+    gc.collect()
+    assert gone() is None

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from threading import Lock
+from threading import Lock, get_ident
 
 # Of what is written here. A kernel's text names it, since Triton's cache knows a kernel by its text.
 EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
@@ -135,14 +135,17 @@ def paired(ptx: str) -> str:
 
 @contextmanager
 def rewriting(*rewrites: Rewrite) -> Generator[None]:
-    """While this lasts, what Triton compiles goes through these, in order. Its cache knows nothing of it."""
+    """While this lasts, what Triton compiles in this thread goes through these, in order. Its cache knows nothing of it."""
     from triton import knobs
 
     if not rewrites:
         yield
         return
+    mine = get_ident()
 
     def hook(backend: object, stages: dict[str, Callable[..., str]], *_: object) -> None:
+        if get_ident() != mine:  # somebody else's kernel
+            return
         make = stages["ptx"]
 
         def made(source: object, metadata: object) -> str:

@@ -34,15 +34,17 @@ def operands_outside(outside: Mapping[int, Node], rhs: Access, weights: Mapping[
 def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool) -> torch.Tensor:
     values = {n: weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param)}
     given = list(values.values())
-    made_of = tuple((id(t), t._version) for t in given)
-    held = _laid_out.setdefault(given[0], {}) if given else {}
-    known = held.get((root, turned))
+    versioned = bool(given) and not any(t.is_inference() for t in given)  # what tells that one was written since
+    made_of = tuple((id(t), t._version) for t in given) if versioned else ()
+    known = _laid_out.get(given[0], {}).get((root, turned)) if versioned else None
     if known is not None and known[0] == made_of:
         return known[1]
     (value,) = evaluate_nodes((root,), values)
     assert isinstance(value, torch.Tensor)
     result = (value.transpose(-1, -2) if turned else value).contiguous()
-    held[root, turned] = made_of, result, given[1:]
+    own = all(result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in given)
+    if versioned and own:  # a view would keep its weight alive for good
+        _laid_out.setdefault(given[0], {})[root, turned] = made_of, result, given[1:]
     return result
 
 
