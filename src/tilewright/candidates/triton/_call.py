@@ -1,4 +1,6 @@
-"""Calls of a kernel that takes its sources' memory and its results': pointers alone, on torch's current stream."""
+"""Calls of a kernel that takes its sources' memory and its results': pointers alone, on torch's current stream; and counters of
+blocks that are done.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import Runner
 
 ALIGNED = 16
+SPARE = 32  # captured calls whose counters are made beforehand
 
 
 def caller(
@@ -52,3 +55,34 @@ def dense(t: torch.Tensor) -> torch.Tensor:
     if t.is_contiguous() and t.data_ptr() % ALIGNED == 0:
         return t
     return t.clone(memory_format=torch.contiguous_format)
+
+
+class Counters:
+    """Numbers that a call of a kernel finds at zero and leaves at zero.
+
+    Calls on one stream follow one another and share them. A call that is captured has its own, since its graph may run beside
+    other graphs and other calls; they are made beforehand, as long as there are some, for clearing them is a step of the graph.
+
+    Args:
+        count: numbers of 32 bits that a call needs.
+        device: where.
+    """
+
+    def __init__(self, count: int, device: torch.device) -> None:
+        self._count, self._device = -(-4 * count // ALIGNED) * ALIGNED // 4, device
+        self._of_stream: dict[int, torch.Tensor] = {}
+        self._made = self._zeros(SPARE)  # kept: graphs know it by its address
+        self._spare = list(self._made.unbind())
+        torch.cuda.current_stream(device).synchronize()  # no graph waits for it
+
+    def take(self) -> torch.Tensor:
+        """For a call that is about to be launched on the current stream of the device, which is the current one."""
+        if torch.cuda.is_current_stream_capturing():
+            return self._spare.pop() if self._spare else self._zeros()
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if stream not in self._of_stream:
+            self._of_stream[stream] = self._zeros()
+        return self._of_stream[stream]
+
+    def _zeros(self, *several: int) -> torch.Tensor:
+        return torch.zeros((*several, self._count), dtype=torch.int32, device=self._device)

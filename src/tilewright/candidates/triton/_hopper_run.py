@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from tilewright.candidates.triton._call import Counters
 from tilewright.candidates.triton._hopper_form import Form, Side, size
 from tilewright.candidates.triton._hopper_plan import Matrix, Plan
 from tilewright.candidates.triton._hopper_view import ALIGNED, TmaView
@@ -116,21 +117,23 @@ def runner(
     results = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     tiles = form.tiles(plan.batch, plan.M, plan.N)
     extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else [])]
-    counters: dict[int, torch.Tensor] = {}
+    arrivals = max(shared_tiles, 1) * form.groups * (2 if form.paired else 1)
+    counters = Counters(arrivals, device) if form.streamed else None
     known: dict[tuple[int, ...], list[object]] = {}
     partial = 2 * blocks * form.tile_m * form.shape_n
 
     def scratch() -> list[torch.Tensor]:
-        if not form.streamed:
+        if counters is None:
             return []
-        here = torch.cuda.current_stream(index).cuda_stream
-        if here not in counters:  # left at zero by every call that ends
-            counters[here] = torch.zeros(
-                max(shared_tiles, 1) * form.groups * (2 if form.paired else 1), dtype=torch.int32, device=device
-            )
-        return [torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters[here]]
+        return [torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters.take()]
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        if torch.cuda.current_device() == index:
+            return run_here(sources)
+        with torch.cuda.device(index):
+            return run_here(sources)
+
+    def run_here(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         a, b = (h if h is not None else _operand(m, sources) for h, m in zip(held, (plan.lhs, plan.rhs), strict=True))
         out = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
         given = [aligned(sources[i]) for i in sides]

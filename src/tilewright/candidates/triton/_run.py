@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilewright.candidates.triton._call import caller
+from tilewright.candidates.triton._call import Counters, caller
 from tilewright.candidates.triton._module import Launch, launcher
 from tilewright.candidates.triton._write import Nest
 from tilewright.hardware.target import Target
@@ -60,13 +60,10 @@ def _with_sums(nest: Nest, launch: Launch, target: Target) -> Launch:
     """A launch that is given room for the sums of the parts of K, and counters of those that are done."""
     p, device = nest.point, torch.device(target.device)
     count = nest.tiles * p.split_k * p.tile_m * p.tile_n
-    counters: dict[int, torch.Tensor] = {}
+    counters = Counters(nest.tiles, device)
 
     def start(*pointers: object) -> None:
-        sums = torch.empty(count, dtype=torch.float32, device=device)
-        stream = torch.cuda.current_stream(device).cuda_stream
-        if stream not in counters:  # each call leaves them at zero; calls on one stream follow one another
-            counters[stream] = torch.zeros(nest.tiles, dtype=torch.int32, device=device)
-        launch(*pointers, sums.data_ptr(), counters[stream].data_ptr())
+        sums, done = torch.empty(count, dtype=torch.float32, device=device), counters.take()
+        launch(*pointers, sums.data_ptr(), done.data_ptr())
 
     return start

@@ -72,7 +72,7 @@ class Hopper:
         point = point_of(schedule)
         plan = plan_for(_plan(problem), point)
         form = form_of(problem, plan, point)
-        built = compiled(form, tuple(t.dtype for t in problem.types))
+        built = compiled(form, tuple(t.dtype for t in problem.types), target.index)
         needs = module.needs(built.kernel)
         device = torch.device(target.device)
 
@@ -149,12 +149,12 @@ def _descriptor(kind: str, box: Iterable[int]) -> str:
     return f"tensordesc<{kind}{extents},{layout!r}>"
 
 
-def compiled(form: Form, types: tuple[DType, ...]) -> Built:
-    """A form's machine code; `types` are those of the gemm's sources."""
+def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> Built:
+    """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
     writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
     names = tuple(writer.arguments)
     kinds = tuple(signature(form, names, types).items())
-    return Built(_machine_code(writer.write(), kinds, form.chained, _Rewritten.of(form)), names)
+    return Built(_machine_code(writer.write(), kinds, form.chained, _Rewritten.of(form), device), names)
 
 
 @dataclass(frozen=True)
@@ -184,8 +184,8 @@ class _Rewritten:
 
 
 @lru_cache(maxsize=512)
-def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, rewritten: _Rewritten) -> Any:
-    """Triton's compiled kernel of a text."""
+def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, rewritten: _Rewritten, device: int) -> Any:
+    """Triton's compiled kernel of a text, which loads itself once, on the device that is then the current one."""
     with rewriting(*rewritten.rewrites()):
         return module.compiled(
             module.module(text).gemm,
