@@ -20,6 +20,7 @@ from onnx_models import ours, read, theirs
 from rule_checks import assert_close, assert_no_growth, staged
 from tilewright.dtype import BF16, F32
 from tilewright.frontends import LoadOptions, load
+from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, LayerNorm, Map
 from transformer_exports import NAMES, SMALL, exported, feeds, quiet
@@ -72,6 +73,33 @@ def test_transformers_exported_by_torch(folder: Path, kind: str, how: str):
     for got, wanted in zip(ours(after, x), theirs(path, x), strict=True):
         np.testing.assert_allclose(got, wanted, atol=1e-4)
     assert staged(before, "recognise", shuffle=3).outputs == after.outputs
+
+
+@pytest.mark.parametrize(("attention", "padded"), [("sdpa", True), ("sdpa", False), ("eager", False)])
+def test_gpt2_as_torch_exports_it_is_causal(attention: str, padded: bool):
+    """Its mask is made of positions, which without padding are read from a table for each line of the batch."""
+    from transformers import GPT2Config, GPT2Model
+
+    config = GPT2Config(**{**SMALL["gpt2"], "n_layer": 1}, attn_implementation=attention, use_cache=False)
+    torch.manual_seed(0)
+    model = GPT2Model(config).eval()
+
+    class Hidden(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+            return self.model(ids, attention_mask=mask).last_hidden_state
+
+    given = [torch.from_numpy(x) for x in feeds(3, 9).values()][: 2 if padded else 1]
+    before = load(Hidden().eval(), LoadOptions({}, None, tuple(given)))
+    after = staged(before, "recognise")
+    (found,) = (n for n in after.nodes() if isinstance(n.op, Attention))
+    assert isinstance(found.op, Attention) and found.op.causal == "upper"
+    assert len(found.src) == 3 + padded and (not padded or found.src[3].shape == (3, 1, 1, 9))
+    (got,) = evaluate(after, given)
+    torch.testing.assert_close(got, Hidden()(*given), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("opset", [20, 23])

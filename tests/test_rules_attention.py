@@ -343,13 +343,68 @@ def test_several_masks_become_one():
         "predicate, then bias": lambda s: op("add", where(keep, s, -math.inf), bias),
         "bias, then low": lambda s: where(keep, op("add", s, bias), low),
         "low, then bias": lambda s: op("add", where(keep, s, low), bias),
-        "causal and predicate": lambda s: where(keep, where(causal(S, T), s, -math.inf), -math.inf),
-        "causal and bias": lambda s: op("add", where(causal(S, T), s, low), bias),
+        "low and bias": lambda s: op("add", where(causal(S, T), s, low), bias),
         "predicate, then low": lambda s: where(more, where(keep, s, -math.inf), low),
     }
     for name, chain in chains.items():
         found = check(Plain(lambda s, chain=chain: chain(op("multiply", s, 0.25)))(q, k, v), orders=1)
         assert len(found.src) == 4 and attributes(found).causal == "no", name
+
+
+def test_what_is_causal_among_masks_is_causality():
+    q, k, v = qkv()
+    keep, bias = input_("keep", PRED, (B, 1, 1, T)), input_("bias", F32, (1, H, S, T))
+    table, full = causal(S, T, T - S), const(torch.ones(S, T, dtype=torch.bool), PRED)
+    hidden = where(op("and", op("and", full, table), keep), 0.0, -math.inf)
+    chains: dict[str, tuple[Callable[[Node], Node], Node]] = {
+        "one after the other": (lambda s: where(keep, where(table, s, -math.inf), -math.inf), keep),
+        "both at once": (lambda s: where(op("and", keep, op("and", full, table)), s, -math.inf), keep),
+        "spelt as a bias": (lambda s: op("add", s, hidden), keep),
+        "beside a bias": (lambda s: op("add", op("add", s, where(table, 0.0, -math.inf)), bias), bias),
+        "before a bias": (lambda s: op("add", where(table, s, -math.inf), bias), bias),
+    }
+    for name, (chain, left) in chains.items():
+        found = check(Plain(lambda s, chain=chain: chain(op("multiply", s, 0.25)))(q, k, v), orders=1)
+        assert attributes(found).causal == "lower" and found.src[3:] == (left,), name
+
+
+@pytest.mark.parametrize(("queries", "keys", "kind"), [(7, 7, "upper"), (3, 10, "lower"), (9, 4, "upper"), (1, 5, "upper")])
+def test_causality_written_out_for_every_batch_and_head(queries: int, keys: int, kind: str):
+    """As one predicate, positions read from a table for each batch: transformers' own masks."""
+    q, k, v = (input_(n, F32, (B, H, t, D)) for n, t in (("q", queries), ("k", keys), ("v", keys)))
+    at = {n: Node(Iota(S32, (B, 1, *shape), axis)) for n, axis, shape in (("q", 2, (queries, 1)), ("k", 3, (1, keys)))}
+    shift = keys - queries if kind == "lower" else 0
+    seen = op("less_equal", at["k"], op("add", at["q"], shift))
+    same = op("equal", *(op("multiply", n, 0) for n in at.values()))
+    keep = input_("keep", PRED, (B, 1, 1, keys))
+    for mask, left in ((op("and", same, seen), ()), (op("and", op("and", same, seen), keep), (keep,))):
+        graph = graph_of(Node(Attention(0.5, zero_masked_rows=True), q, k, v, broadcast(mask, (B, H, queries, keys))))
+        after = staged(graph, "recognise")
+        found = attention_of(after)
+        assert attributes(found).causal == kind and found.src[3:] == left
+        assert_close(graph, after, 1e-5)
+        assert_no_growth(graph, after)
+
+
+@pytest.mark.parametrize("nearly", ["one more", "one less", "shifted", "of one batch", "of one head", "other way"])
+def test_what_is_nearly_causal_stays_a_mask(nearly: str):
+    q, k, v = (input_(n, F32, (B, H, S, D)) for n in "qkv")
+    table = torch.ones(B, H, S, S, dtype=torch.bool).tril()
+    if nearly == "one more":
+        table[..., 2, 4] = True
+    elif nearly == "one less":
+        table[..., 4, 2] = False
+    elif nearly == "shifted":
+        table = table.tril(-1)
+    elif nearly == "other way":
+        table = table.mT.contiguous()
+    else:
+        table[(0,) if nearly == "of one batch" else (0, 1)] = True
+    mask, keep = const(table, PRED), input_("keep", PRED, (B, 1, 1, S))
+    for given in (mask, op("and", mask, keep), where(op("and", mask, keep), 0.0, -math.inf)):
+        graph = graph_of(Node(Attention(0.5, zero_masked_rows=True), q, k, v, given))
+        found = attention_of(staged(graph, "recognise"))
+        assert attributes(found).causal == "no" and len(found.src) == 4
 
 
 def test_a_mask_that_lets_everything_be_seen_is_none():

@@ -10,7 +10,7 @@ import torch
 from rule_checks import assert_exact, assert_order_is_free, fired, graph_of, refusals, staged
 from tilewright.dtype import BF16, F16, F32, F64, PRED, S8, S32, S64, U8, DType
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, transpose
-from tilewright.ir.constant import constant_value, scalar_value, scaling
+from tilewright.ir.constant import constant_value, repeating_value, scalar_value, scaling
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const, Convert, Dequantize, Iota, Quantize, Select
@@ -48,6 +48,18 @@ def test_a_value_made_of_constants_is_computed_within_limits():
     assert constant_value(table, max_elements=23) is None
     assert constant_value(table, max_nodes=2) is None
     assert constant_value(map_("and", table, input_("m", PRED, (4, 6)))) is None
+
+
+def test_a_value_that_repeats_is_computed_once():
+    wide = (1 << 20, 1 << 10)  # far more elements than are computed
+    rows, columns = (broadcast(Node(Iota(S32, shape, axis)), (*wide, 4, 6)) for shape, axis in (((4, 1), 0), ((6,), 0)))
+    table = map_("greater_equal", rows, columns)
+    value = repeating_value(table)
+    assert value is not None and torch.equal(value, torch.ones(1, 1, 4, 6, dtype=torch.bool).tril())
+    assert repeating_value(table, max_elements=23) is None and repeating_value(table, max_nodes=2) is None
+    assert repeating_value(map_("and", table, input_("m", PRED, (4, 6)))) is None
+    every = const(torch.full((3, 4), float("nan")), F32)
+    assert repeating_value(every) is not None and repeating_value(every).shape == (3, 4)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16, F16, F64, S32, U8], ids=str)

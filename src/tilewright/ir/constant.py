@@ -5,14 +5,17 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import cast
+
+import torch
 
 from tilewright.dtype import PRED
 from tilewright.ir.build import const
 from tilewright.ir.evaluate import evaluate_nodes
-from tilewright.ir.graph import Node
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     Broadcast,
+    Call,
     Concat,
     Const,
     Convert,
@@ -28,12 +31,9 @@ from tilewright.ir.ops import (
 )
 from tilewright.ir.types import TupleType
 
-if TYPE_CHECKING:
-    import torch
-
 LARGEST_MASK, MASK_NODES = 1 << 22, 8  # elements of a mask that is looked at, and nodes that make it
 _SPREAD = (Broadcast, Reshape, Transpose)
-_CLOSED = (Broadcast, Concat, Convert, Gather, Map, Pad, Reduce, Reshape, Select, Slice, Transpose)
+_CLOSED = (Broadcast, Call, Concat, Convert, Gather, Map, Pad, Reduce, Reshape, Select, Slice, Transpose)
 
 
 def scalar_value(node: Node) -> float | int | bool | None:
@@ -108,11 +108,53 @@ def constant_value(node: Node, max_elements: int = 1 << 24, max_nodes: int = 64)
     Nor is one computed that would take values of more than `max_elements` elements or more than `max_nodes` nodes: looking
     costs no more than that either.
     """
+    made = _made_of(node, max_nodes)
+    if made is None or any(n.tensor.elements > max_elements for n in made):
+        return None
+    return cast("torch.Tensor", evaluate_nodes([node], {})[0])
+
+
+def repeating_value(node: Node, max_elements: int = 1 << 24, max_nodes: int = 64) -> torch.Tensor | None:
+    """The same with one element along each axis over which the value repeats: it broadcasts to the node's shape.
+
+    Elementwise operations are done on so much alone: a mask written out for each of many batches costs no more than one.
+    """
+    made = _made_of(node, max_nodes)
+    values: dict[Node, torch.Tensor] = {}
+    for n in toposort((node,)) if made is not None else ():
+        given = [values[s] for s in n.src]
+        if isinstance(n.op, Broadcast):
+            values[n] = given[0].reshape((1,) * (len(n.shape) - given[0].dim()) + given[0].shape)
+            continue
+        alike = isinstance(n.op, (Map, Select, Convert))
+        given = given if alike else [v.expand(s.shape) for v, s in zip(given, n.src, strict=True)]
+        extents = torch.broadcast_shapes(*(v.shape for v in given)) if alike else n.shape
+        if math.prod(extents) > max_elements:
+            return None
+        values[n] = _once(cast("torch.Tensor", evaluate_nodes([n], dict(zip(n.src, given, strict=True)))[0]))
+    return values.get(node)
+
+
+def _once(value: torch.Tensor) -> torch.Tensor:
+    """One element along each axis over which a value repeats; 8-bit floats, which torch does not compare, as they are."""
+    if value.is_floating_point() and value.element_size() == 1:
+        return value
+    for axis, extent in enumerate(value.shape):
+        first = value.narrow(axis, 0, min(extent, 1))
+        if extent > 1 and torch.equal(value, first.expand_as(value)):
+            value = first
+    return value
+
+
+def _made_of(node: Node, max_nodes: int) -> set[Node] | None:
+    """What a node is made of, if that is nothing but constants, `iota` and at most `max_nodes` nodes."""
+    if not node.constant:
+        return None
     seen: set[Node] = {node}
     stack = [node]
     while stack:
         n = stack.pop()
-        if isinstance(n.type, TupleType) or n.tensor.elements > max_elements:
+        if isinstance(n.type, TupleType):
             return None
         if isinstance(n.op, (Const, Iota)):
             continue
@@ -121,4 +163,4 @@ def constant_value(node: Node, max_elements: int = 1 << 24, max_nodes: int = 64)
         if not isinstance(n.op, _CLOSED) or len(seen) > max_nodes:
             return None
         stack.extend(fresh)
-    return cast("torch.Tensor", evaluate_nodes([node], {})[0])
+    return seen

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Sequence
+from functools import reduce
 from typing import Literal, cast
 
 import torch
@@ -11,18 +13,19 @@ import torch
 from tilewright.dtype import PRED, DType
 from tilewright.ir.axes import Placed, against
 from tilewright.ir.build import const, convert, map_
-from tilewright.ir.constant import constant_value, scalar_value
+from tilewright.ir.constant import repeating_value, scalar_value
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Select
+from tilewright.ir.ops import Broadcast, Map, Select
 from tilewright.rules._attention_parts import Slots
 
+Causal = Literal["no", "upper", "lower"]
 Sight = Literal["upper", "lower", "all", "other"]
 
 # Added to any f32 score below 6e22 this gives the number itself, and next to a visible score its exponential is 0.
 DROWNS = -1e30
 # In the place of a score, beside at least one visible score above it by 104 (exp underflows), this hides as -inf does.
 HIDES = -1e9
-_SIGHT: weakref.WeakKeyDictionary[Node, Sight] = weakref.WeakKeyDictionary()
+_SIGHT: weakref.WeakKeyDictionary[Node, dict[tuple[int, int], Sight]] = weakref.WeakKeyDictionary()
 
 
 class Masks:
@@ -88,7 +91,7 @@ class Masks:
         """The same with a fill that hides only where a row sees something: done if the mask is first and causal, and each row
         sees something."""
         visible = self._visible(side, kept)
-        seen = self._sight(visible)
+        seen = sight(visible, *self._extents)
         if self.count or not (seen == "upper" or (seen == "lower" and visible.shape[-1] >= visible.shape[-2])):
             return False
         self._count(None)
@@ -96,25 +99,18 @@ class Masks:
         self.alone = True
         return True
 
-    def result(self) -> tuple[Literal["no", "upper", "lower"], Node | None]:
+    def result(self) -> tuple[Causal, Node | None]:
         """Causality and the mask that is left."""
-        if self.count == 1 and self.value is not None:
-            seen = self._sight(self.value)
-            if seen == "all":
-                return "no", None
-            if seen != "other":
-                return seen, None
-        return "no", self.value
+        return ("no", None) if self.value is None else causality(self.value, *self._extents)
 
     def _visible(self, side: Placed, kept: bool) -> Node:
         arranged = side.arranged(self._slots.of_scores)
         return arranged if kept else map_("not", arranged)
 
-    def _sight(self, mask: Node) -> Sight:
-        """`sight` of a mask over every query and key; one that repeats is causal for none."""
-        seen = sight(mask)
-        extents = [math.prod(a.extent for a in dim) for dim in (self._slots.queries, self._slots.keys)]
-        return seen if seen == "all" or list(mask.shape[-2:]) == extents else "other"
+    @property
+    def _extents(self) -> tuple[int, int]:
+        queries, keys = (math.prod(a.extent for a in dim) for dim in (self._slots.queries, self._slots.keys))
+        return queries, keys
 
     def _count(self, bias: Placed | None) -> None:
         self.count += 1
@@ -124,16 +120,63 @@ class Masks:
         return const(value, self._inner)
 
 
-def sight(mask: Node) -> Sight:
-    """What a constant mask [1, 1, queries, keys] lets be seen: all; keys up to the query's own place, counted from the first
-    key ("upper") or from the last ("lower"); anything else, or not constant: "other"."""
-    if mask not in _SIGHT:
-        _SIGHT[mask] = _sight(mask)
-    return _SIGHT[mask]
+def causality(mask: Node, queries: int, keys: int) -> tuple[Causal, Node | None]:
+    """What of a mask over [batch, heads, queries, keys] is causality, and the mask that is left, None for none.
+
+    Of predicates that hold together, those that constants make may be causal between them. A mask that is nothing but causal
+    may hide with a large finite number, too.
+    """
+    seen = sight(mask, queries, keys)
+    if seen != "other":
+        return ("no" if seen == "all" else seen), None
+    together, bias = _apart(mask)
+    known = [p for p in together if p.constant]
+    rest = [p for p in together if not p.constant]
+    seen = sight(_all_of(known), queries, keys) if known else "other"
+    if seen == "other":
+        return "no", mask
+    if bias is not None:
+        left = Node(Select(), _all_of(rest), bias, const(float("-inf"), bias.dtype)) if rest else bias
+    else:
+        left = _all_of(rest) if rest else None
+    return ("no" if seen == "all" else seen), left
 
 
-def _sight(mask: Node) -> Sight:
-    value = constant_value(mask) if mask.dtype is PRED or mask.dtype.bits >= 16 else None
+def _all_of(predicates: Sequence[Node]) -> Node:
+    return reduce(lambda a, b: map_("and", a, b), predicates)
+
+
+def _apart(mask: Node) -> tuple[list[Node], Node | None]:
+    """A mask as predicates that hide where any of them does not hold, and what is added where all do, None for nothing."""
+    op = mask.op
+    if isinstance(op, Broadcast):
+        return _apart(mask.src[0])
+    if isinstance(op, Map) and op.fn == ("and" if mask.dtype is PRED else "add"):
+        (first, one), (second, other) = map(_apart, mask.src)
+        return [*first, *second], other if one is None else one if other is None else map_("add", one, other)
+    if mask.dtype is PRED:
+        return [mask], None
+    if isinstance(op, Select):
+        on, off = (scalar_value(s) for s in mask.src[1:])
+        if off == float("-inf"):
+            inner, bias = ([], None) if on == 0 else _apart(mask.src[1])
+            return [*_apart(mask.src[0])[0], *inner], bias
+        if (on, off) == (float("-inf"), 0):
+            return [map_("not", mask.src[0])], None
+    return [], mask
+
+
+def sight(mask: Node, queries: int, keys: int) -> Sight:
+    """What a constant mask that broadcasts to [batch, heads, queries, keys] lets be seen: all; keys up to the query's own
+    place, counted from the first key ("upper") or from the last ("lower"); anything else, or not constant: "other"."""
+    known = _SIGHT.setdefault(mask, {})
+    if (queries, keys) not in known:
+        known[queries, keys] = _sight(mask, queries, keys)
+    return known[queries, keys]
+
+
+def _sight(mask: Node, queries: int, keys: int) -> Sight:
+    value = repeating_value(mask) if mask.dtype is PRED or mask.dtype.bits >= 16 else None
     if value is None:
         return "other"
     if mask.dtype is PRED:
@@ -146,10 +189,9 @@ def _sight(mask: Node) -> Sight:
             return "other"
     if bool(visible.all()):
         return "all"
-    if mask.shape[:-2] != (1,) * (len(mask.shape) - 2):
+    if math.prod(visible.shape[:-2]) != 1:
         return "other"
-    table = visible.reshape(mask.shape[-2:])
-    queries, keys = table.shape
+    table = visible.reshape((1, 1, *visible.shape)[-2:]).expand(queries, keys)
     full = torch.ones(queries, keys, dtype=torch.bool)
     for kind, diagonal in (("upper", 0), ("lower", keys - queries)):
         if torch.equal(table, full.tril(diagonal)):

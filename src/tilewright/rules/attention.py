@@ -13,7 +13,7 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, Map, Param, Reduce, Select
 from tilewright.ir.pattern import Match, Pat, rule
 from tilewright.ir.types import TensorType
-from tilewright.rules._attention_mask import DROWNS, HIDES, Masks
+from tilewright.rules._attention_mask import DROWNS, HIDES, Masks, causality
 from tilewright.rules._attention_parts import Operand, Slots, operand, slots
 from tilewright.rules._attention_path import Applied, Found, find
 from tilewright.rules._rows import function_of
@@ -74,6 +74,22 @@ def heads_repeated_for_a_group_are_grouped(m: Match) -> Node | None:
         return None
     fewer = [o.arranged((outer[0], kept[0], *layout[2:])) for o, layout in zip(found, layouts, strict=True)]
     return Node(m.node.op, m.node.src[0], *fewer, *m.node.src[3:])
+
+
+@rule(Pat(Attention, where=lambda n: len(n.src) == 4 and not n.op.regions()), stage="recognise")
+def causal_mask_is_causality(m: Match) -> Node | None:
+    """attention(q, k, v, mask & causal) -> attention(q, k, v, mask) {causal}
+
+    Where: constants, iota and what they make say which keys are seen: those up to the query's own place, counted from the first
+    key or from the last, in every batch and head. What else hides keys stays a mask; one that hides nothing goes.
+    Exact: yes, but that where a bias of +inf or NaN is added to a hidden score, attention hides it.
+    """
+    op, (q, k, v, mask) = m.node.op, m.node.src
+    assert isinstance(op, Attention)
+    causal, left = causality(mask, q.shape[2], k.shape[2])
+    if left is mask or "no" not in (op.causal, causal):
+        return None
+    return Node(replace(op, causal=op.causal if causal == "no" else causal), q, k, v, *([] if left is None else [left]))
 
 
 def _attention(found: Found, by_role: Slots, query: Operand, key: Operand, value: Operand) -> Node:
