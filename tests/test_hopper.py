@@ -143,10 +143,21 @@ def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
     assert all(times)
 
 
+def test_shares_of_k_are_worked_out_in_32_bits():
+    p = problem("bf16[1408,16777216] @ bf16[1408,16777216]^T -> bf16")
+    plan = plan_of(p)
+    found = points(p, plan, H200)
+    assert found
+    for x in found:
+        workers = x.blocks // 2 if x.paired else x.blocks
+        assert x.shared_tiles * -(-plan.K // plan.tile_k) * workers < 1 << 31
+
+
 REFUSED = {
     "f32[64,64] @ f32[64,64] -> f32": "no f32 x f32 product",
     "bf16[64,64] @ s8[64,64] scale=channel -> bf16": "stored as it is multiplied",
     "bf16[0,64] @ bf16[64,64] -> bf16": "empty",
+    "s8[2147483600,64] @ s8[64,64] -> s8": "not counted in 31 bits",
 }
 
 

@@ -13,14 +13,14 @@ pytest.importorskip("triton")
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._run import operands_outside
-from tilewright.dtype import F32
+from tilewright.dtype import F16, F32
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
 from tilewright.ir.access import of_operand
-from tilewright.ir.build import map_, reshape, slice_
+from tilewright.ir.build import input_, map_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Param
+from tilewright.ir.ops import Acc, Gemm, Param
 from tilewright.ir.types import TensorType
 from tilewright.schedule.cost import predict
 from tilewright.schedule.problem import Problem, problem_of
@@ -117,6 +117,8 @@ def test_several_stores_of_one_product_compile_on_every_generation():
         ("f64[33,65] @ f64[65,17]", "nvidia_h100", "add up in f32 or s32, not f64"),
         ("s16[33,65] @ s16[65,17] -> s32", "nvidia_h100", "integers of 8 bits"),
         ("s8[4,131072] @ s8[131072,4] -> s32", "nvidia_h100", "does not wrap"),
+        ("u8[4,131000] @ u8[131000,4] -> s32", "nvidia_h100", "does not wrap"),  # 2^17 with the last step's zeros
+        ("f16[2147483600,16] @ f16[16,16]", "nvidia_h100", "not counted in 31 bits"),
         ("f16[4,8] @ f16[8,4]", "nvidia_v100", "Triton makes nothing"),
         ("f16[4,8] @ f16[8,4]", "nvidia_t4", "no matrix unit before sm_80"),
     ],
@@ -140,6 +142,19 @@ def test_f32_is_rounded_to_tf32_only_where_torch_is_told_so_and_then_it_is_said(
 def test_a_gpu_without_triton_is_refused(monkeypatch):
     monkeypatch.setattr(modules, "installed", lambda: False)
     assert "pip install tilewright[gpu]" in triton_gemm.CANDIDATE.refuse(problem(HALF), target("nvidia_h100"))
+
+
+def test_steps_along_k_that_are_far_apart_are_counted_in_64_bits():
+    rows = (1 << 25) - 32
+    types = TensorType(F16, (4, rows, 64)), TensorType(F16, (256, 32))
+    params = [Node(Param(i, t)) for i, t in enumerate(types)]
+    lhs = reshape(transpose(params[0], (1, 0, 2)), (rows, 256))
+    acc = Node(Acc(TensorType(F32, (rows, 32))))
+    p = problem_of(Node(Gemm(F32, lhs, params[1], (acc,)), *(input_(f"x{i}", t.dtype, t.shape) for i, t in enumerate(types))))
+    at, point = target("nvidia_a100"), triton_gemm.Point(32, 32, 64, 4, 2)
+    plan = triton_gemm.plan_of(p, at)
+    code = triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).asm["ttir"]
+    assert f"{rows * 64}_i64" in code and f"{rows * 64}_i32" not in code
 
 
 def test_a_kernels_text_can_be_shown_and_equal_texts_are_one_module():

@@ -12,11 +12,15 @@ from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._module import module
 from tilewright.candidates.triton._run import operands_outside
 from tilewright.candidates.triton._write import Point, write
-from tilewright.dtype import F32, S8, S32
+from tilewright.dtype import F16, F32, S8, S32
 from tilewright.hardware.chips.nvidia_a100 import CHIP as A100
 from tilewright.hardware.chips.nvidia_h100 import CHIP as H100
 from tilewright.hardware.target import Target
+from tilewright.ir.build import broadcast, input_, reshape
+from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import Acc, Gemm, Param
+from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
@@ -105,6 +109,20 @@ def test_extreme_codes_and_infinities_are_what_they_are():
     a[3, 5], a[4, 6], b[7, 8] = float("nan"), float("inf"), float("-inf")
     (got,) = run(problem, [a, b], POINTS[0], TARGETS["nvidia_h100"])
     torch.testing.assert_close(got, torch.relu(a @ b), equal_nan=True)
+
+
+@pytest.mark.parametrize("depth", [256, 320])
+def test_an_operand_repeated_along_k_is_as_wide_as_a_step(depth):
+    group = 64
+    types = TensorType(F16, (32, depth // group)), TensorType(F16, (depth, 32))
+    params = [Node(Param(i, t)) for i, t in enumerate(types)]
+    lhs = reshape(broadcast(reshape(params[0], (32, depth // group, 1)), (32, depth // group, group)), (32, depth))
+    acc = Node(Acc(TensorType(F32, (32, 32))))
+    problem = problem_of(
+        Node(Gemm(F32, lhs, params[1], (acc,)), *(input_(f"x{i}", t.dtype, t.shape) for i, t in enumerate(types)))
+    )
+    for point in POINTS[:3]:
+        assert_right(problem, random_sources(problem), point, TARGETS["nvidia_h100"])
 
 
 def test_a_constant_that_lies_badly_is_laid_out_once():

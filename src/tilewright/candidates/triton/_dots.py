@@ -13,7 +13,7 @@ from tilewright.ir.access import Unsupported
 # it is added up in f32 as often as cuBLASLt does.
 SHORT_SUMS = (89, 90)
 PROMOTE_EVERY = 128
-MOST_CODES = 1 << 17  # (-128)^2 times this is 2^31
+MOST_CODES = (1 << 17) - 256  # (-128)^2 times 2^17 is 2^31, and the last step reaches past the end
 SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF = 14, 2.0**-13
 TF32_ROUNDOFF = 2.0**-10  # of both operands together
 FIRST_WITH_UNITS = 80

@@ -35,6 +35,7 @@ from tilewright.ir.ops import (
 )
 
 VIEWS = (Reshape, Transpose, Slice, Broadcast)
+NUMBERED = (1 << 31) - (1 << 16)  # rows or columns that 32 bits count, with those of the last tile that do not exist
 
 
 def check(roots: Sequence[Node], *, blocks: bool = False) -> None:
@@ -177,7 +178,7 @@ class Emitter(Functions):
         alike, each = self._apart(place)
         own = self.own_columns(access) if each else ""
         columns = self._digits(own, each, access.columns_extent, wide=wide)
-        of_step = " + ".join(f"{self.tile.step} // {x.inner} % {x.extent} * {x.stride}" for x in alike)
+        of_step = " + ".join(self._of_step(x, wide=wide) for x in alike)
         if of_step:
             rows = self.text.v(of_step if rows is None else f"{rows} + ({of_step})")
         if place.offset:
@@ -189,6 +190,16 @@ class Emitter(Functions):
         if rows is not None and place.rows:
             rows = self.along(rows, 0)
         return rows, None if columns is None else self.along(columns, 1)
+
+    def _of_step(self, term: Term, *, wide: bool) -> str:
+        """What a digit that the whole tile of a step shares adds to an address."""
+        digit = self.text.v(f"{self.tile.step} // {term.inner} % {term.extent}")
+        return f"{self.cast(digit, 'int64') if wide else digit} * {term.stride}"
+
+    def varies(self, access: Access) -> tuple[bool, bool]:
+        """Whether an access's value is a tile of more than one row, and of more than one column."""
+        places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param)]
+        return any(p.rows for p in places), any(self._apart(p)[1] for p in places)
 
     def _apart(self, place: Place) -> tuple[list[Term], list[Term]]:
         """The columns' digits that are one number for the whole tile of a step, and the others."""

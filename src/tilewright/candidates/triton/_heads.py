@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, cast
 
 from tilewright.candidates.triton._casts import FP8
-from tilewright.candidates.triton._emit import VIEWS, check
+from tilewright.candidates.triton._emit import NUMBERED, VIEWS, check
 from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.access import Access, Unsupported, of_operand, of_store
 from tilewright.ir.build import broadcast
@@ -110,7 +110,7 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
     key_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
     if not batch * heads * queries * depth * keys * width:
         raise Unsupported("an extent is zero")
-    if max(batch * heads * queries, batch * key_heads * keys) >= 1 << 31:
+    if max(batch * heads * queries, batch * key_heads * keys) > NUMBERED:
         raise Unsupported("more than 2^31 rows")
     for t in (q, k, v, *mask):
         if t.dtype.bits > 32:

@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 
-from tilewright.candidates.triton._emit import check
+from tilewright.candidates.triton._emit import NUMBERED, check
 from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, size
 from tilewright.candidates.triton._hopper_view import ALIGNED, by_batch
 from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
@@ -135,6 +135,8 @@ def _planned(problem: Problem) -> Plan:
         raise Unsupported(f"wgmma multiplies operands of one type, not {a} by {b}")
     if not problem.batch * problem.M * problem.N * problem.K:
         raise Unsupported("the result is empty or a sum of nothing")
+    if problem.batch * max(problem.M, problem.N) > NUMBERED:
+        raise Unsupported("its rows are not counted in 31 bits")
     check(problem.op.stores)
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)

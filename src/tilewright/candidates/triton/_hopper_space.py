@@ -179,6 +179,8 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
             for hold in (False,) if plan.blocks else _holds(form, steps, -(-_tiles(plan, base) // cores)):
                 whole = hold or plan.blocks is not None or form.tile_n != form.shape_n or form.rows * form.tile_n > MOST_SHARED
                 for blocks, shared in _partitions(_tiles(plan, base), steps, cores, whole):
+                    if shared * steps * blocks >= 1 << 31:  # shares are worked out in 32 bits
+                        continue
                     blocks *= 2 if paired else 1
                     yield replace(base, num_stages=stages, hold=hold, blocks=blocks, shared_tiles=shared)
 

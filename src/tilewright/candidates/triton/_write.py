@@ -202,9 +202,7 @@ class _Writer:
         """An operand's tile: repeated where it does not vary, zero past the end of K."""
         t, p = self.text, self.nest.point
         value = emitter.value(access)
-        leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
-        places = [access.of_leaf(n) for n in leaves]
-        varies = any(x.rows for x in places), any(x.columns for x in places)
+        varies = emitter.varies(access)
         mask = emitter.tile.column_mask
         if mask is not None and (not varies[1] or any(n.src and not isinstance(n.op, VIEWS) for n in toposort((access.root,)))):
             zero = "0.0" if in_memory(access.root.dtype).startswith(("f", "b")) else "0"

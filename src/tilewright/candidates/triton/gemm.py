@@ -12,7 +12,7 @@ import torch
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton._casts import pointer_type
 from tilewright.candidates.triton._dots import SHORT_SUM_BITS, Dot, choose
-from tilewright.candidates.triton._emit import check
+from tilewright.candidates.triton._emit import NUMBERED, check
 from tilewright.candidates.triton._run import operands_outside, runner
 from tilewright.candidates.triton._space import ranked, work
 from tilewright.candidates.triton._write import Nest, Point, write
@@ -69,7 +69,7 @@ def _planned(problem: Problem, target: Target, *, tf32: bool) -> Plan:
         raise Unsupported(f"Triton makes nothing for {target.name}")
     if 0 in (problem.batch, problem.M, problem.N, problem.K):
         raise Unsupported("an extent is 0")
-    if problem.batch * max(problem.M, problem.N) >= 1 << 31:
+    if problem.batch * max(problem.M, problem.N) > NUMBERED:
         raise Unsupported("its rows are not counted in 31 bits")
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
     check(problem.op.stores, blocks=True)

@@ -9,7 +9,7 @@ from itertools import product
 
 from tilewright.candidates.triton._call import caller
 from tilewright.candidates.triton._casts import pointer_type
-from tilewright.candidates.triton._emit import check_node
+from tilewright.candidates.triton._emit import NUMBERED, check_node
 from tilewright.candidates.triton._module import (
     INSTALL,
     Arch,
@@ -45,7 +45,7 @@ def _region(problem: RegionProblem) -> Region | str:
         return str(why)
     if any(region.level.values()) and region.columns > MOST_COLUMNS:
         return f"a row of {region.columns:,} columns does not fit into registers"
-    if max(region.rows, region.columns) >= 1 << 31:
+    if max(region.rows, region.columns) > NUMBERED:
         return "more than 2^31 rows or columns"
     return region
 
