@@ -1,6 +1,7 @@
 """How generated GPU kernels are called, with stand-ins for what CUDA says: streams, captures, devices."""
 
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -66,19 +67,35 @@ def test_what_a_graph_counts_with_outlives_the_call(cuda):
     assert all(t in held for t in taken) and not any(t.data_ptr() in held for t in others)
 
 
-def test_a_hopper_kernel_starts_on_its_own_device(cuda, monkeypatch):
-    started = []
-    p = problem("bf16[256,128] @ bf16[128,256] -> bf16")
+def started(monkeypatch, p, names, weights, start):
+    """A runner whose kernel is a function of its arguments."""
     plan = plan_of(p)
-    monkeypatch.setattr(_hopper_run, "expanded", lambda *_: lambda arguments: started.append(cuda.device))
+    monkeypatch.setattr(_hopper_run, "expanded", lambda *_: start)
     monkeypatch.setattr(_hopper_run.Tma, "at", lambda self, address: [address])
     kernel = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * 3))
-    run = _hopper_run.runner(p, plan, form_of(p, plan, WHOLE), kernel, [], 1, 0, {}, torch.device("cpu"))
+    return _hopper_run.runner(p, plan, form_of(p, plan, WHOLE), kernel, names, 1, 0, weights, torch.device("cpu"))
+
+
+def test_a_hopper_kernel_starts_on_its_own_device(cuda, monkeypatch):
+    on = []
+    p = problem("bf16[256,128] @ bf16[128,256] -> bf16")
+    run = started(monkeypatch, p, [], {}, lambda arguments: on.append(cuda.device))
     sources = [torch.zeros(t.shape, dtype=torch.bfloat16) for t in p.types]
     run(sources)
     cuda.device = 1
     run(sources)
-    assert started == [0, 0] and cuda.device == 1
+    assert on == [0, 0] and cuda.device == 1
+
+
+def test_weights_that_do_not_lie_densely_are_copied_once(cuda, monkeypatch):
+    addresses = []
+    p = replace(problem("bf16[256,128] @ bf16[128,256] + bias -> bf16"), weights=(False, True, True))
+    x, w, b = torch.randn(256, 128).bfloat16(), torch.randn(256, 128).bfloat16().t(), torch.randn(512).bfloat16()[::2]
+    sources = [x, w, b]
+    assert not any(t.is_contiguous() for t in sources[1:])
+    run = started(monkeypatch, p, ["p2"], dict(enumerate(sources)), lambda given: addresses.append((given[1], given[3])))
+    held = [run(sources) for _ in range(3)]
+    assert len(held) == 3 and len(set(addresses)) == 1
 
 
 def test_machine_code_is_loaded_for_each_device():

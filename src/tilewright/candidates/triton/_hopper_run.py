@@ -113,6 +113,7 @@ def runner(
         arrays.append(of_view(o.view, size(o.access.root.dtype), meta))
     held = [_held(m, weights) for m in (plan.lhs, plan.rhs)]
     sides = [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
+    fixed = {i: aligned(weights[i]) for i in sides if i in weights}
     plain = [i for i, o in enumerate(form.outs) if o.view is None]
     results = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     tiles = form.tiles(plan.batch, plan.M, plan.N)
@@ -136,7 +137,7 @@ def runner(
     def run_here(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         a, b = (h if h is not None else _operand(m, sources) for h, m in zip(held, (plan.lhs, plan.rhs), strict=True))
         out = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
-        given = [aligned(sources[i]) for i in sides]
+        given = [fixed[i] if i in fixed else aligned(sources[i]) for i in sides]
         room = scratch()
         tensors = [a, b, *(out[i] for i, _ in views), *given, *(out[i] for i in plain), *room]
         addresses = tuple([t.data_ptr() for t in tensors])
@@ -156,10 +157,10 @@ def runner(
 
 
 def _held(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """A constant operand that has to be copied, copied."""
-    if not matrix.constant or matrix.source is not None:
+    """A constant operand, copied once where it has to be or does not lie densely."""
+    if not matrix.constant:
         return None
-    return matrix.copied(weights)
+    return matrix.copied(weights) if matrix.source is None else aligned(weights[matrix.source])
 
 
 def _operand(matrix: Matrix, sources: Sequence[torch.Tensor]) -> torch.Tensor:
