@@ -86,7 +86,8 @@ def test_every_legal_point_has_room_and_an_expected_time():
         for schedule in triton_gemm.CANDIDATE.schedules(p, at):
             point = triton_gemm.point_of(schedule)
             assert triton_gemm.schedule_of(point, dot) == schedule
-            assert point.num_stages * (point.tile_m + point.tile_n) * point.tile_k <= CHIPS["nvidia_h100"].shared_bytes
+            stage = (point.tile_m + point.tile_n) * point.tile_k * dot.operand.bits // 8
+            assert point.num_stages * stage <= CHIPS["nvidia_h100"].shared_bytes
             times.append(predict(triton_gemm.CANDIDATE, p, schedule, at))
         assert len(times) > 20
         assert times == sorted(times)
