@@ -91,6 +91,12 @@ def test_quantising_ends_a_row(length):
     right(norm(map_("add", Node(Dequantize(F32), code, step), x), scale, bias))
 
 
+def test_a_value_that_is_rounded_in_one_result_and_not_in_another_keeps_its_digits():
+    x = map_("gelu", input_("x", F32, (6, 100)))
+    right(convert(x, BF16), x)
+    right(x, convert(x, BF16))
+
+
 def test_rows_through_views():
     x, head = input_("x", F32, (3, 4, 50)), input_("h", F32, (4, 1))
     right(map_("tanh", transpose(x, (0, 2, 1))))

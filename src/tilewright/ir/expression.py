@@ -84,11 +84,11 @@ def rounds_to_bf16(n: Node) -> bool:
     return isinstance(function, Map) and function.fn in COARSE and n.dtype is BF16 and n.src[0].dtype is F32
 
 
-def rounded_at_once(root: Node) -> set[Node]:
-    """The values in an expression that nothing reads but such roundings."""
-    order = toposort((root,))
+def rounded_at_once(*roots: Node) -> set[Node]:
+    """The values in expressions that are worked out together that nothing reads but such roundings."""
+    order = toposort(roots)
     read = {s for n in order if not rounds_to_bf16(n) for s in n.src}
-    return {n.src[0] for n in order if rounds_to_bf16(n)} - read - {root}
+    return {n.src[0] for n in order if rounds_to_bf16(n)} - read - {*roots}
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ class RowsWriter:
         f.finish()
 
     def _lanes(self, columns: Columns) -> Lanes:
-        return Lanes(self._f, self.region.access, self.rows.lanes, columns, self._pointer)
+        return Lanes(self._f, self.region.access, self.rows.lanes, columns, self._pointer, self.region.roots)
 
     def _first(self, count: int) -> str:
         """A mask of the first lanes.

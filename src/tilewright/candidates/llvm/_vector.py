@@ -95,12 +95,21 @@ class Columns:
 
 
 class Lanes(Casts):
-    """`lanes` columns of a row of an access: its leaves read, its operations done, its result written."""
+    """`lanes` columns of a row of an access: its leaves read, its operations done, its result written; `roots`, where that is
+    more than the access's own, are worked out together."""
 
-    def __init__(self, f: Function, access: Access, lanes: int, columns: Columns, pointer: Callable[[Node], str]):
+    def __init__(
+        self,
+        f: Function,
+        access: Access,
+        lanes: int,
+        columns: Columns,
+        pointer: Callable[[Node], str],
+        roots: Sequence[Node] = (),
+    ):
         super().__init__(f, lanes)
         self.access, self.columns, self.pointer = access, columns, pointer
-        self._coarse = rounded_at_once(access.root)
+        self._coarse = rounded_at_once(*(roots or (access.root,)))
 
     def store(self, row: Int, value: str, pointer: str) -> None:
         """Write the root's value where the result keeps it."""

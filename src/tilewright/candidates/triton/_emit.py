@@ -130,7 +130,7 @@ class Emitter(Functions):
     def values(self, roots: Sequence[Node], access: Access) -> list[str]:
         """Values of several nodes of an access."""
         done: dict[Node, str] = {}
-        self._coarse = rounded_at_once(access.root)
+        self._coarse = rounded_at_once(*roots)
         for n in toposort(roots):
             done[n] = self._node(n, access, done)
         return [done[r] for r in roots]
