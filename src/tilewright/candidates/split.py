@@ -12,9 +12,9 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Acc, Concat, Gemm, Param, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Acc, Concat, Gemm, Param, Slice, Transpose
 from tilewright.schedule.candidate import CPU, GPU, Candidate, Kernel, Runner, concerns, discover
-from tilewright.schedule.problem import VIEWS, AnyProblem, Problem, ProblemKind, problem_of, region_of
+from tilewright.schedule.problem import AnyProblem, Problem, ProblemKind, problem_of, region_of
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
 

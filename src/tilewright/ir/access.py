@@ -11,9 +11,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from tilewright.dtype import F32, DType
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, layout_of, reshaped
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import (
+    VIEWS,
     Acc,
     Broadcast,
     Const,
@@ -32,6 +34,16 @@ from tilewright.ir.types import Shape
 
 class Unsupported(Exception):  # noqa: N818
     """The sentence why an expression has no kernel."""
+
+
+def too_wide(n: Node) -> DType | None:
+    """The type of more than 32 bits in which a kernel would have to compute a node, else None: 64-bit integers may be
+    read, and converted to a narrower integer or to f32."""
+    wide = next((t for t in (n.dtype, *(s.dtype for s in n.src)) if t.bits > 32), None)
+    if isinstance(n.op, (*VIEWS, Param)):
+        return None
+    narrows = isinstance(n.op, Convert) and n.dtype.bits <= 32 and (not n.dtype.is_float or n.dtype is F32)
+    return None if narrows else wide
 
 
 def contiguous(shape: Shape) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from tilewright.ir.access import ELEMENTWISE, Access, Place, Unsupported, View, 
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of, reshaped
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
+    VIEWS,
     Broadcast,
     Convert,
     Dequantize,
@@ -30,7 +31,6 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
-from tilewright.ir.shown import VIEWS
 from tilewright.ir.written import apart, written_out
 
 COMBINED = ("add", "mean", "maximum", "minimum")

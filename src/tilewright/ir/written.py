@@ -8,8 +8,7 @@ from tilewright.dtype import F32
 from tilewright.ir.access import Unsupported
 from tilewright.ir.build import const, convert, map_, reshape
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import LayerNorm, Param, Reduce, Softmax
-from tilewright.ir.shown import VIEWS
+from tilewright.ir.ops import VIEWS, LayerNorm, Param, Reduce, Softmax
 
 
 def written_out(roots: Sequence[Node]) -> list[Node]:

@@ -10,10 +10,8 @@ from tilewright.ir.build import const, convert, map_, reduce_, reshape
 from tilewright.ir.constant import constant_value, scalar_value
 from tilewright.ir.expression import REARRANGE, Sources, before_reshape, make_gemm, outside
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Acc, Broadcast, Const, Convert, Dequantize, Gemm, Map, Param, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Acc, Broadcast, Const, Convert, Dequantize, Gemm, Map, Param, Slice, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
-
-VIEWS = (*REARRANGE, Slice, Broadcast)
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Broadcast, Convert, Dequantize, Param, Reshape, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Convert, Dequantize, Param, Slice
 from tilewright.ir.pattern import Match, Pat, rule
-
-VIEWS = (Reshape, Transpose, Slice, Broadcast)
 
 
 @rule(Pat(CARRIERS), stage="prologue")

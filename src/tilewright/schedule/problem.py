@@ -11,12 +11,11 @@ from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Acc, Attention, Broadcast, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Acc, Attention, Convert, Dequantize, Gemm, Param, Slice, Transpose
 from tilewright.ir.shown import show_gemm, show_region
 from tilewright.ir.types import Shape, TensorType
 
 ProblemKind = Literal["gemm", "attention", "region"]
-VIEWS = (Reshape, Transpose, Slice, Broadcast)
 
 
 @dataclass(frozen=True)

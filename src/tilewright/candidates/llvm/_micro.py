@@ -9,9 +9,9 @@ from tilewright.candidates.llvm import _tiles as tiles
 from tilewright.candidates.llvm._nest import CACHE_LINE
 from tilewright.candidates.llvm._pack import Packing
 from tilewright.candidates.llvm._text import Function, Int, vec
-from tilewright.candidates.llvm._vector import BINARY, VIEWS, Columns, Vectors
+from tilewright.candidates.llvm._vector import BINARY, Columns, Vectors
 from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Acc, Const, Convert, Map, Param
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Map, Param
 
 FEW = 3  # operations on an accumulator that registers are left for
 MASKED = 16  # lanes of vectors of which an instruction stores a part

@@ -17,8 +17,8 @@ from tilewright.candidates.llvm._nest import CACHE_LINE, Blocks, rounded
 from tilewright.candidates.llvm._run import ONE_THREAD_OPS, Plan
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, Dequantize, Map, Param, Quantize
-from tilewright.schedule.problem import VIEWS, Problem
+from tilewright.ir.ops import VIEWS, Acc, Dequantize, Map, Param, Quantize
+from tilewright.schedule.problem import Problem
 
 # Operations that a function of `_math` takes.
 LONG = {

@@ -8,25 +8,11 @@ from dataclasses import dataclass
 from tilewright.candidates.llvm._casts import FP8, Casts, constant, element, in_memory, size_bytes
 from tilewright.candidates.llvm._text import Function, Int, suffix, vec
 from tilewright.dtype import BF16, F32, PRED, DType
-from tilewright.ir.access import Access, Place, Unsupported
+from tilewright.ir.access import Access, Place, Unsupported, too_wide
 from tilewright.ir.expression import COARSE, rounded_at_once
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import (
-    Acc,
-    Broadcast,
-    Const,
-    Convert,
-    Dequantize,
-    Map,
-    Param,
-    Quantize,
-    Reshape,
-    Select,
-    Slice,
-    Transpose,
-)
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
 
-VIEWS = (Reshape, Transpose, Slice, Broadcast)
 BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
 LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
 COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"}
@@ -54,11 +40,9 @@ def check_node(n: Node) -> None:
     """
     element(n.dtype)
     op = n.op
-    wide = next((t for t in (n.dtype, *(s.dtype for s in n.src)) if t.bits > 32), None)
-    if wide is not None and not isinstance(op, (*VIEWS, Param)):  # 64-bit integers are read, and made something else of
-        narrows = isinstance(op, Convert) and n.dtype.bits <= 32 and (not n.dtype.is_float or n.dtype is F32)
-        if not narrows:
-            raise Unsupported(f"{wide} has no vectors here")
+    wide = too_wide(n)
+    if wide is not None:
+        raise Unsupported(f"{wide} has no vectors here")
     if isinstance(op, Map):
         if op.fn not in KNOWN:
             raise Unsupported(f"{op.fn} has no vector form")

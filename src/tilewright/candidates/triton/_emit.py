@@ -14,27 +14,13 @@ import torch
 from tilewright.candidates.triton._casts import FP8, in_memory, in_registers
 from tilewright.candidates.triton._functions import COMPARE, LOGIC, ON_FLOATS, ON_INTEGERS, Functions
 from tilewright.candidates.triton._text import Text
-from tilewright.dtype import F32, PRED
-from tilewright.ir.access import Access, Place, Term, Unsupported
+from tilewright.dtype import PRED
+from tilewright.ir.access import Access, Place, Term, Unsupported, too_wide
 from tilewright.ir.axes import axes_of
 from tilewright.ir.expression import rounded_at_once
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import (
-    Acc,
-    Broadcast,
-    Const,
-    Convert,
-    Dequantize,
-    Map,
-    Param,
-    Quantize,
-    Reshape,
-    Select,
-    Slice,
-    Transpose,
-)
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
 
-VIEWS = (Reshape, Transpose, Slice, Broadcast)
 NUMBERED = (1 << 31) - (1 << 16)  # rows or columns that 32 bits count, with those of the last tile that do not exist
 
 
@@ -58,11 +44,9 @@ def check_node(n: Node, *, blocks: bool = False) -> None:
     op = n.op
     if isinstance(op, (Quantize, Dequantize)) and op.block is not None and not blocks:
         raise Unsupported(f"{op.name} by blocks has no Triton form")
-    wide = next((t for t in (n.dtype, *(s.dtype for s in n.src)) if t.bits > 32), None)
-    if wide is not None and not isinstance(op, (*VIEWS, Param)):  # 64-bit integers are read, and made something else of
-        narrows = isinstance(op, Convert) and n.dtype.bits <= 32 and (not n.dtype.is_float or n.dtype is F32)
-        if not narrows:
-            raise Unsupported(f"{wide} has no Triton kernel")
+    wide = too_wide(n)
+    if wide is not None:
+        raise Unsupported(f"{wide} has no Triton kernel")
     if isinstance(op, Map):
         operand = n.src[0].dtype
         known = ON_FLOATS if operand.is_float else (*LOGIC, *COMPARE, "not") if operand is PRED else ON_INTEGERS

@@ -18,10 +18,9 @@ from tilewright.candidates.triton._write import Nest, Point
 from tilewright.hardware.target import Target, widened
 from tilewright.ir.access import Access
 from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Broadcast, Param, Reshape, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Param
 from tilewright.schedule.cost import Phase, Work, predict_us
 
-VIEWS = (Reshape, Transpose, Slice, Broadcast)
 LANES = 128  # f32 operations a cycle and SM, of every architecture here but gfx9's 256
 SHARED_BYTES_PER_CYCLE = 128  # of an SM: 32 banks of 4 bytes (CUDA C++ Best Practices Guide 13.0, 10.2.3.1)
 # Measured on an H200, as are the other numbers without a source.

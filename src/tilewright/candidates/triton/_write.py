@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from tilewright.candidates.triton._casts import FP8, FP8_NAMES, Casts, in_memory
 from tilewright.candidates.triton._dots import Dot
-from tilewright.candidates.triton._emit import VIEWS, Emitter, Tile
+from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._module import IMPORTS
 from tilewright.candidates.triton._text import Text
 from tilewright.dtype import F32
 from tilewright.ir.access import Access
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param
+from tilewright.ir.ops import VIEWS, Param
 
 
 @dataclass(frozen=True)
