@@ -1,19 +1,13 @@
 """Hopper gemms on a device: random gemms, odd sizes, every type and store, built, verified in poisoned and guarded memory."""
 
-import functools
 import random
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from on_device import assert_right, device, drawn
 
-from random_carriers import gemms
 from tilewright.candidates.triton.hopper import CANDIDATE
-from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
-from tilewright.schedule.bench import Bench
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [
@@ -44,49 +38,11 @@ LINES = [
 ]
 
 
-def drawn(count: int) -> list:
-    """The first random gemms of a fixed seed that have a kernel."""
-    found = []
-
-    @seed(11)
-    @settings(
-        max_examples=5 * count, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
-    )
-    @given(gemms())
-    def draw(node):
-        problem = problem_of(node)
-        if len(found) < count and CANDIDATE.refuse(problem, device()) is None:
-            found.append(problem)
-
-    draw()
-    return found
-
-
-@functools.cache
-def device():
-    return detect("cuda")
-
-
-def compile_one(case):
-    """Fill Triton's cache, in a process of its own."""
-    CANDIDATE.build(*case)
-
-
-def assert_right(cases):
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, [(p, s, device()) for p, s in cases]))
-    wrong = []
-    for key, (problem, schedule) in enumerate(cases):
-        attempt = Bench(problem, device(), {}).attempt(key, CANDIDATE, schedule)
-        if attempt.why is not None:
-            wrong.append(f"{problem} ({schedule}): {attempt.why}")
-    assert not wrong, "\n".join(wrong)
-
-
 def test_random_gemms_are_right():
-    problems = drawn(COUNT)
-    assert len(problems) == COUNT
-    assert_right([(p, random.Random(i).choice(list(CANDIDATE.schedules(p, device())))) for i, p in enumerate(problems)])
+    problems = drawn(CANDIDATE, COUNT, 11, 5 * COUNT)
+    assert_right(
+        CANDIDATE, [(p, random.Random(i).choice(list(CANDIDATE.schedules(p, device())))) for i, p in enumerate(problems)]
+    )
 
 
 def test_every_type_is_right_at_points_of_every_kind():
@@ -97,7 +53,7 @@ def test_every_type_is_right_at_points_of_every_kind():
         for s in CANDIDATE.schedules(problem, device()):
             kinds.setdefault((s["hold"], s["paired"], s["shared_tiles"] > 0, s["tile_n"] in (64, 128, 256)), s)
         cases += [(problem, s) for s in kinds.values()]
-    assert_right(cases)
+    assert_right(CANDIDATE, cases)
 
 
 def test_a_weight_packed_for_wide_stores_gives_the_same():

@@ -1,19 +1,13 @@
 """Plain Triton gemms on a CUDA device: random gemms and every type, built, verified in poisoned and guarded memory."""
 
-import functools
 import random
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from on_device import assert_right, device, drawn
 
-from random_carriers import gemms
 from tilewright.candidates.triton import gemm as triton_gemm
-from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
-from tilewright.schedule.bench import Bench
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [
@@ -40,64 +34,21 @@ LINES = [
 ]
 
 
-def drawn(count: int) -> list:
-    """The first random gemms of a fixed seed that have a kernel."""
-    found = []
-
-    @seed(7)
-    @settings(
-        max_examples=3 * count, deadline=None, database=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
-    )
-    @given(gemms())
-    def draw(node):
-        problem = problem_of(node)
-        if len(found) < count and triton_gemm.CANDIDATE.refuse(problem, device()) is None:
-            found.append(problem)
-
-    draw()
-    return found
-
-
-@functools.cache
-def device():
-    return detect("cuda")
-
-
 def point(problem, i):
     """One of the first points of the space, another for each problem."""
     points = list(triton_gemm.CANDIDATE.schedules(problem, device()))
     return random.Random(i).choice(points[:40])
 
 
-def compile_one(case):
-    """Fill Triton's cache, in a process of its own."""
-    problem, schedule, target = case
-    plan = triton_gemm.plan_of(problem, target)
-    nest = triton_gemm.nest_of(problem, target, triton_gemm.point_of(schedule))
-    triton_gemm.compile_for(nest, plan.arch, problem, plan.outside)
-
-
-def assert_right(cases):
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, [(p, s, device()) for p, s in cases]))
-    wrong = []
-    for key, (problem, schedule) in enumerate(cases):
-        attempt = Bench(problem, device(), {}).attempt(key, triton_gemm.CANDIDATE, schedule)
-        if attempt.why is not None:
-            wrong.append(f"{problem} ({schedule}): {attempt.why}")
-    assert not wrong, "\n".join(wrong)
-
-
 def test_random_gemms_are_right():
-    problems = drawn(COUNT)
-    assert len(problems) == COUNT
-    assert_right([(p, point(p, i)) for i, p in enumerate(problems)])
+    problems = drawn(triton_gemm.CANDIDATE, COUNT, 7, 3 * COUNT)
+    assert_right(triton_gemm.CANDIDATE, [(p, point(p, i)) for i, p in enumerate(problems)])
 
 
 def test_every_type_is_right_at_the_first_points_of_its_space():
     problems = [problem_of(parse(line).outputs[0]) for line in LINES]
     cases = [(p, s) for p in problems for s in list(triton_gemm.CANDIDATE.schedules(p, device()))[:3]]
-    assert_right(cases)
+    assert_right(triton_gemm.CANDIDATE, cases)
 
 
 def test_parts_of_k_are_added_up_in_the_same_order_on_every_run():
