@@ -1,0 +1,254 @@
+"""Weights of a few bits: one form for whatever made them, quantised here or read from somebody's checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType, dtype, from_torch
+from tilewright.errors import InputError, TypeMismatchError
+
+CODES = (S4, U4, S8, U8)
+SCALES = (F16, BF16, F32)
+SMALLEST_SCALE = {F16: 2.0**-18}  # f16 has 6 bits left there: rounding such a scale moves no weight by more than half a step
+SMALLEST_NORMAL = 2.0**-126
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A matrix [out, in] of codes, one scale for every `group_size` of them along `in`.
+
+    Column j multiplies input j, or input `order[j]` where there is an order. A weight is
+
+        (code - zero_point) * scale + offset
+
+    each of the last three one value a group; the last group of a row may be shorter.
+
+    Attributes:
+        dtype: s4, u4, s8 or u8.
+        packed: u8 [out, ceil(in / 2)], two 4-bit codes a byte, the first in the low half; 8-bit codes as they are, [out, in].
+        scales: f16, bf16 or f32 [out, groups].
+        in_features: columns of the matrix.
+        group_size: codes that share a scale.
+        zero_points: of the codes' type, 4-bit ones one a byte [out, groups]; None for 0.
+        offsets: f32 [out, groups], of formats whose zero points are no whole codes; None for 0.
+        order: s64 [in], the input that each column multiplies, of formats that group inputs by importance; None for 0, 1, 2...
+
+    Raises:
+        TypeMismatchError: extents or types do not fit together.
+        InputError: `group_size` is below 1, a zero point is no code, or the order leaves an input out.
+    """
+
+    dtype: DType
+    packed: torch.Tensor
+    scales: torch.Tensor
+    in_features: int
+    group_size: int
+    zero_points: torch.Tensor | None = None
+    offsets: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in CODES:
+            raise TypeMismatchError(f"a weight of {self.dtype} codes", hint="s4, u4, s8 or u8")
+        if self.group_size < 1:
+            raise InputError(f"a group of {self.group_size} codes", hint="32, 64, 128 or the whole row")
+        rows = self.packed.shape[0] if self.packed.dim() == 2 else -1
+        held = -(-self.in_features * self.dtype.bits // 8)
+        storage = torch.uint8 if self.dtype.bits == 4 else self.dtype.to_torch()
+        _fits("codes", self.packed, (rows, held), (storage,))
+        groups = (rows, -(-self.in_features // self.group_size))
+        _fits("scales", self.scales, groups, tuple(s.to_torch() for s in SCALES))
+        if self.zero_points is not None:
+            _fits("zero points", self.zero_points, groups, (self.dtype.to_torch(),))
+        if self.offsets is not None:
+            _fits("offsets", self.offsets, groups, (torch.float32,))
+        if self.order is not None:
+            _fits("order", self.order, (self.in_features,), (torch.int64,))
+
+    @staticmethod
+    def of(
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        code_type: DType,
+        group_size: int,
+        *,
+        zero_points: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        order: torch.Tensor | None = None,
+    ) -> QuantizedWeight:
+        """A weight of codes [out, in] that come one to a byte (or to a wider integer).
+
+        Raises:
+            InputError: a code or zero point is no value of `code_type`, or the order is no permutation of the inputs.
+            TypeMismatchError: extents or types do not fit together.
+        """
+        if codes.dim() != 2:
+            raise TypeMismatchError(f"codes of shape {list(codes.shape)} are no matrix", hint="[out, in]")
+        for what, values in (("code", codes), ("zero point", zero_points)):
+            if values is not None and values.numel():
+                low, high = (int(v) for v in torch.aminmax(values))
+                if low < code_type.min or high > code_type.max:
+                    raise InputError(f"a {what} of {low if low < code_type.min else high} is no {code_type}")
+        if order is not None and not torch.equal(order.sort().values, torch.arange(codes.shape[1], device=order.device)):
+            raise InputError("the order of the inputs leaves some out", hint="a permutation of 0 to in_features - 1")
+        narrow = codes.to(code_type.to_torch())
+        zeros = None if zero_points is None else zero_points.to(code_type.to_torch()).contiguous()
+        packed = pack_halves(narrow) if code_type.bits == 4 else narrow.contiguous()
+        return QuantizedWeight(code_type, packed, scales.contiguous(), codes.shape[1], group_size, zeros, offsets, order)
+
+    @property
+    def out_features(self) -> int:
+        """Rows of the matrix."""
+        return self.packed.shape[0]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[out, in]."""
+        return self.out_features, self.in_features
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory."""
+        return sum(t.nbytes for t in (self.packed, *self._sides) if t is not None)
+
+    @property
+    def _sides(self) -> tuple[torch.Tensor | None, ...]:
+        return self.scales, self.zero_points, self.offsets, self.order
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """The codes one to a byte, [out, in], in the type that a graph keeps them in."""
+        return unpack_halves(self.packed, self.in_features, self.dtype) if self.dtype.bits == 4 else self.packed
+
+    @cached_property
+    def scheme(self) -> str:
+        """How it is spelt where a scheme is asked for: w4g64, w4g64z, w8."""
+        group = "" if self.group_size >= self.in_features else f"g{self.group_size}"
+        return f"w{self.dtype.bits}{group}{'z' if self.zero_points is not None or self.offsets is not None else ''}"
+
+    def dequantize(self, to: torch.dtype = torch.float32) -> torch.Tensor:
+        """The matrix [out, in] in the inputs' own order: computed in f32, each step rounded to it, then rounded to `to`."""
+
+        def spread(side: torch.Tensor) -> torch.Tensor:
+            return side.repeat_interleave(self.group_size, dim=1)[:, : self.in_features]
+
+        whole = self.codes.to(torch.float32)
+        if self.zero_points is not None:
+            whole -= spread(self.zero_points.to(torch.float32))
+        whole *= spread(self.scales.to(torch.float32))
+        if self.offsets is not None:
+            whole += spread(self.offsets)
+        if self.order is not None:
+            whole = torch.empty_like(whole).index_copy_(1, self.order, whole)
+        return whole.to(to)
+
+    def to(self, device: str | torch.device) -> QuantizedWeight:
+        """The same on another device."""
+        packed, *sides = (None if t is None else t.to(device) for t in (self.packed, *self._sides))
+        assert packed is not None and sides[0] is not None
+        return replace(self, packed=packed, scales=sides[0], zero_points=sides[1], offsets=sides[2], order=sides[3])
+
+    def __repr__(self) -> str:
+        extras = [n for n in ("zero_points", "offsets", "order") if getattr(self, n) is not None]
+        with_ = f" with {', '.join(extras)}" if extras else ""
+        scales = from_torch(self.scales.dtype)
+        return f"QuantizedWeight({self.dtype}{list(self.shape)}, {scales} scales per {self.group_size}{with_})"
+
+
+def _fits(what: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(t.shape) != shape or t.dtype not in dtypes:
+        wanted = " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+        raise TypeMismatchError(
+            f"{what} are {str(t.dtype).removeprefix('torch.')}{list(t.shape)}", hint=f"{wanted}{list(shape)} are wanted"
+        )
+
+
+def pack(
+    weight: torch.Tensor,
+    code_type: str | DType = "s4",
+    *,
+    group_size: int | None = 64,
+    zero_point: bool = False,
+    scale_dtype: str | DType | None = None,
+) -> QuantizedWeight:
+    """Quantise a float matrix [out, in].
+
+    Symmetric: scale = max|w| / largest code, code = round(w / scale). With zero points: low = min(w, 0), high = max(w, 0),
+    scale = (high - low) / (largest - smallest code), zero point = round(smallest code - low / scale), code = round(w / scale)
+    + zero point. Halves round to even, codes and zero points are clamped, and all is computed in f32 with the scale as rounded
+    to `scale_dtype`, so that no weight is off by more than half a step but for that rounding. Source: Jacob et al. 2018, arXiv
+    1712.05877, section 3; Nagel et al. 2021, arXiv 2106.08295, section 2.
+
+    Args:
+        weight: f16, bf16, f32 or f64 [out, in], as `torch.nn.Linear` keeps it.
+        code_type: "s4", "u4", "s8" or "u8".
+        group_size: codes along `in` that share a scale; None for one scale a row.
+        zero_point: shift the codes of a group so that its range is covered whatever its sign; u4 and u8 need it.
+        scale_dtype: "f16", "bf16" or "f32"; that of the weight if not given, f32 for f64.
+
+    Raises:
+        InputError: the weight is no float matrix, holds infinity or NaN or a value too large for the scale's type; there is no
+            such type or group; unsigned codes are asked for without zero points.
+    """
+    code = dtype(code_type)
+    if code not in CODES:
+        raise InputError(f"a weight is not packed as {code}", hint="s4, u4, s8 or u8")
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.element_size() < 2:
+        raise InputError(f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} is no float matrix", hint="[out, in]")
+    if not code.is_signed and not zero_point:
+        raise InputError(f"{code} codes without zero points have no negative weights", hint="zero_point=True, or s4")
+    if group_size is not None and group_size < 1:
+        raise InputError(f"a group of {group_size} codes", hint="32, 64, 128, or None for the whole row")
+    kept = dtype(scale_dtype) if scale_dtype is not None else _scale_of(weight.dtype)
+    if kept not in SCALES:
+        raise InputError(f"a scale is not kept as {kept}", hint="f16, bf16 or f32")
+    rows, columns = weight.shape
+    if not weight.numel():
+        raise InputError(f"a weight of shape {list(weight.shape)} holds nothing")
+    group = columns if group_size is None else min(group_size, columns)
+    whole = weight.detach().to(torch.float32)
+    filled = -(-columns // group) * group
+    padded = torch.nn.functional.pad(whole, (0, filled - columns)) if filled > columns else whole
+    grouped = padded.reshape(rows, -1, group)
+    low, high = (v.clamp(max=0) if i == 0 else v.clamp(min=0) for i, v in enumerate(torch.aminmax(grouped, dim=2)))
+    scale = (high - low) / (code.max - code.min) if zero_point else torch.maximum(high, -low) / code.max
+    if not bool(torch.isfinite(scale).all()):
+        raise InputError("the weight holds infinity or NaN, or spans more than f32", hint="look at what made it")
+    scale = scale.clamp(min=SMALLEST_SCALE.get(kept, SMALLEST_NORMAL)).to(kept.to_torch())
+    if not bool(torch.isfinite(scale).all()):
+        raise InputError(
+            f"a weight of {float(whole.abs().max()):g} is too large for a scale of {kept}", hint='scale_dtype="f32"'
+        )
+    step = scale.to(torch.float32)
+    codes = (grouped / step[..., None]).round_()
+    zeros = None
+    if zero_point:
+        zeros = (code.min - low / step).round_().clamp_(code.min, code.max)
+        codes += zeros[..., None]
+    codes = codes.clamp_(code.min, code.max).reshape(rows, filled)[:, :columns]
+    return QuantizedWeight.of(codes.to(code.to_torch()), scale, code, group, zero_points=zeros)
+
+
+def _scale_of(t: torch.dtype) -> DType:
+    found = from_torch(t)
+    return found if found in SCALES else F32
+
+
+def pack_halves(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes, one to a byte [..., n], as u8 [..., ceil(n / 2)]: the first of two in the low half; the last byte is filled
+    up with 0."""
+    low = codes.view(torch.uint8) & 15
+    if low.shape[-1] % 2:
+        low = torch.nn.functional.pad(low, (0, 1))
+    return low[..., 0::2] | low[..., 1::2] << 4
+
+
+def unpack_halves(packed: torch.Tensor, count: int, code_type: DType) -> torch.Tensor:
+    """The `count` s4 or u4 codes that u8 [..., ceil(count / 2)] holds, one to a byte."""
+    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count]
+    if code_type.is_signed:
+        return ((codes ^ 8).view(torch.int8) - 8).contiguous()
+    return codes.contiguous()
