@@ -69,7 +69,7 @@ def from_gptq(
     if version not in (1, 2):
         raise InputError(f"GPTQ version {version}", hint="1 or 2")
     zeros = (stored + 1) % (1 << bits) if version == 1 else stored
-    return _of(codes, scales.t(), zeros, group, bits, order)
+    return from_unsigned(codes, scales.t(), zeros, group, bits, order)
 
 
 def _version(codes: torch.Tensor, stored: torch.Tensor, group: int, bits: int) -> int:
@@ -145,7 +145,7 @@ def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) 
         )
     fields = torch.argsort(torch.tensor(AWQ_COLUMNS)).tolist()
     codes, zeros = (_fields(t, 4, fields).t() for t in (qweight, qzeros))
-    return _of(codes, scales.t(), zeros, count // groups, 4)
+    return from_unsigned(codes, scales.t(), zeros, count // groups, 4)
 
 
 def from_compressed_tensors(
@@ -200,7 +200,7 @@ def from_compressed_tensors(
     if weight_g_idx is not None and not bool((weight_g_idx == -1).all()):
         order, group = _order(weight_g_idx, count, groups)
         codes = codes if order is None else codes[:, order]
-    return _of(codes, scale, zeros, group, bits, order)
+    return from_unsigned(codes, scale, zeros, group, bits, order)
 
 
 def from_torch_int4(
@@ -312,7 +312,7 @@ def _fields(words: torch.Tensor, bits: int, fields: range | list[int]) -> torch.
     return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
 
 
-def _of(
+def from_unsigned(
     codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, group: int, bits: int, order: torch.Tensor | None = None
 ) -> QuantizedWeight:
     """Unsigned codes [out, in] with zero points [out, groups]; signed and without, if all are the middle code."""

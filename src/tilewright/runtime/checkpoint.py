@@ -1,0 +1,214 @@
+"""A checkpoint's layers of a few bits, whoever wrote them: GPTQ, AWQ and compressed-tensors in safetensors files, and ONNX."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+import msgspec
+import torch
+
+from tilewright.errors import InputError, TilewrightError, UnsupportedError
+from tilewright.frontends import load
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Const, Dequantize
+from tilewright.runtime.packing import CODES, QuantizedWeight
+from tilewright.runtime.safetensors import TensorFile
+from tilewright.runtime.weight_formats import from_awq, from_compressed_tensors, from_gptq, from_unsigned
+
+INDEX = "model.safetensors.index.json"
+LABELS = {"gptq": 1, "gptq_v2": 2}  # of config.json's quantization_config.checkpoint_format
+# What a layer of each format has beside its name; AWQ's and GPTQ's tensors have the same names and other shapes.
+_WORDS, _PACKED = ("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale")
+
+
+class Checkpoint:
+    """Tensors by name, and layers that stand for quantised weights; each is read when asked for.
+
+    Attributes:
+        layers: names of the quantised layers, such as "model.layers.0.mlp.up_proj", with the format of each.
+    """
+
+    def __init__(self, files: list[TensorFile], labelled: int | None) -> None:
+        self._file = {name: file for file in files for name in file.names}
+        self._labelled = labelled
+        self.layers = dict(sorted(self._found()))
+
+    def _found(self) -> Iterator[tuple[str, str]]:
+        for name in self._file:
+            layer, _, last = name.rpartition(".")
+            if last == _PACKED[0] and f"{layer}.{_PACKED[1]}" in self._file:
+                yield layer, "compressed-tensors"
+            elif last == _WORDS[0] and all(f"{layer}.{n}" in self._file for n in _WORDS):
+                shape, scales = (self._file[f"{layer}.{n}"].shape(f"{layer}.{n}") for n in ("qweight", "scales"))
+                yield layer, "gptq" if shape[-1:] == scales[-1:] else "awq"
+
+    @property
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._file)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as it stands there.
+
+        Raises:
+            InputError: there is none of that name.
+            UnsupportedError: torch has no such type.
+        """
+        if name not in self._file:
+            raise InputError(f"the checkpoint has no tensor {name!r}", hint=_some(self._file))
+        return self._file[name].tensor(name)
+
+    def bias(self, layer: str) -> torch.Tensor | None:
+        """A layer's bias [out], None if it has none."""
+        name = f"{layer}.bias"
+        return self.tensor(name) if name in self._file else None
+
+    def weight(self, layer: str) -> QuantizedWeight:
+        """A layer's weight.
+
+        Raises:
+            InputError: there is no such layer, or its tensors contradict each other.
+            TypeMismatchError: extents or types do not fit together.
+            UnsupportedError: it has neither 4 nor 8 bits.
+        """
+        if layer not in self.layers:
+            raise InputError(f"the checkpoint has no quantised layer {layer!r}", hint=_some(self.layers))
+
+        def part(name: str) -> torch.Tensor | None:
+            return self._file[f"{layer}.{name}"].tensor(f"{layer}.{name}") if f"{layer}.{name}" in self._file else None
+
+        try:
+            if self.layers[layer] == "compressed-tensors":
+                names = *_PACKED, "weight_shape", "weight_zero_point", "weight_g_idx"
+                packed, scale, *others = (part(n) for n in names)
+                assert packed is not None and scale is not None
+                return from_compressed_tensors(packed, scale, *others)
+            qweight, qzeros, scales = (cast("torch.Tensor", part(n)) for n in _WORDS)
+            if self.layers[layer] == "awq":
+                return from_awq(qweight, qzeros, scales)
+            return self._gptq(qweight, qzeros, scales, part("g_idx"))
+        except TilewrightError as error:
+            raise type(error)(error.what, where=layer, hint=error.hint) from error
+
+    def _gptq(
+        self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor | None
+    ) -> QuantizedWeight:
+        """By what the zero points say; by the label if they say nothing."""
+        try:
+            return from_gptq(qweight, qzeros, scales, g_idx)
+        except InputError:
+            if self._labelled is None:
+                raise
+            return from_gptq(qweight, qzeros, scales, g_idx, version=self._labelled)
+
+
+def read_checkpoint(path: str | Path) -> Checkpoint:
+    """The checkpoint in a .safetensors file, in a folder of them, or behind the index of several.
+
+    Raises:
+        InputError: there is none, a file is broken, or the index names a file outside its folder.
+    """
+    path = Path(path)
+    folder = path if path.is_dir() else path.parent
+    index = folder / INDEX if path.is_dir() else path
+    if index.suffix == ".json" and index.exists():
+        shards = _json(index).get("weight_map")
+        if not isinstance(shards, dict):
+            raise InputError("an index without a weight_map", where=str(index))
+        names = sorted({str(n) for n in cast("dict[str, object]", shards).values()})
+        if wrong := [n for n in names if Path(n).name != n]:
+            raise InputError(f"the index names {wrong[0]!r}, which is no file beside it", where=str(index))
+        paths = [folder / n for n in names]
+    else:
+        paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    if not paths:
+        raise InputError(f"no .safetensors file in {path}", hint="a folder with model.safetensors, or such a file")
+    return Checkpoint([TensorFile(p) for p in paths], _label(folder))
+
+
+def _label(folder: Path) -> int | None:
+    """The version of GPTQ that a configuration beside the files claims."""
+    for name in ("config.json", "quantize_config.json"):
+        if (folder / name).exists():
+            said = _json(folder / name)
+            inner = said.get("quantization_config", said)
+            if isinstance(inner, dict):
+                label = cast("dict[str, object]", inner).get("checkpoint_format")
+                if isinstance(label, str) and label in LABELS:
+                    return LABELS[label]
+    return None
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
+        raise InputError(f"no table in JSON: {error}", where=str(path)) from error
+
+
+def _some(names: dict[str, str] | dict[str, TensorFile]) -> str:
+    shown = list(names)[:3]
+    return f"{', '.join(shown)}{', ...' if len(names) > 3 else ''}" if shown else "it has none"
+
+
+def weights_of(program: object) -> dict[str, QuantizedWeight]:
+    """The constant weights of a few bits in a program, by name: ONNX's MatMulNBits with whole zero points and
+    DequantizeLinear in blocks or by row, and the same in any other form.
+
+    Args:
+        program: as for `tilewright.compile`: a path, a model, a graph.
+
+    Raises:
+        InputError: the program cannot be read.
+        UnsupportedError: it holds no such weight.
+    """
+    graph = load(program)
+    found: dict[str, QuantizedWeight] = {}
+    for node in graph.nodes():
+        weight = _of_node(node)
+        if weight is not None:
+            name = _name(graph, node)
+            found[name if name not in found else f"{name}_{len(found)}"] = weight
+    if not found:
+        raise UnsupportedError("it holds no constant weight of 4 or 8 bits with scales", where=graph.name)
+    return found
+
+
+def _name(graph: Graph, node: Node) -> str:
+    """What the source calls the codes, or else where they are scaled."""
+    at = node.src[0]
+    while not isinstance(at.op, Const) and at.src:
+        at = at.src[0]
+    return (at.op.data.label if isinstance(at.op, Const) else "") or graph.origin(node)
+
+
+def _of_node(node: Node) -> QuantizedWeight | None:
+    """The weight that a node dequantises, `in` last: the axis that blocks divide, or that scales do not vary along."""
+    op = node.op
+    if not isinstance(op, Dequantize) or node.src[0].dtype not in CODES or len(node.shape) != 2 or not node.constant:
+        return None
+    codes, scales, *zeros = (cast("torch.Tensor", v) for v in evaluate_nodes(node.src, {}))
+    code_type = node.src[0].dtype
+    if op.block is not None:
+        if 1 not in op.block:
+            return None
+        along, group = (1, op.block[1]) if op.block[0] == 1 else (0, op.block[0])
+    else:
+        spread = (1,) * (2 - scales.dim()) + tuple(scales.shape)
+        if spread[0] * spread[1] == 1 or 1 not in spread:
+            return None
+        along = 1 if spread[1] == 1 else 0
+        group = node.shape[along]
+        scales, zeros = scales.reshape(spread), [z.reshape(spread) for z in zeros]
+    if along == 0:
+        codes, scales, zeros = codes.t(), scales.t(), [z.t() for z in zeros]
+    if scales.dtype == torch.float64:
+        return None
+    return (
+        from_unsigned(codes, scales, zeros[0], group, code_type.bits)
+        if zeros and not code_type.is_signed
+        else QuantizedWeight.of(codes, scales, code_type, group, zero_points=zeros[0] if zeros else None)
+    )

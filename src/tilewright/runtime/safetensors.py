@@ -1,0 +1,106 @@
+"""Files in the safetensors format, read in place: a length, a table in JSON, and the tensors' bytes (no code, so nothing in one
+can run). Source: the format's description in the safetensors project, version 0.8."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import torch
+
+from tilewright.errors import InputError, UnsupportedError
+
+MOST_HEADER_BYTES = 100_000_000
+_TYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_Extent = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+
+
+class _Entry(msgspec.Struct):
+    """One tensor: its type, its shape, and where its bytes begin and end after the header."""
+
+    dtype: str
+    shape: list[_Extent]
+    data_offsets: tuple[_Extent, _Extent]
+
+
+class TensorFile:
+    """The tensors of one file by name; each is read when asked for, and its memory is the file's until somebody writes to it.
+
+    Args:
+        path: a .safetensors file.
+
+    Raises:
+        InputError: there is no such file, or it is none of this format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            held = path.stat().st_size
+            with path.open("rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                if held < 8 or not 2 <= length <= min(MOST_HEADER_BYTES, held - 8):
+                    raise self._broken(f"a header of {length} bytes in a file of {held}")
+                header = file.read(length)
+        except OSError as error:
+            raise InputError(f"cannot read {path}: {error.strerror}") from error
+        try:
+            table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
+            self.metadata = msgspec.json.decode(table.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
+            self._entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in table.items()}
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise self._broken(f"its header is no table of tensors: {error}") from error
+        self._start, self._held = 8 + length, held - 8 - length
+        for name, entry in self._entries.items():
+            begin, end = entry.data_offsets
+            if not begin <= end <= self._held:
+                raise self._broken(f"{name!r} lies at bytes {begin} to {end} of {self._held}")
+            of = _TYPES.get(entry.dtype)
+            if of is not None and math.prod(entry.shape) * of.itemsize != end - begin:
+                raise self._broken(f"{name!r} is {entry.dtype}{entry.shape} in {end - begin} bytes")
+
+    def _broken(self, why: str) -> InputError:
+        return InputError(f"no safetensors file: {why}", where=str(self.path), hint="fetch it again")
+
+    @property
+    def names(self) -> list[str]:
+        """Of its tensors, in the order of the header."""
+        return list(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        return tuple(self._entries[name].shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor.
+
+        Raises:
+            UnsupportedError: torch has no such type.
+        """
+        entry = self._entries[name]
+        if entry.dtype not in _TYPES:
+            raise UnsupportedError(f"{name!r} holds {entry.dtype}", where=str(self.path), hint=", ".join(_TYPES))
+        begin, end = entry.data_offsets
+        if begin == end:
+            return torch.empty(entry.shape, dtype=_TYPES[entry.dtype])
+        memory = np.memmap(self.path, np.uint8, "c", self._start + begin, (end - begin,))
+        flat = torch.from_numpy(memory)
+        of = _TYPES[entry.dtype]
+        aligned = flat if memory.ctypes.data % of.itemsize == 0 else flat.clone()
+        return aligned.view(of).reshape(entry.shape)
