@@ -17,30 +17,36 @@ from tilewright.ir.pattern import Trace
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.schedule.candidate import LAST_RESORT, discover
 from tilewright.schedule.problem import AnyProblem, Problem
-from tilewright.schedule.regimes import Progress, Regimes, regimes
+from tilewright.schedule.regimes import Family, Progress, Regimes, regimes
 from tilewright.schedule.search import Decision, search
 
 MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0
 KEPT = 128  # numbers of rows whose kernels are kept ready
+MOST_DECIDED = 4096
 
 GraphAt = Callable[[int], Graph]
+
+# By problem, device and family: layers of one shape are searched and checked once.
+_decided: dict[tuple[AnyProblem, str, str | None], Decision] = {}
+_deciding = threading.RLock()
 
 
 class AnyRows:
     """A program with one product, for any number of rows in a range: call it as one calls an `Executable`.
 
     The first call with a number of rows builds and checks its kernel, by the table (about 50 ms on a CPU, less where its object
-    code is in the cache); the next ones look it up. The packed weight is one for all of them.
+    code is in the cache); the next ones look it up. The packed weight is one for all of them. Programs that differ in their
+    weights alone share what was decided and checked.
 
     Attributes:
-        table: which kernel serves which rows.
+        table: which kernel serves which rows; None if nothing was measured: then the first that passes its check serves.
         target: where it runs.
     """
 
-    def __init__(self, graph_at: GraphAt, table: Regimes, target: Target) -> None:
+    def __init__(self, graph_at: GraphAt, table: Regimes | None, target: Target) -> None:
         self.table, self.target = table, target
-        first, last = table.regimes[0].first, table.regimes[-1].last
+        first, last = (1, MOST_ROWS) if table is None else (table.regimes[0].first, table.regimes[-1].last)
         self._at = lru_cache(KEPT)(lambda rows: _prepared(graph_at(rows), target, self._decide(rows)))
         self._lock = threading.Lock()
         self._names, self._place = _varying_axis(graph_at(first), graph_at(last))
@@ -72,14 +78,24 @@ class AnyRows:
 
     def _decide(self, rows: int) -> Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]:
         def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-            if isinstance(problem, Problem):
-                try:
-                    return search(problem, self.target, budget_s=0, candidates=[self.table.at(rows).family], weights=weights)
-                except UnsupportedError:  # no point of its space has the packing for just so many rows
-                    pass
-            return search(problem, self.target, budget_s=0, weights=weights)
+            family = self.table.at(rows).family if self.table is not None and isinstance(problem, Problem) else None
+            key = problem, self.target.device, None if family is None else family.name
+            with _deciding:
+                if key not in _decided:
+                    if len(_decided) >= MOST_DECIDED:
+                        _decided.pop(next(iter(_decided)))
+                    _decided[key] = self._searched(problem, weights, family)
+                return _decided[key]
 
         return decide
+
+    def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], family: Family | None) -> Decision:
+        if family is not None:
+            try:
+                return search(problem, self.target, budget_s=0, candidates=[family], weights=weights)
+            except UnsupportedError:  # no point of its space has the packing for just so many rows
+                pass
+        return search(problem, self.target, budget_s=0, weights=weights)
 
 
 def compile_rows(
