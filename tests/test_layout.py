@@ -23,6 +23,7 @@ FLOORS = (
     {"runtime", "report"},
     {"compiler"},
     {"product", "rows"},
+    {"linear"},
     {"cli"},
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}

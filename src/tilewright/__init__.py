@@ -7,13 +7,33 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tilewright.compiler import Quantization, compile
     from tilewright.frontends import load
+    from tilewright.linear.module import Linear
+    from tilewright.linear.replace import quantize_
     from tilewright.product import matmul
     from tilewright.rows import AnyRows, compile_rows
     from tilewright.rules.calibrate import scheme
+    from tilewright.runtime.checkpoint import read_checkpoint, weights_of
     from tilewright.runtime.executable import Executable
+    from tilewright.runtime.packing import QuantizedWeight, pack
 
 __version__ = "0.1.0"
-__all__ = ["AnyRows", "Executable", "Quantization", "__version__", "compile", "compile_rows", "load", "matmul", "scheme"]
+__all__ = [
+    "AnyRows",
+    "Executable",
+    "Linear",
+    "Quantization",
+    "QuantizedWeight",
+    "__version__",
+    "compile",
+    "compile_rows",
+    "load",
+    "matmul",
+    "pack",
+    "quantize_",
+    "read_checkpoint",
+    "scheme",
+    "weights_of",
+]
 
 _HOME = {
     "compile": "tilewright.compiler",
@@ -24,6 +44,12 @@ _HOME = {
     "compile_rows": "tilewright.rows",
     "AnyRows": "tilewright.rows",
     "Executable": "tilewright.runtime.executable",
+    "Linear": "tilewright.linear.module",
+    "QuantizedWeight": "tilewright.runtime.packing",
+    "pack": "tilewright.runtime.packing",
+    "quantize_": "tilewright.linear.replace",
+    "read_checkpoint": "tilewright.runtime.checkpoint",
+    "weights_of": "tilewright.runtime.checkpoint",
 }
 
 

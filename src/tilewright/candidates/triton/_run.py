@@ -15,8 +15,9 @@ from tilewright.hardware.target import Target
 from tilewright.ir.access import Access
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param
+from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
+from tilewright.schedule.packed import packed_once
 
 # Operands that torch evaluated, by one of the weights they are made of and their expression, so that kernels of other sizes
 # share them: which tensors at which version, the operand, and the other weights, whose identity must not pass to new ones.
@@ -39,9 +40,14 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool)
     known = _laid_out.get(given[0], {}).get((root, turned)) if versioned else None
     if known is not None and known[0] == made_of:
         return known[1]
-    (value,) = evaluate_nodes((root,), values)
-    assert isinstance(value, torch.Tensor)
-    result = (value.transpose(-1, -2) if turned else value).contiguous()
+
+    def lay_out() -> torch.Tensor:
+        (value,) = evaluate_nodes((root,), values)
+        assert isinstance(value, torch.Tensor)
+        return (value.transpose(-1, -2) if turned else value).contiguous()
+
+    quantised = any(isinstance(n.op, Dequantize) for n in toposort((root,)))  # codes may be dropped and unpacked again
+    result = packed_once(given, ("laid out", root, turned), lay_out) if quantised and given else lay_out()
     own = all(result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in given)
     if versioned and own:  # a view would keep its weight alive for good
         _laid_out.setdefault(given[0], {})[root, turned] = made_of, result, given[1:]

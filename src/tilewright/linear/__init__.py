@@ -1,0 +1,1 @@
+"""Linear layers of torch models with weights of a few bits."""

@@ -1,0 +1,248 @@
+"""What multiplies by one quantised weight, for any number of rows: kernels for certain numbers of them, to which the rest are
+filled up or cut."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from tilewright.dtype import F32, S8, DType, from_torch
+from tilewright.errors import InputError
+from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
+from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, swap_last
+from tilewright.ir.fused import Apply, Result, Side, fused_gemm
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.literal import Literal
+from tilewright.ir.ops import Concat, Const, Quantize, gemm
+from tilewright.ir.types import TensorType
+from tilewright.rows import MOST_ROWS, AnyRows, compile_rows
+from tilewright.runtime.packing import QuantizedWeight
+from tilewright.schedule.regimes import Progress, Regimes
+
+MOST_ROWS_OF_A_CPU = 512  # where a row costs the same in any number of them, and checking a kernel takes seconds
+
+Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that a kernel depends on but the rows: layers of one form share what was decided.
+
+    Attributes:
+        shape: [out, in] of the weight.
+        codes, scales: their types.
+        group_size: codes that share a scale.
+        parts: which of zero points and offsets there are.
+        activations, bias: types of the input and of the bias (None if there is none).
+        coded: activations are quantised to 8 bits, a scale a row, before they are multiplied.
+        device: where.
+    """
+
+    shape: tuple[int, int]
+    codes: DType
+    scales: DType
+    group_size: int
+    parts: tuple[bool, bool]
+    activations: DType
+    bias: DType | None
+    coded: bool
+    device: str
+
+    @staticmethod
+    def of(weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, coded: bool) -> Form:
+        """The form of a product.
+
+        Raises:
+            InputError: activations or bias are no floats of 16 or 32 bits.
+        """
+        types = from_torch(activations), None if bias is None else from_torch(bias)
+        for what, t in zip(("activations", "a bias"), types, strict=True):
+            if t is not None and not (t.is_float and 16 <= t.bits <= 32):
+                raise InputError(f"{what} of {t} for a quantised weight", hint="f16, bf16 or f32")
+        return Form(
+            weight.shape,
+            weight.dtype,
+            from_torch(weight.scales.dtype),
+            weight.group_size,
+            (weight.zero_points is not None, weight.offsets is not None),
+            *types,
+            coded,
+            str(weight.packed.device),
+        )
+
+
+def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int], Graph]:
+    """The product as a program for each number of rows: inputs x [rows, in] and bias [out], result [rows, out] of x's type.
+
+    `weight` is asked for when a constant is read, and unpacked for that alone.
+    """
+    out, inner = form.shape
+    groups = -(-inner // form.group_size)
+
+    def constant(t: DType, shape: tuple[int, ...], label: str, load: Callable[[QuantizedWeight], torch.Tensor | None]) -> Node:
+        def loaded() -> torch.Tensor:
+            value = load(weight())
+            assert value is not None
+            return value.detach()
+
+        return Node(Const(Literal(TensorType(t, shape), loaded, label)))
+
+    zeros, offsets = form.parts
+    codes = constant(form.codes, (out, inner), "codes", lambda w: w.codes)
+    scale = constant(form.scales, (out, groups), "scales", lambda w: w.scales)
+    zero = constant(form.codes, (out, groups), "zero_points", lambda w: w.zero_points) if zeros else None
+    shift = constant(F32, (out, groups), "offsets", lambda w: w.offsets) if offsets else None
+    rhs = Side(codes, True, scale, zero, None if groups == 1 and form.codes.bits == 8 else (1, form.group_size))
+
+    def at(rows: int) -> Graph:
+        x = input_("x", form.activations, (rows, inner))
+        inputs, steps = [x], list[Apply]()
+        lhs = _in_codes(x) if form.coded else Side(x)
+        if shift is not None:
+            steps.append(Apply("add", gemm(_sums(x, form.group_size), swap_last(shift))))
+        if form.bias is not None:
+            inputs.append(input_("bias", form.bias, (out,)))
+            steps.append(Apply("add", inputs[1]))
+        product = fused_gemm(lhs, rhs, Result(form.activations), steps)
+        return Graph("linear", tuple(inputs), (product,), ("y",))
+
+    return at
+
+
+def _in_codes(x: Node) -> Side:
+    """x [rows, in] as s8 codes with a scale for each row, its largest magnitude / 127."""
+    wide = convert(x, F32)
+    scale = map_("divide", reduce_("maximum", map_("abs", wide), [1], keepdims=True), const(float(S8.max), F32))
+    return Side(Node(Quantize(S8), wide, scale), scale=scale)
+
+
+def _sums(x: Node, group: int) -> Node:
+    """Sums [rows, groups] of x by groups along its columns, in f32: what a group's offset multiplies."""
+    rows, inner = x.shape
+    wide = convert(x, F32)
+    if inner % group:
+        wide = Node(Concat(1), wide, broadcast(const(0.0, F32), (rows, group - inner % group)))
+    return reduce_("add", reshape(wide, (rows, -(-inner // group), group)), [2])
+
+
+@cache
+def rungs(most: int) -> tuple[int, ...]:
+    """Numbers of rows that kernels are made for: 1 to 8, a few up to 64; from there the powers of two for a CPU, which cuts
+    more rows into such pieces, and for a GPU steps of an eighth or less, to which rows are filled up."""
+    small = [*range(1, 9), 16, 24, 32, 48, 64]
+    if most <= MOST_ROWS_OF_A_CPU:
+        return *small, *(1 << i for i in range(7, most.bit_length()))
+    large = [(8 + i) << shift for shift in range(3, most.bit_length() - 4) for i in range(1, 9)]
+    return *small, *(r for r in large if r <= most)
+
+
+def pieces(rows: int, most: int) -> list[tuple[int, int]]:
+    """How many rows to do at a time, with the rung for each."""
+    steps, found = rungs(most), list[tuple[int, int]]()
+    while rows:
+        at = bisect_left(steps, rows)
+        if at == len(steps) or (most <= MOST_ROWS_OF_A_CPU and steps[at] != rows and rows > 64):
+            at -= 1
+        count = min(rows, steps[at])
+        found.append((count, steps[at]))
+        rows -= count
+    return found
+
+
+_tables: dict[Form, Regimes] = {}
+
+
+class Kernels:
+    """Kernels for one weight and one type of activations.
+
+    Attributes:
+        form: what they depend on.
+    """
+
+    def __init__(self, form: Form, weight: Callable[[], QuantizedWeight]) -> None:
+        self.form = form
+        target = detect(form.device)
+        self._cuda, self._most = target.kind == "cuda", most_rows(target)
+        self._rows = AnyRows(graph_at(form, weight), _tables.get(form), target)
+        self._ready: dict[int, Run] = {}
+        self._making = threading.Lock()
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x [rows, in] by the weight, [rows, out], in memory of its own.
+
+        Raises:
+            InputError: a CUDA graph is being captured, and there is no kernel for so many rows yet.
+        """
+        rows = x.shape[0]
+        side = () if bias is None else (bias,)
+        run = self._ready.get(rows)
+        if run is not None:
+            return self._result(run, (x, *side))
+        if not rows:
+            return x.new_empty((0, self.form.shape[0]))
+        cut = pieces(rows, self._most)
+        results: list[torch.Tensor] = []
+        start = 0
+        for count, rung in cut:
+            part = x[start : start + count]
+            if rung > count:
+                part = torch.cat((part, x.new_zeros((rung - count, x.shape[1]))))
+            results.append(self._result(self.at(rung), (part, *side))[:count])
+            start += count
+        return results[0] if len(results) == 1 else torch.cat(results)
+
+    @staticmethod
+    def _result(run: Run, values: Sequence[torch.Tensor]) -> torch.Tensor:
+        (result,) = run(values)
+        assert isinstance(result, torch.Tensor)
+        return result
+
+    def at(self, rung: int) -> Run:
+        """What does so many rows; made, checked and kept the first time."""
+        run = self._ready.get(rung)
+        if run is not None:
+            return run
+        if self._cuda and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                f"a CUDA graph is being captured, and no kernel is ready for {rung} rows",
+                hint="run the module once with so many rows before, or call its prepare()",
+            )
+        with self._making:
+            if rung not in self._ready:
+                program = self._rows.at(rung)
+                program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
+                self._ready[rung] = program.run
+            return self._ready[rung]
+
+    def doers(self) -> dict[int, str]:
+        """Who multiplies by the weight, by the rows of each kernel that is ready."""
+        found: dict[int, str] = {}
+        for rung in sorted(self._ready):
+            steps = [s for s in self._rows.at(rung).steps if s.decision is not None]
+            found[rung] = max((s.decision.kernel for s in steps if s.decision), key=lambda k: k.packed_bytes).candidate
+        return found
+
+
+def tune(form: Form, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Regimes:
+    """Measure which kernels serve which rows of a form; kernels made from now on go by that.
+
+    Raises:
+        InputError: no time.
+    """
+    bare = replace(form, parts=(form.parts[0], False))  # what is added for offsets is another product
+    last = most_rows(detect(form.device))
+    program = compile_rows(graph_at(bare, lambda: weight), last=last, device=form.device, budget_s=budget_s, progress=progress)
+    assert program.table is not None
+    _tables[form] = program.table
+    return program.table
+
+
+def most_rows(target: Target) -> int:
+    """Rows that are multiplied at once, at most."""
+    return MOST_ROWS_OF_A_CPU if target.kind == "cpu" else MOST_ROWS

@@ -1,0 +1,193 @@
+"""`Linear`: torch's module with a weight of a few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from tilewright.dtype import dtype, from_torch
+from tilewright.errors import InputError
+from tilewright.linear.kernels import Form, tune
+from tilewright.linear.op import forget, kernels_for, linear
+from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
+from tilewright.runtime.packing import QuantizedWeight, pack
+from tilewright.schedule.regimes import Progress, Regimes
+
+_OPTIONAL = ("zero_points", "offsets", "order")
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class Linear(torch.nn.Module):
+    """y = x @ weight^T + bias with a quantised weight, for x of any leading axes, in f16, bf16 or f32.
+
+    Kernels are chosen by the number of rows when they first come, verified once for all layers of a shape, and kept; under
+    `torch.compile` it is one operation, whatever the shape. A CUDA graph can be captured once the module has run with as many
+    rows, or after `prepare`. Its buffers are the weight's tensors as `QuantizedWeight` has them: a state dict holds them and
+    the bias, and moves between devices. What kernels pack for themselves is made from them, and not saved. Conversions such
+    as `module.half()` touch the bias alone.
+
+    Args:
+        weight: the quantised weight.
+        bias: [out] or None; a parameter stays the same parameter.
+        quantize_activations: multiply in 8 bits: each row of x is quantised by its largest magnitude.
+    """
+
+    packed: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    offsets: torch.Tensor | None
+    order: torch.Tensor | None
+    bias: torch.nn.Parameter | None
+
+    def __init__(
+        self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, quantize_activations: bool = False
+    ) -> None:
+        super().__init__()
+        if bias is not None and tuple(bias.shape) != (weight.out_features,):
+            raise InputError(f"a bias of shape {list(bias.shape)}", hint=f"[{weight.out_features}], one a row of the weight")
+        self.in_features, self.out_features = weight.in_features, weight.out_features
+        self.code_type, self.group_size = weight.dtype.name, weight.group_size
+        self.scheme = f"{'a8' if quantize_activations else ''}{weight.scheme}"
+        self.quantize_activations = quantize_activations
+        self.register_buffer("packed", weight.packed)
+        self.register_buffer("scales", weight.scales)
+        for name in _OPTIONAL:
+            self.register_buffer(name, getattr(weight, name))
+        if bias is not None and not isinstance(bias, torch.nn.Parameter):
+            bias = torch.nn.Parameter(bias.detach(), requires_grad=False)
+        self.register_parameter("bias", bias)
+
+    @classmethod
+    def from_float(
+        cls,
+        module: torch.nn.Linear,
+        code_type: str = "s4",
+        *,
+        group_size: int | None = 64,
+        zero_point: bool = False,
+        quantize_activations: bool = False,
+    ) -> Linear:
+        """A module's weight quantised as `tilewright.pack` does, and its bias.
+
+        Raises:
+            InputError: as `pack`.
+        """
+        weight = pack(module.weight, code_type, group_size=group_size, zero_point=zero_point)
+        made = cls(weight, module.bias, quantize_activations=quantize_activations)
+        return made.train(module.training)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint | str | Path, layer: str) -> Linear:
+        """A layer of a checkpoint that holds quantised weights.
+
+        Args:
+            checkpoint: what `tilewright.read_checkpoint` gives, or a path for it.
+            layer: its name there, such as "model.layers.0.mlp.up_proj".
+
+        Raises:
+            InputError: there is no such checkpoint or layer, or it is broken.
+        """
+        read = checkpoint if isinstance(checkpoint, Checkpoint) else read_checkpoint(checkpoint)
+        return cls(read.weight(layer), read.bias(layer))
+
+    @property
+    def weight(self) -> QuantizedWeight:
+        """The weight, over the module's own memory."""
+        sides = (self.zero_points, self.offsets, self.order)
+        return QuantizedWeight(dtype(self.code_type), self.packed, self.scales, self.in_features, self.group_size, *sides)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> [..., out].
+
+        Raises:
+            InputError: x has another last axis or is no float; a CUDA graph is captured and no kernel is ready.
+        """
+        if x.shape[-1:] != (self.in_features,):
+            raise InputError(f"x of shape {list(x.shape)}", hint=f"[..., {self.in_features}]")
+        parts = self.packed, self.scales, self.zero_points, self.offsets, self.order
+        return linear(x, *parts, self.bias, self.code_type, self.group_size, self.quantize_activations)
+
+    def prepare(self, rows: int | Iterable[int], dtype: torch.dtype | None = None) -> Linear:
+        """Make the kernels for so many rows now, and not in the first call with them.
+
+        Args:
+            rows: one number of rows, or several.
+            dtype: of the activations; that of the bias if not given, or else of the scales.
+
+        Raises:
+            InputError: a number of rows below 1.
+        """
+        wanted = [rows] if isinstance(rows, int) else list(rows)
+        if any(r < 1 for r in wanted):
+            raise InputError(f"no kernel for {min(wanted)} rows", hint="1 or more")
+        for count in wanted:
+            self(torch.zeros(count, self.in_features, dtype=self._usual(dtype), device=self.packed.device))
+        return self
+
+    def tune(self, dtype: torch.dtype | None = None, *, budget_s: float = 30.0, progress: Progress | None = None) -> Regimes:
+        """Measure which kernels serve which numbers of rows, for all layers of this form in this process.
+
+        Args:
+            dtype: of the activations, as for `prepare`.
+            budget_s: seconds for measuring.
+            progress: called with races done, races expected, and what comes next.
+
+        Raises:
+            InputError: no time to measure.
+        """
+        weight, bias = self.weight, None if self.bias is None else self.bias.dtype
+        table = tune(
+            Form.of(weight, self._usual(dtype), bias, coded=self.quantize_activations),
+            weight,
+            budget_s=budget_s,
+            progress=progress,
+        )
+        forget(weight)
+        return table
+
+    def doers(self, dtype: torch.dtype | None = None) -> dict[int, str]:
+        """Which candidate multiplies, by the rows of each kernel that is ready."""
+        bias = None if self.bias is None else self.bias.dtype
+        return kernels_for(self.weight, self._usual(dtype), bias, coded=self.quantize_activations).doers()
+
+    def _usual(self, dtype: torch.dtype | None) -> torch.dtype:
+        return dtype or (self.scales.dtype if self.bias is None else self.bias.dtype)
+
+    def extra_repr(self) -> str:
+        """What `repr` shows."""
+        said = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{said}, {self.scheme}{', reordered' if self.order is not None else ''}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Linear:
+        """Move the weight with the module, but convert none of it: scales travel as their bits."""
+        floats = {n: t.dtype for n, t in self._buffers.items() if t is not None and t.is_floating_point()}
+        for name, of in floats.items():
+            self._buffers[name] = cast("torch.Tensor", self._buffers[name]).view(_BITS[of.itemsize])
+        try:
+            super()._apply(cast("Any", fn), recurse)
+        finally:
+            for name, of in floats.items():
+                self._buffers[name] = cast("torch.Tensor", self._buffers[name]).view(of)
+        return self
+
+    def get_extra_state(self) -> torch.Tensor:
+        """What the buffers mean, as text in bytes, so that a state dict holds tensors alone."""
+        return torch.tensor(list(self._meaning().encode()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check that a state dict means the same by its buffers.
+
+        Raises:
+            InputError: it holds other codes, groups or scales.
+        """
+        said = bytes(state.tolist()).decode(errors="replace") if isinstance(state, torch.Tensor) else str(state)
+        if said != self._meaning():
+            raise InputError(
+                f"the state dict holds {said}, this module {self._meaning()}", hint="quantise the model as the saved one was"
+            )
+
+    def _meaning(self) -> str:
+        return f"{self.code_type} codes, {from_torch(self.scales.dtype)} scales per {self.group_size}"

@@ -1,0 +1,167 @@
+"""`tilewright::linear`, the operation that torch sees: a function of tensors alone, with a meaning for shapes and a derivative.
+
+Kernels for a weight are kept as long as its packed codes live, and made anew if somebody wrote to it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, MutableMapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
+
+from tilewright.dtype import dtype
+from tilewright.errors import InputError, TypeMismatchError
+from tilewright.linear.kernels import Form, Kernels
+from tilewright.runtime.packing import QuantizedWeight
+
+NAME = "tilewright::linear"
+SCHEMA = (
+    "(Tensor x, Tensor packed, Tensor scales, Tensor? zero_points, Tensor? offsets, Tensor? order, Tensor? bias, "
+    "str code_type, int group_size, bool coded) -> Tensor"
+)
+_Use = tuple[torch.dtype, torch.dtype | None, bool]  # types of activations and bias, and whether activations are quantised
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Kernels of one weight by their use, and the tensors they were made of as they were then."""
+
+    made_of: tuple[object, ...]
+    by_use: dict[_Use, Kernels] = field(default_factory=dict[_Use, Kernels])
+
+
+_held: MutableMapping[torch.Tensor, _Held] = WeakTensorKeyDictionary()  # by the packed codes
+_holding = threading.Lock()
+
+
+def kernels_for(weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, coded: bool) -> Kernels:
+    """The kernels of a weight, the same ones each time while nobody writes to it.
+
+    Raises:
+        InputError: activations or bias are no floats of 16 or 32 bits.
+    """
+    made_of = _made_of(weight.packed, weight.scales, weight.zero_points, weight.offsets, weight.dtype.name, weight.group_size)
+    use = activations, bias, coded
+    with _holding:
+        held = _held.get(weight.packed)
+        if held is None or held.made_of != made_of:
+            held = _held[weight.packed] = _Held(made_of)
+        if use not in held.by_use:
+            held.by_use[use] = Kernels(Form.of(weight, activations, bias, coded=coded), _again(weight))
+        return held.by_use[use]
+
+
+def _made_of(
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    code_type: str,
+    group_size: int,
+) -> tuple[object, ...]:
+    """Which tensors these are, as nobody has written to them since, and what they mean."""
+    return (
+        _version(packed),
+        id(scales),
+        _version(scales),
+        None if zero_points is None else (id(zero_points), _version(zero_points)),
+        None if offsets is None else (id(offsets), _version(offsets)),
+        code_type,
+        group_size,
+    )
+
+
+def _version(t: torch.Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def forget(weight: QuantizedWeight) -> None:
+    """Let go of a weight's kernels and of what is packed for them."""
+    with _holding:
+        _held.pop(weight.packed, None)
+
+
+def _again(weight: QuantizedWeight) -> Callable[[], QuantizedWeight]:
+    """The weight while its codes live: a kernel that held them would keep them alive for good."""
+    codes = TensorWeakRef(weight.packed)
+    code_type, columns, group = weight.dtype, weight.in_features, weight.group_size
+    sides = weight.scales, columns, group, weight.zero_points, weight.offsets
+
+    def read() -> QuantizedWeight:
+        packed = codes()
+        if packed is None:
+            raise InputError("the weight of these kernels is gone", hint="keep the module while its kernels are used")
+        return QuantizedWeight(code_type, packed, *sides)
+
+    return read
+
+
+def _linear(
+    x: torch.Tensor,
+    packed: torch.Tensor,
+    scales: torch.Tensor,
+    zero_points: torch.Tensor | None,
+    offsets: torch.Tensor | None,
+    order: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    code_type: str,
+    group_size: int,
+    coded: bool,
+) -> torch.Tensor:
+    """x [..., in] by the transpose of a quantised weight [out, in], plus bias [out]: [..., out] of x's type.
+
+    The tensors are those of `QuantizedWeight`; `coded` quantises x to 8 bits, a scale a row.
+
+    Raises:
+        TypeMismatchError: extents or types do not fit together, or they lie on several devices.
+        InputError: activations are no floats of 16 or 32 bits; a CUDA graph is captured and no kernel is ready.
+    """
+    held = _held.get(packed)
+    kernels = None
+    if held is not None and held.made_of == _made_of(packed, scales, zero_points, offsets, code_type, group_size):
+        kernels = held.by_use.get((x.dtype, None if bias is None else bias.dtype, coded))
+    if x.device != packed.device or (bias is not None and bias.device != packed.device):
+        raise TypeMismatchError(f"x is on {x.device} and the weight on {packed.device}", hint="module.to(x.device)")
+    if kernels is None:
+        weight = QuantizedWeight(dtype(code_type), packed, scales, x.shape[-1], group_size, zero_points, offsets, order)
+        kernels = kernels_for(weight, x.dtype, None if bias is None else bias.dtype, coded=coded)
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+    if order is not None:
+        rows = rows.index_select(1, order)
+    result = kernels(rows, bias)
+    return result if x.dim() == 2 else result.reshape(*x.shape[:-1], packed.shape[0])
+
+
+def _shape(x: torch.Tensor, packed: torch.Tensor, *others: object) -> torch.Tensor:
+    return x.new_empty((*x.shape[:-1], packed.shape[0]))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
+    x, *parts, bias, code_type, group_size, _ = inputs
+    ctx.save_for_backward(*parts)
+    ctx.told = tuple(x.shape), code_type, group_size, bias is not None, None if bias is None else bias.dtype
+
+
+def _derivative(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Of x, through the weight's own values, and of the bias; the weight is constant."""
+    shape, code_type, group_size, biased, bias_dtype = ctx.told
+    of_x = of_bias = None
+    if ctx.needs_input_grad[0]:
+        packed, *sides = ctx.saved_tensors
+        weight = QuantizedWeight(dtype(code_type), packed, sides[0], shape[-1], group_size, *sides[1:])
+        of_x = grad @ weight.dequantize(grad.dtype)
+    if biased and ctx.needs_input_grad[6]:
+        of_bias = grad.reshape(-1, grad.shape[-1]).sum(0).to(bias_dtype)
+    return of_x, None, None, None, None, None, of_bias, None, None, None
+
+
+_library = torch.library.Library("tilewright", "DEF")  # defined for as long as it lives
+_library.define(f"linear{SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+_library.impl("linear", _linear, "CompositeExplicitAutograd")
+torch.library.register_fake(NAME, _shape, lib=_library)
+torch.library.register_autograd(NAME, _derivative, setup_context=_keep, lib=_library)
+linear = torch.ops.tilewright.linear.default
