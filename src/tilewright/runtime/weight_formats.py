@@ -7,6 +7,7 @@ dropped, whatever a label says: the codes are then signed, which costs a kernel 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
@@ -16,6 +17,7 @@ from tilewright.runtime.packing import QuantizedWeight, unpack_halves
 
 # Column of 8 that each 4 bits of a word hold, from the lowest (AutoAWQ 0.2.9, awq/modules/linear/gemm.py)
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+ONES = {4: 0x11111111, 8: 0x01010101}  # one in each field of a word
 SURE = 0.35  # steps by which codes may lie off their zero points on average, and still tell them from those less one
 TILE_ROWS = 64  # rows that torch's packing for CPUs takes at once, at most (64 with AVX-512, 32 with AVX2)
 
@@ -30,7 +32,7 @@ def from_gptq(
 ) -> QuantizedWeight:
     """GPTQ's layers: (code - zero) * scale, groups along `in`.
 
-    Version 1 stores zero points less one (so that 0 becomes the largest code), version 2 as they are. Which it is, is read off
+    Version 1 stores zero points less one, version 2 as they are. Which it is, is read off
     the zero points: of symmetric weights all are the middle code (AutoGPTQ stores 7 for it), of others the codes lie around
     their zero points, not a step above. Source of the layout: AutoGPTQ 0.7.1 (qlinear_cuda_old.py), GPTQModel 7.7
     (utils/model.py).
@@ -61,36 +63,31 @@ def from_gptq(
             hint=f"[in/{held}, out], [groups, out/{held}] and [groups, out]",
         )
     codes = _fields(qweight.t(), bits, range(held))
-    stored = _fields(qzeros, bits, range(held)).t()
+    # whole words plus one in each field: where a zero of 0 was stored less one, it borrowed from its neighbour
+    as_version = {1: _fields(qzeros + ONES[bits], bits, range(held)).t(), 2: _fields(qzeros, bits, range(held)).t()}
     count, groups = codes.shape[1], scales.shape[0]
     order, group = (None, -(-count // groups)) if g_idx is None else _order(g_idx, count, groups)
     codes = codes if order is None else codes[:, order]
-    version = version or _version(codes, stored, group, bits)
+    version = version or _version(codes, as_version, group, bits)
     if version not in (1, 2):
         raise InputError(f"GPTQ version {version}", hint="1 or 2")
-    zeros = (stored + 1) % (1 << bits) if version == 1 else stored
-    return from_unsigned(codes, scales.t(), zeros, group, bits, order)
+    return from_unsigned(codes, scales.t(), as_version[version], group, bits, order)
 
 
-def _version(codes: torch.Tensor, stored: torch.Tensor, group: int, bits: int) -> int:
-    """Whether zero points are stored less one (1) or as they are (2).
+def _version(codes: torch.Tensor, as_version: Mapping[int, torch.Tensor], group: int, bits: int) -> int:
+    """Whether zero points are stored less one (1) or as they are (2), given what they are in either case.
 
     Raises:
         InputError: they do not tell.
     """
-    middle = 1 << bits - 1
-    for version, symmetric in ((1, middle - 1), (2, middle)):
-        if bool((stored == symmetric).all()):
+    for version, zeros in as_version.items():
+        if bool((zeros == 1 << bits - 1).all()):
             return version
     mean = codes.to(torch.float64).mean()
-    filled = torch.full((stored.shape[1],), group)
-    filled[-1] = codes.shape[1] - group * (stored.shape[1] - 1)
+    filled = torch.full((codes.shape[1] // group + 1,), group)[: -(-codes.shape[1] // group)]
+    filled[-1] = codes.shape[1] - group * (len(filled) - 1)
     share = filled.to(torch.float64) / codes.shape[1]
-
-    def off(zeros: torch.Tensor) -> float:
-        return abs(float(mean - (zeros.to(torch.float64) * share).sum(1).mean()))
-
-    found = {1: off((stored + 1) % (1 << bits)), 2: off(stored)}
+    found = {v: abs(float(mean - (z.to(torch.float64) * share).sum(1).mean())) for v, z in as_version.items()}
     version = min(found, key=found.__getitem__)
     if found[version] > SURE or found[3 - version] < 1 - SURE:
         raise InputError(
