@@ -315,5 +315,5 @@ def from_unsigned(
     """Unsigned codes [out, in] with zero points [out, groups]; signed and without, if all are the middle code."""
     middle = 1 << bits - 1
     if bool((zeros == middle).all()):
-        return QuantizedWeight.of(codes - middle, scales, S4 if bits == 4 else S8, group, order=order)
+        return QuantizedWeight.of(codes.to(torch.int16) - middle, scales, S4 if bits == 4 else S8, group, order=order)
     return QuantizedWeight.of(codes, scales, U4 if bits == 4 else U8, group, zero_points=zeros, order=order)
