@@ -135,7 +135,7 @@ def _sums(x: Node, group: int) -> Node:
 def rungs(most: int) -> tuple[int, ...]:
     """Numbers of rows that kernels are made for: 1 to 8, a few up to 64; from there the powers of two for a CPU, which cuts
     more rows into such pieces, and for a GPU steps of an eighth or less, to which rows are filled up."""
-    small = [*range(1, 9), 16, 24, 32, 48, 64]
+    small = [r for r in (*range(1, 9), 16, 24, 32, 48, 64) if r <= most]
     if most <= MOST_ROWS_OF_A_CPU:
         return *small, *(1 << i for i in range(7, most.bit_length()))
     large = [(8 + i) << shift for shift in range(3, most.bit_length() - 4) for i in range(1, 9)]

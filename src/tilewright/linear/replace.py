@@ -17,6 +17,7 @@ SCHEMES = "w4g32, w4g64, w4g128, w8, w8g128; with z for zero points (w4g64z), a8
 _SCHEME = re.compile(r"(?P<coded>a8)?w(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)
 
 Filter = Callable[[str, torch.nn.Linear], bool]
+_Make = Callable[[str, torch.nn.Linear], "Linear | str"]  # what stands for a layer, or why nothing does
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ def quantize_(
     made: dict[int, Linear] = {}  # a module that stands in several places stays one
     for name, parent, attribute, module in list(_linears(model)):
         why = _why_not(name, module, filter)
-        made_now = None if why is not None else made.get(id(module)) or make(name, module)
-        if made_now is None:
-            skipped[name] = why or "no weight of that name is given"
+        made_now = why or made.get(id(module)) or make(name, module)
+        if isinstance(made_now, str):
+            skipped[name] = made_now
             continue
         if id(module) not in made:
             made[id(module)] = made_now
@@ -88,35 +89,37 @@ def quantize_(
 
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Linear]]:
-    for path, parent in model.named_modules(remove_duplicate=False):
-        for attribute, child in parent.named_children():
-            if isinstance(child, torch.nn.Linear):
-                yield f"{path}.{attribute}" if path else attribute, parent, attribute, child
+    """Every place where one stands, a module in several places as often: its name, its owner, the owner's name for it."""
+    owners = dict(model.named_modules(remove_duplicate=False))
+    for name, module in owners.items():
+        if isinstance(module, torch.nn.Linear):
+            path, _, attribute = name.rpartition(".")
+            yield name, owners[path], attribute, module
 
 
 def _why_not(name: str, module: torch.nn.Linear, filter: Filter | None) -> str | None:
-    """Why a layer stays as it is; None if it does not."""
+    """Why a layer stays as it is, whatever there is to put in its place; None if it need not."""
     if type(module) is not torch.nn.Linear:
         return f"a {type(module).__name__}, whose owner may read its weight"
-    if module.weight.is_meta:
-        return "its weight has no data yet"
-    if not module.weight.is_floating_point() or module.weight.element_size() < 2:
-        return f"its weight is {str(module.weight.dtype).removeprefix('torch.')} already"
-    if not module.weight.numel():
-        return "its weight is empty"
     if filter is not None and not filter(name, module):
         return "the filter says no"
     return None
 
 
-def _quantised(scheme: str) -> Callable[[str, torch.nn.Linear], Linear | None]:
+def _quantised(scheme: str) -> _Make:
     said = _SCHEME.fullmatch(scheme)
     if said is None:
         raise InputError(f"no scheme {scheme!r}", hint=SCHEMES)
     bits, zero, coded = said["bits"], said["zero"] is not None, said["coded"] is not None
     group = int(said["group"]) if said["group"] else None
 
-    def make(name: str, module: torch.nn.Linear) -> Linear:
+    def make(name: str, module: torch.nn.Linear) -> Linear | str:
+        if module.weight.is_meta:
+            return "its weight has no data yet"
+        if not module.weight.is_floating_point() or module.weight.element_size() < 2:
+            return f"its weight is {str(module.weight.dtype).removeprefix('torch.')} already"
+        if not module.weight.numel():
+            return "its weight is empty"
         try:
             made = Linear.from_float(
                 module, f"{'u' if zero else 's'}{bits}", group_size=group, zero_point=zero, quantize_activations=coded
@@ -128,15 +131,15 @@ def _quantised(scheme: str) -> Callable[[str, torch.nn.Linear], Linear | None]:
     return make
 
 
-def _given(weights: Checkpoint | Mapping[str, QuantizedWeight]) -> Callable[[str, torch.nn.Linear], Linear | None]:
-    def make(name: str, module: torch.nn.Linear) -> Linear | None:
+def _given(weights: Checkpoint | Mapping[str, QuantizedWeight]) -> _Make:
+    def make(name: str, module: torch.nn.Linear) -> Linear | str:
         if isinstance(weights, Checkpoint):
             if name not in weights.layers:
-                return None
+                return "no weight of that name is given"
             weight, bias = weights.weight(name), weights.bias(name)
         else:
             if name not in weights:
-                return None
+                return "no weight of that name is given"
             weight, bias = weights[name], None
         if weight.shape != tuple(module.weight.shape):
             shapes = f"{list(weight.shape)} for a layer of {list(module.weight.shape)}"

@@ -1,0 +1,343 @@
+"""Linear layers with weights of a few bits: any shape and type, state dicts, torch.compile, derivatives, refusals."""
+
+import copy
+import gc
+import io
+import weakref
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._dynamo.backends.debugging import aot_eager
+from torch.library import opcheck
+
+import tilewright
+from tilewright.dtype import S4
+from tilewright.errors import InputError, TypeMismatchError
+from tilewright.linear import kernels, op
+from tilewright.linear.kernels import MOST_ROWS_OF_A_CPU, pieces, rungs
+from tilewright.rows import MOST_ROWS
+from tilewright.runtime.packing import QuantizedWeight, pack
+
+LIMIT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 3e-4}
+
+
+def arguments(layer, x):
+    parts = layer.packed, layer.scales, layer.zero_points, layer.offsets, layer.order, layer.bias
+    return x, *parts, layer.code_type, layer.group_size, layer.quantize_activations
+
+
+def right(layer, x):
+    """In f64 on the dequantised weights, rounded to the type of the product first, as the graph says."""
+    if layer.offsets is None:
+        weight = layer.weight.dequantize(x.dtype)
+    else:
+        weight = layer.weight.dequantize()
+    y = x.double() @ weight.double().t()
+    return y if layer.bias is None else y + layer.bias.double()
+
+
+def error(layer, x):
+    y, expected = layer(x).detach(), right(layer, x).detach()
+    assert y.dtype == x.dtype and y.shape == expected.shape
+    return float((y.double() - expected).norm() / expected.norm().clamp(min=1e-30))
+
+
+@pytest.mark.parametrize("scheme", ["w4g64", "w4g32z", "w8", "w8g32z", "w4"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_any_shape_of_activations(scheme, dtype):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 72, bias=scheme != "w8")).to(dtype)
+    tilewright.quantize_(model, scheme)
+    (layer,) = model
+    for shape in [(128,), (1, 128), (2, 3, 128), (70, 128)]:
+        assert error(layer, torch.randn(shape).to(dtype)) < LIMIT[dtype], shape
+    assert layer(torch.randn(4, 0, 128).to(dtype)).shape == (4, 0, 72)
+    strided = torch.randn(128, 6).to(dtype).t()
+    assert error(layer, strided) < LIMIT[dtype]
+    assert set(layer.doers(dtype)) == {1, 6, 64}
+
+
+def test_offsets_and_an_order():
+    codes = torch.randint(-8, 8, (40, 100), dtype=torch.int8)
+    weight = QuantizedWeight.of(codes, torch.rand(40, 4), S4, 32, offsets=torch.randn(40, 4), order=torch.randperm(100))
+    layer = tilewright.Linear(weight, torch.randn(40))
+    for rows in (1, 5):
+        assert error(layer, torch.randn(rows, 100)) < 2e-6
+    assert "reordered" in repr(layer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activations_in_8_bits(dtype):
+    model = torch.nn.Sequential(torch.nn.Linear(128, 64)).to(dtype)
+    tilewright.quantize_(model, "a8w4g32")
+    (layer,) = model
+    x = torch.randn(5, 128).to(dtype)
+    x[3] = 0
+    scale = x.float().abs().amax(1, keepdim=True) / 127
+    codes = torch.where(scale > 0, (x.float() / scale).round(), 0)
+    expected = (codes * scale).double() @ layer.weight.dequantize().double().t() + layer.bias.double()
+    torch.testing.assert_close(layer(x).double(), expected, rtol=LIMIT[dtype], atol=2e-3 if dtype != torch.float32 else 1e-5)
+    assert layer.scheme == "a8w4g32"
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10_000), st.sampled_from([MOST_ROWS, MOST_ROWS_OF_A_CPU]))
+def test_rows_are_cut_and_filled_up(rows, most):
+    cut = pieces(rows, most)
+    assert sum(count for count, _ in cut) == rows
+    for count, rung in cut:
+        assert 1 <= count <= rung <= most and rung in rungs(most)
+    waste = sum(rung - count for count, rung in cut)
+    assert waste <= max(15, rows / 8 if most == MOST_ROWS else 15)
+    if rows and rows & (rows - 1) == 0 and rows <= most:
+        assert cut == [(rows, rows)]
+
+
+def test_many_rows_give_what_few_give():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 24), group_size=32)
+    x = torch.randn(700, 64)
+    torch.testing.assert_close(layer(x), torch.cat([layer(x[i : i + 7]) for i in range(0, 700, 7)]), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_of_one_form_are_searched_once(monkeypatch):
+    from tilewright import rows
+
+    searched = []
+    inner = rows.search
+    monkeypatch.setattr(rows, "search", lambda p, *a, **k: searched.append(str(p)) or inner(p, *a, **k))
+    layers = [tilewright.Linear.from_float(torch.nn.Linear(96, 56), group_size=48) for _ in range(3)]
+    x = torch.randn(3, 96)
+    for layer in layers:
+        assert error(layer, x) < 2e-6
+    assert len(searched) == 1
+    assert error(layers[0], torch.randn(2, 96)) < 2e-6
+    assert len(searched) == 2
+
+
+def test_codes_are_kept_packed_alone():
+    """Once kernels are ready nobody holds a code a byte."""
+    layer = tilewright.Linear.from_float(torch.nn.Linear(160, 96))
+    layer.prepare([1, 4])
+    run = op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False)
+    for rung in (1, 4):
+        program = run._rows.at(rung)
+        assert all(n.dtype.name != "s4" for n in program._ready)
+
+
+@torch.no_grad()  # what is to be differentiated keeps the weight
+def test_kernels_go_with_the_weight_and_follow_its_changes():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    x = torch.randn(2, 64)
+    before = layer(x)
+    made = weakref.ref(op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False))
+    other = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    layer.load_state_dict(other.state_dict())
+    assert torch.equal(layer(x), other(x)) and not torch.equal(layer(x), before)
+    gc.collect()
+    assert made() is None
+    layer.scales.mul_(2)
+    assert error(layer, x) < 2e-6
+    made = weakref.ref(op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False))
+    del layer
+    gc.collect()
+    assert made() is None
+
+
+def test_state_dicts_copies_and_files():
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8, bias=False))
+    tilewright.quantize_(model, "w4g32z")
+    x = torch.randn(3, 64)
+    expected = model(x)
+    state = model.state_dict()
+    assert all(isinstance(t, torch.Tensor) for t in state.values())
+    assert {"0.packed", "0.scales", "0.zero_points", "0.bias", "2.packed"} <= set(state) and "2.bias" not in state
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    torch.manual_seed(2)
+    again = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8, bias=False))
+    tilewright.quantize_(again, "w4g32z")
+    assert not torch.equal(again(x), expected)
+    again.load_state_dict(torch.load(file, weights_only=True))
+    assert torch.equal(again(x), expected)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    wrong = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8, bias=False))
+    tilewright.quantize_(wrong, "w4g64")
+    with pytest.raises(InputError, match="holds u4 codes, f32 scales per 32, this module s4 codes, f32 scales per 64"):
+        wrong.load_state_dict(state)
+    other = tilewright.Linear(pack(torch.randn(32, 64), "s4", group_size=32, zero_point=True), torch.zeros(32))
+    with pytest.raises(InputError, match="holds u4 codes, f32 scales per 32, this module s4 codes, f32 scales per 32"):
+        other.load_state_dict({k[2:]: v for k, v in state.items() if k.startswith("0.")})
+
+
+def test_conversions_touch_the_bias_alone():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    weight = layer.weight.dequantize()
+    layer.bfloat16()
+    assert layer.scales.dtype == torch.float32 and layer.bias.dtype == torch.bfloat16
+    assert torch.equal(layer.weight.dequantize(), weight)
+    assert error(layer, torch.randn(2, 64).bfloat16()) < 3e-3
+    layer.to("meta")
+    assert layer.packed.is_meta and layer.scales.is_meta and layer.scales.dtype == torch.float32
+
+
+@pytest.mark.parametrize("scheme", ["w4g32", "w4g32z", "a8w4g32"])
+def test_torch_takes_the_operation(scheme):
+    model = torch.nn.Sequential(torch.nn.Linear(64, 16))
+    tilewright.quantize_(model, scheme)
+    shapes = [(2, 3, 64), (64,), (5, 64)] if scheme == "w4g32" else [(2, 64)]
+    for shape in shapes:
+        x = torch.randn(shape, requires_grad=shape == (5, 64))
+        opcheck(torch.ops.tilewright.linear.default, arguments(model[0], x))
+
+
+def test_derivatives():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    layer.bias.requires_grad_(True)
+    x = torch.randn(2, 3, 64, requires_grad=True)
+    given_ = torch.randn(2, 3, 16)
+    layer(x).backward(given_)
+    torch.testing.assert_close(x.grad, given_ @ layer.weight.dequantize())
+    torch.testing.assert_close(layer.bias.grad, given_.sum((0, 1)))
+
+
+def test_one_compiled_graph_serves_every_number_of_rows():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    tilewright.quantize_(model, "w4g32")
+    compiled = []
+
+    def backend(graph, inputs):
+        compiled.append(graph)
+        return aot_eager(graph, inputs)
+
+    fast = torch.compile(model, fullgraph=True, dynamic=True, backend=backend)
+    for rows in (2, 3, 70, 5):
+        x = torch.randn(rows, 64)
+        torch.testing.assert_close(fast(x), model(x))
+    assert len(compiled) == 1
+
+
+def test_exported_programs_hold_it():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32))
+    tilewright.quantize_(model, "w4g32z")
+    rows = torch.export.Dim("rows", min=1, max=4096)
+    exported = torch.export.export(model, (torch.randn(3, 64),), dynamic_shapes=({0: rows},))
+    x = torch.randn(6, 64)
+    torch.testing.assert_close(exported.module()(x), model(x))
+
+
+def test_a_table_over_the_rows_serves_layers_made_later(monkeypatch):
+    monkeypatch.setattr(kernels, "MOST_ROWS_OF_A_CPU", 4)
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 48), group_size=32)
+    table = layer.tune(budget_s=0.5)
+    try:
+        assert table.regimes[0].first == 1 and table.regimes[-1].last == 4
+        later = tilewright.Linear.from_float(torch.nn.Linear(64, 48), group_size=32)
+        for rows in (1, 3, 9):
+            assert error(later, torch.randn(rows, 64)) < 2e-6
+        assert set(later.doers()) <= {1, 2, 3, 4}
+        assert later.doers()[3] == table.at(3).family.candidate.name
+    finally:
+        kernels._tables.clear()
+
+
+class Owner(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(64, 64)
+        self.again = self.first
+        self.attention = torch.nn.MultiheadAttention(64, 4)
+        self.inner = torch.nn.ModuleList([torch.nn.Linear(64, 8), torch.nn.Linear(64, 8, device="meta")])
+        self.wide = torch.nn.Linear(64, 8).double()
+        self.none = torch.nn.Linear(64, 0)
+        self.eight = torch.nn.Linear(64, 8)
+        self.eight.weight = torch.nn.Parameter(torch.zeros(8, 64).to(torch.float8_e4m3fn), requires_grad=False)
+
+    def forward(self, x):
+        return self.inner[0](self.again(self.first(x)))
+
+
+def test_what_is_replaced_and_what_is_not():
+    model = Owner()
+    report = tilewright.quantize_(model, "w4g32", filter=lambda name, module: name != "inner.0")
+    assert dict(report.layers) == {"first": "w4g32", "again": "w4g32", "wide": "w4g32"}
+    assert model.first is model.again and isinstance(model.first, tilewright.Linear)
+    assert report.skipped == {
+        "inner.0": "the filter says no",
+        "inner.1": "its weight has no data yet",
+        "none": "its weight is empty",
+        "eight": "its weight is float8_e4m3fn already",
+        "attention.out_proj": "a NonDynamicallyQuantizableLinear, whose owner may read its weight",
+    }
+    assert report.bytes_before == 64 * 64 * 4 + 8 * 64 * 8
+    assert report.bytes_after == sum(m.weight.nbytes for m in (model.first, model.wide))
+    assert str(report).startswith("3 layers quantised, 5 not; 0.0 MB of weights are 0.0 MB now\n  ")
+    assert model(torch.randn(2, 64)).shape == (2, 8)
+    assert "Linear(in_features=64, out_features=64, bias=True, w4g32)" in repr(model)
+
+
+def test_weights_from_elsewhere_are_put_in():
+    model = Owner()
+    weights = {"first": pack(torch.randn(64, 64), "s4"), "inner.0": pack(torch.randn(8, 64), "s8", group_size=None)}
+    report = tilewright.quantize_(model, weights)
+    assert dict(report.layers) == {"first": "w4", "again": "w4", "inner.0": "w8"}
+    assert model.again is model.first
+    assert report.skipped["wide"] == report.skipped["inner.1"] == "no weight of that name is given"
+    assert error(model.inner[0], torch.randn(3, 64)) < 2e-6
+    tilewright.quantize_(model, {"inner.1": pack(torch.randn(8, 64), "s4")})
+    assert not model.inner[1].packed.is_meta
+    with pytest.raises(TypeMismatchError, match=r"a weight of shape \[8, 64\] for a layer of \[64, 64\] \(attention2\)"):
+        model.attention2 = torch.nn.Linear(64, 64)
+        tilewright.quantize_(model, {"attention2": weights["inner.0"]})
+    with pytest.raises(InputError, match="no layer of the model has a name of the checkpoint"):
+        tilewright.quantize_(Owner(), {"elsewhere": weights["first"]})
+
+
+@pytest.mark.parametrize("scheme", ["w3g64", "w4g0", "w4g", "int4", "w4g64zz", "a4w4", "W4"])
+def test_schemes_that_do_not_exist(scheme):
+    with pytest.raises(InputError, match=rf"no scheme '{scheme}'\n  try: w4g32, w4g64, w4g128, w8"):
+        tilewright.quantize_(torch.nn.Sequential(torch.nn.Linear(8, 8)), scheme)
+
+
+def test_what_cannot_be_done_is_said():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    with pytest.raises(InputError, match=r"x of shape \[2, 63\]\n  try: \[..., 64\]"):
+        layer(torch.randn(2, 63))
+    with pytest.raises(InputError, match="activations of f64 for a quantised weight"):
+        layer(torch.randn(2, 64).double())
+    with pytest.raises(InputError, match="activations of s32 for a quantised weight"):
+        layer(torch.ones(2, 64).int())
+    with pytest.raises(TypeMismatchError, match="x is on meta and the weight on cpu"):
+        op._linear(*arguments(layer, torch.randn(2, 64, device="meta")))
+    with pytest.raises(InputError, match="no kernel for 0 rows"):
+        layer.prepare([2, 0])
+    with pytest.raises(InputError, match=r"a bias of shape \[3\]\n  try: \[16\]"):
+        tilewright.Linear(layer.weight, torch.zeros(3))
+    with pytest.raises(InputError, match=r"a linear layer cannot be replaced in itself\n  try: tilewright.Linear.from_float"):
+        tilewright.quantize_(torch.nn.Linear(8, 8))
+    broken = torch.nn.Sequential(torch.nn.Linear(8, 8))
+    broken[0].weight.data[0, 0] = float("nan")
+    with pytest.raises(InputError, match=r"the weight holds infinity or NaN, or spans more than f32 \(0\)"):
+        tilewright.quantize_(broken)
+
+
+def test_a_captured_graph_needs_kernels_that_are_ready(monkeypatch):
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    ready = op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False)
+    layer.prepare(2)
+    monkeypatch.setattr(ready, "_cuda", True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert layer(torch.randn(2, 64)).shape == (2, 16)
+    with pytest.raises(InputError, match=r"no kernel is ready for 3 rows\n  try: run the module once with so many rows before"):
+        layer(torch.randn(3, 64))
+
+
+def test_kernels_of_a_weight_that_is_gone():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    kept = op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False)
+    del layer
+    gc.collect()
+    with pytest.raises(InputError, match="the weight of these kernels is gone"):
+        kept.at(1)
