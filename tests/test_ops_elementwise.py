@@ -6,6 +6,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import scipy.special
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from tilewright.dtype import F32, F64, PRED, S4, S8, S16, S32, S64, U4, U8, U16, U32, U64
+from tilewright.dtype import BF16, F16, F32, F64, PRED, S4, S8, S16, S32, S64, U4, U8, U16, U32, U64
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.build import input_, map_
 from tilewright.ir.graph import Node
@@ -280,6 +281,15 @@ def test_real_functions_are_those_of_numpy_and_scipy(fn, d):
         real = REAL[fn](*(a.astype(np.float64) for a in operands))
         wanted = real.astype(d.to_numpy()).astype(np.float64)
     _assert_near(fn, d, got, wanted, operands)
+
+
+@pytest.mark.parametrize("d", [F16, BF16], ids=str)
+def test_erf_of_every_number_of_16_bits_is_the_nearest_or_its_neighbour(d):
+    x = every_value(d)
+    got = run(Map("erf"), (x, d)).astype(np.float64)
+    wanted = scipy.special.erf(x.astype(np.float64))
+    step = np.maximum(d.epsilon * np.abs(wanted), float(ml_dtypes.finfo(d.to_numpy()).smallest_subnormal))
+    assert np.all((np.abs(got - wanted) <= step) | (np.isnan(got) & np.isnan(x.astype(np.float64))))
 
 
 def _assert_near(fn, d, got, wanted, operands):
