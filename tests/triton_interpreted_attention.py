@@ -12,7 +12,7 @@ from tilewright.candidates.triton._attend import Point, kernel_text, power, sour
 from tilewright.candidates.triton._heads import Rounded, heads_of
 from tilewright.candidates.triton._module import module
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, U8
-from tilewright.ir.build import const, input_, map_, reshape, transpose
+from tilewright.ir.build import broadcast, const, input_, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Attention, Dequantize, Param, Quantize
@@ -180,6 +180,21 @@ def test_operands_that_are_expressions():
     k = map_("add", map_("multiply", k, const(0.5, F32)), const(1.0, F32))
     v = transpose(transpose(map_("subtract", v, const(2.0, F32)), (0, 1, 3, 2)), (0, 1, 3, 2))
     right(Node(Attention(0.125, "no", False, (q, k, v)), *plain.src))
+
+
+@pytest.mark.parametrize(
+    "shape", [(1, 1, 1, 8, 16, 8, 1), (2, 2, 1, 8, 1, 16, 16), (1, 1, 1, 1, 9, 1, 5), (1, 1, 1, 1, 1, 1, 1)], ids=str
+)
+def test_extents_of_one_fill_a_tile(shape):
+    right(attention(shape, F16, causal="lower"), sizes=((16, 16),))
+
+
+def test_operands_repeated_along_their_rows_or_columns_fill_a_tile():
+    shape = (1, 2, 1, 9, 16, 16, 16)
+    plain = attention(shape)
+    q, k, v = (Node(Param(i, s.tensor)) for i, s in enumerate(plain.src))
+    k, v = broadcast(slice_(k, 3, 2, 3), k.shape), broadcast(slice_(slice_(v, 1, 1, 2), 2, 3, 4), v.shape)
+    right(Node(Attention(0.125, "no", False, (q, k, v)), *plain.src), sizes=((16, 16),))
 
 
 def test_sizes_fill_matrix_instructions():

@@ -72,8 +72,8 @@ def power(n: int) -> int:
 class _Operands(Emitter):
     """An emitter that makes operands ready for the matrix unit."""
 
-    def ready(self, operand: Operand, unit: str) -> str:
-        """In the unit's type, nothing but zeros beside its rows and columns."""
+    def ready(self, operand: Operand, unit: str, shape: tuple[int, int]) -> str:
+        """A tile of `shape` in the unit's type, nothing but zeros beside its rows and columns."""
         t, codes, dtype = self.text, operand.codes, operand.dtype
         value = self.value(operand.at)
         if codes is None:
@@ -88,9 +88,10 @@ class _Operands(Emitter):
             if codes.zero:
                 value = t.v(f"{value} - {t.call('cast', repr(float(codes.zero)), f'tl.{unit}')}")
         mask = self._mask(operand.at, rows=True, columns=True)
-        if mask is not None and not operand.reads_nothing_as_zero:
+        whole = all(self.varies(operand.at))
+        if mask is not None and not (whole and operand.reads_nothing_as_zero):
             value = self.where(mask, value, t.call("cast", "0.0", f"tl.{unit}"))
-        return value
+        return value if whole else t.call("broadcast_to", value, str(shape))
 
 
 class _Writer:
@@ -126,7 +127,7 @@ class _Writer:
             do(f"{name} = tl.arange(0, {power(extent)})")
             if power(extent) != extent:
                 do(f"{name}_mask = {name} < {extent}")
-        q = self._operands(self._columns("d", h.depth, self.rows)).ready(h.q, self.unit)
+        q = self._operands(self._columns("d", h.depth, self.rows)).ready(h.q, self.unit, (p.tile_m, power(h.depth)))
         do(f"q = {q}")
         if h.causal == "no":
             do(f"end = {h.keys}")
@@ -229,7 +230,7 @@ class _Writer:
     def _scores(self, t: str) -> str:
         """Of a tile of keys; minus infinity where a query does not see a key."""
         h, text = self.h, self.text
-        k = self._of_keys(t, "d", h.depth).ready(h.k, self.unit)
+        k = self._of_keys(t, "d", h.depth).ready(h.k, self.unit, (self.p.tile_n, power(h.depth)))
         score = text.call("dot", "q", f"tl.trans({k})", *self._precision)
         mask = None if h.mask is None or h.mask.root.dtype is PRED else self._mask(t, h.mask)
         if isinstance(h.on_scores, Rounded):
@@ -320,7 +321,7 @@ class _Writer:
 
     def _product(self, weight: str, t: str, acc: str | None) -> str:
         """Weights of a tile times its values, added to `acc`."""
-        v = self._of_keys(t, "e", self.h.width).ready(self.h.v, self.unit)
+        v = self._of_keys(t, "e", self.h.width).ready(self.h.v, self.unit, (self.p.tile_n, power(self.h.width)))
         more = () if acc is None else (acc,)
         return f"tl.dot({', '.join((f'{weight}.to(tl.{self.unit})', v, *more, *self._precision))})"
 
