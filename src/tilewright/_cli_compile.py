@@ -42,6 +42,7 @@ class Compiling:
         device: cpu, cuda or cuda:1.
         budget: seconds for choosing kernels; None takes the default.
         excess_precision: leave out roundings to 16 bits inside a kernel.
+        half: f16 or bf16 for an f32 model's products, attention and norms; None to take them as they are.
         scheme: int8, fp8 or w4 to quantise a float model, None to take the program as it is.
         group: elements of K that share a scale, for w4.
         per_row: activations are scaled per row as the program runs.
@@ -56,6 +57,7 @@ class Compiling:
     device: str = "cpu"
     budget: float | None = None
     excess_precision: bool = False
+    half: str | None = None
     scheme: str | None = None
     group: int = W4_GROUP
     per_row: bool = False
@@ -70,6 +72,8 @@ class Compiling:
 _options = all_of(
     device_option,
     budget_option,
+    click.option("--fp16", is_flag=True, help="Run an f32 model in f16: its products, attention and norms."),
+    click.option("--bf16", is_flag=True, help="Run an f32 model in bf16."),
     click.option("--int8", is_flag=True, help="Quantise a float model: s8 weights per column, s8 activations."),
     click.option("--fp8", is_flag=True, help="Quantise a float model: f8e4m3fn weights per column and activations."),
     click.option(
@@ -103,12 +107,15 @@ def compile_options(f: F) -> F:
     """Gather the options above, and `rtol` and `dump` where a verb has them, into one argument `how`."""
 
     @functools.wraps(f)
-    def gathered(*, int8: bool, fp8: bool, w4: int | None, **given: Any) -> Any:
+    def gathered(*, fp16: bool, bf16: bool, int8: bool, fp8: bool, w4: int | None, **given: Any) -> Any:
+        if fp16 and bf16:
+            raise InputError("--fp16 and --bf16 exclude each other", where="command line", hint="give one of them")
         named = [name for name, wanted in zip(SCHEMES, (int8, fp8, w4 is not None), strict=True) if wanted]
         if len(named) > 1:
             raise InputError(f"--{named[0]} and --{named[1]} exclude each other", where="command line", hint="give one of them")
         taken = {name: given.pop(name) for name in Compiling.__dataclass_fields__ if name in given}
-        how = Compiling(scheme=named[0] if named else None, group=w4 or W4_GROUP, **taken)
+        half = "f16" if fp16 else "bf16" if bf16 else None
+        how = Compiling(half=half, scheme=named[0] if named else None, group=w4 or W4_GROUP, **taken)
         _check(how, rtol_compares="rms_tol" in given)
         return f(how=how, **given)
 
@@ -179,6 +186,7 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
             device=how.device,
             budget_s=DEFAULT_BUDGET_S if how.budget is None else how.budget,
             quantize=quantize,
+            half=how.half,
             excess_precision=how.excess_precision,
             cache=how.recall if how.recall is not None else how.cache,
             within_s=how.within_s,

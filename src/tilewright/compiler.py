@@ -19,6 +19,8 @@ from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
+from tilewright.rules.half import half as narrow
+from tilewright.rules.half import in_half
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.runtime.partition import decided, partition, problem_of_part
 from tilewright.schedule.key import text_of
@@ -85,6 +87,7 @@ def compile(
     input_dims: Mapping[str, Sequence[int]] | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     quantize: Quantization | None = None,
+    half: str | None = None,
     excess_precision: bool = False,
     cache: bool | Recall = True,
     within_s: float | None = None,
@@ -103,6 +106,8 @@ def compile(
         budget_s: seconds that measuring kernels may take in all; 0 takes what was measured before, or the first verified choice
             of a heuristic.
         quantize: quantise a float model on the way; `Executable.layers` then says what each product lost.
+        half: "f16" or "bf16": products, attention and norms of an f32 model read and leave that type (those that were quantised
+            leave it); inputs and results keep theirs.
         excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
             them again: the result is not the program's to the last bit, but nearer to the real numbers'.
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
@@ -117,7 +122,7 @@ def compile(
         Executable: call it with arrays.
 
     Raises:
-        InputError: the program cannot be read, or the device is not there.
+        InputError: the program cannot be read, the device is not there, or `half` is no float of 16 bits.
         UnsupportedError: it holds control flow or types no graph can express.
     """
     ends = None if within_s is None else time.monotonic() + within_s
@@ -129,6 +134,11 @@ def compile(
     if quantize is not None:
         seen = calibrate(source, quantize.batches)
         source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
+    if half is not None:
+        whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
+        after = whole.outputs[len(source.outputs) :]
+        layers = [replace(x, after=now) for x, now in zip(layers, after, strict=True)]
+        source = whole.with_outputs(whole.outputs[: len(source.outputs)])
     if visit is not None:
         visit("source", source)
     trace = Trace()
