@@ -87,8 +87,8 @@ def compile_one(job: tuple[str, Point, Target]) -> str | None:
 
 def points(p: Problem, target: Target, count: int) -> list[Point]:
     """The first points of the most promising generator's space."""
-    able = next(c for c in generated() if c.refuse(p, target) is None)
-    return [(able.name, s) for s in list(able.schedules(p, target))[:count]]
+    able = next((c for c in generated() if c.refuse(p, target) is None), None)
+    return [] if able is None else [(able.name, s) for s in list(able.schedules(p, target))[:count]]
 
 
 def random_sources(p: Problem) -> list[torch.Tensor]:
@@ -238,6 +238,7 @@ def main(
         for why in filter(None, pool.map(compile_one, jobs)):
             print(why, file=sys.stderr)
     results: dict[str, Any] = {}
+    reached: dict[str, float] = {}
     table = Table("product", "ours us", "T/s", "peer us", "limit us", "ratio", "cool", "kernel", "peer")
     for line in chosen:
         found = results[line] = measure(
@@ -245,7 +246,11 @@ def main(
         )
         for label, why in found["refused"].items():
             print(f"{line}: {label}: {why}", file=sys.stderr)
+        if set(found["times"]) == set(found["peers"]):
+            print(f"{line}: no kernel of ours is right", file=sys.stderr)
+            continue
         mine, peer, loaded, cool = ratios(found)
+        reached[line] = loaded
         ours = found["times"][mine][0]
         row = (f"{ours:.2f}", f"{found['ops'] / ours / 1e6:.0f}", f"{found['times'][peer][0]:.2f}", f"{found['limit_us']:.2f}")
         table.add_row(line, *row, f"{loaded:.3f}", f"{cool:.3f}", mine, peer)
@@ -254,11 +259,12 @@ def main(
     Console(width=250).print(table)
     if shapes:
         for name, form in FORMS.items():
-            mine = [ratios(results[line])[2] for line in chosen if line.startswith(form.split("[")[0] + "[")]
+            mine = [ratio for line, ratio in reached.items() if line.startswith(form.split("[")[0] + "[")]
             if mine:
                 mean = math.exp(sum(map(math.log, mine)) / len(mine))
                 kept = math.exp(sum(math.log(max(r, 1.0)) for r in mine) / len(mine))
-                print(f"{name}: geometric mean {mean:.3f}, worst {min(mine):.3f}; with the library beside ours {kept:.3f}")
+                said = f"{name}, {len(mine)} products: geometric mean {mean:.3f}, worst {min(mine):.3f}"
+                print(f"{said}; with the library beside ours {kept:.3f}")
 
 
 if __name__ == "__main__":
