@@ -6,13 +6,15 @@ import struct
 import numpy as np
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save_file
 
 import tilewright
 from onnx_models import one
 from test_weight_formats import dense, drawn, words
-from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
 from tilewright.runtime.safetensors import TensorFile
 
 CODES, ZEROS, SCALES = drawn(1, 16, 128, 32, 4)
@@ -140,6 +142,24 @@ def written(path, header, data=b""):
 def test_broken_files_are_refused(tmp_path, header, message):
     with pytest.raises(InputError, match=message):
         TensorFile(written(tmp_path / "a.safetensors", header, bytes(8)))
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, 2**16), st.integers(0, 255)), min_size=1, max_size=4), st.integers(0, 2**16))
+def test_mutants_are_read_or_refused(tmp_path, changes, cut):
+    """Whatever stands in a file, its tensors are read, or a typed error says why not."""
+    save_file({n: t for n, t in layers().items() if n.startswith(("a.", "c."))}, tmp_path / "m.safetensors")
+    content = bytearray((tmp_path / "m.safetensors").read_bytes())
+    for at, value in changes:
+        content[at % min(len(content), 900)] = value  # the header's 900 bytes, mostly
+    (tmp_path / "m.safetensors").write_bytes(content[: len(content) - cut % 50])
+    try:
+        read = tilewright.read_checkpoint(tmp_path / "m.safetensors")
+        for name in read.layers:
+            read.weight(name).dequantize()
+            read.bias(name)
+    except TilewrightError:
+        pass
 
 
 def test_a_header_that_is_longer_than_the_file(tmp_path):

@@ -107,8 +107,9 @@ class Linear(torch.nn.Module):
         """
         if x.shape[-1:] != (self.in_features,):
             raise InputError(f"x of shape {list(x.shape)}", hint=f"[..., {self.in_features}]")
-        parts = self.packed, self.scales, self.zero_points, self.offsets, self.order
-        return linear(x, *parts, self.bias, self.code_type, self.group_size, self.quantize_activations)
+        held = self._buffers  # torch looks an attribute that is a buffer up in three places, at a microsecond each
+        parts = held["packed"], held["scales"], held["zero_points"], held["offsets"], held["order"]
+        return linear(x, *parts, self._parameters["bias"], self.code_type, self.group_size, self.quantize_activations)
 
     def prepare(self, rows: int | Iterable[int], dtype: torch.dtype | None = None) -> Linear:
         """Make the kernels for so many rows now, and not in the first call with them.
