@@ -10,7 +10,7 @@ from tilewright.candidates.llvm import w4
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.packed import packed_once
+from tilewright.schedule.packed import all_packed_once, packed_once
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 
@@ -77,3 +77,19 @@ def test_four_bit_weights_are_packed_once_for_any_number_of_rows(monkeypatch):
         held.append([*sources])
         assert check(problem, expect(problem, sources), run(sources)) is None
     assert packs[0] is packs[1]
+
+
+def test_several_tensors_are_packed_together_once():
+    made = []
+
+    def pack():
+        made.append(1)
+        return [torch.ones(3), torch.zeros(2)]
+
+    weight = torch.arange(6.0)
+    first = all_packed_once([weight], "both", 2, pack)
+    again = all_packed_once([weight.clone()], "both", 2, pack)
+    assert [id(t) for t in first] == [id(t) for t in again] and len(made) == 1
+    del first, again[0]
+    gc.collect()
+    assert len(all_packed_once([weight], "both", 2, pack)) == 2 and len(made) == 2

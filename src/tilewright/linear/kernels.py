@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -215,10 +216,13 @@ class Kernels:
             )
         with self._making:
             if rung not in self._ready:
-                program = self._rows.at(rung)
-                program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
-                self._ready[rung] = program.run
+                self._ready[rung] = _elsewhere(self._made, rung) if self._cuda else self._made(rung)
             return self._ready[rung]
+
+    def _made(self, rung: int) -> Run:
+        program = self._rows.at(rung)
+        program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
+        return program.run
 
     def doers(self) -> dict[int, str]:
         """Who multiplies by the weight, by the rows of each kernel that is ready."""
@@ -227,6 +231,20 @@ class Kernels:
             steps = [s for s in self._rows.at(rung).steps if s.decision is not None]
             found[rung] = max((s.decision.kernel for s in steps if s.decision), key=lambda k: k.packed_bytes).candidate
         return found
+
+
+def _elsewhere(make: Callable[[int], Run], rung: int) -> Run:
+    """In a thread of its own: what it allocates outlives the call, and torch may have turned this thread to memory that it
+    takes back afterwards (when it warms up what it will capture)."""
+
+    def made() -> Run:
+        with torch.no_grad():
+            run = make(rung)
+        torch.cuda.synchronize()
+        return run
+
+    with ThreadPoolExecutor(1) as other:
+        return other.submit(made).result()
 
 
 def tune(form: Form, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Regimes:

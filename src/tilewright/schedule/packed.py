@@ -21,11 +21,19 @@ def packed_once(sources: Sequence[torch.Tensor], form: Hashable, pack: Callable[
         form: everything else that the packed memory depends on: expression, instruction, sizes.
         pack: gives packed memory, which nobody writes again.
     """
+    return all_packed_once(sources, form, 1, lambda: [pack()])[0]
+
+
+def all_packed_once(
+    sources: Sequence[torch.Tensor], form: Hashable, count: int, pack: Callable[[], Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    """As `packed_once`, where `pack` gives `count` tensors."""
     key = (form, *((t.device, t.dtype, tuple(t.shape), _bits(t)) for t in sources))
-    packed = _held.get(key)
-    if packed is None:
-        packed = _held[key] = pack()
-    return packed
+    found = [t for i in range(count) if (t := _held.get((key, i))) is not None]
+    if len(found) < count:
+        found = list(pack())
+        _held.update({(key, i): t for i, t in enumerate(found)})
+    return found
 
 
 def _bits(t: torch.Tensor) -> bytes:

@@ -13,7 +13,7 @@ from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import Runner
 
 ALIGNED = 16
-SPARE = 32  # captured calls whose counters are made beforehand
+SPARE = 32  # streams and captured calls whose counters are made beforehand
 
 
 def caller(
@@ -78,11 +78,14 @@ class Counters:
     def take(self) -> torch.Tensor:
         """For a call that is about to be launched on the current stream of the device, which is the current one."""
         if torch.cuda.is_current_stream_capturing():
-            return self._spare.pop() if self._spare else self._zeros()
+            return self._fresh()
         stream = torch.cuda.current_stream(self._device).cuda_stream
         if stream not in self._of_stream:
-            self._of_stream[stream] = self._zeros()
+            self._of_stream[stream] = self._fresh()  # what is allocated now may be of a pool that others empty
         return self._of_stream[stream]
+
+    def _fresh(self) -> torch.Tensor:
+        return self._spare.pop() if self._spare else self._zeros()
 
     def _zeros(self, *several: int) -> torch.Tensor:
         return torch.zeros((*several, self._count), dtype=torch.int32, device=self._device)

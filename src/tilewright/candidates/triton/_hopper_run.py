@@ -12,7 +12,10 @@ from tilewright.candidates.triton._call import Counters
 from tilewright.candidates.triton._hopper_form import Form, Side, size
 from tilewright.candidates.triton._hopper_plan import Matrix, Plan
 from tilewright.candidates.triton._hopper_view import ALIGNED, TmaView
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
+from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
 
 MOST_KEPT = 256  # argument lists by address; a program's addresses repeat
@@ -160,7 +163,13 @@ def _held(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor |
     """A constant operand, copied once where it has to be or does not lie densely."""
     if not matrix.constant:
         return None
-    return matrix.copied(weights) if matrix.source is None else aligned(weights[matrix.source])
+    if matrix.source is not None:
+        return aligned(weights[matrix.source])
+    nodes = toposort((matrix.root,))
+    if not any(isinstance(n.op, Dequantize) for n in nodes):
+        return matrix.copied(weights)
+    read = [weights[n.op.index] for n in nodes if isinstance(n.op, Param)]  # codes, which may be dropped and unpacked again
+    return packed_once(read, matrix, lambda: matrix.copied(weights))
 
 
 def _operand(matrix: Matrix, sources: Sequence[torch.Tensor]) -> torch.Tensor:
