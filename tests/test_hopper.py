@@ -120,6 +120,15 @@ def test_machine_code_is_what_was_meant(name):
         assert sass.count("MEMBAR.ALL.GPU") <= 1
 
 
+def test_nothing_is_read_before_the_kernel_ahead_has_ended():
+    """Who loads waits for it, and who multiplies waits for those; but scales by blocks are read beforehand."""
+    for name, readers in (("bf16, held", 1), ("fp8, scales by blocks", 3)):
+        what, point, _ = CASES[name]
+        kernel, _ = machine_code(problem(what), point)
+        waits = kernel.asm["ptx"].count("griddepcontrol.wait")
+        assert waits == readers, (name, waits)
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -144,6 +144,8 @@ class Writer(Stores):
         for columns in sorted({o.columns for o in f.outs}):
             t.do(f"L{columns}: gl.constexpr = {self._piece_layout(columns)}")
         self._tiles(t)
+        if f.blocks and f.chained:  # scales are read before the first products, which wait for those that load
+            t.do("gdc_wait()")
         t.do("s = 0")
         t.do("phase = 0")
         t.do("last = 0")
