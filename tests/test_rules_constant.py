@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape
 from tilewright.ir.constant import constant_value, repeating_value, scalar_value, scaling
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
+from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const, Convert, Dequantize, Iota, Quantize, Select
+from tilewright.ir.types import TensorType
 from values import ALL, every_value, from_numpy, random_value, same, to_numpy
 
 
@@ -48,6 +52,16 @@ def test_a_value_made_of_constants_is_computed_within_limits():
     assert constant_value(table, max_elements=23) is None
     assert constant_value(table, max_nodes=2) is None
     assert constant_value(map_("and", table, input_("m", PRED, (4, 6)))) is None
+
+
+def test_a_mask_that_was_looked_at_is_not_kept():
+    mask = torch.arange(64) % 3 == 0
+    node = Node(Const(Literal(TensorType(PRED, (64,)), lambda mask=mask: mask, "mask")))
+    assert scalar_value(node) is scalar_value(node) is None
+    gone = weakref.ref(mask)
+    del mask, node
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_value_that_repeats_is_computed_once():

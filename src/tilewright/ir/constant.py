@@ -4,8 +4,8 @@ it is a multiple or a rounding of."""
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import cast
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -64,11 +64,16 @@ def scalar_value(node: Node) -> float | int | bool | None:
     return literal.scalar()
 
 
-@lru_cache(maxsize=1024)
+_masks: WeakKeyDictionary[Node, bool | None] = WeakKeyDictionary()
+
+
 def _everywhere(mask: Node) -> bool | None:
     """What a pred is in all places, None if it differs or is not known."""
-    values = constant_value(mask, LARGEST_MASK, MASK_NODES)
-    return None if values is None or not values.numel() or values.any() != values.all() else bool(values.any())
+    if mask not in _masks:
+        values = constant_value(mask, LARGEST_MASK, MASK_NODES)
+        known = values is not None and values.numel() > 0 and values.any() == values.all()
+        _masks[mask] = bool(values.any()) if values is not None and known else None
+    return _masks[mask]
 
 
 def scalar_like(value: float, node: Node) -> Node:
