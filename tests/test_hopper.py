@@ -116,6 +116,7 @@ def test_machine_code_is_what_was_meant(name):
     assert found.spills == 0
     assert found.shared_bytes <= CHIP.shared_bytes
     assert not re.search(r"\b(STL|LDL)\b", sass)
+    assert sum(map(len, kernel.asm.values())) < 2 << 20  # no text is kept that nobody reads
     if point.paired:  # told of a free stage, the other block need not wait until memory has settled
         assert sass.count("MEMBAR.ALL.GPU") <= 1
 

@@ -124,7 +124,10 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned
     pointers = [i for i, t in enumerate(signature.values()) if t.startswith("*")]
     attrs = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else {}
     source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
-    return triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=dict(options))
+    made = triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=dict(options))
+    for text in ("source", "llir"):  # up to megabytes, for as long as the kernel lives; they are in Triton's cache
+        made.asm.pop(text, None)
+    return made
 
 
 @dataclass(frozen=True)
