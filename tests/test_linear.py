@@ -134,13 +134,11 @@ def test_kernels_go_with_the_weight_and_follow_its_changes():
     other = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
     layer.load_state_dict(other.state_dict())
     assert torch.equal(layer(x), other(x)) and not torch.equal(layer(x), before)
-    gc.collect()
     assert made() is None
     layer.scales.mul_(2)
     assert error(layer, x) < 2e-6
     made = weakref.ref(op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False))
     del layer
-    gc.collect()
     assert made() is None
 
 
@@ -191,6 +189,14 @@ def test_torch_takes_the_operation(scheme):
     for shape in shapes:
         x = torch.randn(shape, requires_grad=shape == (5, 64))
         opcheck(torch.ops.tilewright.linear.default, arguments(model[0], x))
+
+
+def test_autocast_decides_the_type_as_it_does_for_torch_s_own():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
+    x = torch.randn(3, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x.bfloat16())) and y.dtype == torch.bfloat16
 
 
 def test_derivatives():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 
 import torch
 
@@ -47,7 +46,8 @@ class AnyRows:
     def __init__(self, graph_at: GraphAt, table: Regimes | None, target: Target) -> None:
         self.table, self.target = table, target
         first, last = (1, MOST_ROWS) if table is None else (table.regimes[0].first, table.regimes[-1].last)
-        self._at = lru_cache(KEPT)(lambda rows: _prepared(graph_at(rows), target, self._decide(rows)))
+        self._graph_at = graph_at
+        self._kept: dict[int, Executable] = {}  # the last used at the end
         self._lock = threading.Lock()
         self._names, self._place = _varying_axis(graph_at(first), graph_at(last))
 
@@ -58,7 +58,11 @@ class AnyRows:
             InputError: the table does not reach it.
         """
         with self._lock:
-            return self._at(rows)
+            found = self._kept.pop(rows, None) or _prepared(self._graph_at(rows), self.target, self._decide(rows))
+            if len(self._kept) >= KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[rows] = found
+            return found
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run it on arrays; one input's extent says how many rows there are.

@@ -107,6 +107,8 @@ class Linear(torch.nn.Module):
         """
         if x.shape[-1:] != (self.in_features,):
             raise InputError(f"x of shape {list(x.shape)}", hint=f"[..., {self.in_features}]")
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         held = self._buffers  # torch looks an attribute that is a buffer up in three places, at a microsecond each
         parts = held["packed"], held["scales"], held["zero_points"], held["offsets"], held["order"]
         return linear(x, *parts, self._parameters["bias"], self.code_type, self.group_size, self.quantize_activations)
