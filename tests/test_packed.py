@@ -2,15 +2,19 @@
 
 import gc
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import tilewright.candidates.llvm.gemm as llvm
 from tilewright.candidates.llvm import w4
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
+from tilewright.schedule import packed
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.packed import all_packed_once, packed_once
+from tilewright.schedule.packed import WORDS, all_packed_once, packed_once, sums
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 
@@ -93,3 +97,27 @@ def test_several_tensors_are_packed_together_once():
     del first, again[0]
     gc.collect()
     assert len(all_packed_once([weight], "both", 2, pack)) == 2 and len(made) == 2
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 9 * WORDS), st.integers(0, 2**32 - 1), st.integers(0, 7))
+def test_sums_tell_single_bits_apart(count, seed, bit):
+    """What stands for a GPU's weights; the arithmetic is the same on a CPU."""
+    chance = np.random.default_rng(seed)
+    flat = torch.from_numpy(chance.integers(0, 256, count, dtype=np.uint8))
+    before = sums(flat)
+    assert torch.equal(sums(flat.clone()), before) and before.numel() == 16 * -(-count // (4 * WORDS))
+    at = int(chance.integers(count))
+    flat[at] ^= 1 << bit
+    after = sums(flat)
+    differ = (after != before).reshape(-1, 16).any(1)
+    assert differ.nonzero().reshape(-1).tolist() == [at // (4 * WORDS)]
+
+
+def test_sums_are_those_of_the_formula():
+    flat = torch.randint(0, 256, (4 * WORDS,), dtype=torch.uint8)
+    words = [int(x) for x in flat.view(torch.int32).numpy().view(np.uint32)[:2000]]
+    flat[8000:] = 0
+    keys = packed._keys("cpu").numpy().view(np.uint64)
+    expected = [sum(int(k) * x for k, x in zip(row, words, strict=False)) % 2**64 >> 32 for row in keys]
+    assert sums(flat).numpy().view(np.uint32).tolist() == expected
