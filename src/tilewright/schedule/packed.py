@@ -51,8 +51,8 @@ def sums(flat: torch.Tensor) -> torch.Tensor:
     """128 bits for every megabyte of u8 [n], computed where it is: u8 [16 * megabytes].
 
     Of 32-bit words x with random 64-bit keys a, the upper half of sum(a x) modulo 2**64, four times over: two megabytes that
-    differ agree with a chance below 2**-120, whoever chose them, for the keys are this process's own (multiply-shift of vectors:
-    Thorup 2015, "High Speed Hashing for Integers and Strings", arXiv 1504.06804).
+    differ agree with a chance below 2**-120, whoever chose them, for the keys are this process's own (multiply-shift of
+    vectors: Thorup 2015, "High Speed Hashing for Integers and Strings", arXiv 1504.06804).
     """
     whole = -(-flat.numel() // (4 * WORDS)) * 4 * WORDS
     if flat.numel() < whole:
