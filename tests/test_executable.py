@@ -21,6 +21,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Concat, Const, Quantize, gemm
 from tilewright.ir.types import TensorType
+from tilewright.runtime import arrays
 
 X, Y, _ = INPUTS
 
@@ -57,6 +58,33 @@ def test_arguments_by_position_and_by_name():
     for got in (ADD(x, y), ADD(x, y=y), ADD(y=y, x=x)):
         torch.testing.assert_close(got, wanted)
     assert list(ADD.input_types) == ["x", "y"] and str(ADD.input_types["x"]) == "f32[4,4]"
+
+
+def test_tensors_that_are_what_a_program_wants_are_not_looked_at_twice(monkeypatch):
+    looked_at = []
+    real = arrays.from_user
+    monkeypatch.setattr(arrays, "from_user", lambda value, *rest: looked_at.append(value) or real(value, *rest))
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    torch.testing.assert_close(ADD(x, y.t()), x @ y.t() + x)
+    torch.testing.assert_close(ADD(x, y=y), x @ y + x)
+    assert not looked_at
+    others = [x.clone().requires_grad_(), torch.imag(torch.complex(y, y).conj()), x.numpy(), torch.nn.Parameter(x), Lent(x)]
+    for other in others:
+        ADD(other, y)
+    assert [id(v) for v in looked_at] == [id(o) for o in others]
+    for wrong in (x.double(), x[:3], x.to("meta"), x.to_sparse()):
+        with pytest.raises(InputError):
+            ADD(wrong, y)
+
+
+@pytest.mark.parametrize("records", [True, False])
+def test_gradients_are_recorded_afterwards_as_before(records):
+    with torch.set_grad_enabled(records):
+        assert not ADD(torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)).requires_grad
+        assert torch.is_grad_enabled() is records
+        with pytest.raises(ZeroDivisionError):
+            ADD.run([torch.randn(4, 4), torch.randn(4, 4)], lambda step, values: 1 / 0)
+        assert torch.is_grad_enabled() is records
 
 
 class Lent:

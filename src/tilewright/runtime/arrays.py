@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import numpy as np
@@ -63,6 +63,33 @@ def to_numpy(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
     if dtype.bits == 4:
         return t.numpy().astype(native)
     return t.contiguous().view(getattr(torch, _CARRIER[native.itemsize])).numpy().view(native)
+
+
+class Wanted:
+    """An input as a program declares it; tensors that are just that are taken as they are, without looking twice.
+
+    Attributes:
+        name: what the program calls it.
+        type: what it must be.
+    """
+
+    def __init__(self, name: str, type: TensorType, device: str) -> None:
+        self.name, self.type, self._device = name, type, device
+        looked_at = type.dtype.kind == "opaque" or type.dtype.bits == 4  # every element
+        self._dtype = None if looked_at else type.dtype.to_torch()
+        self._shape, self._at = torch.Size(type.shape), torch.device(device)
+
+    def take(self, value: object) -> torch.Tensor:
+        """A user's array as a tensor on the device.
+
+        Raises:
+            InputError: see `from_user`.
+        """
+        if type(value) is torch.Tensor and value.dtype is self._dtype and value.shape == self._shape:
+            plain = value.layout is torch.strided and not (value.requires_grad or value.is_neg())
+            if plain and value.device == self._at:
+                return value
+        return from_user(value, self.type, self.name, self._device)
 
 
 def from_user(value: object, type: TensorType, name: str, device: str) -> torch.Tensor:
@@ -126,18 +153,24 @@ def to_user(value: Value, type: TensorType, as_numpy: bool) -> object:
     return to_numpy(value, type.dtype) if as_numpy else value
 
 
-def separate(results: Sequence[Value], borrowed: Iterable[int]) -> list[Value]:
+def separate(results: Sequence[Value], borrowed: Iterable[int], constant: Collection[int] = ()) -> list[Value]:
     """Results that the caller may write to: copied where they lie in borrowed memory (inputs and constants, by the address of
     their storage), share memory with another result, or hold one element in several places."""
     taken = set(borrowed)
     found: list[Value] = []
     for value in results:
         if isinstance(value, torch.Tensor) and value.numel():
-            if address(value) in taken or 0 in (st for st, d in zip(value.stride(), value.shape, strict=True) if d > 1):
+            at = address(value)
+            if at in taken or at in constant or (not value.is_contiguous() and _repeats(value)):
                 value = value.clone(memory_format=torch.contiguous_format)
-            taken.add(address(value))
+                at = address(value)
+            taken.add(at)
         found.append(value)
     return found
+
+
+def _repeats(t: torch.Tensor) -> bool:
+    return 0 in (stride for stride, extent in zip(t.stride(), t.shape, strict=True) if extent > 1)
 
 
 def address(tensor: torch.Tensor) -> int:
