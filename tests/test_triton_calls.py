@@ -11,10 +11,14 @@ pytest.importorskip("triton")
 
 from test_hopper import WHOLE, problem
 from tilewright.candidates.triton import _hopper_run
-from tilewright.candidates.triton._call import SPARE, Counters
+from tilewright.candidates.triton._call import SPARE, Counters, caller, maker
 from tilewright.candidates.triton._hopper_plan import plan_of
 from tilewright.candidates.triton._hopper_space import form_of
 from tilewright.candidates.triton.hopper import compiled
+from tilewright.dtype import F16, S8
+from tilewright.hardware.detect import detect
+from tilewright.ir.types import TensorType
+from tilewright.schedule.guard import preparing
 
 
 class Cuda:
@@ -104,3 +108,32 @@ def test_machine_code_is_loaded_for_each_device():
     form = form_of(p, plan, WHOLE)
     first, again, other = (compiled(form, types, device).kernel for device in (0, 0, 1))
     assert first is again and first is not other
+
+
+def test_a_kernel_is_given_what_it_reads_and_what_it_writes(cuda):
+    started = []
+    target = replace(detect("cpu"), index=0)
+    types = [TensorType(F16, (3, 5)), TensorType(S8, (2, 0))]
+    w = torch.randn(4, 6).t()
+    run = caller([1, 2, 0], types, lambda *pointers: started.append((cuda.device, pointers)), {2: w}, target)
+    x, flipped, moved = torch.randn(4, 4), torch.randn(4, 4).t(), torch.randn(17)[1:].view(4, 4)
+    cuda.device = 1
+    kept = [run([x, x, w]), run([flipped, x, w]), run([x, moved, w])]
+    assert cuda.device == 1 and [device for device, _ in started] == [0, 0, 0]
+    pointers = [p for _, p in started]
+    assert pointers[0][0] == pointers[0][2] == pointers[1][0] == pointers[2][2] == x.data_ptr()
+    assert pointers[1][2] != flipped.data_ptr() and pointers[2][0] != moved.data_ptr(), "copied: not dense, not aligned"
+    assert len({p[1] for p in pointers}) == 1 and pointers[0][1] != w.data_ptr(), "copied once"
+    assert [p[3] for p in pointers] == [results[0].data_ptr() for results in kept]
+    assert all([(t.dtype, t.shape) for t in r] == [(torch.float16, (3, 5)), (torch.int8, (2, 0))] for r in kept)
+
+
+def test_memory_is_asked_of_torch_where_a_kernel_is_examined(monkeypatch):
+    quick = []
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", lambda *asked: quick.append(asked) or torch.empty(1))
+    types = [TensorType(F16, (3, 5))]
+    with preparing():
+        watched = maker(types, "meta")
+    assert watched()[0].shape == (3, 5) and not quick
+    maker(types, "cuda:0")()
+    assert quick == [((3, 5), (5, 1), torch.float16)]

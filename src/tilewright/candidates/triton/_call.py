@@ -5,12 +5,14 @@ blocks that are done.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from tilewright.hardware.target import Target
 from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import Runner
+from tilewright.schedule.guard import visible
 
 ALIGNED = 16
 SPARE = 32  # streams and captured calls whose counters are made beforehand
@@ -33,21 +35,47 @@ def caller(
         target: the device.
     """
     constant = {i: dense(t) for i, t in weights.items() if i in read}
-    results = [(t.shape, t.dtype.to_torch()) for t in outputs]
-    device = torch.device(target.device)
+    fixed = [constant[i].data_ptr() if i in constant else 0 for i in read]
+    given = [(at, i) for at, i in enumerate(read) if i not in constant]
+    make = maker(outputs, target.device)
 
-    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        held = [constant[i] if i in constant else dense(sources[i]) for i in read]
-        made = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
-        pointers = [t.data_ptr() for t in (*held, *made)]
-        if torch.cuda.current_device() == target.index:
-            launch(*pointers)
-        else:
-            with torch.cuda.device(target.index):
-                launch(*pointers)
+    def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
+        pointers, copies = fixed.copy(), None
+        for at, i in given:
+            t = sources[i]
+            pointers[at] = pointer = t.data_ptr()
+            if pointer % ALIGNED or not t.is_contiguous():
+                copies = dense(t), copies  # until the kernel is launched
+                pointers[at] = copies[0].data_ptr()
+        made = make()
+        launch(*pointers, *[t.data_ptr() for t in made])
         return made
 
-    return run
+    return on(target.index, run)
+
+
+def on(index: int, run: Runner) -> Runner:
+    """A runner whose calls make a device the current one where it is not."""
+
+    def there(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if torch.cuda.current_device() == index:
+            return run(sources)
+        with torch.cuda.device(index):
+            return run(sources)
+
+    return there
+
+
+def maker(types: Sequence[TensorType], device: str) -> Callable[[], list[torch.Tensor]]:
+    """New tensors of these types at each call, with nothing in them, on a device, which is the current one.
+
+    They come as Inductor's code asks for memory, in a third of the time of `torch.empty`, past all that watches torch.
+    """
+    results = [(t.shape, torch.empty(t.shape, device="meta").stride(), t.dtype.to_torch()) for t in types]
+    quick: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUnknownMemberType, reportUnknownVariableType]
+    if quick is None or device == "cpu" or visible():
+        return lambda: [torch.empty(shape, dtype=dtype, device=device) for shape, _, dtype in results]
+    return lambda: [quick(shape, strides, dtype) for shape, strides, dtype in results]
 
 
 def dense(t: torch.Tensor) -> torch.Tensor:

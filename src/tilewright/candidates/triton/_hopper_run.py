@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewright.candidates.triton._call import Counters
+from tilewright.candidates.triton._call import Counters, maker, on
 from tilewright.candidates.triton._hopper_form import Form, Side, size
 from tilewright.candidates.triton._hopper_plan import Matrix, Plan
 from tilewright.candidates.triton._hopper_view import ALIGNED, TmaView
@@ -118,7 +118,7 @@ def runner(
     sides = [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
     fixed = {i: aligned(weights[i]) for i in sides if i in weights}
     plain = [i for i, o in enumerate(form.outs) if o.view is None]
-    results = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
+    make = maker(problem.outputs, str(device))
     tiles = form.tiles(plan.batch, plan.M, plan.N)
     extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else [])]
     arrivals = max(shared_tiles, 1) * form.groups * (2 if form.paired else 1)
@@ -132,14 +132,8 @@ def runner(
         return [torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters.take()]
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        if torch.cuda.current_device() == index:
-            return run_here(sources)
-        with torch.cuda.device(index):
-            return run_here(sources)
-
-    def run_here(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         a, b = (h if h is not None else _operand(m, sources) for h, m in zip(held, (plan.lhs, plan.rhs), strict=True))
-        out = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in results]
+        out = make()
         given = [fixed[i] if i in fixed else aligned(sources[i]) for i in sides]
         room = scratch()
         tensors = [a, b, *(out[i] for i, _ in views), *given, *(out[i] for i in plain), *room]
@@ -156,7 +150,7 @@ def runner(
         start(arguments)
         return out
 
-    return run
+    return on(index, run)
 
 
 def _held(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
