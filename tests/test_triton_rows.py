@@ -18,7 +18,6 @@ pytest.importorskip("triton")
 
 from tilewright.candidates.triton import rows
 from tilewright.candidates.triton._module import Arch, arch_of, assembly, needs
-from tilewright.candidates.triton._rows import Tiles
 
 ARCHES = [
     Arch("cuda", 80, 32),
@@ -44,6 +43,12 @@ def bert_norm(dtype=F16):
     return problem_of(y, Node(Quantize(F8E4M3FN), y, step))
 
 
+def norm_and_code():
+    x, scale, bias = input_("x", F16, (24576, 768)), input_("s", F16, (768,)), input_("b", F16, (768,))
+    y = norm(x, scale, bias)
+    return problem_of(y, Node(Quantize(F8E4M3FN), y, input_("q", F32, ())))
+
+
 def attention_softmax():
     return problem_of(Node(Softmax(3), input_("x", BF16, (4, 12, 384, 384))))
 
@@ -63,10 +68,9 @@ USUAL = [bert_norm, attention_softmax, dynamic, embedding]
 
 
 def built(problem, target, arch=None):
-    schedule = next(iter(rows.CANDIDATE.schedules(problem, target)))
-    region = rows._region(problem)
-    tiles = Tiles(region, schedule["tile_m"], schedule["tile_n"])
-    return rows.machine_code(tiles, problem, arch or arch_of(target), num_warps=schedule["num_warps"])
+    arch, schedule = arch or arch_of(target), next(iter(rows.CANDIDATE.schedules(problem, target)))
+    tiles = rows._tiles(rows._region(problem), schedule, arch)
+    return rows.machine_code(tiles, problem, arch, num_warps=schedule["num_warps"])
 
 
 @pytest.mark.parametrize("arch", ARCHES, ids=lambda a: str(a.name))
@@ -79,9 +83,28 @@ def test_usual_regions_compile_without_spills(make, arch):
 
 def test_memory_is_read_and_written_as_wide_as_it_can_be():
     code = assembly(built(bert_norm(), gpu()))
-    assert re.search(r"LDG\.E(\.\w+)*\.(64|128)", code), code
+    assert set(re.findall(r"LDG\.E[.\w]*", code)) == {"LDG.E.128", "LDG.E"}, "one number, the scale, and 16 bytes a thread"
     assert "STG.E.64" in code or "STG.E.128" in code
     assert "LDL" not in code and "STL" not in code
+
+
+def test_a_row_of_768_takes_a_warp_and_no_shared_memory():
+    """Three times 256 columns: nothing is masked, and lanes alone exchange sums."""
+    kernel = built(norm_and_code(), gpu())
+    lines = re.findall(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\d+ )?([A-Z][.\w]*)", assembly(kernel), re.MULTILINE)
+    assert needs(kernel).shared_bytes == 0 and not any(line.startswith(("BAR", "LDS", "STS")) for line in lines)
+    assert sum(line.startswith("LDG.E.128") for line in lines) == 9, "columns, scale and bias"
+    assert sum(line.startswith("SHFL") for line in lines) == 10, "two sums of 32 lanes"
+    assert len(lines) <= 28 * 24, "rows in one piece of 1024 columns took 53 an element"
+    assert needs(kernel).registers <= 64, "32 warps of an SM load while others compute"
+
+
+def test_a_norm_may_be_launched_before_the_kernel_ahead_has_ended():
+    kernel, older = built(norm_and_code(), gpu()), built(norm_and_code(), gpu(), Arch("cuda", 80, 32))
+    assert kernel.metadata.launch_pdl and not older.metadata.launch_pdl
+    ptx = kernel.asm["ptx"]
+    assert -1 < ptx.index("griddepcontrol.wait") < ptx.index("ld.global"), "nothing is read before that one has written"
+    assert "griddepcontrol" not in older.asm["ptx"]
 
 
 def test_an_index_out_of_range_ends_the_program():
@@ -94,14 +117,21 @@ def test_points_are_legal_and_ranked():
         problem = make()
         points = list(rows.CANDIDATE.schedules(problem, gpu()))
         assert len(points) == len(set(points)) == rows.POINTS
-        columns = rows._region(problem).columns
+        region = rows._region(problem)
         for p in points:
-            assert columns <= p["tile_n"] < 2 * columns and p["num_warps"] <= 16
-        assert 4 <= points[0]["tile_m"] * points[0]["tile_n"] / (32 * points[0]["num_warps"]) <= 32
+            tiles = rows._tiles(region, p, arch_of(gpu()))
+            assert tiles.chunks * p["tile_n"] >= region.columns > (tiles.chunks - 1) * p["tile_n"]
+            assert p["tile_m"] * p["tile_n"] == 8 * 32 * p["num_warps"], "16 bytes of f16 or bf16 a thread"
+            assert tiles.grid * p["turns"] * p["tile_m"] >= region.rows
+        held = rows._tiles(region, points[0], arch_of(gpu()))
+        assert held.chunks * held.tile_n == region.columns, "no lane without a column"
 
 
-WIDE = problem_of(Node(Softmax(1), input_("x", F32, (4, 40000))))
-PRODUCT = problem_of(reduce_("multiply", input_("x", F32, (4, 40)), (1,)))
+def test_few_rows_are_shared_out_among_many_programs():
+    x, scale = input_("x", F16, (64, 50)), input_("s", F16, (50,))
+    points = list(rows.CANDIDATE.schedules(problem_of(norm(x, scale, center=False)), gpu()))
+    assert points and len(points) == len(set(points)) and {p["tile_n"] for p in points} == {64}
+    assert points[0] == min(points, key=lambda p: (p["tile_m"], p["turns"]))
 
 
 @pytest.mark.parametrize(

@@ -20,9 +20,12 @@ from triton_map import in_memory
 LENGTHS = (1, 7, 100)
 
 
-def run(problem, sources, tile_m, piece=16):
+def run(problem, sources, tile_m, parts=1, turns=1, piece=16):
+    """`parts`: of a row that is reduced."""
     region = region_of_rows(problem.roots, check_node)
-    tiles = Tiles(region, tile_m, _power(region.columns) if any(region.level.values()) else min(piece, _power(region.columns)))
+    whole = _power(region.columns)
+    tile_n = max(whole // parts, 1) if any(region.level.values()) else min(piece, whole)
+    tiles = Tiles(region, tile_m, tile_n, turns)
     results = [torch.full(t.shape, 77, dtype=torch.uint8).bool() if t.dtype is PRED else poisoned(t) for t in problem.outputs]
     given = [sources[i] for i in region.sources]
     module(kernel_text(tiles, frozenset())).kernel[(tiles.grid,)](*map(in_memory, given), *map(in_memory, results))
@@ -34,13 +37,16 @@ def poisoned(t):
     return bits.view(t.dtype.to_torch())[: t.elements].reshape(t.shape)
 
 
-def right(*roots, tile_m=(1, 4)):
+FORMS = ((1,), (4, 8), (2, 4, 3), (4, 1, 2))  # rows of a tile, parts of a row, tiles of a program
+
+
+def right(*roots, forms=FORMS):
     problem = problem_of(*roots)
     sources = random_sources(problem)
     expected = expect(problem, sources)
-    for rows in tile_m:
-        why = check(problem, expected, run(problem, sources, rows))
-        assert why is None, f"{problem}: {why}"
+    for form in forms:
+        why = check(problem, expected, run(problem, sources, *form))
+        assert why is None, f"{problem}: {form}: {why}"
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -113,9 +119,9 @@ def test_rows_picked_from_a_table():
     picks = next(t for t in sources if t.dtype == torch.int64)
     values = next(t for t in sources if t.dtype == torch.float32)
     picks[0, 0], picks[1, 8] = -1, -33
-    (got,) = run(problem, sources, 4, 64)
+    (got,) = run(problem, sources, 4, piece=64)
     torch.testing.assert_close(got[0, 0], values[-1].tanh())
     torch.testing.assert_close(got[1, 8], values[0].tanh())
     picks[0, 3], picks[0, 4] = 33, -34  # ends the program on a GPU, and reads no memory beside the table anywhere
-    (got,) = run(problem, sources, 4, 64)
+    (got,) = run(problem, sources, 4, piece=64)
     torch.testing.assert_close(got[0, 3:5], values[:1].tanh().expand(2, 50))

@@ -114,10 +114,14 @@ class Emitter(Functions):
     def values(self, roots: Sequence[Node], access: Access) -> list[str]:
         """Values of several nodes of an access."""
         done: dict[Node, str] = {}
-        self._coarse = rounded_at_once(*roots)
+        self.look_at(roots)
         for n in toposort(roots):
             done[n] = self._node(n, access, done)
         return [done[r] for r in roots]
+
+    def look_at(self, roots: Sequence[Node]) -> None:
+        """Learn what becomes of the values that these are made of."""
+        self._coarse = rounded_at_once(*roots)
 
     def store(self, access: Access, pointer: str, value: str | None = None) -> None:
         """The root's value (or one that is given) to where the result keeps it."""

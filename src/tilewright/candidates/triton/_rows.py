@@ -7,19 +7,22 @@ where nothing is, it takes a piece of them.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
 from tilewright.candidates.triton._casts import in_registers
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._module import IMPORTS
 from tilewright.candidates.triton._text import Text
-from tilewright.dtype import F32
-from tilewright.ir.access import Access
-from tilewright.ir.graph import Node
+from tilewright.dtype import F32, PRED
+from tilewright.ir.access import Access, Place
+from tilewright.ir.axes import axes_of
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Gather, Param, Reduce
 from tilewright.ir.region import Region
 
+CHAINED = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
 # tl.max passes over NaN
 EXTREMES = """
 @triton.jit
@@ -39,22 +42,32 @@ class Tiles:
 
     Attributes:
         region: what to compute.
-        tile_m: rows of a tile; a power of two.
-        tile_n: its columns; a power of two.
+        tile_m: rows that are worked on at once; a power of two.
+        tile_n: columns that are worked on at once; a power of two.
+        turns: tiles, one below the other, of a program: what is the same for all rows is read and worked out once for them.
+        chained: the kernel may be launched before the one ahead of it has ended (NVIDIA's programmatic dependent launch).
     """
 
     region: Region
     tile_m: int
     tile_n: int
+    turns: int = 1
+    chained: bool = False
+
+    @cached_property
+    def chunks(self) -> int:
+        """Parts of a tile's columns: what is reduced is held whole, so that nothing is read twice."""
+        return -(-self.region.columns // self.tile_n) if any(self.region.level.values()) else 1
 
     @property
     def pieces(self) -> int:
-        """Tiles side by side."""
-        return -(-self.region.columns // self.tile_n)
+        """Programs side by side."""
+        return -(-self.region.columns // (self.chunks * self.tile_n))
 
     @property
     def grid(self) -> int:
-        return -(-self.region.rows // self.tile_m) * self.pieces
+        """Programs."""
+        return -(-self.region.rows // (self.tile_m * self.turns)) * self.pieces
 
     @property
     def arguments(self) -> list[str]:
@@ -70,26 +83,36 @@ def kernel_text(tiles: Tiles, fp8: frozenset[str]) -> str:
         tiles: the region and its tiles.
         fp8: types that the hardware converts (`_module.exact_fp8`).
     """
-    r, text = tiles.region, Text()
-    text.do("block = tl.program_id(0)")
-    across = "block" if tiles.pieces == 1 else f"(block // {tiles.pieces})"
-    text.do(f"rows = {across} * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
-    first = "" if tiles.pieces == 1 else f"(block % {tiles.pieces}) * {tiles.tile_n} + "
-    text.do(f"columns = {first}tl.arange(0, {tiles.tile_n})")
-    row_mask = column_mask = None
-    if r.rows % tiles.tile_m:
-        row_mask = "row_mask"
-        text.do(f"row_mask = rows < {r.rows}")
-    if r.columns % tiles.tile_n:
-        column_mask = "column_mask"
-        text.do(f"column_mask = columns < {r.columns}")
-    tile = Tile("rows", "columns", r.columns, row_mask, column_mask)
-    whole = _Rows(text, tile, tiles, fp8)
-    alone = Emitter(text, replace(tile, column_mask=None), _pointer, fp8)  # stores one value a row
-    values = whole.values(r.roots, r.access)
-    for i, (root, value) in enumerate(zip(r.roots, values, strict=True)):
-        (whole if root in r.across else alone).store(r.stores[i], f"o{i}", value)
-    return f"{IMPORTS}\n{EXTREMES}\n\n@triton.jit\ndef kernel({', '.join(tiles.arguments)}):\n{text}\n"
+    text = Text()
+    if tiles.chained:
+        text.do("gdc_launch_dependents()")
+        text.do("gdc_wait()")
+    r, n = tiles.region, tiles.tile_n
+    text.do("program = tl.program_id(0)")
+    across, aside = (
+        ("program", "") if tiles.pieces == 1 else (f"program // {tiles.pieces}", f"program % {tiles.pieces} * {n} + ")
+    )
+    columns: list[tuple[str, str | None]] = []
+    for i in range(tiles.chunks):
+        text.do(f"columns{i} = {aside}{i * n} + tl.arange(0, {n})")
+        masked = r.columns % n > 0 and i == tiles.chunks - 1
+        if masked:
+            text.do(f"column_mask{i} = columns{i} < {r.columns}")
+        columns.append((f"columns{i}", f"column_mask{i}" if masked else None))
+    turns: list[_Rows] = []
+    for i in range(tiles.turns):
+        text.do(f"rows{i} = ({across} * {tiles.turns} + {i}) * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
+        masked = r.rows % (tiles.turns * tiles.tile_m) > 0
+        if masked:
+            text.do(f"row_mask{i} = rows{i} < {r.rows}")
+        here = [Tile(f"rows{i}", numbers, r.columns, f"row_mask{i}" if masked else None, mask) for numbers, mask in columns]
+        turns.append(_Rows(text, here, tiles, fp8))
+    for turn in turns:
+        turn.load()
+    for turn in turns:
+        turn.write()
+    imports = f"{IMPORTS}{CHAINED if tiles.chained else ''}"
+    return f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({', '.join(tiles.arguments)}):\n{text}\n"
 
 
 def _pointer(leaf: Node) -> str:
@@ -98,42 +121,105 @@ def _pointer(leaf: Node) -> str:
 
 
 class _Rows(Emitter):
-    """An emitter that knows reductions along the columns, and rows of a table picked by index."""
+    """An emitter that knows reductions along the columns, and rows of a table picked by index.
 
-    def __init__(self, text: Text, tile: Tile, tiles: Tiles, fp8: frozenset[str]) -> None:
-        super().__init__(text, tile, _pointer, fp8)
-        self._tiles = tiles
+    A value that varies along the columns is one value for each chunk of them, any other a single one.
+    """
 
-    def _node(self, n: Node, access: Access, done: Mapping[Node, str]) -> str:
-        if isinstance(n.op, Reduce):
-            return self._reduce(n, done[n.src[0]])
+    def __init__(self, text: Text, here: Sequence[Tile], tiles: Tiles, fp8: frozenset[str]) -> None:
+        super().__init__(text, here[0], _pointer, fp8)
+        self._here, self._tiles, self._region = here, tiles, tiles.region
+        self.look_at(self._region.roots)
+        self._done: list[dict[Node, str]] = [{} for _ in here]
+
+    def load(self) -> None:
+        """What is read for these rows, and picked from tables: before the first store, past which no load is moved."""
+        r = self._region
+        rows = set(axes_of((r.access.rows,)))
+        mine = [n for n in r.nodes if isinstance(n.op, (Param, Gather)) and n not in r.tables]
+        self._work_out(toposort(n for n in mine if rows & set(axes_of(r.access.views[n].layout))))
+
+    def write(self) -> None:
+        """Every value, and the stores of the results."""
+        r = self._region
+        self._work_out(r.nodes)
+        for i, (root, store) in enumerate(zip(r.roots, r.stores, strict=True)):
+            if root not in r.across:
+                self._store_by_row(store, f"o{i}", self._done[0][root])
+                continue
+            for tile, values in zip(self._here, self._done, strict=True):
+                self.tile = tile
+                self.store(store, f"o{i}", values[root])
+
+    def _work_out(self, nodes: Sequence[Node]) -> None:
+        for n in nodes:
+            several = self._done if n in self._region.across else self._done[:1]
+            for tile, values in zip(self._here, several, strict=False):
+                if n not in values:
+                    self.tile = tile
+                    values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, self._region.access, values)
+            for values in self._done[1:]:
+                values.setdefault(n, self._done[0][n])
+
+    def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         if isinstance(n.op, Gather):
             return self._pick(n, access, done[n.src[1]])
-        if n in self._tiles.region.tables:
+        if n in self._region.tables:
             return ""  # read where it is picked from
-        return super()._node(n, access, dict(done))
+        return super()._node(n, access, done)
 
-    def _reduce(self, n: Node, value: str) -> str:
+    def _spread(self, access: Access, place: Place) -> tuple[str | None, str | None]:
+        """Also what varies along the columns alone is read as a tile, each thread its own columns: threads would share out a
+        vector, and exchange it through shared memory."""
+        rows, columns = super()._spread(access, place)
+        if rows is None and columns is not None:
+            columns = self.text.call("broadcast_to", columns, f"({self._tiles.tile_m}, {self._tiles.tile_n})")
+        return rows, columns
+
+    def _reduce(self, n: Node) -> str:
+        """Chunk is combined with chunk before lanes and warps meet."""
         assert isinstance(n.op, Reduce)
         t, tiles, dtype = self.text, self._tiles, n.dtype
-        value = t.call("broadcast_to", value, f"({tiles.tile_m}, {tiles.tile_n})")
         adds = n.op.fn in ("add", "mean")
-        if self.tile.column_mask is not None:
+        parts: list[str] = []
+        for tile, values in zip(self._here, self._done, strict=True):
+            value = t.call("broadcast_to", values[n.src[0]], f"({tiles.tile_m}, {tiles.tile_n})")
+            if adds and dtype.is_integer:
+                value = self.cast(value, "uint32" if dtype.kind == "uint" else "int32")
+            if tile.column_mask is not None:
+                if adds:
+                    nothing = "-0.0" if dtype is F32 else "0"
+                else:
+                    worst = dtype.lowest if n.op.fn == "maximum" else dtype.highest
+                    nothing = f"float('{float(worst)}')" if dtype is F32 else str(int(worst))
+                value = self.where(t.v(f"{tile.column_mask}[None, :]"), value, nothing)
+            parts.append(value)
+        most = n.op.fn == "maximum"
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
             if adds:
-                nothing = "-0.0" if dtype is F32 else "0"
+                parts = [t.v(f"{a} + {b}") for a, b in pairs] + parts[len(parts) & ~1 :]
             else:
-                worst = dtype.lowest if n.op.fn == "maximum" else dtype.highest
-                nothing = f"float('{float(worst)}')" if dtype is F32 else str(int(worst))
-            value = self.where(t.v(f"{self.tile.column_mask}[None, :]"), value, nothing)
+                how = [n.op.fn, "tl.PropagateNan.ALL"] if dtype is F32 else [n.op.fn]
+                parts = [t.call(how[0], a, b, *how[1:]) for a, b in pairs] + parts[len(parts) & ~1 :]
         if adds:
-            total = t.call("sum", value, "axis=1", "keep_dims=True")
+            total = t.call("sum", parts[0], "axis=1", "keep_dims=True")
         elif dtype is F32:
-            total = t.call("reduce", value, "1", "highest" if n.op.fn == "maximum" else "lowest", "keep_dims=True")
+            total = t.call("reduce", parts[0], "1", "highest" if most else "lowest", "keep_dims=True")
         else:
-            total = t.call(n.op.fn[:3], value, "axis=1", "keep_dims=True")
+            total = t.call(n.op.fn[:3], parts[0], "axis=1", "keep_dims=True")
         if n.op.fn == "mean":
-            return t.call("div_rn", total, repr(float(tiles.region.columns)))
+            return t.v(f"{total} * {1 / self._region.columns!r}")
         return total if dtype is F32 else self.cast(total, in_registers(dtype))
+
+    def _store_by_row(self, access: Access, pointer: str, value: str) -> None:
+        """A result with one value a row."""
+        if access.root.dtype is PRED:
+            value = self.cast(value, "uint8")
+        rows, _ = self._spread(access, access.of_result())
+        mask = self._mask(access, rows=True, columns=False)
+        at = rows if rows is not None else self.along(f"{self.tile.rows} * 0", 0)
+        self.text.do(f"tl.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
 
     def _pick(self, n: Node, access: Access, index: str) -> str:
         """One row of the table for each index; out of range, the program ends as torch's own lookup does on a GPU."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -24,6 +25,7 @@ from tilewright.candidates.triton._module import (
 from tilewright.candidates.triton._rows import Tiles, kernel_text
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
+from tilewright.ir.ops import Param
 from tilewright.ir.region import Region, region_of_rows
 from tilewright.schedule.candidate import GPU, Kernel
 from tilewright.schedule.problem import ProblemKind, RegionProblem
@@ -31,7 +33,11 @@ from tilewright.schedule.schedule import Schedule
 
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
 PIECE = 1024  # columns of a tile where nothing is reduced
-ELEMENTS = 16  # of a thread: enough loads in flight, few enough registers
+VECTOR_BYTES = 16  # that a thread reads or writes at once
+ELEMENTS = 24  # of a thread: enough loads in flight, few enough registers
+WARPS = (1, 2, 4, 8, 16)
+SHARES = (1 / 4, 1 / 2, *WARPS)  # of a row's chunk, in warps
+TURNS = (1, 2)  # tiles of a program
 PROGRAMS = 4  # of an SM, so that one loads while others compute
 POINTS = 12
 
@@ -69,24 +75,13 @@ class TritonRows:
     def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
         region, arch = _region(problem), arch_of(target)
         assert isinstance(region, Region) and arch is not None
-        reduces = any(region.level.values())
-        tile_n = _power(region.columns if reduces else min(region.columns, PIECE))
-        rows = [m for m in (1, 2, 4, 8, 16, 32, 64, 128) if m <= _power(region.rows)]
-
-        def distance(point: tuple[int, int]) -> float:
-            """How far a point is from what keeps memory busy: elements of a thread, programs for every SM."""
-            tile_m, warps = point
-            elements = tile_m * tile_n / (warps * arch.warp)
-            programs = Tiles(region, tile_m, tile_n).grid / (PROGRAMS * max(target.cores, 1))
-            return abs(math.log2(elements / ELEMENTS)) + max(0.0, -math.log2(programs)) + abs(math.log2(warps / 4)) / 4
-
-        points = sorted(product(rows, (1, 2, 4, 8, 16)), key=distance)
-        return tuple(Schedule.of(tile_m=m, tile_n=tile_n, num_warps=w) for m, w in points[:POINTS])
+        found = sorted(_points(region, arch, max(target.cores, 1)), key=lambda p: p.distance)
+        return tuple(dict.fromkeys(p.schedule for p in found))[:POINTS]
 
     def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
         region, arch = _region(problem), arch_of(target)
         assert isinstance(region, Region) and arch is not None
-        tiles = Tiles(region, int(schedule["tile_m"]), int(schedule["tile_n"]))
+        tiles = _tiles(region, schedule, arch)
         kernel = machine_code(tiles, problem, arch, num_warps=int(schedule["num_warps"]))
         found = needs(kernel)
         launch = launcher(kernel, (tiles.grid,), target.index)
@@ -106,8 +101,63 @@ def machine_code(tiles: Tiles, problem: RegionProblem, arch: Arch, *, num_warps:
     types = [problem.types[i] for i in region.sources] + list(problem.outputs)
     signature = {name: pointer_type(t.dtype) for name, t in zip(tiles.arguments, types, strict=True)}
     text = kernel_text(tiles, exact_fp8(arch))
-    checks = {"debug": True, "sanitize_overflow": False} if region.tables else {}
-    return compiled(module(text).kernel, signature, arch, num_warps=num_warps, enable_fp_fusion=False, **checks)
+    options = {"debug": True, "sanitize_overflow": False} if region.tables else {}
+    if tiles.chained:
+        options["launch_pdl"] = True
+    return compiled(module(text).kernel, signature, arch, num_warps=num_warps, **options)
+
+
+def _tiles(region: Region, schedule: Schedule, arch: Arch) -> Tiles:
+    """What a schedule stands for."""
+    return Tiles(
+        region,
+        int(schedule["tile_m"]),
+        int(schedule["tile_n"]),
+        int(schedule["turns"]),
+        chained=arch.capability == 90,
+    )
+
+
+@dataclass(frozen=True)
+class _Point:
+    """A point of the space.
+
+    Attributes:
+        schedule: its knobs.
+        distance: how far it is from what keeps memory busy.
+    """
+
+    schedule: Schedule
+    distance: float
+
+
+def _points(region: Region, arch: Arch, cores: int) -> Iterator[_Point]:
+    """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row: if it were more, narrow results
+    would be exchanged through shared memory. A warp, or several, take a row, or several."""
+    along = [n for n in region.nodes if n in region.across and (isinstance(n.op, Param) or n in region.roots)]
+    vector = max(1, VECTOR_BYTES // max(n.dtype.size_bytes(1) for n in along)) if along else 1
+    reduces = any(region.level.values())
+    columns = _power(region.columns if reduces else min(region.columns, PIECE))
+    for num_warps, share in product(WARPS, SHARES):
+        tile_n = min(columns, int(vector * arch.warp * share))
+        tile_m = vector * arch.warp * num_warps // tile_n
+        if share > num_warps or tile_m > _power(region.rows):
+            continue
+        for turns in TURNS if tile_m < region.rows else (1,):
+            knobs = Schedule.of(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, turns=turns)
+            tiles = _tiles(region, knobs, arch)
+            elements = tile_m * tile_n * tiles.chunks / (num_warps * arch.warp)
+            waste = tiles.pieces * tiles.chunks * tile_n / region.columns
+            idle = max(0.0, -math.log2(tiles.grid / (PROGRAMS * cores)))
+            yield _Point(
+                knobs,
+                4 * math.log2(waste)
+                + abs(math.log2(elements / ELEMENTS))
+                + idle
+                + abs(math.log2(num_warps / 4)) / 4
+                + reduces * abs(math.log2(share)) / 4
+                + (turns > 1) / 8,
+            )
 
 
 def _power(n: int) -> int:
