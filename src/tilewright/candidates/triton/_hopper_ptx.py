@@ -159,3 +159,11 @@ def rewriting(*rewrites: Rewrite) -> Generator[None]:
     with _LOCK, knobs.runtime.scope():
         knobs.runtime.add_stages_inspection_hook = hook  # pyright: ignore[reportAttributeAccessIssue]
         yield
+
+
+def clustered(ptx: str, size: int) -> str:
+    """Blocks in clusters of so many, which the kernel itself makes use of."""
+    ptx, headers = re.subn(r"(?m)^(\.reqntid .*)$", rf"\1\n.explicitcluster\n.reqnctapercluster {size}, 1, 1", ptx)
+    if headers != 1:
+        raise UnexpectedPtx("the kernel does not begin as it did")
+    return ptx

@@ -1,0 +1,272 @@
+"""PTX of `hopper_w4`: codes made halves in registers, products with the other operand, and what a cluster's blocks say to each
+other. Every statement is for one thread, or for the warps it names."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.candidates.triton._w4_pack import MAGIC, bias, places
+from tilewright.dtype import BF16, F32, DType
+
+STEPS = 4  # of 16 columns in a block of 64
+def _bits(value: float, operand: DType) -> int:
+    """Two equal numbers as a word."""
+    import torch
+
+    raw = torch.tensor([value], dtype=operand.to_torch()).view(torch.int16).item()
+    return (int(raw) & 0xFFFF) * 0x10001
+
+
+@dataclass(frozen=True)
+class Asm:
+    """An inline statement: its text with numbered operands, and their constraints."""
+
+    text: str
+    constraints: str
+
+
+@dataclass(frozen=True)
+class Product:
+    """What one statement multiplies: `tiles` of 16 rows by 64 columns (of one warp) by `columns` of the other operand.
+
+    Attributes:
+        operand: f16 or bf16.
+        kind: of the codes.
+        scales: type of the scales.
+        sub: codes along K for which a scale stands, 32 or 64.
+        zeros: there are zero points.
+        rounded: codes are scaled before they are multiplied; else sums are scaled.
+        tiles: of one warp, one with `wide`.
+        columns: of the other operand, a multiple of 8.
+        wide: by `wgmma`, the other operand read from shared memory by four warps together.
+    """
+
+    operand: DType
+    kind: DType
+    scales: DType
+    sub: int
+    zeros: bool
+    rounded: bool
+    tiles: int
+    columns: int
+    wide: bool
+
+    @property
+    def words(self) -> int:
+        """Of codes, of a tile and lane."""
+        return STEPS * self.kind.bits // 4
+
+    @property
+    def subs(self) -> int:
+        """Scales along K."""
+        return 64 // self.sub
+
+    @property
+    def scale_words(self) -> int:
+        """For a tile and lane."""
+        return self.subs * (2 if self.scales is F32 else 1)
+
+    @property
+    def sums(self) -> int:
+        """Registers of a tile's sums."""
+        return self.columns // 2
+
+    def asm(self) -> Asm:
+        """Operands: sums out; codes, scales, zeros, sums in; then 8 words of the other operand for each 8 columns, or what
+        describes it in shared memory."""
+        return _Writer(self).write()
+
+
+class _Writer:
+    def __init__(self, product: Product) -> None:
+        p = self.p = product
+        self.lines: list[str] = []
+        total = p.tiles * p.sums
+        self.codes = total
+        self.scale_at = self.codes + p.tiles * p.words
+        self.zero_at = self.scale_at + p.tiles * p.scale_words
+        self.sums_in = self.zero_at + (p.tiles * p.subs if p.zeros else 0)
+        self.other = self.sums_in + total
+        self.kind = "bf16" if p.operand is BF16 else "f16"
+
+    def do(self, line: str) -> None:
+        self.lines.append(line)
+
+    def write(self) -> Asm:
+        p, total = self.p, self.p.tiles * self.p.sums
+        self.do("{")
+        self.do(f".reg .b32 u, v, a<{p.tiles * STEPS * 4}>, c<{4 * p.tiles * p.subs}>, m<{2 * p.tiles * p.subs}>;")
+        self.do(f".reg .f32 d<{total}>, s<{2 * p.tiles * p.subs}>, z; .reg .b16 h0, h1; .reg .pred q; .reg .b64 e;")
+        self.do("mov.f32 z, 0f00000000;")
+        for tile in range(p.tiles):
+            for sub in range(p.subs):
+                self._scale(tile, sub)
+                self._zero(tile, sub)
+        if p.rounded:
+            for i in range(total):
+                self.do(f"mov.f32 d{i}, ${self.sums_in + i};")
+        if p.wide:
+            self._wide()
+        else:
+            self._narrow()
+        for i in range(total):
+            if p.rounded:
+                self.do(f"mov.f32 ${i}, d{i};")
+        self.do("}")
+        ins = ["r"] * (self.sums_in - total) + ["f"] * total + (["l"] if p.wide else ["r"] * p.columns)
+        return Asm("\n".join(self.lines), ",".join([*["=&f"] * total, *ins]))
+
+    def _sub_of(self, step: int) -> int:
+        return step * 16 // self.p.sub
+
+    def _scale(self, tile: int, sub: int) -> None:
+        """s: of both rows, as f32; or m: each twice in a word."""
+        p, i = self.p, tile * self.p.subs + sub
+        if p.scales is F32:
+            for h in (0, 1):
+                self.do(f"mov.b32 s{2 * i + h}, ${self.scale_at + 2 * i + h};")
+            return
+        word = f"${self.scale_at + i}"
+        if p.rounded:
+            self.do(f"prmt.b32 m{2 * i}, {word}, {word}, 0x1010; prmt.b32 m{2 * i + 1}, {word}, {word}, 0x3232;")
+        elif p.scales is BF16:
+            self.do(f"shl.b32 u, {word}, 16; mov.b32 s{2 * i}, u; and.b32 u, {word}, 0xffff0000; mov.b32 s{2 * i + 1}, u;")
+        else:
+            self.do(f"mov.b32 {{h0, h1}}, {word}; cvt.f32.f16 s{2 * i}, h0; cvt.f32.f16 s{2 * i + 1}, h1;")
+
+    def _zero(self, tile: int, sub: int) -> None:
+        """c: what is subtracted from codes of both rows."""
+        p, i = self.p, tile * self.p.subs + sub
+        if p.zeros:
+            word = f"${self.zero_at + i}"
+            self.do(f"prmt.b32 c{2 * i}, {word}, {word}, 0x1010; prmt.b32 c{2 * i + 1}, {word}, {word}, 0x3232;")
+        elif not (p.kind.bits == 8 and p.operand is BF16):
+            for h in (0, 1):
+                value = MAGIC[p.kind.bits, p.operand.name][h] + bias(p.kind, p.operand)
+                self.do(f"mov.b32 c{2 * i + h}, 0x{_bits(value, p.operand):08x};")
+
+    def _convert(self, tile: int, step: int) -> None:
+        """a: the fragment of a step; its registers are rows g and g + 8 of the left half, then of the right one."""
+        p, first = self.p, tile * STEPS * 4 + step * 4
+        exponent = [_bits(m, p.operand) for m in MAGIC[p.kind.bits, p.operand.name]]
+        for kk in (0, 1):
+            word = f"${self.codes + tile * p.words + (step if p.kind.bits == 4 else 2 * step + kk)}"
+            for h, half, bit in places(p.kind.bits, p.operand):
+                if p.kind.bits == 4 and half != kk:
+                    continue
+                a = f"a{first + 2 * kk + h}"
+                if p.kind.bits == 8:
+                    self._byte(a, word, h, exponent[h])
+                elif p.operand is BF16:
+                    if bit:
+                        self.do(f"shr.b32 u, {word}, {bit};")
+                    self.do(f"lop3.b32 {a}, {'u' if bit else word}, 0x000f000f, 0x{exponent[h]:08x}, 0xea;")
+                else:
+                    if kk and h == 0:
+                        self.do(f"shf.r.wrap.b32 u, {word}, {word}, 8;")
+                    mask = 0x00010001 * (15 << bit - 8 * kk)
+                    self.do(f"lop3.b32 {a}, {'u' if kk else word}, 0x{mask:08x}, 0x{exponent[h]:08x}, 0xea;")
+        i = tile * p.subs + self._sub_of(step)
+        for r in range(4):
+            a = f"a{first + r}"
+            if not (p.kind.bits == 8 and p.operand is BF16):
+                self.do(f"sub.rn.{self.kind}x2 {a}, {a}, c{2 * i + r % 2};")
+            if p.rounded:
+                self.do(f"mul.rn.{self.kind}x2 {a}, {a}, m{2 * i + r % 2};")
+
+    def _byte(self, a: str, word: str, h: int, exponent: int) -> None:
+        """Two bytes of a word, eight bits apart from those of the other row."""
+        if self.p.operand is not BF16:
+            self.do(f"prmt.b32 {a}, {word}, 0x64646464, {'0x4341' if h else '0x4240'};")
+            return
+        source = word
+        if h:
+            self.do(f"shr.b32 u, {word}, 8;")
+            source = "u"
+        # Seven bits as 128 + code, and what is to be subtracted by the sign: 128, or 256 of a negative code.
+        self.do(f"lop3.b32 {a}, {source}, 0x007f007f, 0x{exponent:08x}, 0xea;")
+        self.do(f"lop3.b32 v, {source}, 0x00800080, 0x{exponent:08x}, 0xea;")
+        self.do(f"sub.rn.bf16x2 {a}, {a}, v;")
+
+    def _scaled(self, sub: int) -> None:
+        """Sums of a group's products join the others."""
+        p, total = self.p, self.p.tiles * self.p.sums
+        if p.rounded:
+            return
+        for i in range(total):
+            before = f"${self.sums_in + i}" if sub == 0 else f"${i}"
+            scale = f"s{2 * (i // p.sums * p.subs + sub) + i % 4 // 2}"
+            self.do(f"fma.rn.f32 ${i}, d{i}, {scale}, {before};")
+
+    def _narrow(self) -> None:
+        p = self.p
+        blocks = p.columns // 8
+        for step in range(STEPS):
+            for tile in range(p.tiles):
+                self._convert(tile, step)
+            fresh = not p.rounded and step % (STEPS // p.subs) == 0
+            for tile in range(p.tiles):
+                a = ",".join(f"a{tile * STEPS * 4 + step * 4 + r}" for r in range(4))
+                for j in range(blocks):
+                    d = ",".join(f"d{(tile * blocks + j) * 4 + e}" for e in range(4))
+                    x = f"${self.other + 8 * j + 2 * step},${self.other + 8 * j + 2 * step + 1}"
+                    before = "z,z,z,z" if fresh else d
+                    kinds = f"f32.{self.kind}.{self.kind}.f32"
+                    self.do(f"mma.sync.aligned.m16n8k16.row.col.{kinds} {{{d}}}, {{{a}}}, {{{x}}}, {{{before}}};")
+            if (step + 1) % (STEPS // p.subs) == 0:
+                self._scaled(step // (STEPS // p.subs))
+
+    def _wide(self) -> None:
+        p, each = self.p, STEPS // self.p.subs
+        d = ",".join(f"d{i}" for i in range(p.sums))
+        for step in range(STEPS):
+            self._convert(0, step)
+        for sub in range(p.subs):
+            self.do("wgmma.fence.sync.aligned;")
+            for step in range(sub * each, (sub + 1) * each):
+                fresh = not p.rounded and step == sub * each
+                self.do(f"setp.ne.b32 q, {0 if fresh else 1}, 0; add.s64 e, ${self.other}, {2 * step};")
+                a = ",".join(f"a{4 * step + r}" for r in range(4))
+                kinds = f"f32.{self.kind}.{self.kind}"
+                self.do(f"wgmma.mma_async.sync.aligned.m64n{p.columns}k16.{kinds} {{{d}}}, {{{a}}}, e, q, 1, 1, 0;")
+            self.do("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
+            self._scaled(sub)
+
+
+def do(line: str, constraints: Sequence[str]) -> Asm:
+    """A statement for its side effect; $0 is nobody's."""
+    return Asm(f"{line} mov.b32 $0, 0;", ",".join(["=r", *constraints]))
+
+
+LOAD_16 = Asm("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l")
+FRAGMENTS = Asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r")
+READ_16 = Asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "=f,=f,=f,=f,r")
+READ_4 = Asm("ld.shared.f32 $0, [$1];", "=f,r")
+BASE = Asm("mov.u32 $0, global_smem; // $1", "=r,r")
+# Of 16 bytes: whether at all, and how many are read; the others become zero.
+COPY = do("{ .reg .pred q; setp.ne.b32 q, $3, 0; @q cp.async.cg.shared.global [$1], [$2], 16, $4; }", "rlrr")
+COPIED = do("cp.async.wait_all; // $1\n", "r")
+WRITE_16 = do("st.shared.v4.f32 [$1], {$2,$3,$4,$5};", "rffff")
+# Loads stay on their side of it, where ptxas would move them all to where their words are used.
+IN_STEP = do("bar.warp.sync 0xffffffff; // $1\n", "r")
+THREAD = Asm("mov.u32 $0, %tid.x; // $1", "=r,r")
+MEET = do("bar.sync 0; // $1\n", "r")
+FENCE = do("fence.proxy.async.shared::cta; // $1\n", "r")
+AFTER = do("griddepcontrol.wait; // $1\n", "r")
+NEXT = do("griddepcontrol.launch_dependents; // $1\n", "r")
+# A barrier of the cluster: one arrival and as many bytes as come from all of its blocks.
+BARRIER = do(
+    "{ .reg .pred q; setp.ne.b32 q, $2, 0; @q mbarrier.init.shared.b64 [$1], 1; fence.mbarrier_init.release.cluster; "
+    "@q mbarrier.arrive.expect_tx.shared.b64 _, [$1], $3; }",
+    "rrr" + "r",
+)
+ARRIVE = do("barrier.cluster.arrive.relaxed.aligned; // $1\n", "r")
+ARRIVED = do("barrier.cluster.wait.aligned; // $1\n", "r")
+SEND = do(
+    "{ .reg .pred q; .reg .b32 r, m; setp.ne.b32 q, $3, 0; mapa.shared::cluster.u32 r, $1, $2; "
+    "mapa.shared::cluster.u32 m, $8, $2; "
+    "@q st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [r], {$4,$5,$6,$7}, [m]; }",
+    "rrrffffr",
+)
+COME = do("{ .reg .pred q; L: mbarrier.try_wait.parity.shared.b64 q, [$1], 0; @!q bra L; }", "r")

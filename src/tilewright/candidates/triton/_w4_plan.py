@@ -1,0 +1,146 @@
+"""What a gemm with constant weights of few bits asks, in the terms of `hopper_w4`: its right operand becomes the left one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from tilewright.candidates.triton._emit import check
+from tilewright.candidates.triton._w4_pack import BLOCK
+from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Dequantize, Param, Transpose
+from tilewright.schedule.problem import Problem
+
+SMALLEST_GROUP = 32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The operand of few bits.
+
+    Attributes:
+        codes, scale, zero: numbers of the sources; no zero point is None.
+        kind: of the codes.
+        scales: type of the scales.
+        group: codes along K that share a scale: 32, or a multiple of 64; all of K where a row has one scale.
+        rounded: a weight is rounded to the other operand's type once it is scaled.
+        along: the codes' last axis is K.
+    """
+
+    codes: int
+    scale: int
+    zero: int | None
+    kind: DType
+    scales: DType
+    group: int
+    rounded: bool
+    along: bool
+
+    @property
+    def sub(self) -> int:
+        """Codes along K for which a packed scale stands."""
+        return math.gcd(self.group, BLOCK)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows x outs over K.
+
+    Attributes:
+        rows, outs, K: extents; rows are those of the left operand, batch axes and all.
+        x: number of the left operand's source; operand: its type.
+        weights: the right operand.
+        stores: where the results go.
+    """
+
+    rows: int
+    outs: int
+    K: int
+    x: int
+    operand: DType
+    weights: Weights
+    stores: tuple[Access, ...]
+
+
+@lru_cache(maxsize=4096)
+def plan_of(problem: Problem) -> Plan | str:
+    """The plan, or the sentence why there is none."""
+    try:
+        return _planned(problem)
+    except Unsupported as why:
+        return str(why)
+
+
+def _planned(problem: Problem) -> Plan:
+    operand = problem.op.lhs.dtype
+    if operand not in (F16, BF16) or problem.acc.dtype is not F32:
+        raise Unsupported("the left operand of codes is f16 or bf16, added up in f32")
+    weights = _weights(problem, operand)
+    rows = problem.batch * problem.M
+    if not rows * problem.N * problem.K:
+        raise Unsupported("the result is empty or a sum of nothing")
+    check(problem.op.stores)
+    return Plan(rows, problem.N, problem.K, _dense(problem, rows), operand, weights, tuple(map(of_store, problem.op.stores)))
+
+
+def _weights(problem: Problem, operand: DType) -> Weights:
+    root = problem.op.rhs
+    along = isinstance(root.op, Transpose) and problem.rhs.dequantize is root.src[0]
+    found = root.src[0] if along else root
+    op = found.op
+    if not isinstance(op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in (4, 8):
+        raise Unsupported("the right operand is not codes of 4 or 8 bits with scales")
+    if len(found.shape) != 2 or not all(isinstance(s.op, Param) for s in found.src):
+        raise Unsupported("the weights are not one matrix, as it is or transposed")
+    numbers = [s.op.index for s in found.src if isinstance(s.op, Param)]
+    if not all(problem.weights[i] for i in numbers):
+        raise Unsupported("the weights are not constant")
+    kind, scale = found.src[0].dtype, found.src[1]
+    group = _group(found, scale, along=along)
+    if problem.K % BLOCK or group % SMALLEST_GROUP or (group % BLOCK and group != SMALLEST_GROUP):
+        raise Unsupported("K is no multiple of 64, or a scale stands for other than 32 or a multiple of 64 codes along K")
+    if found.dtype not in (operand, F32) or scale.dtype not in (F16, BF16, F32):
+        raise Unsupported(f"weights made {found.dtype} by scales of {scale.dtype} do not meet {operand}")
+    rounded = found.dtype is operand
+    if rounded and scale.dtype is not operand:
+        raise Unsupported(f"weights rounded to {operand} have scales of {scale.dtype}")
+    zero = len(found.src) == 3
+    if kind.bits == 8 and operand is BF16 and (zero or kind.kind == "uint"):
+        raise Unsupported("bf16 does not hold the difference of an 8-bit code and a zero point")
+    return Weights(numbers[0], numbers[1], numbers[2] if zero else None, kind, scale.dtype, group, rounded, along)
+
+
+def _group(found: Node, scale: Node, *, along: bool) -> int:
+    """Codes along K that share a scale.
+
+    Raises:
+        Unsupported: scales are given otherwise than by groups of a row.
+    """
+    op = found.op
+    assert isinstance(op, Dequantize)
+    k, outs = found.shape[::-1] if along else found.shape
+    if op.block is not None:
+        group, rows = op.block[::-1] if along else op.block
+        if rows == 1:
+            return min(group, k)
+    elif scale.shape == ((outs, 1) if along else (1, outs)):
+        return k
+    raise Unsupported("scales are not given for groups along K or for whole rows")
+
+
+def _dense(problem: Problem, rows: int) -> int:
+    """The source that the left operand is, as it lies in memory."""
+    root = problem.op.lhs
+    access = of_operand(root, columns_last=True)
+    leaf = problem.lhs.source
+    if leaf is None or not problem.lhs.plain:
+        raise Unsupported("the left operand is not stored as it is multiplied")
+    place = access.of_leaf(next(n for n in toposort((root,)) if isinstance(n.op, Param)))
+    down = [(t.extent, t.inner, t.stride) for t in place.rows]
+    across = [(t.extent, t.inner, t.stride) for t in place.columns]
+    if place.offset or across != [(problem.K, 1, 1)] or (rows > 1 and down != [(rows, 1, problem.K)]):
+        raise Unsupported("the left operand's rows do not follow one another in memory")
+    return leaf

@@ -1,0 +1,113 @@
+"""Gemms with constant weights of 4 or 8 bits on Hopper: codes are read as they are stored and made halves in registers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+
+from tilewright.candidates.triton import _module as module
+from tilewright.candidates.triton._call import caller
+from tilewright.candidates.triton._casts import pointer_type
+from tilewright.candidates.triton._hopper_ptx import clustered, rewriting
+from tilewright.candidates.triton._w4_pack import packed_weights
+from tilewright.candidates.triton._w4_plan import Plan, plan_of
+from tilewright.candidates.triton._w4_space import point_of, points, schedule_of, work
+from tilewright.candidates.triton._w4_text import Form, Point, Writer
+from tilewright.dtype import DType
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.cost import Work
+from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.schedule import Schedule
+
+
+class HopperW4:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "hopper_w4"
+    kinds = frozenset[ProblemKind]({"gemm"})
+    preference = 3
+
+    def refuse(self, problem: Problem, target: Target) -> str | None:
+        if target.kind != "cuda" or "sm_90" not in target.features:
+            return "clusters, wgmma and dependent launches as they are used here are Hopper's (sm_90)"
+        if not module.installed():
+            return module.INSTALL
+        plan = plan_of(problem)
+        if isinstance(plan, str):
+            return plan
+        return None if points(plan, target) else "no kernel of few rows fits"
+
+    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+        return (schedule_of(p) for p in points(_plan(problem), target))
+
+    def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
+        return work(problem, Form(_plan(problem), point_of(schedule)), target)
+
+    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+        plan = _plan(problem)
+        form = Form(plan, point_of(schedule))
+        kernel, names = compiled(form, tuple(t.dtype for t in problem.types))
+        needs = module.needs(kernel)
+        sides = [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
+        w, count = plan.weights, len(problem.types)
+        sources = [w.codes, w.scale, *([] if w.zero is None else [w.zero])]
+        read = [plan.x, *range(count, count + len(sources)), *sides]  # packed ones are numbered after the problem's own
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            packed = packed_weights([weights[i] for i in sources], w, plan.operand)
+            constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
+            launch = module.launcher(kernel, (form.grid,), target.index)
+            return caller(read, problem.outputs, launch, constant, target)
+
+        return Kernel(
+            self.name,
+            schedule,
+            prepare,
+            packed_bytes=form.packed_bytes,
+            unread=frozenset(sources) - frozenset(sides),
+            registers=needs.registers,
+            spills=needs.spills,
+            shared_bytes=needs.shared_bytes,
+        )
+
+
+def _plan(problem: Problem) -> Plan:
+    plan = plan_of(problem)
+    assert isinstance(plan, Plan)
+    return plan
+
+
+def compiled(form: Form, types: tuple[DType, ...]) -> tuple[Any, tuple[str, ...]]:
+    """A form's machine code and its arguments' names; `types` are those of the gemm's sources."""
+    writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
+    text = writer.write()
+    kinds: list[tuple[str, str]] = []
+    for name in writer.arguments:
+        if name[1:].isdigit():
+            at = int(name[1:])
+            kinds.append((name, pointer_type(types[at] if name[0] == "p" else form.plan.stores[at].root.dtype)))
+        else:
+            kinds.append((name, pointer_type(form.plan.operand) if name == "x" else "*i32"))
+    return _machine_code(text, tuple(kinds), form.point), tuple(writer.arguments)
+
+
+@lru_cache(maxsize=512)
+def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], point: Point) -> Any:
+    """Triton's compiled kernel of a text."""
+    with rewriting(*([partial(clustered, size=point.cluster)] if point.cluster > 1 else [])):
+        return module.compiled(
+            module.module(text).gemm,
+            dict(kinds),
+            module.Arch("cuda", 90, 32),
+            num_warps=point.warps,
+            launch_pdl=True,
+            maxnreg=point.registers,
+            enable_fp_fusion=False,
+        )
+
+
+CANDIDATE = HopperW4()
