@@ -1,7 +1,7 @@
-"""A machine that runs the text of `hopper_w4`'s kernels: Gluon as arithmetic on arrays, one element a thread, and the PTX in it.
+"""A machine that runs the text of `hopper_w4`'s kernels: Gluon as arithmetic on arrays, an element a thread, and its PTX.
 
-Every instruction the text uses is done as the PTX ISA says, products with exact sums rounded once. Threads of a block go in step,
-blocks of a cluster in Python threads that meet where the text says so.
+Every instruction of the text is done as the PTX ISA says, products with exact sums rounded once. Threads of a block go in
+step, blocks of a cluster in Python threads that meet where the text says so.
 """
 
 import re
@@ -63,7 +63,7 @@ class Language:
         bf16 = lambda x: torch.from_numpy(np.asarray(x, np.float32)).to(torch.bfloat16).view(torch.int16).numpy().view(Values)  # noqa: E731
         self.bfloat16 = bf16
 
-    def BlockedLayout(self, *_):  # noqa: N802
+    def BlockedLayout(self, *_):
         return None
 
     SwizzledSharedLayout = SliceLayout = BlockedLayout
@@ -285,6 +285,12 @@ class Instruction:
         a, b, c = (self.get(x, np.float32).astype(np.float64) for x in o[1:])
         self.put(o[0], (a * b + c).astype(np.float32))
 
+    def power(self, name, o, keep):
+        self.put(o[0], np.exp2(self.get(o[1], np.float32)))
+
+    def reciprocal(self, name, o, keep):
+        self.put(o[0], (1 / self.get(o[1], np.float32)).astype(np.float32))
+
     def setp(self, name, o, keep):
         a, b = self.get(o[1]), self.get(o[2])
         self.put(o[0], a != b if ".ne" in name else a == b)
@@ -396,7 +402,9 @@ class Instruction:
         for warp in range(a.shape[0]):
             of = described[warp * 32 : warp * 32 + 32]
             of_group = described[warp // 4 * 128 : warp // 4 * 128 + 128]
-            assert (of_group == of[0]).all() and of[0] >> np.uint64(62) == 1 and (of[0] >> np.uint64(32)) & np.uint64(0x3FFF) == 64
+            assert (
+                (of_group == of[0]).all() and of[0] >> np.uint64(62) == 1 and (of[0] >> np.uint64(32)) & np.uint64(0x3FFF) == 64
+            )
             start = int(of[0] & np.uint64(0x3FFF)) * 16
             n, k = np.meshgrid(np.arange(columns), np.arange(16), indexing="ij")
             at = start + n * 128 + k * 2
@@ -414,5 +422,5 @@ class Instruction:
         ("st.async", st_async), ("mma.sync", mma), ("wgmma.mma_async", wgmma), ("wgmma.", nothing), ("bar.", nothing),
         ("barrier.cluster.wait", meet), ("barrier.cluster.arrive", nothing), ("mbarrier.try_wait", come),
         ("mbarrier.init", nothing), ("mbarrier.arrive.expect_tx", expect), ("fence.", nothing), ("griddepcontrol", nothing),
-        ("bra", nothing),
+        ("bra", nothing), ("ex2.approx", power), ("rcp.approx", reciprocal),
     )  # fmt: skip

@@ -10,6 +10,8 @@ from tilewright.candidates.triton._w4_pack import MAGIC, bias, places
 from tilewright.dtype import BF16, F32, DType
 
 STEPS = 4  # of 16 columns in a block of 64
+
+
 def _bits(value: float, operand: DType) -> int:
     """Two equal numbers as a word."""
     import torch
@@ -28,7 +30,7 @@ class Asm:
 
 @dataclass(frozen=True)
 class Product:
-    """What one statement multiplies: `tiles` of 16 rows by 64 columns (of one warp) by `columns` of the other operand.
+    """What one statement multiplies: of each warp 16 rows by 64 columns (K) of codes, by `columns` of the other operand.
 
     Attributes:
         operand: f16 or bf16.
@@ -37,7 +39,6 @@ class Product:
         sub: codes along K for which a scale stands, 32 or 64.
         zeros: there are zero points.
         rounded: codes are scaled before they are multiplied; else sums are scaled.
-        tiles: of one warp, one with `wide`.
         columns: of the other operand, a multiple of 8.
         wide: by `wgmma`, the other operand read from shared memory by four warps together.
     """
@@ -48,13 +49,12 @@ class Product:
     sub: int
     zeros: bool
     rounded: bool
-    tiles: int
     columns: int
     wide: bool
 
     @property
     def words(self) -> int:
-        """Of codes, of a tile and lane."""
+        """Of codes that a lane holds."""
         return STEPS * self.kind.bits // 4
 
     @property
@@ -64,12 +64,12 @@ class Product:
 
     @property
     def scale_words(self) -> int:
-        """For a tile and lane."""
+        """That a lane holds."""
         return self.subs * (2 if self.scales is F32 else 1)
 
     @property
     def sums(self) -> int:
-        """Registers of a tile's sums."""
+        """That a lane holds."""
         return self.columns // 2
 
     def asm(self) -> Asm:
@@ -82,47 +82,43 @@ class _Writer:
     def __init__(self, product: Product) -> None:
         p = self.p = product
         self.lines: list[str] = []
-        total = p.tiles * p.sums
-        self.codes = total
-        self.scale_at = self.codes + p.tiles * p.words
-        self.zero_at = self.scale_at + p.tiles * p.scale_words
-        self.sums_in = self.zero_at + (p.tiles * p.subs if p.zeros else 0)
-        self.other = self.sums_in + total
+        self.codes = p.sums
+        self.scale_at = self.codes + p.words
+        self.zero_at = self.scale_at + p.scale_words
+        self.sums_in = self.zero_at + (p.subs if p.zeros else 0)
+        self.other = self.sums_in + p.sums
         self.kind = "bf16" if p.operand is BF16 else "f16"
+        self.as_they_are = p.kind.bits == 8 and p.operand is BF16  # codes, once they are floats
 
     def do(self, line: str) -> None:
         self.lines.append(line)
 
     def write(self) -> Asm:
-        p, total = self.p, self.p.tiles * self.p.sums
+        p = self.p
         self.do("{")
-        self.do(f".reg .b32 u, v, a<{p.tiles * STEPS * 4}>, c<{4 * p.tiles * p.subs}>, m<{2 * p.tiles * p.subs}>;")
-        self.do(f".reg .f32 d<{total}>, s<{2 * p.tiles * p.subs}>, z; .reg .b16 h0, h1; .reg .pred q; .reg .b64 e;")
+        self.do(f".reg .b32 u, v, a<{STEPS * 4}>, c<{2 * p.subs}>, m<{2 * p.subs}>; .reg .f32 d<{p.sums}>, s<{2 * p.subs}>, z;")
+        self.do(".reg .b16 h0, h1; .reg .pred q; .reg .b64 e;")
         self.do("mov.f32 z, 0f00000000;")
-        for tile in range(p.tiles):
-            for sub in range(p.subs):
-                self._scale(tile, sub)
-                self._zero(tile, sub)
+        for sub in range(p.subs):
+            self._scale(sub)
+            self._zero(sub)
         if p.rounded:
-            for i in range(total):
+            for i in range(p.sums):
                 self.do(f"mov.f32 d{i}, ${self.sums_in + i};")
         if p.wide:
             self._wide()
         else:
             self._narrow()
-        for i in range(total):
-            if p.rounded:
+        if p.rounded:
+            for i in range(p.sums):
                 self.do(f"mov.f32 ${i}, d{i};")
         self.do("}")
-        ins = ["r"] * (self.sums_in - total) + ["f"] * total + (["l"] if p.wide else ["r"] * p.columns)
-        return Asm("\n".join(self.lines), ",".join([*["=&f"] * total, *ins]))
+        given = ["r"] * (self.sums_in - p.sums) + ["f"] * p.sums + (["l"] if p.wide else ["r"] * p.columns)
+        return Asm("\n".join(self.lines), ",".join([*["=&f"] * p.sums, *given]))
 
-    def _sub_of(self, step: int) -> int:
-        return step * 16 // self.p.sub
-
-    def _scale(self, tile: int, sub: int) -> None:
+    def _scale(self, i: int) -> None:
         """s: of both rows, as f32; or m: each twice in a word."""
-        p, i = self.p, tile * self.p.subs + sub
+        p = self.p
         if p.scales is F32:
             for h in (0, 1):
                 self.do(f"mov.b32 s{2 * i + h}, ${self.scale_at + 2 * i + h};")
@@ -135,42 +131,40 @@ class _Writer:
         else:
             self.do(f"mov.b32 {{h0, h1}}, {word}; cvt.f32.f16 s{2 * i}, h0; cvt.f32.f16 s{2 * i + 1}, h1;")
 
-    def _zero(self, tile: int, sub: int) -> None:
+    def _zero(self, i: int) -> None:
         """c: what is subtracted from codes of both rows."""
-        p, i = self.p, tile * self.p.subs + sub
+        p = self.p
         if p.zeros:
             word = f"${self.zero_at + i}"
             self.do(f"prmt.b32 c{2 * i}, {word}, {word}, 0x1010; prmt.b32 c{2 * i + 1}, {word}, {word}, 0x3232;")
-        elif not (p.kind.bits == 8 and p.operand is BF16):
+        elif not self.as_they_are:
             for h in (0, 1):
                 value = MAGIC[p.kind.bits, p.operand.name][h] + bias(p.kind, p.operand)
                 self.do(f"mov.b32 c{2 * i + h}, 0x{_bits(value, p.operand):08x};")
 
-    def _convert(self, tile: int, step: int) -> None:
+    def _convert(self, step: int) -> None:
         """a: the fragment of a step; its registers are rows g and g + 8 of the left half, then of the right one."""
-        p, first = self.p, tile * STEPS * 4 + step * 4
+        p = self.p
         exponent = [_bits(m, p.operand) for m in MAGIC[p.kind.bits, p.operand.name]]
         for kk in (0, 1):
-            word = f"${self.codes + tile * p.words + (step if p.kind.bits == 4 else 2 * step + kk)}"
+            word = f"${self.codes + (step if p.kind.bits == 4 else 2 * step + kk)}"
             for h, half, bit in places(p.kind.bits, p.operand):
-                if p.kind.bits == 4 and half != kk:
-                    continue
-                a = f"a{first + 2 * kk + h}"
+                a = f"a{4 * step + 2 * kk + h}"
                 if p.kind.bits == 8:
                     self._byte(a, word, h, exponent[h])
-                elif p.operand is BF16:
+                elif half == kk and p.operand is BF16:
                     if bit:
                         self.do(f"shr.b32 u, {word}, {bit};")
                     self.do(f"lop3.b32 {a}, {'u' if bit else word}, 0x000f000f, 0x{exponent[h]:08x}, 0xea;")
-                else:
+                elif half == kk:
                     if kk and h == 0:
                         self.do(f"shf.r.wrap.b32 u, {word}, {word}, 8;")
                     mask = 0x00010001 * (15 << bit - 8 * kk)
                     self.do(f"lop3.b32 {a}, {'u' if kk else word}, 0x{mask:08x}, 0x{exponent[h]:08x}, 0xea;")
-        i = tile * p.subs + self._sub_of(step)
+        i = step * 16 // p.sub
         for r in range(4):
-            a = f"a{first + r}"
-            if not (p.kind.bits == 8 and p.operand is BF16):
+            a = f"a{4 * step + r}"
+            if not self.as_they_are:
                 self.do(f"sub.rn.{self.kind}x2 {a}, {a}, c{2 * i + r % 2};")
             if p.rounded:
                 self.do(f"mul.rn.{self.kind}x2 {a}, {a}, m{2 * i + r % 2};")
@@ -191,44 +185,41 @@ class _Writer:
 
     def _scaled(self, sub: int) -> None:
         """Sums of a group's products join the others."""
-        p, total = self.p, self.p.tiles * self.p.sums
-        if p.rounded:
+        if self.p.rounded:
             return
-        for i in range(total):
+        for i in range(self.p.sums):
             before = f"${self.sums_in + i}" if sub == 0 else f"${i}"
-            scale = f"s{2 * (i // p.sums * p.subs + sub) + i % 4 // 2}"
-            self.do(f"fma.rn.f32 ${i}, d{i}, {scale}, {before};")
+            self.do(f"fma.rn.f32 ${i}, d{i}, s{2 * sub + i % 4 // 2}, {before};")
+
+    def _fragment(self, step: int) -> str:
+        return ",".join(f"a{4 * step + r}" for r in range(4))
 
     def _narrow(self) -> None:
-        p = self.p
-        blocks = p.columns // 8
+        p, each = self.p, STEPS // self.p.subs
+        kinds = f"f32.{self.kind}.{self.kind}.f32"
         for step in range(STEPS):
-            for tile in range(p.tiles):
-                self._convert(tile, step)
-            fresh = not p.rounded and step % (STEPS // p.subs) == 0
-            for tile in range(p.tiles):
-                a = ",".join(f"a{tile * STEPS * 4 + step * 4 + r}" for r in range(4))
-                for j in range(blocks):
-                    d = ",".join(f"d{(tile * blocks + j) * 4 + e}" for e in range(4))
-                    x = f"${self.other + 8 * j + 2 * step},${self.other + 8 * j + 2 * step + 1}"
-                    before = "z,z,z,z" if fresh else d
-                    kinds = f"f32.{self.kind}.{self.kind}.f32"
-                    self.do(f"mma.sync.aligned.m16n8k16.row.col.{kinds} {{{d}}}, {{{a}}}, {{{x}}}, {{{before}}};")
-            if (step + 1) % (STEPS // p.subs) == 0:
-                self._scaled(step // (STEPS // p.subs))
+            self._convert(step)
+            for j in range(p.columns // 8):
+                d = ",".join(f"d{4 * j + e}" for e in range(4))
+                x = f"${self.other + 8 * j + 2 * step},${self.other + 8 * j + 2 * step + 1}"
+                before = "z,z,z,z" if not p.rounded and step % each == 0 else d
+                self.do(
+                    f"mma.sync.aligned.m16n8k16.row.col.{kinds} {{{d}}}, {{{self._fragment(step)}}}, {{{x}}}, {{{before}}};"
+                )
+            if (step + 1) % each == 0:
+                self._scaled(step // each)
 
     def _wide(self) -> None:
         p, each = self.p, STEPS // self.p.subs
-        d = ",".join(f"d{i}" for i in range(p.sums))
+        d, kinds = ",".join(f"d{i}" for i in range(p.sums)), f"f32.{self.kind}.{self.kind}"
         for step in range(STEPS):
-            self._convert(0, step)
+            self._convert(step)
         for sub in range(p.subs):
             self.do("wgmma.fence.sync.aligned;")
             for step in range(sub * each, (sub + 1) * each):
                 fresh = not p.rounded and step == sub * each
                 self.do(f"setp.ne.b32 q, {0 if fresh else 1}, 0; add.s64 e, ${self.other}, {2 * step};")
-                a = ",".join(f"a{4 * step + r}" for r in range(4))
-                kinds = f"f32.{self.kind}.{self.kind}"
+                a = self._fragment(step)
                 self.do(f"wgmma.mma_async.sync.aligned.m64n{p.columns}k16.{kinds} {{{d}}}, {{{a}}}, e, q, 1, 1, 0;")
             self.do("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")
             self._scaled(sub)

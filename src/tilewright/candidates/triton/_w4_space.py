@@ -6,11 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
-from tilewright.candidates.triton._w4_plan import Plan
-from tilewright.candidates.triton._w4_text import Form, Point
+from tilewright.candidates.triton._w4_form import Form, Point
+from tilewright.candidates.triton._w4_plan import Plan, plan_of
 from tilewright.hardware.target import Target
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Acc, Convert, Param
 from tilewright.schedule.cost import Phase, Work, predict_us
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
@@ -18,9 +16,18 @@ from tilewright.schedule.schedule import Schedule
 MOST_TRIED = 12
 MOST_ROWS = 64
 MOST_NARROW = 32  # rows, by mma.sync
-FEWEST_WIDE = 16
+FEWEST_WIDE = 9
 MOST_TILES = 32  # loads of a warp, all written out
-SHARED_BYTES = 226 << 10
+BARRIERS_BYTES = 1024
+WARPS = 16  # of an SM, with as many registers as they need
+START_CYCLES = 2600.0  # from a launch until a block's first products, and from its last ones until its results are written
+ROUND_CYCLES = 1800.0  # of that, what no other block of the SM hides
+SEND_CYCLES = 700.0  # until sums of a cluster's blocks have come
+BYTES_PER_CYCLE = 48.0  # that one SM takes in
+TILE_CYCLES = 46.0  # of a scheduler, 16 rows by 64 columns made halves, and what goes with that
+SCALE_CYCLES = 26.0  # more, if each code is scaled
+PRODUCT_CYCLES = 11.0  # of 8 columns of the other operand: fragments, four products, sums scaled; by mma.sync
+WIDE_CYCLES = 5.0  # by wgmma
 
 
 def schedule_of(point: Point) -> Schedule:
@@ -31,13 +38,16 @@ def schedule_of(point: Point) -> Schedule:
 def point_of(schedule: Schedule) -> Point:
     """The point that a schedule names."""
     knobs = dict(schedule.knobs)
-    return Point(**{k: bool(v) if k in ("wide", "paired") else int(v) for k, v in knobs.items()})
+    wide = bool(knobs.pop("wide"))
+    return Point(wide, **{k: int(v) for k, v in knobs.items()})
 
 
-@lru_cache(maxsize=256)
-def points(plan: Plan, target: Target) -> tuple[Point, ...]:
-    """The legal points, the most promising first."""
-    found = sorted(_legal(plan, target), key=lambda p: cycles(Form(plan, p), target))
+@lru_cache(maxsize=1024)
+def points(problem: Problem, target: Target) -> tuple[Point, ...]:
+    """The legal points of a problem that has a plan, the most promising first."""
+    plan = plan_of(problem)
+    assert isinstance(plan, Plan)
+    found = sorted(_legal(plan, target), key=lambda p: float(predict_us(work(Form(plan, p), target), target)))
     return tuple(found[:MOST_TRIED])
 
 
@@ -48,23 +58,36 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
     for wide in (False, True):
         if plan.rows > MOST_NARROW if not wide else plan.rows < FEWEST_WIDE:
             continue
-        rows = (4, 8, 16) if wide else (2, 4, 8)
-        for cluster, row_warps, k_warps, tiles in product((1, 2, 4, 8), rows, (1, 2, 4, 8), (1,) if wide else (1, 2, 4)):
+        for cluster, row_warps, k_warps, tiles in product((1, 2, 4, 8), (2, 4, 8, 16), (1, 2, 4, 8), (1, 2, 4)):
+            if row_warps * k_warps not in (8, 16) or (wide and (row_warps % 4 or tiles > 1)):
+                continue
             depth = -(-blocks // (cluster * k_warps))
-            if row_warps * k_warps not in (8, 16) or depth * tiles > MOST_TILES or (depth == 1 and cluster * k_warps > blocks):
+            loads = depth * tiles * plan.weights.kind.bits // 4
+            if loads > MOST_TILES or (depth - 1) * cluster * k_warps >= blocks or cluster * k_warps > blocks:
                 continue
-            ahead = min(depth * tiles, 16 if plan.rows <= 16 else 8)
+            ahead = min(loads, 16 if plan.rows <= 16 and tiles < 4 else 8 if wide else 12)
             point = Point(wide, cluster, row_warps, k_warps, tiles, depth, ahead, min(4, ahead))
-            if point.out_tile % (16 * cluster) or Form(plan, point).shared_bytes > SHARED_BYTES:
-                continue
-            if point.out_tile >= 2 * max(plan.outs, 64):
-                continue
-            yield point
+            fits = Form(plan, point).shared_bytes <= target.chip.shared_bytes - BARRIERS_BYTES
+            small = point.out_tile <= max(2 * plan.outs, 64)
+            if fits and small and point.out_tile % (16 * cluster) == 0:
+                yield point
 
 
-def cycles(form: Form, target: Target) -> float:
-    return 0.0
-
-
-def work(problem: Problem, form: Form, target: Target) -> Work:
-    return Work((Phase(0.0, 0.0, {"memory": float(problem.bytes)}),))
+def work(form: Form, target: Target) -> Work:
+    """What a point makes the machine do."""
+    p, plan = form.point, form.plan
+    together = max(min(WARPS // p.warps, target.chip.shared_bytes // (form.shared_bytes + BARRIERS_BYTES)), 1)
+    busiest = -(-form.grid // target.cores)  # blocks of an SM
+    rounds = -(-busiest // together)
+    code_bytes = form.packed_bytes / form.grid * form.row_tiles * p.out_tile / max(plan.outs, p.out_tile)
+    other_bytes = plan.rows * form.local_blocks * 128
+    block = form.columns / 8
+    tile = TILE_CYCLES * plan.weights.kind.bits / 4 + (SCALE_CYCLES if plan.weights.rounded else 0.0)
+    tile += block * (WIDE_CYCLES if p.wide else PRODUCT_CYCLES)
+    tiles = p.warps * p.tiles * p.depth / 4  # of a block, on one of four schedulers
+    sums = form.sums * 4 * (p.k_warps + 2 * (p.cluster > 1)) / 64
+    each = max((code_bytes + other_bytes) / BYTES_PER_CYCLE, tiles * tile) + sums
+    cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES + busiest * each + (SEND_CYCLES if p.cluster > 1 else 0.0)
+    return Work(
+        (Phase(cycles, 0.0, {"memory": float(form.packed_bytes + plan.rows * plan.K * 2 + plan.rows * plan.outs * 2)}),)
+    )

@@ -12,146 +12,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from tilewright.candidates.triton import _w4_asm as asm
 from tilewright.candidates.triton._emit import Tile
 from tilewright.candidates.triton._hopper_stores import NATIVE_FP8, Brief
 from tilewright.candidates.triton._module import GLUON_IMPORTS
 from tilewright.candidates.triton._text import Text
-from tilewright.candidates.triton._w4_asm import Asm, Product
-from tilewright.candidates.triton._w4_pack import ROWS
-from tilewright.candidates.triton._w4_plan import Plan
+from tilewright.candidates.triton._w4_asm import Asm
+from tilewright.candidates.triton._w4_form import BARRIER_AT, X_AT, Form
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-
-X_AT = 1024  # in shared memory: what swizzling wants; before it a barrier
-BARRIER_AT = 512
-
-
-@dataclass(frozen=True)
-class Point:
-    """Sizes of a kernel.
-
-    Attributes:
-        wide: products by `wgmma`, else by `mma.sync`.
-        cluster: blocks that share K.
-        row_warps, k_warps: of a block.
-        tiles: of 16 rows that a warp has.
-        depth: blocks of 64 columns that a warp has.
-        ahead: loads of weights under way.
-        early: of those, before the kernel waits for the one before it.
-    """
-
-    wide: bool
-    cluster: int
-    row_warps: int
-    k_warps: int
-    tiles: int
-    depth: int
-    ahead: int
-    early: int
-    paired: bool = False  # tiles are multiplied two at a time
-
-    @property
-    def warps(self) -> int:
-        return self.row_warps * self.k_warps
-
-    @property
-    def registers(self) -> int:
-        """Of a thread, so that 16 warps share an SM."""
-        return 65536 // (32 * max(self.warps, 16))
-
-    @property
-    def out_tile(self) -> int:
-        """Rows of the weights of a block."""
-        return 16 * self.row_warps * self.tiles
-
-
-@dataclass(frozen=True)
-class Form:
-    """A kernel: a plan at a point."""
-
-    plan: Plan
-    point: Point
-
-    @property
-    def columns(self) -> int:
-        """Rows of the other operand, filled up to what is multiplied at once."""
-        return max(8, 1 << (self.plan.rows - 1).bit_length())
-
-    @property
-    def blocks(self) -> int:
-        """Of 64 columns of K."""
-        return self.plan.K // 64
-
-    @property
-    def local_blocks(self) -> int:
-        """Of a thread block."""
-        return self.point.k_warps * self.point.depth
-
-    @property
-    def even(self) -> bool:
-        """Every warp has as much of K."""
-        return self.local_blocks * self.point.cluster == self.blocks
-
-    @property
-    def row_tiles(self) -> int:
-        return -(-self.plan.outs // self.point.out_tile)
-
-    @property
-    def grid(self) -> int:
-        return self.row_tiles * self.point.cluster
-
-    @property
-    def sums(self) -> int:
-        """Of a block's tile."""
-        return self.point.out_tile * self.columns
-
-    @property
-    def own_rows(self) -> int:
-        """Rows of the weights that a block finishes."""
-        return self.point.out_tile // self.point.cluster
-
-    @property
-    def direct(self) -> bool:
-        """A warp's sums are sent to the block that finishes them as they are."""
-        return self.point.k_warps == 1 and self.point.cluster > 1
-
-    @property
-    def sent_at(self) -> int:
-        """Where the cluster's blocks send sums: where none of them reads the other operand."""
-        own = 0 if self.direct else self.point.k_warps * self.sums * 4
-        return X_AT + max(self.local_blocks * self.columns * 128, own)
-
-    @property
-    def shared_bytes(self) -> int:
-        """The other operand and, in its place later, sums of the block's warps; and what the cluster's blocks send."""
-        return -(-(self.sent_at + (self.sums * 4 if self.point.cluster > 1 else 0)) // 512) * 512
-
-    @property
-    def packed_bytes(self) -> int:
-        """Of codes, scales and zero points as they are packed."""
-        w, plan = self.plan.weights, self.plan
-        outs = -(-plan.outs // ROWS) * ROWS
-        words = plan.K // w.sub * (1 if w.zero is None else 2)
-        return outs * plan.K * w.kind.bits // 8 + outs * words * max(w.scales.bits // 8, 2)
-
-    @property
-    def product(self) -> Product:
-        w = self.plan.weights
-        tiles = 2 if self.point.paired else 1
-        return Product(
-            self.plan.operand,
-            w.kind,
-            w.scales,
-            w.sub,
-            w.zero is not None,
-            w.rounded,
-            tiles,
-            self.columns,
-            self.point.wide,
-        )
 
 
 class Writer:
@@ -197,8 +67,8 @@ class Writer:
     def _do(self, a: Asm, *arguments: str) -> None:
         self.text.do(self._call(a, arguments, "gl.int32", pure=False))
 
-    def _some(self, a: Asm, kind: str, count: int, *arguments: str, pure: bool = False) -> list[str]:
-        """Names of a statement's results."""
+    def some(self, a: Asm, kind: str, count: int, *arguments: str, pure: bool = False) -> list[str]:
+        """Writes a statement; names of a statement's results."""
         t = self.text
         names = [f"r{len(t.lines)}_{i}" for i in range(count)]
         types = f"(gl.{kind},) * {count}" if count > 1 else f"gl.{kind}"
@@ -220,7 +90,7 @@ class Writer:
         t.do(f"room = gl.allocate_shared_memory(gl.int32, [{words}, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
         t.do("room.index(0).store(gl.zeros([128], gl.int32, LANES))")  # else there is none
         t.do(f"tid = gl.arange(0, {32 * w}, LANES)")
-        (base,) = self._some(asm.BASE, "int32", 1, "tid")
+        (base,) = self.some(asm.BASE, "int32", 1, "tid")
         t.do(f"base = {base}")
         t.do("lane = tid % 32")
         t.do("warp = tid // 32")
@@ -237,7 +107,7 @@ class Writer:
         t.do(f"first = (part * {p.k_warps} + k_warp) * {p.depth}")
 
     @property
-    def _between(self) -> int:
+    def between(self) -> int:
         """Tiles of 16 rows from one of a warp's to the next."""
         return self.form.point.row_warps if self.form.point.wide else 1
 
@@ -281,19 +151,14 @@ class Writer:
             for stream in (scales, zeros):
                 if stream:
                     stream.advance(kb)
-            for tile in range(0, p.tiles, product.tiles):
-                some = range(tile, tile + product.tiles)
-                codes = [w for i in some for w in self._codes(taken, kb * p.tiles + i)]
-                own = [w for stream in (scales, zeros) if stream for i in some for w in stream.of(kb, i)]
-                at = slice(tile * product.sums, (tile + product.tiles) * product.sums)
-                count = product.tiles * product.sums
-                sums[at] = self._some(
-                    statement, "float32", count, *codes, *own, *sums[at], *other, pure=not product.wide
-                )
-                for i in some:
-                    halves = self._halves
-                    for h in range(halves):
-                        load((kb * p.tiles + i) * halves + h + p.ahead)
+            for i in range(p.tiles):
+                codes = self._codes(taken, kb * p.tiles + i)
+                own = [w for stream in (scales, zeros) if stream for w in stream.of(kb, i)]
+                at = slice(i * product.sums, (i + 1) * product.sums)
+                given = *codes, *own, *sums[at], *other
+                sums[at] = self.some(statement, "float32", product.sums, *given, pure=not product.wide)
+                for h in range(self._halves):
+                    load((kb * p.tiles + i) * self._halves + h + p.ahead)
         return sums
 
     @property
@@ -314,19 +179,19 @@ class Writer:
         for kb in range(p.depth):
             for i in range(p.tiles):
                 for h in range(self._halves):
-                    sixteen = i * self._between
+                    sixteen = i * self.between
                     within = sixteen * block // 4 if not p.wide else sixteen // 4 * f.blocks * block
                     found.append(self._load(kb, within + h * 128, block))
         return found
 
     def _load(self, kb: int, within: int, block: int) -> Callable[[], list[str]]:
         def load() -> list[str]:
-            at = f"{self._block(kb)} * {block} + {within}" if not self.form.even else str(kb * block + within)
-            return self._some(asm.LOAD_16, "int32", 4, f"(codes_at + ({at})).to(gl.int64)")
+            at = f"{self.block(kb)} * {block} + {within}" if not self.form.even else str(kb * block + within)
+            return self.some(asm.LOAD_16, "int32", 4, f"(codes_at + ({at})).to(gl.int64)")
 
         return load
 
-    def _block(self, kb: int) -> str:
+    def block(self, kb: int) -> str:
         """A block of K relative to the first, of those that exist: past the last one it is the last one again."""
         return self.text.v(f"gl.minimum(first + {kb}, {self.form.blocks - 1}) - first")
 
@@ -364,7 +229,7 @@ class Writer:
         words: list[str] = []
         for j in range(f.columns // 8):
             for half in ("near", "far"):
-                words += self._some(asm.FRAGMENTS, "int32", 4, f"{half} + {at + j * 1024}")
+                words += self.some(asm.FRAGMENTS, "int32", 4, f"{half} + {at + j * 1024}")
         return words
 
     # -- sums of a tile
@@ -373,7 +238,7 @@ class Writer:
         """Leaves the block's own part of the tile as `y`."""
         f, p, t = self.form, self.form.point, self.text
         own = f.sums // p.cluster
-        (late,) = self._some(asm.THREAD, "int32", 1, "tid")  # registers are scarce until here
+        (late,) = self.some(asm.THREAD, "int32", 1, "tid")  # registers are scarce until here
         t.do(f"thread = {late}")
         t.do("corner = (thread & 31) * 16")
         t.do(f"down = (thread >> 5) & {p.row_warps - 1}")
@@ -398,9 +263,9 @@ class Writer:
                 if (r + 1) * threads > f.sums // 4:
                     there = t.v(f"({i} < {f.sums // 4}).to(gl.int32)")
                     i = t.v(f"gl.minimum({i}, {f.sums // 4 - 1})")
-                found = self._some(asm.READ_16, "float32", 4, f"base + {X_AT} + {i} * 16")
+                found = self.some(asm.READ_16, "float32", 4, f"base + {X_AT} + {i} * 16")
                 for k in range(1, p.k_warps):
-                    more = self._some(asm.READ_16, "float32", 4, f"base + {X_AT + k * f.sums * 4} + {i} * 16")
+                    more = self.some(asm.READ_16, "float32", 4, f"base + {X_AT + k * f.sums * 4} + {i} * 16")
                     found = [t.v(f"{a} + {b}") for a, b in zip(found, more, strict=True)]
                 self._send(t.v(f"{i} * 16"), own, there, found)
             self._do(asm.COME, f"base + {BARRIER_AT}")
@@ -429,19 +294,17 @@ class Writer:
         f, p, t = self.form, self.form.point, self.text
         lanes = min(32, f.own_rows)
         down = max(min(p.warps, f.own_rows // lanes), 1)
-        t.do(
-            f"L: gl.constexpr = gl.BlockedLayout([1, 1], [{lanes}, {32 // lanes}], [{down}, {p.warps // down}], [0, 1])"
-        )
+        t.do(f"L: gl.constexpr = gl.BlockedLayout([1, 1], [{lanes}, {32 // lanes}], [{down}, {p.warps // down}], [0, 1])")
         t.do(f"r = gl.arange(0, {f.own_rows}, gl.SliceLayout(1, L))")
         t.do(f"c = gl.arange(0, {f.columns}, gl.SliceLayout(0, L))")
         t.do(f"of_rows = r // 16 * {f.columns * 16} + r % 8 * 16 + r // 8 % 2 * 2")
         t.do("of_columns = c // 8 * 128 + c % 8 // 2 * 4 + c % 2")
         t.do("inside = of_rows[:, None] + of_columns[None, :]")
-        (base,) = self._some(asm.BASE, "int32", 1, "inside")
+        (base,) = self.some(asm.BASE, "int32", 1, "inside")
         first = f.sent_at if p.cluster > 1 else X_AT
         for d in range(p.cluster if p.cluster > 1 else p.k_warps):
             size = own if p.cluster > 1 else f.sums
-            (value,) = self._some(asm.READ_4, "float32", 1, f"{base} + {first + d * size * 4} + inside * 4")
+            (value,) = self.some(asm.READ_4, "float32", 1, f"{base} + {first + d * size * 4} + inside * 4")
             t.do(f"y = {value}" if d == 0 else f"y += {value}")
 
     def _stores(self) -> None:
@@ -461,7 +324,7 @@ class Writer:
 
 
 class _Stream:
-    """Scales or zero points of a lane's rows: words that follow one another along K, loaded some at a time ahead of their use."""
+    """Scales or zero points of a lane's rows: words that follow along K, loaded some at a time ahead of their use."""
 
     def __init__(self, writer: Writer, name: str, words: int) -> None:
         f = writer.form
@@ -491,11 +354,13 @@ class _Stream:
         if kb >= f.point.depth:
             return
         for tile in range(f.point.tiles):
-            down = tile * self.writer._between * 8 * self.row
+            down = tile * self.writer.between * 8 * self.row
             words: list[str] = []
             for at in range(0, self.blocks * self.words, self.wide):
-                where = f"{self.writer._block(kb)} * {self.words} + {down + at}" if not f.even else str(kb * self.words + down + at)
-                words += self.writer._some(_words(self.wide), "int32", self.wide, f"({self.name}_at + ({where})).to(gl.int64)")
+                where = (
+                    f"{self.writer.block(kb)} * {self.words} + {down + at}" if not f.even else str(kb * self.words + down + at)
+                )
+                words += self.writer.some(_words(self.wide), "int32", self.wide, f"({self.name}_at + ({where})).to(gl.int64)")
             for i in range(self.blocks):
                 self._known[kb + i, tile] = words[i * self.words : (i + 1) * self.words]
 

@@ -12,10 +12,11 @@ from tilewright.candidates.triton import _module as module
 from tilewright.candidates.triton._call import caller
 from tilewright.candidates.triton._casts import pointer_type
 from tilewright.candidates.triton._hopper_ptx import clustered, rewriting
+from tilewright.candidates.triton._w4_form import Form, Point
 from tilewright.candidates.triton._w4_pack import packed_weights
 from tilewright.candidates.triton._w4_plan import Plan, plan_of
 from tilewright.candidates.triton._w4_space import point_of, points, schedule_of, work
-from tilewright.candidates.triton._w4_text import Form, Point, Writer
+from tilewright.candidates.triton._w4_text import Writer
 from tilewright.dtype import DType
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Kernel, Runner
@@ -39,13 +40,13 @@ class HopperW4:
         plan = plan_of(problem)
         if isinstance(plan, str):
             return plan
-        return None if points(plan, target) else "no kernel of few rows fits"
+        return None if points(problem, target) else "no kernel of few rows fits"
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        return (schedule_of(p) for p in points(_plan(problem), target))
+        return (schedule_of(p) for p in points(problem, target))
 
     def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
-        return work(problem, Form(_plan(problem), point_of(schedule)), target)
+        return work(Form(_plan(problem), point_of(schedule)), target)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         plan = _plan(problem)

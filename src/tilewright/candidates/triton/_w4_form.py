@@ -1,0 +1,134 @@
+"""What the text of a kernel of few rows and weights of few bits depends on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tilewright.candidates.triton._w4_asm import Product
+from tilewright.candidates.triton._w4_pack import ROWS
+from tilewright.candidates.triton._w4_plan import Plan
+
+X_AT = 1024  # in shared memory: what swizzling wants; before it a barrier
+BARRIER_AT = 512
+
+
+@dataclass(frozen=True)
+class Point:
+    """Sizes of a kernel.
+
+    Attributes:
+        wide: products by `wgmma`, else by `mma.sync`.
+        cluster: blocks that share K.
+        row_warps, k_warps: of a block.
+        tiles: of 16 rows that a warp has.
+        depth: blocks of 64 columns that a warp has.
+        ahead: loads of weights under way.
+        early: of those, before the kernel waits for the one before it.
+    """
+
+    wide: bool
+    cluster: int
+    row_warps: int
+    k_warps: int
+    tiles: int
+    depth: int
+    ahead: int
+    early: int
+
+    @property
+    def warps(self) -> int:
+        return self.row_warps * self.k_warps
+
+    @property
+    def registers(self) -> int:
+        """Of a thread, so that 16 warps share an SM."""
+        return 65536 // (32 * max(self.warps, 16))
+
+    @property
+    def out_tile(self) -> int:
+        """Rows of the weights of a block."""
+        return 16 * self.row_warps * self.tiles
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kernel: a plan at a point."""
+
+    plan: Plan
+    point: Point
+
+    @property
+    def columns(self) -> int:
+        """Rows of the other operand, filled up to what is multiplied at once."""
+        return max(8, 1 << (self.plan.rows - 1).bit_length())
+
+    @property
+    def blocks(self) -> int:
+        """Of 64 columns of K."""
+        return self.plan.K // 64
+
+    @property
+    def local_blocks(self) -> int:
+        """Of a thread block."""
+        return self.point.k_warps * self.point.depth
+
+    @property
+    def even(self) -> bool:
+        """Every warp has as much of K."""
+        return self.local_blocks * self.point.cluster == self.blocks
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.plan.outs // self.point.out_tile)
+
+    @property
+    def grid(self) -> int:
+        return self.row_tiles * self.point.cluster
+
+    @property
+    def sums(self) -> int:
+        """Of a block's tile."""
+        return self.point.out_tile * self.columns
+
+    @property
+    def own_rows(self) -> int:
+        """Rows of the weights that a block finishes."""
+        return self.point.out_tile // self.point.cluster
+
+    @property
+    def direct(self) -> bool:
+        """A warp's sums are sent to the block that finishes them as they are."""
+        return self.point.k_warps == 1 and self.point.cluster > 1
+
+    @property
+    def sent_at(self) -> int:
+        """Where the cluster's blocks send sums: where none of them reads the other operand."""
+        own = 0 if self.direct else self.point.k_warps * self.sums * 4
+        return X_AT + max(self.local_blocks * self.columns * 128, own)
+
+    @property
+    def shared_bytes(self) -> int:
+        """The other operand and, in its place later, sums of the block's warps; and what the cluster's blocks send."""
+        return -(-(self.sent_at + (self.sums * 4 if self.point.cluster > 1 else 0)) // 512) * 512
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of codes, scales and zero points as they are packed."""
+        w, plan = self.plan.weights, self.plan
+        outs = -(-plan.outs // ROWS) * ROWS
+        words = plan.K // w.sub * (1 if w.zero is None else 2)
+        return outs * plan.K * w.kind.bits // 8 + outs * words * max(w.scales.bits // 8, 2)
+
+    @property
+    def product(self) -> Product:
+        w = self.plan.weights
+        return Product(
+            self.plan.operand,
+            w.kind,
+            w.scales,
+            w.sub,
+            w.zero is not None,
+            w.rounded,
+            self.columns,
+            self.point.wide,
+        )

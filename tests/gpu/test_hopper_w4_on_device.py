@@ -1,0 +1,105 @@
+"""Gemms with weights of few bits on a device: every kind of code, scale and store, at several points, and again and again."""
+
+import functools
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+import pytest
+import torch
+
+from tilewright.candidates.triton.hopper_w4 import CANDIDATE
+from tilewright.hardware.detect import detect
+from tilewright.schedule.bench import Bench
+from w4_problems import posed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper device"
+    ),
+]
+
+LINES = [
+    "~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16",
+    "~f16[16,8192] @ s4[3584,8192]^T group=64 -> f16",
+    "f16[16,8192] @ s4[3584,8192]^T group=64 -> f16",
+    "~f16[40,4096] @ s4[1024,4096]^T group=128 -> f16",
+    "f16[64,4096] @ u4[1024,4096]^T group=32 zero_point -> f16",
+    "~bf16[7,4096] @ u4[1000,4096]^T group=128 zero_point + bias, silu -> bf16",
+    "bf16[33,1024] @ s4[1024,1016] group=64 * residual -> bf16",
+    "~f16[2,5,11008] @ s4[300,11008]^T group=64 -> f32",
+    "f16[3,1024] @ s8[1024,1024]^T scale=channel -> f16",
+    "bf16[20,1024] @ s8[1024,1024]^T group=64 + bias, gelu -> bf16",
+    "f16[9,1024] @ u8[1024,1024]^T group=128 zero_point -> f8e4m3fn scale=tensor",
+]
+
+
+@functools.cache
+def device():
+    return detect("cuda")
+
+
+def compile_one(case):
+    """Fill Triton's cache, in a process of its own."""
+    CANDIDATE.build(*case)
+
+
+def test_every_kind_is_right_at_several_points():
+    cases = []
+    for line in LINES:
+        problem = posed(line)
+        assert CANDIDATE.refuse(problem, device()) is None, line
+        kinds = {}
+        for s in CANDIDATE.schedules(problem, device()):
+            kinds.setdefault((s["wide"], s["cluster"], s["tiles"]), s)
+        cases += [(problem, s) for s in list(kinds.values())[:4]]
+    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
+        list(pool.map(compile_one, [(p, s, device()) for p, s in cases]))
+    wrong = []
+    for key, (problem, schedule) in enumerate(cases):
+        attempt = Bench(problem, device(), {}).attempt(key, CANDIDATE, schedule)
+        if attempt.why is not None:
+            wrong.append(f"{problem} ({schedule}): {attempt.why}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 48])
+def test_a_result_is_the_same_on_every_run_alone_and_in_a_chain(rows):
+    problem = posed(f"~f16[{rows},8192] @ s4[3584,8192]^T group=64 -> f16")
+    schedule = next(iter(CANDIDATE.schedules(problem, device())))
+    codes = torch.randint(-8, 8, (3584, 8192), device="cuda").to(torch.int8)
+    scales = (torch.rand(3584, 128, device="cuda") * 0.02 + 0.01).half()
+    x = torch.randn(rows, 8192, device="cuda").half()
+    run = CANDIDATE.build(problem, schedule, device()).prepare({1: codes, 2: scales})
+    want = x.double() @ (codes.view(3584, 128, 64) * scales.double()[:, :, None]).view(3584, 8192).T
+    (first,) = run([x, codes, scales])
+    assert (first.double() - want).norm() / want.norm() < 3e-4
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [run([x, codes, scales])[0] for _ in range(20)]
+    for _ in range(5):
+        for r in results:
+            r.fill_(float("nan"))
+        graph.replay()
+        assert all(torch.equal(r, first) for r in results)
+
+
+def test_a_chain_of_products_waits_for_what_it_reads():
+    problem = posed("~f16[16,4096] @ s4[4096,4096]^T group=64 -> f16")
+    schedule = next(iter(CANDIDATE.schedules(problem, device())))
+    codes = torch.randint(-8, 8, (4096, 4096), device="cuda").to(torch.int8)
+    scales = torch.full((4096, 64), 0.0035, device="cuda").half()
+    run = CANDIDATE.build(problem, schedule, device()).prepare({1: codes, 2: scales})
+    x = torch.randn(16, 4096, device="cuda").half()
+    alone = x
+    for _ in range(6):
+        (alone,) = run([alone, codes, scales])
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        chained = x
+        for _ in range(6):
+            (chained,) = run([chained, codes, scales])
+    for _ in range(10):
+        graph.replay()
+        assert torch.equal(chained, alone)

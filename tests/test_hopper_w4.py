@@ -1,0 +1,168 @@
+"""Gemms with weights of few bits on Hopper, with no GPU at hand: packed and back, the text run by a machine of arrays, and the
+machine code that was meant."""
+
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from tilewright.dtype import BF16, F16, S4, S8, U4, U8
+from tilewright.hardware.chips.nvidia_h200 import CHIP
+from tilewright.hardware.target import Target
+from tilewright.schedule.expected import expect
+from tilewright.schedule.sample import random_sources
+from w4_emulated import Machine
+from w4_problems import posed
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton._module import assembly, needs
+from tilewright.candidates.triton._w4_form import Form, Point
+from tilewright.candidates.triton._w4_pack import packed, packed_weights, unpacked
+from tilewright.candidates.triton._w4_plan import Plan, plan_of
+from tilewright.candidates.triton._w4_text import Writer
+from tilewright.candidates.triton.hopper_w4 import CANDIDATE, compiled
+
+H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
+
+
+@pytest.mark.parametrize("operand", [F16, BF16])
+@pytest.mark.parametrize("kind", [S4, U4, S8, U8])
+def test_codes_are_packed_and_back(kind, operand):
+    codes = torch.randint(int(kind.min), int(kind.max) + 1, (300, 192)).to(kind.to_torch())
+    words = packed(codes, kind, operand)
+    assert words.numel() * 32 == 512 * 192 * kind.bits
+    assert torch.equal(unpacked(words, 300, kind, operand), codes)
+
+
+def test_a_word_is_what_a_lane_multiplies_of_sixteen_columns():
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    codes[16 + 3, 32 + 2 * 2 + 9] = 15  # row 3 of the second warp's; step 2, the right half, second of lane 3 * 4 + 2
+    words = packed(codes, U4, BF16)
+    assert words.nonzero().tolist() == [[0, 0, 1, 0, 3 * 4 + 2, 2]]
+    assert words[0, 0, 1, 0, 14, 2].item() & 0xFFFFFFFF == 15 << 8 + 16
+
+
+def test_weights_are_packed_once_until_somebody_writes_to_them():
+    plan = plan_of(posed("f16[8,256] @ s4[64,256]^T group=128"))
+    assert isinstance(plan, Plan)
+    codes, scales = torch.randint(-8, 8, (64, 256), dtype=torch.int8), torch.rand(64, 2).half()
+    first = packed_weights([codes, scales], plan.weights, F16)
+    assert packed_weights([codes, scales], plan.weights, F16)[0] is first[0]
+    assert first[1].shape == (16, 8, 4)  # 256 rows, two to a word; a scale for each 64 columns
+    scales[0, 0] = 7.0
+    again = packed_weights([codes, scales], plan.weights, F16)
+    assert again[0] is not first[0]
+    assert again[1].view(torch.float16).view(16, 8, 4, 2)[0, 0, :, 0].tolist() == [7.0, 7.0, scales[0, 1], scales[0, 1]]
+
+
+# What is multiplied, and how: narrow and wide, clusters, warps that share K, several tiles to a warp, K that does not come out
+# even, rows and columns that fill nothing.
+EMULATED = [
+    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", Point(False, 2, 2, 4, 2, 1, 2, 1)),
+    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", Point(False, 2, 4, 2, 1, 2, 2, 1)),
+    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", Point(False, 1, 4, 4, 1, 2, 2, 2)),
+    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", Point(False, 1, 2, 4, 1, 2, 2, 0)),
+    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", Point(False, 2, 4, 2, 1, 2, 2, 2)),
+    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", Point(False, 4, 8, 1, 2, 1, 2, 1)),
+    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", Point(True, 4, 4, 2, 1, 1, 1, 1)),
+    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", Point(True, 4, 8, 1, 1, 2, 2, 1)),
+    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", Point(True, 2, 4, 2, 1, 2, 2, 1)),
+    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", Point(True, 1, 4, 2, 1, 2, 3, 1)),
+    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", Point(False, 1, 2, 4, 2, 1, 3, 1)),
+    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", Point(False, 1, 2, 4, 2, 1, 3, 1)),
+]
+NUMPY = {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
+
+
+@pytest.mark.parametrize(("line", "point"), EMULATED, ids=[f"{line} {i}" for i, (line, _) in enumerate(EMULATED)])
+def test_the_text_gives_what_the_oracle_gives(line, point):
+    problem = posed(line)
+    plan = plan_of(problem)
+    assert isinstance(plan, Plan), plan
+    form = Form(plan, point)
+    writer = Writer(form, lambda n: f"p{n.op.index}")
+    sources, w = random_sources(problem), plan.weights
+    given = [sources[i] for i in (w.codes, w.scale, w.zero) if i is not None]
+    results = [torch.full(t.shape, float("nan"), dtype=t.dtype.to_torch()) for t in problem.outputs]
+    sides = [sources[int(n[1:])] for n in writer.sides]
+    tensors = [sources[plan.x], *packed_weights(given, w, plan.operand), *sides, *results]
+    machine = Machine(writer.write(), point.cluster, 32 * point.warps)
+    machine.run(form.grid, [t.contiguous() for t in tensors], [NUMPY[t.dtype] for t in tensors])
+    expected = expect(problem, sources)
+    for result, low, high in zip(results, expected.low, expected.high, strict=True):
+        inside = (result.double() >= low.double()) & (result.double() <= high.double())
+        assert inside.all(), f"{int((~inside).sum())} of {result.numel()}"
+
+
+FEW = Point(False, 4, 4, 4, 2, 8, 12, 4)
+# The line, the point, instructions and how many of them there are.
+CASES = {
+    "one row": ("~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 64, "LDG.E.NA.128": 16}),
+    "sixteen rows": ("~f16[16,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 128, "LDG.E.NA.128": 16}),
+    "sixteen rows, rounded, with zero points and a bias": (
+        "bf16[16,8192] @ u4[3584,8192]^T group=128 zero_point + bias -> bf16",
+        replace(FEW, ahead=8),
+        {"HMMA.16816.F32.BF16": 128, "HMUL2.BF16_V2": 256},
+    ),
+    "forty rows": (
+        "~f16[40,8192] @ s4[3584,8192]^T group=64 -> f16",
+        Point(True, 8, 4, 2, 1, 8, 8, 4),
+        {"HGMMA.64x64x16.F32": 32, "LDG.E.NA.128": 8},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code_is_what_was_meant(name):
+    line, point, wanted = CASES[name]
+    problem = posed(line)
+    plan = plan_of(problem)
+    assert isinstance(plan, Plan)
+    kernel, _ = compiled(Form(plan, point), tuple(t.dtype for t in problem.types))
+    text = assembly(kernel)
+    for instruction, count in wanted.items():
+        found = len(re.findall(rf"\b{re.escape(instruction)}\b", text))
+        assert found == count, f"{instruction}: {found}"
+    codes = 64 * point.depth * point.tiles * 16 // 32  # of a lane: five operations on integers make eight of them halves
+    assert len(re.findall(r"\bLOP3\b", text)) >= codes // 2
+    assert needs(kernel).registers <= point.registers
+    assert needs(kernel).spills <= (64 if point.wide else 0)
+    assert "ACQBULK" in text and "UCGABAR_WAIT" in text and text.count("BAR.SYNC") <= 3
+    before = text[: text.index("ACQBULK")]
+    assert len(re.findall(r"LDG\.E\.NA\.128", before)) == point.early
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("f32[4,64] @ s4[64,64]^T group=64", "f16 or bf16"),
+        ("f16[4,64] @ f16[64,64]^T", "not codes of 4 or 8 bits"),
+        ("f16[4,96] @ s4[64,96]^T group=32", "no multiple of 64"),
+        ("f16[4,128] @ s4[64,128]^T group=16", "other than 32 or a multiple of 64"),
+        ("bf16[4,128] @ u8[64,128]^T group=64 zero_point", "an 8-bit code and a zero point"),
+        ("f16[128,4]^T @ s4[64,128]^T group=64", "do not follow one another"),
+    ],
+)
+def test_what_it_does_not_do_it_refuses(line, why):
+    assert why in str(CANDIDATE.refuse(posed(line), H200))
+
+
+def test_weights_must_be_constant_and_the_device_a_hopper():
+    line = "f16[4,64] @ s4[64,64]^T group=64"
+    assert "not constant" in str(CANDIDATE.refuse(posed(line, constant=False), H200))
+    assert "sm_90" in str(CANDIDATE.refuse(posed(line), replace(H200, features=frozenset({"cuda", "sm_80"}))))
+
+
+def test_every_point_of_the_shapes_of_llama_fits():
+    for n, k in ((4096, 4096), (4096, 14336), (1024, 8192), (57344, 8192), (8192, 28672), (3584, 8192)):
+        for m in (1, 4, 16, 17, 64):
+            plan = plan_of(posed(f"f16[{m},{k}] @ s4[{n},{k}]^T group=64"))
+            assert isinstance(plan, Plan)
+            schedules = list(CANDIDATE.schedules(posed(f"f16[{m},{k}] @ s4[{n},{k}]^T group=64"), H200))
+            assert schedules
+            for s in schedules:
+                form = Form(plan, Point(**{name: s[name] for name in Point.__dataclass_fields__}))
+                assert form.shared_bytes <= CHIP.shared_bytes
