@@ -61,18 +61,20 @@ def test_weights_are_packed_once_until_somebody_writes_to_them():
 # What is multiplied, and how: narrow and wide, clusters, warps that share K, several tiles to a warp, K that does not come out
 # even, rows and columns that fill nothing.
 EMULATED = [
-    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", Point(False, 2, 2, 4, 2, 1, 2, 1)),
-    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", Point(False, 2, 4, 2, 1, 2, 2, 1)),
-    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", Point(False, 1, 4, 4, 1, 2, 2, 2)),
-    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", Point(False, 1, 2, 4, 1, 2, 2, 0)),
-    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", Point(False, 2, 4, 2, 1, 2, 2, 2)),
-    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", Point(False, 4, 8, 1, 2, 1, 2, 1)),
-    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", Point(True, 4, 4, 2, 1, 1, 1, 1)),
-    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", Point(True, 4, 8, 1, 1, 2, 2, 1)),
-    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", Point(True, 2, 4, 2, 1, 2, 2, 1)),
-    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", Point(True, 1, 4, 2, 1, 2, 3, 1)),
-    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", Point(False, 1, 2, 4, 2, 1, 3, 1)),
-    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", Point(False, 1, 2, 4, 2, 1, 3, 1)),
+    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", Point(False, 2, 2, 4, 2, 1, 1, 2, 1)),
+    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", Point(False, 2, 4, 2, 1, 2, 1, 2, 1)),
+    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", Point(False, 1, 4, 4, 1, 2, 1, 2, 2)),
+    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", Point(False, 1, 2, 4, 1, 2, 1, 2, 0)),
+    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", Point(False, 2, 4, 2, 1, 2, 1, 2, 2)),
+    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", Point(False, 4, 8, 1, 2, 1, 1, 2, 1)),
+    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", Point(True, 4, 4, 2, 1, 1, 1, 1, 1)),
+    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", Point(True, 4, 8, 1, 1, 2, 1, 2, 1)),
+    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", Point(True, 2, 4, 2, 1, 2, 1, 2, 1)),
+    ("~f16[20,1024] @ s4[128,1024]^T group=64 -> f16", Point(True, 2, 4, 2, 1, 4, 4, 3, 1)),
+    ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", Point(False, 2, 2, 4, 1, 3, 3, 3, 1)),
+    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", Point(True, 1, 4, 2, 1, 2, 1, 3, 1)),
+    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", Point(False, 1, 2, 4, 2, 1, 1, 3, 1)),
+    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", Point(False, 1, 2, 4, 2, 1, 1, 3, 1)),
 ]
 NUMPY = {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
 
@@ -97,7 +99,7 @@ def test_the_text_gives_what_the_oracle_gives(line, point):
         assert inside.all(), f"{int((~inside).sum())} of {result.numel()}"
 
 
-FEW = Point(False, 4, 4, 4, 2, 8, 12, 4)
+FEW = Point(False, 4, 4, 4, 2, 8, 1, 12, 4)
 # The line, the point, instructions and how many of them there are.
 CASES = {
     "one row": ("~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 64, "LDG.E.NA.128": 16}),
@@ -109,7 +111,7 @@ CASES = {
     ),
     "forty rows": (
         "~f16[40,8192] @ s4[3584,8192]^T group=64 -> f16",
-        Point(True, 8, 4, 2, 1, 8, 8, 4),
+        Point(True, 8, 4, 2, 1, 8, 1, 8, 4),
         {"HGMMA.64x64x16.F32": 32, "LDG.E.NA.128": 8},
     ),
 }

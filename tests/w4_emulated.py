@@ -119,6 +119,7 @@ class Language:
 class Block:
     def __init__(self, number, threads):
         self.number, self.threads, self.received = number, threads, 0
+        self.copying = [[]]  # groups of copies under way
 
 
 class Machine:
@@ -354,7 +355,18 @@ class Instruction:
             piece = np.zeros(16, np.uint8)
             if n:
                 piece[:] = self.machine.memory.bytes_at(s, 16)
-            self.block.shared[t : t + 16] = piece
+            self.block.copying[-1].append((t, piece))
+
+    def commit(self, name, o, keep):
+        self.block.copying.append([])
+
+    def arrived(self, name, o, keep):
+        """Copies are there no sooner than somebody waits for them."""
+        left = len(self.block.copying) - 1 - int(o[0])
+        for group in self.block.copying[: max(left, 0)]:
+            for t, piece in group:
+                self.block.shared[t : t + 16] = piece
+        del self.block.copying[: max(left, 0)]
 
     def mapa(self, name, o, keep):
         self.put(o[0], self.get(o[1]) | (self.get(o[2]) << 24))
@@ -415,12 +427,40 @@ class Instruction:
         self.sums(self.several(o[0]), self.several(o[0]) if use.all() else [], np.stack(products))
 
     TABLE = (
-        ("mov.", mov), ("cvt.f32.f16", cvt), ("prmt.b32", prmt), ("shl.b32", shl), ("shr.b32", shr), ("and.b32", both),
-        ("lop3.b32", lop3), ("shf.r.wrap", shf), ("sub.rn.", sub), ("mul.rn.", mul), ("fma.rn.f32", fma), ("setp", setp),
-        ("add.s64", add64), ("ld.global", ld_global), ("ld.shared", ld_shared), ("st.shared", st_shared),
-        ("ldmatrix", ldmatrix), ("cp.async.cg", cp_async), ("cp.async.wait_all", nothing), ("mapa", mapa),
-        ("st.async", st_async), ("mma.sync", mma), ("wgmma.mma_async", wgmma), ("wgmma.", nothing), ("bar.", nothing),
-        ("barrier.cluster.wait", meet), ("barrier.cluster.arrive", nothing), ("mbarrier.try_wait", come),
-        ("mbarrier.init", nothing), ("mbarrier.arrive.expect_tx", expect), ("fence.", nothing), ("griddepcontrol", nothing),
-        ("bra", nothing), ("ex2.approx", power), ("rcp.approx", reciprocal),
-    )  # fmt: skip
+        ("mov.", mov),
+        ("cvt.f32.f16", cvt),
+        ("prmt.b32", prmt),
+        ("shl.b32", shl),
+        ("shr.b32", shr),
+        ("and.b32", both),
+        ("lop3.b32", lop3),
+        ("shf.r.wrap", shf),
+        ("sub.rn.", sub),
+        ("mul.rn.", mul),
+        ("fma.rn.f32", fma),
+        ("setp", setp),
+        ("add.s64", add64),
+        ("ex2.approx", power),
+        ("rcp.approx", reciprocal),
+        ("ld.global", ld_global),
+        ("ld.shared", ld_shared),
+        ("st.shared", st_shared),
+        ("ldmatrix", ldmatrix),
+        ("cp.async.cg", cp_async),
+        ("cp.async.commit", commit),
+        ("cp.async.wait_group", arrived),
+        ("mapa", mapa),
+        ("st.async", st_async),
+        ("mma.sync", mma),
+        ("wgmma.mma_async", wgmma),
+        ("wgmma.", nothing),
+        ("bar.", nothing),
+        ("bra", nothing),
+        ("barrier.cluster.wait", meet),
+        ("barrier.cluster.arrive", nothing),
+        ("mbarrier.try_wait", come),
+        ("mbarrier.init", nothing),
+        ("mbarrier.arrive.expect_tx", expect),
+        ("fence.", nothing),
+        ("griddepcontrol", nothing),
+    )

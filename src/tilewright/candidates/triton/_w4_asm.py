@@ -237,7 +237,8 @@ READ_4 = Asm("ld.shared.f32 $0, [$1];", "=f,r")
 BASE = Asm("mov.u32 $0, global_smem; // $1", "=r,r")
 # Of 16 bytes: whether at all, and how many are read; the others become zero.
 COPY = do("{ .reg .pred q; setp.ne.b32 q, $3, 0; @q cp.async.cg.shared.global [$1], [$2], 16, $4; }", "rlrr")
-COPIED = do("cp.async.wait_all; // $1\n", "r")
+COPYING = do("cp.async.commit_group; // $1\n", "r")
+COPIED = {left: do(f"cp.async.wait_group {left}; // $1\n", "r") for left in (0, 1)}  # all copies but the last so many groups
 WRITE_16 = do("st.shared.v4.f32 [$1], {$2,$3,$4,$5};", "rffff")
 # Loads stay on their side of it, where ptxas would move them all to where their words are used.
 IN_STEP = do("bar.warp.sync 0xffffffff; // $1\n", "r")

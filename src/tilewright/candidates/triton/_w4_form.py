@@ -22,6 +22,7 @@ class Point:
         row_warps, k_warps: of a block.
         tiles: of 16 rows that a warp has.
         depth: blocks of 64 columns that a warp has.
+        chunks: in which the other operand comes to shared memory, two of them at a time.
         ahead: loads of weights under way.
         early: of those, before the kernel waits for the one before it.
     """
@@ -32,6 +33,7 @@ class Point:
     k_warps: int
     tiles: int
     depth: int
+    chunks: int
     ahead: int
     early: int
 
@@ -73,6 +75,16 @@ class Form:
         return self.point.k_warps * self.point.depth
 
     @property
+    def chunk_depth(self) -> int:
+        """Blocks of 64 columns that a warp has of a chunk."""
+        return self.point.depth // self.point.chunks
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Of shared memory."""
+        return self.point.k_warps * self.chunk_depth * self.columns * 128
+
+    @property
     def even(self) -> bool:
         """Every warp has as much of K."""
         return self.local_blocks * self.point.cluster == self.blocks
@@ -104,7 +116,7 @@ class Form:
     def sent_at(self) -> int:
         """Where the cluster's blocks send sums: where none of them reads the other operand."""
         own = 0 if self.direct else self.point.k_warps * self.sums * 4
-        return X_AT + max(self.local_blocks * self.columns * 128, own)
+        return X_AT + max(min(self.point.chunks, 2) * self.chunk_bytes, own)
 
     @property
     def shared_bytes(self) -> int:

@@ -66,11 +66,14 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
             if loads > MOST_TILES or (depth - 1) * cluster * k_warps >= blocks or cluster * k_warps > blocks:
                 continue
             ahead = min(loads, 16 if plan.rows <= 16 and tiles < 4 else 8 if wide else 12)
-            point = Point(wide, cluster, row_warps, k_warps, tiles, depth, ahead, min(4, ahead))
-            fits = Form(plan, point).shared_bytes <= target.chip.shared_bytes - BARRIERS_BYTES
-            small = point.out_tile <= max(2 * plan.outs, 64)
-            if fits and small and point.out_tile % (16 * cluster) == 0:
-                yield point
+            room = target.chip.shared_bytes - BARRIERS_BYTES
+            for chunks in (c for c in range(1, depth + 1) if depth % c == 0):  # the fewest that fit
+                point = Point(wide, cluster, row_warps, k_warps, tiles, depth, chunks, ahead, min(4, ahead))
+                fits = Form(plan, point).shared_bytes <= room
+                small = point.out_tile <= max(2 * plan.outs, 64)
+                if fits and small and point.out_tile % (16 * cluster) == 0:
+                    yield point
+                    break
 
 
 def work(form: Form, target: Target) -> Work:

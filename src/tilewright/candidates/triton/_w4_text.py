@@ -133,19 +133,18 @@ class Writer:
             if stream:
                 stream.start()
         self._do(asm.AFTER, "tid")
-        self._copy()
+        for c in range(min(p.chunks, 2)):
+            self._copy(c)
         for u in range(p.ahead):
             load(u)
-        self._do(asm.COPIED, "tid")
-        if p.wide:
-            self._do(asm.FENCE, "tid")
-        self._do(asm.MEET, "tid")
         self._other_addresses()
         t.do(f"zero = gl.zeros([{32 * p.warps}], gl.float32, LANES)")
         sums = ["zero"] * (p.tiles * product.sums)
         statement = product.asm()
         for kb in range(p.depth):
-            if kb:
+            if kb % f.chunk_depth == 0:
+                self._turn(kb // f.chunk_depth)
+            else:
                 self._do(asm.IN_STEP, "tid")
             other = self._other(kb)
             for stream in (scales, zeros):
@@ -195,37 +194,50 @@ class Writer:
         """A block of K relative to the first, of those that exist: past the last one it is the last one again."""
         return self.text.v(f"gl.minimum(first + {kb}, {self.form.blocks - 1}) - first")
 
-    def _copy(self) -> None:
-        """The other operand's part of K into shared memory; rows that it does not have stay what they are."""
+    def _turn(self, chunk: int) -> None:
+        """The chunk is there, and the one before it makes room for the next one."""
+        p = self.form.point
+        if chunk and chunk + 1 < p.chunks:
+            self._do(asm.MEET, "tid")
+            self._copy(chunk + 1)
+        self._do(asm.COPIED[1 if chunk + 1 < p.chunks else 0], "tid")
+        if p.wide:
+            self._do(asm.FENCE, "tid")
+        self._do(asm.MEET, "tid")
+
+    def _copy(self, chunk: int) -> None:
+        """A chunk of the other operand's part of K into shared memory; rows that it does not have stay what they are."""
         f, p, t = self.form, self.form.point, self.text
-        threads, chunks = 32 * p.warps, f.local_blocks * 8
-        total = f.plan.rows * chunks
+        threads, own = 32 * p.warps, f.chunk_depth * 8  # pieces of 16 bytes, of a warp along K
+        pieces = p.k_warps * own
+        total = f.plan.rows * pieces
         for r in range(-(-total // threads)):
             i = t.v(f"tid + {r * threads}" if r else "tid + 0")
-            row, chunk = t.v(f"{i} // {chunks}"), t.v(f"{i} % {chunks}")
+            row, piece = t.v(f"{i} // {pieces}"), t.v(f"{i} % {pieces}")
             there = t.v(f"({i} < {total}).to(gl.int32)" if (r + 1) * threads > total else "tid * 0 + 1")
-            source = t.v(f"part * {chunks} + {chunk}")
+            along = f"{piece} // {own} * {p.depth * 8} + {piece} % {own} + {chunk * own}" if p.chunks > 1 else piece
+            source = t.v(f"part * {f.local_blocks * 8} + {along}")
             size = t.v("tid * 0 + 16" if f.even else f"gl.where({source} < {f.blocks * 8}, 16, 0)")  # zeros past the end of K
-            to = f"base + {X_AT} + {chunk} // 8 * {f.columns * 128} + {row} * 128 + ((({chunk} ^ {row}) & 7) * 16)"
-            self._do(asm.COPY, t.v(to), f"(x + ({row} * {f.plan.K} + {source} * 8)).to(gl.int64)", there, size)
+            to = f"{piece} // 8 * {f.columns * 128} + {row} * 128 + ((({piece} ^ {row}) & 7) * 16)"
+            at = t.v(f"base + {X_AT + chunk % 2 * f.chunk_bytes} + {to}")
+            self._do(asm.COPY, at, f"(x + ({row} * {f.plan.K} + {source} * 8)).to(gl.int64)", there, size)
+        self._do(asm.COPYING, "tid")
 
     def _other_addresses(self) -> None:
         f, p, t = self.form, self.form.point, self.text
-        size = p.depth * f.columns * 128
-        if p.wide:
-            t.do(f"tile_at = base + {X_AT} + k_warp * {size}")
-            return
-        t.do("line = lane % 8")
-        t.do(f"near = base + {X_AT} + k_warp * {size} + line * 128 + ((lane // 8) ^ line) * 16")
-        t.do(f"far = base + {X_AT} + k_warp * {size} + line * 128 + ((lane // 8 + 4) ^ line) * 16")
+        t.do(f"own = base + {X_AT} + k_warp * {f.chunk_depth * f.columns * 128}")
+        if not p.wide:
+            t.do("line = lane % 8")
+            t.do("near = own + line * 128 + ((lane // 8) ^ line) * 16")
+            t.do("far = own + line * 128 + ((lane // 8 + 4) ^ line) * 16")
 
     def _other(self, kb: int) -> list[str]:
         """The other operand's part of a block of K: its fragments, or where it lies as `wgmma` is told."""
         f, p, t = self.form, self.form.point, self.text
-        at = kb * f.columns * 128
+        at = kb // f.chunk_depth % 2 * f.chunk_bytes + kb % f.chunk_depth * f.columns * 128
         if p.wide:  # rows of 128 bytes, swizzled, eight of them 1024 bytes (PTX ISA 9.0, 9.7.15.5.1.2)
             kind = (1 << 62) | (64 << 32)
-            return [t.v(f"((tile_at + {at}) >> 4).to(gl.int64) | {kind}")]
+            return [t.v(f"((own + {at}) >> 4).to(gl.int64) | {kind}")]
         words: list[str] = []
         for j in range(f.columns // 8):
             for half in ("near", "far"):
