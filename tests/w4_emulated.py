@@ -238,6 +238,9 @@ class Instruction:
             word = self.get(o[1])
             self.put(lo, (word & 0xFFFF).astype(np.uint16))
             self.put(hi, (word >> 16).astype(np.uint16))
+        elif o[1].startswith("{"):
+            lo, hi = (self.get(x).astype(np.uint64) for x in self.several(o[1]))
+            self.put(o[0], lo | hi << np.uint64(32))
         else:
             self.put(o[0], self.get(o[1]).copy())
 
@@ -296,8 +299,8 @@ class Instruction:
         a, b = self.get(o[1]), self.get(o[2])
         self.put(o[0], a != b if ".ne" in name else a == b)
 
-    def add64(self, name, o, keep):
-        self.put(o[0], self.get(o[1], np.uint64) + self.get(o[2], np.uint64))
+    def add(self, name, o, keep):
+        self.put(o[0], self.get(o[1]) + self.get(o[2]))
 
     def nothing(self, name, o, keep):
         pass
@@ -439,7 +442,7 @@ class Instruction:
         ("mul.rn.", mul),
         ("fma.rn.f32", fma),
         ("setp", setp),
-        ("add.s64", add64),
+        ("add.s32", add),
         ("ex2.approx", power),
         ("rcp.approx", reciprocal),
         ("ld.global", ld_global),

@@ -10,6 +10,9 @@ from tilewright.candidates.triton._w4_pack import MAGIC, bias, places
 from tilewright.dtype import BF16, F32, DType
 
 STEPS = 4  # of 16 columns in a block of 64
+# Upper half of what tells `wgmma` where an operand lies: rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the
+# next eight (PTX ISA 9.0, 9.7.15.5.1.2). The lower half is an address of 16 bytes each.
+ROWS_OF_128 = 1 << 30 | 64
 
 
 def _bits(value: float, operand: DType) -> int:
@@ -73,8 +76,8 @@ class Product:
         return self.columns // 2
 
     def asm(self) -> Asm:
-        """Operands: sums out; codes, scales, zeros, sums in; then 8 words of the other operand for each 8 columns, or what
-        describes it in shared memory."""
+        """Operands: sums out; codes, scales, zeros, sums in; then 8 words of the other operand for each 8 columns, or its
+        address in shared memory, of 16 bytes each."""
         return _Writer(self).write()
 
 
@@ -113,7 +116,7 @@ class _Writer:
             for i in range(p.sums):
                 self.do(f"mov.f32 ${i}, d{i};")
         self.do("}")
-        given = ["r"] * (self.sums_in - p.sums) + ["f"] * p.sums + (["l"] if p.wide else ["r"] * p.columns)
+        given = ["r"] * (self.sums_in - p.sums) + ["f"] * p.sums + ["r"] * (1 if p.wide else p.columns)
         return Asm("\n".join(self.lines), ",".join([*["=&f"] * p.sums, *given]))
 
     def _scale(self, i: int) -> None:
@@ -218,7 +221,8 @@ class _Writer:
             self.do("wgmma.fence.sync.aligned;")
             for step in range(sub * each, (sub + 1) * each):
                 fresh = not p.rounded and step == sub * each
-                self.do(f"setp.ne.b32 q, {0 if fresh else 1}, 0; add.s64 e, ${self.other}, {2 * step};")
+                self.do(f"setp.ne.b32 q, {0 if fresh else 1}, 0;")
+                self.do(f"add.s32 u, ${self.other}, {2 * step}; mov.b64 e, {{u, 0x{ROWS_OF_128:08x}}};")
                 a = self._fragment(step)
                 self.do(f"wgmma.mma_async.sync.aligned.m64n{p.columns}k16.{kinds} {{{d}}}, {{{a}}}, e, q, 1, 1, 0;")
             self.do("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;")

@@ -235,9 +235,8 @@ class Writer:
         """The other operand's part of a block of K: its fragments, or where it lies as `wgmma` is told."""
         f, p, t = self.form, self.form.point, self.text
         at = kb // f.chunk_depth % 2 * f.chunk_bytes + kb % f.chunk_depth * f.columns * 128
-        if p.wide:  # rows of 128 bytes, swizzled, eight of them 1024 bytes (PTX ISA 9.0, 9.7.15.5.1.2)
-            kind = (1 << 62) | (64 << 32)
-            return [t.v(f"((own + {at}) >> 4).to(gl.int64) | {kind}")]
+        if p.wide:
+            return [t.v(f"(own + {at}) >> 4")]
         words: list[str] = []
         for j in range(f.columns // 8):
             for half in ("near", "far"):
