@@ -1,15 +1,10 @@
 """Gemms with weights of few bits on a device: every kind of code, scale and store, at several points, and again and again."""
 
-import functools
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
-
 import pytest
 import torch
 
+from on_device import assert_right, device
 from tilewright.candidates.triton.hopper_w4 import CANDIDATE
-from tilewright.hardware.detect import detect
-from tilewright.schedule.bench import Bench
 from w4_problems import posed
 
 pytestmark = [
@@ -34,16 +29,6 @@ LINES = [
 ]
 
 
-@functools.cache
-def device():
-    return detect("cuda")
-
-
-def compile_one(case):
-    """Fill Triton's cache, in a process of its own."""
-    CANDIDATE.build(*case)
-
-
 def test_every_kind_is_right_at_several_points():
     cases = []
     for line in LINES:
@@ -53,14 +38,7 @@ def test_every_kind_is_right_at_several_points():
         for s in CANDIDATE.schedules(problem, device()):
             kinds.setdefault((s["wide"], s["cluster"], s["tiles"]), s)
         cases += [(problem, s) for s in list(kinds.values())[:4]]
-    with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
-        list(pool.map(compile_one, [(p, s, device()) for p, s in cases]))
-    wrong = []
-    for key, (problem, schedule) in enumerate(cases):
-        attempt = Bench(problem, device(), {}).attempt(key, CANDIDATE, schedule)
-        if attempt.why is not None:
-            wrong.append(f"{problem} ({schedule}): {attempt.why}")
-    assert not wrong, "\n".join(wrong)
+    assert_right(CANDIDATE, cases)
 
 
 @pytest.mark.parametrize("rows", [1, 16, 48])

@@ -19,7 +19,7 @@ from tilewright.candidates.triton._w4_space import point_of, points, schedule_of
 from tilewright.candidates.triton._w4_text import Writer
 from tilewright.dtype import DType
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.cost import Work
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -30,10 +30,11 @@ class HopperW4:
 
     name = "hopper_w4"
     kinds = frozenset[ProblemKind]({"gemm"})
+    devices = GPU
     preference = 3
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
-        if target.kind != "cuda" or "sm_90" not in target.features:
+        if "sm_90" not in target.features:
             return "clusters, wgmma and dependent launches as they are used here are Hopper's (sm_90)"
         if not module.installed():
             return module.INSTALL
