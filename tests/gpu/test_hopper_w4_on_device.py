@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-
 from on_device import assert_right, device
+
 from tilewright.candidates.triton.hopper_w4 import CANDIDATE
 from w4_problems import posed
 
