@@ -103,8 +103,8 @@ class _Writer:
         self.do(".reg .b16 h0, h1; .reg .pred q; .reg .b64 e;")
         self.do("mov.f32 z, 0f00000000;")
         for sub in range(p.subs):
-            self._scale(sub)
-            self._zero(sub)
+            self.scale(sub)
+            self.zero(sub)
         if p.rounded:
             for i in range(p.sums):
                 self.do(f"mov.f32 d{i}, ${self.sums_in + i};")
@@ -119,7 +119,7 @@ class _Writer:
         given = ["r"] * (self.sums_in - p.sums) + ["f"] * p.sums + ["r"] * (1 if p.wide else p.columns)
         return Asm("\n".join(self.lines), ",".join([*["=&f"] * p.sums, *given]))
 
-    def _scale(self, i: int) -> None:
+    def scale(self, i: int) -> None:
         """s: of both rows, as f32; or m: each twice in a word."""
         p = self.p
         if p.scales is F32:
@@ -134,7 +134,7 @@ class _Writer:
         else:
             self.do(f"mov.b32 {{h0, h1}}, {word}; cvt.f32.f16 s{2 * i}, h0; cvt.f32.f16 s{2 * i + 1}, h1;")
 
-    def _zero(self, i: int) -> None:
+    def zero(self, i: int) -> None:
         """c: what is subtracted from codes of both rows."""
         p = self.p
         if p.zeros:
@@ -145,7 +145,7 @@ class _Writer:
                 value = MAGIC[p.kind.bits, p.operand.name][h] + bias(p.kind, p.operand)
                 self.do(f"mov.b32 c{2 * i + h}, 0x{_bits(value, p.operand):08x};")
 
-    def _convert(self, step: int) -> None:
+    def convert(self, step: int) -> None:
         """a: the fragment of a step; its registers are rows g and g + 8 of the left half, then of the right one."""
         p = self.p
         exponent = [_bits(m, p.operand) for m in MAGIC[p.kind.bits, p.operand.name]]
@@ -201,7 +201,7 @@ class _Writer:
         p, each = self.p, STEPS // self.p.subs
         kinds = f"f32.{self.kind}.{self.kind}.f32"
         for step in range(STEPS):
-            self._convert(step)
+            self.convert(step)
             for j in range(p.columns // 8):
                 d = ",".join(f"d{4 * j + e}" for e in range(4))
                 x = f"${self.other + 8 * j + 2 * step},${self.other + 8 * j + 2 * step + 1}"
@@ -216,7 +216,7 @@ class _Writer:
         p, each = self.p, STEPS // self.p.subs
         d, kinds = ",".join(f"d{i}" for i in range(p.sums)), f"f32.{self.kind}.{self.kind}"
         for step in range(STEPS):
-            self._convert(step)
+            self.convert(step)
         for sub in range(p.subs):
             self.do("wgmma.fence.sync.aligned;")
             for step in range(sub * each, (sub + 1) * each):
@@ -266,3 +266,19 @@ SEND = do(
     "rrrffffr",
 )
 COME = do("{ .reg .pred q; L: mbarrier.try_wait.parity.shared.b64 q, [$1], 0; @!q bra L; }", "r")
+
+
+def halves(operand: DType, kind: DType, *, zeros: bool) -> Asm:
+    """Two words of 4-bit codes as eight registers, scaled: operands are those, the words, the scale twice, the zero point twice."""
+    writer = _Writer(Product(operand, kind, operand, 32, zeros, rounded=True, columns=0, wide=False))
+    writer.codes, writer.scale_at, writer.zero_at = 8, 10, 12
+    writer.do("{")
+    writer.do(".reg .b32 u, a<8>, c<2>, m<2>;")
+    writer.zero(0)
+    writer.scale(0)
+    for step in (0, 1):
+        writer.convert(step)
+    for i in range(8):
+        writer.do(f"mov.b32 ${i}, a{i};")
+    writer.do("}")
+    return Asm("\n".join(writer.lines), ",".join(["=&r"] * 8 + ["r"] * (6 if zeros else 4)))

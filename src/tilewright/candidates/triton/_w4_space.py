@@ -23,11 +23,14 @@ WARPS = 16  # of an SM, with as many registers as they need
 START_CYCLES = 2600.0  # from a launch until a block's first products, and from its last ones until its results are written
 ROUND_CYCLES = 1800.0  # of that, what no other block of the SM hides
 SEND_CYCLES = 700.0  # until sums of a cluster's blocks have come
+# Of 132 SMs, those that clusters of so many whole SMs find room on: they do not span the chip's parts, of 16 or 18 SMs each.
+REACHED = {1: 1.0, 2: 1.0, 4: 112 / 132, 8: 112 / 132}
 BYTES_PER_CYCLE = 48.0  # that one SM takes in
 TILE_CYCLES = 46.0  # of a scheduler, 16 rows by 64 columns made halves, and what goes with that
 SCALE_CYCLES = 26.0  # more, if each code is scaled
 PRODUCT_CYCLES = 11.0  # of 8 columns of the other operand: fragments, four products, sums scaled; by mma.sync
 WIDE_CYCLES = 5.0  # by wgmma
+WAIT_CYCLES = 40.0  # more, for which a warp waits for wgmma
 
 
 def schedule_of(point: Point) -> Schedule:
@@ -65,7 +68,7 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
             loads = depth * tiles * plan.weights.kind.bits // 4
             if loads > MOST_TILES or (depth - 1) * cluster * k_warps >= blocks or cluster * k_warps > blocks:
                 continue
-            ahead = min(loads, 16 if plan.rows <= 16 and tiles < 4 else 8 if wide else 12)
+            ahead = min(loads, 8 if wide else 12)
             room = target.chip.shared_bytes - BARRIERS_BYTES
             for chunks in (c for c in range(1, depth + 1) if depth % c == 0):  # the fewest that fit
                 point = Point(wide, cluster, row_warps, k_warps, tiles, depth, chunks, ahead, min(4, ahead))
@@ -80,17 +83,17 @@ def work(form: Form, target: Target) -> Work:
     """What a point makes the machine do."""
     p, plan = form.point, form.plan
     together = max(min(WARPS // p.warps, target.chip.shared_bytes // (form.shared_bytes + BARRIERS_BYTES)), 1)
-    busiest = -(-form.grid // target.cores)  # blocks of an SM
+    busiest = -(-form.grid // int(target.cores * REACHED[p.cluster] + 0.5))  # blocks of an SM
     rounds = -(-busiest // together)
     code_bytes = form.packed_bytes / form.grid * form.row_tiles * p.out_tile / max(plan.outs, p.out_tile)
     other_bytes = plan.rows * form.local_blocks * 128
     block = form.columns / 8
     tile = TILE_CYCLES * plan.weights.kind.bits / 4 + (SCALE_CYCLES if plan.weights.rounded else 0.0)
-    tile += block * (WIDE_CYCLES if p.wide else PRODUCT_CYCLES)
+    tile += block * WIDE_CYCLES + WAIT_CYCLES if p.wide else block * PRODUCT_CYCLES
     tiles = p.warps * p.tiles * p.depth / 4  # of a block, on one of four schedulers
     sums = form.sums * 4 * (p.k_warps + 2 * (p.cluster > 1)) / 64
     each = max((code_bytes + other_bytes) / BYTES_PER_CYCLE, tiles * tile) + sums
-    cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES + busiest * each + (SEND_CYCLES if p.cluster > 1 else 0.0)
+    cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES / together + busiest * each + (SEND_CYCLES if p.cluster > 1 else 0.0)
     return Work(
         (Phase(cycles, 0.0, {"memory": float(form.packed_bytes + plan.rows * plan.K * 2 + plan.rows * plan.outs * 2)}),)
     )
