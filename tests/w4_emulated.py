@@ -290,7 +290,8 @@ class Instruction:
         self.put(o[0], (a * b + c).astype(np.float32))
 
     def power(self, name, o, keep):
-        self.put(o[0], np.exp2(self.get(o[1], np.float32)))
+        with np.errstate(over="ignore"):
+            self.put(o[0], np.exp2(self.get(o[1], np.float32)))
 
     def reciprocal(self, name, o, keep):
         self.put(o[0], (1 / self.get(o[1], np.float32)).astype(np.float32))
