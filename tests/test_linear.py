@@ -284,6 +284,17 @@ def test_what_is_replaced_and_what_is_not():
     assert "Linear(in_features=64, out_features=64, bias=True, w4g32)" in repr(model)
 
 
+def test_torch_s_encoder_goes_on_working():
+    """It hands the weights of its linear layers to one fused operation once it does not train."""
+    model = torch.nn.Sequential(torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True), torch.nn.Linear(64, 8)).eval()
+    x = torch.randn(2, 3, 64)
+    with torch.no_grad():
+        report = tilewright.quantize_(model, "w4g32")
+        assert model(x).shape == (2, 3, 8)
+    assert report.skipped["0.linear1"] == "torch.nn.TransformerEncoderLayer reads its weight itself"
+    assert list(report.layers) == ["1"]
+
+
 def test_weights_from_elsewhere_are_put_in():
     model = Owner()
     weights = {"first": pack(torch.randn(64, 64), "s4"), "inner.0": pack(torch.randn(8, 64), "s8", group_size=None)}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.library import opcheck
 
 import tilewright
 from tilewright.dtype import S4
@@ -70,6 +71,13 @@ def test_compiled_by_torch(mode):
     for rows in (16, 16, 16, 4):
         x = torch.randn(rows, 256, device="cuda", dtype=torch.float16)
         torch.testing.assert_close(fast(x).clone(), model(x), rtol=2e-2, atol=2e-2)
+
+
+def test_torch_takes_the_operation():
+    (layer,) = quantised("w4g64z", torch.float16)
+    x = torch.randn(2, 3, 512, device="cuda", dtype=torch.float16, requires_grad=True)
+    parts = layer.packed, layer.scales, layer.zero_points, layer.offsets, layer.order, layer.bias
+    opcheck(torch.ops.tilewright.linear.default, (x, *parts, layer.code_type, layer.group_size, False))
 
 
 def test_a_captured_graph_computes_from_new_inputs():

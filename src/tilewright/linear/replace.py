@@ -71,7 +71,7 @@ def quantize_(
     before = after = 0
     made: dict[int, Linear] = {}  # a module that stands in several places stays one
     for name, parent, attribute, module in list(_linears(model)):
-        why = _why_not(name, module, filter)
+        why = _why_not(name, module, parent, filter)
         made_now = why or made.get(id(module)) or make(name, module)
         if isinstance(made_now, str):
             skipped[name] = made_now
@@ -97,10 +97,12 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
             yield name, owners[path], attribute, module
 
 
-def _why_not(name: str, module: torch.nn.Linear, filter: Filter | None) -> str | None:
+def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter: Filter | None) -> str | None:
     """Why a layer stays as it is, whatever there is to put in its place; None if it need not."""
     if type(module) is not torch.nn.Linear:
         return f"a {type(module).__name__}, whose owner may read its weight"
+    if isinstance(parent, torch.nn.TransformerEncoderLayer):
+        return "torch.nn.TransformerEncoderLayer reads its weight itself"
     if filter is not None and not filter(name, module):
         return "the filter says no"
     return None
