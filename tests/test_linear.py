@@ -189,6 +189,7 @@ def test_torch_takes_the_operation(scheme):
     for shape in shapes:
         x = torch.randn(shape, requires_grad=shape == (5, 64))
         opcheck(torch.ops.tilewright.linear.default, arguments(model[0], x))
+    opcheck(torch.ops.tilewright.linear_without_derivative.default, arguments(model[0], x.detach()))
 
 
 def test_autocast_decides_the_type_as_it_does_for_torch_s_own():

@@ -11,7 +11,7 @@ import torch
 from tilewright.dtype import dtype, from_torch
 from tilewright.errors import InputError
 from tilewright.linear.kernels import Form, tune
-from tilewright.linear.op import forget, kernels_for, linear
+from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.packing import QuantizedWeight, pack
 from tilewright.schedule.regimes import Progress, Regimes
@@ -111,7 +111,10 @@ class Linear(torch.nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         held = self._buffers  # torch looks an attribute that is a buffer up in three places, at a microsecond each
         parts = held["packed"], held["scales"], held["zero_points"], held["offsets"], held["order"]
-        return linear(x, *parts, self._parameters["bias"], self.code_type, self.group_size, self.quantize_activations)
+        bias = self._parameters["bias"]
+        derived = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+        apply = linear if derived else plain_linear
+        return apply(x, *parts, bias, self.code_type, self.group_size, self.quantize_activations)
 
     def prepare(self, rows: int | Iterable[int], dtype: torch.dtype | None = None) -> Linear:
         """Make the kernels for so many rows now, and not in the first call with them.

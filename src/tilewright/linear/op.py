@@ -159,9 +159,13 @@ def _derivative(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]
     return of_x, None, None, None, None, None, of_bias, None, None, None
 
 
+# The same without a derivative, which torch reaches with one call of Python less: 5 µs.
+PLAIN = "tilewright::linear_without_derivative"
 _library = torch.library.Library("tilewright", "DEF")  # defined for as long as it lives
-_library.define(f"linear{SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
-_library.impl("linear", _linear, "CompositeExplicitAutograd")
-torch.library.register_fake(NAME, _shape, lib=_library)
+for name in (NAME, PLAIN):
+    _library.define(f"{name.partition('::')[2]}{SCHEMA}", tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(name, _linear, "CompositeExplicitAutograd")
+    torch.library.register_fake(name, _shape, lib=_library)
 torch.library.register_autograd(NAME, _derivative, setup_context=_keep, lib=_library)
 linear = torch.ops.tilewright.linear.default
+plain_linear = torch.ops.tilewright.linear_without_derivative.default
