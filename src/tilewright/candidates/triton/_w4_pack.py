@@ -8,13 +8,13 @@ operand: both matrix instructions (`mma.sync`, `wgmma`) take this fragment.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewright.dtype import BF16, DType
+from tilewright.schedule.packed import all_packed_once
 
 if TYPE_CHECKING:
     from tilewright.candidates.triton._w4_plan import Weights
@@ -26,22 +26,17 @@ AT_ONCE = 1 << 24  # codes that are packed together: what stands between takes 2
 # Exponents set over a code's bits make it this number plus the code: of a lane's first row, and of its second.
 MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128), (8, "bf16"): (128, 128)}
 
-_Held = tuple[tuple[tuple[int, int], ...], list[torch.Tensor], list[torch.Tensor]]
-# What was packed, by the codes and how: which tensors at which version, the packed ones, and the sources beside the codes,
-# whose identity must not pass to new ones. Kernels for other numbers of rows share it.
-_packed: MutableMapping[torch.Tensor, dict[object, _Held]] = WeakTensorKeyDictionary()
-
 
 def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
     """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them.
 
     What is packed on a device is there when this returns: kernels may read it before those in the stream are done.
     """
-    made_of = tuple((id(t), t._version) for t in sources)
-    held = _packed.setdefault(sources[0], {})
-    known = held.get((weights, operand))
-    if known is not None and known[0] == made_of:
-        return known[1]
+    form = weights, operand
+    return all_packed_once(sources, form, len(sources), lambda: _packed_weights(sources, weights, operand))
+
+
+def _packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
     codes, scales, *zeros = sources if weights.along else [t.T for t in sources]
     repeats = codes.shape[1] // scales.shape[1] // weights.sub
     codes = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
@@ -55,7 +50,6 @@ def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: D
         result.append(paired_rows(z.to(operand.to_torch()).repeat_interleave(repeats, dim=1)))
     if codes.is_cuda:
         torch.cuda.synchronize(codes.device)
-    held[weights, operand] = made_of, result, list(sources[1:])
     return result
 
 
