@@ -117,6 +117,16 @@ CASES = {
 }
 
 
+def test_machine_code_is_loaded_for_each_device():
+    line, point, _ = CASES["forty rows"]
+    problem = posed(line)
+    plan = plan_of(problem)
+    assert isinstance(plan, Plan)
+    types = tuple(t.dtype for t in problem.types)
+    first, again, other = (compiled(Form(plan, point), types, device)[0] for device in (0, 0, 1))
+    assert first is again and first is not other
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code_is_what_was_meant(name):
     line, point, wanted = CASES[name]

@@ -52,7 +52,7 @@ class HopperW4:
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         plan = _plan(problem)
         form = Form(plan, point_of(schedule))
-        kernel, names = compiled(form, tuple(t.dtype for t in problem.types))
+        kernel, names = compiled(form, tuple(t.dtype for t in problem.types), target.index)
         needs = module.needs(kernel)
         sides = [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
         w, count = plan.weights, len(problem.types)
@@ -61,6 +61,7 @@ class HopperW4:
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             packed = packed_weights([weights[i] for i in sources], w, plan.operand)
+            torch.cuda.synchronize(target.index)  # a launch reads weights before what is ahead of it has ended
             constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
             launch = module.launcher(kernel, (form.grid,), target.index)
             return caller(read, problem.outputs, launch, constant, target)
@@ -83,8 +84,9 @@ def _plan(problem: Problem) -> Plan:
     return plan
 
 
-def compiled(form: Form, types: tuple[DType, ...]) -> tuple[Any, tuple[str, ...]]:
-    """A form's machine code and its arguments' names; `types` are those of the gemm's sources."""
+def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> tuple[Any, tuple[str, ...]]:
+    """A form's machine code and its arguments' names; `types` are those of the gemm's sources. Once it has run it is loaded on
+    one device."""
     writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
     text = writer.write()
     kinds: list[tuple[str, str]] = []
@@ -94,12 +96,12 @@ def compiled(form: Form, types: tuple[DType, ...]) -> tuple[Any, tuple[str, ...]
             kinds.append((name, pointer_type(types[at] if name[0] == "p" else form.plan.stores[at].root.dtype)))
         else:
             kinds.append((name, pointer_type(form.plan.operand) if name == "x" else "*i32"))
-    return _machine_code(text, tuple(kinds), form.point), tuple(writer.arguments)
+    return _machine_code(text, tuple(kinds), form.point, device), tuple(writer.arguments)
 
 
 @lru_cache(maxsize=512)
-def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], point: Point) -> Any:
-    """Triton's compiled kernel of a text."""
+def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], point: Point, device: int) -> Any:
+    """Triton's compiled kernel of a text, which loads itself once, on the device that is then the current one."""
     with rewriting(*([partial(clustered, size=point.cluster)] if point.cluster > 1 else [])):
         return module.compiled(
             module.module(text).gemm,
