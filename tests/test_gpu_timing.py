@@ -11,18 +11,19 @@ import tilewright
 from tilewright.ir.notation import parse
 from tilewright.report import perf, perf_table
 from tilewright.report.inputs import make_feeds
-from tilewright.report.timing import Rounds, Times, device_us
+from tilewright.report.timing import SPAN_US, Rounds, Times, device_us
 from tilewright.schedule import measure
-from tilewright.schedule.measure import MOST_TOGETHER, SPAN_US, time_interleaved, together
+from tilewright.schedule.measure import MOST_TOGETHER, time_interleaved
 
-EVENT_US = 4.8  # what a pair of events adds, as seen on an H200
+EVENT_US = 4.8  # what a pair of events adds, and how long after another a kernel begins, about as seen on an H200
+LAUNCH_US = 0.5
 
 
 class FakeGpu:
     """Stands for torch.cuda and for the host's clock: a launch takes the host `host_us`, and work follows work."""
 
     def __init__(self, monkeypatch, host_us=12.0):
-        self.host_us, self.host, self.busy_until, self.spans = host_us, 0.0, 0.0, []
+        self.host_us, self.host, self.busy_until, self.spans, self.recorded = host_us, 0.0, 0.0, [], None
         gpu = self
 
         class Event:
@@ -42,19 +43,41 @@ class FakeGpu:
             _sleep=lambda cycles: self.work(cycles / measure.CYCLES_PER_US),
             synchronize=lambda device: setattr(self, "host", max(self.host, self.busy_until)),
         )
+        monkeypatch.setattr(measure, "CudaGraphs", lambda device: self.capture)
         monkeypatch.setattr(measure, "torch", types.SimpleNamespace(cuda=cuda))
         monkeypatch.setattr(measure.time, "perf_counter", lambda: self.host / 1e6)
+
+    def capture(self, several):
+        self.recorded = []
+        try:
+            several()
+            us = sum(self.recorded)
+        finally:
+            self.recorded = None
+
+        def replay():
+            self.host += self.host_us
+            self.work(us)
+
+        return None, replay
 
     def work(self, us):
         """Add work behind what the device has; it begins no sooner than it is launched."""
         self.busy_until = max(self.busy_until, self.host) + us
         return self.busy_until
 
-    def kernel(self, us):
+    def kernel(self, us, waits=False):
+        """A call: `waits` for the device, so that it cannot be captured."""
+
         def run():
             run.calls += 1
+            if self.recorded is not None:
+                if waits:
+                    raise RuntimeError("operation not permitted when stream is capturing")
+                self.recorded.append(us)
+                return
             self.host += self.host_us
-            self.work(us)
+            self.work(us + LAUNCH_US)
 
         run.calls = 0
         return run
@@ -64,11 +87,21 @@ class FakeGpu:
 def test_a_call_is_as_long_as_many_in_a_row_are(monkeypatch, us):
     gpu = FakeGpu(monkeypatch)
     times = device_us(gpu.kernel(us), "cuda", Rounds.of(7, 0.0))
-    assert len(times.us) == 7
-    assert us <= times.median_us <= us * 1.03 + EVENT_US / MOST_TOGETHER
-    assert times.calls == together(times.median_us)
+    assert len(times.us) == 7 and not times.replayed
+    events_us = EVENT_US / min(MOST_TOGETHER, max(SPAN_US / (us + 2), 1))
+    assert us + LAUNCH_US <= times.median_us <= us + LAUNCH_US + events_us + 1e-6
     assert (times.calls == 1) == (us >= SPAN_US)
     assert min(gpu.spans[-7:]) >= min(SPAN_US, MOST_TOGETHER * us)
+
+
+def test_a_kernel_within_a_program_is_timed_as_it_is_launched_there(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    kernel, long = gpu.kernel(25.0), gpu.kernel(5000.0)
+    times = device_us(kernel, "cuda", Rounds.of(7, 0.0), captured=True)
+    assert times.replayed and times.calls >= SPAN_US / 30 and times.median_us == pytest.approx(25.0, rel=0.01)
+    assert not device_us(long, "cuda", Rounds.of(7, 0.0), captured=True).replayed, "one call is long enough"
+    waits = device_us(gpu.kernel(25.0, waits=True), "cuda", Rounds.of(7, 0.0), captured=True)
+    assert not waits.replayed and waits.median_us == pytest.approx(25.0 + LAUNCH_US, rel=0.01)
 
 
 def test_candidates_are_told_apart_by_their_kernels_alone(monkeypatch):
@@ -94,14 +127,16 @@ def test_what_is_cold_is_timed_call_by_call(monkeypatch):
 def test_the_report_says_how_many_calls_were_timed_together(monkeypatch):
     graph = parse("f32[8,16] @ f32[16,8]")
     program, feeds = tilewright.compile(graph, budget_s=0, cache=False), make_feeds(graph)
-    shown = []
-    for calls in (1, 8):
-        monkeypatch.setattr(perf, "device_us", lambda run, device, rounds, calls=calls: Times([24.0, 25.0, 26.0], calls))
+    shown, asked = [], []
+    for times in (Times([24.0, 25.0, 26.0]), Times([24.0, 25.0, 26.0], 40, replayed=True)):
+        monkeypatch.setattr(perf, "device_us", lambda *given, times=times, captured: asked.append(captured) or times)
         measured = perf.measure(program, "product", feeds, program.target)
         out = io.StringIO()
         perf_table.print_perf(Console(file=out, width=200), measured)
         shown.append((measured.report.summary, out.getvalue()))
     (alone, alone_table), (many, many_table) = shown
     assert not any("in a row" in s for s in alone) and "median of 3 runs, 24.0 to 26.0" in alone_table
-    assert "Timed by the GPU's events, short calls several in a row between two of them: the whole program 8 times." in many
-    assert "median of 3 timings of 8 calls in a row" in many_table
+    how = "up to 40 calls in a row, 1 of 1 replayed as a CUDA graph."
+    assert many[-2:] == [f"Timed between two events of the GPU: {what} {how}" for what in ("the whole program", "steps")]
+    assert "median of 3 timings of 40 calls in a row" in many_table
+    assert asked == [True] * 4, "a program of one kernel is that kernel"

@@ -72,14 +72,15 @@ def measure(
     """
     inputs = bind(program, feeds)
     device = program.target.device
-    whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S))
+    alone = len(program.steps) == 1 and program.steps[0].decision is not None  # a kernel that is launched by itself
+    whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S), captured=alone)
     share = Rounds.of(iterations, STEPS_S / max(len(program.steps), 1))
     taken: list[Times] = []
 
     def time_step(step: Step, values: list[Value]) -> None:
         if progress is not None:
             progress(len(taken), len(program.steps), step.name)
-        taken.append(device_us(lambda: step.run(values), device, share))
+        taken.append(device_us(lambda: step.run(values), device, share, captured=step.decision is not None))
 
     program.run(inputs, time_step)
     times = [t.median_us for t in taken]
@@ -110,10 +111,12 @@ def measure(
 def _launched_words(program: Program, whole: Times, steps: Sequence[Times]) -> list[str]:
     """How calls reach a GPU, and how many of them a timing takes together."""
     words = [f"Launched {program.launched}."] if program.launched else []
-    most = max(t.calls for t in (whole, *steps))
-    if most > 1:
-        each = f"the whole program {whole.calls} times" if whole.calls > 1 else f"steps up to {most} times"
-        words.append(f"Timed by the GPU's events, short calls several in a row between two of them: {each}.")
+    for what, times in (("the whole program", [whole]), ("steps", steps)):
+        several = [t for t in times if t.calls > 1]
+        if several:
+            most, replayed = max(t.calls for t in several), sum(t.replayed for t in several)
+            how = f", {replayed} of {len(several)} replayed as a CUDA graph" if replayed else ""
+            words.append(f"Timed between two events of the GPU: {what} up to {most} calls in a row{how}.")
     return words
 
 

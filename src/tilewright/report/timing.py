@@ -8,9 +8,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewright.schedule.measure import busy_us, synchronize, together
+from tilewright.schedule.measure import busy_us, repeated, synchronize, together
 
 WARM_UPS = 2
+SPAN_US = 1000.0  # between two events of a GPU: a hundred times what they take
 LOOKS = 3  # on a GPU: the first may compile, the second be captured; the third says how long a call is
 
 
@@ -49,34 +50,50 @@ class Times:
 
     Attributes:
         us: of a call, µs, for each timing.
-        calls: in each of them: one, or as many as a GPU needs to be busy long enough for its clock.
+        calls: in each of them: one, or as many as keep a GPU busy for a while.
+        replayed: those calls were a CUDA graph.
     """
 
     us: list[float]
     calls: int = 1
+    replayed: bool = False
 
     @property
     def median_us(self) -> float:
         return statistics.median(self.us)
 
 
-def device_us(run: Callable[[], object], device: str, rounds: Rounds) -> Times:
+def device_us(run: Callable[[], object], device: str, rounds: Rounds, *, captured: bool = False) -> Times:
     """What a call kept the device busy: by events on a GPU, which never waits for the host to launch it (`measure.busy_us`),
-    with several short calls between two events (`measure.together`); by the clock on a CPU."""
+    with several short calls between two events; by the clock on a CPU.
+
+    Args:
+        run: the call.
+        device: where.
+        rounds: how many timings.
+        captured: several calls are replayed as a CUDA graph if they can be, as kernels are launched within a program.
+    """
     if device == "cpu":
         return Times(wall_us(run, device, rounds))
     calls, host_us = 1, math.inf
     for _ in range(LOOKS):
         (us,), now_us = busy_us(run, device, calls=calls, ahead_us=0.0 if host_us == math.inf else host_us)
-        calls, host_us = together(us), min(host_us, now_us)
+        calls, host_us = together(us, SPAN_US), min(host_us, now_us)
+    replay = repeated(run, calls, device) if captured and calls > 1 else None
+    if replay is not None:
+        host_us = busy_us(replay, device)[1]
     times: list[float] = []
     began = time.perf_counter()
     while _more(times, rounds, began):
         count = min(rounds.most - len(times), rounds.least)
-        taken, now_us = busy_us(run, device, count=count, calls=calls, ahead_us=host_us)
+        if replay is None:
+            taken, now_us = busy_us(run, device, count=count, calls=calls, ahead_us=host_us)
+        else:
+            taken, now_us = busy_us(replay, device, count=count, ahead_us=host_us)
+            taken = [us / calls for us in taken]
         host_us = min(host_us, now_us)
         times += taken
-    return Times(times, calls)
+    return Times(times, calls, replay is not None)
 
 
 def _more(times: list[float], rounds: Rounds, began: float) -> bool:

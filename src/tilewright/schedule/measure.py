@@ -15,6 +15,7 @@ import torch
 
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Runner
+from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
 from tilewright.schedule.guard import Watch, far_apart, guarded, intact, otherwise_laid_out, spoil, threads
 from tilewright.schedule.problem import AnyProblem
@@ -23,7 +24,7 @@ HOPELESS = 8
 SHORT_S = 0.01
 LAST_CACHE_BYTES = 8 << 20  # where the machine reports less, or nothing
 REPEATS = 3
-SPAN_US = 200.0  # between two events of a GPU, so that the few µs that they take themselves do not show
+SPAN_US = 200.0  # between two events of a GPU, so that the few µs that they take themselves show little
 MOST_TOGETHER = 64  # calls between them: those of several such spans fit into the queue of launches
 CYCLES_PER_US = 2000  # of a GPU's clock, at most
 SLACK = 1.5
@@ -245,9 +246,22 @@ def busy_us(
     return [1e3 * start.elapsed_time(end) / calls for start, end in events], min(launched)
 
 
-def together(us: float) -> int:
-    """How many calls of so many µs stand between two events of a GPU: they keep it busy for SPAN_US."""
-    return max(1, min(MOST_TOGETHER, math.ceil(SPAN_US / max(us, 1.0))))
+def together(us: float, span_us: float = SPAN_US) -> int:
+    """How many calls of so many µs stand between two events of a GPU: they keep it busy for a span of time."""
+    return max(1, min(MOST_TOGETHER, math.ceil(span_us / max(us, 1.0))))
+
+
+def repeated(run: Callable[[], object], calls: int, device: str) -> Callable[[], None] | None:
+    """So many calls as one CUDA graph; None if they cannot be captured."""
+
+    def several() -> None:
+        for _ in range(calls):
+            run()
+
+    try:
+        return CudaGraphs(device)(several)[1]
+    except Exception:  # whatever an operation raises that waits for the host
+        return None
 
 
 def _once(f: Callable[[], object]) -> float:
