@@ -4,10 +4,12 @@ import pytest
 import torch
 
 import tilewright
+from tilewright.frontends import LoadOptions
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.notation import parse
 from tilewright.report.inputs import make_feeds
 from tilewright.report.verify import verify_program
+from tilewright.rules.calibrate import calibrate
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [
@@ -98,3 +100,15 @@ def test_a_region_that_no_generated_kernel_takes_is_compiled_by_torch() -> None:
     tried = {d.kernel.candidate for d in decisions} | {r.candidate for d in decisions for r in d.rejected if r.time_us}
     assert "inductor" in tried, decisions
     torch.testing.assert_close(program(x).cpu(), Centred()(x), rtol=1e-4, atol=1e-5)
+
+
+def test_calibration_on_the_gpu_sees_what_the_cpu_sees() -> None:
+    module = torch.nn.Sequential(
+        torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.LayerNorm(96), torch.nn.Linear(96, 8)
+    ).eval()
+    graph = tilewright.load(module, LoadOptions(example_inputs=(torch.randn(33, 64),)))
+    batch = {graph.inputs[0].op.label: torch.randn(33, 64)}  # type: ignore[attr-defined]
+    here, there = calibrate(graph, [batch]), calibrate(graph, [batch], "cuda")
+    for node, seen in here.seen.items():
+        assert there.seen[node].largest == pytest.approx(seen.largest, rel=1e-4)
+        torch.testing.assert_close(there.seen[node].rows, seen.rows, rtol=1e-4, atol=1e-5)

@@ -8,7 +8,7 @@ from tilewright.compiler import optimise
 from tilewright.dtype import F8E4M3FN, F16, F32, S4, S8, S32
 from tilewright.errors import InputError
 from tilewright.ir.build import const, input_, map_, swap_last
-from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.ops import Dequantize, Quantize, gemm
 from tilewright.rules.calibrate import SMALLEST_SCALE, calibrate, quantizable, quantize, scheme
 from tilewright.schedule.problem import problem_of
@@ -146,3 +146,19 @@ def test_what_cannot_be_is_said():
     with pytest.raises(InputError, match="no calibration data"):
         calibrate(MODEL, [])
     assert "s4 weights per group of 16" in str(scheme("w4", group=16))
+
+
+def test_calibration_runs_on_a_device_and_on_the_cpu_where_that_cannot(monkeypatch):
+    asked = []
+
+    def refusing(graph, batch, *, visit, device="cpu"):
+        asked.append(device)
+        if device == "cuda":
+            raise torch.OutOfMemoryError("no room")
+        return evaluate(graph, batch, visit=visit, device=device)
+
+    monkeypatch.setattr("tilewright.rules.calibrate.evaluate", refusing)
+    for device in ("cpu:0", "cuda"):
+        for node, seen in calibrate(MODEL, BATCHES, device).seen.items():
+            assert seen.largest == SEEN.seen[node].largest and torch.equal(seen.rows, SEEN.seen[node].rows)
+    assert asked == ["cpu:0"] * len(BATCHES) + ["cuda", "cpu"] * len(BATCHES)

@@ -132,7 +132,7 @@ def compile(
     dims = {name: tuple(shape) for name, shape in (input_dims or {}).items()}
     source, layers = load(program, LoadOptions(dims, batch, example_inputs)), ()
     if quantize is not None:
-        seen = calibrate(source, quantize.batches)
+        seen = calibrate(source, quantize.batches, target.device)
         source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
     if half is not None:
         whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))

@@ -44,6 +44,7 @@ def evaluate(
     *,
     float64: bool = False,
     visit: Callable[[Node, Value], None] | None = None,
+    device: str = "cpu",
 ) -> list[Value]:
     """The graph's outputs for these inputs.
 
@@ -52,6 +53,7 @@ def evaluate(
         feeds: a tensor for each input, by name or in order; shapes and storage dtypes must be the declared ones.
         float64: accumulate float gemms in float64; within `accumulate_in_float64` they are anyway.
         visit: called with every node and its value as soon as it is known.
+        device: where to compute; inputs and constants are copied there.
 
     Raises:
         InputError: an input is missing or of another type.
@@ -65,7 +67,15 @@ def evaluate(
             raise InputError(f"no value for input {name!r}", where=graph.name, hint=f"it is {node.type}")
         bound[node] = check_value(by_name[name], node.tensor, f"input {name!r}")
     with accumulate_in_float64(float64 or float64_gemms()):
-        return evaluate_nodes(graph.outputs, bound, visit=visit, origin=graph.origin)
+        if device == "cpu":
+            return evaluate_nodes(graph.outputs, bound, visit=visit, origin=graph.origin)
+        import torch
+
+        leaves = [n for n in graph.nodes() if not n.src and n not in bound]
+        bound.update(zip(leaves, evaluate_nodes(leaves, {}), strict=True))
+        there = {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in bound.items()}
+        with torch.device(device):
+            return evaluate_nodes(graph.outputs, there, visit=visit, origin=graph.origin)
 
 
 def _by_order(graph: Graph, feeds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -17,7 +17,7 @@ from typing import Literal, cast
 import torch
 
 from tilewright.dtype import F8E4M3FN, F32, S4, S8, DType
-from tilewright.errors import InputError
+from tilewright.errors import InputError, TypeMismatchError
 from tilewright.ir.build import const, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.graph import Graph, Node
@@ -121,8 +121,8 @@ def quantizable(node: Node) -> bool:
     return left.dtype.is_float and right.dtype.is_float and right.constant and not left.constant
 
 
-def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]) -> Calibration:
-    """Run the float model on each batch and record what its products read.
+def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], device: str = "cpu") -> Calibration:
+    """Run the float model on each batch, operation by operation on a device, and record what its products read.
 
     Raises:
         InputError: no batch, or an input is missing or of another type.
@@ -143,8 +143,17 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]]) -> Ca
     for batch in batches:
         for node in graph.inputs:
             visit(node, batch.get(getattr(node.op, "label", "")))
-        evaluate(graph, batch, visit=visit)
+        _evaluate(graph, batch, visit, device)
     return found
+
+
+def _evaluate(graph: Graph, batch: Mapping[str, torch.Tensor], visit: Callable[[Node, object], None], device: str) -> None:
+    try:
+        evaluate(graph, batch, visit=visit, device=device)
+    except (RuntimeError, TypeMismatchError):  # no room, or no such operation there
+        if device == "cpu":
+            raise
+        evaluate(graph, batch, visit=visit)
 
 
 def _see(seen: Seen, value: torch.Tensor, *, batched: bool) -> None:
@@ -157,7 +166,7 @@ def _see(seen: Seen, value: torch.Tensor, *, batched: bool) -> None:
     if seen.rows is None:
         rows = rows if batched else rows.reshape(-1, rows.shape[-1])
         wanted = max(SAMPLE_ROWS // math.prod(rows.shape[:-2]), 1)
-        seen.rows = rows[..., :: max(rows.shape[-2] // wanted, 1), :][..., :wanted, :].to(torch.float32, copy=True)
+        seen.rows = rows[..., :: max(rows.shape[-2] // wanted, 1), :][..., :wanted, :].to("cpu", torch.float32, copy=True)
 
 
 def _left(node: Node) -> Node:
