@@ -112,6 +112,20 @@ def test_the_host_never_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_kernels_of_several_rows_share_one_packing():
+    """Half a byte a weight for the module, as much for its kernels, and the scales: no codes one a byte, no copy a kernel."""
+    torch.cuda.synchronize()
+    plain = torch.nn.Linear(4096, 2048, bias=False, device="cuda", dtype=torch.float16)
+    before = torch.cuda.memory_allocated() - plain.weight.nbytes
+    layer = tilewright.Linear.from_float(plain)
+    del plain
+    layer.prepare([1, 16, 3])
+    if set(layer.doers(torch.float16).values()) != {"hopper_w4"}:
+        pytest.skip("other kernels serve here")
+    torch.cuda.synchronize()
+    assert (torch.cuda.memory_allocated() - before) / (4096 * 2048) < 1.2
+
+
 def test_other_streams():
     (layer,) = quantised("w4g64", torch.float16)
     layer.prepare(8)
