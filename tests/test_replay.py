@@ -185,6 +185,7 @@ def test_why_there_is_no_graph(monkeypatch):
     steps = chain(Recorder())
     assert OnDevice("cuda:0", steps[:1], [], [], []).words == "step by step: a CUDA graph of one step would save nothing"
     assert OnDevice("cuda:0", steps, [], [], []).words == "step by step until the second call"
+    assert OnDevice("cuda:0", steps, [], [], [], allowed=False).words == "step by step: it is part of another program"
     monkeypatch.setenv(SWITCH, "0")
     device = OnDevice("cuda:0", steps, [], [], [])
     assert device.words == f"step by step: {SWITCH} is 0"

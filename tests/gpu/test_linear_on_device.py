@@ -53,8 +53,12 @@ def test_offsets_and_an_order():
     sides = (torch.rand(384, 8).half(), torch.randn(384, 8))
     weight = QuantizedWeight.of(codes, sides[0], S4, 64, offsets=sides[1], order=torch.randperm(512))
     layer = tilewright.Linear(weight).cuda()
-    for rows in (1, 20):
+    for rows in (1, 20, 20, 20):
         assert error(layer, torch.randn(rows, 512, device="cuda", dtype=torch.float16)) < 4e-4
+    fast = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for _ in range(4):
+        x = torch.randn(5, 512, device="cuda", dtype=torch.float16)
+        assert torch.equal(fast(x).clone(), layer(x))
 
 
 def test_activations_in_8_bits():

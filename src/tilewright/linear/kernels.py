@@ -222,7 +222,7 @@ class Kernels:
     def _made(self, rung: int) -> Run:
         program = self._rows.at(rung)
         program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
-        return program.run
+        return replace(program, own_graphs=False).run
 
     def doers(self) -> dict[int, str]:
         """Who multiplies by the weight, by the rows of each kernel that is ready."""

@@ -62,6 +62,7 @@ class Executable:
         steps: in order.
         trace: what the rules did.
         layers: what quantising a float model did to each product; empty if it was not quantised here.
+        own_graphs: whether its calls may become CUDA graphs of its own; not those of a part of somebody's program.
     """
 
     source: Graph
@@ -71,6 +72,7 @@ class Executable:
     trace: Trace
     _ready: dict[Node, Value] = field(repr=False)
     layers: tuple[Layer, ...] = ()
+    own_graphs: bool = True
     _program: list[Bound] = field(init=False, repr=False)
     _start: list[Value] = field(init=False, repr=False)
     _inputs: list[int] = field(init=False, repr=False)
@@ -117,7 +119,7 @@ class Executable:
     def _launch(self) -> None:
         """How calls reach the device, from the first call on."""
         device, given = self.target.device, (self._program, self._start, self._inputs, self._outputs)
-        self._on_device = None if self.target.kind == "cpu" else OnDevice(device, *given)
+        self._on_device = None if self.target.kind == "cpu" else OnDevice(device, *given, allowed=self.own_graphs)
 
     @property
     def launched(self) -> str | None:

@@ -186,13 +186,22 @@ class OnDevice:
         graph_bytes: memory of the graphs.
     """
 
-    def __init__(self, device: str, steps: Sequence[Bound], start: list[Value], inputs: Sequence[int], outputs: Sequence[int]):
+    def __init__(
+        self,
+        device: str,
+        steps: Sequence[Bound],
+        start: list[Value],
+        inputs: Sequence[int],
+        outputs: Sequence[int],
+        *,
+        allowed: bool = True,
+    ):
         self._device, self._steps, self._start, self._inputs, self._outputs = device, steps, start, inputs, outputs
         self._lock = threading.Lock()
         self._done: torch.cuda.Event | None = None  # the last call's work
         self._replay: Replay | None = None
         self._calls, self.graph_bytes = 0, 0
-        self._refused = _switched_off(steps)
+        self._refused = _switched_off(steps) if allowed else "step by step: it is part of another program"
         self.words = self._refused or "step by step until the second call"
 
     def __call__(self, inputs: Sequence[torch.Tensor]) -> list[Value] | None:
