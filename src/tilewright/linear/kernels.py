@@ -221,8 +221,9 @@ class Kernels:
 
     def _made(self, rung: int) -> Run:
         program = self._rows.at(rung)
+        program.own_graphs = False  # from the next line on
         program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
-        return replace(program, own_graphs=False).run
+        return program.run
 
     def doers(self) -> dict[int, str]:
         """Who multiplies by the weight, by the rows of each kernel that is ready."""
