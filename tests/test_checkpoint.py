@@ -131,6 +131,7 @@ def written(path, header, data=b""):
         (b"[1, 2]", "its header is no table of tensors"),
         (b'{"a": {"dtype": "F32"}}', "its header is no table of tensors"),
         (b'{"a": 3, "b": \xff}', "its header is no table of tensors"),
+        (b'{"\x80": 3}', "its header is no table of tensors"),
         (b'{"a": ' + b"[" * 5000 + b"}", "its header is no table of tensors"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 9]}}, "'a' lies at bytes 0 to 9 of 8"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 0]}}, "'a' lies at bytes 8 to 0 of 8"),

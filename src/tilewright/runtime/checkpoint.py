@@ -145,7 +145,7 @@ def _label(folder: Path) -> int | None:
 def _json(path: Path) -> dict[str, object]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
-    except (OSError, msgspec.DecodeError, RecursionError) as error:
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InputError(f"no table in JSON: {error}", where=str(path)) from error
 
 

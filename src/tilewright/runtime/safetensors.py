@@ -64,7 +64,7 @@ class TensorFile:
             table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
             self.metadata = msgspec.json.decode(table.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
             self._entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in table.items()}
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._broken(f"its header is no table of tensors: {error}") from error
         self._start, self._held = 8 + length, held - 8 - length
         for name, entry in self._entries.items():
