@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.dtype import BF16, F32, S8
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
 from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
@@ -22,11 +22,12 @@ from tilewright.candidates.triton import _hopper_ptx as ptx
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton._hopper_plan import plan_of
 from tilewright.candidates.triton._hopper_space import Point, form_of, plan_for, points
+from tilewright.candidates.triton._hopper_text import Writer
 from tilewright.candidates.triton._module import assembly, needs
 from tilewright.candidates.triton.hopper import CANDIDATE, compiled
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
-WHOLE = Point(128, 256, 4, 16, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
+WHOLE = Point(128, 256, 4, 16, pingpong=False, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
 
 
 def problem(line):
@@ -48,11 +49,54 @@ def heads():
     return problem_of(Node(Gemm(S8.accumulator, lhs, rhs, tuple(stores)), *src))
 
 
+def alike_heads(batch=2, tokens=384, width=768, count=12):
+    """The same without scales, K as Q and V are: each with a bias of its own."""
+    src = [input_("x", S8, (batch, tokens, width)), input_("w", S8, (width, 3 * width))]
+    src += [input_(f"bias{i}", F16, (width,)) for i in range(3)]
+    params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    acc = Node(Acc(Gemm(S8.accumulator, params[0], params[1], (params[0],)).acc_type))
+    stores = []
+    for i in range(3):
+        x = map_("multiply", convert(slice_(acc, 2, i * width, (i + 1) * width), F32), const(0.01, F32))
+        x = convert(map_("add", x, convert(params[2 + i], F32)), F16)
+        stores.append(transpose(reshape(x, (batch, tokens, count, width // count)), (0, 2, 1, 3)))
+    return problem_of(Node(Gemm(S8.accumulator, params[0], params[1], tuple(stores)), *src))
+
+
+def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768):
+    """A product of a layer of BERT, with constant scales: bias, then a function and codes, or a residual."""
+    lhs, rhs, scale, bias, residual = (
+        input_(name, kind, shape)
+        for name, kind, shape in (
+            ("x", dtype, (*rows, depth)),
+            ("w", dtype, (depth, width)),
+            ("scale", F32, (width,)),
+            ("bias", F16, (width,)),
+            ("residual", F16, (*rows, width)),
+        )
+    )
+    src = [lhs, rhs, scale, bias, *([residual] if function is None else [])]
+    params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    acc = Node(Acc(Gemm(dtype.accumulator, params[0], params[1], (params[0],)).acc_type))
+    x = map_("multiply", map_("multiply", convert(acc, F32), const(0.01, F32)), params[2])
+    x = convert(map_("add", x, convert(params[3], F32)), F16)
+    if function is None:
+        x = map_("add", x, params[4])
+    else:
+        x = Node(Quantize(out), convert(map_(function, x), F32), const(0.03, F32))
+    p = problem_of(Node(Gemm(dtype.accumulator, params[0], params[1], (x,)), *src))
+    return replace(p, weights=(False, True, True, True, False)[: len(src)])
+
+
 def machine_code(p, point):
     plan = plan_for(plan_of(p), point)
     kernel = compiled(form_of(p, plan, point), tuple(t.dtype for t in p.types)).kernel
     return kernel, assembly(kernel)
 
+
+MOST_INSTRUCTIONS = (
+    7000  # of 16 bytes: a tile took four times as long where those of both warpgroups did not fit the SM's cache
+)
 
 # What is multiplied, the point, instructions that must be there (patterns).
 CASES = {
@@ -102,6 +146,26 @@ CASES = {
         replace(WHOLE, tile_n=128, num_stages=6, shared_tiles=32, blocks=132),
         ["HGMMA.64x128x16.F32.BF16", "ATOMG", "UTMASTG.2D"],
     ),
+    "fp8, gelu, fp8 out, in turns": (
+        layer(F8E4M3FN, 3072, "gelu", F8E4M3FN),
+        replace(WHOLE, tile_n=192, pingpong=True, widened=True),
+        ["QGMMA.64x192x32", "MUFU.EX2.F16", "F2FP.SATFINITE.E4M3.F16", "UTMASTG.2D"],
+    ),
+    "s8, gelu by tanh, s8 out, in turns, in pairs": (
+        layer(S8, 3072, "gelu_tanh", S8),
+        replace(WHOLE, tile_n=128, num_stages=6, pingpong=True, paired=True, widened=True, blocks=132),
+        ["IGMMA.64x128x32", "MUFU.EX2.F16", "HFMA2", r"UTMALDG.2D.MULTICAST", "UTMASTG.2D"],
+    ),
+    "fp8, residual by TMA": (
+        layer(F8E4M3FN, 768),
+        replace(WHOLE, tile_n=192),
+        ["QGMMA.64x192x32", "LDSM", "STSM", "UTMASTG.2D"],
+    ),
+    "s8, heads that are alike": (
+        alike_heads(),
+        replace(WHOLE, tile_n=192),
+        ["IGMMA.64x192x32.S8.S8", "UTMASTG.4D"],
+    ),
     "s8, heads of Q, K and V": (heads(), replace(WHOLE, tile_n=128, num_stages=6), ["IGMMA.64x128x32.S8.S8", "UTMASTG.4D"]),
 }
 
@@ -117,6 +181,8 @@ def test_machine_code_is_what_was_meant(name):
     assert found.shared_bytes <= CHIP.shared_bytes
     assert not re.search(r"\b(STL|LDL)\b", sass)
     assert sum(map(len, kernel.asm.values())) < 2 << 20  # no text is kept that nobody reads
+    instructions = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", sass))
+    assert instructions < MOST_INSTRUCTIONS, instructions
     if point.paired:  # told of a free stage, the other block need not wait until memory has settled
         assert sass.count("MEMBAR.ALL.GPU") <= 1
 
@@ -208,3 +274,20 @@ def test_a_store_that_tma_cannot_write_goes_by_addresses():
     _, sass = machine_code(problem("bf16[100,64] @ bf16[64,25] -> bf16"), replace(WHOLE, tile_m=64, tile_n=64))
     assert "UTMASTG" not in sass
     assert "STG" in sass
+
+
+def test_stores_that_are_alike_have_one_code():
+    texts = []
+    for p in (heads(), alike_heads()):
+        plan = plan_of(p)
+        form = form_of(p, plan, replace(WHOLE, tile_n=192))
+        texts.append(Writer(form, lambda n: f"p{n.op.index}").write())
+    assert [t.count("fence_async_shared()") for t in texts] == [9, 3]  # pieces of 64 columns, in stores of 16 bits
+
+
+def test_a_tile_that_ends_in_two_stores_is_written_by_both():
+    p = alike_heads()
+    form = form_of(p, plan_of(p), replace(WHOLE, tile_n=256, num_stages=3))
+    assert "part" in Writer(form, lambda n: f"p{n.op.index}").write()
+    form = form_of(p, plan_of(p), replace(WHOLE, tile_n=224, num_stages=3))
+    assert "part" not in Writer(form, lambda n: f"p{n.op.index}").write()

@@ -168,6 +168,24 @@ def test_room_for_a_coarse_function_hides_no_dropped_precision(finish):
     assert verdicts(4096, ten_bits, lambda t: t) is not None
 
 
+@pytest.mark.parametrize(("finish", "bits"), [("gelu", 8), ("gelu_tanh", 8), ("silu", 0)])
+def test_room_for_a_function_that_is_quantised_at_once_is_what_is_said(finish, bits):
+    """A gelu of which fp8 codes are made may be 2^-8 off, not 2^-5; no other function may."""
+    torch.manual_seed(0)
+    problem = posed(f"f32[256,16] @ f32[16,256], {finish} -> f8e4m3fn scale=tensor")
+    a, b, scale = sources = random_sources(problem)
+    expected = expect(problem, sources)
+    value = expect(posed(f"f32[256,16] @ f32[16,256], {finish}"), [a, b]).reference[0].float()
+
+    def verdict(off):
+        spoilt = value * (1 + off * (2 * torch.rand_like(value) - 1))
+        return check(problem, expected, [(spoilt / scale).clamp(-448, 448).to(torch.float8_e4m3fn)])
+
+    assert verdict(0.0) is None
+    assert (verdict(2.0**-9) is None) == bool(bits)
+    assert verdict(2.0**-5) is not None
+
+
 def ten_bits(t):
     """Rounded to 10 bits of mantissa, as TF32 does."""
     bits = t.contiguous().view(torch.int32)

@@ -54,6 +54,8 @@ class Sources:
 
 COARSE = frozenset({"gelu"})  # of which kernels have a form for values that are rounded to bf16 at once
 ROUNDED_AT_ONCE = 2.0**-14  # the rounding to bf16 itself: up to 2^-9
+COARSE_TO_8_BITS = frozenset({"gelu", "gelu_tanh"})  # and for values that are quantised to 8 bits at once
+QUANTISED_AT_ONCE = 2.0**-8  # the rounding to f8e4m3fn itself: up to 2^-4; to s8, up to 2^-8 of the largest value
 
 
 def make_gemm(acc_dtype: DType, lhs: Node, rhs: Node, stores: Sequence[Node], src: Sequence[Node]) -> Node:
@@ -89,6 +91,36 @@ def rounded_at_once(*roots: Node) -> set[Node]:
     order = toposort(roots)
     read = {s for n in order if not rounds_to_bf16(n) for s in n.src}
     return {n.src[0] for n in order if rounds_to_bf16(n)} - read - {*roots}
+
+
+def quantised_to_8_bits(n: Node) -> Node | None:
+    """The function in `COARSE_TO_8_BITS` whose value, widened or as it is, a node quantises to 8 bits. A kernel may compute it
+    to `QUANTISED_AT_ONCE` of it beside the roundings of the function's own type: a sixteenth of what quantising may change."""
+    if not isinstance(n.op, Quantize) or n.dtype.bits != 8:
+        return None
+    value = n.src[0]
+    while isinstance(value.op, Convert) and value.dtype is F32 and value.src[0].dtype.is_float:
+        value = value.src[0]
+    return value if isinstance(value.op, Map) and value.op.fn in COARSE_TO_8_BITS else None
+
+
+def quantised_at_once(*roots: Node) -> dict[Node, Node]:
+    """The functions in expressions worked out together whose value nothing reads but one such quantisation, by that."""
+    order = toposort(roots)
+    readers: dict[Node, list[Node]] = {}
+    for n in order:
+        for s in n.src:
+            readers.setdefault(s, []).append(n)
+    found: dict[Node, Node] = {}
+    for n in order:
+        function, value = quantised_to_8_bits(n), n.src[0] if n.src else n
+        if function is None:
+            continue
+        while value is not function and len(readers[value]) == 1 and value not in roots:
+            value = value.src[0]
+        if value is function and len(readers[value]) == 1 and value not in roots:
+            found[n] = function
+    return found
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ import torch
 from tilewright.dtype import F32
 from tilewright.ir.carrier import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
-from tilewright.ir.expression import ROUNDED_AT_ONCE, depends_on_acc, rounds_to_bf16
+from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_bf16
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Dequantize, LayerNorm, Map, Param, Quantize, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
@@ -69,14 +69,14 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
         assert isinstance(problem, Problem)
         a, b = _operands(problem, params)
         exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, problem.acc.dtype)
-        worst = typical = _bands(problem, params, Band(exact, exact, exact), ROUNDED_AT_ONCE)
+        worst = typical = _bands(problem, params, Band(exact, exact, exact))
     else:
         if isinstance(problem, Problem):
             ends = _product(problem, params, roundoff)
         else:
             ends = _around(*_attention(problem, sources), storage)
-        worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]), ROUNDED_AT_ONCE)
-        typical = _bands(problem, params, Band(ends[3], ends[0], ends[4]), USUAL_ROUNDED_AT_ONCE)
+        worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]))
+        typical = _bands(problem, params, Band(ends[3], ends[0], ends[4]), USUAL_COARSENESS)
         del ends
     return _between(worst, typical, _rounding(problem))
 
@@ -222,7 +222,7 @@ def _as_params(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) ->
     return {n: bound[problem.node.src[cast("Param", n.op).index]] for n in _params(problem)}
 
 
-USUAL_ROUNDED_AT_ONCE = ROUNDED_AT_ONCE / 4  # nearly all arguments are small ones, where it is nearer
+USUAL_COARSENESS = 1 / 4  # of the room for what is rounded at once: nearly all arguments are small ones, where it is nearer
 # What gives one of its operands, or a whole number, and rounds nothing on the way.
 PICKING = {"abs", "clamp", "maximum", "minimum", "negate", "relu"}
 UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "sign", "trunc"}
@@ -264,9 +264,14 @@ def _region(problem: RegionProblem, sources: Sequence[torch.Tensor], *, usual: b
         elif isinstance(n.op, REDUCING):
             values[n] = reduced(n, src, usual=usual)
         else:
-            coarse = USUAL_ROUNDED_AT_ONCE if usual else ROUNDED_AT_ONCE
-            values[n] = _spread(n, [loosened(b, coarse) for b in src] if rounds_to_bf16(n) else src)
+            values[n] = _spread(n, _loosened(n, src, USUAL_COARSENESS if usual else 1.0))
     return [values[r] for r in problem.roots]
+
+
+def _loosened(n: Node, src: Sequence[Band], share: float) -> list[Band]:
+    """The operands of a node, the first with room for a function whose value is rounded at once, or a share of that."""
+    room = ROUNDED_AT_ONCE if rounds_to_bf16(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
+    return [loosened(src[0], share * room), *src[1:]] if room else list(src)
 
 
 def _spread(n: Node, src: Sequence[Band]) -> Band:
@@ -280,8 +285,8 @@ def _spread(n: Node, src: Sequence[Band]) -> Band:
     return Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, list(c))) for c in corners])
 
 
-def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band, coarse: float) -> list[Band]:
-    """The stores for an accumulator known up to its error; `coarse` is the room of what is rounded to bf16 at once."""
+def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band, share: float = 1.0) -> list[Band]:
+    """The stores for an accumulator known up to its error; `share` of the room for what is rounded at once."""
     stores = stores_of(problem.node)
     dependent = depends_on_acc(stores)
     values: dict[Node, Band] = {acc_of(problem.node): acc}
@@ -306,7 +311,7 @@ def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Ba
         elif isinstance(n.op, (Map, Select)):
             values[n] = stepped(n, src, dependent)
         else:
-            src = [loosened(b, coarse) for b in src] if rounds_to_bf16(n) else src
+            src = _loosened(n, src, share)
             low, mid, high = (
                 cast("torch.Tensor", n.op.evaluate(n, parts))
                 for parts in ([b.low for b in src], [b.mid for b in src], [b.high for b in src])

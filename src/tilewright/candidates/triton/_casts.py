@@ -87,6 +87,10 @@ class Casts:
     def where(self, condition: str, a: str, b: str) -> str:
         return self.text.call("where", condition, a, b)
 
+    def negative(self, x: str) -> str:
+        """-x, of f32."""
+        return self.text.v(f"-{x}")
+
     def at_most(self, x: str, bound: str) -> str:
         """min(x, bound); NaN stays."""
         return self.text.call("minimum", x, bound, "tl.PropagateNan.ALL")
@@ -247,7 +251,7 @@ class Casts:
         x, divisor = t.v(f"{x} * {factor}"), t.v(f"{divisor} * {factor}")
         inverse = t.call("div_rn", "1.0", divisor)
         near = t.v(f"{x} * {inverse}")
-        rest = t.call("fma", t.v(f"-{near}"), divisor, x)
+        rest = t.call("fma", near, t.v(f"-{divisor}"), x)
         exact = t.call("fma", rest, inverse, near)
         return self.where(t.v(f"{exact} == {exact}"), exact, near)  # beside infinities there is no remainder
 

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilewright.candidates._approximations import LOG2_UPPER, LOG2_UPPER_16, LOG2_UPPER_16_TO, LOG2_UPPER_TO
 from tilewright.candidates.triton._casts import FP8, in_memory, in_registers
-from tilewright.candidates.triton._functions import COMPARE, LOGIC, ON_FLOATS, ON_INTEGERS, Functions
+from tilewright.candidates.triton._functions import COMPARE, GELU_TO_8_BITS, LOGIC, ON_FLOATS, ON_INTEGERS, Functions
 from tilewright.candidates.triton._text import Text
-from tilewright.dtype import PRED
+from tilewright.dtype import BF16, F16, F32, PRED
 from tilewright.ir.access import Access, Place, Term, Unsupported, too_wide
 from tilewright.ir.axes import axes_of
-from tilewright.ir.expression import rounded_at_once
+from tilewright.ir.expression import quantised_at_once, rounded_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
 
@@ -106,6 +107,7 @@ class Emitter(Functions):
         super().__init__(text, fp8)
         self.tile, self.pointer = tile, pointer
         self._coarse: set[Node] = set()  # values that are rounded to bf16 at once
+        self._codes_of: dict[Node, Node] = {}  # quantisations to 8 bits, and the functions they alone read
 
     def value(self, access: Access) -> str:
         """The root's value, in registers as `in_registers` says: fp8 as bytes, pred as int1."""
@@ -121,7 +123,7 @@ class Emitter(Functions):
 
     def look_at(self, roots: Sequence[Node]) -> None:
         """Learn what becomes of the values that these are made of."""
-        self._coarse = rounded_at_once(*roots)
+        self._coarse, self._codes_of = rounded_at_once(*roots), quantised_at_once(*roots)
 
     def store(self, access: Access, pointer: str, value: str | None = None) -> None:
         """The root's value (or one that is given) to where the result keeps it."""
@@ -293,9 +295,21 @@ class Emitter(Functions):
         if isinstance(op, Dequantize):
             return self.dequantize(n, args)
         assert isinstance(op, Map)
-        if op.fn == "gelu" and n in self._coarse:
-            return self.gelu_to_bf16(args[0])
-        return self.map(op.fn, n.src[0].dtype, args)
+        form = self._by_power(n)
+        if form is None:
+            return self.map(op.fn, n.src[0].dtype, args)
+        return self.convert(self.gelu_by_power(self.convert(args[0], n.dtype, F32), *form), F32, n.dtype)
+
+    def _by_power(self, n: Node) -> tuple[Sequence[float], float] | None:
+        """The polynomial of a gelu that needs no more digits than what it is rounded to at once, and up to where."""
+        assert isinstance(n.op, Map)
+        if n in self._codes_of.values():
+            return GELU_TO_8_BITS[n.op.fn]
+        if n.op.fn != "gelu":
+            return None
+        if n.dtype is F16:
+            return LOG2_UPPER_16, LOG2_UPPER_16_TO
+        return (LOG2_UPPER, LOG2_UPPER_TO) if n.dtype is BF16 or n in self._coarse else None
 
     def _constant(self, n: Node) -> str:
         assert isinstance(n.op, Const)

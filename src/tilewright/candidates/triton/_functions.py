@@ -7,7 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewright.candidates._approximations import LOG2_UPPER, LOG2_UPPER_TO, SQRT_2_OVER_PI, TANH, UPPER, UPPER_TO
+from tilewright.candidates._approximations import (
+    LOG2_UPPER,
+    LOG2_UPPER_8,
+    LOG2_UPPER_16_TO,
+    LOG2_UPPER_TANH_8,
+    LOG2_UPPER_TANH_8_TO,
+    LOG2_UPPER_TO,
+    SQRT_2_OVER_PI,
+    TANH,
+    UPPER,
+    UPPER_TO,
+)
 from tilewright.candidates.triton._casts import MOST_EXACT, Casts
 from tilewright.dtype import F32, PRED, DType
 
@@ -22,10 +33,15 @@ ON_FLOATS = {*BINARY, *COMPARE, *PLAIN, *OWN}
 ON_INTEGERS = {*BINARY, *COMPARE, "and", "or", "xor", "not", "maximum", "minimum", "clamp", "relu", "negate"}
 LOG2_E = 1.4426950408889634
 GELU_TO = 13.215  # beyond it Phi(-x) is below 2^-126
+# For values quantised to 8 bits at once: log2 of what x is multiplied by where it is negative, as a polynomial in |x|, and up
+# to where.
+GELU_TO_8_BITS = {"gelu": (LOG2_UPPER_8, LOG2_UPPER_16_TO), "gelu_tanh": (LOG2_UPPER_TANH_8, LOG2_UPPER_TANH_8_TO)}
 
 
 class Functions(Casts):
     """Functions of values, written into a text."""
+
+    EXPONENT = 1.0  # what a factor of `one_more` is to be multiplied by
 
     def map(self, fn: str, dtype: DType, args: list[str]) -> str:
         """`Map`'s meaning: function `fn` of values of one type."""
@@ -83,9 +99,9 @@ class Functions(Casts):
             case "rsqrt":
                 return t.v(f"1.0 / {t.call('sqrt_rn', x)}")
             case "logistic":
-                return self.over("1.0", self.one_more(x, "-1.0"))
+                return self.over("1.0", self.one_more(x, repr(-self.EXPONENT)))
             case "silu":
-                return self.over(x, self.one_more(x, "-1.0"))
+                return self.over(x, self.one_more(x, repr(-self.EXPONENT)))
             case "gelu":
                 return self._gelu(x)
             case "gelu_tanh":
@@ -116,7 +132,7 @@ class Functions(Casts):
         return self.text.v(f"{x} / {y}")
 
     def one_more(self, x: str, factor: str) -> str:
-        """1 + e^(factor x)."""
+        """1 + e^(factor x), the factor multiplied by EXPONENT."""
         t = self.text
         return t.v(f"1.0 + {t.call('exp', t.v(f'{x} * {factor}'))}")
 
@@ -127,15 +143,20 @@ class Functions(Casts):
         size = t.call("minimum", size, repr(GELU_TO))
         power = t.call("exp2", t.v(f"{t.v(f'{size} * {-0.5 * LOG2_E!r}')} * {size}"))
         upper = self._polynomial(self.over(size, t.v(f"{size} + {UPPER_TO}")), UPPER)
-        return t.call("fma", t.v(f"{upper} * {power}"), t.v(f"-{size}"), positive)
+        return t.call("fma", t.v(f"{upper} * {power}"), self.negative(size), positive)
 
-    def gelu_to_bf16(self, x: str) -> str:
-        """The same for a value that is rounded to bf16 at once: one exponential whose argument comes from a polynomial."""
+    def gelu_by_power(self, x: str, coefficients: Sequence[float] = LOG2_UPPER, to: float = LOG2_UPPER_TO) -> str:
+        """The same for a value that is rounded at once (to bf16, unless told otherwise): one exponential whose argument comes
+        from a polynomial."""
         t = self.text
         size, positive = self._size_and_positive(x)
-        size = t.call("minimum", size, repr(LOG2_UPPER_TO))
-        upper = t.call("exp2", self._polynomial(size, LOG2_UPPER))
-        return t.call("fma", upper, t.v(f"-{size}"), positive)
+        size = t.call("minimum", size, repr(to))
+        upper = self.power(self._polynomial(size, coefficients))
+        return t.call("fma", upper, self.negative(size), positive)
+
+    def power(self, x: str) -> str:
+        """2^x for x from -127 to 0."""
+        return self.text.call("exp2", x)
 
     def _size_and_positive(self, x: str) -> tuple[str, str]:
         """|x|, and max(x, 0), which is NaN at minus infinity."""
@@ -152,7 +173,7 @@ class Functions(Casts):
 
     def _gelu_tanh(self, x: str) -> str:
         """x / (1 + e^-2u), u = sqrt(2/pi) (x + 0.044715 x^3): half of x (1 + tanh u)."""
-        t, k = self.text, -2 * SQRT_2_OVER_PI
+        t, k = self.text, -2 * SQRT_2_OVER_PI * self.EXPONENT
         factor = t.call("fma", t.v(f"{x} * {x}"), repr(k * 0.044715), repr(k))
         return self.over(x, self.one_more(x, factor))
 
@@ -162,6 +183,6 @@ class Functions(Casts):
         size, square = t.v(f"{t.language}.abs({x})"), t.v(f"{x} * {x}")
         p = self._polynomial(square, TANH)
         near = t.call("fma", t.v(f"{p} * {square}"), x, x)
-        far = t.v(f"1.0 - {self.over('2.0', self.one_more(size, '2.0'))}")
+        far = t.v(f"1.0 - {self.over('2.0', self.one_more(size, repr(2 * self.EXPONENT)))}")
         far = self.where(t.v(f"{x} < 0"), t.v(f"-{far}"), far)
         return self.where(t.v(f"{size} < 0.625"), near, far)

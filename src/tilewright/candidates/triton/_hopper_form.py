@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from tilewright.candidates.triton._hopper_view import TmaView
 from tilewright.dtype import BF16, F16, DType
 from tilewright.ir.access import Access
+from tilewright.ir.graph import Node
 
 FRAGMENT = {"s8": "int8", "u8": "int8", "f8e4m3fn": "float8e4nv", "f8e5m2": "float8e5", "bf16": "bfloat16", "f16": "float16"}
 HELD = (BF16, F16)  # of bytes it saved nothing: 25.8 us against 25.6 for sixteen products of 1024 x 1024 x 1024
@@ -68,11 +69,13 @@ class Out:
         access: where its leaves and its elements lie.
         view: as TMA writes it, None for addresses of its own.
         columns: of a piece.
+        fetched: a source that is as wide and long as the result, and how TMA brings it a piece at a time.
     """
 
     access: Access
     view: TmaView | None
     columns: int
+    fetched: tuple[Node, TmaView] | None = None
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,7 @@ class Form:
         lhs, rhs: the operands.
         tile_m, tile_n: of the result, a block's.
         groups: warpgroups that multiply.
+        pingpong: each warpgroup owns whole tiles, every other one of the block's; while one multiplies the other writes.
         num_stages: of the ring.
         group_m: rows of tiles in a band.
         hold: a result waits in registers and leaves behind the first products of the next tile.
@@ -101,6 +105,7 @@ class Form:
     tile_m: int
     tile_n: int
     groups: int
+    pingpong: bool
     num_stages: int
     group_m: int
     hold: bool
@@ -121,7 +126,12 @@ class Form:
     @property
     def rows(self) -> int:
         """Of a warpgroup."""
-        return self.tile_m // self.groups
+        return self.tile_m // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Of a stage of the left operand, and of its readers."""
+        return 1 if self.pingpong else self.groups
 
     @property
     def shape_n(self) -> int:
@@ -163,12 +173,20 @@ class Form:
     @property
     def out_bytes(self) -> int:
         """Of shared memory, pieces on their way out."""
-        return self.tile_m * 128 * self.leaving if any(o.view for o in self.outs) else 0
+        return self.groups * self.rows * 128 * self.leaving if any(o.view for o in self.outs) else 0
 
     @property
     def leaving(self) -> int:
-        """Pieces of a warpgroup that may be on their way out."""
+        """Pieces of a warpgroup that have a place of their own; all of them where something comes in by them first, unless it
+        may come later, while the other warpgroup multiplies."""
+        if self.fetches:
+            return min(self.pieces, 2) if self.pingpong else self.pieces
         return 2 if self.rows == 64 else 1
+
+    @property
+    def fetches(self) -> bool:
+        """TMA brings another operand of the result's extents while the product is computed."""
+        return any(o.fetched for o in self.outs)
 
 
 def size(dtype: DType) -> int:

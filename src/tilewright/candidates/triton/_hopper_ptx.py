@@ -33,20 +33,20 @@ def widest_products(ptx: str) -> str:
 
     Within a group that is committed together, Triton asks for all of K with the left 128 columns, then with the right ones.
     """
-    lines, group, fused = ptx.split("\n"), list[tuple[int, re.Match[str]]](), 0
+    lines, group, fused = ptx.split("\n"), dict[str, tuple[int, re.Match[str]]](), 0
     for at, line in enumerate(lines):
         m = _MMA.match(line)
-        if m:
-            group.append((at, m))
-        elif "wgmma.commit_group" in line:
-            half = len(group) // 2
-            for (a0, lo), (a1, hi) in zip(group[:half], group[half:], strict=True):
-                if lo[4] != hi[4] or lo[6] != hi[6]:
-                    raise UnexpectedPtx("products of the two halves differ in their left operand")
-                lines[a0] = ""
-                lines[a1] = f"{lo[1]}256{lo[2]} {{{lo[3]},{hi[3]}}}, {lo[4]}, {lo[5]}, {lo[6]}"
-                fused += 1
-            group = []
+        if m and m[4] not in group:
+            group[m[4]] = at, m
+        elif m:
+            before, lo = group.pop(m[4])
+            if lo[6] != m[6] or lo[3] == m[3]:
+                raise UnexpectedPtx("products of the two halves differ in more than their columns")
+            lines[before] = ""
+            lines[at] = f"{lo[1]}256{lo[2]} {{{lo[3]},{m[3]}}}, {lo[4]}, {lo[5]}, {lo[6]}"
+            fused += 1
+        elif "wgmma.commit_group" in line and group:
+            raise UnexpectedPtx("products of the two halves differ in their left operand")
     if not fused:
         raise UnexpectedPtx("no integer products of 128 columns")
     return "\n".join(lines)
@@ -85,6 +85,12 @@ _COPY = re.compile(
 )
 
 
+def _told_both(arrive: re.Match[str]) -> str:
+    """An arrival at a barrier that is one at the other block's, too."""
+    there = f".reg .b32 %there;\n\tmapa.shared::cluster.u32 %there, {arrive[2]}, %other;"
+    return f"{arrive[0]}\n\t{{\n\t{there}\n\t{arrive[1]} mbarrier.arrive.shared::cluster.b64 _, [%there];\n\t}}"
+
+
 def paired(ptx: str) -> str:
     """Two blocks to a cluster. Copies of the right operand (the second descriptor) arrive in both; a stage is free once both
     have read it; barriers are set up before either starts, since each is told of by the other.
@@ -105,13 +111,7 @@ def paired(ptx: str) -> str:
         raise UnexpectedPtx("no copy of the right operand, or no stage that is given back")
     ptx = _INIT.sub("", ptx)
     ptx = _COPY.sub(lambda m: f"{m[1]}.multicast::cluster{m[2]}, %both;" if m[3] in right else m[0], ptx)
-    ptx = _ARRIVE.sub(
-        lambda m: (
-            f"{m[0]}\n\t{{\n\t.reg .b32 %there;\n\tmapa.shared::cluster.u32 %there, {m[2]}, %other;\n"
-            f"\t{m[1]} mbarrier.arrive.shared::cluster.b64 _, [%there];\n\t}}"
-        ),
-        ptx,
-    )
+    ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _told_both(m), ptx)  # turns are a block's own, at a fixed place
     start = [
         "\t.reg .b16 %both;",
         "\t.reg .b32 %other;",

@@ -111,12 +111,16 @@ def runner(
     metas = kernel.metadata.tensordesc_meta
     arrays: list[Tma] = [of_matrix(plan.lhs, form.lhs, metas[0]), of_matrix(plan.rhs, form.rhs, metas[1])]
     views = [(i, o) for i, o in enumerate(form.outs) if o.view is not None]
-    for meta, (_, o) in zip(metas[2:], views, strict=True):
+    for meta, (_, o) in zip(metas[2:], views, strict=False):
         assert o.view is not None
         arrays.append(of_view(o.view, size(o.access.root.dtype), meta))
+    fetched = [o.fetched for o in form.outs if o.fetched is not None]
+    for meta, (leaf, view) in zip(metas[2 + len(views) :], fetched, strict=True):
+        arrays.append(of_view(view, size(leaf.dtype), meta))
     held = [_held(m, weights) for m in (plan.lhs, plan.rhs)]
-    sides = [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
-    fixed = {i: aligned(weights[i]) for i in sides if i in weights}
+    read = [leaf.op.index for leaf, _ in fetched if isinstance(leaf.op, Param)]
+    read += [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
+    fixed = {i: aligned(weights[i]) for i in read if i in weights}
     plain = [i for i, o in enumerate(form.outs) if o.view is None]
     make = maker(problem.outputs, str(device))
     tiles = form.tiles(plan.batch, plan.M, plan.N)
@@ -134,7 +138,7 @@ def runner(
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         a, b = (h if h is not None else _operand(m, sources) for h, m in zip(held, (plan.lhs, plan.rhs), strict=True))
         out = make()
-        given = [fixed[i] if i in fixed else aligned(sources[i]) for i in sides]
+        given = [fixed[i] if i in fixed else aligned(sources[i]) for i in read]
         room = scratch()
         tensors = [a, b, *(out[i] for i, _ in views), *given, *(out[i] for i in plain), *room]
         addresses = tuple([t.data_ptr() for t in tensors])

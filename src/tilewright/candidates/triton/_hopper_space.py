@@ -14,18 +14,20 @@ from itertools import product
 
 from tilewright.candidates.triton._hopper_form import HELD, Form, Out, Side, size
 from tilewright.candidates.triton._hopper_plan import Plan, with_wide_stores
-from tilewright.candidates.triton._hopper_view import tma_view
+from tilewright.candidates.triton._hopper_view import TmaView, tma_view
+from tilewright.dtype import PRED
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Access
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Acc, Convert, Map, Param
+from tilewright.ir.expression import quantised_at_once
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Dequantize, Map, Param, Quantize, Select
 from tilewright.schedule.cost import Phase, Work, predict_us
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
 BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns share a scale
-SMALLEST = (64, 64)
+PINGPONG_TILES = ((128, 192), (128, 160), (128, 128), (64, 256))
 MOST_STAGES = 8
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
 LONG = frozenset({"gelu", "gelu_tanh", "erf", "erfc", "tanh", "silu", "logistic"})
@@ -35,11 +37,16 @@ FEWEST_STEPS = 4  # along K that are worth a share of a tile
 SHARED_BYTES_PER_CYCLE = 121.0  # of an SM, of 32 banks of 4 bytes
 SCALED = 1.2  # a step whose sums are multiplied by scales
 START_CYCLES = 2100.0  # from a launch until the first products: descriptors, first stages from memory
-END_CYCLES = 5400.0  # of a tile of 128 x 256 that is packed and stored while the tensor cores wait
-HELD_CYCLES = 2800.0  # of one that leaves behind the next tile's products
+END_CYCLES = 3000.0  # of a tile of 128 x 256 that is packed and stored while the tensor cores wait
+HELD_CYCLES = 2600.0  # of one that leaves behind the next tile's products
 SHARE_CYCLES = 4800.0  # until a part of a tile is written, counted, and read by the last block
 PART_CYCLES = 0.63  # of each of its elements
-STEP_CYCLES = 1.0 / 128  # of an elementwise step on an element, four warps of 32 lanes a cycle
+STEP_CYCLES = 1.0 / 64  # of an elementwise step on an element, for a warpgroup beside another one
+TURN_CYCLES = 0.07  # of an element of a tile that is stored while the next one is multiplied: shared memory serves both
+FETCHED_CYCLES, READ_CYCLES = 0.10, 0.25  # of an element of an operand as large as the result, by TMA or by threads
+FEW_STAGES = 1.12  # a step of a ring of fewer than four
+INSTRUCTIONS = {"gelu": 12, "gelu_tanh": 10, "silu": 8, "logistic": 8, "exponential": 4, "erf": 16, "erfc": 16, "tanh": 14}
+QUANTISED_GELU, QUANTISED = 6, 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,7 @@ class Point:
     """One kernel of the space.
 
     Attributes:
-        tile_m, tile_n, num_stages, group_m, hold, widened, paired: see `_hopper_text.Form`.
+        tile_m, tile_n, num_stages, group_m, pingpong, hold, widened, paired: see `_hopper_text.Form`.
         blocks: that are started.
         shared_tiles: tiles at the end of which every block has an even share of K.
     """
@@ -56,6 +63,7 @@ class Point:
     tile_n: int
     num_stages: int
     group_m: int
+    pingpong: bool
     hold: bool
     widened: bool
     paired: bool
@@ -70,12 +78,16 @@ class Point:
             tile_k=tile_k,
             num_stages=self.num_stages,
             group_m=self.group_m,
+            pingpong=self.pingpong,
             hold=self.hold,
             widened=self.widened,
             paired=self.paired,
             blocks=self.blocks,
             shared_tiles=self.shared_tiles,
         )
+
+
+SMALLEST = Point(64, 64, 2, 16, False, False, False, False, 1, 0)
 
 
 def point_of(schedule: Schedule) -> Point:
@@ -90,6 +102,7 @@ def point_of(schedule: Schedule) -> Point:
         number("tile_n"),
         number("num_stages"),
         number("group_m"),
+        bool(knobs["pingpong"]),
         bool(knobs["hold"]),
         bool(knobs["widened"]),
         bool(knobs["paired"]),
@@ -105,15 +118,17 @@ def plan_for(plan: Plan, point: Point) -> Plan:
 
 def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True) -> Form:
     """What the text of a point's kernel depends on; `plan` is the point's own (`plan_for`)."""
-    groups = 2 if point.tile_m >= 128 else 1
-    rows = point.tile_m // groups
+    groups = 2 if point.tile_m >= 128 or point.pingpong else 1
+    rows = point.tile_m if point.pingpong else point.tile_m // groups
     outs: list[Out] = []
     for access in plan.stores:
         widest = math.gcd(128 // size(access.root.dtype), point.tile_n)
-        if any(isinstance(n.op, Map) and n.op.fn in LONG for n in access.views):
+        if not quantised_at_once(access.root) and any(isinstance(n.op, Map) and n.op.fn in LONG for n in access.views):
             widest = min(widest, 64)  # of wider ones more would be under way than there are registers
         fitting = (_out(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a piece
         outs.append(next((o for o in fitting if o.view is not None), Out(access, None, widest)))
+    if len(outs) == 1 and not point.hold and not point.shared_tiles:
+        outs[0] = replace(outs[0], fetched=_fetched(outs[0], plan, rows))
     return Form(
         Side(plan.lhs.dtype, plan.lhs.along_k, plan.lhs.batched, shared=_shared(plan.lhs.strides[0], plan)),
         Side(plan.rhs.dtype, plan.rhs.along_k, plan.rhs.batched, plan.rhs.widened, shared=_shared(plan.rhs.strides[0], plan)),
@@ -121,6 +136,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         point.tile_m,
         point.tile_n,
         groups,
+        point.pingpong,
         point.num_stages,
         point.group_m,
         point.hold,
@@ -144,6 +160,18 @@ def _out(access: Access, plan: Plan, rows: int, columns: int) -> Out:
     return Out(access, view, columns)
 
 
+def _fetched(out: Out, plan: Plan, rows: int) -> tuple[Node, TmaView] | None:
+    """What TMA may bring of what a store reads: one operand as large as the result, of elements as large."""
+    element = size(out.access.root.dtype)
+    if out.view is None or out.view.across or out.access.columns_extent != plan.N:
+        return None
+    for leaf in (n for n in out.access.views if isinstance(n.op, Param) and size(n.dtype) == element and n.dtype is not PRED):
+        view = tma_view(out.access.of_leaf(leaf), plan.batch, plan.M, plan.N, rows, out.columns, element)
+        if view is not None and not view.across:
+            return leaf, view
+    return None
+
+
 def _shared(stride: int, plan: Plan) -> bool:
     return plan.batch > 1 and stride == 0
 
@@ -153,36 +181,50 @@ def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     found = list(_legal(problem, plan, target))
     took = {p: float(predict_us(work(problem, plan, p, target), target)) for p in found}
     found.sort(key=lambda p: took[p])
-    alike: dict[tuple[int, int], int] = {}
+    alike: dict[tuple[int, int, bool], int] = {}
     for p in found:  # what tiles differ in is better known than what kernels of one tile do: those come later and later
-        earlier = alike.get((p.tile_m, p.tile_n), 0)
-        alike[p.tile_m, p.tile_n] = earlier + 1
+        key = p.tile_m, p.tile_n, p.pingpong
+        earlier = alike.get(key, 0)
+        alike[key] = earlier + 1
         took[p] *= 1 + LATER * earlier
     return sorted(found, key=lambda p: took[p])
 
 
 def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
     steps = -(-plan.K // plan.tile_k)
-    for (tile_m, tile_n), paired in product(TILES if plan.blocks is None else BLOCK_TILES, (False, True)):
-        base = Point(tile_m, tile_n, 2, 16, False, False, paired, 1, 0)
-        waste = _tiles(plan, base) * (2 if paired else 1) * tile_m * tile_n / (plan.batch * plan.M * plan.N)
-        if (waste > 4 and (tile_m, tile_n, paired) != (*SMALLEST, False)) or (paired and tile_m >= plan.M):
+    for base in _bases(plan):
+        pairs = 2 if base.paired else 1
+        waste = _tiles(plan, base) * pairs * base.tile_m * base.tile_n / (plan.batch * plan.M * plan.N)
+        if (waste > 4 and replace(base, widened=False) != SMALLEST) or (base.paired and base.tile_m >= plan.M):
             continue
-        for widened in _orders(plan):
-            base = replace(base, widened=widened)
-            form = form_of(problem, plan_for(plan, base), base)
-            room = target.chip.shared_bytes - form.out_bytes - BARRIERS_BYTES
-            stages = min(room // form.stage_bytes, MOST_STAGES)
-            if stages < 2:
-                continue
-            cores = target.cores // (2 if paired else 1)
-            for hold in (False,) if plan.blocks else _holds(form, steps, -(-_tiles(plan, base) // cores)):
-                whole = hold or plan.blocks is not None or form.tile_n != form.shape_n or form.rows * form.tile_n > MOST_SHARED
-                for blocks, shared in _partitions(_tiles(plan, base), steps, cores, whole):
-                    if shared * steps * blocks >= 1 << 31:  # shares are worked out in 32 bits
-                        continue
-                    blocks *= 2 if paired else 1
-                    yield replace(base, num_stages=stages, hold=hold, blocks=blocks, shared_tiles=shared)
+        cores = target.cores // pairs
+        form = form_of(problem, plan_for(plan, base), base)
+        for hold in _holds(form, steps, -(-_tiles(plan, base) // cores)):
+            whole = (
+                hold
+                or base.pingpong
+                or bool(plan.blocks)
+                or form.tile_n != form.shape_n
+                or form.rows * form.tile_n > MOST_SHARED
+            )
+            for blocks, shared in _partitions(_tiles(plan, base), steps, cores, whole):
+                if shared * steps * blocks >= 1 << 31:  # shares are worked out in 32 bits
+                    continue
+                point = replace(base, hold=hold, blocks=blocks * pairs, shared_tiles=shared)
+                form = form_of(problem, plan_for(plan, point), point)
+                stages = min((target.chip.shared_bytes - form.out_bytes - BARRIERS_BYTES) // form.stage_bytes, MOST_STAGES)
+                if stages >= 2:
+                    yield replace(point, num_stages=stages)
+
+
+def _bases(plan: Plan) -> Iterable[Point]:
+    """Tiles, and who multiplies them."""
+    tiles = TILES if plan.blocks is None else BLOCK_TILES
+    for (tile_m, tile_n), paired, widened in product(tiles, (False, True), _orders(plan)):
+        base = replace(SMALLEST, tile_m=tile_m, tile_n=tile_n, widened=widened, paired=paired)
+        yield base
+        if (tile_m, tile_n) in PINGPONG_TILES and plan.blocks is None:
+            yield replace(base, pingpong=True)
 
 
 def _tiles(plan: Plan, point: Point) -> int:
@@ -192,16 +234,26 @@ def _tiles(plan: Plan, point: Point) -> int:
 
 
 def _orders(plan: Plan) -> Iterable[bool]:
-    """Whether rows of the right operand may come in the order that widens stores of bytes, and should."""
-    narrow = all(size(s.root.dtype) == 1 for s in plan.stores)
-    return (True,) if narrow and plan.rhs.constant and plan.N % 32 == 0 else (False,)
+    """Whether rows of the right operand may come in the order that gives a thread eight neighbours of the result: bytes should;
+    what is wider needs fewer reads of the columns' scales then, but is copied once more."""
+    if not plan.rhs.constant or plan.N % 32:
+        return (False,)
+    widest = max(size(s.root.dtype) for s in plan.stores)
+    return (True,) if widest == 1 else (True, False) if widest == 2 else (False,)
 
 
 def _holds(form: Form, steps: int, rounds: int) -> Iterable[bool]:
     """Whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
     out = form.outs[0]
     able = len(form.outs) == 1 and out.view is not None and out.access.root.dtype in HELD and not out.view.across
-    if able and form.rows == 64 and steps >= form.pieces and form.tile_n >= 128 and rounds > 1:
+    if (
+        able
+        and form.rows == 64
+        and not (form.pingpong or form.blocks)
+        and steps >= form.pieces
+        and form.tile_n >= 128
+        and rounds > 1
+    ):
         return (True, False)
     return (False,)
 
@@ -224,6 +276,25 @@ def _partitions(tiles: int, steps: int, cores: int, whole: bool) -> Iterable[tup
         yield cores, rest + cores
 
 
+def _large(access: Access, plan: Plan) -> float:
+    """How many operands of a store vary along rows and columns, of a whole result."""
+    places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param)]
+    return sum(bool(p.rows and p.columns) for p in places) * access.columns_extent / plan.N
+
+
+def _instructions(plan: Plan) -> float:
+    """About how many a result's element takes."""
+    total = 0.0
+    for access in plan.stores:
+        short = set(quantised_at_once(access.root).values())
+        for n in toposort((access.root,)):
+            if isinstance(n.op, Map):
+                total += (QUANTISED_GELU if n in short else INSTRUCTIONS.get(n.op.fn, 1)) * access.columns_extent / plan.N
+            elif isinstance(n.op, (Quantize, Dequantize, Select)):
+                total += (1 if short else QUANTISED) * access.columns_extent / plan.N
+    return total
+
+
 def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     """What a point makes the machine do."""
     plan = plan_for(plan, point)
@@ -234,16 +305,22 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     products = 2 * point.tile_m * point.tile_n * plan.tile_k / unit.ops_per_cycle
     read = (point.tile_m // 64) * (64 + point.tile_n) * 128
     step = max(products, (read + form.stage_bytes) / SHARED_BYTES_PER_CYCLE) * (SCALED if plan.blocks else 1)
+    step *= FEW_STAGES if point.num_stages < 4 else 1
     workers = point.blocks // (2 if point.paired else 1)
     whole = _tiles(plan, point) - point.shared_tiles
     each = -(-whole // workers) + point.shared_tiles / workers
-    elementwise = sum(not isinstance(n.op, (Acc, Param, Convert)) for n in toposort(problem.op.stores))
-    element = point.tile_m * point.tile_n * STEP_CYCLES / 2
+    elements = point.tile_m * point.tile_n
     boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n * max(point.tile_m, 128) / (128 * 256)
-    boundary += element * elementwise
+    boundary += elements * STEP_CYCLES / form.groups * _instructions(plan) * (2 if point.pingpong else 1)
+    reads = elements * sum(FETCHED_CYCLES if o.fetched else READ_CYCLES * _large(o.access, plan) for o in form.outs)
+    boundary += reads
     if any(o.view is None for o in form.outs):
-        boundary += point.tile_m * point.tile_n * STEP_CYCLES * 4
-    cycles = START_CYCLES + each * steps * step + boundary * max(each, 1)
+        boundary += elements * STEP_CYCLES * 4
+    cycles = START_CYCLES + each * steps * step
+    if point.pingpong:
+        cycles += max(each, 1) * max(elements * TURN_CYCLES + reads / 2, (boundary - steps * step) / 2) + boundary
+    else:
+        cycles += max(each, 1) * boundary
     if point.shared_tiles:
         even = workers % point.shared_tiles == 0  # else a block has a part of two tiles
         cycles += SHARE_CYCLES * (1 if even else 2) + point.tile_m * point.tile_n * PART_CYCLES

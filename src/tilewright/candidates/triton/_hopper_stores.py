@@ -3,34 +3,17 @@ addresses of their own."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 from tilewright.candidates.triton._casts import in_memory
-from tilewright.candidates.triton._emit import Emitter, Tile
+from tilewright.candidates.triton._emit import Tile
+from tilewright.candidates.triton._hopper_alike import alike, leaves
+from tilewright.candidates.triton._hopper_brief import Brief
 from tilewright.candidates.triton._hopper_form import Form, Out
 from tilewright.candidates.triton._text import Text
 from tilewright.dtype import PRED
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-
-NATIVE_FP8 = frozenset({"f8e4m3fn", "f8e5m2"})
-
-
-class Brief(Emitter):
-    """An emitter that takes the special function unit's own reciprocal and power, a bit less exact than Triton's in 24, and
-    flushed to zero where those are below the normal numbers: what x / (1 + e^y) is then is below them as well."""
-
-    def over(self, x: str, y: str) -> str:
-        return self.text.v(f"{x} * {self._unit('rcp', y)}")
-
-    def one_more(self, x: str, factor: str) -> str:
-        power = self.text.v(f"{self.text.v(f'{x} * {factor}')} * {math.log2(math.e)!r}")
-        return self.text.v(f"1.0 + {self._unit('ex2', power)}")
-
-    def _unit(self, name: str, x: str) -> str:
-        text = f'"{name}.approx.ftz.f32 $0, $1;", "=f,f"'
-        return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}], dtype=gl.float32, is_pure=True, pack=1)")
 
 
 class Stores:
@@ -42,44 +25,69 @@ class Stores:
     """
 
     def __init__(self, form: Form, pointer: Callable[[Node], str]) -> None:
-        self.form, self.pointer = form, pointer
+        self.form, self.given, self.pointer = form, pointer, pointer
+        self.alike = alike(form.outs, form.tile_n)
+        self.outs = form.outs[:1] if self.alike else form.outs  # of which there is code
+        if self.alike:
+            chosen = {n: f"s{k}" for k, n in enumerate(leaves(form.outs[0]))}
+            self.pointer = chosen.__getitem__
 
-    def _scope(self, t: Text, out: Out, j: int) -> Brief:
-        """An emitter for piece j of a store."""
+    def _choose(self, t: Text) -> None:
+        """Which of stores that are alike a tile belongs to: where its leaves lie, and its first column there."""
+        if not self.alike:
+            return
+        first, *others = self.form.outs
+        t.do(f"part = col // {first.access.columns_extent}")
+        t.do(f"own = col - part * {first.access.columns_extent}")
+        for k, leaf in enumerate(leaves(first)):
+            t.do(f"s{k} = {self.given(leaf)}")
+        for i, other in enumerate(others):
+            with t.block(f"if part == {i + 1}:"):
+                for k, leaf in enumerate(leaves(other)):
+                    t.do(f"s{k} = {self.given(leaf)}")
+
+    def _scope(self, t: Text, out: Out, i: int, j: int) -> Brief:
+        """An emitter for piece j of store i."""
         f = self.form
+        near = {} if out.fetched is None else {out.fetched[0]: f"{self._place(out, i, j, 'd')}.load({f'L{out.columns}'})"}
         layout = f"L{out.columns}"
         own = t.v(f"row + gl.arange(0, {f.rows}, gl.SliceLayout(1, {layout}))")
         rows = t.v(f"b * M + {own}")
-        columns = t.v(f"col + {j * out.columns} + gl.arange(0, {out.columns}, gl.SliceLayout(0, {layout}))")
+        first = f"{'own' if self.alike else 'col'} + {j * out.columns}"
+        columns = t.v(f"{first} + gl.arange(0, {out.columns}, gl.SliceLayout(0, {layout}))")
         row_mask = None if f.rows_whole else t.v(f"{own} < M")
         column_mask = None if f.columns_whole else t.v(f"{columns} < N")
-        tile = Tile(rows, columns, f.columns, row_mask=row_mask, column_mask=column_mask, acc=f"x{j}_{out.columns}")
-        return Brief(t, tile, self.pointer, NATIVE_FP8)
+        width = out.access.columns_extent if self.alike else f.columns
+        tile = Tile(rows, columns, width, row_mask=row_mask, column_mask=column_mask, acc=f"x{j}_{out.columns}")
+        return Brief(t, tile, self.pointer, near)
 
     def _ahead(self, t: Text, ahead: dict[tuple[int, int], Brief], i: int, j: int) -> None:
         """Asks for what piece j of store i reads, before it is needed."""
-        outs = self.form.outs
+        outs = self.outs
         if i == len(outs) or (i, j) in ahead:
             return
-        emitter = ahead[i, j] = self._scope(t, outs[i], j)
-        access = outs[i].access
-        leaves = [n for n in access.views if isinstance(n.op, Param)]
+        emitter = ahead[i, j] = self._scope(t, outs[i], i, j)
+        access, fetched = outs[i].access, outs[i].fetched
+        leaves = [n for n in access.views if isinstance(n.op, Param) and (fetched is None or n is not fetched[0])]
         if self._always(outs[i]):
             emitter.values(leaves, access)
 
     def _always(self, out: Out) -> bool:
         """Every tile has a part in this store."""
-        return out.access.columns_extent == self.form.columns
+        return self.alike or out.access.columns_extent == self.form.columns
 
     def _stores(self, t: Text, ahead: dict[tuple[int, int], Brief]) -> None:
         f = self.form
         pieces = _Pieces(t, f)
-        for i, out in enumerate(f.outs):
+        for i, out in enumerate(self.outs):
             count = f.tile_n // out.columns
             for j in range(count):
                 following = (i, j + 1) if j + 1 < count else (i + 1, 0)
                 self._ahead(t, ahead, i, j)
                 self._ahead(t, ahead, *following)
+                if f.fetches and j >= f.leaving:
+                    self._fetch(t, j)
+                    self._fetched(t)
                 pieces.take(j, out.columns)
                 if self._always(out):
                     self._store(t, ahead[i, j], out, i, j)
@@ -111,17 +119,54 @@ class Stores:
         """A piece through shared memory to where TMA writes it."""
         f, view = self.form, out.view
         assert view is not None
-        kind = f"c{i}_desc"
-        shape = [out.columns, f.rows] if view.across else [f.rows, out.columns]
-        n = sum(f.tile_n // o.columns for o in f.outs[:i] if o.view) + j
-        raw = f"c_bufs.index(g * {f.leaving} + {n % f.leaving})"
-        flat = f"{raw}._reinterpret({kind}.dtype, {shape}, gl.NVMMASharedLayout.get_default_for({shape}, {kind}.dtype))"
-        t.do(f"tma.store_wait({self._pending(n)})")
-        t.do(f"{flat}{'.permute((1, 0))' if view.across else ''}.store(gl.convert_layout({value}, L{out.columns}))")
+        if not f.fetches:  # else its place was free before the operand came
+            t.do(f"tma.store_wait({self._pending(self._number(out, i, j))})")
+        t.do(f"{self._place(out, i, j, 'c')}.store(gl.convert_layout({value}, L{out.columns}))")
         t.do("fence_async_shared()")
-        at = view.coordinates(f"{held}b", f"{held}row", f"({held}col + {j * out.columns - out.access.first})")
-        boxed = f"{raw}._reinterpret({kind}.dtype, {kind}.block_type.shape, {kind}.layout)"
-        t.do(f"tma.async_copy_shared_to_global({kind}, [{', '.join(at)}], {boxed})")
+        column = "own" if self.alike else f"{held}col"
+        at = ", ".join(view.coordinates(f"{held}b", f"{held}row", f"({column} + {j * out.columns - out.access.first})"))
+        for k in range(len(f.outs)) if self.alike else (i,):
+            copy = f"tma.async_copy_shared_to_global(c{k}_desc, [{at}], {self._boxed(out, i, j, f'c{k}_desc')})"
+            t.do(f"if part == {k}: {copy}" if self.alike else copy)
+
+    def _number(self, out: Out, i: int, j: int) -> int:
+        """Of piece j of store i among those of a tile."""
+        return sum(self.form.tile_n // o.columns for o in self.outs[:i] if o.view) + j
+
+    def _raw(self, out: Out, i: int, j: int) -> str:
+        """Where a piece stands in shared memory."""
+        f = self.form
+        return f"c_bufs.index(g * {f.leaving} + {self._number(out, i, j) % f.leaving})"
+
+    def _place(self, out: Out, i: int, j: int, what: str) -> str:
+        """The same as rows and columns: of the result ("c"), or of the operand that comes by the same place ("d")."""
+        assert out.view is not None
+        across, kind = out.view.across, f"{what}{i}_desc"
+        shape = [out.columns, self.form.rows] if across else [self.form.rows, out.columns]
+        layout = f"gl.NVMMASharedLayout.get_default_for({shape}, {kind}.dtype)"
+        return f"{self._raw(out, i, j)}._reinterpret({kind}.dtype, {shape}, {layout}){'.permute((1, 0))' if across else ''}"
+
+    def _boxed(self, out: Out, i: int, j: int, descriptor: str) -> str:
+        """The same as a descriptor's box."""
+        return f"{self._raw(out, i, j)}._reinterpret({descriptor}.dtype, {descriptor}.block_type.shape, {descriptor}.layout)"
+
+    def _fetch(self, t: Text, first: int) -> None:
+        """Has TMA bring what pieces of a tile read, from a first one on as many as there is room for, once that is free."""
+        f = self.form
+        out, descriptor = f.outs[0], "d0_desc"
+        assert out.fetched is not None
+        pieces = range(first, min(first + (1 if first else f.leaving), f.pieces))
+        t.do(f"tma.store_wait({f.leaving - 1 if first else 0})")
+        t.do(f"mbarrier.expect(fetched.index(g), {f.rows * 128 * len(pieces)})")
+        for j in pieces:
+            at = out.fetched[1].coordinates("b", "row", f"(col + {j * out.columns})")
+            box = self._boxed(out, 0, j, descriptor)
+            t.do(f"tma.async_copy_global_to_shared({descriptor}, [{', '.join(at)}], fetched.index(g), {box})")
+
+    def _fetched(self, t: Text) -> None:
+        """Waits for them."""
+        t.do("mbarrier.wait(fetched.index(g), came)")
+        t.do("came = came ^ 1")
 
     def _pending(self, n: int) -> int:
         """How many pieces may still be on their way out while the n-th of a tile takes its place.
@@ -130,7 +175,7 @@ class Stores:
         or if it is not known which one was before, as where a tile has no part in some store.
         """
         f = self.form
-        written = [o for o in f.outs if o.view]
+        written = [o for o in self.outs if o.view]
         odd = sum(f.tile_n // o.columns for o in written) % 2 == 1
         return 0 if f.leaving == 1 or (n == 0 and odd) or not all(map(self._always, written)) else 1
 

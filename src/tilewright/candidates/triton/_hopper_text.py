@@ -1,8 +1,10 @@
 """The text of a Hopper gemm in Gluon: one warp brings tiles of both operands into a ring of stages in shared memory by TMA,
 warpgroups multiply them and write results, and blocks stay for as many tiles as there are for each.
 
-Each warpgroup owns rows of the block's tile; all read the same tile of the right operand, and none waits for another. A tile
-that is done leaves a piece of columns at a time: 128 bytes of a row, which is what TMA stores with the widest swizzle.
+Each warpgroup owns rows of the block's tile; all read the same tile of the right operand, and none waits for another. Where
+what becomes of a sum takes long, they own every other tile instead (`pingpong`) and take turns: while one multiplies, the other
+one writes. A tile that is done leaves a piece of columns at a time: 128 bytes of a row, which is what TMA stores with the
+widest swizzle.
 """
 
 from __future__ import annotations
@@ -33,13 +35,19 @@ class Writer(Stores):
     def __init__(self, form: Form, pointer: Callable[[Node], str]) -> None:
         super().__init__(form, pointer)
         leaves = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
+        leaves -= {o.fetched[0] for o in form.outs if o.fetched}
         names = {pointer(n) for n in leaves} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
         if form.blocks:
             names |= {f"p{form.blocks.lhs}", f"p{form.blocks.rhs}"}
         self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
         self.descriptors = ["a_desc", "b_desc", *(f"c{i}_desc" for i, o in enumerate(form.outs) if o.view)]
+        self.descriptors += [f"d{i}_desc" for i, o in enumerate(form.outs) if o.fetched]
         self.scratch = ["partial", "arrived"] if form.streamed else []
         self.extents = ["B", "M", "N", "K", *(["D"] if form.streamed else [])]
+
+    @property
+    def _barriers(self) -> list[str]:
+        return ["ready", "empty", *["fetched"] * self.form.fetches, *["turns"] * self.form.pingpong]
 
     @property
     def arguments(self) -> list[str]:
@@ -70,8 +78,10 @@ class Writer(Stores):
             t.do("whole = gl.maximum(gl.cdiv(D - c, G), 0)")
             t.do("shares = gl.where(end > begin, (end - 1) // nk - begin // nk + 1, 0)")
 
-    def _each_tile(self) -> str:
-        return "for j in range(whole + shares):" if self.form.streamed else "for t in range(c, tiles, G):"
+    def _each_tile(self, *, pingpong: bool = False) -> str:
+        if self.form.streamed:
+            return "for j in range(whole + shares):"
+        return "for t in range(c + g * G, tiles, 2 * G):" if pingpong else "for t in range(c, tiles, G):"
 
     def _which(self, t: Text) -> None:
         f = self.form
@@ -104,9 +114,9 @@ class Writer(Stores):
             with t.block("for k in range(k0, k1):" if f.streamed else "for k in range(nk):"):
                 t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
                 t.do(f"mbarrier.expect(ready.index(s), {f.stage_bytes})")
-                for g in range(f.groups):
+                for g in range(f.parts):
                     at = f.lhs.at("b", "M", f"pm * {f.tile_m} + {g * f.rows}", f"k * {f.tile_k}")
-                    buffer = self._as_box(f"a_bufs.index(s * {f.groups} + {g})", f.lhs, f.rows, "a_desc")
+                    buffer = self._as_box(f"a_bufs.index(s * {f.parts} + {g})", f.lhs, f.rows, "a_desc")
                     t.do(f"tma.async_copy_global_to_shared(a_desc, {at}, ready.index(s), {buffer})")
                     if g == 0:
                         self._load_rhs(t)
@@ -137,7 +147,7 @@ class Writer(Stores):
 
     def _math(self) -> str:
         f, t = self.form, Text("gl")
-        arguments = ["g: gl.constexpr", *self.descriptors[2:], "a_bufs", "b_bufs", "c_bufs", "ready", "empty"]
+        arguments = ["g: gl.constexpr", *self.descriptors[2:], "a_bufs", "b_bufs", "c_bufs", *self._barriers]
         arguments += [*self.pointers, *self.scratch, *self.extents]
         m, n, k = f.instruction
         t.do(f"L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {n}, {k}])")
@@ -149,6 +159,8 @@ class Writer(Stores):
         t.do("s = 0")
         t.do("phase = 0")
         t.do("last = 0")
+        if f.fetches:
+            t.do("came = 0")
         if f.hold:
             t.do("held_b = B")  # nothing to write yet: TMA drops what lies outside
             t.do("held_row = M")
@@ -157,7 +169,16 @@ class Writer(Stores):
             t.do(f"none = gl.zeros(({f.rows}, {f.outs[0].columns}), {kind}, L{f.outs[0].columns})")
             for j in range(f.pieces):
                 t.do(f"w{j} = pack(none)")
-        with t.block(self._each_tile()):
+        if f.pingpong:
+            t.do("at = g * nk")
+            t.do("turn = 1 - g")
+        with t.block(self._each_tile(pingpong=f.pingpong)):
+            if f.pingpong:
+                t.do(f"s = at % {f.num_stages}")
+                t.do(f"phase = at // {f.num_stages} % 2")
+                t.do("at += 2 * nk")
+                t.do("mbarrier.wait(turns.index(g), turn)")
+                t.do("turn = turn ^ 1")
             if f.blocks:
                 self._tile_by_blocks(t, f.blocks)
             else:
@@ -184,6 +205,8 @@ class Writer(Stores):
         if not f.streamed:
             self._which(t)
         self._where(t)
+        if f.fetches:
+            self._fetch(t, 0)
         later = "k > k0" if f.streamed else "True"
         with t.block("for k in range(k0, k1):" if f.streamed else f"for k in range({ahead}, nk):"):
             self._step(t, use=later, free=later if f.streamed else True)
@@ -193,8 +216,9 @@ class Writer(Stores):
         """Where a tile's rows and columns begin."""
         f = self.form
         t.do("b = pin(b)")
-        t.do(f"row = pin(pm * {f.groups} + g) * {f.rows}")
+        t.do(f"row = pin(pm{'' if f.pingpong else f' * {f.groups} + g'}) * {f.rows}")
         t.do(f"col = pin(pn) * {f.tile_n}")
+        self._choose(t)
 
     def _tile_by_blocks(self, t: Text, blocks: Blocks) -> None:
         """Sums of 128 products each, times the scales of their rows and columns, added up in f32: as exact as the scales are,
@@ -233,7 +257,7 @@ class Writer(Stores):
     def _step(self, t: Text, *, use: str, free: bool | str) -> None:
         """One step along K; the stage of the step before is free then."""
         f = self.form
-        a, b = f"a_bufs.index(s * {f.groups} + g)", f"b_bufs.index(s * {f.units})"
+        a, b = f"a_bufs.index({'s' if f.pingpong else f's * {f.groups} + g'})", f"b_bufs.index(s * {f.units})"
         if f.units > 1:  # they follow one another as the parts of one matrix do
             shape = [f.shape_n, f.tile_k] if f.rhs.along_k else [f.tile_k, f.shape_n]
             b = f"{b}._reinterpret(b_bufs.dtype, {shape}, b_bufs.layout)"
@@ -259,8 +283,12 @@ class Writer(Stores):
                 self._stores(t, ahead)
             return
         self._ahead(t, ahead, 0, 0)
+        if f.pingpong:
+            t.do("mbarrier.arrive(turns.index(1 - g))")
         t.do("r = warpgroup_mma_wait(0, deps=(acc,))")
         t.do("mbarrier.arrive(empty.index(last))")
+        if f.fetches:
+            self._fetched(t)
         self._stores(t, ahead)
 
     def _gather(self, t: Text) -> None:
@@ -313,7 +341,7 @@ class Writer(Stores):
         t.do(f'"""{f.lhs.dtype} x {f.rhs.dtype}{", in pairs" * f.paired}, {f.tile_n} columns, rewritten by {EDITION}"""')
         lhs, rhs = f"gl.{FRAGMENT[f.lhs.dtype.name]}", f"gl.{FRAGMENT[f.rhs.dtype.name]}"
         for name, kind, side, count, rows in (
-            ("a_bufs", lhs, f.lhs, f.num_stages * f.groups, f.rows),
+            ("a_bufs", lhs, f.lhs, f.num_stages * f.parts, f.rows),
             ("b_bufs", rhs, f.rhs, f.num_stages * f.units, f.unit),
         ):
             shape = [rows, f.tile_k] if side.along_k else [f.tile_k, rows]
@@ -328,14 +356,17 @@ class Writer(Stores):
             t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{f.num_stages}, 1], mbarrier.MBarrierLayout())")
         with t.block(f"for i in gl.static_range({f.num_stages}):"):
             t.do("mbarrier.init(ready.index(i), count=1)")
-            t.do(f"mbarrier.init(empty.index(i), count={f.groups * (2 if f.paired else 1)})")
+            t.do(f"mbarrier.init(empty.index(i), count={f.parts * (2 if f.paired else 1)})")
+        for name in self._barriers[2:]:
+            t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{f.groups}, 1], mbarrier.MBarrierLayout())")
+            with t.block(f"for i in gl.static_range({f.groups}):"):
+                t.do(f"mbarrier.init({name}.index(i), count=1)")
         common = [
             *self.descriptors[2:],
             "a_bufs",
             "b_bufs",
             c_bufs,
-            "ready",
-            "empty",
+            *self._barriers,
             *self.pointers,
             *self.scratch,
             *self.extents,

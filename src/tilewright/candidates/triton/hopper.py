@@ -20,6 +20,7 @@ from tilewright.candidates.triton._hopper_space import form_of, plan_for, point_
 from tilewright.candidates.triton._hopper_text import Writer
 from tilewright.dtype import F8E4M3FN, F8E5M2, U8, DType
 from tilewright.hardware.target import Target
+from tilewright.ir.access import Unsupported
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.cost import Work
@@ -28,6 +29,7 @@ from tilewright.schedule.schedule import Schedule
 
 # Hopper keeps about 14 bits of a sum of 8-bit float products (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2).
 SHORT_SUM_BITS = 14
+MOST_SPILLED = 64  # bytes of a thread, a few loads a tile
 MOST_TRIED = 12  # points; the ranking is better than what is left of them
 TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
 
@@ -74,6 +76,8 @@ class Hopper:
         form = form_of(problem, plan, point)
         built = compiled(form, tuple(t.dtype for t in problem.types), target.index)
         needs = module.needs(built.kernel)
+        if needs.spills > MOST_SPILLED:
+            raise Unsupported(f"{needs.spills} bytes of a thread's values have no register")
         device = torch.device(target.device)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
@@ -126,8 +130,9 @@ def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dic
             found[name] = _descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(form.unit, form.tile_k))
         elif name.endswith("_desc"):
             out = form.outs[int(name[1:-5])]
-            assert out.view is not None
-            found[name] = _descriptor(pointer_type(out.access.root.dtype)[1:], out.view.box)
+            what = (out.access.root, out.view) if name[0] == "c" else out.fetched
+            assert what is not None and what[1] is not None
+            found[name] = _descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
         elif name == "partial":
             found[name] = "*i32" if form.acc.is_integer else "*fp32"
         elif name == "arrived":

@@ -1,0 +1,41 @@
+"""Hopper's products with long epilogues, on one: `pytest -m gpu` there. CI has none."""
+
+import pytest
+import torch
+
+from test_hopper import alike_heads, heads, layer
+from tilewright.dtype import F8E4M3FN, F16, S8
+from tilewright.hardware.detect import detect
+from tilewright.schedule.bench import Bench
+from tilewright.schedule.sample import random_sources
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
+CASES = {
+    "fp8, gelu, codes": lambda: layer(F8E4M3FN, 320, "gelu", F8E4M3FN, rows=(3, 437), depth=400),
+    "s8, gelu by tanh, codes": lambda: layer(S8, 512, "gelu_tanh", S8, rows=(5, 300), depth=272),
+    "f16, gelu, codes": lambda: layer(F16, 768, "gelu", F8E4M3FN, rows=(2, 700), depth=328),
+    "fp8, residual": lambda: layer(F8E4M3FN, 768, rows=(1, 1000), depth=1040),
+    "s8, residual": lambda: layer(S8, 384, rows=(4, 333), depth=128),
+    "s8, heads": heads,
+    "s8, heads that are alike": alike_heads,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_kind_of_kernel_agrees_with_the_oracle(name):
+    from tilewright.candidates.triton._hopper_plan import plan_of
+    from tilewright.candidates.triton._hopper_space import points
+    from tilewright.candidates.triton.hopper import CANDIDATE
+
+    problem, target = CASES[name](), detect("cuda")
+    plan = plan_of(problem)
+    weights = {i: t.cuda() for i, t in enumerate(random_sources(problem)) if problem.weights[i]}
+    kinds = {}
+    for p in points(problem, plan, target):
+        kinds.setdefault((p.tile_n, p.pingpong, p.paired, p.hold, p.widened, p.shared_tiles > 0), p)
+    chosen = list(kinds.values())
+    bench = Bench(problem, target, weights, watched=True)
+    for i, p in enumerate(chosen[:: max(len(chosen) // 12, 1)]):
+        why = bench.attempt(i, CANDIDATE, p.schedule(plan.tile_k)).why
+        assert why is None, f"{p}: {why}"
