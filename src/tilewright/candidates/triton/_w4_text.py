@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from tilewright.candidates.triton import _w4_asm as asm
 from tilewright.candidates.triton._emit import Tile
-from tilewright.candidates.triton._hopper_stores import NATIVE_FP8, Brief
+from tilewright.candidates.triton._hopper_brief import Brief
 from tilewright.candidates.triton._module import GLUON_IMPORTS
 from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import Asm
@@ -331,7 +331,7 @@ class Writer:
             column_mask = "outs_mask"
         tile = Tile("c", "outs", f.plan.outs, row_mask, column_mask, "y", across=True)
         for i, access in enumerate(f.plan.stores):
-            Brief(t, tile, self.pointer, NATIVE_FP8).store(access, f"o{i}")
+            Brief(t, tile, self.pointer, {}).store(access, f"o{i}")
 
 
 class _Stream:
