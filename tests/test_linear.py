@@ -1,6 +1,7 @@
 """Linear layers with weights of a few bits: any shape and type, state dicts, torch.compile, derivatives, refusals."""
 
 import copy
+import dataclasses
 import gc
 import io
 import weakref
@@ -189,6 +190,7 @@ def test_torch_takes_the_operation(scheme):
     for shape in shapes:
         x = torch.randn(shape, requires_grad=shape == (5, 64))
         opcheck(torch.ops.tilewright.linear.default, arguments(model[0], x))
+    model.requires_grad_(False)
     opcheck(torch.ops.tilewright.linear_without_derivative.default, arguments(model[0], x.detach()))
 
 
@@ -359,3 +361,25 @@ def test_kernels_of_a_weight_that_is_gone():
     gc.collect()
     with pytest.raises(InputError, match="the weight of these kernels is gone"):
         kept.at(1)
+
+
+@pytest.mark.parametrize("scheme", ["w4g32", "w4g32z", "w8", "a8w4g32"])
+def test_a_compiled_model_has_products_and_folds_what_follows(scheme):
+    """What follows is folded into them, and no operation is left to torch."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 8, bias=False))
+    tilewright.quantize_(model, scheme)
+    x = torch.randn(2, 3, 64)
+    program = tilewright.compile(model, example_inputs=(x,), budget_s=0)
+    assert not any(n.op.name == "call" for n in program.source.nodes())
+    assert len(program.steps) == (4 if scheme.startswith("a8") else 2)
+    torch.testing.assert_close(program(x), model(x).detach(), rtol=1e-4, atol=1e-4 if scheme[0] == "w" else 3e-2)
+    if scheme == "w4g32":
+        assert {s.decision.kernel.candidate for s in program.steps} == {"llvm_w4"}
+
+
+def test_a_weight_with_an_order_stays_an_operation():
+    weight = dataclasses.replace(tilewright.pack(torch.randn(8, 64)), order=torch.randperm(64))
+    layer, x = tilewright.Linear(weight), torch.randn(2, 64)
+    program = tilewright.compile(torch.nn.Sequential(layer), example_inputs=(x,), budget_s=0)
+    assert any(n.op.name == "call" for n in program.source.nodes())
+    torch.testing.assert_close(program(x), layer(x))

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 import tilewright
 from tilewright.dtype import S4, S8, S16, U4, U8
 from tilewright.errors import InputError, TypeMismatchError
-from tilewright.runtime.packing import QuantizedWeight, pack, pack_halves, unpack_halves
+from tilewright.ir.few_bits import pack_halves, unpack_halves
+from tilewright.runtime.packing import QuantizedWeight, pack
 
 TYPES = {"s4": S4, "u4": U4, "s8": S8, "u8": U8}
 

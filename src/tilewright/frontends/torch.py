@@ -18,6 +18,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.frontends import (
     LoadOptions,
     _torch_elementwise,
+    _torch_few_bits,
     _torch_index,
     _torch_matmul,
     _torch_quantize,
@@ -31,7 +32,7 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
 
 # Each registers the translations of its topic as it is imported.
-TOPICS = (_torch_elementwise, _torch_index, _torch_matmul, _torch_quantize, _torch_reduce, _torch_views)
+TOPICS = (_torch_elementwise, _torch_few_bits, _torch_index, _torch_matmul, _torch_quantize, _torch_reduce, _torch_views)
 _PICKLES = (".pt2", ".pt", ".pth")
 
 

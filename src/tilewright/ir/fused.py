@@ -195,7 +195,8 @@ def _step(sources: _Sources, value: Node, step: Apply) -> Node:
     f = FUNCTIONS[step.fn]
     if step.operand is None:
         return map_(step.fn, value if value.dtype.kind in f.kinds else _float(value))
-    operand = step.operand if isinstance(step.operand.op, Const) else sources.param(step.operand)
+    number = isinstance(step.operand.op, Const) and step.operand.tensor.elements == 1
+    operand = step.operand if number else sources.param(step.operand)
     if broadcast_shapes(value.shape, operand.shape, where=step.fn) != value.shape:
         raise TypeMismatchError(f"{operand.type} is larger than the result {list(value.shape)}", where=step.fn)
     if operand.dtype.is_integer and value.dtype.is_integer:

@@ -12,15 +12,15 @@ from functools import cache
 
 import torch
 
-from tilewright.dtype import F32, S8, DType, from_torch
+from tilewright.dtype import F32, DType, from_torch
 from tilewright.errors import InputError
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, swap_last
-from tilewright.ir.fused import Apply, Result, Side, fused_gemm
+from tilewright.ir.build import input_
+from tilewright.ir.few_bits import quantised_linear
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Concat, Const, Quantize, gemm
+from tilewright.ir.ops import Const
 from tilewright.ir.types import TensorType
 from tilewright.rows import MOST_ROWS, AnyRows, compile_rows
 from tilewright.runtime.packing import QuantizedWeight
@@ -99,37 +99,14 @@ def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int
     scale = constant(form.scales, (out, groups), "scales", lambda w: w.scales)
     zero = constant(form.codes, (out, groups), "zero_points", lambda w: w.zero_points) if zeros else None
     shift = constant(F32, (out, groups), "offsets", lambda w: w.offsets) if offsets else None
-    rhs = Side(codes, True, scale, zero, None if groups == 1 and form.codes.bits == 8 else (1, form.group_size))
 
     def at(rows: int) -> Graph:
         x = input_("x", form.activations, (rows, inner))
-        inputs, steps = [x], list[Apply]()
-        lhs = _in_codes(x) if form.coded else Side(x)
-        if shift is not None:
-            steps.append(Apply("add", gemm(_sums(x, form.group_size), swap_last(shift))))
-        if form.bias is not None:
-            inputs.append(input_("bias", form.bias, (out,)))
-            steps.append(Apply("add", inputs[1]))
-        product = fused_gemm(lhs, rhs, Result(form.activations), steps)
-        return Graph("linear", tuple(inputs), (product,), ("y",))
+        bias = None if form.bias is None else input_("bias", form.bias, (out,))
+        y = quantised_linear(x, codes, scale, form.group_size, zero_point=zero, offset=shift, bias=bias, coded=form.coded)
+        return Graph("linear", (x,) if bias is None else (x, bias), (y,), ("y",))
 
     return at
-
-
-def _in_codes(x: Node) -> Side:
-    """x [rows, in] as s8 codes with a scale for each row, its largest magnitude / 127."""
-    wide = convert(x, F32)
-    scale = map_("divide", reduce_("maximum", map_("abs", wide), [1], keepdims=True), const(float(S8.max), F32))
-    return Side(Node(Quantize(S8), wide, scale), scale=scale)
-
-
-def _sums(x: Node, group: int) -> Node:
-    """Sums [rows, groups] of x by groups along its columns, in f32: what a group's offset multiplies."""
-    rows, inner = x.shape
-    wide = convert(x, F32)
-    if inner % group:
-        wide = Node(Concat(1), wide, broadcast(const(0.0, F32), (rows, group - inner % group)))
-    return reduce_("add", reshape(wide, (rows, -(-inner // group), group)), [2])
 
 
 @cache

@@ -9,6 +9,7 @@ import torch
 
 from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType, dtype, from_torch
 from tilewright.errors import InputError, TypeMismatchError
+from tilewright.ir.few_bits import pack_halves, unpack_halves
 
 CODES = (S4, U4, S8, U8)
 SCALES = (F16, BF16, F32)
@@ -235,20 +236,3 @@ def pack(
 def _scale_of(t: torch.dtype) -> DType:
     found = from_torch(t)
     return found if found in SCALES else F32
-
-
-def pack_halves(codes: torch.Tensor) -> torch.Tensor:
-    """4-bit codes, one to a byte [..., n], as u8 [..., ceil(n / 2)]: the first of two in the low half; the last byte is filled
-    up with 0."""
-    low = codes.view(torch.uint8) & 15
-    if low.shape[-1] % 2:
-        low = torch.nn.functional.pad(low, (0, 1))
-    return low[..., 0::2] | low[..., 1::2] << 4
-
-
-def unpack_halves(packed: torch.Tensor, count: int, code_type: DType) -> torch.Tensor:
-    """The `count` s4 or u4 codes that u8 [..., ceil(count / 2)] holds, one to a byte."""
-    codes = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)[..., :count]
-    if code_type.is_signed:
-        return ((codes ^ 8).view(torch.int8) - 8).contiguous()
-    return codes.contiguous()

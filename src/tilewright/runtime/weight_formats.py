@@ -13,7 +13,8 @@ import torch
 
 from tilewright.dtype import S4, S8, U4, U8
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
-from tilewright.runtime.packing import QuantizedWeight, unpack_halves
+from tilewright.ir.few_bits import unpack_halves
+from tilewright.runtime.packing import QuantizedWeight
 
 # Column of 8 that each 4 bits of a word hold, from the lowest (AutoAWQ 0.2.9, awq/modules/linear/gemm.py)
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
