@@ -347,7 +347,7 @@ def test_a_captured_graph_needs_kernels_that_are_ready(monkeypatch):
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
     ready = op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False)
     layer.prepare(2)
-    monkeypatch.setattr(ready, "_cuda", True)
+    monkeypatch.setattr(ready, "_gpu", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert layer(torch.randn(2, 64)).shape == (2, 16)
     with pytest.raises(InputError, match=r"no kernel is ready for 3 rows\n  try: run the module once with so many rows before"):

@@ -146,7 +146,7 @@ class Kernels:
     def __init__(self, form: Form, weight: Callable[[], QuantizedWeight]) -> None:
         self.form = form
         target = detect(form.device)
-        self._cuda, self._most = target.kind == "cuda", most_rows(target)
+        self._gpu, self._most = target.kind != "cpu", most_rows(target)
         self._rows = AnyRows(graph_at(form, weight), _tables.get(form), target)
         self._ready: dict[int, Run] = {}
         self._making = threading.Lock()
@@ -186,14 +186,14 @@ class Kernels:
         run = self._ready.get(rung)
         if run is not None:
             return run
-        if self._cuda and torch.cuda.is_current_stream_capturing():
+        if self._gpu and torch.cuda.is_current_stream_capturing():
             raise InputError(
                 f"a CUDA graph is being captured, and no kernel is ready for {rung} rows",
                 hint="run the module once with so many rows before, or call its prepare()",
             )
         with self._making:
             if rung not in self._ready:
-                self._ready[rung] = _elsewhere(self._made, rung) if self._cuda else self._made(rung)
+                self._ready[rung] = _elsewhere(self._made, rung) if self._gpu else self._made(rung)
             return self._ready[rung]
 
     def _made(self, rung: int) -> Run:
