@@ -151,6 +151,16 @@ def test_torch_s_own_layout_for_gpus(tiles):
     assert torch.equal(read.codes.int() + 8, codes)
 
 
+def test_one_word_of_rows_or_groups():
+    """Matrices of one column are contiguous whatever their strides say."""
+    for out, columns in ((8, 8), (8, 64), (24, 8)):
+        codes, zeros, scales = drawn(2, out, columns, 8, 4)
+        read = from_compressed_tensors(words(codes, 4), scales, torch.tensor([out, columns]), words(zeros.t(), 4).t())
+        assert torch.equal(read.dequantize(), dense(codes, zeros, scales, 8))
+        stored = words(zeros.t(), 4)
+        assert torch.equal(from_gptq(words(codes, 4).t(), stored, scales.t(), version=2).codes, codes.to(torch.uint8))
+
+
 def test_what_is_no_such_layout_is_refused():
     codes, zeros, scales = drawn(0, 16, 64, 32, 4)
     packed, stored = words(codes, 4).t(), words(zeros.t(), 4)

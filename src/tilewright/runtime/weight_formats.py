@@ -7,7 +7,7 @@ dropped, whatever a label says: the codes are then signed, which costs a kernel 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -63,9 +63,9 @@ def from_gptq(
             f"qweight {list(qweight.shape)}, qzeros {list(qzeros.shape)} and scales {list(scales.shape)} are no layer of GPTQ",
             hint=f"[in/{held}, out], [groups, out/{held}] and [groups, out]",
         )
-    codes = _fields(qweight.t(), bits, range(held))
+    codes = _fields(qweight.t(), bits)
     # whole words plus one in each field: where a zero of 0 was stored less one, it borrowed from its neighbour
-    as_version = {1: _fields(qzeros + ONES[bits], bits, range(held)).t(), 2: _fields(qzeros, bits, range(held)).t()}
+    as_version = {1: _fields(qzeros + ONES[bits], bits).t(), 2: _fields(qzeros, bits).t()}
     count, groups = codes.shape[1], scales.shape[0]
     order, group = (None, -(-count // groups)) if g_idx is None else _order(g_idx, count, groups)
     codes = codes if order is None else codes[:, order]
@@ -84,11 +84,11 @@ def _version(codes: torch.Tensor, as_version: Mapping[int, torch.Tensor], group:
     for version, zeros in as_version.items():
         if bool((zeros == 1 << bits - 1).all()):
             return version
-    mean = codes.to(torch.float64).mean()
+    mean = int(codes.sum(dtype=torch.int64)) / max(codes.numel(), 1)
     filled = torch.full((codes.shape[1] // group + 1,), group)[: -(-codes.shape[1] // group)]
     filled[-1] = codes.shape[1] - group * (len(filled) - 1)
     share = filled.to(torch.float64) / codes.shape[1]
-    found = {v: abs(float(mean - (z.to(torch.float64) * share).sum(1).mean())) for v, z in as_version.items()}
+    found = {v: abs(mean - float((z.to(torch.float64) * share).sum(1).mean())) for v, z in as_version.items()}
     version = min(found, key=found.__getitem__)
     if found[version] > SURE or found[3 - version] < 1 - SURE:
         raise InputError(
@@ -141,8 +141,7 @@ def from_awq(qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor) 
             f"qweight {list(qweight.shape)}, qzeros {list(qzeros.shape)} and scales {list(scales.shape)} are no layer of AWQ",
             hint="[in, out/8], [groups, out/8] and [groups, out], in a multiple of groups: the form called gemm",
         )
-    fields = torch.argsort(torch.tensor(AWQ_COLUMNS)).tolist()
-    codes, zeros = (_fields(t, 4, fields).t() for t in (qweight, qzeros))
+    codes, zeros = (_fields(t, 4, AWQ_COLUMNS).t() for t in (qweight, qzeros))
     return from_unsigned(codes, scales.t(), zeros, count // groups, 4)
 
 
@@ -178,7 +177,7 @@ def from_compressed_tensors(
     if bits is None:
         raise UnsupportedError(f"{count} codes in {words} words of 32 bits", hint="4 or 8 bits a code")
     middle = 1 << bits - 1
-    codes = _fields(weight_packed, bits, range(32 // bits))[:, :count]
+    codes = _fields(weight_packed, bits)[:, :count]
     scale = weight_scale.reshape(1, 1).expand(out, 1) if weight_scale.numel() == 1 else weight_scale
     if scale.dim() != 2 or scale.shape[0] != out or not 0 < scale.shape[1] <= count:
         raise TypeMismatchError(f"weight_scale {list(weight_scale.shape)} for {out} rows", hint="[out, groups]")
@@ -186,7 +185,7 @@ def from_compressed_tensors(
     zeros = torch.full((out, groups), middle, dtype=torch.int32, device=codes.device)
     if weight_zero_point is not None:
         if weight_zero_point.dtype == torch.int32 and weight_zero_point.shape == (-(-out * bits // 32), groups):
-            zeros = _fields(weight_zero_point.t(), bits, range(32 // bits))[:, :out].t()
+            zeros = _fields(weight_zero_point.t(), bits)[:, :out].t()
         elif weight_zero_point.dtype == torch.int8 and weight_zero_point.shape == (out, groups):
             zeros = weight_zero_point.to(torch.int32) + middle
         else:
@@ -304,10 +303,16 @@ def _matrix(what: str, t: torch.Tensor) -> None:
         raise TypeMismatchError(f"{what} are {str(t.dtype).removeprefix('torch.')}{list(t.shape)}", hint="a float matrix")
 
 
-def _fields(words: torch.Tensor, bits: int, fields: range | list[int]) -> torch.Tensor:
-    """Fields of s32 [rows, n] in the order given, the lowest bits being field 0: s32 [rows, n * 32 / bits]."""
-    shifts = torch.tensor(list(fields), dtype=torch.int32, device=words.device) * bits
-    return (words[..., None] >> shifts & (1 << bits) - 1).flatten(-2)
+def _fields(words: torch.Tensor, bits: int, order: Sequence[int] | None = None) -> torch.Tensor:
+    """The fields of s32 [rows, n], the lowest bits of a word first: u8 [rows, n * 32 / bits]. With an order, the column that
+    each field of a word holds."""
+    rows, count = words.shape
+    low_first = words.reshape(-1).view(torch.uint8).reshape(rows, 4 * count)
+    fields = unpack_halves(low_first, 2 * low_first.shape[1], U4) if bits == 4 else low_first
+    if order is None:
+        return fields
+    column = torch.argsort(torch.tensor(order, device=words.device))
+    return fields.reshape(rows, count, len(order))[..., column].flatten(1)
 
 
 def from_unsigned(
