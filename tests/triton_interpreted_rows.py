@@ -81,6 +81,17 @@ def test_a_value_that_is_rounded_in_one_result_and_not_in_another_keeps_its_digi
     right(x, convert(x, BF16))
 
 
+@pytest.mark.parametrize("length", [3, 7, 64, 100])
+def test_the_mean_of_equal_numbers_is_that_number(length):
+    x = input_("x", F32, (3, length))
+    source = torch.tensor([[1000.25], [-7.0], [float("inf")]]).expand(3, length).contiguous()
+    for form in FORMS:
+        (mean,) = run(problem_of(reduce_("mean", x, (1,))), [source], *form)
+        assert torch.equal(mean, source[:, 0])
+        (normed,) = run(problem_of(norm(x)), [source], *form)
+        assert not normed[:2].any() and normed[2].isnan().all()
+
+
 def test_rows_through_views():
     x, head = input_("x", F32, (3, 4, 50)), input_("h", F32, (4, 1))
     right(map_("tanh", transpose(x, (0, 2, 1))))

@@ -209,8 +209,18 @@ class _Rows(Emitter):
         else:
             total = t.call(n.op.fn[:3], parts[0], "axis=1", "keep_dims=True")
         if n.op.fn == "mean":
-            return t.v(f"{total} * {1 / self._region.columns!r}")
+            return self._mean(total)
         return total if dtype is F32 else self.cast(total, in_registers(dtype))
+
+    def _mean(self, total: str) -> str:
+        """A sum over the number of columns, rounded once (see `Casts.quotient`): the mean of equal numbers is that number."""
+        t, n = self.text, self._region.columns
+        near = t.v(f"{total} * {1 / n!r}")
+        if not n & (n - 1):
+            return near
+        rest = t.call("fma", near, f"{-float(n)!r}", total)
+        exact = t.call("fma", rest, repr(1 / n), near)
+        return self.where(t.v(f"{exact} == {exact}"), exact, near)
 
     def _store_by_row(self, access: Access, pointer: str, value: str) -> None:
         """A result with one value a row."""
