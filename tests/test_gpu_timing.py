@@ -136,7 +136,7 @@ def test_the_report_says_how_many_calls_were_timed_together(monkeypatch):
         shown.append((measured.report.summary, out.getvalue()))
     (alone, alone_table), (many, many_table) = shown
     assert not any("in a row" in s for s in alone) and "median of 3 runs, 24.0 to 26.0" in alone_table
-    how = "up to 40 calls in a row, 1 of 1 replayed as a CUDA graph."
+    how = "up to 40 calls in a row, 1 of 1 replayed as a CUDA graph, and pauses between."
     assert many[-2:] == [f"Timed between two events of the GPU: {what} {how}" for what in ("the whole program", "steps")]
     assert "median of 3 timings of 40 calls in a row" in many_table
     assert asked == [True] * 4, "a program of one kernel is that kernel"

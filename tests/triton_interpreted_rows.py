@@ -20,12 +20,12 @@ from triton_map import in_memory
 LENGTHS = (1, 7, 100)
 
 
-def run(problem, sources, tile_m, parts=1, turns=1, piece=16):
+def run(problem, sources, tile_m, parts=1, piece=16):
     """`parts`: of a row that is reduced."""
     region = region_of_rows(problem.roots, check_node)
     whole = _power(region.columns)
     tile_n = max(whole // parts, 1) if any(region.level.values()) else min(piece, whole)
-    tiles = Tiles(region, tile_m, tile_n, turns)
+    tiles = Tiles(region, tile_m, tile_n)
     results = [torch.full(t.shape, 77, dtype=torch.uint8).bool() if t.dtype is PRED else poisoned(t) for t in problem.outputs]
     given = [sources[i] for i in region.sources]
     module(kernel_text(tiles, frozenset())).kernel[(tiles.grid,)](*map(in_memory, given), *map(in_memory, results))
@@ -37,7 +37,7 @@ def poisoned(t):
     return bits.view(t.dtype.to_torch())[: t.elements].reshape(t.shape)
 
 
-FORMS = ((1,), (4, 8), (2, 4, 3), (4, 1, 2))  # rows of a tile, parts of a row, tiles of a program
+FORMS = ((1,), (4, 8), (2, 4))  # rows of a tile, parts of a row
 
 
 def right(*roots, forms=FORMS):

@@ -116,7 +116,7 @@ def _launched_words(program: Program, whole: Times, steps: Sequence[Times]) -> l
         if several:
             most, replayed = max(t.calls for t in several), sum(t.replayed for t in several)
             how = f", {replayed} of {len(several)} replayed as a CUDA graph" if replayed else ""
-            words.append(f"Timed between two events of the GPU: {what} up to {most} calls in a row{how}.")
+            words.append(f"Timed between two events of the GPU: {what} up to {most} calls in a row{how}, and pauses between.")
     return words
 
 

@@ -12,6 +12,7 @@ from tilewright.schedule.measure import busy_us, repeated, synchronize, together
 
 WARM_UPS = 2
 SPAN_US = 1000.0  # between two events of a GPU: a hundred times what they take
+RESTS = 4.0  # as long a GPU idles after each timing as it was busy: a product that goes on for long lowers the clock
 LOOKS = 3  # on a GPU: the first may compile, the second be captured; the third says how long a call is
 
 
@@ -65,7 +66,8 @@ class Times:
 
 def device_us(run: Callable[[], object], device: str, rounds: Rounds, *, captured: bool = False) -> Times:
     """What a call kept the device busy: by events on a GPU, which never waits for the host to launch it (`measure.busy_us`),
-    with several short calls between two events; by the clock on a CPU.
+    with several short calls between two events, and idle most of the time, at the clock that it has for a single call; by the
+    clock on a CPU.
 
     Args:
         run: the call.
@@ -77,7 +79,7 @@ def device_us(run: Callable[[], object], device: str, rounds: Rounds, *, capture
         return Times(wall_us(run, device, rounds))
     calls, host_us = 1, math.inf
     for _ in range(LOOKS):
-        (us,), now_us = busy_us(run, device, calls=calls, ahead_us=0.0 if host_us == math.inf else host_us)
+        us, now_us = busy_us(run, device, calls=calls, ahead_us=0.0 if host_us == math.inf else host_us)
         calls, host_us = together(us, SPAN_US), min(host_us, now_us)
     replay = repeated(run, calls, device) if captured and calls > 1 else None
     if replay is not None:
@@ -85,14 +87,14 @@ def device_us(run: Callable[[], object], device: str, rounds: Rounds, *, capture
     times: list[float] = []
     began = time.perf_counter()
     while _more(times, rounds, began):
-        count = min(rounds.most - len(times), rounds.least)
         if replay is None:
-            taken, now_us = busy_us(run, device, count=count, calls=calls, ahead_us=host_us)
+            us, now_us = busy_us(run, device, calls=calls, ahead_us=host_us)
         else:
-            taken, now_us = busy_us(replay, device, count=count, ahead_us=host_us)
-            taken = [us / calls for us in taken]
+            us, now_us = busy_us(replay, device, ahead_us=host_us)
+            us /= calls
         host_us = min(host_us, now_us)
-        times += taken
+        times.append(us)
+        time.sleep(RESTS * calls * us / 1e6)
     return Times(times, calls, replay is not None)
 
 

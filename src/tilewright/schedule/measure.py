@@ -190,7 +190,7 @@ def time_interleaved(
             if before is not None:
                 before()
             return _once(runs[i])
-        (us,), host_us = busy_us(runs[i], device, calls=calls[i], ahead_us=ahead[i] or 0.0, before=before)
+        us, host_us = busy_us(runs[i], device, calls=calls[i], ahead_us=ahead[i] or 0.0, before=before)
         ahead[i] = min(host_us, ahead[i] or host_us)
         if before is None:
             calls[i] = together(us)
@@ -216,34 +216,30 @@ def busy_us(
     run: Callable[[], object],
     device: str,
     *,
-    count: int = 1,
     calls: int = 1,
     ahead_us: float = 0.0,
     before: Callable[[], None] | None = None,
-) -> tuple[list[float], float]:
-    """What a call kept a GPU busy in µs, `count` times, by its own events around `calls` of them, and what launching one took
-    the host.
+) -> tuple[float, float]:
+    """What a call kept a GPU busy in µs, by its own events around `calls` of them, and what launching one took the host.
 
     The device idles for `ahead_us` a call first (MOST_AHEAD_US at most), so that it never waits for a host that launches more
-    slowly than it works: as in a CUDA graph. `before` is called before each span, untimed.
+    slowly than it works: as in a CUDA graph. `before` is called first, untimed.
     """
     with torch.cuda.device(device):
         if ahead_us > 0:
-            ahead = min(SLACK * count * calls * ahead_us, MOST_AHEAD_US)
+            ahead = min(SLACK * calls * ahead_us, MOST_AHEAD_US)
             torch.cuda._sleep(int(ahead * CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage]
-        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
-        launched: list[float] = []
-        for start, end in events:
-            if before is not None:
-                before()
-            start.record()
-            began = time.perf_counter()
-            for _ in range(calls):
-                run()
-            launched.append(1e6 * (time.perf_counter() - began) / calls)
-            end.record()
+        if before is not None:
+            before()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        began = time.perf_counter()
+        for _ in range(calls):
+            run()
+        launched = time.perf_counter() - began
+        end.record()
         torch.cuda.synchronize(device)
-    return [1e3 * start.elapsed_time(end) / calls for start, end in events], min(launched)
+    return 1e3 * start.elapsed_time(end) / calls, 1e6 * launched / calls
 
 
 def together(us: float, span_us: float = SPAN_US) -> int:

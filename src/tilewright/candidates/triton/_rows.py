@@ -17,8 +17,7 @@ from tilewright.candidates.triton._module import IMPORTS
 from tilewright.candidates.triton._text import Text
 from tilewright.dtype import F32, PRED
 from tilewright.ir.access import Access, Place
-from tilewright.ir.axes import axes_of
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
 from tilewright.ir.region import Region
 
@@ -44,14 +43,12 @@ class Tiles:
         region: what to compute.
         tile_m: rows that are worked on at once; a power of two.
         tile_n: columns that are worked on at once; a power of two.
-        turns: tiles, one below the other, of a program: what is the same for all rows is read and worked out once for them.
         chained: the kernel may be launched before the one ahead of it has ended (NVIDIA's programmatic dependent launch).
     """
 
     region: Region
     tile_m: int
     tile_n: int
-    turns: int = 1
     chained: bool = False
 
     @cached_property
@@ -67,7 +64,7 @@ class Tiles:
     @property
     def grid(self) -> int:
         """Programs."""
-        return -(-self.region.rows // (self.tile_m * self.turns)) * self.pieces
+        return -(-self.region.rows // self.tile_m) * self.pieces
 
     @property
     def arguments(self) -> list[str]:
@@ -99,18 +96,12 @@ def kernel_text(tiles: Tiles, fp8: frozenset[str]) -> str:
         if masked:
             text.do(f"column_mask{i} = columns{i} < {r.columns}")
         columns.append((f"columns{i}", f"column_mask{i}" if masked else None))
-    turns: list[_Rows] = []
-    for i in range(tiles.turns):
-        text.do(f"rows{i} = ({across} * {tiles.turns} + {i}) * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
-        masked = r.rows % (tiles.turns * tiles.tile_m) > 0
-        if masked:
-            text.do(f"row_mask{i} = rows{i} < {r.rows}")
-        here = [Tile(f"rows{i}", numbers, r.columns, f"row_mask{i}" if masked else None, mask) for numbers, mask in columns]
-        turns.append(_Rows(text, here, tiles, fp8))
-    for turn in turns:
-        turn.load()
-    for turn in turns:
-        turn.write()
+    text.do(f"rows = {across} * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
+    row_mask = None
+    if r.rows % tiles.tile_m:
+        row_mask = "row_mask"
+        text.do(f"row_mask = rows < {r.rows}")
+    _Rows(text, [Tile("rows", numbers, r.columns, row_mask, mask) for numbers, mask in columns], tiles, fp8).write()
     imports = f"{IMPORTS}{CHAINED if tiles.chained else ''}"
     return f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({', '.join(tiles.arguments)}):\n{text}\n"
 
@@ -132,17 +123,15 @@ class _Rows(Emitter):
         self.look_at(self._region.roots)
         self._done: list[dict[Node, str]] = [{} for _ in here]
 
-    def load(self) -> None:
-        """What is read for these rows, and picked from tables: before the first store, past which no load is moved."""
-        r = self._region
-        rows = set(axes_of((r.access.rows,)))
-        mine = [n for n in r.nodes if isinstance(n.op, (Param, Gather)) and n not in r.tables]
-        self._work_out(toposort(n for n in mine if rows & set(axes_of(r.access.views[n].layout))))
-
     def write(self) -> None:
         """Every value, and the stores of the results."""
         r = self._region
-        self._work_out(r.nodes)
+        for n in r.nodes:
+            for tile, values in zip(self._here, self._done if n in r.across else self._done[:1], strict=False):
+                self.tile = tile
+                values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, r.access, values)
+            for values in self._done[1:]:
+                values.setdefault(n, self._done[0][n])
         for i, (root, store) in enumerate(zip(r.roots, r.stores, strict=True)):
             if root not in r.across:
                 self._store_by_row(store, f"o{i}", self._done[0][root])
@@ -150,16 +139,6 @@ class _Rows(Emitter):
             for tile, values in zip(self._here, self._done, strict=True):
                 self.tile = tile
                 self.store(store, f"o{i}", values[root])
-
-    def _work_out(self, nodes: Sequence[Node]) -> None:
-        for n in nodes:
-            several = self._done if n in self._region.across else self._done[:1]
-            for tile, values in zip(self._here, several, strict=False):
-                if n not in values:
-                    self.tile = tile
-                    values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, self._region.access, values)
-            for values in self._done[1:]:
-                values.setdefault(n, self._done[0][n])
 
     def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         if isinstance(n.op, Gather):

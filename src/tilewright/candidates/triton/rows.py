@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import product
 
@@ -34,11 +33,11 @@ from tilewright.schedule.schedule import Schedule
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
 PIECE = 1024  # columns of a tile where nothing is reduced
 VECTOR_BYTES = 16  # that a thread reads or writes at once
-ELEMENTS = 24  # of a thread: enough loads in flight, few enough registers
+ELEMENTS = 20  # of a thread: enough loads in flight, few enough registers
 WARPS = (1, 2, 4, 8, 16)
 SHARES = (1 / 4, 1 / 2, *WARPS)  # of a row's chunk, in warps
-TURNS = (1, 2)  # tiles of a program
 PROGRAMS = 4  # of an SM, so that one loads while others compute
+ROOM = 32  # of an SM for programs, and as one ends the next is not begun in no time
 POINTS = 12
 
 
@@ -75,8 +74,7 @@ class TritonRows:
     def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
         region, arch = _region(problem), arch_of(target)
         assert isinstance(region, Region) and arch is not None
-        found = sorted(_points(region, arch, max(target.cores, 1)), key=lambda p: p.distance)
-        return tuple(dict.fromkeys(p.schedule for p in found))[:POINTS]
+        return tuple(_points(region, arch, max(target.cores, 1)))[:POINTS]
 
     def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
         region, arch = _region(problem), arch_of(target)
@@ -109,55 +107,34 @@ def machine_code(tiles: Tiles, problem: RegionProblem, arch: Arch, *, num_warps:
 
 def _tiles(region: Region, schedule: Schedule, arch: Arch) -> Tiles:
     """What a schedule stands for."""
-    return Tiles(
-        region,
-        int(schedule["tile_m"]),
-        int(schedule["tile_n"]),
-        int(schedule["turns"]),
-        chained=arch.capability == 90,
-    )
+    return Tiles(region, int(schedule["tile_m"]), int(schedule["tile_n"]), arch.capability == 90)
 
 
-@dataclass(frozen=True)
-class _Point:
-    """A point of the space.
-
-    Attributes:
-        schedule: its knobs.
-        distance: how far it is from what keeps memory busy.
-    """
-
-    schedule: Schedule
-    distance: float
-
-
-def _points(region: Region, arch: Arch, cores: int) -> Iterator[_Point]:
-    """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row: if it were more, narrow results
-    would be exchanged through shared memory. A warp, or several, take a row, or several."""
+def _points(region: Region, arch: Arch, cores: int) -> list[Schedule]:
+    """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row, best first: if it were more,
+    narrow results would be exchanged through shared memory. A warp, or several, take a row, or several."""
     along = [n for n in region.nodes if n in region.across and (isinstance(n.op, Param) or n in region.roots)]
     vector = max(1, VECTOR_BYTES // max(n.dtype.size_bytes(1) for n in along)) if along else 1
     reduces = any(region.level.values())
     columns = _power(region.columns if reduces else min(region.columns, PIECE))
+    distance: dict[Schedule, float] = {}
     for num_warps, share in product(WARPS, SHARES):
         tile_n = min(columns, int(vector * arch.warp * share))
         tile_m = vector * arch.warp * num_warps // tile_n
         if share > num_warps or tile_m > _power(region.rows):
             continue
-        for turns in TURNS if tile_m < region.rows else (1,):
-            knobs = Schedule.of(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps, turns=turns)
-            tiles = _tiles(region, knobs, arch)
-            elements = tile_m * tile_n * tiles.chunks / (num_warps * arch.warp)
-            waste = tiles.pieces * tiles.chunks * tile_n / region.columns
-            idle = max(0.0, -math.log2(tiles.grid / (PROGRAMS * cores)))
-            yield _Point(
-                knobs,
-                4 * math.log2(waste)
-                + abs(math.log2(elements / ELEMENTS))
-                + idle
-                + abs(math.log2(num_warps / 4)) / 4
-                + reduces * abs(math.log2(share)) / 4
-                + (turns > 1) / 8,
-            )
+        tiles = Tiles(region, tile_m, tile_n)
+        elements = tile_m * tile_n * tiles.chunks / (num_warps * arch.warp)
+        terms = (
+            4 * math.log2(tiles.pieces * tiles.chunks * tile_n / region.columns),  # columns that do not exist
+            abs(math.log2(elements / ELEMENTS)),
+            max(0.0, -math.log2(tiles.grid / (PROGRAMS * cores))),  # SMs without work
+            abs(math.log2(num_warps / 4)) / 4,
+            1.5 if num_warps == 1 and tiles.grid > ROOM * cores else 0.0,
+            abs(math.log2(share)) / 4 if reduces else 0.0,
+        )
+        distance.setdefault(Schedule.of(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps), sum(terms))
+    return sorted(distance, key=distance.__getitem__)
 
 
 def _power(n: int) -> int:
