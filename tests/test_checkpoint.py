@@ -52,6 +52,7 @@ def test_the_formats_are_told_by_what_is_there(tmp_path):
     for name, tensor in tensors.items():
         assert torch.equal(read.tensor(name), tensor), name
     assert set(read.names) == set(tensors)
+    assert read.plain == ["norm.weight"]
     layer = tilewright.Linear.from_checkpoint(tmp_path, "a.up")
     assert torch.equal(layer.weight.dequantize(), DENSE) and layer.bias is not None
 

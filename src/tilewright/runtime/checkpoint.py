@@ -50,6 +50,11 @@ class Checkpoint:
         """Of all tensors."""
         return list(self._file)
 
+    @property
+    def plain(self) -> list[str]:
+        """Of the tensors that belong to no quantised layer: norms, embeddings, layers that were left as they are."""
+        return [name for name in self._file if name.rpartition(".")[0] not in self.layers]
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor as it stands there.
 
