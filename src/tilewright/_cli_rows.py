@@ -75,6 +75,7 @@ def table_of_rows(
             budget_s=ROWS_BUDGET_S if budget_s is None else budget_s,
             progress=show,
         )
+    assert program.table is not None  # it was measured
     report = describe_rows(program.table, program.target, problem)
     if as_json:
         click.echo(to_json(report))
