@@ -51,7 +51,7 @@ def test_weights_are_packed_once_until_somebody_writes_to_them():
     codes, scales = torch.randint(-8, 8, (64, 256), dtype=torch.int8), torch.rand(64, 2).half()
     first = packed_weights([codes, scales], plan.weights, F16)
     assert packed_weights([codes, scales], plan.weights, F16)[0] is first[0]
-    assert first[1].shape == (16, 8, 4)  # 256 rows, two to a word; a scale for each 64 columns
+    assert first[1].shape == (16, 1, 8, 4)  # 256 rows, two to a word; a scale for each 64 columns
     scales[0, 0] = 7.0
     again = packed_weights([codes, scales], plan.weights, F16)
     assert again[0] is not first[0]
@@ -61,30 +61,42 @@ def test_weights_are_packed_once_until_somebody_writes_to_them():
 # What is multiplied, and how: narrow and wide, clusters, warps that share K, several tiles to a warp, K that does not come out
 # even, rows and columns that fill nothing.
 EMULATED = [
-    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", Point(False, 2, 2, 4, 2, 1, 1, 2, 1)),
-    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", Point(False, 2, 4, 2, 1, 2, 1, 2, 1)),
-    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", Point(False, 1, 4, 4, 1, 2, 1, 2, 2)),
-    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", Point(False, 1, 2, 4, 1, 2, 1, 2, 0)),
-    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", Point(False, 2, 4, 2, 1, 2, 1, 2, 2)),
-    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", Point(False, 4, 8, 1, 2, 1, 1, 2, 1)),
-    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", Point(True, 4, 4, 2, 1, 1, 1, 1, 1)),
-    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", Point(True, 4, 8, 1, 1, 2, 1, 2, 1)),
-    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", Point(True, 2, 4, 2, 1, 2, 1, 2, 1)),
-    ("~f16[20,1024] @ s4[128,1024]^T group=64 -> f16", Point(True, 2, 4, 2, 1, 4, 4, 3, 1)),
-    ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", Point(False, 2, 2, 4, 1, 3, 3, 3, 1)),
-    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", Point(True, 1, 4, 2, 1, 2, 1, 3, 1)),
-    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", Point(False, 1, 2, 4, 2, 1, 1, 3, 1)),
-    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", Point(False, 1, 2, 4, 2, 1, 1, 3, 1)),
+    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", Point(False, 0, 2, 2, 4, 2, 1, 1, 2, 1)),
+    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", Point(False, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
+    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", Point(False, 0, 1, 4, 4, 1, 2, 1, 2, 2)),
+    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", Point(False, 0, 1, 2, 4, 1, 2, 1, 2, 0)),
+    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", Point(False, 0, 2, 4, 2, 1, 2, 1, 2, 2)),
+    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", Point(False, 0, 4, 8, 1, 2, 1, 1, 2, 1)),
+    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", Point(True, 0, 4, 4, 2, 1, 1, 1, 1, 1)),
+    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", Point(True, 0, 4, 8, 1, 1, 2, 1, 2, 1)),
+    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", Point(True, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
+    ("~f16[20,1024] @ s4[128,1024]^T group=64 -> f16", Point(True, 0, 2, 4, 2, 1, 4, 4, 3, 1)),
+    ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", Point(False, 0, 2, 2, 4, 1, 3, 3, 3, 1)),
+    # clusters that have several row tiles, not all as many
+    ("~f16[16,512] @ s4[320,512]^T group=64 -> f16", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
+    ("f16[9,512] @ u4[288,512]^T group=32 zero_point + bias -> f16", Point(False, 2, 1, 2, 4, 1, 2, 1, 2, 2)),
+    ("~bf16[30,512] @ s4[512,512]^T group=128 -> f32", Point(True, 2, 4, 4, 2, 1, 1, 1, 1, 1)),
+    ("~f16[24,512] @ s8[640,512]^T group=64 -> f16", Point(True, 2, 2, 8, 1, 1, 4, 1, 4, 1)),
+    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", Point(True, 0, 1, 4, 2, 1, 2, 1, 3, 1)),
+    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", Point(False, 0, 1, 2, 4, 2, 1, 1, 3, 1)),
+    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", Point(False, 0, 1, 2, 4, 2, 1, 1, 3, 1)),
 ]
 NUMPY = {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
 
 
-@pytest.mark.parametrize(("line", "point"), EMULATED, ids=[f"{line} {i}" for i, (line, _) in enumerate(EMULATED)])
-def test_the_text_gives_what_the_oracle_gives(line, point):
+def formed(line, point):
+    """A problem and its form at a point, as many clusters as there are row tiles if none is said."""
     problem = posed(line)
     plan = plan_of(problem)
     assert isinstance(plan, Plan), plan
-    form = Form(plan, point)
+    clusters = point.clusters or -(-plan.outs // point.out_tile)
+    return problem, Form(plan, replace(point, clusters=clusters))
+
+
+@pytest.mark.parametrize(("line", "point"), EMULATED, ids=[f"{line} {i}" for i, (line, _) in enumerate(EMULATED)])
+def test_the_text_gives_what_the_oracle_gives(line, point):
+    problem, form = formed(line, point)
+    plan = form.plan
     writer = Writer(form, lambda n: f"p{n.op.index}")
     sources, w = random_sources(problem), plan.weights
     given = [sources[i] for i in (w.codes, w.scale, w.zero) if i is not None]
@@ -99,7 +111,7 @@ def test_the_text_gives_what_the_oracle_gives(line, point):
         assert inside.all(), f"{int((~inside).sum())} of {result.numel()}"
 
 
-FEW = Point(False, 4, 4, 4, 2, 8, 1, 12, 4)
+FEW = Point(False, 0, 4, 4, 4, 2, 8, 1, 12, 4)
 # The line, the point, instructions and how many of them there are.
 CASES = {
     "one row": ("~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 64, "LDG.E.NA.128": 16}),
@@ -111,8 +123,13 @@ CASES = {
     ),
     "forty rows": (
         "~f16[40,8192] @ s4[3584,8192]^T group=64 -> f16",
-        Point(True, 8, 4, 2, 1, 8, 1, 8, 4),
+        Point(True, 0, 8, 4, 2, 1, 8, 1, 8, 4),
         {"HGMMA.64x64x16.F32": 32, "LDG.E.NA.128": 8},
+    ),
+    "many columns": (
+        "~f16[16,8192] @ s4[28672,8192]^T group=64 -> f16",
+        Point(False, 64, 2, 2, 8, 2, 8, 1, 8, 4),
+        {"HMMA.16816.F32": 128, "LDG.E.NA.128": 24},
     ),
 }
 
@@ -130,10 +147,8 @@ def test_machine_code_is_loaded_for_each_device():
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code_is_what_was_meant(name):
     line, point, wanted = CASES[name]
-    problem = posed(line)
-    plan = plan_of(problem)
-    assert isinstance(plan, Plan)
-    kernel, _ = compiled(Form(plan, point), tuple(t.dtype for t in problem.types))
+    problem, form = formed(line, point)
+    kernel, _ = compiled(form, tuple(t.dtype for t in problem.types))
     text = assembly(kernel)
     for instruction, count in wanted.items():
         found = len(re.findall(rf"\b{re.escape(instruction)}\b", text))
@@ -141,7 +156,7 @@ def test_machine_code_is_what_was_meant(name):
     codes = 64 * point.depth * point.tiles * 16 // 32  # of a lane: five operations on integers make eight of them halves
     assert len(re.findall(r"\bLOP3\b", text)) >= codes // 2
     assert needs(kernel).registers <= point.registers
-    assert needs(kernel).spills <= (64 if point.wide else 0)
+    assert needs(kernel).spills <= (96 if point.wide or form.again else 0)
     assert "ACQBULK" in text and "UCGABAR_WAIT" in text and text.count("BAR.SYNC") <= 3
     before = text[: text.index("ACQBULK")]
     assert len(re.findall(r"LDG\.E\.NA\.128", before)) == point.early

@@ -118,7 +118,13 @@ class Language:
 
 class Block:
     def __init__(self, number, threads):
-        self.number, self.threads, self.received = number, threads, 0
+        self.number, self.threads = number, threads
+        self.wanted, self.received, self.times, self.armed = (
+            {},
+            {},
+            {},
+            {},
+        )  # bytes of a barrier, and how often somebody waited for it
         self.copying = [[]]  # groups of copies under way
 
 
@@ -133,6 +139,7 @@ class Machine:
         self.text, self.cluster, self.threads = text, cluster, threads
         self.memory = Memory()
         self.parsed = {}
+        self.lock = threading.Lock()
 
     def run(self, grid, tensors, dtypes):
         pointers = [(self.memory.add(t), np.dtype(d)) for t, d in zip(tensors, dtypes, strict=True)]
@@ -312,17 +319,26 @@ class Instruction:
     def come(self, name, o, keep):
         """All blocks have sent what they send; it must be what was to come."""
         self.machine.meeting.wait(20)
-        assert self.block.received == self.block.wanted, (self.block.received, self.block.wanted)
+        block, barrier = self.block, int(self.get(o[1])[0])
+        times = block.times[barrier] = block.times.get(barrier, 0) + 1
+        assert (self.get(o[2]) == (times + 1) % 2).all(), "not the phase that is due"
+        assert block.received[barrier] * block.armed[barrier] == block.wanted[barrier] * times, (
+            "not the bytes that were to come"
+        )
         self.put(o[0], np.ones(self.count, bool))
 
     def expect(self, name, o, keep):
         assert keep.sum() == 1
-        self.block.wanted = int(self.get(o[2])[keep][0])
+        barrier, block = int(self.get(o[1])[0]), self.block
+        block.wanted[barrier] = block.wanted.get(barrier, 0) + int(self.get(o[2])[keep][0])
+        block.armed[barrier] = block.armed.get(barrier, 0) + 1
 
     def ld_global(self, name, o, keep):
         to = self.several(o[0]) if o[0].startswith("{") else [o[0]]
-        found = np.empty((self.count, len(to)), np.uint32)
-        for i, a in enumerate(self.get(o[1], np.uint64)):
+        found = np.full((self.count, len(to)), 0xFFFFFFFF, np.uint32)
+        addresses = self.get(o[1], np.uint64)
+        for i in np.flatnonzero(keep):
+            a = addresses[i]
             assert a % (4 * len(to)) == 0
             found[i] = np.frombuffer(self.machine.memory.bytes_at(a, 4 * len(to)).tobytes(), np.uint32)
         for i, r in enumerate(to):
@@ -382,8 +398,9 @@ class Instruction:
             block = self.machine.blocks[to[i] >> 24]
             at = int(to[i] & 0xFFFFFF) // 4
             block.shared.view(np.uint32)[at : at + 4] = four[i]
-            with threading.Lock():
-                block.received += 16
+            barrier = int(self.get(o[2])[i] & 0xFFFFFF)
+            with self.machine.lock:
+                block.received[barrier] = block.received.get(barrier, 0) + 16
 
     def fragment(self, registers, operand):
         """The left operand of 16 x 16 of each warp."""

@@ -234,7 +234,6 @@ def do(line: str, constraints: Sequence[str]) -> Asm:
     return Asm(f"{line} mov.b32 $0, 0;", ",".join(["=r", *constraints]))
 
 
-LOAD_16 = Asm("ld.global.L1::no_allocate.v4.b32 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,l")
 FRAGMENTS = Asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r")
 READ_16 = Asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "=f,=f,=f,=f,r")
 READ_4 = Asm("ld.shared.f32 $0, [$1];", "=f,r")
@@ -251,12 +250,13 @@ MEET = do("bar.sync 0; // $1\n", "r")
 FENCE = do("fence.proxy.async.shared::cta; // $1\n", "r")
 AFTER = do("griddepcontrol.wait; // $1\n", "r")
 NEXT = do("griddepcontrol.launch_dependents; // $1\n", "r")
-# A barrier of the cluster: one arrival and as many bytes as come from all of its blocks.
-BARRIER = do(
-    "{ .reg .pred q; setp.ne.b32 q, $2, 0; @q mbarrier.init.shared.b64 [$1], 1; fence.mbarrier_init.release.cluster; "
-    "@q mbarrier.arrive.expect_tx.shared.b64 _, [$1], $3; }",
-    "rrr" + "r",
+# Barriers of the cluster: one arrival and as many bytes as come from all of its blocks. The second one is for every other tile.
+BARRIERS = do(
+    "{ .reg .pred q; setp.ne.b32 q, $2, 0; @q mbarrier.init.shared.b64 [$1], 1; @q mbarrier.init.shared.b64 [$1+8], 1; "
+    "fence.mbarrier_init.release.cluster; }",
+    "rr",
 )
+EXPECT = do("{ .reg .pred q; setp.ne.b32 q, $2, 0; @q mbarrier.arrive.expect_tx.shared.b64 _, [$1], $3; }", "rrr")
 ARRIVE = do("barrier.cluster.arrive.relaxed.aligned; // $1\n", "r")
 ARRIVED = do("barrier.cluster.wait.aligned; // $1\n", "r")
 SEND = do(
@@ -265,4 +265,4 @@ SEND = do(
     "@q st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [r], {$4,$5,$6,$7}, [m]; }",
     "rrrffffr",
 )
-COME = do("{ .reg .pred q; L: mbarrier.try_wait.parity.shared.b64 q, [$1], 0; @!q bra L; }", "r")
+COME = do("{ .reg .pred q; L: mbarrier.try_wait.parity.shared.b64 q, [$1], $2; @!q bra L; }", "rr")

@@ -18,6 +18,7 @@ class Point:
 
     Attributes:
         wide: products by `wgmma`, else by `mma.sync`.
+        clusters: that are started; each has every so many-th row tile.
         cluster: blocks that share K.
         row_warps, k_warps: of a block.
         tiles: of 16 rows that a warp has.
@@ -28,6 +29,7 @@ class Point:
     """
 
     wide: bool
+    clusters: int
     cluster: int
     row_warps: int
     k_warps: int
@@ -95,7 +97,30 @@ class Form:
 
     @property
     def grid(self) -> int:
-        return self.row_tiles * self.point.cluster
+        return self.point.clusters * self.point.cluster
+
+    @property
+    def again(self) -> bool:
+        """A cluster has several row tiles."""
+        return self.point.clusters < self.row_tiles
+
+    @property
+    def between(self) -> int:
+        """Tiles of 16 rows from one of a warp's to the next."""
+        return self.point.row_warps if self.point.wide else 1
+
+    @property
+    def code_loads(self) -> int:
+        """Loads of 16 bytes for a tile of a warp."""
+        return self.plan.weights.kind.bits // 4
+
+    def block(self, kb: int) -> str:
+        """A block of K of a warp, of those that exist: past the last one it is the last one again."""
+        return f"gl.minimum(first + {kb}, {self.blocks - 1})"
+
+    def along(self, kb: int, each: int, further: int) -> str:
+        """Where a block of K lies from the warp's first one (from the first of all if they are not even), and further."""
+        return str(kb * each + further) if self.even else f"{self.block(kb)} * {each} + {further}"
 
     @property
     def sums(self) -> int:
@@ -113,15 +138,21 @@ class Form:
         return self.point.k_warps == 1 and self.point.cluster > 1
 
     @property
+    def parts_at(self) -> int:
+        """Where sums of the block's warps meet: where the other operand was, if it is not needed again."""
+        return X_AT + (self.chunk_bytes if self.again else 0)
+
+    @property
     def sent_at(self) -> int:
         """Where the cluster's blocks send sums: where none of them reads the other operand."""
         own = 0 if self.direct else self.point.k_warps * self.sums * 4
-        return X_AT + max(min(self.point.chunks, 2) * self.chunk_bytes, own)
+        return max(X_AT + min(self.point.chunks, 2) * self.chunk_bytes, self.parts_at + own)
 
     @property
     def shared_bytes(self) -> int:
-        """The other operand and, in its place later, sums of the block's warps; and what the cluster's blocks send."""
-        return -(-(self.sent_at + (self.sums * 4 if self.point.cluster > 1 else 0)) // 512) * 512
+        """The other operand, sums of the block's warps, and what the cluster's blocks send, if need be of two row tiles."""
+        sent = self.sums * 4 * (2 if self.again else 1) if self.point.cluster > 1 else 0
+        return -(-(self.sent_at + sent) // 512) * 512
 
     @property
     def packed_bytes(self) -> int:

@@ -8,6 +8,7 @@ operand: both matrix instructions (`mma.sync`, `wgmma`) take this fragment.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,17 +27,16 @@ AT_ONCE = 1 << 24  # codes that are packed together: what stands between takes 2
 # Exponents set over a code's bits make it this number plus the code: of a lane's first row, and of its second.
 MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128), (8, "bf16"): (128, 128)}
 
-
 def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
     """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them.
 
     What is packed on a device is there when this returns: kernels may read it before those in the stream are done.
     """
-    form = weights, operand
-    return all_packed_once(sources, form, len(sources), lambda: _packed_weights(sources, weights, operand))
+    form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, operand
+    return all_packed_once(sources, form, len(sources), lambda: _all_packed(sources, weights, operand))
 
 
-def _packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
+def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
     codes, scales, *zeros = sources if weights.along else [t.T for t in sources]
     repeats = codes.shape[1] // scales.shape[1] // weights.sub
     codes = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
@@ -128,11 +128,12 @@ def unpacked(words: torch.Tensor, rows: int, kind: DType, operand: DType) -> tor
 
 
 def paired_rows(values: torch.Tensor) -> torch.Tensor:
-    """Values [M, G], one a row and group, as words int32 [M' / 16, 8, G (, 2)]: what a lane needs of rows g and g + 8.
+    """Values [M, G], one a row and group, as words int32 [M' / 16, W / V, 8, V]: what a lane needs of rows g and g + 8.
 
-    16-bit values are two to a word, of f32 there are two words.
+    16-bit values of both rows are one word, of f32 they are two: a row pair has W of them, of which V = gcd(4, W) lie together.
     """
     m, groups = values.shape
     v = torch.nn.functional.pad(values, (0, 0, 0, -m % ROWS))
-    v = v.view(-1, 2, 8, groups).permute(0, 2, 3, 1).contiguous()
-    return v.view(torch.int32).squeeze(-1) if v.dtype.itemsize == 2 else v.view(torch.int32)
+    words = v.view(-1, 2, 8, groups).permute(0, 2, 3, 1).contiguous().view(torch.int32).flatten(2)
+    run = math.gcd(4, words.shape[2])
+    return words.view(*words.shape[:2], -1, run).transpose(1, 2).contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 
@@ -19,9 +20,13 @@ MOST_NARROW = 32  # rows, by mma.sync
 FEWEST_WIDE = 9
 MOST_TILES = 32  # loads of a warp, all written out
 BARRIERS_BYTES = 1024
+MOST_AHEAD = 12  # loads of a warp under way: with more of them the other operand waits
+MOST_WIDE_AHEAD = 8
+EARLY = 4  # of those, before the other operand is asked for
 WARPS = 16  # of an SM, with as many registers as they need
 START_CYCLES = 2600.0  # from a launch until a block's first products, and from its last ones until its results are written
 ROUND_CYCLES = 1800.0  # of that, what no other block of the SM hides
+TURN_CYCLES = 400.0  # from a row tile's sums to the next one's, while loads are under way
 SEND_CYCLES = 700.0  # until sums of a cluster's blocks have come
 # Of 132 SMs, those that clusters of so many whole SMs find room on: they do not span the chip's parts, of 16 or 18 SMs each.
 REACHED = {1: 1.0, 2: 1.0, 4: 112 / 132, 8: 112 / 132}
@@ -68,32 +73,46 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
             loads = depth * tiles * plan.weights.kind.bits // 4
             if loads > MOST_TILES or (depth - 1) * cluster * k_warps >= blocks or cluster * k_warps > blocks:
                 continue
-            ahead = min(loads, 8 if wide else 12)
-            room = target.chip.shared_bytes - BARRIERS_BYTES
+            point = Point(wide, 1, cluster, row_warps, k_warps, tiles, depth, 1, 1, 1)
+            if point.out_tile > max(2 * plan.outs, 64) or point.out_tile % (16 * cluster):
+                continue
+            row_tiles = Form(plan, point).row_tiles
+            most = MOST_WIDE_AHEAD if wide else MOST_AHEAD
+            ahead = min(loads, most)
             for chunks in (c for c in range(1, depth + 1) if depth % c == 0):  # the fewest that fit
-                point = Point(wide, cluster, row_warps, k_warps, tiles, depth, chunks, ahead, min(4, ahead))
-                fits = Form(plan, point).shared_bytes <= room
-                small = point.out_tile <= max(2 * plan.outs, 64)
-                if fits and small and point.out_tile % (16 * cluster) == 0:
-                    yield point
+                whole = replace(point, clusters=row_tiles, chunks=chunks, ahead=ahead, early=min(EARLY, ahead))
+                if _fits(plan, whole, target):
+                    yield whole
                     break
+            rounds = -(-row_tiles // int(target.cores * REACHED[cluster] / cluster * WARPS / point.warps))
+            if rounds > 1 and depth * cluster * k_warps == blocks:
+                ahead = max(a for a in range(1, most + 1) if loads % a == 0)
+                stays = replace(point, clusters=-(-row_tiles // rounds), ahead=ahead, early=min(EARLY, ahead))
+                if _fits(plan, stays, target):
+                    yield stays
+
+
+def _fits(plan: Plan, point: Point, target: Target) -> bool:
+    return Form(plan, point).shared_bytes <= (target.chip.shared_bytes - BARRIERS_BYTES) * point.warps // WARPS
 
 
 def work(form: Form, target: Target) -> Work:
     """What a point makes the machine do."""
     p, plan = form.point, form.plan
-    together = max(min(WARPS // p.warps, target.chip.shared_bytes // (form.shared_bytes + BARRIERS_BYTES)), 1)
-    busiest = -(-form.grid // int(target.cores * REACHED[p.cluster] + 0.5))  # blocks of an SM
-    rounds = -(-busiest // together)
-    code_bytes = form.packed_bytes / form.grid * form.row_tiles * p.out_tile / max(plan.outs, p.out_tile)
+    together = WARPS // p.warps
+    sms = int(target.cores * REACHED[p.cluster] + 0.5)
+    each_sm = -(-form.grid // sms)  # blocks
+    tiles_of_block = -(-form.row_tiles // p.clusters)
+    rounds = -(-each_sm // together)
+    code_bytes = form.packed_bytes / form.row_tiles / p.cluster
     other_bytes = plan.rows * form.local_blocks * 128
     block = form.columns / 8
     tile = TILE_CYCLES * plan.weights.kind.bits / 4 + (SCALE_CYCLES if plan.weights.rounded else 0.0)
     tile += block * WIDE_CYCLES + WAIT_CYCLES if p.wide else block * PRODUCT_CYCLES
     tiles = p.warps * p.tiles * p.depth / 4  # of a block, on one of four schedulers
     sums = form.sums * 4 * (p.k_warps + 2 * (p.cluster > 1)) / 64
-    each = max((code_bytes + other_bytes) / BYTES_PER_CYCLE, tiles * tile) + sums
-    cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES / together + busiest * each + (SEND_CYCLES if p.cluster > 1 else 0.0)
-    return Work(
-        (Phase(cycles, 0.0, {"memory": float(form.packed_bytes + plan.rows * plan.K * 2 + plan.rows * plan.outs * 2)}),)
-    )
+    each = max(code_bytes / BYTES_PER_CYCLE, tiles * tile) + sums
+    cycles = START_CYCLES + (SEND_CYCLES if p.cluster > 1 else 0.0) + (rounds - 1) * ROUND_CYCLES / together
+    cycles += each_sm * (tiles_of_block * each + other_bytes / BYTES_PER_CYCLE) + (tiles_of_block - 1) * TURN_CYCLES
+    read = form.packed_bytes + plan.rows * plan.K * 2 + plan.rows * plan.outs * 2
+    return Work((Phase(cycles, 0.0, {"memory": float(read)}),))

@@ -19,7 +19,8 @@ from tilewright.candidates.triton._hopper_brief import Brief
 from tilewright.candidates.triton._module import GLUON_IMPORTS
 from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import Asm
-from tilewright.candidates.triton._w4_form import BARRIER_AT, X_AT, Form
+from tilewright.candidates.triton._w4_form import BARRIER_AT, X_AT, Form, Point
+from tilewright.candidates.triton._w4_loads import Stream, of_codes, of_rows
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 
@@ -49,10 +50,14 @@ class Writer:
         """The module."""
         f, p, t = self.form, self.form.point, self.text
         self._place()
-        sums = self._multiply()
-        self._do(asm.NEXT, "tid")
-        self._gather(sums)
-        self._stores()
+        if f.again:
+            self._once()
+            with t.block(f"for row_tile in range(cluster, {f.row_tiles}, {p.clusters}):"):
+                self._tile()
+                t.do("count += 1")
+        else:
+            t.do("row_tile = cluster")
+            self._tile()
         t.do("room._keep_alive()")  # it is addressed by hand
         constants = "\n".join(
             f"{name} = gl.constexpr({a.text!r})\n{name}_C = gl.constexpr({a.constraints!r})"
@@ -75,6 +80,11 @@ class Writer:
         t.do(f"{', '.join(names)} = {self._call(a, arguments, types, pure=pure)}")
         return names
 
+    def assign(self, a: Asm, kind: str, names: list[str], *arguments: str) -> None:
+        """Writes a statement whose results have these names, which may have had other values before."""
+        types = f"(gl.{kind},) * {len(names)}" if len(names) > 1 else f"gl.{kind}"
+        self.text.do(f"{', '.join(names)} = {self._call(a, arguments, types, pure=False)}")
+
     def _call(self, a: Asm, arguments: tuple[str, ...], types: str, *, pure: bool) -> str:
         name = self._statements.setdefault(a, f"A{len(self._statements)}")
         given = ", ".join(arguments)
@@ -96,103 +106,105 @@ class Writer:
         t.do("warp = tid // 32")
         t.do(f"row_warp = warp % {p.row_warps}")
         t.do(f"k_warp = warp // {p.row_warps}")
-        t.do(f"row_tile = gl.program_id(0) // {p.cluster}")
+        t.do(f"cluster = gl.program_id(0) // {p.cluster}")
         t.do(f"part = gl.program_id(0) % {p.cluster}")
         if p.cluster > 1:
-            self._do(asm.BARRIER, f"base + {BARRIER_AT}", "(tid == 0).to(gl.int32)", f"tid * 0 + {f.sums * 4}", "tid")
+            self._do(asm.BARRIERS, f"base + {BARRIER_AT}", "(tid == 0).to(gl.int32)")
+            for i in range(2 if f.again else 1):
+                self._expect(f"base + {BARRIER_AT + 8 * i}", "tid")
             self._do(asm.ARRIVE, "tid")
-        # Which 16 rows a warp's first tile has; others follow it, with wgmma those of four warps at a time.
-        each = 1 if p.wide else p.tiles
-        t.do(f"sixteen = row_tile * {p.out_tile // 16} + row_warp * {each}")
         t.do(f"first = (part * {p.k_warps} + k_warp) * {p.depth}")
+        t.do(f"zero = gl.zeros([{32 * w}], gl.float32, LANES)")
+        self.product = f.product
+        self.codes = of_codes(f, self.assign)
+        self.beside = [of_rows("scales", f, self.product.scale_words, self.assign)]
+        if f.plan.weights.zero is not None:
+            self.beside.append(of_rows("zeros", f, self.product.subs, self.assign))
 
-    @property
-    def between(self) -> int:
-        """Tiles of 16 rows from one of a warp's to the next."""
-        return self.form.point.row_warps if self.form.point.wide else 1
+    def _expect(self, barrier: str, thread: str) -> None:
+        self._do(asm.EXPECT, barrier, f"({thread} == 0).to(gl.int32)", f"{thread} * 0 + {self.form.sums * 4}")
+
+    def _bases(self, row_tile: str, name: str) -> None:
+        """Where the words of a warp's row tile begin."""
+        f, p, t = self.form, self.form.point, self.text
+        # Which 16 rows a warp's first tile has; others follow it, with wgmma those of four warps at a time.
+        t.do(f"sixteen = ({row_tile}) * {p.out_tile // 16} + row_warp * {1 if p.wide else p.tiles}")
+        block = 128 * f.code_loads
+        first = "first" if f.even else "0"
+        t.do(f"codes_{name} = codes + ((sixteen // 4 * {f.blocks} + {first}) * {4 * block} + sixteen % 4 * {block} + lane * 4)")
+        for stream, _ in self.beside:
+            each = self.product.scale_words if stream.name == "scales" else self.product.subs
+            run = math.gcd(4, f.blocks * each)
+            along = f"first * {each * 8}" if f.even and p.depth * each % run == 0 else "0"
+            within = f"sixteen * {8 * f.blocks * each} + {along} + lane // 4 * {run}"
+            t.do(f"{stream.name}_{name} = {stream.name} + ({within})")
+
+    def _once(self) -> None:
+        """What is asked for before the first of several row tiles, and what stays for all of them."""
+        p, t = self.form.point, self.text
+        self._bases("cluster", "at")
+        self._begin()
+        self._turn(0)
+        if p.cluster > 1:
+            self._do(asm.ARRIVED, "tid")
+        t.do("count = 0")
+
+    def _begin(self) -> None:
+        """The first row tile's first loads, and the other operand."""
+        p = self.form.point
+        self.codes.start(0, p.early)
+        for stream, _ in self.beside:
+            stream.start(0, stream.ahead)
+        self._do(asm.AFTER, "tid")
+        for c in range(min(p.chunks, 2)):
+            self._copy(c)
+        self._do(asm.IN_STEP, "tid")
+        self.codes.start(p.early, p.ahead)
+        self._other_addresses()
+
+    def _tile(self) -> None:
+        """A row tile."""
+        f, p, t = self.form, self.form.point, self.text
+        self._bases("row_tile", "at")
+        if f.again:
+            self._bases(f"row_tile + {p.clusters}", "next")
+            t.do(f"more = gl.where(row_tile + {p.clusters} < {f.row_tiles}, tid * 0 + 1, 0)")
+        else:
+            self._begin()
+        sums = self._multiply()
+        self._do(asm.NEXT, "tid")
+        self._gather(sums)
+        self._stores()
 
     # -- sums of a warp
 
     def _multiply(self) -> list[str]:
         """Names of a warp's sums, by tile."""
-        f, p, t = self.form, self.form.point, self.text
-        product = f.product
-        loads = self._loads()
-        scales, zeros = _Stream(self, "scales", product.scale_words), None
-        if f.plan.weights.zero is not None:
-            zeros = _Stream(self, "zeros", product.subs)
-        taken: dict[int, list[str]] = {}
-
-        def load(u: int) -> None:
-            if u < len(loads) and u not in taken:
-                taken[u] = loads[u]()
-
-        for u in range(p.early):
-            load(u)
-        for stream in (scales, zeros):
-            if stream:
-                stream.start()
-        self._do(asm.AFTER, "tid")
-        for c in range(min(p.chunks, 2)):
-            self._copy(c)
-        for u in range(p.ahead):
-            load(u)
-        self._other_addresses()
-        t.do(f"zero = gl.zeros([{32 * p.warps}], gl.float32, LANES)")
+        f, p = self.form, self.form.point
+        product, statement = self.product, self.product.asm()
         sums = ["zero"] * (p.tiles * product.sums)
-        statement = product.asm()
         for kb in range(p.depth):
-            if kb % f.chunk_depth == 0:
+            if kb % f.chunk_depth == 0 and not f.again:
                 self._turn(kb // f.chunk_depth)
             else:
                 self._do(asm.IN_STEP, "tid")
             other = self._other(kb)
-            for stream in (scales, zeros):
-                if stream:
-                    stream.advance(kb)
             for i in range(p.tiles):
-                codes = self._codes(taken, kb * p.tiles + i)
-                own = [w for stream in (scales, zeros) if stream for w in stream.of(kb, i)]
-                at = slice(i * product.sums, (i + 1) * product.sums)
-                given = *codes, *own, *sums[at], *other
-                sums[at] = self.some(statement, "float32", product.sums, *given, pure=not product.wide)
-                for h in range(self._halves):
-                    load((kb * p.tiles + i) * self._halves + h + p.ahead)
+                at = (kb * p.tiles + i) * f.code_loads
+                loads = range(at, at + f.code_loads)
+                codes = [w for u in loads for w in self.codes.of(u)]
+                own = [w for stream, blocks in self.beside for w in _words_of(stream, blocks, kb, i, p)]
+                mine = slice(i * product.sums, (i + 1) * product.sums)
+                given = *codes, *own, *sums[mine], *other
+                sums[mine] = self.some(statement, "float32", product.sums, *given, pure=not product.wide)
+                for u in loads:
+                    self.codes.used(u)
+            for stream, blocks in self.beside:
+                if (kb + 1) % blocks == 0 or kb + 1 == p.depth:
+                    loads_of = stream.total // -(-p.depth // blocks)
+                    for u in range(kb // blocks * loads_of, (kb // blocks + 1) * loads_of):
+                        stream.used(u)
         return sums
-
-    @property
-    def _halves(self) -> int:
-        """Loads of 16 bytes for a tile."""
-        return self.form.plan.weights.kind.bits // 4
-
-    def _codes(self, taken: dict[int, list[str]], tile: int) -> list[str]:
-        return [w for h in range(self._halves) for w in taken[tile * self._halves + h]]
-
-    def _loads(self) -> list[Callable[[], list[str]]]:
-        """Loads of codes, in the order of their use."""
-        f, p, t = self.form, self.form.point, self.text
-        block = 512 * self._halves  # words
-        row = f"(sixteen // 4 * {f.blocks} + first) * {block} + sixteen % 4 * {block // 4} + lane * 4"
-        t.do(f"codes_at = codes + ({row})")
-        found: list[Callable[[], list[str]]] = []
-        for kb in range(p.depth):
-            for i in range(p.tiles):
-                for h in range(self._halves):
-                    sixteen = i * self.between
-                    within = sixteen * block // 4 if not p.wide else sixteen // 4 * f.blocks * block
-                    found.append(self._load(kb, within + h * 128, block))
-        return found
-
-    def _load(self, kb: int, within: int, block: int) -> Callable[[], list[str]]:
-        def load() -> list[str]:
-            at = f"{self.block(kb)} * {block} + {within}" if not self.form.even else str(kb * block + within)
-            return self.some(asm.LOAD_16, "int32", 4, f"(codes_at + ({at})).to(gl.int64)")
-
-        return load
-
-    def block(self, kb: int) -> str:
-        """A block of K relative to the first, of those that exist: past the last one it is the last one again."""
-        return self.text.v(f"gl.minimum(first + {kb}, {self.form.blocks - 1}) - first")
 
     def _turn(self, chunk: int) -> None:
         """The chunk is there, and the one before it makes room for the next one."""
@@ -254,19 +266,22 @@ class Writer:
         t.do("corner = (thread & 31) * 16")
         t.do(f"down = (thread >> 5) & {p.row_warps - 1}")
         t.do(f"along = thread >> {(32 * p.row_warps).bit_length() - 1}")
+        t.do(f"barrier = base + {BARRIER_AT}{' + (count & 1) * 8' if f.again else ''}")
+        t.do(f"sent = base + {f.sent_at}{f' + (count & 1) * {f.sums * 4}' if f.again else ''}")
+        self._do(asm.MEET, "thread")  # all have read what lay here, and what came for the row tile before
         if f.direct:
-            self._do(asm.ARRIVED, "thread")
+            if not f.again:
+                self._do(asm.ARRIVED, "thread")
             for at, four in self._pieces(sums):
                 self._send(t.v(f"{at} + corner"), own, "thread * 0 + 1", four)
-            self._do(asm.COME, f"base + {BARRIER_AT}")
             self._own(own)
             return
-        self._do(asm.MEET, "thread")  # all have read what lay here
         for at, four in self._pieces(sums):
-            self._do(asm.WRITE_16, f"base + {X_AT} + along * {f.sums * 4} + {at} + corner", *four)
+            self._do(asm.WRITE_16, f"base + {f.parts_at} + along * {f.sums * 4} + {at} + corner", *four)
         self._do(asm.MEET, "thread")
         if p.cluster > 1:
-            self._do(asm.ARRIVED, "thread")
+            if not f.again:
+                self._do(asm.ARRIVED, "thread")
             threads = 32 * p.warps
             for r in range(-(-f.sums // 4 // threads)):
                 i = t.v(f"thread + {r * threads}")
@@ -274,12 +289,11 @@ class Writer:
                 if (r + 1) * threads > f.sums // 4:
                     there = t.v(f"({i} < {f.sums // 4}).to(gl.int32)")
                     i = t.v(f"gl.minimum({i}, {f.sums // 4 - 1})")
-                found = self.some(asm.READ_16, "float32", 4, f"base + {X_AT} + {i} * 16")
+                found = self.some(asm.READ_16, "float32", 4, f"base + {f.parts_at} + {i} * 16")
                 for k in range(1, p.k_warps):
-                    more = self.some(asm.READ_16, "float32", 4, f"base + {X_AT + k * f.sums * 4} + {i} * 16")
+                    more = self.some(asm.READ_16, "float32", 4, f"base + {f.parts_at + k * f.sums * 4} + {i} * 16")
                     found = [t.v(f"{a} + {b}") for a, b in zip(found, more, strict=True)]
                 self._send(t.v(f"{i} * 16"), own, there, found)
-            self._do(asm.COME, f"base + {BARRIER_AT}")
         self._own(own)
 
     def _pieces(self, sums: list[str]) -> list[tuple[str, list[str]]]:
@@ -296,13 +310,16 @@ class Writer:
 
     def _send(self, at: str, own: int, there: str, four: list[str]) -> None:
         """Sums at a place of the block's tile, in bytes, to the block that finishes them."""
-        f = self.form
-        to = f"base + {f.sent_at} + part * {own * 4} + ({at} & {own * 4 - 1})"
-        self._do(asm.SEND, to, f"{at} >> {(own * 4).bit_length() - 1}", there, *four, f"base + {BARRIER_AT}")
+        to = f"sent + part * {own * 4} + ({at} & {own * 4 - 1})"
+        self._do(asm.SEND, to, f"{at} >> {(own * 4).bit_length() - 1}", there, *four, "barrier")
 
     def _own(self, own: int) -> None:
         """The block's rows of the tile, added up, a row of the weights after the other along the first axis."""
         f, p, t = self.form, self.form.point, self.text
+        if p.cluster > 1:
+            self._do(asm.COME, "barrier", "thread * 0 + (count >> 1 & 1)" if f.again else "thread * 0")
+            if f.again:
+                self._expect("barrier", "thread")
         lanes = min(32, f.own_rows)
         down = max(min(p.warps, f.own_rows // lanes), 1)
         t.do(f"L: gl.constexpr = gl.BlockedLayout([1, 1], [{lanes}, {32 // lanes}], [{down}, {p.warps // down}], [0, 1])")
@@ -312,10 +329,10 @@ class Writer:
         t.do("of_columns = c // 8 * 128 + c % 8 // 2 * 4 + c % 2")
         t.do("inside = of_rows[:, None] + of_columns[None, :]")
         (base,) = self.some(asm.BASE, "int32", 1, "inside")
-        first = f.sent_at if p.cluster > 1 else X_AT
+        first = f"{f.sent_at}{f' + (count & 1) * {f.sums * 4}' if f.again else ''}" if p.cluster > 1 else str(f.parts_at)
         for d in range(p.cluster if p.cluster > 1 else p.k_warps):
             size = own if p.cluster > 1 else f.sums
-            (value,) = self.some(asm.READ_4, "float32", 1, f"{base} + {first + d * size * 4} + inside * 4")
+            (value,) = self.some(asm.READ_4, "float32", 1, f"{base} + {first} + {d * size * 4} + inside * 4")
             t.do(f"y = {value}" if d == 0 else f"y += {value}")
 
     def _stores(self) -> None:
@@ -334,51 +351,10 @@ class Writer:
             Brief(t, tile, self.pointer, {}).store(access, f"o{i}")
 
 
-class _Stream:
-    """Scales or zero points of a lane's rows: words that follow along K, loaded some at a time ahead of their use."""
-
-    def __init__(self, writer: Writer, name: str, words: int) -> None:
-        f = writer.form
-        self.writer, self.name, self.words = writer, name, words  # words of a block of 64 columns
-        total = f.blocks * words
-        self.row = total
-        start = math.gcd(f.point.depth * words, total)
-        self.wide = math.gcd(4, start) if f.even else math.gcd(words, 4)
-        self.blocks = max(self.wide // words, 1)  # of a load
-        self._known: dict[tuple[int, int], list[str]] = {}
-        t = writer.text
-        t.do(f"{name}_at = {name} + ((sixteen * 8 + lane // 4) * {total} + first * {words})")
-
-    def start(self) -> None:
-        self._load(0)
-
-    def advance(self, kb: int) -> None:
-        """Asks for what comes after the block that is at work."""
-        if kb % self.blocks == 0:
-            self._load(kb + self.blocks)
-
-    def of(self, kb: int, tile: int) -> list[str]:
-        return self._known[kb, tile]
-
-    def _load(self, kb: int) -> None:
-        f = self.writer.form
-        if kb >= f.point.depth:
-            return
-        for tile in range(f.point.tiles):
-            down = tile * self.writer.between * 8 * self.row
-            words: list[str] = []
-            for at in range(0, self.blocks * self.words, self.wide):
-                where = (
-                    f"{self.writer.block(kb)} * {self.words} + {down + at}" if not f.even else str(kb * self.words + down + at)
-                )
-                words += self.writer.some(_words(self.wide), "int32", self.wide, f"({self.name}_at + ({where})).to(gl.int64)")
-            for i in range(self.blocks):
-                self._known[kb + i, tile] = words[i * self.words : (i + 1) * self.words]
-
-
-def _words(count: int) -> Asm:
-    """Several words of what does not change."""
-    if count == 1:
-        return Asm("ld.global.nc.b32 $0, [$1];", "=r,l")
-    names = ",".join(f"${i}" for i in range(count))
-    return Asm(f"ld.global.nc.v{count}.b32 {{{names}}}, [${count}];", ",".join(["=r"] * count + ["l"]))
+def _words_of(stream: Stream, blocks: int, kb: int, tile: int, p: Point) -> list[str]:
+    """The words of a block of K and a tile: a part of one load's, or several loads'."""
+    parts = stream.total // (-(-p.depth // blocks) * p.tiles)
+    at = (kb // blocks * p.tiles + tile) * parts
+    each = stream.wide * parts // blocks
+    found = [w for u in range(at, at + parts) for w in stream.of(u)]
+    return found[kb % blocks * each : (kb % blocks + 1) * each]
