@@ -114,8 +114,8 @@ def test_the_text_gives_what_the_oracle_gives(line, point):
 FEW = Point(False, 0, 4, 4, 4, 2, 8, 1, 12, 4)
 # The line, the point, instructions and how many of them there are.
 CASES = {
-    "one row": ("~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 64, "LDG.E.NA.128": 16}),
-    "sixteen rows": ("~f16[16,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 128, "LDG.E.NA.128": 16}),
+    "one row": ("~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 72, "HMMA.1684.F32.TF32": 8, "LDG.E.NA.128": 16}),
+    "sixteen rows": ("~f16[16,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 144, "HMMA.1684.F32.TF32": 16, "LDG.E.NA.128": 16}),
     "sixteen rows, rounded, with zero points and a bias": (
         "bf16[16,8192] @ u4[3584,8192]^T group=128 zero_point + bias -> bf16",
         replace(FEW, ahead=8),
@@ -129,7 +129,7 @@ CASES = {
     "many columns": (
         "~f16[16,8192] @ s4[28672,8192]^T group=64 -> f16",
         Point(False, 64, 2, 2, 8, 2, 8, 1, 8, 4),
-        {"HMMA.16816.F32": 128, "LDG.E.NA.128": 24},
+        {"HMMA.16816.F32": 160, "LDG.E.NA.128": 24},
     ),
 }
 
@@ -157,7 +157,7 @@ def test_machine_code_is_what_was_meant(name):
     assert len(re.findall(r"\bLOP3\b", text)) >= codes // 2
     assert needs(kernel).registers <= point.registers
     assert needs(kernel).spills <= (96 if point.wide or form.again else 0)
-    assert "ACQBULK" in text and "UCGABAR_WAIT" in text and text.count("BAR.SYNC") <= 3
+    assert "ACQBULK" in text and "UCGABAR_WAIT" in text and text.count("BAR.SYNC") <= 4
     before = text[: text.index("ACQBULK")]
     assert len(re.findall(r"LDG\.E\.NA\.128", before)) == point.early
 

@@ -303,6 +303,15 @@ class Instruction:
     def reciprocal(self, name, o, keep):
         self.put(o[0], (1 / self.get(o[1], np.float32)).astype(np.float32))
 
+    def mul_f32(self, name, o, keep):
+        self.put(o[0], self.get(o[1], np.float32) * self.get(o[2], np.float32))
+
+    def sub_f32(self, name, o, keep):
+        self.put(o[0], self.get(o[1], np.float32) - self.get(o[2], np.float32))
+
+    def selp(self, name, o, keep):
+        self.put(o[0], np.where(self.regs[o[3]], self.get(o[1]), self.get(o[2])))
+
     def setp(self, name, o, keep):
         a, b = self.get(o[1]), self.get(o[2])
         self.put(o[0], a != b if ".ne" in name else a == b)
@@ -358,9 +367,10 @@ class Instruction:
 
     def st_shared(self, name, o, keep):
         values = [self.get(x) for x in self.several(o[1])]
-        shared, at = self.words(self.get(o[0]).astype(np.int64), len(values))
-        assert len(np.unique(at)) == at.size, "two threads write one place"
-        shared[at] = np.stack(values, -1)
+        shared, at = self.words(self.get(o[0]).astype(np.int64)[keep], len(values))
+        written = np.stack(values, -1)[keep]
+        shared[at] = written
+        assert (shared[at] == written).all(), "two threads write different words to one place"
 
     def ldmatrix(self, name, o, keep):
         address = self.get(o[1]).astype(np.int64).reshape(-1, 4, 8)  # warp, matrix, row
@@ -408,6 +418,13 @@ class Instruction:
         pair = torch.from_numpy(raw.copy().view(np.int16).reshape(*raw.shape, 2)).view(operand).double().numpy()
         return pair.transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16)  # row-half g | half t pair
 
+    def tf32(self, name, o, keep):
+        """The left operand's rows g and g + 8 of column t, the right one's row t of column g."""
+        a = np.stack([self.get(r) for r in self.several(o[1])], 1).reshape(-1, 8, 4, 2).transpose(0, 3, 1, 2).reshape(-1, 16, 4)
+        b = self.get(self.several(o[2])[0]).reshape(-1, 8, 4).transpose(0, 2, 1)
+        a, b = (np.ascontiguousarray(x & 0xFFFFE000).view(np.float32).astype(np.float64) for x in (a, b))
+        self.sums(self.several(o[0]), self.several(o[3]), a @ b)
+
     def mma(self, name, o, keep):
         operand = torch.bfloat16 if "bf16" in name else torch.float16
         a = self.fragment(self.several(o[1]), operand)
@@ -452,10 +469,13 @@ class Instruction:
         ("cvt.f32.f16", cvt),
         ("prmt.b32", prmt),
         ("shl.b32", shl),
-        ("shr.b32", shr),
+        ("shr.", shr),
         ("and.b32", both),
         ("lop3.b32", lop3),
         ("shf.r.wrap", shf),
+        ("sub.rn.f32", sub_f32),
+        ("mul.rn.f32", mul_f32),
+        ("selp.f32", selp),
         ("sub.rn.", sub),
         ("mul.rn.", mul),
         ("fma.rn.f32", fma),
@@ -472,6 +492,7 @@ class Instruction:
         ("cp.async.wait_group", arrived),
         ("mapa", mapa),
         ("st.async", st_async),
+        ("mma.sync.aligned.m16n8k4", tf32),
         ("mma.sync", mma),
         ("wgmma.mma_async", wgmma),
         ("wgmma.", nothing),

@@ -3,6 +3,7 @@ other. Every statement is for one thread, or for the warps it names."""
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,9 +11,15 @@ from tilewright.candidates.triton._w4_pack import MAGIC, bias, places
 from tilewright.dtype import BF16, F32, DType
 
 STEPS = 4  # of 16 columns in a block of 64
+SMALL = (18, 22)  # codes at bits 6 and 2 of a half without an exponent are this many powers of two too small (f16: 2**-24)
 # Upper half of what tells `wgmma` where an operand lies: rows of 128 bytes, swizzled, eight of them 1024 bytes apart from the
 # next eight (PTX ISA 9.0, 9.7.15.5.1.2). The lower half is an address of 16 bytes each.
 ROWS_OF_128 = 1 << 30 | 64
+
+
+def _word(value: float) -> int:
+    """A number of f32 as a word."""
+    return int.from_bytes(struct.pack("<f", value), "little")
 
 
 def _bits(value: float, operand: DType) -> int:
@@ -44,6 +51,8 @@ class Product:
         rounded: codes are scaled before they are multiplied; else sums are scaled.
         columns: of the other operand, a multiple of 8.
         wide: by `wgmma`, the other operand read from shared memory by four warps together.
+        small: codes are multiplied as the smallest numbers of f16, as they stand in a word, and what they are too large by is
+            taken off their sums: it depends on the other operand's sums, which are to hand (`SUMS`).
     """
 
     operand: DType
@@ -54,6 +63,7 @@ class Product:
     rounded: bool
     columns: int
     wide: bool
+    small: bool = False
 
     @property
     def words(self) -> int:
@@ -77,7 +87,7 @@ class Product:
 
     def asm(self) -> Asm:
         """Operands: sums out; codes, scales, zeros, sums in; then 8 words of the other operand for each 8 columns, or its
-        address in shared memory, of 16 bytes each."""
+        address in shared memory, of 16 bytes each; and if codes are `small` a word of its sums for each scale and 8 columns."""
         return _Writer(self).write()
 
 
@@ -99,7 +109,9 @@ class _Writer:
     def write(self) -> Asm:
         p = self.p
         self.do("{")
-        self.do(f".reg .b32 u, v, a<{STEPS * 4}>, c<{2 * p.subs}>, m<{2 * p.subs}>; .reg .f32 d<{p.sums}>, s<{2 * p.subs}>, z;")
+        self.do(
+            f".reg .b32 u, v, a<{STEPS * 4}>, c<{2 * p.subs}>, m<{2 * p.subs}>; .reg .f32 d<{p.sums}>, s<{2 * p.subs}>, z, y;"
+        )
         self.do(".reg .b16 h0, h1; .reg .pred q; .reg .b64 e;")
         self.do("mov.f32 z, 0f00000000;")
         for sub in range(p.subs):
@@ -117,6 +129,7 @@ class _Writer:
                 self.do(f"mov.f32 ${i}, d{i};")
         self.do("}")
         given = ["r"] * (self.sums_in - p.sums) + ["f"] * p.sums + ["r"] * (1 if p.wide else p.columns)
+        given += ["r"] * (p.subs * p.columns // 8 if p.small else 0)
         return Asm("\n".join(self.lines), ",".join([*["=&f"] * p.sums, *given]))
 
     def scale(self, i: int) -> None:
@@ -133,10 +146,24 @@ class _Writer:
             self.do(f"shl.b32 u, {word}, 16; mov.b32 s{2 * i}, u; and.b32 u, {word}, 0xffff0000; mov.b32 s{2 * i + 1}, u;")
         else:
             self.do(f"mov.b32 {{h0, h1}}, {word}; cvt.f32.f16 s{2 * i}, h0; cvt.f32.f16 s{2 * i + 1}, h1;")
+        if p.small:
+            for h in (0, 1):
+                self.do(f"mul.rn.f32 s{2 * i + h}, s{2 * i + h}, 0f{_word(2.0 ** SMALL[h]):08x};")
 
     def zero(self, i: int) -> None:
         """c: what is subtracted from codes of both rows."""
         p = self.p
+        if p.small:
+            for h, magic in enumerate(MAGIC[p.kind.bits, p.operand.name]):
+                unit = 2.0 ** -SMALL[h]
+                if not p.zeros:
+                    self.do(f"mov.b32 c{2 * i + h}, 0x{_word(-bias(p.kind, p.operand) * unit):08x};")
+                    continue
+                if h == 0:
+                    self.do(f"mov.b32 {{h0, h1}}, ${self.zero_at + i};")
+                self.do(f"cvt.f32.f16 y, h{h}; fma.rn.f32 y, y, 0f{_word(-unit):08x}, 0f{_word(magic * unit):08x};")
+                self.do(f"mov.b32 c{2 * i + h}, y;")
+            return
         if p.zeros:
             word = f"${self.zero_at + i}"
             self.do(f"prmt.b32 c{2 * i}, {word}, {word}, 0x1010; prmt.b32 c{2 * i + 1}, {word}, {word}, 0x3232;")
@@ -163,11 +190,14 @@ class _Writer:
                     if kk and h == 0:
                         self.do(f"shf.r.wrap.b32 u, {word}, {word}, 8;")
                     mask = 0x00010001 * (15 << bit - 8 * kk)
+                    if p.small:
+                        self.do(f"and.b32 {a}, {'u' if kk else word}, 0x{mask:08x};")
+                        continue
                     self.do(f"lop3.b32 {a}, {'u' if kk else word}, 0x{mask:08x}, 0x{exponent[h]:08x}, 0xea;")
         i = step * 16 // p.sub
         for r in range(4):
             a = f"a{4 * step + r}"
-            if not self.as_they_are:
+            if not self.as_they_are and not p.small:
                 self.do(f"sub.rn.{self.kind}x2 {a}, {a}, c{2 * i + r % 2};")
             if p.rounded:
                 self.do(f"mul.rn.{self.kind}x2 {a}, {a}, m{2 * i + r % 2};")
@@ -205,7 +235,14 @@ class _Writer:
             for j in range(p.columns // 8):
                 d = ",".join(f"d{4 * j + e}" for e in range(4))
                 x = f"${self.other + 8 * j + 2 * step},${self.other + 8 * j + 2 * step + 1}"
-                before = "z,z,z,z" if not p.rounded and step % each == 0 else d
+                first = not p.rounded and step % each == 0
+                before = "z,z,z,z" if first else d
+                if first and p.small:
+                    i = step // each
+                    sums = f"${self.other + p.columns + i * p.columns // 8 + j}"
+                    kind = "mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32"
+                    self.do(f"{kind} {{{d}}}, {{c{2 * i},c{2 * i + 1}}}, {{{sums}}}, {{{before}}};")
+                    before = d
                 self.do(
                     f"mma.sync.aligned.m16n8k16.row.col.{kinds} {{{d}}}, {{{self._fragment(step)}}}, {{{x}}}, {{{before}}};"
                 )
@@ -237,6 +274,30 @@ def do(line: str, constraints: Sequence[str]) -> Asm:
 FRAGMENTS = Asm("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0,$1,$2,$3}, [$4];", "=r,=r,=r,=r,r")
 READ_16 = Asm("ld.shared.v4.f32 {$0,$1,$2,$3}, [$4];", "=f,=f,=f,=f,r")
 READ_4 = Asm("ld.shared.f32 $0, [$1];", "=f,r")
+
+
+def other_sums(operand: DType, subs: int) -> Asm:
+    """Sums of the other operand along K, for each scale of a block of 64: of its fragments of 8 columns, in three parts of 11
+    bits that add up to them, as TF32 holds them. A lane gives that part of columns 2 t and 2 t + 1 which lane // 4 says."""
+    kind = "bf16" if operand is BF16 else "f16"
+    one, product = _bits(1.0, operand), f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32"
+    lines = ["{ .reg .f32 d<4>, z, h, m, l; .reg .b32 a, u, w; .reg .pred q0, q1, q2;", "mov.f32 z, 0f00000000;"]
+    lines.append(f"mov.b32 a, 0x{one:08x}; shr.u32 w, ${2 * subs + 8}, 2;")
+    lines.append("setp.eq.u32 q0, w, 0; setp.eq.u32 q1, w, 1; setp.eq.u32 q2, w, 2;")
+    for sub in range(subs):
+        for step in range(sub * STEPS // subs, (sub + 1) * STEPS // subs):
+            before = "d0,d1,d2,d3" if step % (STEPS // subs) else "z,z,z,z"
+            x = f"${2 * subs + 2 * step},${2 * subs + 2 * step + 1}"
+            lines.append(f"{product} {{d0,d1,d2,d3}}, {{a,a,a,a}}, {{{x}}}, {{{before}}};")
+        for e in (0, 1):
+            for part, rest in (("h", f"d{e}"), ("m", "l")):
+                lines.append(f"mov.b32 u, {rest}; and.b32 u, u, 0xffffe000; mov.b32 {part}, u; sub.rn.f32 l, {rest}, {part};")
+            lines.append("selp.f32 l, l, z, q2; selp.f32 l, m, l, q1; selp.f32 l, h, l, q0;")
+            lines.append(f"mov.f32 ${2 * sub + e}, l;")
+    lines.append("}")
+    return Asm("\n".join(lines), ",".join(["=&f"] * (2 * subs) + ["r"] * 9))
+
+
 BASE = Asm("mov.u32 $0, global_smem; // $1", "=r,r")
 # Of 16 bytes: whether at all, and how many are read; the others become zero.
 COPY = do("{ .reg .pred q; setp.ne.b32 q, $3, 0; @q cp.async.cg.shared.global [$1], [$2], 16, $4; }", "rlrr")
@@ -247,6 +308,8 @@ WRITE_16 = do("st.shared.v4.f32 [$1], {$2,$3,$4,$5};", "rffff")
 IN_STEP = do("bar.warp.sync 0xffffffff; // $1\n", "r")
 THREAD = Asm("mov.u32 $0, %tid.x; // $1", "=r,r")
 MEET = do("bar.sync 0; // $1\n", "r")
+READ_WORD = Asm("ld.shared.b32 $0, [$1];", "=r,r")
+WRITE_4 = do("{ .reg .pred q; setp.ne.b32 q, $2, 0; @q st.shared.f32 [$1], $3; }", "rrf")
 FENCE = do("fence.proxy.async.shared::cta; // $1\n", "r")
 AFTER = do("griddepcontrol.wait; // $1\n", "r")
 NEXT = do("griddepcontrol.launch_dependents; // $1\n", "r")

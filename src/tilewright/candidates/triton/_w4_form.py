@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from tilewright.candidates.triton._w4_asm import Product
 from tilewright.candidates.triton._w4_pack import ROWS
 from tilewright.candidates.triton._w4_plan import Plan
+from tilewright.dtype import F16
 
 X_AT = 1024  # in shared memory: what swizzling wants; before it a barrier
 BARRIER_AT = 512
@@ -138,15 +139,31 @@ class Form:
         return self.point.k_warps == 1 and self.point.cluster > 1
 
     @property
+    def small(self) -> bool:
+        """Codes are multiplied as they stand in their words, the other operand's sums being to hand."""
+        w, p = self.plan.weights, self.point
+        return not (p.wide or w.rounded or p.chunks > 1) and (w.kind.bits, self.plan.operand) == (4, F16)
+
+    @property
+    def sums_at(self) -> int:
+        """Where sums of the other operand are: of each block of 64 columns and scale, in four parts."""
+        return X_AT + min(self.point.chunks, 2) * self.chunk_bytes
+
+    @property
+    def sums_bytes(self) -> int:
+        """Of those sums."""
+        return self.local_blocks * (64 // self.plan.weights.sub) * self.columns * 16 if self.small else 0
+
+    @property
     def parts_at(self) -> int:
         """Where sums of the block's warps meet: where the other operand was, if it is not needed again."""
-        return X_AT + (self.chunk_bytes if self.again else 0)
+        return self.sums_at + self.sums_bytes if self.again else X_AT
 
     @property
     def sent_at(self) -> int:
         """Where the cluster's blocks send sums: where none of them reads the other operand."""
         own = 0 if self.direct else self.point.k_warps * self.sums * 4
-        return max(X_AT + min(self.point.chunks, 2) * self.chunk_bytes, self.parts_at + own)
+        return max(self.sums_at + self.sums_bytes, self.parts_at + own)
 
     @property
     def shared_bytes(self) -> int:
@@ -174,4 +191,5 @@ class Form:
             w.rounded,
             self.columns,
             self.point.wide,
+            self.small,
         )

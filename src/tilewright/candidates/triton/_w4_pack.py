@@ -27,6 +27,7 @@ AT_ONCE = 1 << 24  # codes that are packed together: what stands between takes 2
 # Exponents set over a code's bits make it this number plus the code: of a lane's first row, and of its second.
 MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128), (8, "bf16"): (128, 128)}
 
+
 def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
     """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them.
 

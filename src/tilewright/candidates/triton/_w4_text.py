@@ -216,6 +216,30 @@ class Writer:
         if p.wide:
             self._do(asm.FENCE, "tid")
         self._do(asm.MEET, "tid")
+        if self.form.small:
+            self._add_up()
+            self._do(asm.MEET, "tid")
+
+    def _add_up(self) -> None:
+        """Sums of the other operand along K, shared out among the warps."""
+        f, p, t = self.form, self.form.point, self.text
+        subs, eights = self.product.subs, f.columns // 8
+        units = f.local_blocks * eights
+        statement = asm.other_sums(f.plan.operand, subs)
+        for r in range(-(-units // p.warps)):
+            unit = t.v(
+                f"warp + {r * p.warps}" if (r + 1) * p.warps <= units else f"gl.minimum(warp + {r * p.warps}, {units - 1})"
+            )
+            at = f"base + {X_AT} + {unit} // {eights} * {f.columns * 128} + {unit} % {eights} * 1024 + line * 128"
+            words = [
+                w for far in (0, 4) for w in self.some(asm.FRAGMENTS, "int32", 4, f"{at} + ((lane // 8 + {far}) ^ line) * 16")
+            ]
+            found = self.some(statement, "float32", 2 * subs, *words, "lane")
+            to = f"base + {f.sums_at} + {unit} // {eights} * {subs * f.columns * 16} + {unit} % {eights} * 128"
+            to = t.v(f"{to} + lane % 4 * 32 + lane // 4 * 4")
+            for i, value in enumerate(found):
+                there = "(lane < 16).to(gl.int32)"
+                self._do(asm.WRITE_4, f"{to} + {i // 2 * f.columns * 16 + i % 2 * 16}", there, value)
 
     def _copy(self, chunk: int) -> None:
         """A chunk of the other operand's part of K into shared memory; rows that it does not have stay what they are."""
@@ -240,6 +264,9 @@ class Writer:
         t.do(f"own = base + {X_AT} + k_warp * {f.chunk_depth * f.columns * 128}")
         if not p.wide:
             t.do("line = lane % 8")
+            if f.small:
+                each = p.depth * self.product.subs * f.columns * 16
+                t.do(f"own_sums = base + {f.sums_at} + k_warp * {each} + lane * 4")
             t.do("near = own + line * 128 + ((lane // 8) ^ line) * 16")
             t.do("far = own + line * 128 + ((lane // 8 + 4) ^ line) * 16")
 
@@ -253,6 +280,12 @@ class Writer:
         for j in range(f.columns // 8):
             for half in ("near", "far"):
                 words += self.some(asm.FRAGMENTS, "int32", 4, f"{half} + {at + j * 1024}")
+        if f.small:
+            subs = self.product.subs
+            for i in range(subs):
+                for j in range(f.columns // 8):
+                    own = (kb * subs + i) * f.columns * 16 + j * 128
+                    words += self.some(asm.READ_WORD, "int32", 1, f"own_sums + {own}")
         return words
 
     # -- sums of a tile
