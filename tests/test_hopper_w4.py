@@ -114,8 +114,16 @@ def test_the_text_gives_what_the_oracle_gives(line, point):
 FEW = Point(False, 0, 4, 4, 4, 2, 8, 1, 12, 4)
 # The line, the point, instructions and how many of them there are.
 CASES = {
-    "one row": ("~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 72, "HMMA.1684.F32.TF32": 8, "LDG.E.NA.128": 16}),
-    "sixteen rows": ("~f16[16,8192] @ s4[3584,8192]^T group=64 -> f16", FEW, {"HMMA.16816.F32": 144, "HMMA.1684.F32.TF32": 16, "LDG.E.NA.128": 16}),
+    "one row": (
+        "~f16[1,8192] @ s4[3584,8192]^T group=64 -> f16",
+        FEW,
+        {"HMMA.16816.F32": 72, "HMMA.1684.F32.TF32": 8, "LDG.E.NA.128": 16},
+    ),
+    "sixteen rows": (
+        "~f16[16,8192] @ s4[3584,8192]^T group=64 -> f16",
+        FEW,
+        {"HMMA.16816.F32": 144, "HMMA.1684.F32.TF32": 16, "LDG.E.NA.128": 16},
+    ),
     "sixteen rows, rounded, with zero points and a bias": (
         "bf16[16,8192] @ u4[3584,8192]^T group=128 zero_point + bias -> bf16",
         replace(FEW, ahead=8),
