@@ -25,6 +25,11 @@ LINES = [
     "~f16[2,5,11008] @ s4[300,11008]^T group=64 -> f32",
     "f16[3,1024] @ s8[1024,1024]^T scale=channel -> f16",
     "bf16[20,1024] @ s8[1024,1024]^T group=64 + bias, gelu -> bf16",
+    "~f16[16,4096] @ s4[20000,4096]^T group=64 -> f16",
+    "f16[300,4096] @ s4[1000,4096]^T group=64 -> f16",
+    "bf16[200,1024] @ u4[520,1024]^T group=32 zero_point + bias, silu -> bf16",
+    "f16[1000,2048] @ u4[2048,640] group=128 * residual -> f16",
+    "bf16[2,64,1024] @ s4[768,1024]^T group=1024 -> f32",
     "f16[9,1024] @ u8[1024,1024]^T group=128 zero_point -> f8e4m3fn scale=tensor",
 ]
 
@@ -36,8 +41,8 @@ def test_every_kind_is_right_at_several_points():
         assert CANDIDATE.refuse(problem, device()) is None, line
         kinds = {}
         for s in CANDIDATE.schedules(problem, device()):
-            kinds.setdefault((s["wide"], s["cluster"], s["tiles"]), s)
-        cases += [(problem, s) for s in list(kinds.values())[:4]]
+            kinds.setdefault(tuple(v for k, v in s.knobs if k in ("wide", "clusters", "cluster", "tile_m", "shared_tiles")), s)
+        cases += [(problem, s) for s in list(kinds.values())[:5]]
     assert_right(CANDIDATE, cases)
 
 

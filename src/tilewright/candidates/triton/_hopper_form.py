@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from tilewright.candidates.triton._hopper_view import TmaView
+from tilewright.candidates.triton._w4_stage import Coded
 from tilewright.dtype import BF16, F16, DType
 from tilewright.ir.access import Access
 from tilewright.ir.graph import Node
@@ -97,6 +98,7 @@ class Form:
         columns: of the result.
         outs: the stores.
         blocks: scales that sums of 128 products are multiplied by before they are added up.
+        coded: the right operand is codes, of which the loading warps make numbers.
     """
 
     lhs: Side
@@ -117,6 +119,7 @@ class Form:
     columns: int
     outs: tuple[Out, ...]
     blocks: Blocks | None = None
+    coded: Coded | None = None
 
     @property
     def tile_k(self) -> int:
@@ -169,6 +172,11 @@ class Form:
     def stage_bytes(self) -> int:
         """Of shared memory, one stage of the ring."""
         return (self.tile_m + self.tile_n) * 128
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of those, what TMA brings."""
+        return (self.tile_m + (0 if self.coded else self.tile_n)) * 128
 
     @property
     def out_bytes(self) -> int:

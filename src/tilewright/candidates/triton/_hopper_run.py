@@ -109,15 +109,17 @@ def runner(
     index = device.index or 0
     start = expanded(kernel, blocks, index)
     metas = kernel.metadata.tensordesc_meta
-    arrays: list[Tma] = [of_matrix(plan.lhs, form.lhs, metas[0]), of_matrix(plan.rhs, form.rhs, metas[1])]
+    operands = [(plan.lhs, form.lhs), *([] if form.coded else [(plan.rhs, form.rhs)])]
+    arrays: list[Tma] = [of_matrix(m, side, meta) for (m, side), meta in zip(operands, metas, strict=False)]
+    first = len(arrays)
     views = [(i, o) for i, o in enumerate(form.outs) if o.view is not None]
-    for meta, (_, o) in zip(metas[2:], views, strict=False):
+    for meta, (_, o) in zip(metas[first:], views, strict=False):
         assert o.view is not None
         arrays.append(of_view(o.view, size(o.access.root.dtype), meta))
     fetched = [o.fetched for o in form.outs if o.fetched is not None]
-    for meta, (leaf, view) in zip(metas[2 + len(views) :], fetched, strict=True):
+    for meta, (leaf, view) in zip(metas[first + len(views) :], fetched, strict=True):
         arrays.append(of_view(view, size(leaf.dtype), meta))
-    held = [_held(m, weights) for m in (plan.lhs, plan.rhs)]
+    held = [(_held(m, weights), m) for m, _ in operands]
     read = [leaf.op.index for leaf, _ in fetched if isinstance(leaf.op, Param)]
     read += [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
     fixed = {i: aligned(weights[i]) for i in read if i in weights}
@@ -136,11 +138,11 @@ def runner(
         return [torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters.take()]
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        a, b = (h if h is not None else _operand(m, sources) for h, m in zip(held, (plan.lhs, plan.rhs), strict=True))
+        multiplied = [h if h is not None else _operand(m, sources) for h, m in held]
         out = make()
         given = [fixed[i] if i in fixed else aligned(sources[i]) for i in read]
         room = scratch()
-        tensors = [a, b, *(out[i] for i, _ in views), *given, *(out[i] for i in plain), *room]
+        tensors = [*multiplied, *(out[i] for i, _ in views), *given, *(out[i] for i in plain), *room]
         addresses = tuple([t.data_ptr() for t in tensors])
         arguments = known.get(addresses)
         if arguments is None:

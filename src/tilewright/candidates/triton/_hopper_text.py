@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tilewright.candidates.triton import _w4_stage as stage
 from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, Form, Side
 from tilewright.candidates.triton._hopper_parts import PROLOGUE
@@ -21,6 +22,8 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 
 PRODUCER_REGISTERS = 24
+CODED_REGISTERS = 88  # of warps that make numbers of codes
+CODED_MATH_REGISTERS = 208
 MATH_REGISTERS = 240  # of 64K in all, two warpgroups of 128 threads beside the producer's
 
 
@@ -39,11 +42,21 @@ class Writer(Stores):
         names = {pointer(n) for n in leaves} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
         if form.blocks:
             names |= {f"p{form.blocks.lhs}", f"p{form.blocks.rhs}"}
+        names |= set(form.coded.pointers) if form.coded else set()
         self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
-        self.descriptors = ["a_desc", "b_desc", *(f"c{i}_desc" for i, o in enumerate(form.outs) if o.view)]
+        self.descriptors = [
+            "a_desc",
+            *["b_desc"] * (form.coded is None),
+            *(f"c{i}_desc" for i, o in enumerate(form.outs) if o.view),
+        ]
         self.descriptors += [f"d{i}_desc" for i, o in enumerate(form.outs) if o.fetched]
         self.scratch = ["partial", "arrived"] if form.streamed else []
         self.extents = ["B", "M", "N", "K", *(["D"] if form.streamed else [])]
+
+    @property
+    def _operands(self) -> int:
+        """That TMA brings."""
+        return 1 if self.form.coded else 2
 
     @property
     def _barriers(self) -> list[str]:
@@ -56,7 +69,8 @@ class Writer(Stores):
 
     def write(self) -> str:
         """The module."""
-        return "\n\n".join([PROLOGUE, self._load(), self._math(), self._entry()]) + "\n"
+        first = [PROLOGUE, *([stage.prologue(self.form.coded)] if self.form.coded else [])]
+        return "\n\n".join([*first, self._load(), self._math(), self._entry()]) + "\n"
 
     # -- what all warps need
 
@@ -96,11 +110,16 @@ class Writer(Stores):
         else:
             t.do(f"b, pm, pn = locate(t, nm, nn, {f.group_m})")
 
-    # -- the warp that loads
+    # -- the warp that loads, or the warps
+
+    @property
+    def _loads(self) -> list[str]:
+        own = self.form.coded.pointers if self.form.coded else []
+        return [*self.descriptors[: self._operands], *own, "a_bufs", "b_bufs", "ready", "empty"]
 
     def _load(self) -> str:
         f, t = self.form, Text("gl")
-        arguments = ["a_desc", "b_desc", "a_bufs", "b_bufs", "ready", "empty", *self.extents]
+        arguments = [*self._loads, *self.extents]
         if f.chained:
             t.do("gdc_launch_dependents()")
             t.do("gdc_wait()")
@@ -109,17 +128,25 @@ class Writer(Stores):
         t.do("phase = 0")
         if f.paired:
             t.do("r = gl.program_id(0) % 2")
+        if f.coded:
+            stage.begin(t, f.coded)
         with t.block(self._each_tile()):
             self._which(t)
+            if f.coded:
+                stage.ask(t, f.coded, f.tile_n, "k0" if f.streamed else "0", "next")
             with t.block("for k in range(k0, k1):" if f.streamed else "for k in range(nk):"):
                 t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
-                t.do(f"mbarrier.expect(ready.index(s), {f.stage_bytes})")
+                t.do(f"mbarrier.expect(ready.index(s), {f.copied_bytes})")
                 for g in range(f.parts):
                     at = f.lhs.at("b", "M", f"pm * {f.tile_m} + {g * f.rows}", f"k * {f.tile_k}")
                     buffer = self._as_box(f"a_bufs.index(s * {f.parts} + {g})", f.lhs, f.rows, "a_desc")
                     t.do(f"tma.async_copy_global_to_shared(a_desc, {at}, ready.index(s), {buffer})")
-                    if g == 0:
+                    if g == 0 and not f.coded:
                         self._load_rhs(t)
+                if f.coded:
+                    last = "k1" if f.streamed else "nk"
+                    stage.follow(t, f.coded, f.tile_n, f"gl.minimum(k + 1, {last} - 1)", f.unit, f"s * {f.units}")
+                    t.do("mbarrier.arrive(ready.index(s), count=1)")
                 t.do(f"s, phase = advance(s, phase, {f.num_stages})")
         if f.paired:  # a block stays until the other one has read all that it was sent, and has said so
             with t.block(f"for k in gl.static_range({f.num_stages}):"):
@@ -147,7 +174,7 @@ class Writer(Stores):
 
     def _math(self) -> str:
         f, t = self.form, Text("gl")
-        arguments = ["g: gl.constexpr", *self.descriptors[2:], "a_bufs", "b_bufs", "c_bufs", *self._barriers]
+        arguments = ["g: gl.constexpr", *self.descriptors[self._operands :], "a_bufs", "b_bufs", "c_bufs", *self._barriers]
         arguments += [*self.pointers, *self.scratch, *self.extents]
         m, n, k = f.instruction
         t.do(f"L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {n}, {k}])")
@@ -355,14 +382,14 @@ class Writer(Stores):
         for name in ("ready", "empty"):
             t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{f.num_stages}, 1], mbarrier.MBarrierLayout())")
         with t.block(f"for i in gl.static_range({f.num_stages}):"):
-            t.do("mbarrier.init(ready.index(i), count=1)")
+            t.do(f"mbarrier.init(ready.index(i), count={2 if f.coded else 1})")
             t.do(f"mbarrier.init(empty.index(i), count={f.parts * (2 if f.paired else 1)})")
         for name in self._barriers[2:]:
             t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{f.groups}, 1], mbarrier.MBarrierLayout())")
             with t.block(f"for i in gl.static_range({f.groups}):"):
                 t.do(f"mbarrier.init({name}.index(i), count=1)")
         common = [
-            *self.descriptors[2:],
+            *self.descriptors[self._operands :],
             "a_bufs",
             "b_bufs",
             c_bufs,
@@ -372,10 +399,11 @@ class Writer(Stores):
             *self.extents,
         ]
         parts = [f"(math, ({', '.join([str(g), *common])},))" for g in range(f.groups)]
-        loads = ["a_desc", "b_desc", "a_bufs", "b_bufs", "ready", "empty", *self.extents]
+        loads = [*self._loads, *self.extents]
         parts.append(f"(load, ({', '.join(loads)},))")
-        registers = [MATH_REGISTERS] * (f.groups - 1) + [PRODUCER_REGISTERS]
-        warps = [4] * (f.groups - 1) + [1]
+        math, load = (CODED_MATH_REGISTERS, CODED_REGISTERS) if f.coded else (MATH_REGISTERS, PRODUCER_REGISTERS)
+        registers = [math] * (f.groups - 1) + [load]
+        warps = [4] * (f.groups - 1) + [stage.WARPS if f.coded else 1]
         t.do(f"gl.warp_specialize([{', '.join(parts)}], {warps}, {registers})")
         return self._function("gemm", self.arguments, t)
 

@@ -329,3 +329,19 @@ SEND = do(
     "rrrffffr",
 )
 COME = do("{ .reg .pred q; L: mbarrier.try_wait.parity.shared.b64 q, [$1], $2; @!q bra L; }", "rr")
+
+
+def halves(operand: DType, kind: DType, *, zeros: bool) -> Asm:
+    """Two words of 4-bit codes as eight registers, scaled: operands are those, then words, scale and zero point, all twice."""
+    writer = _Writer(Product(operand, kind, operand, 32, zeros, rounded=True, columns=0, wide=False))
+    writer.codes, writer.scale_at, writer.zero_at = 8, 10, 12
+    writer.do("{")
+    writer.do(".reg .b32 u, a<8>, c<2>, m<2>;")
+    writer.zero(0)
+    writer.scale(0)
+    for step in (0, 1):
+        writer.convert(step)
+    for i in range(8):
+        writer.do(f"mov.b32 ${i}, a{i};")
+    writer.do("}")
+    return Asm("\n".join(writer.lines), ",".join(["=&r"] * 8 + ["r"] * (6 if zeros else 4)))

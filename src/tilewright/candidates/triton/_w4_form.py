@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilewright.candidates.triton._w4_asm import Product
-from tilewright.candidates.triton._w4_pack import ROWS
 from tilewright.candidates.triton._w4_plan import Plan
 from tilewright.dtype import F16
 
@@ -170,14 +169,6 @@ class Form:
         """The other operand, sums of the block's warps, and what the cluster's blocks send, if need be of two row tiles."""
         sent = self.sums * 4 * (2 if self.again else 1) if self.point.cluster > 1 else 0
         return -(-(self.sent_at + sent) // 512) * 512
-
-    @property
-    def packed_bytes(self) -> int:
-        """Of codes, scales and zero points as they are packed."""
-        w, plan = self.plan.weights, self.plan
-        outs = -(-plan.outs // ROWS) * ROWS
-        words = plan.K // w.sub * (1 if w.zero is None else 2)
-        return outs * plan.K * w.kind.bits // 8 + outs * words * max(w.scales.bits // 8, 2)
 
     @property
     def product(self) -> Product:

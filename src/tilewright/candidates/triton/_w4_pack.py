@@ -29,10 +29,7 @@ MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128
 
 
 def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
-    """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them.
-
-    What is packed on a device is there when this returns: kernels may read it before those in the stream are done.
-    """
+    """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them."""
     form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, operand
     return all_packed_once(sources, form, len(sources), lambda: _all_packed(sources, weights, operand))
 
@@ -49,8 +46,6 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
         z = zeros[0].to(torch.int32) + bias(weights.kind, operand)
         z = z + first[torch.arange(z.shape[0], device=z.device) // 8 % 2][:, None]
         result.append(paired_rows(z.to(operand.to_torch()).repeat_interleave(repeats, dim=1)))
-    if codes.is_cuda:
-        torch.cuda.synchronize(codes.device)
     return result
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from tilewright.candidates.triton._emit import check
-from tilewright.candidates.triton._w4_pack import BLOCK
+from tilewright.candidates.triton._w4_pack import BLOCK, ROWS
 from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.access import Access, Unsupported, of_operand, of_store
 from tilewright.ir.graph import Node, toposort
@@ -63,6 +63,14 @@ class Plan:
     operand: DType
     weights: Weights
     stores: tuple[Access, ...]
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of codes, scales and zero points as they are packed."""
+        w = self.weights
+        outs = -(-self.outs // ROWS) * ROWS
+        words = self.K // w.sub * (1 if w.zero is None else 2)
+        return outs * self.K * w.kind.bits // 8 + outs * words * max(w.scales.bits // 8, 2)
 
 
 @lru_cache(maxsize=4096)

@@ -104,7 +104,7 @@ def work(form: Form, target: Target) -> Work:
     each_sm = -(-form.grid // sms)  # blocks
     tiles_of_block = -(-form.row_tiles // p.clusters)
     rounds = -(-each_sm // together)
-    code_bytes = form.packed_bytes / form.row_tiles / p.cluster
+    code_bytes = plan.packed_bytes / form.row_tiles / p.cluster
     other_bytes = plan.rows * form.local_blocks * 128
     block = form.columns / 8
     tile = TILE_CYCLES * plan.weights.kind.bits / 4 + (SCALE_CYCLES if plan.weights.rounded else 0.0)
@@ -114,5 +114,5 @@ def work(form: Form, target: Target) -> Work:
     each = max(code_bytes / BYTES_PER_CYCLE, tiles * tile) + sums
     cycles = START_CYCLES + (SEND_CYCLES if p.cluster > 1 else 0.0) + (rounds - 1) * ROUND_CYCLES / together
     cycles += each_sm * (tiles_of_block * each + other_bytes / BYTES_PER_CYCLE) + (tiles_of_block - 1) * TURN_CYCLES
-    read = form.packed_bytes + plan.rows * plan.K * 2 + plan.rows * plan.outs * 2
+    read = plan.packed_bytes + plan.rows * plan.K * 2 + plan.rows * plan.outs * 2
     return Work((Phase(cycles, 0.0, {"memory": float(read)}),))

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
 from tilewright.candidates.triton import _module as module
-from tilewright.candidates.triton._casts import pointer_type
-from tilewright.candidates.triton._hopper_form import Form
+from tilewright.candidates.triton._hopper_build import compiled
 from tilewright.candidates.triton._hopper_plan import Plan, plan_of
-from tilewright.candidates.triton._hopper_ptx import Rewrite, narrowed, paired, rewriting, unsigned, widest_products
 from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import form_of, plan_for, point_of, points, work
-from tilewright.candidates.triton._hopper_text import Writer
-from tilewright.dtype import F8E4M3FN, F8E5M2, U8, DType
+from tilewright.dtype import F8E4M3FN, F8E5M2
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
 from tilewright.ir.ops import Param
@@ -31,15 +25,6 @@ from tilewright.schedule.schedule import Schedule
 SHORT_SUM_BITS = 14
 MOST_SPILLED = 64  # bytes of a thread, a few loads a tile
 MOST_TRIED = 12  # points; the ranking is better than what is left of them
-TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
-
-
-@dataclass(frozen=True)
-class Built:
-    """Machine code and the names of its arguments, in order."""
-
-    kernel: Any
-    names: tuple[str, ...]
 
 
 class Hopper:
@@ -118,88 +103,6 @@ def _sources(root: Any) -> Iterable[int]:
     from tilewright.ir.graph import toposort
 
     return (n.op.index for n in toposort((root,)) if isinstance(n.op, Param))
-
-
-def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dict[str, str]:
-    """Triton's type of each argument of a form's kernel."""
-    found: dict[str, str] = {}
-    for name in names:
-        if name == "a_desc":
-            found[name] = _descriptor(TMA_TYPES[form.lhs.dtype.name], form.lhs.box(form.rows, form.tile_k))
-        elif name == "b_desc":
-            found[name] = _descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(form.unit, form.tile_k))
-        elif name.endswith("_desc"):
-            out = form.outs[int(name[1:-5])]
-            what = (out.access.root, out.view) if name[0] == "c" else out.fetched
-            assert what is not None and what[1] is not None
-            found[name] = _descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
-        elif name == "partial":
-            found[name] = "*i32" if form.acc.is_integer else "*fp32"
-        elif name == "arrived":
-            found[name] = "*i32"
-        elif name[1:].isdigit():
-            at = int(name[1:])
-            found[name] = pointer_type(types[at] if name[0] == "p" else form.outs[at].access.root.dtype)
-        else:
-            found[name] = "i32"
-    return found
-
-
-def _descriptor(kind: str, box: Iterable[int]) -> str:
-    from triton.experimental.gluon import language as gl
-
-    extents = list(box)
-    element = gl.dtype(re.sub(r"^([iu])(?=\d)", lambda m: {"i": "int", "u": "uint"}[m[1]], kind))
-    layout = gl.NVMMASharedLayout.get_default_for(extents, element)
-    return f"tensordesc<{kind}{extents},{layout!r}>"
-
-
-def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> Built:
-    """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
-    writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
-    names = tuple(writer.arguments)
-    kinds = tuple(signature(form, names, types).items())
-    return Built(_machine_code(writer.write(), kinds, form.chained, _Rewritten.of(form), device), names)
-
-
-@dataclass(frozen=True)
-class _Rewritten:
-    """What is rewritten in a form's PTX."""
-
-    widest: bool
-    columns: int | None
-    lhs_unsigned: bool
-    rhs_unsigned: bool
-    paired: bool
-
-    @classmethod
-    def of(cls, form: Form) -> _Rewritten:
-        widest = form.acc.is_integer and form.shape_n == 256
-        columns = form.tile_n if form.tile_n < form.shape_n else None
-        return cls(widest, columns, form.lhs.dtype is U8, form.rhs.dtype is U8, form.paired)
-
-    def rewrites(self) -> list[Rewrite]:
-        """In order."""
-        found: list[Rewrite] = [widest_products] if self.widest else []
-        if self.columns is not None:
-            found.append(partial(narrowed, columns=self.columns))
-        if self.lhs_unsigned or self.rhs_unsigned:
-            found.append(partial(unsigned, lhs=self.lhs_unsigned, rhs=self.rhs_unsigned))
-        return [*found, paired] if self.paired else found
-
-
-@lru_cache(maxsize=512)
-def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, rewritten: _Rewritten, device: int) -> Any:
-    """Triton's compiled kernel of a text, which loads itself once, on the device that is then the current one."""
-    with rewriting(*rewritten.rewrites()):
-        return module.compiled(
-            module.module(text).gemm,
-            dict(kinds),
-            module.Arch("cuda", 90, 32),
-            num_warps=4,
-            launch_pdl=chained,
-            enable_fp_fusion=False,
-        )
 
 
 CANDIDATE = Hopper()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.candidates.triton import _module as module
+from tilewright.candidates.triton import _w4_tiles as tiles
 from tilewright.candidates.triton._call import caller
 from tilewright.candidates.triton._casts import pointer_type
 from tilewright.candidates.triton._hopper_ptx import clustered, rewriting
@@ -20,7 +21,7 @@ from tilewright.candidates.triton._w4_text import Writer
 from tilewright.dtype import DType
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import GPU, Kernel, Runner
-from tilewright.schedule.cost import Work
+from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -41,16 +42,30 @@ class HopperW4:
         plan = plan_of(problem)
         if isinstance(plan, str):
             return plan
-        return None if points(problem, target) else "no kernel of few rows fits"
+        if points(problem, target) or tiles.plan_of(problem) is not None:
+            return None
+        return f"{plan.rows} rows are many, and its weights are not 4-bit ones rounded once they are scaled"
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        return (schedule_of(p) for p in points(problem, target))
+        large = tiles.plan_of(problem)
+        found = [schedule_of(p) for p in points(problem, target)]
+        found += tiles.schedules(problem, large, target) if large else []
+        return sorted(found, key=lambda s: float(predict_us(self.work(problem, s, target), target)))
 
     def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
-        return work(Form(_plan(problem), point_of(schedule)), target)
+        plan = _plan(problem)
+        if "tile_m" in dict(schedule.knobs):
+            large = tiles.plan_of(problem)
+            assert large is not None
+            return tiles.work(problem, large, tiles.hopper_space.point_of(schedule), target)
+        return work(Form(plan, point_of(schedule)), target)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         plan = _plan(problem)
+        if "tile_m" in dict(schedule.knobs):
+            large = tiles.plan_of(problem)
+            assert large is not None
+            return tiles.build(self.name, problem, large, plan, schedule, target)
         form = Form(plan, point_of(schedule))
         kernel, names = compiled(form, tuple(t.dtype for t in problem.types), target.index)
         needs = module.needs(kernel)
@@ -70,7 +85,7 @@ class HopperW4:
             self.name,
             schedule,
             prepare,
-            packed_bytes=form.packed_bytes,
+            packed_bytes=plan.packed_bytes,
             unread=frozenset(sources) - frozenset(sides),
             registers=needs.registers,
             spills=needs.spills,
