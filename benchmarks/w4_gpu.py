@@ -2,10 +2,11 @@
 
     python benchmarks/w4_gpu.py [--shapes] [--rows 1,16] [--group 64] [--dtype f16] [--points 2] [--bytes 200000000]
 
-A call has a copy of the weight that no call before it in the graph had, so that it comes from memory and no cache. "chain": one
-product after the other; "alone": between kernels that end before the next one begins, less what those take. Peers are cuBLAS in
-f16, cuBLASLt in fp8 with scales and the activations' quantising, and torch's kernel for 4-bit weights (bf16). The error is the
-largest of the kernels' relative ones, against float64 on the dequantised weights. With --shapes, the weights of Llama 3 8B and 70B.
+A call has a copy of the weight that no call before it in the graph had, so that it comes from memory and no cache. "chain":
+one product after the other; "alone": between kernels that end before the next one begins, less what those take. Peers are
+cuBLAS in the activations' type, cuBLASLt in fp8 with their quantising, and torch's kernel for 4-bit weights (bf16). The error
+is the largest of the kernels' relative ones, against float64 on the dequantised weights. With --shapes, the weights of Llama 3
+8B and 70B.
 """
 
 from __future__ import annotations
