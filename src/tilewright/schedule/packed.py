@@ -11,7 +11,7 @@ from weakref import WeakValueDictionary
 import torch
 
 WORDS = 1 << 18  # of 32 bits that are summed together: a megabyte
-AT_ONCE = 64  # such sums
+AT_ONCE = 16  # such sums: what stands between takes 100 MB
 
 _held: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
 
