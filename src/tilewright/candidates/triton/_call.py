@@ -40,18 +40,28 @@ def caller(
     make = maker(outputs, target.device)
 
     def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
-        pointers, copies = fixed.copy(), None
-        for at, i in given:
-            t = sources[i]
-            pointers[at] = pointer = t.data_ptr()
-            if pointer % ALIGNED or not t.is_contiguous():
-                copies = dense(t), copies  # until the kernel is launched
-                pointers[at] = copies[0].data_ptr()
+        pointers, _copies = addresses(fixed, given, sources)
         made = make()
         launch(*pointers, *[t.data_ptr() for t in made])
         return made
 
     return on(target.index, run)
+
+
+def addresses(
+    fixed: list[int], given: Sequence[tuple[int, int]], sources: Sequence[torch.Tensor]
+) -> tuple[list[int], list[torch.Tensor]]:
+    """Where a kernel finds its arguments: `fixed`, with the addresses of sources in their places (place and source, each in
+    `given`), of a copy where one is not dense or not on a multiple of `ALIGNED`; and the copies, which must live until it is
+    launched."""
+    found, copies = fixed.copy(), list[torch.Tensor]()
+    for at, i in given:
+        t = sources[i]
+        found[at] = address = t.data_ptr()
+        if address % ALIGNED or not t.is_contiguous():
+            copies.append(dense(t))
+            found[at] = copies[-1].data_ptr()
+    return found, copies
 
 
 def on(index: int, run: Runner) -> Runner:

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from tilewright.candidates.triton._call import Counters, maker, on
+from tilewright.candidates.triton._call import Counters, addresses, dense, maker, on
 from tilewright.candidates.triton._hopper_form import Form, Side, size
 from tilewright.candidates.triton._hopper_plan import Matrix, Plan
-from tilewright.candidates.triton._hopper_view import ALIGNED, TmaView
+from tilewright.candidates.triton._hopper_view import TmaView
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
@@ -88,12 +88,6 @@ def expanded(kernel: Any, blocks: int, device: int) -> Callable[[Sequence[object
     return run
 
 
-def aligned(t: torch.Tensor) -> torch.Tensor:
-    """The tensor, dense and on an address that TMA takes."""
-    t = t.contiguous()
-    return t if t.data_ptr() % ALIGNED == 0 else t.clone()
-
-
 def runner(
     problem: Problem,
     plan: Plan,
@@ -119,10 +113,8 @@ def runner(
     fetched = [o.fetched for o in form.outs if o.fetched is not None]
     for meta, (leaf, view) in zip(metas[first + len(views) :], fetched, strict=True):
         arrays.append(of_view(view, size(leaf.dtype), meta))
-    held = [(_held(m, weights), m) for m, _ in operands]
     read = [leaf.op.index for leaf, _ in fetched if isinstance(leaf.op, Param)]
     read += [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
-    fixed = {i: aligned(weights[i]) for i in read if i in weights}
     plain = [i for i, o in enumerate(form.outs) if o.view is None]
     make = maker(problem.outputs, str(device))
     tiles = form.tiles(plan.batch, plan.M, plan.N)
@@ -132,27 +124,39 @@ def runner(
     known: dict[tuple[int, ...], list[object]] = {}
     partial = 2 * blocks * form.tile_m * form.shape_n
 
-    def scratch() -> list[torch.Tensor]:
-        if counters is None:
-            return []
-        return [torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters.take()]
+    # The kernel's arguments: what it multiplies, results by TMA, what else is read, other results, room for parts of sums.
+    fixed = [0] * (first + len(views) + len(read) + len(plain))
+    by_tma, by_pointer = range(first, first + len(views)), range(len(fixed) - len(plain), len(fixed))
+    written = list(zip((*by_tma, *by_pointer), (*(i for i, _ in views), *plain), strict=True))
+    constant = {at: t for at, (m, _) in enumerate(operands) if (t := _held(m, weights)) is not None}
+    constant |= {at: dense(weights[i]) for at, i in enumerate(read, by_tma.stop) if i in weights}
+    for at, t in constant.items():
+        fixed[at] = t.data_ptr()
+    laid_out = [(at, m) for at, (m, _) in enumerate(operands) if m.source is None and at not in constant]
+    given = [(at, m.source) for at, (m, _) in enumerate(operands) if m.source is not None and at not in constant]
+    given += [(at, i) for at, i in enumerate(read, by_tma.stop) if at not in constant]
 
-    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        multiplied = [h if h is not None else _operand(m, sources) for h, m in held]
+    def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
+        found, copies = addresses(fixed, given, sources)
+        for at, matrix in laid_out:
+            copies.append(matrix.copied(sources))
+            found[at] = copies[-1].data_ptr()
         out = make()
-        given = [fixed[i] if i in fixed else aligned(sources[i]) for i in read]
-        room = scratch()
-        tensors = [*multiplied, *(out[i] for i, _ in views), *given, *(out[i] for i in plain), *room]
-        addresses = tuple([t.data_ptr() for t in tensors])
-        arguments = known.get(addresses)
+        for at, i in written:
+            found[at] = out[i].data_ptr()
+        if counters is not None:
+            room = torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters.take()
+            found += [t.data_ptr() for t in room]
+        key = tuple(found)
+        arguments = known.get(key)
         if arguments is None:
             if len(known) >= MOST_KEPT:
                 known.clear()
             arguments = []
-            for array, address in zip(arrays, addresses, strict=False):
+            for array, address in zip(arrays, found, strict=False):
                 arguments += array.at(address)
-            arguments += [*addresses[len(arrays) :], *extents]
-            known[addresses] = arguments
+            arguments += [*found[len(arrays) :], *extents]
+            known[key] = arguments
         start(arguments)
         return out
 
@@ -164,13 +168,9 @@ def _held(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor |
     if not matrix.constant:
         return None
     if matrix.source is not None:
-        return aligned(weights[matrix.source])
+        return dense(weights[matrix.source])
     nodes = toposort((matrix.root,))
     if not any(isinstance(n.op, Dequantize) for n in nodes):
         return matrix.copied(weights)
     read = [weights[n.op.index] for n in nodes if isinstance(n.op, Param)]  # codes, which may be dropped and unpacked again
     return packed_once(read, matrix, lambda: matrix.copied(weights))
-
-
-def _operand(matrix: Matrix, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    return matrix.copied(sources) if matrix.source is None else aligned(sources[matrix.source])
