@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tilewright.schedule.measure import busy_us, repeated, synchronize, together
 
 WARM_UPS = 2
-SPAN_US = 1000.0  # between two events of a GPU: a hundred times what they take
+SPAN_US = 2000.0  # between two events of a GPU: two hundred times what they take
 RESTS = 4.0  # as long a GPU idles after each timing as it was busy: a product that goes on for long lowers the clock
 LOOKS = 3  # on a GPU: the first may compile, the second be captured; the third says how long a call is
 
