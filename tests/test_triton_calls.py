@@ -102,6 +102,20 @@ def test_weights_that_do_not_lie_densely_are_copied_once(cuda, monkeypatch):
     assert len(held) == 3 and len(set(addresses)) == 1
 
 
+def test_every_argument_of_a_hopper_kernel_has_its_place(cuda, monkeypatch):
+    calls = []
+    p = problem("bf16[256,128] @ bf16[128,256] + bias -> bf16")
+    run = started(monkeypatch, p, ["p2"], {}, calls.append)
+    x, w, b = torch.randn(256, 128).bfloat16(), torch.randn(128, 256).bfloat16(), torch.randn(256).bfloat16()
+    moved, spread = torch.randn(256 * 128 + 1).bfloat16()[1:].view(256, 128), torch.randn(512).bfloat16()[::2]
+    results = [run(sources)[0] for sources in ([x, w, b], [moved, w, b], [x, w, spread], [x, w, b])]
+    pointers = [[t.data_ptr() for t in (x, w, result, b)] for result in results]
+    assert all(call[4:] == [1, 256, 256, 128] for call in calls), "batch, M, N, K"
+    assert [call[:4] == wanted for call, wanted in zip(calls, pointers, strict=True)] == [True, False, False, True]
+    assert calls[1][1:4] == pointers[1][1:] and calls[1][0] not in (moved.data_ptr(), x.data_ptr()), "a copy on an even address"
+    assert calls[2][:3] == pointers[2][:3] and calls[2][3] not in (spread.data_ptr(), b.data_ptr()), "a dense copy"
+
+
 def test_machine_code_is_loaded_for_each_device():
     p = problem("bf16[256,128] @ bf16[128,256] -> bf16")
     plan, types = plan_of(p), tuple(t.dtype for t in p.types)
