@@ -32,7 +32,7 @@ class Brief(Emitter):
     EXPONENT = LOG2_E
 
     def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], near: Mapping[Node, str]) -> None:
-        """`near`: how leaves are read that are in shared memory by now."""
+        """`near`: names of leaves that were read already."""
         super().__init__(text, tile, pointer, NATIVE_FP8)
         self._near = near
         self._scaled: dict[str, tuple[str, str]] = {}  # products that are not computed yet: value and factor
@@ -76,7 +76,7 @@ class Brief(Emitter):
                 x, factor = self._scaled[done[value]]
                 return self.text.call("fma", x, factor, done[other])
         if n in self._near:
-            return self.text.v(self._near[n])
+            return self._near[n]
         for s in n.src:
             done[s] = self._computed(done[s])
         return super()._node(n, access, done)

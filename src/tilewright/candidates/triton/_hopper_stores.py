@@ -49,7 +49,7 @@ class Stores:
     def _scope(self, t: Text, out: Out, i: int, j: int) -> Brief:
         """An emitter for piece j of store i."""
         f = self.form
-        near = {} if out.fetched is None else {out.fetched[0]: f"{self._place(out, i, j, 'd')}.load({f'L{out.columns}'})"}
+        near = {} if out.fetched is None else {out.fetched[0]: f"d{j}"}
         layout = f"L{out.columns}"
         own = t.v(f"row + gl.arange(0, {f.rows}, gl.SliceLayout(1, {layout}))")
         rows = t.v(f"b * M + {own}")
@@ -88,6 +88,8 @@ class Stores:
                 if f.fetches and j >= f.leaving:
                     self._fetch(t, j)
                     self._fetched(t)
+                if f.fetches:
+                    t.do(f"d{j} = {self._place(out, i, j, 'd')}.load(L{out.columns})")
                 pieces.take(j, out.columns)
                 if self._always(out):
                     self._store(t, ahead[i, j], out, i, j)
