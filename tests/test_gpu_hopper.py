@@ -1,5 +1,7 @@
 """Hopper's products with long epilogues, on one: `pytest -m gpu` there. CI has none."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -32,13 +34,13 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
     plan = plan_of(problem)
     weights = {i: t.cuda() for i, t in enumerate(random_sources(problem)) if problem.weights[i]}
     kinds = {}
-    for p in points(problem, plan, target):
+    for p in points(problem, plan, replace(target, cores=4)):  # a few blocks, of many tiles each
         kinds.setdefault((p.tile_n, p.pingpong, p.paired, p.hold, p.widened, p.shared_tiles > 0), p)
     chosen = list(kinds.values())
     bench = Bench(problem, target, weights, watched=True)
     right = 0
-    for i, p in enumerate(chosen[:: max(len(chosen) // 10, 1)]):
+    for i, p in enumerate(chosen[:: -(-len(chosen) // 8)]):
         why = bench.attempt(i, CANDIDATE, p.schedule(plan.tile_k)).why
         assert why is None or "have no register" in why, f"{p}: {why}"
         right += why is None
-    assert right >= 5
+    assert right >= 4

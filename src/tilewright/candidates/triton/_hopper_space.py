@@ -44,6 +44,8 @@ PART_CYCLES = 0.63  # of each of its elements
 STEP_CYCLES = 1.0 / 64  # of an elementwise step on an element, for a warpgroup beside another one
 TURN_CYCLES = 0.07  # of an element of a tile that is stored while the next one is multiplied: shared memory serves both
 FETCHED_CYCLES, READ_CYCLES = 0.10, 0.25  # of an element of an operand as large as the result, by TMA or by threads
+FEWEST_TURNS = 4  # tiles of a block that are worth taking turns
+IN_TURNS = 0.93  # of a step, where one warpgroup alone multiplies: less than its bytes of shared memory say
 FEW_STAGES = 1.12  # a step of a ring of fewer than four
 INSTRUCTIONS = {"gelu": 12, "gelu_tanh": 10, "silu": 8, "logistic": 8, "exponential": 4, "erf": 16, "erfc": 16, "tanh": 14}
 QUANTISED_GELU, QUANTISED = 6, 4
@@ -198,6 +200,8 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
         if (waste > 4 and replace(base, widened=False) != SMALLEST) or (base.paired and base.tile_m >= plan.M):
             continue
         cores = target.cores // pairs
+        if base.pingpong and -(-_tiles(plan, base) // cores) < FEWEST_TURNS:
+            continue
         form = form_of(problem, plan_for(plan, base), base)
         for hold in _holds(form, steps, -(-_tiles(plan, base) // cores)):
             whole = (
@@ -305,7 +309,7 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     products = 2 * point.tile_m * point.tile_n * plan.tile_k / unit.ops_per_cycle
     read = (point.tile_m // 64) * (64 + point.tile_n) * 128
     step = max(products, (read + form.stage_bytes) / SHARED_BYTES_PER_CYCLE) * (SCALED if plan.blocks else 1)
-    step *= FEW_STAGES if point.num_stages < 4 else 1
+    step *= (FEW_STAGES if point.num_stages < 4 else 1) * (IN_TURNS if point.pingpong else 1)
     workers = point.blocks // (2 if point.paired else 1)
     whole = _tiles(plan, point) - point.shared_tiles
     each = -(-whole // workers) + point.shared_tiles / workers
