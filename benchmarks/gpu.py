@@ -70,8 +70,8 @@ def problem(line: str) -> Problem:
 
 
 def generated() -> list[Candidate]:
-    """The candidates that generate kernels."""
-    return [c for c in discover() if c.preference < 10 and "gemm" in c.kinds]
+    """The candidates that generate GPU kernels."""
+    return [c for c in discover() if c.preference < 10 and "gemm" in c.kinds and "cuda" in c.devices]
 
 
 def compile_one(job: tuple[str, Point, Target]) -> str | None:
