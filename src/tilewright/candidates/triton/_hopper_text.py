@@ -132,8 +132,9 @@ class Writer(Stores):
             stage.begin(t, f.coded)
         with t.block(self._each_tile()):
             self._which(t)
+            first, last = ("k0", "k1") if f.streamed else ("0", "nk")
             if f.coded:
-                stage.ask(t, f.coded, f.tile_n, "k0" if f.streamed else "0", "next")
+                stage.start(t, f.coded, f.tile_n, first, last)
             with t.block("for k in range(k0, k1):" if f.streamed else "for k in range(nk):"):
                 t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
                 t.do(f"mbarrier.expect(ready.index(s), {f.copied_bytes})")
@@ -144,8 +145,7 @@ class Writer(Stores):
                     if g == 0 and not f.coded:
                         self._load_rhs(t)
                 if f.coded:
-                    last = "k1" if f.streamed else "nk"
-                    stage.follow(t, f.coded, f.tile_n, f"gl.minimum(k + 1, {last} - 1)", f.unit, f"s * {f.units}")
+                    stage.follow(t, f.coded, f.tile_n, last, f.unit, f"s * {f.units}")
                     t.do("mbarrier.arrive(ready.index(s), count=1)")
                 t.do(f"s, phase = advance(s, phase, {f.num_stages})")
         if f.paired:  # a block stays until the other one has read all that it was sent, and has said so

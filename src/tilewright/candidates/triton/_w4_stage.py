@@ -87,7 +87,18 @@ def begin(t: Text, coded: Coded) -> None:
     t.do(f"beside = warp * {8 * coded.blocks * coded.subs} + down * {coded.run} + along * 0 + pair * 0 + step * 0")
 
 
-def ask(t: Text, coded: Coded, columns: int, k: str, prefix: str) -> None:
+def ahead(columns: int) -> int:
+    """Steps along K whose words are under way: memory is further off than a step takes, and registers are few."""
+    return 3 if columns <= 128 else 2
+
+
+def start(t: Text, coded: Coded, columns: int, k: str, last: str) -> None:
+    """Asks for a tile's words from step `k` on, of those before `last`."""
+    for i in range(ahead(columns)):
+        _ask(t, coded, columns, f"gl.minimum({k} + {i}, {last} - 1)", f"next{i}")
+
+
+def _ask(t: Text, coded: Coded, columns: int, k: str, prefix: str) -> None:
     """Loads of the words of step `k` of a tile of so many columns, by names that begin with `prefix`."""
     for i in range(columns // BLOCK):
         block = f"(pn * {columns // BLOCK} + {i})"
@@ -99,16 +110,18 @@ def ask(t: Text, coded: Coded, columns: int, k: str, prefix: str) -> None:
 
 
 def names(coded: Coded, columns: int, prefix: str) -> list[str]:
-    """What `ask` assigned."""
+    """What a step's words, scales and zero points are called."""
     kinds = ["words", "scale", *["zero"] * (coded.weights.zero is not None)]
     return [f"{prefix}_{kind}{i}" for i in range(columns // BLOCK) for kind in kinds]
 
 
-def follow(t: Text, coded: Coded, columns: int, k: str, unit: int, stage: str) -> None:
-    """Leaves what was asked for last, and asks for step `k`."""
-    for now, later in zip(names(coded, columns, "now"), names(coded, columns, "next"), strict=True):
-        t.do(f"{now} = {later}")
-    ask(t, coded, columns, k, "next")
+def follow(t: Text, coded: Coded, columns: int, last: str, unit: int, stage: str) -> None:
+    """Leaves the words of step `k`, and asks for those of a later one, before `last`."""
+    order = ["now", *(f"next{i}" for i in range(ahead(columns)))]
+    for now, later in zip(order, order[1:], strict=False):
+        for to, source in zip(names(coded, columns, now), names(coded, columns, later), strict=True):
+            t.do(f"{to} = {source}")
+    _ask(t, coded, columns, f"gl.minimum(k + {ahead(columns)}, {last} - 1)", order[-1])
     _leave(t, coded, columns, unit, stage, "now")
 
 

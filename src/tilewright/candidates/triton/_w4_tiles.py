@@ -30,7 +30,7 @@ from tilewright.schedule.schedule import Schedule
 FEWEST_ROWS = 33
 MOST_TRIED = 8
 WIDTHS = (64, 128, 256)  # columns of a tile: whole blocks of codes
-STEP_CYCLES = 6.0  # of the loading warps, for each column of a step along K
+STEP_CYCLES = 4.0  # of the loading warps, for each column of a step along K
 
 
 @lru_cache(maxsize=1024)
