@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import halves
@@ -118,7 +119,7 @@ def names(coded: Coded, columns: int, prefix: str) -> list[str]:
 def follow(t: Text, coded: Coded, columns: int, last: str, unit: int, stage: str) -> None:
     """Leaves the words of step `k`, and asks for those of a later one, before `last`."""
     order = ["now", *(f"next{i}" for i in range(ahead(columns)))]
-    for now, later in zip(order, order[1:], strict=False):
+    for now, later in pairwise(order):
         for to, source in zip(names(coded, columns, now), names(coded, columns, later), strict=True):
             t.do(f"{to} = {source}")
     _ask(t, coded, columns, f"gl.minimum(k + {ahead(columns)}, {last} - 1)", order[-1])
