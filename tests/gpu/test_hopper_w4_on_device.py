@@ -42,7 +42,7 @@ def test_every_kind_is_right_at_several_points():
         kinds = {}
         for s in CANDIDATE.schedules(problem, device()):
             kinds.setdefault(tuple(v for k, v in s.knobs if k in ("wide", "clusters", "cluster", "tile_m", "shared_tiles")), s)
-        cases += [(problem, s) for s in list(kinds.values())[:5]]
+        cases += [(problem, s) for s in list(kinds.values())[:3]]
     assert_right(CANDIDATE, cases)
 
 
