@@ -12,6 +12,7 @@ from functools import cache
 
 import torch
 
+from tilewright.compiler import optimise
 from tilewright.dtype import F32, DType, from_torch
 from tilewright.errors import InputError
 from tilewright.hardware.detect import detect
@@ -26,6 +27,7 @@ from tilewright.rows import MOST_ROWS, AnyRows, compile_rows
 from tilewright.runtime.packing import QuantizedWeight
 from tilewright.schedule.regimes import Progress, Regimes
 
+FEW_ROWS = 64  # for which kernels on Hopper scale sums rather than weights
 MOST_ROWS_OF_A_CPU = 512  # where a row costs the same in any number of them, and checking a kernel takes seconds
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]
@@ -81,7 +83,8 @@ class Form:
 def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int], Graph]:
     """The product as a program for each number of rows: inputs x [rows, in] and bias [out], result [rows, out] of x's type.
 
-    `weight` is asked for when a constant is read, and unpacked for that alone.
+    `weight` is asked for when a constant is read, and unpacked for that alone. For few rows weights are not rounded to x's type
+    once they are scaled, where a kernel scales sums of codes instead: that is more exact, and faster (`keeps_digits`).
     """
     out, inner = form.shape
     groups = -(-inner // form.group_size)
@@ -104,9 +107,16 @@ def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int
         x = input_("x", form.activations, (rows, inner))
         bias = None if form.bias is None else input_("bias", form.bias, (out,))
         y = quantised_linear(x, codes, scale, form.group_size, zero_point=zero, offset=shift, bias=bias, coded=form.coded)
-        return Graph("linear", (x,) if bias is None else (x, bias), (y,), ("y",))
+        graph = Graph("linear", (x,) if bias is None else (x, bias), (y,), ("y",))
+        return optimise(graph, excess_precision=True) if keeps_digits(form, rows) else graph
 
     return at
+
+
+def keeps_digits(form: Form, rows: int) -> bool:
+    """Whether weights stay as they are once they are scaled, though x has fewer digits: 4-bit ones, for few rows, on Hopper."""
+    few = rows <= FEW_ROWS and form.codes.bits == 4 and not form.coded
+    return few and "sm_90" in detect(form.device).features
 
 
 @cache
