@@ -38,9 +38,6 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
         kinds.setdefault((p.tile_n, p.pingpong, p.paired, p.hold, p.widened, p.shared_tiles > 0), p)
     chosen = list(kinds.values())
     bench = Bench(problem, target, weights, watched=True)
-    right = 0
     for i, p in enumerate(chosen[:: -(-len(chosen) // 8)]):
         why = bench.attempt(i, CANDIDATE, p.schedule(plan.tile_k)).why
-        assert why is None or "have no register" in why, f"{p}: {why}"
-        right += why is None
-    assert right >= 4
+        assert why is None, f"{p}: {why}"

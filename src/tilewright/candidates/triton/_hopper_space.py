@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
+from tilewright.candidates.triton._hopper_alike import alike
 from tilewright.candidates.triton._hopper_form import HELD, Form, Out, Side, size
 from tilewright.candidates.triton._hopper_plan import Plan, with_wide_stores
 from tilewright.candidates.triton._hopper_view import TmaView, tma_view
@@ -203,6 +204,8 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
         if base.pingpong and -(-_tiles(plan, base) // cores) < FEWEST_TURNS:
             continue
         form = form_of(problem, plan_for(plan, base), base)
+        if base.pingpong and base.tile_n > 128 and len(form.outs) > 1 and not alike(form.outs, base.tile_n):
+            continue  # there would be no registers for several codes
         for hold in _holds(form, steps, -(-_tiles(plan, base) // cores)):
             whole = (
                 hold

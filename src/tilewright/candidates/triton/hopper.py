@@ -14,7 +14,6 @@ from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import form_of, plan_for, point_of, points, work
 from tilewright.dtype import F8E4M3FN, F8E5M2
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Unsupported
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.cost import Work
@@ -23,7 +22,6 @@ from tilewright.schedule.schedule import Schedule
 
 # Hopper keeps about 14 bits of a sum of 8-bit float products (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2).
 SHORT_SUM_BITS = 14
-MOST_SPILLED = 64  # bytes of a thread, a few loads a tile
 MOST_TRIED = 12  # points; the ranking is better than what is left of them
 
 
@@ -61,8 +59,6 @@ class Hopper:
         form = form_of(problem, plan, point)
         built = compiled(form, tuple(t.dtype for t in problem.types), target.index)
         needs = module.needs(built.kernel)
-        if needs.spills > MOST_SPILLED:
-            raise Unsupported(f"{needs.spills} bytes of a thread's values have no register")
         device = torch.device(target.device)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
