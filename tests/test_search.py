@@ -251,6 +251,33 @@ def test_a_few_points_compete_and_the_rest_is_one_sentence(monkeypatch):
     assert fake.builds == 3 + search_module.DEPTH
 
 
+class Picky(Fake):
+    """Builds some of its points alone."""
+
+    def __init__(self, name, buildable, count):
+        super().__init__(name, schedules=[Schedule.of(point=i) for i in range(count)])
+        self._buildable = buildable
+
+    def build(self, problem, schedule, target):
+        if schedule["point"] not in self._buildable:
+            self.builds += 1
+            raise RuntimeError("no room in the registers")
+        return super().build(problem, schedule, target)
+
+
+def test_points_that_cannot_be_built_are_made_up_for_by_later_ones(monkeypatch):
+    pace = Pace(monkeypatch, lambda who: 10.0)
+    fake = Picky("picky", {2, 4}, 50)
+    d = search(PROBLEM, CPU, budget_s=1e-9, candidates=[fake, REFERENCE], depth=2)
+    assert pace.rounds == [[2, 4]] and fake.builds == 5 and d.kernel.schedule["point"] == 2
+    assert sum("failed to build: no room" in r.why for r in d.rejected) == 3
+    never = Picky("never", set(), 50)
+    d = search(PROBLEM, CPU, budget_s=0, candidates=[never, REFERENCE], depth=1)
+    assert never.builds == 1 + search_module.UNBUILT and d.kernel.candidate == "reference"
+    few = Picky("few", {1}, 2)
+    assert search(PROBLEM, CPU, budget_s=0, candidates=[few, REFERENCE]).kernel.schedule["point"] == 1
+
+
 def test_no_budget_builds_one_point_of_an_endless_space():
     asked = []
     fake, later = Fake("deep"), Fake("later", preference=40)

@@ -20,6 +20,7 @@ from tilewright.schedule.schedule import Schedule
 
 LARGE_BYTES = 16 << 20  # of a problem, from which a GPU works out its right results
 OPS_A_BYTE = 64
+UNBUILT = "failed to build"  # begins the sentence on a point that could not be
 GENERATED = 10  # candidates of a lower preference are generated here, and promise results to the bit on any number of threads
 
 
@@ -100,7 +101,7 @@ class Bench:
         try:
             kernel = candidate.build(self._problem, schedule, self._target)
         except Exception as error:
-            return Attempt(schedule, failure("failed to build", error))
+            return Attempt(schedule, failure(UNBUILT, error))
         self._kernels[key] = candidate, kernel
         return Attempt(kernel.schedule, None, kernel)
 

@@ -12,6 +12,7 @@ import torch
 
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
+from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
 from tilewright.schedule.bench import Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
 from tilewright.schedule.nursery import UnavailableError, say
@@ -24,6 +25,7 @@ POINT_BAND = 0.05  # between points of one: the cost model's order is worth more
 DEPTH = 2  # points of each candidate's space that compete from the start
 PROMISING = 1.5  # a candidate this many times slower than the winner is not looked at more deeply
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
+UNBUILT = 4  # points that could not be built, and are made up for by later ones
 RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the start, and for one more against the winner
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 
@@ -210,11 +212,7 @@ class _Search:
             elif self._trials and space.candidate.preference >= LAST_RESORT and not region:
                 self._reject(space.candidate.name, "not timed: a verified kernel exists")
             else:
-                for _ in range(depth):
-                    if self._trials and self._late(len(self._trials) + 1):
-                        self._reject(space.candidate.name, "not tried: the time for choosing was over")
-                        break
-                    self._try_next(space)
+                self._enter(space, depth)
         if not self._trials:
             raise self._nothing()
         if self._budget_s > 0 and time.perf_counter() < self._until:
@@ -223,6 +221,20 @@ class _Search:
         for trial in others:
             self._reject(_label(trial.space.candidate, trial.attempt.schedule), "not timed: the time for choosing was over")
         return first
+
+    def _enter(self, space: _Space, depth: int) -> None:
+        """Let so many points of a space compete; in place of one that cannot be built the next one, a few times."""
+        built = tried = 0
+        while built < depth and tried < depth + UNBUILT:
+            if self._trials and self._late(len(self._trials) + 1):
+                self._reject(space.candidate.name, "not tried: the time for choosing was over")
+                return
+            count = len(self._rejected)
+            if self._try_next(space) is None:
+                if len(self._rejected) == count:  # its space is used up
+                    return
+                built -= self._rejected[-1].why.startswith(UNBUILT_WHY)
+            built, tried = built + 1, tried + 1
 
     def _late(self, racing: int) -> bool:
         """Whether one more point, and a race of so many, would end too late."""
