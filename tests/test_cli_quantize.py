@@ -160,6 +160,8 @@ def test_schemes_and_granularity(tmp_path: Path) -> None:
     rows = of("--fp8", "--per-row")
     assert rows["scheme"] == "f8e4m3fn weights per column, f8e4m3fn activations per row"
     assert rows["layers"][0]["activation_scale"] is None
+    inner = [of("--fp8", *more)["scheme"] for more in (["--fp8-attention"], [])]
+    assert inner[0] == f"{inner[1]}, f8e4m3fn attention" and inner[1].endswith("f8e4m3fn activations per tensor")
     assert of("--w4=1")["layers"][0]["error"] < of("--w4=4")["layers"][0]["error"]
 
 
@@ -227,6 +229,9 @@ def test_options_that_exclude_each_other_or_do_nothing(verb: str, tmp_path: Path
     refused(invoke(verb, path, "--calibration", "x.npz"), "--calibration is for quantising", "add --int8, --fp8 or --w4")
     refused(invoke(verb, path, "--per-row"), "--per-row is for quantising")
     refused(invoke(verb, path, "--w4", "--per-row"), "--per-row scales activations, and --w4 leaves them in float")
+    refused(invoke(verb, path, "--fp8-attention"), "--fp8-attention is for quantising")
+    for more in (["--int8"], ["--fp8", "--per-row"]):
+        refused(invoke(verb, path, *more, "--fp8-attention"), "--fp8-attention is for --fp8 without --per-row")
     usage = invoke(verb, path, "--w4=0")
     assert usage.exit_code == 2 and "Invalid value for '--w4'" in usage.stderr
     if verb == "verify":

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,12 @@ import tilewright
 from test_llvm_attention import SHAPES, attention, quantised
 from test_llvm_rows import by_row, norm
 from test_llvm_rows import problem_of as region_of
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S32, S64, U8
+from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, PRED, S8, S32, S64, U8
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, convert, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Dequantize, Gather, Quantize, Select, Softmax
+from tilewright.ir.ops import Dequantize, Gather, Param, Quantize, Select, Softmax
 from tilewright.report.inputs import make_feeds
 from tilewright.report.perf import measure
 from tilewright.report.verify import verify_program
@@ -28,6 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from tilewright.candidates.triton import attention as triton_attention
+    from tilewright.candidates.triton import hopper_attention
     from tilewright.candidates.triton import rows as triton_rows
 
     GPU = detect("cuda")
@@ -243,6 +245,41 @@ def test_attentions_agree_with_the_oracle(dtype, causal):
     for mask, extents in ((PRED, (2, 1, 1, 300)), (F32, (1, 4, 200, 300))):
         node = attention((2, 4, 2, 200, 300, 64, 64), dtype, mask=(mask, extents), causal=causal)
         right(problem_of(node), triton_attention.CANDIDATE, 2)
+
+
+def whole_rows(node):
+    """The attention by Hopper's kernel, if this is one."""
+    if "sm_90" in GPU.features:
+        right(problem_of(node), hopper_attention.CANDIDATE, 4)
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16], ids=str)
+@pytest.mark.parametrize("causal", ["no", "upper", "lower"])
+def test_attentions_of_whole_rows_agree_with_the_oracle(dtype, causal):
+    for shape in (
+        (2, 4, 2, 70, 300, 64, 64),
+        (1, 2, 1, 130, 130, 32, 80),
+        (2, 3, 1, 1, 65, 64, 64),
+        (1, 2, 1, 200, 256, 128, 128),
+    ):
+        whole_rows(attention(shape, dtype, causal=causal, zero_masked_rows=True))
+    for mask, extents in ((PRED, (2, 1, 1, 300)), (PRED, (1, 1, 200, 300)), (F32, (1, 4, 200, 300)), (BF16, (2, 1, 1, 300))):
+        whole_rows(attention((2, 4, 2, 200, 300, 64, 64), dtype, mask=(mask, extents), causal=causal, zero_masked_rows=True))
+
+
+@pytest.mark.parametrize(("dtype", "codes"), [(F16, F8E4M3FN), (BF16, F8E5M2)], ids=str)
+@pytest.mark.parametrize("values", [True, False])
+def test_attentions_of_codes_agree_with_the_oracle(dtype, codes, values):
+    for shape, causal in (((2, 4, 2, 70, 300, 64, 64), "no"), ((1, 2, 1, 200, 200, 128, 48), "upper")):
+        plain = attention(shape, dtype, causal=causal, zero_masked_rows=True)
+        src, operands = list(plain.src), []
+        for i, s in enumerate(plain.src):
+            src[i] = input_("qkv"[i], codes if values or i < 2 else dtype, s.shape)
+            leaf = Node(Param(i, src[i].tensor))
+            operands.append(leaf if leaf.dtype is dtype else Node(Dequantize(dtype), leaf, const(0.02, F32)))
+        node = Node(replace(plain.op, operands=tuple(operands)), *src)
+        right(problem_of(node), triton_attention.CANDIDATE, 2)
+        whole_rows(node)
 
 
 def test_quantised_attention_agrees_with_the_oracle():

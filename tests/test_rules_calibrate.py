@@ -7,9 +7,10 @@ from rule_checks import arithmetic, assert_close, gemms, graph_of, kinds, result
 from tilewright.compiler import optimise
 from tilewright.dtype import F8E4M3FN, F16, F32, S4, S8, S32
 from tilewright.errors import InputError
-from tilewright.ir.build import const, input_, map_, swap_last
+from tilewright.ir.build import const, input_, map_, reshape, swap_last, transpose
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
-from tilewright.ir.ops import Dequantize, Quantize, gemm
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Attention, Dequantize, Quantize, gemm
 from tilewright.rules.calibrate import SMALLEST_SCALE, calibrate, quantizable, quantize, scheme
 from tilewright.schedule.problem import problem_of
 
@@ -64,6 +65,53 @@ def test_groups_of_k_share_a_scale_and_the_last_may_be_short(group):
         part = W1[start : start + group]
         assert ((got[start : start + group] - part).abs() <= part.abs().amax(0) / 7 / 2 * 1.001).all()
     assert problem_of(gemms(optimise(coded))[0]).rhs.stored.dtype is S4
+
+
+def attention_model(dtype=F16):
+    """Queries, keys and values from one input; what attends to what is passed on to a product."""
+    batch, heads, tokens, depth = 2, 2, 24, 16
+    width = heads * depth
+    x = input_("x", dtype, (batch, tokens, width))
+    generator = torch.Generator().manual_seed(1)
+
+    def weight():
+        return const((torch.randn(width, width, generator=generator) / 4).to(dtype.to_torch()), dtype)
+
+    parts = [transpose(reshape(gemm(x, weight(), out_dtype=dtype), (batch, tokens, heads, depth)), (0, 2, 1, 3)) for _ in "qkv"]
+    mixed = transpose(Node(Attention(depth**-0.5, "upper"), *parts), (0, 2, 1, 3))
+    graph = graph_of(gemm(reshape(mixed, (batch, tokens, width)), weight(), out_dtype=dtype))
+    return graph, [{"x": torch.randn(x.shape, generator=generator).to(dtype.to_torch())} for _ in range(2)]
+
+
+def test_fp8_attention_reads_codes_that_the_products_before_it_write():
+    graph, batches = attention_model()
+    seen = calibrate(graph, batches)
+    coded, layers = quantize(graph, scheme("fp8", attention=True), seen)
+    after = optimise(coded)
+    assert kinds(after) == ["quantize", "gemm", "attention", "gemm"] and len(layers) == 4
+    (attention,) = (n for n in after.nodes() if isinstance(n.op, Attention))
+    assert [s.dtype for s in attention.src] == [F8E4M3FN] * 3 and attention.dtype is F8E4M3FN
+    scales = [evaluate_nodes([o.src[1]], {})[0].item() for o in attention.op.operands]
+    (q,) = results(graph.with_outputs([next(n for n in graph.nodes() if isinstance(n.op, Attention)).src[0]], {}), batches[0])
+    assert scales[0] >= float(q.abs().max()) / 448 * 0.999 and all(0 < s < 1 for s in scales)
+    assert_close(coded, after, 6e-2)  # some codes lie on an edge
+    (wanted,), (got,) = (results(g, batches[0]) for g in (graph, after))
+    assert 0 < float((got - wanted).double().norm() / wanted.double().norm()) < 0.1
+
+
+def test_attention_stays_in_float_where_that_is_asked_for_or_it_loses_too_much():
+    graph, batches = attention_model()
+    seen = calibrate(graph, batches)
+    inner = scheme("fp8", attention=True)
+    schemes = [scheme("fp8"), scheme("int8", attention=True), scheme("fp8", rows="row", attention=True)]
+    for to, rtol in (*((s, None) for s in schemes), (inner, 1e-3)):
+        after = optimise(quantize(graph, to, seen, rtol=rtol)[0])
+        (attention,) = (n for n in after.nodes() if isinstance(n.op, Attention))
+        assert [s.dtype for s in attention.src[:3]] == [F16] * 3
+    graph, batches = attention_model()
+    batches[0]["x"][0, 0, 0] = float("inf")
+    coded, layers = quantize(graph, inner, calibrate(graph, batches))
+    assert coded.outputs == graph.outputs and all(layer.kept for layer in layers)
 
 
 def test_layers_that_lose_too_much_stay_in_float():

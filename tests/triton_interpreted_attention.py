@@ -1,6 +1,7 @@
 """Generated attention in Triton's interpreter against the oracle: run by test_triton_interpreted.py."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -164,6 +165,23 @@ def test_codes_of_every_type(dtype, zero, way):
     heads = heads_of(problem_of(node), NATIVE)
     assert heads.unit is F16 and isinstance(heads.on_scores, Rounded) and isinstance(heads.on_weights, Rounded)
     right(node, (way,), sizes=((16, 16),))
+
+
+@pytest.mark.parametrize(("dtype", "codes"), [(F16, F8E4M3FN), (BF16, F8E4M3FN), (F16, U8)], ids=str)
+@pytest.mark.parametrize("values", [True, False])
+def test_codes_are_multiplied_as_they_are_where_nothing_is_rounded_on_the_way(dtype, codes, values):
+    plain = attention((2, 3, 1, 20, 37, 16, 24), dtype, causal="upper")
+    zero = [const(120, codes)] if codes is U8 else []
+    src, operands = list(plain.src), []
+    for i, s in enumerate(plain.src):
+        kind = codes if values or i < 2 else dtype
+        src[i] = input_("qkv"[i], kind, s.shape)
+        leaf = Node(Param(i, src[i].tensor))
+        operands.append(leaf if kind is dtype else Node(Dequantize(dtype), leaf, const(0.02, F32), *zero))
+    node = Node(replace(plain.op, operands=tuple(operands)), *src)
+    heads = heads_of(problem_of(node), NATIVE)
+    assert heads.unit is dtype and heads.q.codes is not None and (heads.v.codes is not None) == values
+    right(node, sizes=((16, 16),))
 
 
 def test_fp8_that_the_hardware_does_not_convert_is_taken_apart():

@@ -46,6 +46,7 @@ class Compiling:
         scheme: int8, fp8 or w4 to quantise a float model, None to take the program as it is.
         group: elements of K that share a scale, for w4.
         per_row: activations are scaled per row as the program runs.
+        fp8_attention: what attention multiplies is quantised, too.
         calibration: .npz files, each a batch of inputs; none: random.
         rtol: products that lose more stay in float.
         dump: folder to write the graph after each stage to.
@@ -61,6 +62,7 @@ class Compiling:
     scheme: str | None = None
     group: int = W4_GROUP
     per_row: bool = False
+    fp8_attention: bool = False
     calibration: tuple[Path, ...] = ()
     rtol: float | None = None
     dump: Path | None = None
@@ -83,6 +85,7 @@ _options = all_of(
         help="Quantise a float model's weights to s4 by GROUP of K; --w4 alone is --w4=64.",
     ),
     click.option("--per-row", is_flag=True, help="With --int8, --fp8: scale activations per row as the program runs."),
+    click.option("--fp8-attention", is_flag=True, help="With --fp8: quantise queries, keys and values of attention, too."),
     click.option(
         "--calibration",
         type=click.Path(path_type=Path),
@@ -127,6 +130,7 @@ def _check(how: Compiling, rtol_compares: bool) -> None:
     idle = {
         "--calibration": bool(how.calibration),
         "--per-row": how.per_row,
+        "--fp8-attention": how.fp8_attention,
         "--rtol": how.rtol is not None and not rtol_compares,
     }
     for name, given in idle.items():
@@ -134,6 +138,8 @@ def _check(how: Compiling, rtol_compares: bool) -> None:
             raise InputError(f"{name} is for quantising", where="command line", hint="add --int8, --fp8 or --w4")
     if how.per_row and how.scheme == "w4":
         raise InputError("--per-row scales activations, and --w4 leaves them in float", where="command line")
+    if how.fp8_attention and (how.scheme != "fp8" or how.per_row):
+        raise InputError("--fp8-attention is for --fp8 without --per-row", where="command line")
 
 
 def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]]) -> Graph:
@@ -210,7 +216,9 @@ def _quantization(graph: Graph, how: Compiling) -> Quantization:
     batches = [_batch(graph, path) for path in how.calibration]
     if not batches:
         batches = [_tensors(graph, {f.shown.name: f.value for f in make_feeds(graph, seed=RANDOM_SEED)}, None)]
-    return Quantization(scheme(how.scheme, group=how.group, rows="row" if how.per_row else "tensor"), batches, rtol=how.rtol)
+    rows = "row" if how.per_row else "tensor"
+    to = scheme(how.scheme, group=how.group, rows=rows, attention=how.fp8_attention)
+    return Quantization(to, batches, rtol=how.rtol)
 
 
 def _batch(graph: Graph, path: Path) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 import torch
@@ -22,7 +22,7 @@ from tilewright.ir.build import const, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal as Data
-from tilewright.ir.ops import Const, Convert, Dequantize, Gemm, Param, Quantize
+from tilewright.ir.ops import Attention, Const, Convert, Dequantize, Gemm, Param, Quantize
 from tilewright.ir.types import Shape, TensorType
 
 SAMPLE_ROWS = 256
@@ -38,28 +38,32 @@ class Scheme:
         activation: type of the activations' codes; None leaves activations as they are.
         group: elements along K that share a weight's scale; 0 for one scale a column.
         rows: activations are scaled per row, computed at run time, instead of per tensor from calibration.
+        attention: type of the codes of what attention multiplies, per tensor from calibration; None leaves that as it is.
     """
 
     weight: DType
     activation: DType | None
     group: int = 0
     rows: Literal["tensor", "row"] = "tensor"
+    attention: DType | None = None
 
     def __str__(self) -> str:
         weight = f"{self.weight} weights per {f'group of {self.group}' if self.group else 'column'}"
-        return f"{weight}, {self.activation or 'float'} activations" + (f" per {self.rows}" if self.activation else "")
+        inner = f", {self.attention} attention" if self.attention else ""
+        return f"{weight}, {self.activation or 'float'} activations" + (f" per {self.rows}" if self.activation else "") + inner
 
 
 SCHEMES: dict[str, Callable[[int, Literal["tensor", "row"]], Scheme]] = {
     "int8": lambda group, rows: Scheme(S8, S8, 0, rows),
-    "fp8": lambda group, rows: Scheme(F8E4M3FN, F8E4M3FN, 0, rows),
+    "fp8": lambda group, rows: Scheme(F8E4M3FN, F8E4M3FN, 0, rows, F8E4M3FN if rows == "tensor" else None),
     "w4": lambda group, rows: Scheme(S4, None, group),
     "w8": lambda group, rows: Scheme(S8, None, 0),
 }
 
 
-def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tensor") -> Scheme:
-    """The scheme called `name`: int8, fp8, w4 or w8.
+def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tensor", attention: bool = False) -> Scheme:
+    """The scheme called `name`: int8, fp8, w4 or w8. With `attention`, fp8 with activations per tensor has codes for
+    what attention multiplies, too.
 
     Raises:
         InputError: no such scheme, or a group below 1.
@@ -68,7 +72,8 @@ def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tens
         raise InputError(f"no quantisation called {name!r}", hint=", ".join(SCHEMES))
     if group < 1:
         raise InputError(f"a group of {group} elements", hint="32, 64 or 128")
-    return SCHEMES[name](group, rows)
+    found = SCHEMES[name](group, rows)
+    return found if attention else replace(found, attention=None)
 
 
 @dataclass
@@ -107,9 +112,10 @@ class Layer:
 
 @dataclass
 class Calibration:
-    """Ranges by product."""
+    """Ranges by product, and by what an attention multiplies."""
 
     seen: dict[Node, Seen] = field(default_factory=dict[Node, Seen])
+    operands: dict[Node, Seen] = field(default_factory=dict[Node, Seen])
 
 
 def quantizable(node: Node) -> bool:
@@ -135,8 +141,11 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], devic
         if quantizable(node):
             found.seen[node] = Seen()
             readers.setdefault(_left(node), []).append(node)
+        found.operands |= {s: Seen() for s in _multiplied(node)}
 
     def visit(node: Node, value: object) -> None:
+        if node in found.operands:
+            _see(found.operands[node], cast("torch.Tensor", value), batched=False)
         for reader in readers.get(node, ()):
             _see(found.seen[reader], cast("torch.Tensor", value), batched=len(_right(reader).shape) > 2)
 
@@ -169,6 +178,11 @@ def _see(seen: Seen, value: torch.Tensor, *, batched: bool) -> None:
         seen.rows = rows[..., :: max(rows.shape[-2] // wanted, 1), :][..., :wanted, :].to("cpu", torch.float32, copy=True)
 
 
+def _multiplied(node: Node) -> tuple[Node, ...]:
+    """What an attention multiplies: queries, keys and values; nothing of other nodes."""
+    return node.src[:3] if isinstance(node.op, Attention) and not node.op.regions() else ()
+
+
 def _left(node: Node) -> Node:
     assert isinstance(node.op, Gemm) and isinstance(node.op.lhs.op, Param)
     return node.src[node.op.lhs.op.index]
@@ -182,9 +196,10 @@ def _right(node: Node) -> Node:
 def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float | None = None) -> tuple[Graph, list[Layer]]:
     """The model with every product that has a constant weight quantised, and what each lost.
 
-    A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float.
+    A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float; so does an
+    attention of which an operand is.
     """
-    replacement: dict[Node, Node] = {}
+    replacement = _quantized_attentions(graph, to, calibration, rtol)
     made: dict[Node, tuple[_Made, str | None]] = {}
     for node in graph.nodes():
         if node not in calibration.seen:
@@ -208,6 +223,22 @@ def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float 
         for (n, (m, kept)), now in zip(made.items(), after, strict=True)
     ]
     return whole.with_outputs(results, _named(whole.origins, layers)), layers
+
+
+def _quantized_attentions(graph: Graph, to: Scheme, calibration: Calibration, rtol: float | None) -> dict[Node, Node]:
+    """What stands for each attention of which all operands may be quantised; sums, scores and weights stay as they are."""
+    if to.attention is None:
+        return {}
+    coded: dict[Node, Node] = {}
+    for node, seen in calibration.operands.items():
+        if seen.rows is None or not seen.largest < float("inf"):
+            continue
+        exact = seen.rows.double()
+        error = float((_rounded(seen.rows, to.attention, "tensor", seen.largest).double() - exact).norm() / exact.norm())
+        if rtol is None or error <= rtol:
+            coded[node] = _quantized_activation(node, to.attention, "tensor", seen.largest)
+    attentions = [n for n in graph.nodes() if _multiplied(n) and all(s in coded for s in _multiplied(n))]
+    return {n: Node(n.op, *(coded[s] for s in _multiplied(n)), *n.src[3:]) for n in attentions}
 
 
 def _named(origins: Mapping[Node, str], layers: Sequence[Layer]) -> dict[Node, str]:

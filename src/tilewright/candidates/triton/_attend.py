@@ -328,8 +328,8 @@ class _Writer:
     def _store(self) -> None:
         h = self.h
         if h.v.codes is not None:
-            assert isinstance(h.on_weights, Rounded)
-            self.text.do(f"acc = acc * {h.v.codes.scale * h.on_weights.codes.scale!r}")
+            of_weights = h.on_weights.codes.scale if isinstance(h.on_weights, Rounded) else 1.0
+            self.text.do(f"acc = acc * {h.v.codes.scale * of_weights!r}")
         tile = self._columns("e", h.width, self.rows)
         with_acc = replace(tile, acc=Emitter(self.text, tile, _pointer, self.fp8).convert("acc", F32, h.result))
         for i, store in enumerate(h.stores):

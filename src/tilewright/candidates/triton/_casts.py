@@ -250,7 +250,11 @@ class Casts:
         factor = self.where(t.v(f"{size} < {2.0**-62!r}"), repr(2.0**64), factor)
         x, divisor = t.v(f"{x} * {factor}"), t.v(f"{divisor} * {factor}")
         inverse = t.call("div_rn", "1.0", divisor)
-        near = t.v(f"{x} * {inverse}")
+        return self.corrected(t.v(f"{x} * {inverse}"), x, divisor, inverse)
+
+    def corrected(self, near: str, x: str, divisor: str, inverse: str) -> str:
+        """x / divisor, given x * inverse."""
+        t = self.text
         rest = t.call("fma", near, t.v(f"-{divisor}"), x)
         exact = t.call("fma", rest, inverse, near)
         return self.where(t.v(f"{exact} == {exact}"), exact, near)  # beside infinities there is no remainder

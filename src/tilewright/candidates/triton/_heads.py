@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -12,7 +14,7 @@ from tilewright.ir.access import Access, Unsupported, of_operand, of_store
 from tilewright.ir.build import broadcast
 from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Acc, Const, Dequantize, Param, Quantize
+from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Param, Quantize
 from tilewright.schedule.problem import AttentionProblem
 
 
@@ -64,7 +66,7 @@ class Heads:
         batch, heads, shared: B, Hq, and queries' heads a key's head serves.
         queries, keys, depth, width: S, T, D, Dv.
         q, k, v: the operands.
-        unit: the type in which both products are done: f16 or bf16, or f32.
+        unit: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
         scale: of the scores, codes' scales included.
         causal, zero_masked_rows: see `Attention`.
         mask: over rows of queries by keys, pred or float.
@@ -120,10 +122,11 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
     codes = [_codes(t) for t in (q, k, v)]
     on_weights = None if op.weights is None else _rounded(op.weights, fp8)
     whole = all(c is not None and c[1].dtype.is_integer for c in codes[:2])  # no score is NaN
-    if all(c is not None for c in codes) and isinstance(on_weights, Rounded):
-        # All that is multiplied are codes, each of which an f16 holds, and so does it their differences from a zero point.
-        given = [Operand(of_operand(root, columns_last=True), c) for root, c in cast("list[tuple[Node, Codes]]", codes)]
-        unit, scale = F16, op.scale * cast("Codes", given[0].codes).scale * cast("Codes", given[1].codes).scale
+    unit = _unit_of_codes(op, (q, k, v), codes, isinstance(on_weights, Rounded), fp8)
+    if unit is not None:
+        roots = [(t, None) if c is None else c for t, c in zip((q, k, v), codes, strict=True)]
+        given = [Operand(of_operand(root, columns_last=True), c) for root, c in roots]
+        scale = op.scale * math.prod(o.codes.scale for o in given[:2] if o.codes is not None)
     else:
         given = [Operand(of_operand(t, columns_last=True), None) for t in (q, k, v)]
         narrow = q.dtype is k.dtype is v.dtype and q.dtype in (F16, BF16)
@@ -151,6 +154,19 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
     )
 
 
+def _unit_of_codes(
+    op: Attention, operands: Sequence[Node], codes: Sequence[tuple[Node, Codes] | None], rounded: bool, fp8: frozenset[str]
+) -> DType | None:
+    """The type in which codes are multiplied as they are, scaled afterwards: each is held by f16 and by bf16, and so is its
+    difference from a zero point. None where operands are multiplied as they were dequantised."""
+    types = {t.dtype for t in operands}
+    if rounded:  # weights are codes, too
+        return F16 if all(codes) and types == {F32} else None
+    unit = types.pop()
+    held = unit is F16 or (unit is BF16 and all(c is None or c[1].dtype not in FP8 or c[1].dtype.name in fp8 for c in codes))
+    return unit if held and not types and any(codes) and op.scores is None and op.weights is None else None
+
+
 def _number(n: Node) -> float | None:
     return float(n.op.data.tensor().reshape(()).item()) if isinstance(n.op, Const) and n.tensor.elements == 1 else None
 
@@ -159,7 +175,7 @@ def _meaning(n: Node) -> Codes | None:
     """What a dequantisation makes of 8-bit codes, if it is the same number everywhere."""
     source = n.src[0].dtype
     numbers = [_number(s) for s in n.src[1:]]
-    if not isinstance(n.op, Dequantize) or n.op.block is not None or None in numbers or n.dtype is not F32:
+    if not isinstance(n.op, Dequantize) or n.op.block is not None or None in numbers or n.dtype not in (F16, BF16, F32):
         return None
     scale, zero = (*cast("list[float]", numbers), 0.0)[:2]
     eight = source in FP8 or (source.is_integer and source.bits == 8)

@@ -1,0 +1,115 @@
+"""Sizes of attention on Hopper that holds whole rows of scores (`_hopper_attend.py`): which fit, and which are best."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewright.candidates.triton._attend import power
+from tilewright.candidates.triton._heads import Heads
+from tilewright.ir.access import Access, Place
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param
+
+ROWS = 64  # queries of a warpgroup
+WIDEST = 128  # keys of a product
+
+
+@dataclass(frozen=True)
+class Point:
+    """Sizes of a kernel.
+
+    Attributes:
+        splits: blocks that share a head's queries.
+        ones: weights are added up by the matrix unit, as their product with ones: fewer instructions and registers.
+    """
+
+    splits: int
+    ones: bool
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Keys of one product: where they start, and how many there are (zeros beyond the last)."""
+
+    start: int
+    extent: int
+
+    @property
+    def name(self) -> str:
+        """By which a kernel tells apart what it has for each."""
+        return f"{self.start}_{self.extent}"
+
+
+def chunks(keys: int) -> list[Chunk]:
+    """So many keys, as they are multiplied."""
+    padded = -(-keys // ROWS) * ROWS
+    return [Chunk(start, min(WIDEST, padded - start)) for start in range(0, padded, WIDEST)]
+
+
+def last_seen(heads: Heads, tile: int) -> int:
+    """How many keys a tile of queries sees, at most."""
+    if heads.causal == "no":
+        return heads.keys
+    shift = heads.keys - heads.queries if heads.causal == "lower" else 0
+    return min((tile + 1) * ROWS + shift, heads.keys)
+
+
+def shared_bytes(heads: Heads, point: Point) -> int:
+    """What a block keeps there: keys, values, one tile of queries, and a tile of results on its way out."""
+    each, width = heads.unit.bits // 8, power(heads.width)
+    depth_bytes = power(heads.depth) * (each if heads.q.codes is None else 1)
+    keys = sum(c.extent for c in chunks(heads.keys))
+    ones = 8 * WIDEST * each if point.ones else 0
+    leaving = max(max(s.root.dtype.bits // 8, 1) for s in heads.stores)
+    return keys * (depth_bytes + width * each) + ROWS * (depth_bytes + width * leaving) + ones
+
+
+def registers(heads: Heads) -> int:
+    """Of a thread, for its part of the scores and the result."""
+    return (sum(c.extent for c in chunks(heads.keys)) + power(heads.width)) // 2
+
+
+def unaligned(heads: Heads) -> str | None:
+    """A sentence, unless all rows of the operands lie in memory as copies of 16 bytes take them."""
+    for name, operand in (("queries", heads.q), ("keys", heads.k), ("values", heads.v)):
+        each = 128 // operand.dtype.bits
+        place = _place(operand.at) if operand.reads_nothing_as_zero else None
+        if place is None:
+            return f"its {name} are worked out from other values"
+        along = [t for t in place.columns if t.inner == 1]
+        steady = len(place.columns) == len(along) == 1 and along[0].stride == 1 and along[0].extent >= operand.at.columns_extent
+        if not steady or any(n % each for n in (place.offset, *(t.stride for t in place.rows))):
+            return f"rows of its {name} do not lie in pieces of 16 bytes"
+    return None
+
+
+def _place(at: Access) -> Place | None:
+    leaf = leaf_of(at)
+    return None if leaf is None else at.of_leaf(leaf)
+
+
+def leaf_of(at: Access) -> Node | None:
+    leaves = [n for n in at.views if isinstance(n.op, Param)]
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def blocks(heads: Heads, point: Point) -> int:
+    """Of the whole kernel."""
+    return heads.batch * heads.heads * point.splits
+
+
+def expected(heads: Heads, point: Point, multiprocessors: int, shared: int) -> float:
+    """How long a kernel takes, in tiles of queries that one block works at: its rounds of blocks, each of which waits for
+    keys and values first."""
+    tiles = -(-heads.queries // ROWS)
+    at_once = max(min(shared // (shared_bytes(heads, point) + 1024), 2), 1)
+    rounds = math.ceil(blocks(heads, point) / (multiprocessors * at_once))
+    return rounds * (1.0 + math.ceil(tiles / point.splits))
+
+
+def points(heads: Heads, multiprocessors: int, shared: int) -> list[Point]:
+    """That fit, best guess first."""
+    found = [Point(n, ones) for n in range(1, -(-heads.queries // ROWS) + 1) for ones in (False, True)]
+    found = [p for p in found if shared_bytes(heads, p) <= shared]
+    return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))

@@ -1,0 +1,115 @@
+"""Generated attention for Hopper that holds whole rows of scores in registers (`_hopper_attend.py`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import lru_cache
+
+from tilewright.candidates.triton._attend import power, sources_of
+from tilewright.candidates.triton._call import caller
+from tilewright.candidates.triton._casts import FP8, pointer_type
+from tilewright.candidates.triton._heads import Heads, heads_of
+from tilewright.candidates.triton._hopper_attend import NATIVE_FP8, WARPS, kernel_text
+from tilewright.candidates.triton._hopper_rows import Point, blocks, points, registers, unaligned
+from tilewright.candidates.triton._module import INSTALL, Arch, compiled, installed, launcher, module, needs
+from tilewright.dtype import F32
+from tilewright.hardware.target import Target
+from tilewright.ir.access import Unsupported
+from tilewright.schedule.candidate import GPU, Kernel
+from tilewright.schedule.problem import AttentionProblem, ProblemKind
+from tilewright.schedule.schedule import Schedule
+
+HELD = 224  # registers of a thread that scores and result may take
+MOST_TRIED = 4  # points
+
+
+@lru_cache(maxsize=256)
+def _heads(problem: AttentionProblem) -> Heads | str:
+    """The attention to generate, or the sentence why there is none."""
+    try:
+        found = heads_of(problem, NATIVE_FP8)
+        why = unaligned(found)
+    except Unsupported as unsupported:
+        return str(unsupported)
+    if found.unit is F32:
+        return "the matrix unit takes f16 or bf16 here"
+    if found.on_scores is not None or found.on_weights is not None:
+        return "its scores or weights are changed on the way"
+    if not _takes(found):
+        return "queries and keys are multiplied as f16, bf16 or both as one 8-bit float"
+    if found.scale <= 0:
+        return "its scale is not positive"
+    if found.causal == "lower" and found.keys < found.queries:
+        return "causality hides all keys from some queries"
+    if registers(found) > HELD or max(power(found.depth), power(found.width)) > 128:
+        return f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns"
+    return why or found
+
+
+def _takes(heads: Heads) -> bool:
+    """Whether there is a product of queries and keys as they are."""
+    q, k, v = (o.codes for o in (heads.q, heads.k, heads.v))
+    alike = q is k is None or (q is not None and k is not None and q.dtype is k.dtype and q.dtype in FP8)
+    return alike and all(c is None or (c.zero == 0 and c.dtype.name in NATIVE_FP8) for c in (q, k, v))
+
+
+class HopperAttention:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "hopper_attention"
+    kinds = frozenset[ProblemKind]({"attention"})
+    devices = GPU
+    preference = 4
+
+    def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
+        if "sm_90" not in target.features:
+            return "wgmma as it is used here is Hopper's (sm_90)"
+        if not installed():
+            return INSTALL
+        found = _heads(problem)
+        if isinstance(found, str):
+            return found
+        return None if self._points(found, target) else "keys and values of a head do not fit into shared memory"
+
+    def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
+        found = self._points(_found(problem), target)[:MOST_TRIED]
+        return (Schedule.of(splits=p.splits, sums="products" if p.ones else "adds") for p in found)
+
+    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
+        heads, point = _found(problem), point_of(schedule)
+        kernel = machine_code(heads, problem, point)
+        found = needs(kernel)
+        launch = launcher(kernel, (blocks(heads, point),), target.index)
+        return Kernel(
+            self.name,
+            schedule,
+            lambda weights: caller(sources_of(heads), problem.outputs, launch, weights, target),
+            registers=found.registers,
+            spills=found.spills,
+            shared_bytes=found.shared_bytes,
+        )
+
+    @staticmethod
+    def _points(heads: Heads, target: Target) -> list[Point]:
+        return points(heads, target.cores, target.caches_bytes.get("shared", target.chip.shared_bytes))
+
+
+def _found(problem: AttentionProblem) -> Heads:
+    heads = _heads(problem)
+    assert isinstance(heads, Heads)
+    return heads
+
+
+def point_of(schedule: Schedule) -> Point:
+    return Point(int(schedule["splits"]), schedule["sums"] == "products")
+
+
+def machine_code(heads: Heads, problem: AttentionProblem, point: Point) -> object:
+    """Triton's compiled kernel."""
+    types = {f"p{i}": problem.types[i] for i in sources_of(heads)} | {f"o{i}": t for i, t in enumerate(problem.outputs)}
+    signature = {name: pointer_type(t.dtype) for name, t in types.items()}
+    function = module(kernel_text(heads, point)).kernel
+    return compiled(function, signature, Arch("cuda", 90, 32), enable_fp_fusion=False, num_warps=WARPS)
+
+
+CANDIDATE = HopperAttention()

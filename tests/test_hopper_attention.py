@@ -1,0 +1,100 @@
+"""Attention that holds whole rows of scores: which it takes, in which sizes, and its machine code (no GPU at hand)."""
+
+from dataclasses import replace
+
+import pytest
+
+from test_triton_attention import bert, flash
+from test_triton_rows import gpu
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
+from tilewright.ir.build import const, input_, reshape, transpose
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Acc, Attention, Dequantize, Param, Quantize
+from tilewright.ir.types import TensorType
+from tilewright.schedule.problem import problem_of
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton import hopper_attention
+from tilewright.candidates.triton._hopper_rows import Chunk, Point, chunks, last_seen, registers
+from tilewright.candidates.triton._module import assembly, needs
+
+TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
+
+
+def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale=1.0):
+    """Queries, keys and, if `values`, values given as codes; a quantised result, its heads side by side."""
+    batch, heads, depth = 64, 12, 64
+    shape = (batch, heads, tokens, depth)
+    kinds = [codes, codes, codes if values else dtype]
+    src = [input_(name, kind, shape) for name, kind in zip("qkv", kinds, strict=True)]
+    leaves = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    operands = [Node(Dequantize(dtype), n, const(0.05, F32)) if n.dtype is codes else n for n in leaves]
+    acc = Node(Acc(TensorType(dtype, shape)))
+    store = transpose(Node(Quantize(codes), acc, const(0.01, F32)), (0, 2, 1, 3))
+    store = reshape(store, (batch, tokens, heads * depth))
+    return problem_of(Node(Attention(scale, causal, True, tuple(operands), stores=(store,)), *src))
+
+
+def code_of(problem, ones):
+    heads = hopper_attention._found(problem)
+    kernel = hopper_attention.machine_code(heads, problem, Point(1, ones))
+    return assembly(kernel), needs(kernel)
+
+
+@pytest.mark.parametrize(
+    ("problem", "first", "ones"),
+    [
+        (flash(mask=PRED), "HGMMA.64x128x16.F32", False),
+        (coded(causal="upper", tokens=128), "QGMMA.64x128x32.F32.E4M3.E4M3", True),
+    ],
+    ids=["f16, a mask", "f8e4m3fn, causal"],
+)
+def test_both_products_are_warpgroup_instructions_and_two_blocks_share_a_multiprocessor(problem, first, ones):
+    code, found = code_of(problem, ones)
+    assert first in code and "HGMMA.64x64x16.F32" in code and "HMMA.16816" not in code
+    assert 2 * code.count("WARPGROUP.ARRIVE") < code.count("GMMA.64x")  # else each waits for the one before
+    assert found.registers <= 255 and found.spills <= 256 and found.shared_bytes <= TWO_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (flash(F32), "the matrix unit takes f16 or bf16 here"),
+        (bert(S8, 128), "its scores or weights are changed on the way"),
+        (coded(S8), "queries and keys are multiplied as f16, bf16 or both as one 8-bit float"),
+        (coded(scale=-1.0), "its scale is not positive"),
+        (coded(tokens=448), "all scores of 448 keys do not fit into registers beside 64 columns"),
+        (flash(depth=128), "all scores of 384 keys do not fit into registers beside 128 columns"),
+        (flash(depth=20), "rows of its queries do not lie in pieces of 16 bytes"),
+        (
+            problem_of(
+                Node(Attention(1.0, "lower"), *(input_(n, F16, (1, 1, t, 64)) for n, t in (("q", 9), ("k", 8), ("v", 8))))
+            ),
+            "causality hides all keys from some queries",
+        ),
+    ],
+)
+def test_refusals(problem, why):
+    assert hopper_attention.CANDIDATE.refuse(problem, gpu()) == why
+    assert hopper_attention.CANDIDATE.refuse(flash(), gpu()) is None
+    assert "Hopper" in hopper_attention.CANDIDATE.refuse(flash(), gpu("sm_80"))
+
+
+def test_tiles_of_queries_see_as_many_keys_as_causality_lets_them():
+    heads = hopper_attention._found(flash())
+    assert chunks(300) == [Chunk(0, 128), Chunk(128, 128), Chunk(256, 64)] and chunks(64) == [Chunk(0, 64)]
+    assert registers(heads) == (384 + 64) // 2
+    assert [last_seen(heads, t) for t in range(6)] == [384] * 6
+    upper = replace(heads, causal="upper")
+    assert [last_seen(upper, t) for t in range(6)] == [64, 128, 192, 256, 320, 384]
+    lower = replace(heads, causal="lower", queries=100)
+    assert [last_seen(lower, t) for t in range(2)] == [348, 384]
+
+
+def test_a_head_is_shared_among_blocks_where_heads_are_few():
+    def splits(batch):
+        src = (input_(n, BF16, (batch, 12, 384, 64)) for n in "qkv")
+        return next(iter(hopper_attention.CANDIDATE.schedules(problem_of(Node(Attention(0.125), *src)), gpu())))["splits"]
+
+    assert (splits(1), splits(64)) == (6, 1)
