@@ -16,6 +16,7 @@ from tilewright.schedule.problem import problem_of
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton import hopper_attention
+from tilewright.candidates.triton._hopper_attend import kernel_text
 from tilewright.candidates.triton._hopper_rows import Chunk, Point, chunks, last_seen, registers
 from tilewright.candidates.triton._module import assembly, needs
 
@@ -98,3 +99,19 @@ def test_a_head_is_shared_among_blocks_where_heads_are_few():
         return next(iter(hopper_attention.CANDIDATE.schedules(problem_of(Node(Attention(0.125), *src)), gpu())))["splits"]
 
     assert (splits(1), splits(64)) == (6, 1)
+
+
+@pytest.mark.parametrize(("causal", "queries", "tiles"), [("upper", 384, 6), ("lower", 33, 1), ("lower", 130, 3)])
+def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tiles):
+    """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""
+    src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", queries), ("k", 384), ("v", 384))]
+    heads = hopper_attention._found(problem_of(Node(Attention(0.125, causal), *src)))
+    text = kernel_text(heads, Point(1, False))
+    shift = 384 - queries if causal == "lower" else 0
+    cut = {  # of each run of tiles, the chunks that its first query does not see whole
+        (len(chunks(last_seen(heads, t))), c)
+        for t in range(tiles)
+        for c in chunks(last_seen(heads, t))
+        if t * 64 + shift < c.start + c.extent - 1
+    }
+    assert text.count(" >= ") == len(cut) >= 1
