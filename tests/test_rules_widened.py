@@ -20,6 +20,7 @@ from tilewright.ir.carrier import operands_of
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, Gemm, gemm
+from tilewright.report.accuracy import accuracy
 from tilewright.report.inputs import make_feeds
 from tilewright.rules.calibrate import calibrate, quantize, scheme
 from tilewright.rules.half import half, in_half
@@ -116,6 +117,16 @@ def test_a_weight_that_alone_is_quantised_is_dequantised_to_half(bert: Graph) ->
     products = [n for n in optimise(made).nodes() if isinstance(n.op, Gemm)]
     assert {o.dtype for n in products for o in operands_of(n)} == {BF16}
     assert any(S4 is s.dtype for n in products for s in n.src)
+
+
+def test_attention_of_a_model_that_spells_it_out_is_quantised_when_asked(bert: Graph) -> None:
+    how = tilewright.Quantization(scheme("fp8", attention=True), [feeds(bert)])
+    program = tilewright.compile(bert, half="f16", budget_s=0, quantize=how)
+    attentions = [n for n in program.graph.nodes() if isinstance(n.op, Attention)]
+    assert len(attentions) == 2 and {s.dtype for n in attentions for s in n.src[:3]} == {F8E4M3FN}
+    drawn = make_feeds(bert)
+    losses = accuracy(bert, program, program.layers, drawn)
+    assert len(losses.layers) == 12 and all(0 < x.error < 0.2 for x in (*losses.layers, *losses.outputs))
 
 
 def test_compile_takes_it_and_names_what_is_none(bert: Graph) -> None:

@@ -20,7 +20,7 @@ from tilewright.ir.verify import verify
 from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
-from tilewright.rules.half import in_half
+from tilewright.rules.half import in_half, recognised
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.runtime.partition import decided, partition, problem_of_part
 from tilewright.schedule.key import text_of
@@ -132,6 +132,7 @@ def compile(
     dims = {name: tuple(shape) for name, shape in (input_dims or {}).items()}
     source, layers = load(program, LoadOptions(dims, batch, example_inputs)), ()
     if quantize is not None:
+        source = recognised(source) if quantize.scheme.attention is not None else source
         seen = calibrate(source, quantize.batches, target.device)
         source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
     if half is not None:

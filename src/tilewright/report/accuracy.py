@@ -48,10 +48,13 @@ def accuracy(source: Graph, program: Program, layers: Sequence[Made], feeds: Seq
     """
     inputs = bind(program, feeds)
     on_cpu = [t.cpu() for t in inputs]
-    exact, wanted = _sampled(source, on_cpu, {m.before for m in layers})
+    befores = {
+        m.before: None for m in layers
+    }  # of a model in which attention was recognised: not all of them nodes of `source`
+    exact, wanted = _sampled(source.with_outputs([*source.outputs, *befores]), on_cpu, set(befores))
     coded, _ = _sampled(program.source, on_cpu, {m.after for m in layers})
     losses = [Loss(m.where, str(m.before.type), relative_error(coded[m.after], exact[m.before])) for m in layers]
-    named = zip(source.output_names, source.outputs, program.run(inputs), wanted, strict=True)
+    named = zip(source.output_names, source.outputs, program.run(inputs), wanted[: len(source.outputs)], strict=True)
     outputs = [
         Loss(name, str(node.type), relative_error(got.cpu(), reference))
         for name, node, got, reference in named

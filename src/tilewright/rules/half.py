@@ -31,14 +31,19 @@ def half(name: str) -> DType:
     return dtype(name)
 
 
+def recognised(graph: Graph) -> Graph:
+    """The graph with its norms, activations and attentions in one node each."""
+    rules = [r for r in discover("tilewright.rules", Rule) if r.stage in RECOGNISED]
+    return rewrite(graph, rules, Trace())
+
+
 def in_half(graph: Graph, to: DType) -> Graph:
     """The model with its f32 products, attentions and norms in `to`, f16 or bf16; inputs and results keep their types.
 
     Norms and attention are recognised first, so that what they compute inside is not rounded. Products of two quantised
     operands, and masks that are added to scores, are left as they are; a weight that alone is quantised is dequantised to `to`.
     """
-    rules = [r for r in discover("tilewright.rules", Rule) if r.stage in RECOGNISED]
-    graph = rewrite(graph, rules, Trace())
+    graph = recognised(graph)
     rounded = {n for node in graph.nodes() for n in _met(node) if n.dtype is F32}
     origins = dict(graph.origins)
     settled: dict[Node, Node] = {}
