@@ -48,9 +48,8 @@ def accuracy(source: Graph, program: Program, layers: Sequence[Made], feeds: Seq
     """
     inputs = bind(program, feeds)
     on_cpu = [t.cpu() for t in inputs]
-    befores = {
-        m.before: None for m in layers
-    }  # of a model in which attention was recognised: not all of them nodes of `source`
+    # Attention may have been recognised first: not all of these are nodes of `source`.
+    befores = dict.fromkeys(m.before for m in layers)
     exact, wanted = _sampled(source.with_outputs([*source.outputs, *befores]), on_cpu, set(befores))
     coded, _ = _sampled(program.source, on_cpu, {m.after for m in layers})
     losses = [Loss(m.where, str(m.before.type), relative_error(coded[m.after], exact[m.before])) for m in layers]
