@@ -98,7 +98,7 @@ class HopperW4:
 
 def _spilling_last(problem: Problem, ranked: Iterable[Schedule], target: Target) -> Iterable[Schedule]:
     """The points in their order, but that of the first few those come last whose registers do not suffice: no rate that ranks
-    them tells, and they took twice as long on an H200 as what they stood before."""
+    them tells."""
     late: list[Schedule] = []
     for at, schedule in enumerate(ranked):
         if at < LOOKED_AT and "tile_m" not in dict(schedule.knobs):
