@@ -119,6 +119,35 @@ def test_what_a_checkpoint_has_not(tmp_path):
         tilewright.read_checkpoint(tmp_path).weight("x")
 
 
+@pytest.mark.parametrize(
+    ("gone", "said"),
+    [
+        ("a.up.scales", "qweight without scales"),
+        ("b.up.qzeros", "qweight without qzeros"),
+        ("c.up.weight_scale", "weight_packed without weight_scale"),
+    ],
+)
+def test_a_layer_of_which_a_part_is_missing_is_refused(gone, said, tmp_path):
+    save_file({n: t for n, t in layers().items() if n != gone}, tmp_path / "model.safetensors")
+    layer = gone.rpartition(".")[0]
+    read = tilewright.read_checkpoint(tmp_path)
+    assert read.layers[layer] == said and len(read.layers) == 3
+    with pytest.raises(InputError, match=said) as caught:
+        read.weight(layer)
+    assert caught.value.where == layer and caught.value.hint.startswith(gone)
+
+
+@pytest.mark.parametrize("layer", ["a.up", "c.up"])
+def test_scales_that_are_no_numbers_are_refused(layer, tmp_path):
+    tensors = layers()
+    name = f"{layer}.{'scales' if layer == 'a.up' else 'weight_scale'}"
+    tensors[name] = tensors[name].clone()
+    tensors[name].view(-1)[3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=rf"a scale that is not finite \({layer}\)"):
+        tilewright.read_checkpoint(tmp_path).weight(layer)
+
+
 def written(path, header, data=b""):
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)

@@ -383,3 +383,29 @@ def test_a_weight_with_an_order_stays_an_operation():
     program = tilewright.compile(torch.nn.Sequential(layer), example_inputs=(x,), budget_s=0)
     assert any(n.op.name == "call" for n in program.source.nodes())
     torch.testing.assert_close(program(x), layer(x))
+
+
+def test_a_bias_that_does_not_fit_is_refused_before_any_kernel_reads_it():
+    made = tilewright.Linear.from_float(torch.nn.Linear(64, 32))
+    x = torch.randn(2, 64)
+    for wrong in (torch.randn(0), torch.randn(1), torch.randn(31), torch.randn(32, 1)):
+        made.bias = torch.nn.Parameter(wrong, requires_grad=False)
+        with pytest.raises(TypeMismatchError, match="a bias of shape") as caught:
+            made(x)
+        assert caught.value.hint == "[32], one a row of the weight"
+    made.bias = torch.nn.Parameter(torch.empty(32, device="meta"), requires_grad=False)
+    with pytest.raises(TypeMismatchError, match="the bias is on meta and the weight on cpu"):
+        made(x)
+    made.bias = None
+    with pytest.raises(TypeMismatchError, match="x is on cpu and the weight on meta"):
+        made.to("meta")(x)
+
+
+def test_a_state_dict_of_8_bit_activations_is_not_taken_for_another():
+    module = torch.nn.Linear(64, 32)
+    coded = tilewright.Linear.from_float(module, quantize_activations=True)
+    plain = tilewright.Linear.from_float(module)
+    with pytest.raises((InputError, RuntimeError), match="activations in 8 bits"):
+        plain.load_state_dict(coded.state_dict())
+    with pytest.raises((InputError, RuntimeError), match="activations in 8 bits"):
+        coded.load_state_dict(plain.state_dict())

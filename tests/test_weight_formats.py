@@ -174,7 +174,9 @@ def test_what_is_no_such_layout_is_refused():
         from_gptq(packed, stored, scales.t().long())
     with pytest.raises(InputError, match="GPTQ version 3"):
         from_gptq(packed, stored, scales.t(), version=3)
-    with pytest.raises(InputError, match=r"steps off their zero points as version 1 .* as version 2\n  try: version=1 for"):
+    with pytest.raises(
+        InputError, match=r"steps off their zero points as version 1 .* as version 2\n  try: version=1 or 2; in a config.json"
+    ):
         from_gptq(words(codes.clamp(min=12), 4).t(), stored, scales.t())
     with pytest.raises(TypeMismatchError, match=r"g_idx torch.int32\[3\]\n  try: a group for each of 64 inputs"):
         from_gptq(packed, stored, scales.t(), torch.zeros(3).int())

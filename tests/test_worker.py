@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import pytest
 import torch
 
 from dropped import dropped
-from tilewright.dtype import F32
+from tilewright.dtype import F32, from_torch
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_
+from tilewright.ir.literal import Literal
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
+from tilewright.ir.types import TensorType
 from tilewright.schedule import nursery as nursery_module
 from tilewright.schedule import search as search_module
 from tilewright.schedule.candidate import discover
@@ -26,6 +29,7 @@ from tilewright.schedule.nursery import SWITCH, nursery
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.regimes import Family
 from tilewright.schedule.search import search
+from tilewright.schedule.worker import _pickled
 
 CPU = detect("cpu")
 COST_S = 5.0
@@ -328,3 +332,12 @@ def test_real_candidates_are_all_found_there():
     assert d.measured and d.kernel.candidate in {c.name for c in discover()}
     assert not [r for r in d.rejected if r.why.startswith("failed") or r.fatal]
     assert search_module.TIE_BAND < 0.1
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_8_bit_floats_reach_another_process(codes: torch.dtype) -> None:
+    weight = torch.randn(6, 5).to(codes)
+    whole = pickle.loads(_pickled(Literal(TensorType(from_torch(codes), (6, 5)), weight, "w"))).tensor()
+    part, one = pickle.loads(_pickled([weight[::2, 1:4], weight[0, 0]]))
+    for got, want in ((whole, weight), (part, weight[::2, 1:4]), (one, weight[0, 0])):
+        assert got.dtype is codes and torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))

@@ -82,7 +82,7 @@ _options = all_of(
         "--w4",
         type=click.IntRange(min=1),
         metavar="GROUP",
-        help="Quantise a float model's weights to s4 by GROUP of K; --w4 alone is --w4=64.",
+        help="Quantise a float model's weights to s4 by GROUP of K: --w4=128; --w4 alone is --w4=64.",
     ),
     click.option("--per-row", is_flag=True, help="With --int8, --fp8: scale activations per row as the program runs."),
     click.option("--fp8-attention", is_flag=True, help="With --fp8: quantise queries, keys and values of attention, too."),
@@ -135,11 +135,16 @@ def _check(how: Compiling, rtol_compares: bool) -> None:
     }
     for name, given in idle.items():
         if given and how.scheme is None:
-            raise InputError(f"{name} is for quantising", where="command line", hint="add --int8, --fp8 or --w4")
+            raise InputError(
+                f"{name} is for quantising",
+                where="command line",
+                hint="add --fp8" if name == "--fp8-attention" else "add --int8, --fp8 or --w4",
+            )
     if how.per_row and how.scheme == "w4":
         raise InputError("--per-row scales activations, and --w4 leaves them in float", where="command line")
     if how.fp8_attention and (how.scheme != "fp8" or how.per_row):
-        raise InputError("--fp8-attention is for --fp8 without --per-row", where="command line")
+        hint = "leave --per-row out" if how.scheme == "fp8" else "--fp8 in its place"
+        raise InputError("--fp8-attention is for --fp8 without --per-row", where="command line", hint=hint)
 
 
 def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]]) -> Graph:

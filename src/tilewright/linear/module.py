@@ -196,4 +196,5 @@ class Linear(torch.nn.Module):
             )
 
     def _meaning(self) -> str:
-        return f"{self.code_type} codes, {from_torch(self.scales.dtype)} scales per {self.group_size}"
+        activations = ", activations in 8 bits" if self.quantize_activations else ""
+        return f"{self.code_type} codes, {from_torch(self.scales.dtype)} scales per {self.group_size}{activations}"

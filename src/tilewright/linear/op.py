@@ -18,6 +18,7 @@ from tilewright.errors import InputError, TypeMismatchError
 from tilewright.linear.kernels import Form, Kernels
 from tilewright.runtime.packing import QuantizedWeight
 
+BIAS = 4  # of the arguments behind the packed codes
 NAME = "tilewright::linear"
 SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, Tensor? zero_points, Tensor? offsets, Tensor? order, Tensor? bias, "
@@ -124,8 +125,7 @@ def _linear(
     kernels = None
     if held is not None and held.made_of == _made_of(packed, scales, zero_points, offsets, code_type, group_size):
         kernels = held.by_use.get((x.dtype, None if bias is None else bias.dtype, coded))
-    if x.device != packed.device or (bias is not None and bias.device != packed.device):
-        raise TypeMismatchError(f"x is on {x.device} and the weight on {packed.device}", hint="module.to(x.device)")
+    _check(x, packed, bias)
     if kernels is None:
         weight = QuantizedWeight(dtype(code_type), packed, scales, x.shape[-1], group_size, zero_points, offsets, order)
         kernels = kernels_for(weight, x.dtype, None if bias is None else bias.dtype, coded=coded)
@@ -136,7 +136,25 @@ def _linear(
     return result if x.dim() == 2 else result.reshape(*x.shape[:-1], packed.shape[0])
 
 
-def _shape(x: torch.Tensor, packed: torch.Tensor, *others: object) -> torch.Tensor:
+def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """See that kernels, which read by address, find what they were made for.
+
+    Raises:
+        TypeMismatchError: x, the weight and the bias lie on several devices, or the bias has not one element a row.
+    """
+    if x.device != packed.device:
+        raise TypeMismatchError(f"x is on {x.device} and the weight on {packed.device}", hint="module.to(x.device)")
+    if bias is None:
+        return
+    if bias.device != packed.device:
+        hint = "module.to(x.device)" if bias.device.type != "meta" else "give it data: its checkpoint had none"
+        raise TypeMismatchError(f"the bias is on {bias.device} and the weight on {packed.device}", hint=hint)
+    if bias.shape != packed.shape[:1]:
+        raise TypeMismatchError(f"a bias of shape {list(bias.shape)}", hint=f"[{packed.shape[0]}], one a row of the weight")
+
+
+def _shape(x: torch.Tensor, packed: torch.Tensor, *others: Any) -> torch.Tensor:
+    _check(x, packed, others[BIAS])  # torch comes here whenever one of them is a meta tensor
     return x.new_empty((*x.shape[:-1], packed.shape[0]))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -28,7 +28,7 @@ class Checkpoint:
     """Tensors by name, and layers that stand for quantised weights; each is read when asked for.
 
     Attributes:
-        layers: names of the quantised layers, such as "model.layers.0.mlp.up_proj", with the format of each.
+        layers: names of the quantised layers, such as "model.layers.0.mlp.up_proj", with the format of each, or what it lacks.
     """
 
     def __init__(self, files: list[TensorFile], labelled: int | None) -> None:
@@ -39,9 +39,13 @@ class Checkpoint:
     def _found(self) -> Iterator[tuple[str, str]]:
         for name in self._file:
             layer, _, last = name.rpartition(".")
-            if last == _PACKED[0] and f"{layer}.{_PACKED[1]}" in self._file:
+            parts = next((p for p in (_PACKED, _WORDS) if last == p[0]), ())
+            missing = [n for n in parts if f"{layer}.{n}" not in self._file]
+            if missing:
+                yield layer, f"{last} without {missing[0]}"
+            elif last == _PACKED[0]:
                 yield layer, "compressed-tensors"
-            elif last == _WORDS[0] and all(f"{layer}.{n}" in self._file for n in _WORDS):
+            elif last == _WORDS[0]:
                 shape, scales = (self._file[f"{layer}.{n}"].shape(f"{layer}.{n}") for n in ("qweight", "scales"))
                 yield layer, "gptq" if shape[-1:] == scales[-1:] else "awq"
 
@@ -82,21 +86,29 @@ class Checkpoint:
         if layer not in self.layers:
             raise InputError(f"the checkpoint has no quantised layer {layer!r}", hint=_some(self.layers))
 
+        if " without " in self.layers[layer]:
+            missing = f"{layer}.{self.layers[layer].rpartition(' ')[2]}"
+            raise InputError(self.layers[layer], where=layer, hint=f"{missing}, which another file of the checkpoint may hold")
+
         def part(name: str) -> torch.Tensor | None:
             return self._file[f"{layer}.{name}"].tensor(f"{layer}.{name}") if f"{layer}.{name}" in self._file else None
 
         try:
-            if self.layers[layer] == "compressed-tensors":
-                names = *_PACKED, "weight_shape", "weight_zero_point", "weight_g_idx"
-                packed, scale, *others = (part(n) for n in names)
-                assert packed is not None and scale is not None
-                return from_compressed_tensors(packed, scale, *others)
-            qweight, qzeros, scales = (cast("torch.Tensor", part(n)) for n in _WORDS)
-            if self.layers[layer] == "awq":
-                return from_awq(qweight, qzeros, scales)
-            return self._gptq(qweight, qzeros, scales, part("g_idx"))
+            return _finite(self._read(layer, part))
         except TilewrightError as error:
             raise type(error)(error.what, where=layer, hint=error.hint) from error
+
+    def _read(self, layer: str, part: Callable[[str], torch.Tensor | None]) -> QuantizedWeight:
+        """A layer by its format, `part` giving its tensors by their last name."""
+        if self.layers[layer] == "compressed-tensors":
+            names = *_PACKED, "weight_shape", "weight_zero_point", "weight_g_idx"
+            packed, scale, *others = (part(n) for n in names)
+            assert packed is not None and scale is not None
+            return from_compressed_tensors(packed, scale, *others)
+        qweight, qzeros, scales = (cast("torch.Tensor", part(n)) for n in _WORDS)
+        if self.layers[layer] == "awq":
+            return from_awq(qweight, qzeros, scales)
+        return self._gptq(qweight, qzeros, scales, part("g_idx"))
 
     def _gptq(
         self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor | None
@@ -108,6 +120,17 @@ class Checkpoint:
             if self._labelled is None:
                 raise
             return from_gptq(qweight, qzeros, scales, g_idx, version=self._labelled)
+
+
+def _finite(weight: QuantizedWeight) -> QuantizedWeight:
+    """The weight, if its scales are numbers.
+
+    Raises:
+        InputError: one is not.
+    """
+    if not bool(torch.isfinite(weight.scales).all()):
+        raise InputError("a scale that is not finite", hint="fetch the checkpoint again, or quantise the layer anew")
+    return weight
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:

@@ -93,7 +93,7 @@ def _version(codes: torch.Tensor, as_version: Mapping[int, torch.Tensor], group:
     if found[version] > SURE or found[3 - version] < 1 - SURE:
         raise InputError(
             f"codes lie {found[1]:.2f} steps off their zero points as version 1 and {found[2]:.2f} as version 2",
-            hint="version=1 for checkpoints of AutoGPTQ, version=2 for those labelled gptq_v2",
+            hint="version=1 or 2; in a config.json beside the files: quantization_config.checkpoint_format gptq or gptq_v2",
         )
     return version
 

@@ -210,7 +210,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: object) -> Any:
         if isinstance(obj, Literal):
             return Literal, (obj.type, obj.tensor().detach().clone(), obj.label)
+        if isinstance(obj, torch.Tensor) and obj.dtype.is_floating_point and obj.itemsize == 1:
+            return _seen_as, (obj.detach().contiguous().view(torch.uint8), obj.dtype)
         return NotImplemented
+
+
+def _seen_as(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An 8-bit float tensor from its bits: torch cannot read one back from a pickle."""
+    return codes.view(dtype)
 
 
 def _pickled(message: object) -> bytes:
