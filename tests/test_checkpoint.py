@@ -70,11 +70,14 @@ def test_a_folder_of_shards(tmp_path):
     index.write_text(json.dumps({"weight_map": {"x": "../0.safetensors"}}))
     with pytest.raises(InputError, match=r"the index names '../0.safetensors', which is no file beside it"):
         tilewright.read_checkpoint(tmp_path)
+    index.write_text(json.dumps({"weight_map": {"x": "0.safetensors", "y": "2.safetensors"}}))
+    with pytest.raises(InputError, match=r"the index names '2.safetensors', which is no .*\n  try: fetch the checkpoint whole"):
+        tilewright.read_checkpoint(tmp_path)
     index.write_text("{}")
     with pytest.raises(InputError, match="an index without a weight_map"):
         tilewright.read_checkpoint(tmp_path)
     index.write_text("[")
-    with pytest.raises(InputError, match="no table in JSON"):
+    with pytest.raises(InputError, match=r"(?s)no table in JSON.*try: fetch the file again"):
         tilewright.read_checkpoint(tmp_path)
 
 
@@ -100,7 +103,7 @@ def test_the_label_counts_where_the_zero_points_do_not_tell(tmp_path, label, ver
 def test_what_a_checkpoint_has_not(tmp_path):
     with pytest.raises(InputError, match=r"no \.safetensors file in"):
         tilewright.read_checkpoint(tmp_path)
-    with pytest.raises(InputError, match=r"cannot read .*nothing\.safetensors: No such file"):
+    with pytest.raises(InputError, match=r"cannot read .*nothing\.safetensors: No such file.*\n  try: a \.safetensors file"):
         tilewright.read_checkpoint(tmp_path / "nothing.safetensors")
     save_file(layers(), tmp_path / "model.safetensors")
     read = tilewright.read_checkpoint(tmp_path)
@@ -191,6 +194,27 @@ def test_mutants_are_read_or_refused(tmp_path, changes, cut):
             read.bias(name)
     except TilewrightError:
         pass
+
+
+@pytest.mark.parametrize("path", [None, 3, b"model.safetensors"])
+def test_what_is_no_path(path):
+    with pytest.raises(InputError, match=rf"an argument of type {type(path).__name__} \(path\)\n  try: a folder"):
+        tilewright.read_checkpoint(path)
+
+
+def test_files_of_other_formats_are_called_what_they_are(tmp_path):
+    torch.save({"a": torch.zeros(3)}, tmp_path / "m.pt")
+    with pytest.raises(InputError, match=r"no \.safetensors file in .*\n  try: m.pt is of another format: write its tensors"):
+        tilewright.read_checkpoint(tmp_path)
+    torch.save({"a": torch.zeros(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    for name in ("m.pt", "old.pt"):
+        with pytest.raises(
+            InputError, match=r"(?s)a file of torch.save is no safetensors file .*try: safetensors.torch.save_file"
+        ):
+            tilewright.read_checkpoint(tmp_path / name)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF" + bytes(99))
+    with pytest.raises(InputError, match=r"(?s)a GGUF file is no safetensors file.*try: the checkpoint that it was made from"):
+        tilewright.read_checkpoint(tmp_path / "m.gguf")
 
 
 def test_a_header_that_is_longer_than_the_file(tmp_path):

@@ -317,16 +317,87 @@ def test_weights_from_elsewhere_are_put_in():
 
 @pytest.mark.parametrize("scheme", ["w3g64", "w4g0", "w4g", "int4", "w4g64zz", "a4w4", "W4"])
 def test_schemes_that_do_not_exist(scheme):
-    with pytest.raises(InputError, match=rf"no scheme '{scheme}'\n  try: w4g32, w4g64, w4g128, w8"):
+    with pytest.raises(InputError, match=rf"no scheme '{scheme}'\n  try: w4g32, w4g64, w4g128, w8, w8g128 \(any group"):
         tilewright.quantize_(torch.nn.Sequential(torch.nn.Linear(8, 8)), scheme)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((None,), r"an argument of type NoneType \(model\)\n  try: a torch.nn.Module"),
+        ((torch.zeros(2),), r"an argument of type Tensor \(model\)"),
+        ((Owner, None), r'an argument of type NoneType \(scheme\)\n  try: "w4g64", or what tilewright.read_checkpoint gives'),
+        ((Owner, ["w4g64"]), r"an argument of type list \(scheme\)"),
+        ((Owner, "llama.safetensors"), r"no scheme 'llama.safetensors'\n  try: tilewright.read_checkpoint\(path\)"),
+        ((Owner, {"first": torch.zeros(64, 64)}), r"an argument of type Tensor \(first\)\n  try: tilewright.pack\(weight\)"),
+        ((Owner, {}), "the checkpoint holds no quantised layer\n  try: load its weights into the model, then .*quantize_"),
+        ((Owner, {"mlp.up": pack(torch.ones(1, 8))}), "a name of the checkpoint\n  try: the model has first, .*has mlp.up"),
+        ((torch.nn.Sequential, {"up": pack(torch.ones(1, 8))}), "try: the model holds no torch.nn.Linear; the checkpoint has"),
+    ],
+)
+def test_arguments_of_another_kind(arguments, said):
+    model, *others = (a() if isinstance(a, type) else a for a in arguments)
+    with pytest.raises(InputError, match=said):
+        tilewright.quantize_(model, *others)
+
+
+def test_a_filter_is_called():
+    with pytest.raises(InputError, match=r'an argument of type list \(filter\)\n  try: lambda name, module: name != "lm_head"'):
+        tilewright.quantize_(Owner(), filter=["first"])
+
+
+def test_a_shared_weight_is_quantised_and_counted_once():
+    model = torch.nn.ModuleDict({n: torch.nn.Linear(64, 32) for n in "ab"} | {"c": torch.nn.Embedding(16, 64)})
+    model["b"].weight = model["a"].weight
+    model["d"] = torch.nn.Linear(64, 16, bias=False)
+    model["d"].weight = model["c"].weight
+    report = tilewright.quantize_(model, "w4g32")
+    assert model["a"].packed is model["b"].packed and model["a"].bias is not model["b"].bias
+    packed = [model[n].weight.nbytes for n in "ad"]
+    assert report.bytes_before == 64 * 32 * 4 + 64 * 16 * 4
+    assert report.bytes_after == sum(packed) + 64 * 16 * 4 and report.kept == ("d",)
+    assert str(report).endswith("\n  d: the float weight stays in memory, since another module holds it, too")
+
+
+def test_floats_go_as_their_layers_are_replaced():
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 32) for _ in range(3)))
+    weights = [weakref.ref(layer.weight) for layer in model]
+    alive = []
+    tilewright.quantize_(model, "w4g32", filter=lambda name, module: alive.append([w() is not None for w in weights]) or True)
+    assert alive == [[True, True, True], [False, True, True], [False, False, True]]
+
+
+def test_what_was_given_and_not_taken_is_said():
+    report = tilewright.quantize_(Owner(), {n: pack(torch.randn(64, 64)) for n in ("first", "gate", "up", "down", "out")})
+    assert report.unused == ("gate", "up", "down", "out")
+    assert str(report).endswith("\n  no layer of the model took gate, up, down, ...")
+    assert str(tilewright.quantize_(torch.nn.ReLU())) == "0 layers quantised: the model holds no torch.nn.Linear"
+
+
+def test_a_layer_with_hooks_stays():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.utils.spectral_norm(torch.nn.Linear(8, 4)))
+    assert tilewright.quantize_(model, "w8").skipped == {"1": "it has hooks, which would be lost"}
+
+
+def test_activations_in_64_bits():
+    """As torch has it after `model.double()`: nothing is rounded on the way."""
+    for scheme in ("w4g32", "w8g32z"):
+        model = torch.nn.Sequential(torch.nn.Linear(64, 16)).double()
+        tilewright.quantize_(model, scheme)
+        assert error(model[0], torch.randn(3, 64).double()) < 1e-7  # the oracle's weights are rounded to f32
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32).double()
+    assert layer.bias.dtype == torch.float64
+    x = torch.randn(2, 64, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, x)
+    assert layer(x.detach().float()).dtype == torch.float32
 
 
 def test_what_cannot_be_done_is_said():
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
     with pytest.raises(InputError, match=r"x of shape \[2, 63\]\n  try: \[..., 64\]"):
         layer(torch.randn(2, 63))
-    with pytest.raises(InputError, match="activations of f64 for a quantised weight"):
-        layer(torch.randn(2, 64).double())
+    with pytest.raises(InputError, match=r"activations of f8e4m3fn for a quantised weight\n  try: f16, bf16, f32 or f64"):
+        layer(torch.randn(2, 64).to(torch.float8_e4m3fn))
     with pytest.raises(InputError, match="activations of s32 for a quantised weight"):
         layer(torch.ones(2, 64).int())
     with pytest.raises(TypeMismatchError, match="x is on meta and the weight on cpu"):
@@ -335,6 +406,12 @@ def test_what_cannot_be_done_is_said():
         layer.prepare([2, 0])
     with pytest.raises(InputError, match=r"a bias of shape \[3\]\n  try: \[16\]"):
         tilewright.Linear(layer.weight, torch.zeros(3))
+    with pytest.raises(InputError, match=r"an argument of type list \(bias\)\n  try: a tensor \[16\], or None"):
+        tilewright.Linear(layer.weight, [0.0] * 16)
+    with pytest.raises(InputError, match=r"an argument of type Tensor \(weight\)\n  try: tilewright.pack\(weight\)"):
+        tilewright.Linear(torch.zeros(16, 64))
+    with pytest.raises(InputError, match=r"an argument of type Conv2d \(module\)\n  try: a torch.nn.Linear"):
+        tilewright.Linear.from_float(torch.nn.Conv2d(3, 3, 1))
     with pytest.raises(InputError, match=r"a linear layer cannot be replaced in itself\n  try: tilewright.Linear.from_float"):
         tilewright.quantize_(torch.nn.Linear(8, 8))
     broken = torch.nn.Sequential(torch.nn.Linear(8, 8))

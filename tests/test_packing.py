@@ -136,6 +136,13 @@ def test_offsets_and_order_are_part_of_a_weight():
         (torch.ones(4, 8), {"group_size": 0}, "a group of 0 codes"),
         (torch.ones(4, 8), {"scale_dtype": "f64"}, "a scale is not kept as f64"),
         (torch.ones(0, 8), {}, "holds nothing"),
+        (torch.ones(4, 8), {"code_type": "w4g64"}, "a weight is not packed as w4g64\n  try: s4, u4, s8 or u8, with group_size"),
+        (torch.ones(4, 8), {"code_type": 4}, "a weight is not packed as 4"),
+        (torch.ones(4, 8), {"group_size": "64"}, r"an argument of type str \(group_size\)\n  try: 32, 64, 128, or None"),
+        (torch.ones(4, 8), {"group_size": True}, r"an argument of type bool \(group_size\)"),
+        ([[1.0]], {}, r"an argument of type list \(weight\)\n  try: a float tensor \[out, in\]"),
+        (torch.ones(4, 8, device="meta"), {}, "the weight has no data yet\n  try: load it first"),
+        (torch.eye(8).to_sparse(), {}, r"the weight is sparse_coo\n  try: weight.to_dense\(\)"),
         (torch.tensor([[1.0, math.nan]]), {}, "the weight holds infinity or NaN"),
         (torch.tensor([[1.0, math.inf]]), {"zero_point": True}, "the weight holds infinity or NaN"),
         (torch.full((1, 8), 1e7), {"scale_dtype": "f16"}, r"a weight of 1e\+07 is too large for a scale of f16"),
@@ -152,6 +159,8 @@ def test_parts_that_do_not_fit_are_refused():
         QuantizedWeight.of(codes, scales, S4, 16)
     with pytest.raises(TypeMismatchError, match="a weight of s16 codes"):
         QuantizedWeight(S16, codes, scales, 64, 32)
+    with pytest.raises(InputError, match=r"an argument of type str \(dtype\)\n  try: tilewright.dtype.S4"):
+        QuantizedWeight("s4", codes, scales, 64, 32)
     with pytest.raises(TypeMismatchError, match=r"codes of shape \[4\] are no matrix"):
         QuantizedWeight.of(codes[:, 0], scales, S4, 32)
     with pytest.raises(InputError, match="a code of 9 is no s4"):

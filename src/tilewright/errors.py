@@ -5,6 +5,8 @@ The command line prints these in one or two lines and exits with code 2; anythin
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TilewrightError(Exception):
     """Base class. `what` is a sentence, `where` a place in the input, `hint` something to try."""
@@ -31,6 +33,16 @@ class TypeMismatchError(TilewrightError):
 
 class UnsupportedError(TilewrightError):
     """Well-formed input that Tilewright cannot express at all, not even as an opaque call."""
+
+
+def check_type(value: object, of: type | tuple[Any, ...], where: str, hint: str) -> None:
+    """See that an argument of a public function is what it should be; truth values are no numbers.
+
+    Raises:
+        InputError: `value`, given as the argument `where`, is no `of`.
+    """
+    if not isinstance(value, of) or (isinstance(value, bool) and of is int):
+        raise InputError(f"an argument of type {type(value).__name__}", where=where, hint=hint)
 
 
 class RewriteError(TilewrightError):

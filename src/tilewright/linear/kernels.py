@@ -62,12 +62,12 @@ class Form:
         """The form of a product.
 
         Raises:
-            InputError: activations or bias are no floats of 16 or 32 bits.
+            InputError: activations or bias are no floats of 16, 32 or 64 bits.
         """
         types = from_torch(activations), None if bias is None else from_torch(bias)
         for what, t in zip(("activations", "a bias"), types, strict=True):
-            if t is not None and not (t.is_float and 16 <= t.bits <= 32):
-                raise InputError(f"{what} of {t} for a quantised weight", hint="f16, bf16 or f32")
+            if t is not None and not (t.is_float and 16 <= t.bits <= 64):
+                raise InputError(f"{what} of {t} for a quantised weight", hint="f16, bf16, f32 or f64")
         return Form(
             weight.shape,
             weight.dtype,

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from tilewright.dtype import dtype, from_torch
-from tilewright.errors import InputError
+from tilewright.errors import InputError, check_type
 from tilewright.linear.kernels import Form, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
@@ -21,7 +21,8 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class Linear(torch.nn.Module):
-    """y = x @ weight^T + bias with a quantised weight, for x of any leading axes, in f16, bf16 or f32.
+    """y = x @ weight^T + bias with a quantised weight, for x of any leading axes, in f16, bf16 or f32 (or in f64,
+    as `torch.autograd.gradcheck` has it: slowly, by a product of the dequantised weight).
 
     Kernels are chosen by the number of rows when they first come, verified once for all layers of a shape, and kept; under
     `torch.compile` it is one operation, whatever the shape. A CUDA graph can be captured once the module has run with as many
@@ -46,6 +47,8 @@ class Linear(torch.nn.Module):
         self, weight: QuantizedWeight, bias: torch.Tensor | None = None, *, quantize_activations: bool = False
     ) -> None:
         super().__init__()
+        check_type(weight, QuantizedWeight, "weight", "tilewright.pack(weight), or Linear.from_float(layer)")
+        check_type(bias, (torch.Tensor, type(None)), "bias", f"a tensor [{weight.out_features}], or None")
         if bias is not None and tuple(bias.shape) != (weight.out_features,):
             raise InputError(f"a bias of shape {list(bias.shape)}", hint=f"[{weight.out_features}], one a row of the weight")
         self.in_features, self.out_features = weight.in_features, weight.out_features
@@ -73,8 +76,11 @@ class Linear(torch.nn.Module):
         """A module's weight quantised as `tilewright.pack` does, and its bias.
 
         Raises:
-            InputError: as `pack`.
+            InputError: as `pack`; it is no linear layer.
         """
+        check_type(
+            module, torch.nn.Linear, "module", "a torch.nn.Linear; tilewright.Linear(tilewright.pack(weight), bias) else"
+        )
         weight = pack(module.weight, code_type, group_size=group_size, zero_point=zero_point)
         made = cls(weight, module.bias, quantize_activations=quantize_activations)
         return made.train(module.training)

@@ -43,7 +43,7 @@ def kernels_for(weight: QuantizedWeight, activations: torch.dtype, bias: torch.d
     """The kernels of a weight, the same ones each time while nobody writes to it.
 
     Raises:
-        InputError: activations or bias are no floats of 16 or 32 bits.
+        InputError: activations or bias are no floats of 16, 32 or 64 bits.
     """
     made_of = _made_of(weight.packed, weight.scales, weight.zero_points, weight.offsets, weight.dtype.name, weight.group_size)
     use = activations, bias, coded
@@ -119,7 +119,7 @@ def _linear(
 
     Raises:
         TypeMismatchError: extents or types do not fit together, or they lie on several devices.
-        InputError: activations are no floats of 16 or 32 bits; a CUDA graph is captured and no kernel is ready.
+        InputError: activations are no floats of 16, 32 or 64 bits; a CUDA graph is captured and no kernel is ready.
     """
     held = _held.get(packed)
     kernels = None

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilewright.errors import InputError, TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.linear.module import Linear
-from tilewright.runtime.checkpoint import Checkpoint
-from tilewright.runtime.packing import QuantizedWeight
+from tilewright.runtime.checkpoint import Checkpoint, some
+from tilewright.runtime.packing import QuantizedWeight, pack
 
-SCHEMES = "w4g32, w4g64, w4g128, w8, w8g128; with z for zero points (w4g64z), a8 before for 8-bit activations (a8w4g64)"
+SCHEMES = (
+    "w4g32, w4g64, w4g128, w8, w8g128 (any group; one scale a row without); z after for zero points (w4g64z), "
+    "a8 before for 8-bit activations (a8w4g64)"
+)
 _SCHEME = re.compile(r"(?P<coded>a8)?w(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)
 
 Filter = Callable[[str, torch.nn.Linear], bool]
@@ -27,18 +34,28 @@ class Replaced:
     Attributes:
         layers: names of the layers that are quantised now, with what each holds.
         skipped: names of the layers that are not, with the reason.
-        bytes_before, bytes_after: of the weights of the quantised layers.
+        bytes_before, bytes_after: of the weights of the quantised layers, each counted once.
+        kept: those whose float weight something else in the model holds, too, so that its memory is not given back.
+        unused: names of the weights that were given and that no layer of the model took.
     """
 
     layers: Mapping[str, str]
     skipped: Mapping[str, str]
     bytes_before: int
     bytes_after: int
+    kept: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        if not self.layers and not self.skipped:
+            return "0 layers quantised: the model holds no torch.nn.Linear"
         saved = f"{self.bytes_before / 1e6:.1f} MB of weights are {self.bytes_after / 1e6:.1f} MB now"
         lines = [f"{len(self.layers)} layers quantised, {len(self.skipped)} not; {saved}"]
-        return "\n".join([*lines, *(f"  {name}: {why}" for name, why in self.skipped.items())])
+        lines += [f"  {name}: {why}" for name, why in self.skipped.items()]
+        lines += [f"  {name}: the float weight stays in memory, since another module holds it, too" for name in self.kept]
+        if self.unused:
+            lines.append(f"  no layer of the model took {some(self.unused)}")
+        return "\n".join(lines)
 
 
 def quantize_(
@@ -56,36 +73,66 @@ def quantize_(
             checkpoint or a mapping, which holds weights by the names of the layers: those are put in, and no other is changed.
         filter: given a layer's name and module, whether to replace it; all are by default.
 
+    A weight that several layers share is quantised once, and shared as before. Layers are replaced one by one, so that there
+    is never a second copy of the whole model: if one is refused, those before it stay quantised.
+
     Returns:
         Replaced: what was replaced, what was not, and why.
 
     Raises:
-        InputError: there is no such scheme, a weight holds infinity or NaN, the model is itself one linear layer, or no layer
-            has a name of the checkpoint.
+        InputError: an argument is of another type, there is no such scheme, a weight holds infinity or NaN, the model is itself
+            one linear layer, or no layer has a name of the checkpoint.
         TypeMismatchError: a layer has another shape in the checkpoint.
     """
+    check_type(model, torch.nn.Module, "model", "a torch.nn.Module that holds linear layers")
+    check_type(scheme, (str, Checkpoint, Mapping), "scheme", '"w4g64", or what tilewright.read_checkpoint gives')
+    check_type(filter, (Callable, type(None)), "filter", 'lambda name, module: name != "lm_head"')
     if isinstance(model, torch.nn.Linear):
         raise InputError("a linear layer cannot be replaced in itself", hint="tilewright.Linear.from_float(layer)")
+    places = deque(_linears(model))
+    given = () if isinstance(scheme, str) else _names(scheme, [name for name, *_ in places])
     make = _quantised(scheme) if isinstance(scheme, str) else _given(scheme)
-    layers, skipped = dict[str, str](), dict[str, str]()
-    before = after = 0
-    made: dict[int, Linear] = {}  # a module that stands in several places stays one
-    for name, parent, attribute, module in list(_linears(model)):
-        why = _why_not(name, module, parent, filter)
-        made_now = why or made.get(id(module)) or make(name, module)
-        if isinstance(made_now, str):
-            skipped[name] = made_now
+    layers, skipped = dict[str, Linear](), dict[str, str]()
+    before = 0
+    # Weak, so that floats go as they are replaced; a module that stands in several places stays one.
+    made: MutableMapping[torch.nn.Linear, Linear] = WeakKeyDictionary()
+    floats: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
+    while places:
+        name, parent, attribute, module = places.popleft()
+        new = _why_not(name, module, parent, filter) or made.get(module) or make(name, module)
+        if isinstance(new, str):
+            skipped[name] = new
             continue
-        if id(module) not in made:
-            made[id(module)] = made_now
-            before, after = before + module.weight.nbytes, after + made_now.weight.nbytes
-        setattr(parent, attribute, made_now)
-        layers[name] = made_now.scheme
-    if not isinstance(scheme, str) and not layers:
-        raise InputError(
-            "no layer of the model has a name of the checkpoint", hint=", ".join([*skipped][:3]) or "no linear layer"
-        )
-    return Replaced(layers, skipped, before, after)
+        if module.weight not in floats:
+            floats[module.weight] = name
+            before += module.weight.nbytes
+        made[module] = layers[name] = new
+        setattr(parent, attribute, new)
+    kept = {floats[p]: p.nbytes for p in model.parameters() if p in floats}
+    after = sum({m.packed: m.weight.nbytes for m in layers.values()}.values()) + sum(kept.values())
+    schemes = {name: m.scheme for name, m in layers.items()}
+    return Replaced(schemes, skipped, before, after, tuple(kept), tuple(n for n in given if n not in layers))
+
+
+def _names(weights: Checkpoint | Mapping[str, QuantizedWeight], layers: Sequence[str]) -> tuple[str, ...]:
+    """Of the weights that are given, one at least for a layer of the model.
+
+    Raises:
+        InputError: there is none for any, or what is given is no quantised weight.
+    """
+    if isinstance(weights, Checkpoint):
+        names = tuple(weights.layers)
+    else:
+        names = tuple(weights)
+        for name, weight in weights.items():
+            check_type(weight, QuantizedWeight, str(name), "tilewright.pack(weight)")
+    if not names:
+        hint = 'load its weights into the model, then tilewright.quantize_(model, "w4g64")'
+        raise InputError("the checkpoint holds no quantised layer", hint=hint)
+    if not set(names) & set(layers):
+        has = f"the model has {some(layers)}" if layers else "the model holds no torch.nn.Linear"
+        raise InputError("no layer of the model has a name of the checkpoint", hint=f"{has}; the checkpoint has {some(names)}")
+    return names
 
 
 def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Linear]]:
@@ -103,6 +150,8 @@ def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter
         return f"a {type(module).__name__}, whose owner may read its weight"
     if isinstance(parent, torch.nn.TransformerEncoderLayer):
         return "torch.nn.TransformerEncoderLayer reads its weight itself"
+    if module._forward_pre_hooks or module._forward_hooks:  # pyright: ignore[reportPrivateUsage] - there is no other way
+        return "it has hooks, which would be lost"
     if filter is not None and not filter(name, module):
         return "the filter says no"
     return None
@@ -111,9 +160,11 @@ def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter
 def _quantised(scheme: str) -> _Make:
     said = _SCHEME.fullmatch(scheme)
     if said is None:
-        raise InputError(f"no scheme {scheme!r}", hint=SCHEMES)
+        path = Path(scheme).suffix or "/" in scheme
+        raise InputError(f"no scheme {scheme!r}", hint="tilewright.read_checkpoint(path)" if path else SCHEMES)
     bits, zero, coded = said["bits"], said["zero"] is not None, said["coded"] is not None
     group = int(said["group"]) if said["group"] else None
+    packed: MutableMapping[torch.Tensor, QuantizedWeight] = WeakTensorKeyDictionary()  # a weight that layers share stays one
 
     def make(name: str, module: torch.nn.Linear) -> Linear | str:
         if module.weight.is_meta:
@@ -122,13 +173,12 @@ def _quantised(scheme: str) -> _Make:
             return f"its weight is {str(module.weight.dtype).removeprefix('torch.')} already"
         if not module.weight.numel():
             return "its weight is empty"
-        try:
-            made = Linear.from_float(
-                module, f"{'u' if zero else 's'}{bits}", group_size=group, zero_point=zero, quantize_activations=coded
-            )
-        except InputError as error:
-            raise InputError(error.what, where=name, hint=error.hint) from error
-        return made
+        if module.weight not in packed:
+            try:
+                packed[module.weight] = pack(module.weight, f"{'u' if zero else 's'}{bits}", group_size=group, zero_point=zero)
+            except InputError as error:
+                raise InputError(error.what, where=name, hint=error.hint) from error
+        return Linear(packed[module.weight], module.bias, quantize_activations=coded).train(module.training)
 
     return make
 

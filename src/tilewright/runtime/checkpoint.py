@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
 import msgspec
 import torch
 
-from tilewright.errors import InputError, TilewrightError, UnsupportedError
+from tilewright.errors import InputError, TilewrightError, UnsupportedError, check_type
 from tilewright.frontends import load
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
@@ -19,6 +20,7 @@ from tilewright.runtime.safetensors import TensorFile
 from tilewright.runtime.weight_formats import from_awq, from_compressed_tensors, from_gptq, from_unsigned
 
 INDEX = "model.safetensors.index.json"
+FETCH, FOLDER = "fetch the file again", "a folder with model.safetensors, or such a file"
 LABELS = {"gptq": 1, "gptq_v2": 2}  # of config.json's quantization_config.checkpoint_format
 # What a layer of each format has beside its name; AWQ's and GPTQ's tensors have the same names and other shapes.
 _WORDS, _PACKED = ("qweight", "qzeros", "scales"), ("weight_packed", "weight_scale")
@@ -67,7 +69,7 @@ class Checkpoint:
             UnsupportedError: torch has no such type.
         """
         if name not in self._file:
-            raise InputError(f"the checkpoint has no tensor {name!r}", hint=_some(self._file))
+            raise InputError(f"the checkpoint has no tensor {name!r}", hint=some(self._file))
         return self._file[name].tensor(name)
 
     def bias(self, layer: str) -> torch.Tensor | None:
@@ -84,7 +86,7 @@ class Checkpoint:
             UnsupportedError: it has neither 4 nor 8 bits.
         """
         if layer not in self.layers:
-            raise InputError(f"the checkpoint has no quantised layer {layer!r}", hint=_some(self.layers))
+            raise InputError(f"the checkpoint has no quantised layer {layer!r}", hint=some(self.layers))
 
         if " without " in self.layers[layer]:
             missing = f"{layer}.{self.layers[layer].rpartition(' ')[2]}"
@@ -137,23 +139,28 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """The checkpoint in a .safetensors file, in a folder of them, or behind the index of several.
 
     Raises:
-        InputError: there is none, a file is broken, or the index names a file outside its folder.
+        InputError: there is none, a file is broken, or the index names a file that is missing or outside its folder.
     """
+    check_type(path, (str, Path), "path", "a folder, a .safetensors file, or the index of several")
     path = Path(path)
     folder = path if path.is_dir() else path.parent
     index = folder / INDEX if path.is_dir() else path
     if index.suffix == ".json" and index.exists():
         shards = _json(index).get("weight_map")
         if not isinstance(shards, dict):
-            raise InputError("an index without a weight_map", where=str(index))
+            raise InputError("an index without a weight_map", where=str(index), hint=FETCH)
         names = sorted({str(n) for n in cast("dict[str, object]", shards).values()})
-        if wrong := [n for n in names if Path(n).name != n]:
-            raise InputError(f"the index names {wrong[0]!r}, which is no file beside it", where=str(index))
+        wrong = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
+        if wrong:
+            hint = f"fetch the checkpoint whole; missing are {some(wrong)}"
+            raise InputError(f"the index names {wrong[0]!r}, which is no file beside it", where=str(index), hint=hint)
         paths = [folder / n for n in names]
     else:
         paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     if not paths:
-        raise InputError(f"no .safetensors file in {path}", hint="a folder with model.safetensors, or such a file")
+        others = [p.name for p in sorted(path.iterdir()) if p.suffix in (".bin", ".pt", ".pth", ".ckpt", ".gguf")]
+        hint = f"{others[0]} is of another format: write its tensors with safetensors.torch.save_file" if others else FOLDER
+        raise InputError(f"no .safetensors file in {path}", hint=hint)
     return Checkpoint([TensorFile(p) for p in paths], _label(folder))
 
 
@@ -174,12 +181,13 @@ def _json(path: Path) -> dict[str, object]:
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InputError(f"no table in JSON: {error}", where=str(path)) from error
+        raise InputError(f"no table in JSON: {error}", where=str(path), hint=FETCH) from error
 
 
-def _some(names: dict[str, str] | dict[str, TensorFile]) -> str:
-    shown = list(names)[:3]
-    return f"{', '.join(shown)}{', ...' if len(names) > 3 else ''}" if shown else "it has none"
+def some(names: Iterable[object]) -> str:
+    """The first names of many, for a message."""
+    shown = [str(n) for n in islice(names, 4)]
+    return f"{', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}" if shown else "it has none"
 
 
 def weights_of(program: object) -> dict[str, QuantizedWeight]:

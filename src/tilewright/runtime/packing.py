@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType, dtype, from_torch
-from tilewright.errors import InputError, TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.ir.few_bits import pack_halves, unpack_halves
 
 CODES = (S4, U4, S8, U8)
@@ -52,6 +53,7 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
+        check_type(self.dtype, DType, "dtype", 'tilewright.dtype.S4, U4, S8 or U8; tilewright.pack takes "s4"')
         if self.dtype not in CODES:
             raise TypeMismatchError(f"a weight of {self.dtype} codes", hint="s4, u4, s8 or u8")
         if self.group_size < 1:
@@ -191,18 +193,22 @@ def pack(
         scale_dtype: "f16", "bf16" or "f32"; that of the weight if not given, f32 for f64.
 
     Raises:
-        InputError: the weight is no float matrix, holds infinity or NaN or a value too large for the scale's type; there is no
-            such type or group; unsigned codes are asked for without zero points.
+        InputError: the weight is no dense float matrix with data, holds infinity or NaN or a value too large for the scale's
+            type; there is no such type or group; unsigned codes are asked for without zero points.
     """
-    code = dtype(code_type)
-    if code not in CODES:
-        raise InputError(f"a weight is not packed as {code}", hint="s4, u4, s8 or u8")
+    check_type(weight, torch.Tensor, "weight", "a float tensor [out, in]; torch.from_numpy(array), or layer.weight")
+    code = _code_type(code_type)
+    if weight.is_meta or weight.layout != torch.strided:
+        kind = "has no data yet" if weight.is_meta else f"is {str(weight.layout).removeprefix('torch.')}"
+        raise InputError(f"the weight {kind}", hint="load it first" if weight.is_meta else "weight.to_dense()")
     if weight.dim() != 2 or not weight.is_floating_point() or weight.element_size() < 2:
         raise InputError(f"{str(weight.dtype).removeprefix('torch.')}{list(weight.shape)} is no float matrix", hint="[out, in]")
     if not code.is_signed and not zero_point:
         raise InputError(f"{code} codes without zero points have no negative weights", hint="zero_point=True, or s4")
-    if group_size is not None and group_size < 1:
-        raise InputError(f"a group of {group_size} codes", hint="32, 64, 128, or None for the whole row")
+    if group_size is not None:
+        check_type(group_size, int, "group_size", "32, 64, 128, or None for the whole row")
+        if group_size < 1:
+            raise InputError(f"a group of {group_size} codes", hint="32, 64, 128, or None for the whole row")
     kept = dtype(scale_dtype) if scale_dtype is not None else _scale_of(weight.dtype)
     if kept not in SCALES:
         raise InputError(f"a scale is not kept as {kept}", hint="f16, bf16 or f32")
@@ -231,6 +237,20 @@ def pack(
         codes += zeros[..., None]
     codes = codes.clamp_(code.min, code.max).reshape(rows, filled)[:, :columns]
     return QuantizedWeight.of(codes.to(code.to_torch()), scale, code, group, zero_points=zeros)
+
+
+def _code_type(said: str | DType) -> DType:
+    """The type of codes that is meant.
+
+    Raises:
+        InputError: codes have no such type.
+    """
+    with contextlib.suppress(InputError):
+        found = dtype(said)
+        if found in CODES:
+            return found
+    hint = 's4, u4, s8 or u8, with group_size beside it; "w4g64" and the like are for tilewright.quantize_'
+    raise InputError(f"a weight is not packed as {said}", hint=hint)
 
 
 def _scale_of(t: torch.dtype) -> DType:

@@ -28,6 +28,9 @@ _TYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+# How files of other formats begin, and what to do with one.
+_SAVED = "a file of torch.save", "safetensors.torch.save_file(torch.load(path, weights_only=True), new_path)"
+_OTHERS = {b"PK\x03\x04": _SAVED, b"\x80\x02": _SAVED, b"GGUF": ("a GGUF file", "the checkpoint that it was made from")}
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -54,12 +57,17 @@ class TensorFile:
         try:
             held = path.stat().st_size
             with path.open("rb") as file:
-                length = int.from_bytes(file.read(8), "little")
+                first = file.read(8)
+                length = int.from_bytes(first, "little")
+                for start, (kind, hint) in _OTHERS.items():
+                    if first.startswith(start):
+                        raise InputError(f"{kind} is no safetensors file", where=str(path), hint=hint)
                 if held < 8 or not 2 <= length <= min(MOST_HEADER_BYTES, held - 8):
                     raise self._broken(f"a header of {length} bytes in a file of {held}")
                 header = file.read(length)
         except OSError as error:
-            raise InputError(f"cannot read {path}: {error.strerror}") from error
+            hint = "a .safetensors file on this machine, or a folder of them"
+            raise InputError(f"cannot read {path}: {error.strerror}", hint=hint) from error
         try:
             table = msgspec.json.decode(header, type=dict[str, msgspec.Raw])
             self.metadata = msgspec.json.decode(table.pop("__metadata__", msgspec.Raw(b"{}")), type=dict[str, str])
