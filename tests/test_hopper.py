@@ -1,5 +1,6 @@
 """Generated Hopper gemms, compiled with no GPU at hand: the products, copies and stores that were meant, nothing spilled."""
 
+import math
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -291,3 +292,23 @@ def test_a_tile_that_ends_in_two_stores_is_written_by_both():
     assert "part" in Writer(form, lambda n: f"p{n.op.index}").write()
     form = form_of(p, plan_of(p), replace(WHOLE, tile_n=224, num_stages=3))
     assert "part" not in Writer(form, lambda n: f"p{n.op.index}").write()
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(F8E4M3FN, 768), (S8, 384)])
+def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
+    """Of an operand that comes while the product is worked out, by any tile: a kernel that waits for more never ends."""
+    p = layer(dtype, width, rows=(4, 333), depth=256)
+    plan = plan_of(p)
+    seen = set()
+    for point in points(p, plan, replace(H200, cores=4)):
+        form = form_of(p, plan_for(plan, point), point)
+        if not form.fetches:
+            continue
+        _, view = form.outs[0].fetched
+        each = math.prod(view.box) * 2
+        text = Writer(form, lambda n: f"p{n.op.index}").write()
+        expected = [int(n) for n in re.findall(r"mbarrier.expect\(fetched.index\(g\), (\d+)\)", text)]
+        copies = text.count("tma.async_copy_global_to_shared(d0_desc")
+        assert (sum(expected), len(expected)) == (copies * each, text.count("mbarrier.wait(fetched"))
+        seen.add(form.outs[0].columns)
+    assert {32, 64} <= seen

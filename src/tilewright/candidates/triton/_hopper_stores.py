@@ -9,7 +9,7 @@ from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._emit import Tile
 from tilewright.candidates.triton._hopper_alike import alike, leaves
 from tilewright.candidates.triton._hopper_brief import Brief
-from tilewright.candidates.triton._hopper_form import Form, Out
+from tilewright.candidates.triton._hopper_form import Form, Out, size
 from tilewright.candidates.triton._text import Text
 from tilewright.dtype import PRED
 from tilewright.ir.graph import Node
@@ -159,7 +159,7 @@ class Stores:
         assert out.fetched is not None
         pieces = range(first, min(first + (1 if first else f.leaving), f.pieces))
         t.do(f"tma.store_wait({f.leaving - 1 if first else 0})")
-        t.do(f"mbarrier.expect(fetched.index(g), {f.rows * 128 * len(pieces)})")
+        t.do(f"mbarrier.expect(fetched.index(g), {f.rows * out.columns * size(out.access.root.dtype) * len(pieces)})")
         for j in pieces:
             at = out.fetched[1].coordinates("b", "row", f"(col + {j * out.columns})")
             box = self._boxed(out, 0, j, descriptor)
