@@ -23,9 +23,9 @@ from tilewright.candidates.triton._module import assembly, needs
 TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
 
 
-def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale=1.0):
+def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale=1.0, batch=64, heads=12):
     """Queries, keys and, if `values`, values given as codes; a quantised result, its heads side by side."""
-    batch, heads, depth = 64, 12, 64
+    depth = 64
     shape = (batch, heads, tokens, depth)
     kinds = [codes, codes, codes if values else dtype]
     src = [input_(name, kind, shape) for name, kind in zip("qkv", kinds, strict=True)]

@@ -18,8 +18,8 @@ from tilewright.candidates.triton import attention
 from tilewright.candidates.triton._module import Arch, assembly, exact_fp8, needs
 
 
-def flash(dtype=F16, depth=64, causal="no", group=1, mask=None):
-    batch, heads, queries, keys = 64, 12, 384, 384
+def flash(dtype=F16, depth=64, causal="no", group=1, mask=None, extents=(64, 12, 384, 384)):
+    batch, heads, queries, keys = extents
     src = [input_("q", dtype, (batch, heads, queries, depth))]
     src += [input_(name, dtype, (batch, heads // group, keys, depth)) for name in "kv"]
     if mask is not None:
