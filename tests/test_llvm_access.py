@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llvm_map import run_expression
 from tilewright.dtype import F32, S8, S32
-from tilewright.ir.access import Place, Unsupported, of_operand, of_store
+from tilewright.ir.access import Place, Unsupported, of_operand, of_store, two_halves
 from tilewright.ir.build import broadcast, convert, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -229,3 +229,16 @@ def test_leaves_are_all_placed():
     access = of_store(root)
     assert set(access.views) == set(toposort((root,)))
     assert places(access.of_leaf(bias), 3, 8).tolist() == [list(range(8))] * 3
+
+
+def test_two_halves_of_the_columns_are_two_values_over_one():
+    acc = accumulator(3, 4, 10)
+    left, right = slice_(acc, -1, 0, 5), slice_(acc, -1, 5, 10)
+    (store,), second = two_halves((map_("multiply", map_("silu", left), right),), 7)
+    assert second.op == Param(7, second.tensor) and second.shape == (3, 4, 5)
+    assert store == map_("multiply", map_("silu", accumulator(3, 4, 5)), second)
+    assert of_store(store).columns_extent == 5
+    uneven = map_("multiply", slice_(acc, -1, 0, 4), slice_(acc, -1, 5, 9))
+    thrice = map_("add", left, map_("add", right, slice_(acc, -1, 1, 6)))
+    for others in ((left,), (uneven,), (thrice,), (map_("add", left, right), left), ()):
+        assert two_halves(others, 0) is None

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from gated import CASES
 from random_carriers import gemms
 from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._module import module
@@ -141,3 +142,10 @@ def test_a_constant_that_lies_badly_is_laid_out_once():
     assert first[len(types) + 1] is again[len(types) + 1]
     sources[1].neg_()
     assert torch.equal(operands_outside(plan.outside, plan.rhs, {1: sources[1]})[len(types) + 1], -first[len(types) + 1])
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_both_halves_of_the_columns_meet_in_a_store(name, point):
+    problem = CASES[name]()
+    assert_right(problem, random_sources(problem), point, TARGETS["nvidia_h100"], weights=())

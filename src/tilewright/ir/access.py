@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from tilewright.dtype import F32, DType
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, layout_of, reshaped
-from tilewright.ir.graph import Node
+from tilewright.ir.build import slice_
+from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
     VIEWS,
     Acc,
@@ -239,6 +240,36 @@ def of_store(root: Node) -> Access:
     for leaf in (n for n in access.views if isinstance(n.op, (Param, Const))):
         access.of_leaf(leaf)
     return access
+
+
+def two_halves(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node] | None:
+    """Stores that all read the left half of the accumulator's columns and the right half together, as SwiGLU does, as stores
+    over the left half alone, which is their accumulator then; None if they are otherwise.
+
+    Args:
+        stores: of a gemm.
+        number: of sources.
+
+    Returns:
+        The stores, and what stands in them for the right half: a Param of that number, of the accumulator's type.
+    """
+    found: list[Node] = []
+    right: Node | None = None
+    for root in stores:
+        nodes = toposort((root,))
+        acc = next((n for n in nodes if isinstance(n.op, Acc)), None)
+        if acc is None or acc.shape[-1] % 2:
+            return None
+        extent = acc.shape[-1] // 2
+        parts = [slice_(acc, -1, i * extent, (i + 1) * extent) for i in range(2)]
+        if not all(part in nodes for part in parts):
+            return None
+        half = replace(acc.tensor, shape=parts[0].shape)
+        right = Node(Param(number, half))
+        found += substitute((root,), {parts[0]: Node(Acc(half)), parts[1]: right})
+        if acc in toposort(found[-1:]):  # it is read in a third way
+            return None
+    return None if right is None else (tuple(found), right)
 
 
 def of_operand(root: Node, *, columns_last: bool) -> Access:

@@ -6,8 +6,8 @@ What varies along rows or columns alone is read and computed as a vector, and br
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -80,6 +80,7 @@ class Tile:
         across: the tile stands on its side: what is called rows runs along its second axis.
         step: a number to be added to every column number, in a loop over columns; None for none.
         stride: that number is a multiple of this, and there are no more columns in the tile.
+        near: leaves whose tiles are there already.
     """
 
     rows: str
@@ -91,6 +92,7 @@ class Tile:
     across: bool = False
     step: str | None = None
     stride: int = 1
+    near: Mapping[Node, str] = field(default_factory=dict[Node, str])
 
 
 class Emitter(Functions):
@@ -282,7 +284,7 @@ class Emitter(Functions):
             assert self.tile.acc is not None
             return self.tile.acc
         if isinstance(op, Param):
-            return self._leaf(n, access)
+            return self.tile.near[n] if n in self.tile.near else self._leaf(n, access)
         if isinstance(op, Const):
             return self._constant(n)
         if isinstance(op, Convert):

@@ -47,6 +47,8 @@ class Nest:
         sources: how many arguments come before the results.
         fp8: see `Casts`.
         point: sizes.
+        second: what stands in the stores for sums of the right half of `rhs`, whose columns they read beside those of the left
+            half: a tile has as many of both.
     """
 
     batch: int
@@ -60,6 +62,17 @@ class Nest:
     sources: tuple[int, ...]
     fp8: frozenset[str]
     point: Point
+    second: Node | None = None
+
+    @property
+    def stored(self) -> int:
+        """Columns of the results."""
+        return self.columns if self.second is None else self.columns // 2
+
+    @property
+    def width(self) -> int:
+        """Of those, a tile's."""
+        return self.point.tile_n if self.second is None else self.point.tile_n // 2
 
     @property
     def down(self) -> int:
@@ -69,7 +82,7 @@ class Nest:
     @property
     def across(self) -> int:
         """Tiles of a matrix along N."""
-        return -(-self.columns // self.point.tile_n)
+        return -(-self.stored // self.width)
 
     @property
     def tiles(self) -> int:
@@ -169,14 +182,21 @@ class _Writer:
             t.do(f"tile_row = first_row + inner % {group * n.across} % height")
             t.do(f"tile_column = inner % {group * n.across} // height")
         t.do(f"m = tile_row * {p.tile_m} + tl.arange(0, {p.tile_m})")
-        t.do(f"n = tile_column * {p.tile_n} + tl.arange(0, {p.tile_n})")
+        t.do(f"n = tile_column * {n.width} + tl.arange(0, {n.width})")
         t.do(f"k = tl.arange(0, {p.tile_k})")
         if n.rows % p.tile_m:
             t.do(f"m_mask = m < {n.rows}")
-        if n.columns % p.tile_n:
-            t.do(f"n_mask = n < {n.columns}")
+        if n.stored % n.width:
+            t.do(f"n_mask = n < {n.stored}")
         t.do(f"rows = b * {n.rows} + m" if n.batch > 1 else "rows = m")
-        t.do(f"right_rows = b * {n.columns} + n" if n.batch > 1 else "right_rows = n")
+        right = "n"
+        if n.second is not None:
+            t.do(f"of_tile = tl.arange(0, {p.tile_n})")
+            t.do(f"of_half = tile_column * {n.width} + of_tile % {n.width}")
+            right = f"(of_half + of_tile // {n.width} * {n.stored})"
+            if n.stored % n.width:
+                t.do(f"right_mask = of_half < {n.stored}")
+        t.do(f"right_rows = b * {n.columns} + {right}" if n.batch > 1 else f"right_rows = {right}")
 
     @property
     def _row_mask(self) -> str | None:
@@ -184,14 +204,15 @@ class _Writer:
 
     @property
     def _column_mask(self) -> str | None:
-        return "n_mask" if self.nest.columns % self.nest.point.tile_n else None
+        return "n_mask" if self.nest.stored % self.nest.width else None
 
     def _operands(self) -> tuple[tuple[Emitter, Access], tuple[Emitter, Access]]:
         """The operand whose rows run down the dot's tile, and the one whose rows run across it."""
         n, p = self.nest, self.nest.point
         ragged = n.depth % p.tile_k or n.steps * p.tile_k * p.split_k != n.depth
         k_mask = "k_mask" if ragged else None
-        sides = (("rows", self._row_mask, n.lhs), ("right_rows", self._column_mask, n.rhs))
+        right_mask = self._column_mask if n.second is None else self._column_mask and "right_mask"
+        sides = (("rows", self._row_mask, n.lhs), ("right_rows", right_mask, n.rhs))
         found = [
             (Emitter(self.text, Tile(rows, "k", n.depth, mask, k_mask, None, across, "k0", p.tile_k), _pointer, n.fp8), access)
             for (rows, mask, access), across in zip(sides[::-1] if p.swap_ab else sides, (False, True), strict=True)
@@ -253,10 +274,15 @@ class _Writer:
 
     def _stores(self) -> None:
         n, p, t = self.nest, self.nest.point, self.text
+        near: dict[Node, str] = {}
+        if n.second is not None:
+            cut = f"(2, {n.width}, {p.tile_m})" if p.swap_ab else f"({p.tile_m}, 2, {n.width})"
+            t.do(f"acc, second = acc.reshape({cut}).permute({(1, 2, 0) if p.swap_ab else (0, 2, 1)}).split()")
+            near[n.second] = "second"
         for i, access in enumerate(n.stores):
-            tile = Tile("rows", "n", n.columns, self._row_mask, self._column_mask, "acc", p.swap_ab)
+            tile = Tile("rows", "n", n.stored, self._row_mask, self._column_mask, "acc", p.swap_ab, near=near)
             emitter = Emitter(t, tile, _pointer, n.fp8)
-            if access.first == 0 and access.columns_extent == n.columns:
+            if access.first == 0 and access.columns_extent == n.stored:
                 emitter.store(access, f"o{i}")
                 continue
             last = access.first + access.columns_extent

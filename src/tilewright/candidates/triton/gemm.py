@@ -17,7 +17,7 @@ from tilewright.candidates.triton._run import operands_outside, runner
 from tilewright.candidates.triton._space import ranked, work
 from tilewright.candidates.triton._write import Nest, Point, write
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, two_halves
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
@@ -38,6 +38,7 @@ class Plan:
         lhs, rhs: where the operands lie, K as columns.
         stores: where the results go.
         outside: operands that torch evaluates once, by the number of the argument that stands for them.
+        second: see `Nest`.
     """
 
     arch: modules.Arch
@@ -48,6 +49,7 @@ class Plan:
     rhs: Access
     stores: tuple[Access, ...]
     outside: Mapping[int, Node]
+    second: Node | None
 
 
 def plan_of(problem: Problem, target: Target) -> Plan | str:
@@ -73,14 +75,15 @@ def _planned(problem: Problem, target: Target, *, tf32: bool) -> Plan:
         raise Unsupported("its rows are not counted in 31 bits")
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
     check(problem.op.stores, blocks=True)
-    stores = tuple(of_store(root) for root in problem.op.stores)
+    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    stores = tuple(of_store(root) for root in roots)
     batch_shape = problem.acc.shape[:-2]
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
     outside: dict[int, Node] = {}
     lhs = _operand(problem, problem.op.lhs, batch_shape, len(problem.types), outside, columns_last=True)
     rhs = _operand(problem, problem.op.rhs, () if shared else batch_shape, len(problem.types) + 1, outside, columns_last=False)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
-    return Plan(arch, batch, rows, dot, lhs, rhs, stores, outside)
+    return Plan(arch, batch, rows, dot, lhs, rhs, stores, outside, second)
 
 
 def _operand(
@@ -176,6 +179,7 @@ def nest_of(problem: Problem, target: Target, point: Point | None = None) -> Nes
         tuple(sorted(read)),
         modules.exact_fp8(plan.arch),
         point or Point(16, 16, 32, 4, 1),
+        plan.second,
     )
 
 
