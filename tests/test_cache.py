@@ -388,6 +388,14 @@ def test_no_home_is_done_without(monkeypatch, kept, capfd, tmp_path):
     assert "home" in line and list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_done_without(monkeypatch, kept, capfd, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file" / "cache"))
+    assert recall.user_cache() is None
+    (line,) = lines_of(capfd)
+    assert str(tmp_path / "file") in line and line.endswith("; TILEWRIGHT_CACHE names another folder")
+
+
 @pytest.mark.parametrize(
     "content", [b"not a database at all, but long enough to be read as one" * 30, b"SQLite format 3\0" * 40]
 )

@@ -234,6 +234,8 @@ def test_options_that_exclude_each_other_or_do_nothing(verb: str, tmp_path: Path
         refused(invoke(verb, path, *more, "--fp8-attention"), "--fp8-attention is for --fp8 without --per-row")
     usage = invoke(verb, path, "--w4=0")
     assert usage.exit_code == 2 and "Invalid value for '--w4'" in usage.stderr
+    usage = invoke(verb, path, "--w4", "32")
+    assert usage.exit_code == 2 and "the group of --w4 stands behind an equals sign: --w4=32" in usage.stderr
     if verb == "verify":
         refused(invoke(verb, path, "--quantized"), "--quantized compares a quantised program with its float model")
     else:

@@ -121,7 +121,7 @@ def test_unknown_devices_are_refused(name):
 
 def test_absent_gpus_are_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(InputError, match="no CUDA device 7: torch sees 0"):
+    with pytest.raises(InputError, match=r"no CUDA device 7: torch sees 0\n  try: --device cpu \(device='cpu'\)"):
         detect.gpu.__wrapped__(7)
     detect.gpu.cache_clear()
     with pytest.raises(InputError, match="no CUDA device 0"):

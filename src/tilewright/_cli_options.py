@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,12 +22,19 @@ class Command(click.Command):
     """A verb. `--input-dim @NAME D D …` takes every name and number that follows it; `--w4` takes none."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, gather_dims(bare_w4(args)))
+        return super().parse_args(ctx, gather_dims(bare_w4(args, ctx)))
 
 
-def bare_w4(args: Sequence[str]) -> list[str]:
-    """The arguments with `--w4` alone given its default group: only `--w4=GROUP` has a value."""
+def bare_w4(args: Sequence[str], ctx: click.Context) -> list[str]:
+    """The arguments with `--w4` alone given its default group: only `--w4=GROUP` has a value.
+
+    Raises:
+        UsageError: a number stands behind `--w4`, and no file is called so.
+    """
     end = args.index("--") if "--" in args else len(args)
+    for option, after in pairwise(args[:end]):
+        if option == "--w4" and after.isdigit() and not Path(after).exists():
+            raise click.UsageError(f"the group of --w4 stands behind an equals sign: --w4={after}", ctx)
     return [f"--w4={W4_GROUP}" if arg == "--w4" and i < end else arg for i, arg in enumerate(args)]
 
 

@@ -29,6 +29,7 @@ _BRACKETS = re.compile(r'[(\[{<]+|[)\]}]+|(?<!-)>+|"(?:[^"\\\n]|\\.)*"')
 _EXPAND_CHLO = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 _PLAIN_CALLS = "func.func(stablehlo-legalize-composite-to-call)"
 _CANONICAL = "stablehlo-refine-shapes,func.func(stablehlo-canonicalize-dynamism),canonicalize,symbol-dce"
+_AGAIN = "mend it there, or print the module again, whole"
 _HINT = "pip install 'tilewright[jax]'"
 
 
@@ -122,7 +123,7 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
                 dialect = re.search(r"[!`\"']+(\w+)", what)
                 name = f"the dialect {dialect.group(1)!r}" if dialect else "a dialect other than StableHLO"
                 raise UnsupportedError(f"{name} is not read", where=at, hint="lower it to plain StableHLO first") from None
-            raise InputError(f"malformed StableHLO: {what}", where=at, hint="is the file complete?") from None
+            raise InputError(f"malformed StableHLO: {what}", where=at, hint=_AGAIN) from None
 
 
 def _nests_too_deep(text: str) -> bool:
@@ -221,7 +222,7 @@ def hlo_to_stablehlo(text: str, where: str) -> bytes:
         raise MissingDependencyError(payload.decode(), where=where, hint=_HINT)
     if verdict == b"refused":
         what, place = _hlo_diagnosis(payload.decode(errors="replace"))
-        raise InputError(f"malformed HLO: {what}", where=f"{where}, {place}" if place else where, hint="is the file complete?")
+        raise InputError(f"malformed HLO: {what}", where=f"{where}, {place}" if place else where, hint=_AGAIN)
     raise InputError(
         f"malformed HLO: XLA's parser stopped at it: {_last_words(done)}", where=where, hint="is the file complete?"
     )

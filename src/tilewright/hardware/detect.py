@@ -107,7 +107,7 @@ def gpu(index: int = 0) -> Target:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if index >= count:
-        raise InputError(f"no CUDA device {index}: torch sees {count}", hint="device='cpu'")
+        raise InputError(f"no CUDA device {index}: torch sees {count}", hint="--device cpu (device='cpu')")
     p = torch.cuda.get_device_properties(index)
     if torch.version.hip:
         features = frozenset({"rocm", str(p.gcnArchName).split(":")[0]})

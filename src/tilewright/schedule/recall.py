@@ -43,7 +43,8 @@ def user_cache() -> Cache | None:
     try:
         return _cache_in(cache_folder())
     except OSError as error:
-        say(f"decisions are not kept: {error}")
+        other = "" if "TILEWRIGHT_CACHE" in str(error) else "; TILEWRIGHT_CACHE names another folder"
+        say(f"decisions are not kept: {error}{other}")
         return None
 
 
