@@ -148,7 +148,8 @@ def test_a_batch_that_no_input_can_take_is_refused(program: str) -> None:
 
 def test_archives_that_are_none(program: str, tmp_path: Path) -> None:
     path = tmp_path / "in.npz"
-    refused(invoke("run", program, "--inputs", path), "no such file", "in.npz")
+    refused(invoke("run", program, "--inputs", path), "no such file", "in.npz", "try: an .npz file: numpy.savez")
+    refused(invoke("run", program, "--inputs", Path(program) / "in.npz"), "no such file")
     path.write_text("hello")
     refused(invoke("run", program, "--inputs", path), "not an .npz of arrays", "in.npz", "numpy.savez")
     path.write_bytes(pickle.dumps({"x": 1}))
@@ -178,8 +179,12 @@ def test_outputs_that_cannot_be_written(program: str, tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     refused(invoke("run", program, "--output", tmp_path / "none" / "out.npz", *FAST), "cannot be written: No such file")
     (tmp_path / "folder").mkdir()
-    refused(invoke("run", program, "--output", tmp_path / "folder", *FAST), "cannot be written")
+    refused(invoke("run", program, "--output", tmp_path / "folder", *FAST), "cannot be written: Is a directory", "try:")
     (tmp_path / "folder").rmdir()
+    for verb, option in (("run", "--output"), ("perf", "--html"), ("perf", "--trace"), ("tune", "--export")):
+        said = "cannot be written: Not a directory", "try: a folder that is there and that you may write to"
+        refused(invoke(verb, "not read for that", option, Path(program) / "out"), *said)
+        refused(invoke(verb, "not read for that", option, ""), "cannot be written: Is a directory")
     assert sorted(tmp_path.iterdir()) == before
 
 

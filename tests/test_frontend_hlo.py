@@ -285,7 +285,11 @@ def test_files_are_told_by_suffix_and_first_word(tmp_path: Path) -> None:
 
 BODY = "HloModule m\nENTRY e {\n%s\n}\n"
 REFUSED = {
-    "truncated": ((EXAMPLES / "xla_7117_s8.hlo").read_text()[:400], InputError, r"malformed HLO: .*\(the text given, line 6\)\n  try: mend it there"),
+    "truncated": (
+        (EXAMPLES / "xla_7117_s8.hlo").read_text()[:400],
+        InputError,
+        r"malformed HLO: .*\(the text given, line 6\)\n  try: mend it there",
+    ),
     "empty": ("HloModule m\n", InputError, "malformed HLO"),
     "negative extent": (BODY % "  ROOT p = f32[-1] parameter(0)", InputError, "malformed HLO"),
     "overflow": (BODY % f"  ROOT p = f32[{', '.join(['2147483647'] * 3)}] parameter(0)", InputError, "overflow"),

@@ -134,6 +134,8 @@ def test_torch_runs_the_program_and_agrees(tmp_path: Path, monkeypatch: pytest.M
 def test_an_unknown_peer_is_an_error() -> None:
     result = invoke("perf", "x.hlo", "--against", "cublas")
     assert result.exit_code == 2 and "'cublas' is none of torch, onnxruntime, xla" in result.output
+    result = invoke("perf", "x.hlo", "--against", "")
+    assert result.exit_code == 2 and "name some of torch, onnxruntime, xla" in result.output
 
 
 @pytest.mark.slow

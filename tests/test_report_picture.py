@@ -12,11 +12,12 @@ import torch
 from tilewright import compile
 from tilewright.dtype import F32, S8
 from tilewright.errors import InputError
+from tilewright.files import write_whole
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import LayerNorm, Quantize, gemm
 from tilewright.ir.text import parse
-from tilewright.report.dump import Dump, write_whole
+from tilewright.report.dump import Dump
 from tilewright.report.picture import MOST_NODES, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -113,5 +114,5 @@ def test_a_dump_that_cannot_be_written(tmp_path: Path) -> None:
         Dump(tmp_path / "file")
     (tmp_path / "taken").mkdir()
     with pytest.raises(InputError, match="cannot be written"):
-        write_whole(tmp_path / "taken", "text")
+        write_whole(tmp_path / "taken", b"text")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "taken"]

@@ -10,17 +10,16 @@ from pathlib import Path
 import click
 
 from tilewright._cli_compile import Compiling, compile_options, compile_program, load_program
-from tilewright._cli_options import Command, common_options, file_options
+from tilewright._cli_options import WRITTEN, Command, common_options, file_options
 from tilewright._cli_show import print_json
 
 TUNE_BUDGET_S = 60.0
-_PATH = click.Path(path_type=Path)
 
 
 @click.command(cls=Command, short_help="Choose a program's kernels with more time, and keep the choices.")
 @file_options
-@click.option("--export", "exported", type=_PATH, metavar="F", help="Write the choices as a file, to be taken elsewhere.")
-@click.option("--import", "imported", type=_PATH, metavar="F", help="Try first what such a file says.")
+@click.option("--export", "exported", type=WRITTEN, metavar="F", help="Write the choices as a file, to be taken elsewhere.")
+@click.option("--import", "imported", type=click.Path(path_type=Path), metavar="F", help="Try first what such a file says.")
 @click.option("--retry", is_flag=True, help="Try again what is remembered to have crashed or hung.")
 @common_options
 @compile_options
@@ -41,12 +40,10 @@ def tune(
     """
     from tilewright.hardware.detect import detect
     from tilewright.report.tuning import describe_tuning
-    from tilewright.schedule.exchange import read_records, require_writable, write_records
+    from tilewright.schedule.exchange import read_records, write_records
     from tilewright.schedule.recall import Recall, user_cache
 
     hints = () if imported is None else read_records(imported)
-    if exported is not None:
-        require_writable(exported)
     graph = load_program(file, batch, input_dims)
     cache = user_cache() if how.cache else None
     recall = Recall(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)

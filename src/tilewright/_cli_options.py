@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from tilewright._cli_errors import traceback_option
+from tilewright.files import require_writable
 
 F = TypeVar("F", bound=Callable[..., Any])
 Shapes = list[tuple[str, tuple[int, ...]]]
@@ -95,7 +96,18 @@ class _NotNegative(click.FloatRange):
         return found
 
 
+class _Written(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
+    """A file that can be written: seen before the work whose result it is to hold."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        require_writable(Path(value))
+        return Path(value)
+
+
 NOT_NEGATIVE = _NotNegative(min=0)
+WRITTEN = _Written()
 
 
 def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...]) -> dict[str, tuple[int, ...]]:

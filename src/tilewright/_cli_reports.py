@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tilewright._cli_options import F, all_of
+from tilewright._cli_options import WRITTEN, F, all_of
 
 if TYPE_CHECKING:
     from tilewright.report.inputs import Feed
@@ -26,6 +26,8 @@ def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
     for name in found:
         if name not in PEERS:
             raise click.BadParameter(f"{name!r} is none of {', '.join(PEERS)}", ctx, param)
+    if value is not None and not found:
+        raise click.BadParameter(f"name some of {', '.join(PEERS)}", ctx, param)
     return found
 
 
@@ -56,7 +58,8 @@ class Reports:
         Raises:
             InputError: one cannot be written.
         """
-        from tilewright.report.trace_events import traced, write_trace, write_whole
+        from tilewright.files import write_whole
+        from tilewright.report.trace_events import traced, write_trace
 
         report = measured.report
         if self.trace is not None:
@@ -75,12 +78,8 @@ class Reports:
 
 
 _options = all_of(
-    click.option(
-        "--html", type=click.Path(path_type=Path), metavar="F", help="Write the report as a page that needs nothing else."
-    ),
-    click.option(
-        "--trace", type=click.Path(path_type=Path), metavar="F", help="Write timed calls, step by step, for Perfetto (JSON)."
-    ),
+    click.option("--html", type=WRITTEN, metavar="F", help="Write the report as a page that needs nothing else."),
+    click.option("--trace", type=WRITTEN, metavar="F", help="Write timed calls, step by step, for Perfetto (JSON)."),
     click.option(
         "--against",
         callback=_names,

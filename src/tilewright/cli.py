@@ -31,6 +31,7 @@ from tilewright._cli_errors import DIFFERS, Group, traceback_option
 from tilewright._cli_gemm import gemm
 from tilewright._cli_options import (
     NOT_NEGATIVE,
+    WRITTEN,
     Command,
     common_options,
     everything_option,
@@ -82,7 +83,7 @@ def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]],
 @rtol_option
 @fill_options
 @inputs_option
-@click.option("--output", type=click.Path(path_type=Path), metavar="F.npz", help="Write the outputs to an .npz file.")
+@click.option("--output", type=WRITTEN, metavar="F.npz", help="Write the outputs to an .npz file.")
 @common_options
 @compile_options
 def run(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from tilewright.errors import InputError
+from tilewright.files import write_whole
 from tilewright.ir.graph import Graph
 from tilewright.ir.literal import Literal
 from tilewright.ir.literal_file import FILE, arrays_of
@@ -38,21 +38,5 @@ class Dump:
         text, literals = print_with_literals(graph, self._literals)
         if len(literals) > known:
             write_npz(self._folder / FILE, dict(arrays_of(v, k) for k, v in literals.items()))
-        write_whole(self._folder / f"{name}.tw", text)
-        write_whole(self._folder / f"{name}.svg", picture(graph, f"{graph.name}, {stage}"))
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file; either all of it appears under `path` or nothing changes.
-
-    Raises:
-        InputError: it cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        draft.write_text(text, "utf-8")
-        draft.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)
+        write_whole(self._folder / f"{name}.tw", text.encode())
+        write_whole(self._folder / f"{name}.svg", picture(graph, f"{graph.name}, {stage}").encode())

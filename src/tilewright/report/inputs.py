@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from tilewright.errors import InputError
+from tilewright.files import whole_file
 from tilewright.ir.build import const
 from tilewright.ir.carrier import CARRIERS, acc_of, operands_of
 from tilewright.ir.graph import Graph, Node, substitute
@@ -192,8 +193,8 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
     try:
         with np.load(path, allow_pickle=False) as archive:
             arrays = {name: np.asarray(cast("object", archive[name])) for name in archive.files}  # or bytes, for another file
-    except FileNotFoundError:
-        raise InputError(f"no such file: {path}", where=option) from None
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"no such file: {path}", where=option, hint="an .npz file: numpy.savez(path, name=array, …)") from None
     except UNREADABLE as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "pickled" in said:  # NumPy's words for any file that it does not know; what they advise runs the file's code
@@ -216,15 +217,8 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     from numpy.lib.format import write_array
 
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with zipfile.ZipFile(draft, "w") as archive:
-            for name, array in arrays.items():
-                native = array.dtype.isbuiltin == 1
-                with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
-                    write_array(file, array if native else array.view(f"V{array.itemsize}"), allow_pickle=False)
-        draft.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)
+    with whole_file(path) as draft, zipfile.ZipFile(draft, "w") as archive:
+        for name, array in arrays.items():
+            native = array.dtype.isbuiltin == 1
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+                write_array(file, array if native else array.view(f"V{array.itemsize}"), allow_pickle=False)

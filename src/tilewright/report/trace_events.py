@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from tilewright.errors import InputError
+from tilewright.files import write_whole
 from tilewright.report.program import Program, Step
 from tilewright.report.schema import Perf
 
@@ -150,19 +150,3 @@ def _slice(span: Span, thread: int, origin: float, category: str, args: dict[str
     end_ns = max(round(1e9 * (span.began_s - origin) + 1e3 * span.us), begin_ns)
     at = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
     return {"name": span.name or category, "cat": category, "ph": "X", **at, "pid": PROCESS, "tid": thread, "args": args}
-
-
-def write_whole(path: Path, contents: bytes) -> None:
-    """Write a file: either all of it appears under `path` or nothing changes.
-
-    Raises:
-        InputError: the folder is not there or cannot be written.
-    """
-    draft = path.with_name(f".{path.name}.tmp")
-    try:
-        draft.write_bytes(contents)
-        draft.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)

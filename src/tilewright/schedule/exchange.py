@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import msgspec
 
 from tilewright.errors import InputError
+from tilewright.files import write_whole
 from tilewright.schedule.record import Record
 
 VERSION = 1
@@ -23,40 +23,14 @@ class Exported(msgspec.Struct, frozen=True):
     records: tuple[Record, ...]
 
 
-def require_writable(path: Path) -> None:
-    """See that `write_records` will find what it needs, before the work whose result it writes.
-
-    Raises:
-        InputError: the folder is not there or cannot be written, or `path` is one itself.
-    """
-    if path.is_dir():
-        raise InputError("cannot be written: Is a directory", where=str(path))
-    draft = _draft(path)
-    try:
-        draft.touch()
-        draft.unlink()
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
-
-
 def write_records(path: Path, machine: str, records: Sequence[Record]) -> None:
     """Write the file; it appears whole or not at all.
 
     Raises:
         InputError: the folder is not there or cannot be written.
     """
-    draft = _draft(path)
-    try:
-        draft.write_bytes(msgspec.json.format(msgspec.json.encode(Exported(VERSION, machine, tuple(records))), indent=1))
-        draft.replace(path)
-    except OSError as error:
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path)) from error
-    finally:
-        draft.unlink(missing_ok=True)
-
-
-def _draft(path: Path) -> Path:
-    return path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    content = msgspec.json.encode(Exported(VERSION, machine, tuple(records)))
+    write_whole(path, msgspec.json.format(content, indent=1))
 
 
 def read_records(path: Path) -> tuple[Record, ...]:
