@@ -5,8 +5,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gated import gated
 from test_hopper import alike_heads, heads, layer
-from tilewright.dtype import F8E4M3FN, F16, S8
+from tilewright.dtype import BF16, F8E4M3FN, F16, S8
 from tilewright.hardware.detect import detect
 from tilewright.schedule.bench import Bench
 from tilewright.schedule.sample import random_sources
@@ -19,6 +20,11 @@ CASES = {
     "f16, gelu, codes": lambda: layer(F16, 768, "gelu", F8E4M3FN, rows=(2, 700), depth=328),
     "fp8, residual": lambda: layer(F8E4M3FN, 768, rows=(1, 1000), depth=1040),
     "s8, residual": lambda: layer(S8, 384, rows=(4, 333), depth=128),
+    "bf16, SwiGLU": lambda: gated(BF16, (700,), 328, 544),
+    "f16, SwiGLU and a residual": lambda: gated(F16, (3, 211), 456, 200, side=True),
+    "s8, SwiGLU, codes": lambda: gated(S8, (900,), 400, 480, S8),
+    "fp8, SwiGLU, codes": lambda: gated(F8E4M3FN, (333,), 272, 352, F8E4M3FN),
+    "f16, SwiGLU of a batch": lambda: gated(F16, (190,), 200, 96, batch=(3,)),
     "s8, heads": heads,
     "s8, heads that are alike": alike_heads,
 }

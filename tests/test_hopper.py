@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
+from gated import gated
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
 from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
-from tilewright.ir.graph import Node
+from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param, Quantize
 from tilewright.schedule.cost import predict
@@ -312,3 +313,36 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
         assert (sum(expected), len(expected)) == (copies * each, text.count("mbarrier.wait(fetched"))
         seen.add(form.outs[0].columns)
     assert {32, 64} <= seen
+
+
+def test_gate_and_up_meet_in_the_registers_of_one_tile():
+    p = gated(BF16, (4096,), 4096, 14336)
+    point = points(p, plan_of(p), H200)[0]
+    assert point.pingpong and point.tile_n == 192
+    kernel, sass = machine_code(p, point)
+    assert "HGMMA.64x192x16.F32.BF16" in sass and needs(kernel).spills == 0
+    assert sass.count("UTMASTG") == 2 * 96 // 32  # both warpgroups: pieces of 32 columns, of 96 a tile
+
+
+def test_a_tile_reads_as_many_columns_of_both_halves():
+    p = gated(F16, (500,), 256, 200)
+    for tile_n, paired, rows in (
+        (128, False, ["0 * N + pn * 64 + 0", "1 * N + pn * 64 + 0"]),
+        (192, False, [f"{h} * N + pn * 96 + {i}" for h in (0, 1) for i in (0, 32, 64)]),
+        (192, True, [f"r * N + pn * 96 + {i}" for i in (0, 32, 64)]),
+    ):
+        form = form_of(p, plan_of(p), replace(WHOLE, tile_n=tile_n, paired=paired))
+        text = Writer(form, lambda n: f"p{n.op.index}").write()
+        assert re.findall(r"copy_global_to_shared\(b_desc, \[b \* 2 \* N \+ (.*?), k \* 64\]", text) == rows
+        assert form.tiles(1, 500, 200) == -(-500 // (256 if paired else 128)) * -(-200 // (tile_n // 2))
+
+
+def test_halves_that_blocks_scale_are_refused():
+    p = problem("f8e4m3fn[130,256] block=1x128 @ f8e4m3fn[256,256]^T block=128x128 -> bf16")
+    (store,) = p.op.stores
+    left, right = (
+        substitute((store,), {n: slice_(n, -1, i * 128, i * 128 + 128) for n in toposort((store,)) if isinstance(n.op, Acc)})
+        for i in range(2)
+    )
+    halved = replace(p, op=replace(p.op, stores=(map_("multiply", map_("silu", *left), *right),)))
+    assert plan_of(halved) == "scales by blocks of both halves of the columns"

@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from gated import gated
 from test_hopper import alike_heads, heads, layer
 from test_hopper_attention import coded
 from test_llvm_attention import attention as posed_attention
@@ -110,6 +111,7 @@ def cases():
         ("hopper turns, gelu, pairs", hopper, up, pairs, FEW),
         ("hopper turns, residual", hopper, down, turns, FEW),
         ("hopper turns, residual, pairs", hopper, down, pairs, FEW),
+        ("hopper SwiGLU, turns, pairs", hopper, gated(BF16, (300,), 328, 272), pairs, FEW),
         ("hopper heads", hopper, heads(), turns, FEW),
         ("hopper heads alike", hopper, alike_heads(), turns, FEW),
         ("plain f16", gemm, gemm_of("f16[67,72] @ f16[72,50] + bias, relu -> f16"), first, H200),

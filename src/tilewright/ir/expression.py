@@ -7,7 +7,7 @@ out again; none of them follows the uses of a node.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.dtype import BF16, F32, DType
@@ -70,11 +70,11 @@ def outside(root: Node, src: Sequence[Node]) -> Node:
     return substitute((root,), {n: src[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param)})[0]
 
 
-def depends_on_acc(roots: Sequence[Node]) -> set[Node]:
-    """The nodes of expressions that depend on acc."""
+def depends_on_acc(roots: Sequence[Node], also: Collection[Node] = ()) -> set[Node]:
+    """The nodes of expressions that depend on acc, or on what else holds sums."""
     found: set[Node] = set()
     for n in toposort(roots):
-        if isinstance(n.op, Acc) or any(s in found for s in n.src):
+        if isinstance(n.op, Acc) or n in also or any(s in found for s in n.src):
             found.add(n)
     return found
 

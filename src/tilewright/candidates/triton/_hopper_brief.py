@@ -40,7 +40,7 @@ class Brief(Emitter):
         self._in_halves: dict[Node, Node] = {}
 
     def values(self, roots: Sequence[Node], access: Access) -> list[str]:
-        self._of_tile = depends_on_acc((access.root,))
+        self._of_tile = depends_on_acc((access.root,), self.tile.near)
         self._in_halves = {n: f for n, f in quantised_at_once(access.root).items() if _fits_halves(n, f)}
         return [self._computed(v) for v in super().values(roots, access)]
 

@@ -99,6 +99,8 @@ class Form:
         outs: the stores.
         blocks: scales that sums of 128 products are multiplied by before they are added up.
         coded: the right operand is codes, of which the loading warps make numbers.
+        second: what stands in the stores for sums of the right half of the right operand's columns, which meet those of the
+            left half: a tile has as many of both.
     """
 
     lhs: Side
@@ -120,6 +122,17 @@ class Form:
     outs: tuple[Out, ...]
     blocks: Blocks | None = None
     coded: Coded | None = None
+    second: Node | None = None
+
+    @property
+    def halves(self) -> int:
+        """Columns of a tile that make one of the result."""
+        return 1 if self.second is None else 2
+
+    @property
+    def width(self) -> int:
+        """Columns of the result that a tile gives."""
+        return self.tile_n // self.halves
 
     @property
     def tile_k(self) -> int:
@@ -144,7 +157,7 @@ class Form:
     @property
     def unit(self) -> int:
         """Rows of the right operand, columns of the result, that one copy brings."""
-        share = self.tile_n // (2 if self.paired else 1)
+        share = self.tile_n // (2 if self.paired or self.second else 1)
         return share if share & (share - 1) == 0 else math.gcd(share, 64)
 
     @property
@@ -161,12 +174,12 @@ class Form:
     def tiles(self, batch: int, M: int, N: int) -> int:
         """Of a result; where blocks work in pairs, pairs of tiles one below the other."""
         down = -(-M // (self.tile_m * (2 if self.paired else 1)))
-        return batch * down * -(-N // self.tile_n)
+        return batch * down * -(-N // self.width)
 
     @property
     def pieces(self) -> int:
         """Of a result that is held."""
-        return self.tile_n // self.outs[0].columns
+        return self.width // self.outs[0].columns
 
     @property
     def stage_bytes(self) -> int:

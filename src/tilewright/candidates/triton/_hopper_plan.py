@@ -14,7 +14,7 @@ from tilewright.candidates.triton._emit import NUMBERED, check
 from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, size
 from tilewright.candidates.triton._hopper_view import ALIGNED, by_batch
 from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, two_halves
 from tilewright.ir.build import broadcast, swap_last
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -91,7 +91,7 @@ class Matrix:
 
 @dataclass(frozen=True)
 class Plan:
-    """A gemm in a Hopper kernel's terms: batch matrices of M x N over K."""
+    """A gemm in a Hopper kernel's terms: batch matrices of M x N over K; `second`: see `Form`."""
 
     batch: int
     M: int
@@ -101,6 +101,12 @@ class Plan:
     rhs: Matrix
     stores: tuple[Access, ...]
     blocks: Blocks | None = None
+    second: Node | None = None
+
+    @property
+    def halves(self) -> int:
+        """Columns of the right operand that make one of the result."""
+        return 1 if self.second is None else 2
 
     @property
     def tile_k(self) -> int:
@@ -143,8 +149,12 @@ def _planned(problem: Problem) -> Plan:
     shape = problem.acc.shape[:-2]
     lhs = _matrix(problem, read_operand(lhs_root), lhs_root, batch, rows, None if shared and batch == 1 else shape, left=True)
     rhs = _matrix(problem, read_operand(rhs_root), rhs_root, batch, problem.N, None if shared else shape, left=False)
-    stores = tuple(of_store(root) for root in problem.op.stores)
-    return Plan(batch, rows, problem.N, problem.K, lhs, rhs, stores, blocks[0] if blocks else None)
+    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    if second is not None and blocks is not None:
+        raise Unsupported("scales by blocks of both halves of the columns")
+    stores = tuple(of_store(root) for root in roots)
+    columns = problem.N if second is None else problem.N // 2
+    return Plan(batch, rows, columns, problem.K, lhs, rhs, stores, blocks[0] if blocks else None, second)
 
 
 def _blocks(problem: Problem) -> tuple[Blocks, Node, Node] | None:

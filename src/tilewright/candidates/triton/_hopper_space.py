@@ -30,6 +30,7 @@ TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64))
 BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns share a scale
 PINGPONG_TILES = ((128, 192), (128, 160), (128, 128), (64, 256))
 MOST_STAGES = 8
+HALVED = 64  # columns of a tile, at least, both halves of which begin where 32 columns do
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
 LONG = frozenset({"gelu", "gelu_tanh", "erf", "erfc", "tanh", "silu", "logistic"})
 MOST_SHARED = 64 * 128  # elements of a warpgroup's part of a shared tile: what it keeps in registers beside those it adds
@@ -125,7 +126,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
     rows = point.tile_m if point.pingpong else point.tile_m // groups
     outs: list[Out] = []
     for access in plan.stores:
-        widest = math.gcd(128 // size(access.root.dtype), point.tile_n)
+        widest = math.gcd(128 // size(access.root.dtype), point.tile_n // plan.halves)
         if not quantised_at_once(access.root) and any(isinstance(n.op, Map) and n.op.fn in LONG for n in access.views):
             widest = min(widest, 64)  # of wider ones more would be under way than there are registers
         fitting = (_out(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a piece
@@ -147,10 +148,11 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         chained,
         point.paired,
         plan.M % (point.tile_m * (2 if point.paired else 1)) == 0,
-        plan.N % point.tile_n == 0,
+        plan.N % (point.tile_n // plan.halves) == 0,
         plan.N,
         tuple(outs),
         plan.blocks,
+        second=plan.second,
     )
 
 
@@ -168,7 +170,8 @@ def _fetched(out: Out, plan: Plan, rows: int) -> tuple[Node, TmaView] | None:
     element = size(out.access.root.dtype)
     if out.view is None or out.view.across or out.access.columns_extent != plan.N:
         return None
-    for leaf in (n for n in out.access.views if isinstance(n.op, Param) and size(n.dtype) == element and n.dtype is not PRED):
+    read = [n for n in out.access.views if isinstance(n.op, Param) and n is not plan.second]
+    for leaf in (n for n in read if size(n.dtype) == element and n.dtype is not PRED):
         view = tma_view(out.access.of_leaf(leaf), plan.batch, plan.M, plan.N, rows, out.columns, element)
         if view is not None and not view.across:
             return leaf, view
@@ -197,7 +200,7 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
     steps = -(-plan.K // plan.tile_k)
     for base in _bases(plan):
         pairs = 2 if base.paired else 1
-        waste = _tiles(plan, base) * pairs * base.tile_m * base.tile_n / (plan.batch * plan.M * plan.N)
+        waste = _tiles(plan, base) * pairs * base.tile_m * base.tile_n / (plan.batch * plan.M * plan.N * plan.halves)
         if (waste > 4 and replace(base, widened=False) != SMALLEST) or (base.paired and base.tile_m >= plan.M):
             continue
         cores = target.cores // pairs
@@ -227,6 +230,7 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
 def _bases(plan: Plan) -> Iterable[Point]:
     """Tiles, and who multiplies them."""
     tiles = TILES if plan.blocks is None else BLOCK_TILES
+    tiles = [t for t in tiles if plan.second is None or t[1] % HALVED == 0]
     for (tile_m, tile_n), paired, widened in product(tiles, (False, True), _orders(plan)):
         base = replace(SMALLEST, tile_m=tile_m, tile_n=tile_n, widened=widened, paired=paired)
         yield base
@@ -237,7 +241,7 @@ def _bases(plan: Plan) -> Iterable[Point]:
 def _tiles(plan: Plan, point: Point) -> int:
     """Tiles, or pairs of them."""
     down = -(-plan.M // (point.tile_m * (2 if point.paired else 1)))
-    return plan.batch * down * -(-plan.N // point.tile_n)
+    return plan.batch * down * -(-plan.N // (point.tile_n // plan.halves))
 
 
 def _orders(plan: Plan) -> Iterable[bool]:
@@ -285,7 +289,7 @@ def _partitions(tiles: int, steps: int, cores: int, whole: bool) -> Iterable[tup
 
 def _large(access: Access, plan: Plan) -> float:
     """How many operands of a store vary along rows and columns, of a whole result."""
-    places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param)]
+    places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param) and n is not plan.second]
     return sum(bool(p.rows and p.columns) for p in places) * access.columns_extent / plan.N
 
 
@@ -316,7 +320,7 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     workers = point.blocks // (2 if point.paired else 1)
     whole = _tiles(plan, point) - point.shared_tiles
     each = -(-whole // workers) + point.shared_tiles / workers
-    elements = point.tile_m * point.tile_n
+    elements = point.tile_m * form.width
     boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n * max(point.tile_m, 128) / (128 * 256)
     boundary += elements * STEP_CYCLES / form.groups * _instructions(plan) * (2 if point.pingpong else 1)
     reads = elements * sum(FETCHED_CYCLES if o.fetched else READ_CYCLES * _large(o.access, plan) for o in form.outs)

@@ -50,6 +50,7 @@ class Stores:
         """An emitter for piece j of store i."""
         f = self.form
         near = {} if out.fetched is None else {out.fetched[0]: f"d{j}"}
+        second = {} if f.second is None else {f.second: f"x{f.width // out.columns + j}_{out.columns}"}
         layout = f"L{out.columns}"
         own = t.v(f"row + gl.arange(0, {f.rows}, gl.SliceLayout(1, {layout}))")
         rows = t.v(f"b * M + {own}")
@@ -58,7 +59,7 @@ class Stores:
         row_mask = None if f.rows_whole else t.v(f"{own} < M")
         column_mask = None if f.columns_whole else t.v(f"{columns} < N")
         width = out.access.columns_extent if self.alike else f.columns
-        tile = Tile(rows, columns, width, row_mask=row_mask, column_mask=column_mask, acc=f"x{j}_{out.columns}")
+        tile = Tile(rows, columns, width, row_mask=row_mask, column_mask=column_mask, acc=f"x{j}_{out.columns}", near=second)
         return Brief(t, tile, self.pointer, near)
 
     def _ahead(self, t: Text, ahead: dict[tuple[int, int], Brief], i: int, j: int) -> None:
@@ -68,7 +69,8 @@ class Stores:
             return
         emitter = ahead[i, j] = self._scope(t, outs[i], i, j)
         access, fetched = outs[i].access, outs[i].fetched
-        leaves = [n for n in access.views if isinstance(n.op, Param) and (fetched is None or n is not fetched[0])]
+        known = {self.form.second, fetched and fetched[0]}
+        leaves = [n for n in access.views if isinstance(n.op, Param) and n not in known]
         if self._always(outs[i]):
             emitter.values(leaves, access)
 
@@ -80,7 +82,7 @@ class Stores:
         f = self.form
         pieces = _Pieces(t, f)
         for i, out in enumerate(self.outs):
-            count = f.tile_n // out.columns
+            count = f.width // out.columns
             for j in range(count):
                 following = (i, j + 1) if j + 1 < count else (i + 1, 0)
                 self._ahead(t, ahead, i, j)
@@ -90,7 +92,8 @@ class Stores:
                     self._fetched(t)
                 if f.fetches:
                     t.do(f"d{j} = {self._place(out, i, j, 'd')}.load(L{out.columns})")
-                pieces.take(j, out.columns)
+                for half in range(f.halves):
+                    pieces.take(half * count + j, out.columns)
                 if self._always(out):
                     self._store(t, ahead[i, j], out, i, j)
                 else:
@@ -133,7 +136,7 @@ class Stores:
 
     def _number(self, out: Out, i: int, j: int) -> int:
         """Of piece j of store i among those of a tile."""
-        return sum(self.form.tile_n // o.columns for o in self.outs[:i] if o.view) + j
+        return sum(self.form.width // o.columns for o in self.outs[:i] if o.view) + j
 
     def _raw(self, out: Out, i: int, j: int) -> str:
         """Where a piece stands in shared memory."""
@@ -178,7 +181,7 @@ class Stores:
         """
         f = self.form
         written = [o for o in self.outs if o.view]
-        odd = sum(f.tile_n // o.columns for o in written) % 2 == 1
+        odd = sum(f.width // o.columns for o in written) % 2 == 1
         return 0 if f.leaving == 1 or (n == 0 and odd) or not all(map(self._always, written)) else 1
 
 

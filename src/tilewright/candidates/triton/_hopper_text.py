@@ -38,7 +38,7 @@ class Writer(Stores):
     def __init__(self, form: Form, pointer: Callable[[Node], str]) -> None:
         super().__init__(form, pointer)
         leaves = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
-        leaves -= {o.fetched[0] for o in form.outs if o.fetched}
+        leaves -= {o.fetched[0] for o in form.outs if o.fetched} | {form.second}
         names = {pointer(n) for n in leaves} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
         if form.blocks:
             names |= {f"p{form.blocks.lhs}", f"p{form.blocks.rhs}"}
@@ -77,7 +77,7 @@ class Writer(Stores):
     def _tiles(self, t: Text) -> None:
         f = self.form
         t.do(f"nm = gl.cdiv(M, {f.tile_m})")
-        t.do(f"nn = gl.cdiv(N, {f.tile_n})")
+        t.do(f"nn = gl.cdiv(N, {f.width})")
         t.do(f"nk = gl.cdiv(K, {f.tile_k})")
         tiles = (
             "B * gl.cdiv(nm, 2) * nn" if f.paired else "B * nm * nn"
@@ -159,7 +159,11 @@ class Writer(Stores):
         own = f.units // 2 if f.paired else f.units
         for i in range(own):
             unit = f"r * {own} + {i}" if f.paired else str(i)
-            at = f.rhs.at("b", "N", f"pn * {f.tile_n} + ({unit}) * {f.unit}", f"k * {f.tile_k}")
+            extent, row = "N", f"pn * {f.tile_n} + ({unit}) * {f.unit}"
+            if f.second is not None:
+                half = "r" if f.paired else str(i // (f.units // 2))
+                extent, row = "2 * N", f"{half} * N + pn * {f.width} + {i % (f.units // 2) * f.unit}"
+            at = f.rhs.at("b", extent, row, f"k * {f.tile_k}")
             buffer = self._as_box(f"b_bufs.index(s * {f.units} + {unit})", f.rhs, f.unit, "b_desc")
             t.do(f"tma.async_copy_global_to_shared(b_desc, {at}, ready.index(s), {buffer})")
 
@@ -244,7 +248,7 @@ class Writer(Stores):
         f = self.form
         t.do("b = pin(b)")
         t.do(f"row = pin(pm{'' if f.pingpong else f' * {f.groups} + g'}) * {f.rows}")
-        t.do(f"col = pin(pn) * {f.tile_n}")
+        t.do(f"col = pin(pn) * {f.width}")
         self._choose(t)
 
     def _tile_by_blocks(self, t: Text, blocks: Blocks) -> None:

@@ -43,7 +43,9 @@ def plan_of(problem: Problem) -> Plan | None:
     if not w.rounded or w.kind.bits != 4 or weights.rows < FEWEST_ROWS:
         return None
     plan = hopper_plan.plan_of(problem)
-    return plan if isinstance(plan, Plan) and plan.batch == 1 and plan.lhs.source is not None else None
+    if not isinstance(plan, Plan) or plan.second is not None:
+        return None
+    return plan if plan.batch == 1 and plan.lhs.source is not None else None
 
 
 def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
