@@ -8,8 +8,8 @@ import torch
 HALF = np.float16
 
 
-def _pair(word):
-    bits = int(word, 16)
+def word_of(bits):
+    """The two numbers of a word."""
     return [np.array(bits >> s & 0xFFFF, np.uint16).view(HALF) for s in (0, 16)]
 
 
@@ -38,12 +38,12 @@ MEANT = {
 
 
 def run(text, *given, power=lambda p: np.exp2(p.astype(np.float64)).astype(HALF)):
-    """The bytes of $0 after the instructions of `text`, over operands $1, $2, ..., each a pair of arrays of f16.
+    """The bytes of $0 after the instructions of `text`, over operands $1, $2, ..., each a pair of arrays of f16 or a word.
 
     Args:
         power: of ex2.approx, whose result is off by up to 2^-9.9.
     """
-    values = {f"${i + 1}": list(pair) for i, pair in enumerate(given)}
+    values = {f"${i + 1}": word_of(pair) if isinstance(pair, int) else list(pair) for i, pair in enumerate(given)}
     with np.errstate(all="ignore"):
         for line in filter(None, (part.strip() for part in text.strip(" {}").replace("{", "").replace("}", "").split(";"))):
             name, *operands = re.split(r"[ ,]+", line)
@@ -51,7 +51,7 @@ def run(text, *given, power=lambda p: np.exp2(p.astype(np.float64)).astype(HALF)
                 continue
             to, *sources = operands
             if name == "mov.b32":
-                pairs = [_pair(s) if s.startswith("0x") else values[s] for s in sources]
+                pairs = [word_of(int(s, 16)) if s.startswith("0x") else values[s] for s in sources]
                 values[to] = [v for pair in pairs for v in pair]
             elif name == "prmt.b32":
                 assert sources[2] == "0x6420"

@@ -283,16 +283,16 @@ def test_stores_that_are_alike_have_one_code():
     for p in (heads(), alike_heads()):
         plan = plan_of(p)
         form = form_of(p, plan, replace(WHOLE, tile_n=192))
-        texts.append(Writer(form, lambda n: f"p{n.op.index}").write())
+        texts.append(Writer(form, lambda n: f"p{n.op.index}").write().text)
     assert [t.count("fence_async_shared()") for t in texts] == [9, 3]  # pieces of 64 columns, in stores of 16 bits
 
 
 def test_a_tile_that_ends_in_two_stores_is_written_by_both():
     p = alike_heads()
     form = form_of(p, plan_of(p), replace(WHOLE, tile_n=256, num_stages=3))
-    assert "part" in Writer(form, lambda n: f"p{n.op.index}").write()
+    assert "part" in Writer(form, lambda n: f"p{n.op.index}").write().text
     form = form_of(p, plan_of(p), replace(WHOLE, tile_n=224, num_stages=3))
-    assert "part" not in Writer(form, lambda n: f"p{n.op.index}").write()
+    assert "part" not in Writer(form, lambda n: f"p{n.op.index}").write().text
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(F8E4M3FN, 768), (S8, 384)])
@@ -307,7 +307,7 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
             continue
         _, view = form.outs[0].fetched
         each = math.prod(view.box) * 2
-        text = Writer(form, lambda n: f"p{n.op.index}").write()
+        text = Writer(form, lambda n: f"p{n.op.index}").write().text
         expected = [int(n) for n in re.findall(r"mbarrier.expect\(fetched.index\(g\), (\d+)\)", text)]
         copies = text.count("tma.async_copy_global_to_shared(d0_desc")
         assert (sum(expected), len(expected)) == (copies * each, text.count("mbarrier.wait(fetched"))
@@ -332,7 +332,7 @@ def test_a_tile_reads_as_many_columns_of_both_halves():
         (192, True, [f"r * N + pn * 96 + {i}" for i in (0, 32, 64)]),
     ):
         form = form_of(p, plan_of(p), replace(WHOLE, tile_n=tile_n, paired=paired))
-        text = Writer(form, lambda n: f"p{n.op.index}").write()
+        text = Writer(form, lambda n: f"p{n.op.index}").write().text
         assert re.findall(r"copy_global_to_shared\(b_desc, \[b \* 2 \* N \+ (.*?), k \* 64\]", text) == rows
         assert form.tiles(1, 500, 200) == -(-500 // (256 if paired else 128)) * -(-200 // (tile_n // 2))
 

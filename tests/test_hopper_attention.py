@@ -39,7 +39,7 @@ def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale
 
 def code_of(problem, ones):
     heads = hopper_attention._found(problem)
-    kernel = hopper_attention.machine_code(heads, problem, Point(1, ones))
+    kernel = hopper_attention.machine_code(heads, problem, Point(1, ones)).kernel
     return assembly(kernel), needs(kernel)
 
 
@@ -106,7 +106,7 @@ def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tile
     """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""
     src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", queries), ("k", 384), ("v", 384))]
     heads = hopper_attention._found(problem_of(Node(Attention(0.125, causal), *src)))
-    text = kernel_text(heads, Point(1, False))
+    text = kernel_text(heads, Point(1, False)).text
     shift = 384 - queries if causal == "lower" else 0
     cut = {  # of each run of tiles, the chunks that its first query does not see whole
         (len(chunks(last_seen(heads, t))), c)

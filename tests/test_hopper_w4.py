@@ -103,7 +103,7 @@ def test_the_text_gives_what_the_oracle_gives(line, point):
     results = [torch.full(t.shape, float("nan"), dtype=t.dtype.to_torch()) for t in problem.outputs]
     sides = [sources[int(n[1:])] for n in writer.sides]
     tensors = [sources[plan.x], *packed_weights(given, w, plan.operand), *sides, *results]
-    machine = Machine(writer.write(), point.cluster, 32 * point.warps)
+    machine = Machine(writer.write().text, point.cluster, 32 * point.warps)
     machine.run(form.grid, [t.contiguous() for t in tensors], [NUMPY[t.dtype] for t in tensors])
     expected = expect(problem, sources)
     for result, low, high in zip(results, expected.low, expected.high, strict=True):
@@ -148,7 +148,7 @@ def test_machine_code_is_loaded_for_each_device():
     plan = plan_of(problem)
     assert isinstance(plan, Plan)
     types = tuple(t.dtype for t in problem.types)
-    first, again, other = (compiled(Form(plan, point), types, device)[0] for device in (0, 0, 1))
+    first, again, other = (compiled(Form(plan, point), types, device).kernel for device in (0, 0, 1))
     assert first is again and first is not other
 
 
@@ -156,7 +156,7 @@ def test_machine_code_is_loaded_for_each_device():
 def test_machine_code_is_what_was_meant(name):
     line, point, wanted = CASES[name]
     problem, form = formed(line, point)
-    kernel, _ = compiled(form, tuple(t.dtype for t in problem.types))
+    kernel = compiled(form, tuple(t.dtype for t in problem.types)).kernel
     text = assembly(kernel)
     for instruction, count in wanted.items():
         found = len(re.findall(rf"\b{re.escape(instruction)}\b", text))

@@ -58,7 +58,7 @@ def built(problem, arch, at=0):
     target = gpu()
     heads = attention._heads(problem, exact_fp8(arch))
     points = list(attention._points(heads, arch, target.chip.shared_bytes))
-    return attention.machine_code(heads, problem, points[at], arch), points[at]
+    return attention.machine_code(heads, problem, points[at], arch).kernel, points[at]
 
 
 # every architecture with one of them, and one of each kind of architecture with every one that it multiplies as it is

@@ -14,6 +14,7 @@ from tilewright.candidates.triton import _hopper_run
 from tilewright.candidates.triton._call import SPARE, Counters, caller, maker
 from tilewright.candidates.triton._hopper_plan import plan_of
 from tilewright.candidates.triton._hopper_space import form_of
+from tilewright.candidates.triton._module import Built
 from tilewright.candidates.triton.hopper import compiled
 from tilewright.dtype import F16, S8
 from tilewright.hardware.detect import detect
@@ -77,7 +78,8 @@ def started(monkeypatch, p, names, weights, start):
     monkeypatch.setattr(_hopper_run, "expanded", lambda *_: start)
     monkeypatch.setattr(_hopper_run.Tma, "at", lambda self, address: [address])
     kernel = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * 3))
-    return _hopper_run.runner(p, plan, form_of(p, plan, WHOLE), kernel, names, 1, 0, weights, torch.device("cpu"))
+    built = Built(kernel, (0.5, -3), tuple(names))
+    return _hopper_run.runner(p, plan, form_of(p, plan, WHOLE), built, 1, 0, weights, torch.device("cpu"))
 
 
 def test_a_hopper_kernel_starts_on_its_own_device(cuda, monkeypatch):
@@ -110,7 +112,7 @@ def test_every_argument_of_a_hopper_kernel_has_its_place(cuda, monkeypatch):
     moved, spread = torch.randn(256 * 128 + 1).bfloat16()[1:].view(256, 128), torch.randn(512).bfloat16()[::2]
     results = [run(sources)[0] for sources in ([x, w, b], [moved, w, b], [x, w, spread], [x, w, b])]
     pointers = [[t.data_ptr() for t in (x, w, result, b)] for result in results]
-    assert all(call[4:] == [1, 256, 256, 128] for call in calls), "batch, M, N, K"
+    assert all(call[4:] == [1, 256, 256, 128, 0.5, -3] for call in calls), "batch, M, N, K, numbers"
     assert [call[:4] == wanted for call, wanted in zip(calls, pointers, strict=True)] == [True, False, False, True]
     assert calls[1][1:4] == pointers[1][1:] and calls[1][0] not in (moved.data_ptr(), x.data_ptr()), "a copy on an even address"
     assert calls[2][:3] == pointers[2][:3] and calls[2][3] not in (spread.data_ptr(), b.data_ptr()), "a dense copy"

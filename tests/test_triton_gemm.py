@@ -59,7 +59,7 @@ def machine_code(line: str, at: Target, point=None):
     p = problem(line)
     point = point or triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(p, at))))
     plan = triton_gemm.plan_of(p, at)
-    return triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside)
+    return triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).kernel
 
 
 @pytest.mark.parametrize(("chip", "line"), [(c, x) for c, lines in INTENDED.items() for x in lines])
@@ -154,7 +154,7 @@ def test_steps_along_k_that_are_far_apart_are_counted_in_64_bits():
     p = problem_of(Node(Gemm(F32, lhs, params[1], (acc,)), *(input_(f"x{i}", t.dtype, t.shape) for i, t in enumerate(types))))
     at, point = target("nvidia_a100"), triton_gemm.Point(32, 32, 64, 4, 2)
     plan = triton_gemm.plan_of(p, at)
-    code = triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).asm["ttir"]
+    code = triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).kernel.asm["ttir"]
     assert f"{rows * 64}_i64" in code and f"{rows * 64}_i32" not in code
 
 

@@ -70,7 +70,7 @@ USUAL = [bert_norm, attention_softmax, dynamic, embedding]
 def built(problem, target, arch=None):
     arch, schedule = arch or arch_of(target), next(iter(rows.CANDIDATE.schedules(problem, target)))
     tiles = rows._tiles(rows._region(problem), schedule, arch)
-    return rows.machine_code(tiles, problem, arch, num_warps=schedule["num_warps"])
+    return rows.machine_code(tiles, problem, arch, num_warps=schedule["num_warps"]).kernel
 
 
 @pytest.mark.parametrize("arch", ARCHES, ids=lambda a: str(a.name))

@@ -10,6 +10,7 @@ import torch
 from test_llvm_casts import FP8, param, samples, table
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._functions import ON_FLOATS, ON_INTEGERS
+from tilewright.candidates.triton._text import Text
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, PRED, S4, S8, S16, S32, U4, U8, U16, U32
 from tilewright.ir.access import Unsupported, of_store
 from tilewright.ir.build import const, convert, map_, reshape, slice_, swap_last, transpose
@@ -190,3 +191,31 @@ def test_a_selection_by_a_mask_and_a_mask_itself():
         (wanted,) = evaluate_nodes([root], {acc: value, param(0, mask, PRED): mask})
         (got,) = run_expressions([root], [mask], value, [of_store(root)], (16, 16))
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("scale", "to", "zero"), [(0.0217, U8, 131), (-3.5, S8, None), (1e30, F8E4M3FN, None), (1.0, S8, 1), (0.3, F16, None)]
+)
+def test_a_number_that_is_an_argument_gives_the_bits_that_a_literal_gives(scale, to, zero, monkeypatch):
+    rng = np.random.default_rng(0)
+    x = np.concatenate(
+        [specials(F32), random_array(F32, (300,), rng), rng.standard_normal(300, np.float32) * np.float32(scale) * 99]
+    )
+    acc = Node(Acc(TensorType(F32, (1, len(x)))))
+    value = map_("divide", map_("multiply", acc, const(scale, F32)), const(0.5, F32))
+    value = map_("clamp", const(-3e5, F32), value, const(4e4, F32))
+    point = [] if zero is None else [const(zero, to)]
+    if to is F16:
+        roots = [convert(map_("multiply", convert(acc, F16), const(scale, F16)), F32)]
+    else:
+        codes = Node(Quantize(to), value, const(scale, F32), *point)
+        roots = [
+            codes,
+            Node(Dequantize(F32), codes, const(scale, F32), *point),
+            Node(Quantize(to), acc, const(scale, F32), *point),
+        ]
+    given = torch.from_numpy(x).reshape(1, -1)
+    as_arguments = run_expressions(roots, [], given)
+    monkeypatch.setattr(Text, "number", lambda self, key, value: repr(value) if np.isfinite(value) else f"float('{value}')")
+    for got, wanted, root in zip(as_arguments, run_expressions(roots, [], given), roots, strict=True):
+        assert_same(to_numpy(got, root.dtype), to_numpy(wanted, root.dtype))

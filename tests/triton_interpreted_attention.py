@@ -21,7 +21,7 @@ from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
-from triton_map import in_memory
+from triton_map import in_memory, scalars
 
 NATIVE = frozenset({"f8e4m3fn", "f8e5m2"})
 WAYS = ("held", "twice")
@@ -65,7 +65,8 @@ def run(problem, sources, point, fp8=NATIVE):
         results.append(bits.view(t.dtype.to_torch())[: t.elements].reshape(t.shape))
     given = [in_memory(sources[i]) for i in sources_of(heads)]
     grid = heads.batch * heads.heads * -(-heads.queries // point.tile_m)
-    module(kernel_text(heads, point, fp8)).kernel[(grid,)](*given, *map(in_memory, results))
+    written = kernel_text(heads, point, fp8)
+    module(written.text).kernel[(grid,)](*given, *map(in_memory, results), *scalars(written.numbers))
     return results
 
 

@@ -25,7 +25,7 @@ from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
-from triton_map import in_memory
+from triton_map import in_memory, scalars
 
 TARGETS = {c.name: Target(c.name, c, "cuda", c.sms, features=c.requires) for c in (A100, H100)}
 POINTS = [
@@ -51,7 +51,8 @@ def run(problem: Problem, sources, point, target, weights=()):
         kind = torch.float32 if problem.acc.dtype is F32 else torch.int32
         given += [torch.full((nest.workspace_bytes // 4 - nest.tiles,), 1 << 20, dtype=kind), counters]
     with np.errstate(all="ignore"):
-        module(write(nest)).gemm[(nest.tiles * point.split_k,)](*given)
+        written = write(nest)
+        module(written.text).gemm[(nest.tiles * point.split_k,)](*given, *scalars(written.numbers))
     if point.split_k > 1:
         assert not counters.any()
     return results

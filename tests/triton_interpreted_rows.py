@@ -15,7 +15,7 @@ from tilewright.ir.ops import Dequantize, Gather, Quantize, Select, Softmax
 from tilewright.ir.region import region_of_rows
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.sample import random_sources
-from triton_map import in_memory
+from triton_map import in_memory, scalars
 
 LENGTHS = (1, 7, 100)
 
@@ -28,7 +28,9 @@ def run(problem, sources, tile_m, parts=1, piece=16):
     tiles = Tiles(region, tile_m, tile_n)
     results = [torch.full(t.shape, 77, dtype=torch.uint8).bool() if t.dtype is PRED else poisoned(t) for t in problem.outputs]
     given = [sources[i] for i in region.sources]
-    module(kernel_text(tiles, frozenset())).kernel[(tiles.grid,)](*map(in_memory, given), *map(in_memory, results))
+    written = kernel_text(tiles, frozenset())
+    kernel = module(written.text).kernel
+    kernel[(tiles.grid,)](*map(in_memory, given), *map(in_memory, results), *scalars(written.numbers))
     return results
 
 

@@ -2,7 +2,7 @@
 been set before Triton was imported."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import ml_dtypes
 import numpy as np
@@ -66,6 +66,15 @@ def in_memory(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.uint8) if t.itemsize == 1 and t.dtype is not torch.int8 else t.contiguous()
 
 
+def scalars(numbers: Mapping[str, float | int]) -> list[object]:
+    """The same for numbers: what is of one element to the compiler is a Python float to the interpreter."""
+    as_f32 = interpreter.tl.float32
+    return [
+        n if isinstance(n, int) else interpreter.tl.tensor(interpreter.TensorHandle(np.array([n], np.float32), as_f32), as_f32)
+        for n in numbers.values()
+    ]
+
+
 def run_expressions(
     roots: Sequence[Node],
     sources: Sequence[torch.Tensor],
@@ -96,12 +105,12 @@ def run_expressions(
     emitter = Emitter(text, names, lambda n: f"p{n.op.index}")
     for i, access in enumerate(accesses):
         emitter.store(access, f"o{i}")
-    given = [f"p{i}" for i in range(len(sources))] + [f"o{i}" for i in range(len(roots))] + ["a"]
+    given = [f"p{i}" for i in range(len(sources))] + [f"o{i}" for i in range(len(roots))] + ["a", *text.numbers]
     kernel = module(f"{IMPORTS}\n\n@triton.jit\ndef kernel({', '.join(given)}):\n{text}\n").kernel
     results = [torch.full(r.shape, 113).to(r.dtype.to_torch()) for r in roots]
     memory = [in_memory(t) for t in (*sources, *results, acc if acc is not None else torch.empty(1))]
     with np.errstate(all="ignore"):
-        kernel[(-(-rows // tile[0]), -(-columns // tile[1]))](*memory)
+        kernel[(-(-rows // tile[0]), -(-columns // tile[1]))](*memory, *scalars(text.numbers))
     return results
 
 

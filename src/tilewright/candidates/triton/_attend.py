@@ -17,7 +17,7 @@ from tilewright.candidates.triton._casts import FP8, FP8_NAMES, NATIVE
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._heads import Heads, Operand, Rounded
 from tilewright.candidates.triton._module import IMPORTS
-from tilewright.candidates.triton._text import Text
+from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import F16, F32, PRED
 from tilewright.ir.access import Access
 from tilewright.ir.graph import Node, toposort
@@ -52,11 +52,12 @@ def sources_of(heads: Heads) -> list[int]:
     return sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
 
 
-def kernel_text(heads: Heads, point: Point, fp8: frozenset[str]) -> str:
+def kernel_text(heads: Heads, point: Point, fp8: frozenset[str]) -> Written:
     """A module with the function `kernel` of a pointer for each source that is read, and for each result."""
-    arguments = [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
     body = _Writer(heads, point, fp8).body()
-    return f"{IMPORTS}\n\n@triton.jit\ndef kernel({', '.join(arguments)}):\n{body}\n"
+    arguments = [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
+    header = ", ".join([*arguments, *body.numbers])
+    return Written(f"{IMPORTS}\n\n@triton.jit\ndef kernel({header}):\n{body}\n", body.numbers)
 
 
 def _pointer(leaf: Node) -> str:
@@ -86,7 +87,8 @@ class _Operands(Emitter):
         else:
             value = self.cast(value, unit)
             if codes.zero:
-                value = t.v(f"{value} - {t.call('cast', repr(float(codes.zero)), f'tl.{unit}')}")
+                zero = t.number((operand, "zero"), float(codes.zero))
+                value = t.v(f"{value} - {zero if unit == 'float32' else self.cast(zero, unit)}")
         mask = self._mask(operand.at, rows=True, columns=True)
         whole = all(self.varies(operand.at))
         if mask is not None and not (whole and operand.reads_nothing_as_zero):
@@ -106,10 +108,11 @@ class _Writer:
         plain = heads.on_scores is None and heads.scale > 0 and heads.unit is not F32
         self.as_left = plain and (heads.mask is None or heads.mask.root.dtype is PRED)
         self.factor = heads.scale * LOG2_E if self.as_left else LOG2_E
+        self._factor = self.text.number("factor", self.factor) if self.as_left else repr(LOG2_E)
         last = heads.causal == "lower" and heads.keys < heads.queries
         self.blind = heads.mask is not None or last  # a row may see no key
 
-    def body(self) -> str:
+    def body(self) -> Text:
         h, p, do = self.h, self.p, self.text.do
         tiles = -(-h.queries // p.tile_m)
         do("program = tl.program_id(0)")
@@ -136,7 +139,7 @@ class _Writer:
             do(f"end = tl.minimum((tile + 1) * {p.tile_m} + {shift}, {h.keys})")
         {"online": self._online, "held": self._held, "twice": self._twice}[p.scores]()
         self._store()
-        return str(self.text)
+        return self.text
 
     # -- the three ways
 
@@ -234,15 +237,16 @@ class _Writer:
         score = text.call("dot", "q", f"tl.trans({k})", *self._precision)
         mask = None if h.mask is None or h.mask.root.dtype is PRED else self._mask(t, h.mask)
         if isinstance(h.on_scores, Rounded):
-            code = self._rounded(score, repr(h.scale / h.on_scores.divisor), h.on_scores)
-            scale = repr(h.on_scores.codes.scale)
+            factor = text.number("score's code", h.scale / h.on_scores.divisor)
+            code = self._rounded(score, factor, h.on_scores)
+            scale = text.number("score's scale", h.on_scores.codes.scale)
             score = text.v(f"{code} * {scale}") if mask is None else text.call("fma", code, scale, mask)
         else:
             if isinstance(h.on_scores, Access):
-                scaled = text.v(f"{score} * {h.scale!r}")
+                scaled = text.v(f"{score} * {text.number('scale', h.scale)}")
                 score = self._of_scores(t, scaled).value(h.on_scores)
             elif not self.as_left:
-                score = text.v(f"{score} * {h.scale!r}")
+                score = text.v(f"{score} * {text.number('scale', h.scale)}")
             if mask is not None:
                 score = text.v(f"{score} + {mask}")
         if h.mask is not None and mask is None:
@@ -274,9 +278,9 @@ class _Writer:
         if self.h.unit is F32:
             return text.call("exp", text.v(f"{score} - {base}[:, None]"))
         if self.as_left:
-            moved = text.v(f"{base} * {-self.factor!r}")
-            return text.call("exp2", text.call("fma", score, repr(self.factor), f"{moved}[:, None]"))
-        return text.call("exp2", text.v(f"({score} - {base}[:, None]) * {self.factor!r}"))
+            moved = text.v(f"{base} * {text.number('opposite of factor', -self.factor)}")
+            return text.call("exp2", text.call("fma", score, self._factor, f"{moved}[:, None]"))
+        return text.call("exp2", text.v(f"({score} - {base}[:, None]) * {self._factor}"))
 
     def _carry(self, score: str) -> tuple[str, str]:
         """A tile's weights with respect to the highest score so far, and what becomes of earlier ones."""
@@ -285,7 +289,7 @@ class _Writer:
         do(f"base = tl.where(above == {LOWEST}, 0.0, above)" if self.blind else "base = above")
         weight = self._exponential(score, "base")
         precise = self.h.unit is F32
-        do("keep = tl.exp(top - base)" if precise else f"keep = tl.exp2((top - base) * {self.factor!r})")
+        do("keep = tl.exp(top - base)" if precise else f"keep = tl.exp2((top - base) * {self._factor})")
         do(f"total = total * keep + tl.sum({weight}, 1)")
         do("top = above")
         return weight, "keep"
@@ -301,9 +305,10 @@ class _Writer:
         """As they enter the second product, where something is done to them."""
         h, text = self.h, self.text
         if isinstance(h.on_weights, Rounded):
-            scaled = text.v(f"{inverse} * {1 / h.on_weights.divisor!r}")
+            scaled = text.v(f"{inverse} * {text.number('code of a weight', 1 / h.on_weights.divisor)}")
             code = self._rounded(weight, f"{scaled}[:, None]", h.on_weights, least=0.0)
-            return code if h.v.codes is not None else text.v(f"{code} * {h.on_weights.codes.scale!r}")
+            scale = text.number("scale of weights", h.on_weights.codes.scale)
+            return code if h.v.codes is not None else text.v(f"{code} * {scale}")
         assert h.on_weights is not None
         return self._of_scores(t, text.v(f"{weight} * {inverse}[:, None]")).value(h.on_weights)
 
@@ -315,8 +320,11 @@ class _Writer:
             code = text.v(f"({x} * {factor}).to(tl.{FP8_NAMES[codes.dtype]})")  # holds what is too large to the largest code
             return text.v(f"{code}.to(tl.float32)")
         low, high = max(float(codes.dtype.min) - codes.zero, least), float(codes.dtype.max) - codes.zero
+        bounds = [repr(ROUND + low), repr(ROUND + high)]
+        if codes.zero:
+            bounds = [text.number((to, i), ROUND + bound) for i, bound in enumerate((low, high))]
         nearest = text.call("fma", x, factor, repr(ROUND))
-        held = text.call("minimum", text.call("maximum", nearest, repr(ROUND + low)), repr(ROUND + high))
+        held = text.call("minimum", text.call("maximum", nearest, bounds[0]), bounds[1])
         return text.v(f"{held} - {ROUND!r}")
 
     def _product(self, weight: str, t: str, acc: str | None) -> str:
@@ -329,7 +337,7 @@ class _Writer:
         h = self.h
         if h.v.codes is not None:
             of_weights = h.on_weights.codes.scale if isinstance(h.on_weights, Rounded) else 1.0
-            self.text.do(f"acc = acc * {h.v.codes.scale * of_weights!r}")
+            self.text.do(f"acc = acc * {self.text.number('scale of the result', h.v.codes.scale * of_weights)}")
         tile = self._columns("e", h.width, self.rows)
         with_acc = replace(tile, acc=Emitter(self.text, tile, _pointer, self.fp8).convert("acc", F32, h.result))
         for i, store in enumerate(h.stores):

@@ -21,7 +21,7 @@ from tilewright.dtype import (
 )
 from tilewright.ir.access import Unsupported
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Quantize
+from tilewright.ir.ops import VIEWS, Const, Convert, Map, Quantize
 
 NATIVE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ)
@@ -79,10 +79,29 @@ class Casts:
     def __init__(self, text: Text, fp8: frozenset[str] = frozenset()) -> None:
         self.text, self.fp8 = text, fp8
         self._codes: dict[str, str] = {}  # quantised values before they lost their type
+        self._given: dict[str, str] = {}  # numbers in a narrow type, and the arguments that they are
 
     def cast(self, value: str, name: str, *, bits: bool = False) -> str:
         """Triton's own conversion to a type of its own, or the same bits as that type."""
         return self.text.v(f"{value}.to({self.text.language}.{name}{', bitcast=True' if bits else ''})")
+
+    def narrow(self, number: str, dtype: DType) -> str:
+        """An argument of the kernel in a type that f32 or 32-bit integers hold."""
+        if dtype is F32:
+            return number
+        narrow = self.cast(number, in_registers(dtype))
+        self._given[narrow] = number
+        return narrow
+
+    def _widened(self, value: str, target: DType) -> str | None:
+        """A number in f32 or a 32-bit integer, if this is one in another type."""
+        name = self._given.get(value)
+        if name is None or target not in (F32, S32):
+            return None
+        number = self.text.numbers[name]
+        if isinstance(number, int) == (target is S32):
+            return name
+        return self.text.number((name, F32), float(number)) if target is F32 else None
 
     def where(self, condition: str, a: str, b: str) -> str:
         return self.text.call("where", condition, a, b)
@@ -107,6 +126,9 @@ class Casts:
         """`Convert`'s meaning."""
         if source is target:
             return value
+        wide = self._widened(value, target)
+        if wide is not None:
+            return wide
         if source in FP8:
             return self.convert(self._decode(value, source), F32, target, saturate=saturate and source.max >= target.max)
         if target.bits == 4:
@@ -245,6 +267,10 @@ class Casts:
         t = self.text
         if not repeats or target in (F32, BF16):
             return t.call("div_rn", x, divisor)
+        number = t.numbers.get(divisor)
+        if number is not None and 2.0**-62 <= abs(number) <= 2.0**62:
+            inverse = t.number((divisor, "inverse"), 1 / number)  # rounded to f64 first, which changes nothing (Figueroa 1995)
+            return self.corrected(t.v(f"{x} * {inverse}"), x, divisor, inverse)
         size = t.v(f"{t.language}.abs({divisor})")
         factor = self.where(t.v(f"{size} > {2.0**62!r}"), repr(2.0**-64), "1.0")
         factor = self.where(t.v(f"{size} < {2.0**-62!r}"), repr(2.0**64), factor)
@@ -255,7 +281,9 @@ class Casts:
     def corrected(self, near: str, x: str, divisor: str, inverse: str) -> str:
         """x / divisor, given x * inverse."""
         t = self.text
-        rest = t.call("fma", near, t.v(f"-{divisor}"), x)
+        number = t.numbers.get(divisor)
+        opposite = t.v(f"-{divisor}") if number is None else t.number((divisor, "opposite"), -number)
+        rest = t.call("fma", near, opposite, x)
         exact = t.call("fma", rest, inverse, near)
         return self.where(t.v(f"{exact} == {exact}"), exact, near)  # beside infinities there is no remainder
 
@@ -278,17 +306,22 @@ class Casts:
         low, high, nothing = repr(float(target.min)), repr(float(target.max)), "0.0"
         zero = self.convert(args[2], target, F32) if len(args) == 3 else None
         if zero is not None:
-            low, high, nothing = (t.v(f"{bound} - {zero}") for bound in (low, high, nothing))
+            low, high, nothing = (self._less(bound, zero) for bound in (low, high, nothing))
         # The ends are whole numbers: holding before rounding is holding after it.
-        known = self.where(t.v(f"{quotient} == {quotient}"), quotient, nothing)
+        known = quotient if _is_number(n.src[0]) else self.where(t.v(f"{quotient} == {quotient}"), quotient, nothing)
         held = t.call("minimum", t.call("maximum", known, low), high)
         shifted = t.v(f"{held} + {ROUND!r}")
         code = t.v(f"{self.cast(shifted, 'int32', bits=True)} - {ROUND_BITS:#x}")
         if zero is not None:
-            code = t.v(f"{code} + {self.cast(args[2], 'int32')}")
+            code = t.v(f"{code} + {self.convert(args[2], target, S32)}")
         result = self.cast(code, in_registers(target))
         self._codes[result] = code
         return result
+
+    def _less(self, bound: str, zero: str) -> str:
+        """A literal less a zero point."""
+        t, number = self.text, self.text.numbers.get(zero)
+        return t.v(f"{bound} - {zero}") if number is None else t.number((bound, zero), float(bound) - number)
 
     def dequantize(self, n: Node, args: list[str]) -> str:
         """The difference from the zero point is exact in 32-bit integers; a float has none."""
@@ -298,5 +331,19 @@ class Casts:
             value = self.cast(t.v(f"{codes[0]} - {codes[1]}"), "float32")
         else:
             value = self.convert(args[0], source, F32)
-        scaled = t.v(f"{value} * {self.convert(args[1], n.src[1].dtype, F32)}")
+        scaled = t.times(value, self.convert(args[1], n.src[1].dtype, F32))
         return self.convert(scaled, F32, n.dtype)
+
+
+def _is_number(n: Node) -> bool:
+    """Whether a float is no NaN: an integer, times constants. The compiler would know it of literals."""
+    if isinstance(n.op, Convert):
+        return n.src[0].dtype.is_integer or (n.dtype is F32 and _is_number(n.src[0]))
+    if isinstance(n.op, Map) and n.op.fn == "multiply" and n.dtype is F32:
+        return any(_is_moderate(a) and _is_number(b) for a, b in (n.src, n.src[::-1]))
+    return isinstance(n.op, VIEWS) and _is_number(n.src[0])
+
+
+def _is_moderate(n: Node) -> bool:
+    """A constant, several of which multiply an integer and leave it finite."""
+    return isinstance(n.op, Const) and n.tensor.elements == 1 and abs(n.op.data.tensor().item()) < 2.0**24

@@ -318,9 +318,10 @@ class Emitter(Functions):
         tensor = n.op.data.tensor().reshape(1)
         if n.dtype in FP8:
             value = repr(int(tensor.view(dtype=torch.uint8).item()))
-        elif n.dtype.is_float:
-            number = float(tensor.item())
-            value = repr(number) if math.isfinite(number) else f"float('{number}')"
+        elif n.dtype.is_float or (n.dtype.bits <= 8 and n.dtype is not PRED):  # wide integers are ends of ranges
+            value = self.text.number(n, tensor.item())
+            if value in self.text.numbers:
+                return self.narrow(value, n.dtype)
         else:
-            value = repr(bool(tensor.item()) if n.dtype is PRED else int(tensor.item()))
+            value = repr(tensor.item())
         return self.text.call("cast", value, f"{self.text.language}.{in_registers(n.dtype)}")

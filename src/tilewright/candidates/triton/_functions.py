@@ -5,6 +5,7 @@ Errors are within the few roundings that a step of an epilogue may have (`schedu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tilewright.candidates._approximations import (
@@ -85,7 +86,8 @@ class Functions(Casts):
         size = f"{t.language}.abs({x})"
         match fn:
             case "divide":
-                return t.v(f"{x} / {args[1]}")
+                inverse = self._exact_inverse(args[1])
+                return t.v(f"{x} / {args[1]}" if inverse is None else f"{x} * {inverse}")
             case "maximum":
                 return self.at_least(x, args[1])
             case "minimum":
@@ -126,6 +128,13 @@ class Functions(Casts):
                 near = t.v(f"({t.v(size)} + {MOST_EXACT!r}) - {MOST_EXACT!r}")
                 signed = self.where(t.v(f"{x} < 0"), t.v(f"-{near}"), near)
                 return self.where(t.v(f"{size} < {MOST_EXACT!r}"), signed, x)
+
+    def _exact_inverse(self, x: str) -> str | None:
+        """Of a number that is a power of two."""
+        number = self.text.numbers.get(x)
+        if number is None or abs(math.frexp(number)[0]) != 0.5 or not 2.0**-126 <= abs(number) <= 2.0**126:
+            return None
+        return self.text.number((x, "inverse"), 1 / number)
 
     def over(self, x: str, y: str) -> str:
         """x / y, where y is at least 1."""

@@ -17,7 +17,7 @@ from tilewright.candidates.triton._casts import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._heads import Heads
 from tilewright.candidates.triton._hopper_rows import ROWS, WIDEST, Chunk, Point, chunks, last_seen, leaf_of
-from tilewright.candidates.triton._text import Text
+from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.access import Access
 from tilewright.ir.graph import Node, toposort
@@ -43,10 +43,12 @@ def ex2(x):
 '''
 
 
-def kernel_text(heads: Heads, point: Point) -> str:
+def kernel_text(heads: Heads, point: Point) -> Written:
     """A module with the function `kernel` of a pointer for each source that is read, and for each result."""
+    body = _Writer(heads, point).body()
     arguments = [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
-    return f"{PROLOGUE}\n\n@gluon.jit\ndef kernel({', '.join(arguments)}):\n{_Writer(heads, point).body()}\n"
+    header = ", ".join([*arguments, *body.numbers])
+    return Written(f"{PROLOGUE}\n\n@gluon.jit\ndef kernel({header}):\n{body}\n", body.numbers)
 
 
 def _pointer(leaf: Node) -> str:
@@ -82,7 +84,7 @@ class _Writer:
         self.factor = 1.0 if self.added else heads.scale * LOG2_E  # from what scores are held as to powers of 2
         self.by_keys = heads.mask is not None and self._same_for_queries(heads.mask)
 
-    def body(self) -> str:
+    def body(self) -> Text:
         h, p, do = self.h, self.p, self.text.do
         self._layouts()
         do("program = gl.program_id(0)")
@@ -118,7 +120,7 @@ class _Writer:
         for first, last in self._runs():
             with self.text.block(f"for tile in {self._range(first, last)}:"):
                 self._tile(first, last)
-        return str(self.text)
+        return self.text
 
     def _ones(self) -> None:
         """What the weights are multiplied by to be added up."""
@@ -166,6 +168,10 @@ class _Writer:
             return name
         return f"{name}._reinterpret(gl.{FP8_NAMES[self.first]}, [{rows}, {power(self.h.depth)}], {name}.layout)"
 
+    def _of_scale(self, key: str, value: float) -> str:
+        """What is made of the scores' scale, which is data where scales of codes are in it."""
+        return repr(value) if self.h.q.codes is None else self.text.number(key, value)
+
     # -- the tiles of a head's queries
 
     def _runs(self) -> Iterator[tuple[int, int]]:
@@ -202,7 +208,7 @@ class _Writer:
         follows = self._copy_following(first, last)
         if h.mask is not None:
             do(f"top = gl.where(top == {NONE}, 0.0, top)")
-        do(f"base = top * {-self.factor!r}")
+        do(f"base = top * {self._of_scale('opposite', -self.factor)}")
         for i, c in enumerate(seen):
             self._weigh(i, c)
             self._multiply(i, c)
@@ -212,7 +218,7 @@ class _Writer:
         do(f"x{', total' if p.ones else ''} = warpgroup_mma_wait(0, deps=({sums},))")
         if p.ones:
             do("total = gl.convert_layout(gl.max(total, 1), R)")
-        do(f"inverse = {1.0 if h.v.codes is None else h.v.codes.scale!r} / total")
+        do(f"inverse = {1.0 if h.v.codes is None else self.text.number('scale of values', h.v.codes.scale)} / total")
         if h.zero_masked_rows and h.mask is not None:
             do("inverse = gl.where(total == 0.0, 0.0, inverse)")
         do("x = x * inverse[:, None]")
@@ -222,7 +228,8 @@ class _Writer:
         """Weights of a chunk, and their sum."""
         do = self.text.do
         base = "base" if self._like_result(c) else f"gl.convert_layout(base, gl.SliceLayout(1, L{c.extent}))"
-        power_of_2 = f"s{c.name} + {base}[:, None]" if self.added else f"gl.fma(s{c.name}, {self.factor!r}, {base}[:, None])"
+        factor = self._of_scale("factor", self.factor)
+        power_of_2 = f"s{c.name} + {base}[:, None]" if self.added else f"gl.fma(s{c.name}, {factor}, {base}[:, None])"
         do(f"e{c.name} = ex2({power_of_2})")
         if not self.p.ones:
             total = self._as_rows(f"gl.sum(e{c.name}, 1)", c)
@@ -266,7 +273,8 @@ class _Writer:
         score = f"s{c.name}"
         if h.mask is not None and self.added:
             mask = self._emitter(Tile("", "", 0)).convert(self._mask(i, c), h.mask.root.dtype, F32)
-            do(f"{score} = gl.fma({score}, {h.scale * LOG2_E!r}, {mask} * {LOG2_E!r})")
+            scale = self._of_scale("scale", h.scale * LOG2_E)
+            do(f"{score} = gl.fma({score}, {scale}, {mask} * {LOG2_E!r})")
         elif h.mask is not None and self.by_keys:
             with self.text.block(f"if whole{i} == 0:"):
                 do(f"{score} = gl.where({self._mask(i, c)}, {score}, {NONE})")

@@ -70,7 +70,7 @@ class Brief(Emitter):
             value, other = sorted(n.src, key=lambda s: s not in self._of_tile)
             if n.op.fn == "multiply":
                 x, factor = self._scaled.get(done[value], (done[value], None))
-                product = done[other] if factor is None else self.text.v(f"{factor} * {done[other]}")
+                product = done[other] if factor is None else self.text.times(factor, done[other])
                 return self._later(x, product)
             if n.op.fn == "add" and done[value] in self._scaled:
                 x, factor = self._scaled[done[value]]
@@ -94,7 +94,7 @@ class Brief(Emitter):
         """Codes of a gelu of f16. The special function unit's power of f16 is 2^-9.9 off."""
         assert isinstance(function.op, Map)
         coefficients, to = GELU_TO_8_BITS[function.op.fn]
-        lines = [".reg .b32 s, p, m, q0, q1, zero, half, last, least, most, inverse, magic;", ".reg .b16 c0, c1;"]
+        lines = [".reg .b32 s, p, m, q0, q1, zero, half, last, least, most, magic;", ".reg .b16 c0, c1;"]
         named = {
             "zero": 0.0,
             "half": 0.5,
@@ -103,9 +103,8 @@ class Brief(Emitter):
             "most": MAGIC + n.dtype.max,
             "magic": MAGIC,
         }
-        named["inverse"] = _inverse(n)
-        lines += [f"mov.b32 {name}, {_twice(value)};" for name, value in named.items()]
-        lines += [f".reg .b32 k{i}; mov.b32 k{i}, {_twice(c)};" for i, c in enumerate(coefficients)]
+        lines += [f"mov.b32 {name}, {_twice(value):#010x};" for name, value in named.items()]
+        lines += [f".reg .b32 k{i}; mov.b32 k{i}, {_twice(c):#010x};" for i, c in enumerate(coefficients)]
         for j in (0, 1):
             lines += self._two_gelus(n, f"${j + 1}", f"q{j}", len(coefficients))
         if n.dtype.is_integer:
@@ -115,8 +114,9 @@ class Brief(Emitter):
             lines += [f"cvt.rn.satfinite.{kind}.f16x2 c{j}, q{j};" for j in (0, 1)]
             lines.append("mov.b32 $0, {c0, c1};")
         kind = "int8" if n.dtype is S8 else "uint8"
-        text = f'"{{ {" ".join(lines)} }}", "=r,r,r"'
-        return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}], dtype=gl.{kind}, is_pure=True, pack=4)")
+        # The pair of inverses is a word, one of the four that stand beside four values.
+        text, inverse = f'"{{ {" ".join(lines)} }}", "=r,r,r,r,r,r,r"', self.text.number((n, "halves"), _twice(_inverse(n)))
+        return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}, {inverse}], dtype=gl.{kind}, is_pure=True, pack=4)")
 
     def _two_gelus(self, n: Node, x: str, q: str, terms: int) -> list[str]:
         """max(x, 0) - |x| 2^P(|x|) over the scale. An integer's NaN is 0, which the maximum gives; a float's stays, and that
@@ -128,9 +128,9 @@ class Brief(Emitter):
         lines += [f"fma.rn.f16x2 p, p, s, k{i};" for i in reversed(range(terms - 1))]
         lines += ["ex2.approx.f16x2 p, p;", "neg.f16x2 s, s;", "fma.rn.f16x2 m, s, p, m;"]
         if n.dtype.is_integer:
-            lines += [f"fma.rn.f16x2 {q}, m, inverse, magic;", f"max.f16x2 {q}, {q}, least;", f"min.f16x2 {q}, {q}, most;"]
+            lines += [f"fma.rn.f16x2 {q}, m, $3, magic;", f"max.f16x2 {q}, {q}, least;", f"min.f16x2 {q}, {q}, most;"]
         else:
-            lines.append(f"mul.rn.f16x2 {q}, m, inverse;")
+            lines.append(f"mul.rn.f16x2 {q}, m, $3;")
         return lines
 
 
@@ -152,7 +152,7 @@ def _inverse(n: Node) -> float:
     return 1 / value if value else math.inf
 
 
-def _twice(value: float) -> str:
-    """A pair of equal f16 as PTX writes a word."""
+def _twice(value: float) -> int:
+    """A pair of equal f16 as a word."""
     bits = int(torch.tensor(float(value), dtype=torch.float16).view(torch.int16).item()) & 0xFFFF
-    return f"0x{bits:04x}{bits:04x}"
+    return bits << 16 | bits

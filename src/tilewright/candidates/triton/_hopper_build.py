@@ -18,14 +18,6 @@ from tilewright.dtype import U8, DType
 TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
 
 
-@dataclass(frozen=True)
-class Built:
-    """Machine code and the names of its arguments, in order."""
-
-    kernel: Any
-    names: tuple[str, ...]
-
-
 def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dict[str, str]:
     """Triton's type of each argument of a form's kernel."""
     found: dict[str, str] = {}
@@ -60,12 +52,14 @@ def _descriptor(kind: str, box: Iterable[int]) -> str:
     return f"tensordesc<{kind}{extents},{layout!r}>"
 
 
-def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> Built:
+def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> module.Built:
     """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
     writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
     names = tuple(writer.arguments)
-    kinds = tuple(signature(form, names, types).items())
-    return Built(_machine_code(writer.write(), kinds, form.chained, _Rewritten.of(form), device), names)
+    written = writer.write()
+    kinds = tuple((signature(form, names, types) | written.signature).items())
+    kernel = _machine_code(written.text, kinds, form.chained, _Rewritten.of(form), device)
+    return module.Built(kernel, tuple(written.numbers.values()), names)
 
 
 @dataclass(frozen=True)

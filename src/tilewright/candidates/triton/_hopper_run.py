@@ -12,6 +12,7 @@ from tilewright.candidates.triton._call import Counters, addresses, dense, maker
 from tilewright.candidates.triton._hopper_form import Form, Side, size
 from tilewright.candidates.triton._hopper_plan import Matrix, Plan
 from tilewright.candidates.triton._hopper_view import TmaView
+from tilewright.candidates.triton._module import Built
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
@@ -92,15 +93,14 @@ def runner(
     problem: Problem,
     plan: Plan,
     form: Form,
-    kernel: Any,
-    names: Sequence[str],
+    built: Built,
     blocks: int,
     shared_tiles: int,
     weights: Mapping[int, torch.Tensor],
     device: torch.device,
 ) -> Runner:
-    """What runs a kernel whose arguments have these names, with `shared_tiles` shared out among the blocks."""
-    index = device.index or 0
+    """What runs a form's kernel, with `shared_tiles` shared out among the blocks."""
+    index, kernel = device.index or 0, built.kernel
     start = expanded(kernel, blocks, index)
     metas = kernel.metadata.tensordesc_meta
     operands = [(plan.lhs, form.lhs), *([] if form.coded else [(plan.rhs, form.rhs)])]
@@ -114,11 +114,11 @@ def runner(
     for meta, (leaf, view) in zip(metas[first + len(views) :], fetched, strict=True):
         arrays.append(of_view(view, size(leaf.dtype), meta))
     read = [leaf.op.index for leaf, _ in fetched if isinstance(leaf.op, Param)]
-    read += [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
+    read += [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
     plain = [i for i, o in enumerate(form.outs) if o.view is None]
     make = maker(problem.outputs, str(device))
     tiles = form.tiles(plan.batch, plan.M, plan.N)
-    extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else [])]
+    extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else []), *built.numbers]
     arrivals = max(shared_tiles, 1) * form.groups * (2 if form.paired else 1)
     counters = Counters(arrivals, device) if form.streamed else None
     known: dict[tuple[int, ...], list[object]] = {}

@@ -17,7 +17,7 @@ from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, Form, Si
 from tilewright.candidates.triton._hopper_parts import PROLOGUE
 from tilewright.candidates.triton._hopper_ptx import EDITION
 from tilewright.candidates.triton._hopper_stores import Brief, Stores
-from tilewright.candidates.triton._text import Text
+from tilewright.candidates.triton._text import Number, Text, Written
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 
@@ -52,6 +52,7 @@ class Writer(Stores):
         self.descriptors += [f"d{i}_desc" for i, o in enumerate(form.outs) if o.fetched]
         self.scratch = ["partial", "arrived"] if form.streamed else []
         self.extents = ["B", "M", "N", "K", *(["D"] if form.streamed else [])]
+        self.numbers: dict[str, Number] = {}
 
     @property
     def _operands(self) -> int:
@@ -64,13 +65,14 @@ class Writer(Stores):
 
     @property
     def arguments(self) -> list[str]:
-        """Of the kernel, in order."""
+        """Of the kernel, in order, but for numbers."""
         return [*self.descriptors, *self.pointers, *self.scratch, *self.extents]
 
-    def write(self) -> str:
+    def write(self) -> Written:
         """The module."""
         first = [PROLOGUE, *([stage.prologue(self.form.coded)] if self.form.coded else [])]
-        return "\n\n".join([*first, self._load(), self._math(), self._entry()]) + "\n"
+        text = "\n\n".join([*first, self._load(), self._math(), self._entry()]) + "\n"
+        return Written(text, self.numbers)
 
     # -- what all warps need
 
@@ -219,7 +221,8 @@ class Writer(Stores):
                 self._write(t, f.outs[0], 0, j, self._unpacked(f"w{j}"), "held_")
         if any(o.view for o in f.outs):
             t.do("tma.store_wait(0)")
-        return self._function("math", arguments, t)
+        self.numbers = t.numbers
+        return self._function("math", [*arguments, *self.numbers], t)
 
     def _tile(self, t: Text) -> None:
         """All of K, and what becomes of the sums."""
@@ -401,6 +404,7 @@ class Writer(Stores):
             *self.pointers,
             *self.scratch,
             *self.extents,
+            *self.numbers,
         ]
         parts = [f"(math, ({', '.join([str(g), *common])},))" for g in range(f.groups)]
         loads = [*self._loads, *self.extents]
@@ -409,7 +413,7 @@ class Writer(Stores):
         registers = [math] * (f.groups - 1) + [load]
         warps = [4] * (f.groups - 1) + [stage.WARPS if f.coded else 1]
         t.do(f"gl.warp_specialize([{', '.join(parts)}], {warps}, {registers})")
-        return self._function("gemm", self.arguments, t)
+        return self._function("gemm", [*self.arguments, *self.numbers], t)
 
     @staticmethod
     def _function(name: str, arguments: Sequence[str], t: Text) -> str:

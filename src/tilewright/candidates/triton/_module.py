@@ -1,6 +1,7 @@
 """From a kernel's text to what runs: a module, machine code for any architecture (no GPU needed), its needs, a launch.
 
-A kernel has every extent in its text, so that what a call passes is pointers alone.
+A kernel has every extent in its text, so that what a call passes is pointers, and the numbers that are the problem's own: a
+text is compiled once, however many problems have it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from tilewright.candidates.triton._text import Number, Written
 from tilewright.hardware.target import Target
 
 IMPORTS = """\
@@ -131,6 +133,51 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned
 
 
 @dataclass(frozen=True)
+class Built:
+    """Machine code, and what a launch passes to it.
+
+    Attributes:
+        kernel: Triton's compiled kernel.
+        numbers: the last arguments.
+        names: of the arguments before them, where those are not known otherwise.
+    """
+
+    kernel: Any
+    numbers: tuple[Number, ...]
+    names: tuple[str, ...] = ()
+
+
+def build(
+    written: Written, function: str, pointers: Mapping[str, str], arch: Arch, device: int = 0, **options: int | bool
+) -> Built:
+    """A module's function as machine code, compiled once for each device, since it is loaded on one.
+
+    Args:
+        written: the module.
+        function: its name there.
+        pointers: Triton's type of each argument but numbers.
+        arch, options: see `compiled`.
+        device: where it runs.
+    """
+    kinds = tuple((dict(pointers) | written.signature).items())
+    kernel = _machine_code(written.text, function, kinds, arch, device, tuple(sorted(options.items())))
+    return Built(kernel, tuple(written.numbers.values()))
+
+
+@lru_cache(maxsize=256)
+def _machine_code(
+    text: str,
+    function: str,
+    kinds: tuple[tuple[str, str], ...],
+    arch: Arch,
+    device: int,
+    options: tuple[tuple[str, int | bool], ...],
+) -> Any:
+    given: dict[str, Any] = dict(options)
+    return compiled(getattr(module(text), function), dict(kinds), arch, **given)
+
+
+@dataclass(frozen=True)
 class Needs:
     """What machine code takes: registers of a thread, bytes of local memory it spills to, bytes of shared memory."""
 
@@ -146,9 +193,15 @@ def needs(kernel: Any) -> Needs:
     if "cubin" not in asm:
         found = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", asm["amdgcn"])}
         return Needs(found.get("vgpr_count", 0), 4 * found.get("vgpr_spill_count", 0), shared)
-    usage = _tool("cuobjdump", asm["cubin"], "--dump-resource-usage")
+    return Needs(*_usage(asm["cubin"]), shared)
+
+
+@lru_cache(maxsize=256)
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory."""
+    usage = _tool("cuobjdump", cubin, "--dump-resource-usage")
     registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
-    return Needs(int(registers[1]) if registers else 0, int(stack[1]) if stack else 0, shared)
+    return int(registers[1]) if registers else 0, int(stack[1]) if stack else 0
 
 
 def assembly(kernel: Any) -> str:
@@ -172,8 +225,8 @@ def _tool(name: str, binary: bytes, *arguments: str) -> str:
 Launch = Callable[..., None]
 
 
-def launcher(kernel: Any, grid: Sequence[int], device: int) -> Launch:
-    """A function of the kernel's arguments that starts it on torch's current stream of a device.
+def launcher(kernel: Any, grid: Sequence[int], device: int, numbers: Sequence[Number] = ()) -> Launch:
+    """A function of the kernel's arguments that starts it on torch's current stream of a device; `numbers` come after them.
 
     Pointers are passed as numbers (`data_ptr()`), which nothing checks. The device must be the current one. What Triton does on
     every call (binding, hooks, looking the kernel up) is done here once.
@@ -183,19 +236,19 @@ def launcher(kernel: Any, grid: Sequence[int], device: int) -> Launch:
 
     with torch.cuda.device(device):
         start = kernel.run  # loads the code
-    function, packed = kernel.function, kernel.packed_metadata
+    function, packed, ends = kernel.function, kernel.packed_metadata, tuple(numbers)
     x, y, z = (*grid, 1, 1)[:3]
     stream: Callable[[int], int] = getattr(driver.active, "get_current_stream")  # noqa: B009 (Triton does not declare it)
     scratch = kernel.metadata.global_scratch_size or getattr(kernel.metadata, "profile_scratch_size", 0)
     if kernel.metadata.target.backend == "cuda" and not scratch:
         launch, together, dependent = start.launch, start.launch_cooperative_grid, start.launch_pdl
 
-        def direct(*arguments: object) -> None:
-            launch(x, y, z, stream(device), function, together, dependent, None, None, packed, None, None, None, *arguments)
+        def direct(*given: object) -> None:
+            launch(x, y, z, stream(device), function, together, dependent, None, None, packed, None, None, None, *given, *ends)
 
         return direct
 
-    def general(*arguments: object) -> None:
-        start(x, y, z, stream(device), function, packed, None, None, None, *arguments)
+    def general(*given: object) -> None:
+        start(x, y, z, stream(device), function, packed, None, None, None, *given, *ends)
 
     return general

@@ -14,7 +14,7 @@ from functools import cached_property
 from tilewright.candidates.triton._casts import in_registers
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._module import IMPORTS
-from tilewright.candidates.triton._text import Text
+from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import F32, PRED
 from tilewright.ir.access import Access, Place
 from tilewright.ir.graph import Node
@@ -68,12 +68,12 @@ class Tiles:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the kernel: a pointer for each place that is read, and for each result."""
+        """Of the kernel, but for numbers: a pointer for each place that is read, and for each result."""
         sources = [f"p{i}" for i in range(len(self.region.sources))]
         return sources + [f"o{i}" for i in range(len(self.region.roots))]
 
 
-def kernel_text(tiles: Tiles, fp8: frozenset[str]) -> str:
+def kernel_text(tiles: Tiles, fp8: frozenset[str]) -> Written:
     """A module with the function `kernel`.
 
     Args:
@@ -103,7 +103,8 @@ def kernel_text(tiles: Tiles, fp8: frozenset[str]) -> str:
         text.do(f"row_mask = rows < {r.rows}")
     _Rows(text, [Tile("rows", numbers, r.columns, row_mask, mask) for numbers, mask in columns], tiles, fp8).write()
     imports = f"{IMPORTS}{CHAINED if tiles.chained else ''}"
-    return f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({', '.join(tiles.arguments)}):\n{text}\n"
+    arguments = ", ".join([*tiles.arguments, *text.numbers])
+    return Written(f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
 
 
 def _pointer(leaf: Node) -> str:

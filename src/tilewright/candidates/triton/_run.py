@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from typing import Any
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewright.candidates.triton._call import Counters, caller
-from tilewright.candidates.triton._module import Launch, launcher
+from tilewright.candidates.triton._module import Built, Launch, launcher
 from tilewright.candidates.triton._write import Nest
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Access
@@ -54,10 +53,10 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool)
     return result
 
 
-def runner(nest: Nest, compiled: Any, constant: Mapping[int, torch.Tensor], target: Target) -> Runner:
+def runner(nest: Nest, built: Built, constant: Mapping[int, torch.Tensor], target: Target) -> Runner:
     """What runs a kernel on sources; `constant`: weights, and operands that stand for some of them."""
     split = nest.point.split_k
-    launch = launcher(compiled, (nest.tiles * split,), target.index)
+    launch = launcher(built.kernel, (nest.tiles * split,), target.index, built.numbers)
     outputs = [s.root.tensor for s in nest.stores]
     return caller(nest.sources, outputs, launch if split == 1 else _with_sums(nest, launch, target), constant, target)
 

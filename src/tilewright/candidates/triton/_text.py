@@ -1,9 +1,32 @@
-"""The text of a kernel's body: lines, and expressions that are computed once."""
+"""The text of a kernel's body: lines, expressions that are computed once, and numbers that it is given."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import ctypes
+import math
+from collections.abc import Generator, Hashable, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+
+Number = float | int
+
+
+@dataclass(frozen=True)
+class Written:
+    """A kernel's module.
+
+    Attributes:
+        text: the module.
+        numbers: the last arguments of the kernel, by name, and what a launch passes for them.
+    """
+
+    text: str
+    numbers: Mapping[str, Number]
+
+    @property
+    def signature(self) -> dict[str, str]:
+        """Triton's types of these arguments."""
+        return {name: "i32" if isinstance(value, int) else "fp32" for name, value in self.numbers.items()}
 
 
 class Text:
@@ -12,12 +35,16 @@ class Text:
     Attributes:
         language: prefix of the language's names: "tl", or "gl" in a Gluon kernel.
         lines: what was written so far, indented.
+        numbers: arguments that hold data of the problem, such as scales, and their values: problems that differ in these alone
+            have one text. To the machine such an argument is what a literal is, a constant that an instruction takes as it is.
     """
 
     def __init__(self, language: str = "tl", indent: int = 1) -> None:
         self.language, self.lines = language, list[str]()
         self._indent, self._count = indent, 0
         self._known: dict[str, str] = {}
+        self.numbers: dict[str, Number] = {}
+        self._named: dict[Hashable, str] = {}
 
     def v(self, expression: str) -> str:
         """The name of an expression's value; one that was computed before in this block or around it is not computed again.
@@ -32,6 +59,28 @@ class Text:
             name = self._known[expression] = f"v{self._count}"
             self.do(f"{name} = {expression}")
         return name
+
+    def number(self, key: Hashable, value: Number) -> str:
+        """The argument for a number: a float, passed as f32, or an integer of 32 bits.
+
+        Zero, one and infinities, with which less is to be done, are written as they are. `key` says what the number stands for:
+        equal ones that mean different things are two arguments, or they would be one in some problems and two in others.
+        """
+        if not math.isfinite(value):
+            return f"float('{value}')"
+        if abs(value) in (0, 1):
+            return repr(value)
+        name = self._named.get(key)
+        if name is None:
+            name = self._named[key] = f"number{len(self.numbers)}"
+            self.numbers[name] = value if isinstance(value, int) else as_f32(value)
+        return name
+
+    def times(self, a: str, b: str) -> str:
+        """The product of two values of f32; of two numbers, the number that multiplying in f32 gives."""
+        if a in self.numbers and b in self.numbers:
+            return self.number((a, b), self.numbers[a] * self.numbers[b])  # exact in f64, so that it is rounded once
+        return self.v(f"{a} * {b}")
 
     def do(self, line: str) -> None:
         """A statement."""
@@ -57,3 +106,8 @@ class Text:
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
+
+
+def as_f32(value: float) -> float:
+    """The nearest f32."""
+    return ctypes.c_float(value).value

@@ -17,7 +17,7 @@ from tilewright.candidates.triton import _w4_asm as asm
 from tilewright.candidates.triton._emit import Tile
 from tilewright.candidates.triton._hopper_brief import Brief
 from tilewright.candidates.triton._module import GLUON_IMPORTS
-from tilewright.candidates.triton._text import Text
+from tilewright.candidates.triton._text import Text, Written
 from tilewright.candidates.triton._w4_asm import Asm
 from tilewright.candidates.triton._w4_form import BARRIER_AT, X_AT, Form, Point
 from tilewright.candidates.triton._w4_loads import Stream, of_codes, of_rows
@@ -44,9 +44,10 @@ class Writer:
 
     @property
     def arguments(self) -> list[str]:
+        """Of the kernel, but for numbers."""
         return [*self.given, *self.sides, *self.outs]
 
-    def write(self) -> str:
+    def write(self) -> Written:
         """The module."""
         f, p, t = self.form, self.form.point, self.text
         self._place()
@@ -64,8 +65,8 @@ class Writer:
             for a, name in self._statements.items()
         )
         head = f'    """clusters of {p.cluster}, {f.columns} rows"""'
-        body = f"@gluon.jit\ndef gemm({', '.join(self.arguments)}):\n{head}\n{t}"
-        return f"{GLUON_IMPORTS}\n{constants}\n\n\n{body}\n"
+        body = f"@gluon.jit\ndef gemm({', '.join([*self.arguments, *t.numbers])}):\n{head}\n{t}"
+        return Written(f"{GLUON_IMPORTS}\n{constants}\n\n\n{body}\n", t.numbers)
 
     # -- statements
 

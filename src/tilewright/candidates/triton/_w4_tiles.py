@@ -84,7 +84,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: S
     def prepare(given: Mapping[int, torch.Tensor]) -> Runner:
         packed = packed_weights([given[i] for i in sources], w, weights.operand)
         held = {**given, **{len(problem.types) + i: t for i, t in enumerate(packed)}}
-        return runner(problem, plan, form, built.kernel, built.names, point.blocks, point.shared_tiles, held, device)
+        return runner(problem, plan, form, built, point.blocks, point.shared_tiles, held, device)
 
     read = {int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()}
     return Kernel(

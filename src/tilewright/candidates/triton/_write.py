@@ -13,7 +13,7 @@ from tilewright.candidates.triton._casts import FP8, FP8_NAMES, Casts, in_memory
 from tilewright.candidates.triton._dots import Dot
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._module import IMPORTS
-from tilewright.candidates.triton._text import Text
+from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import F32
 from tilewright.ir.access import Access
 from tilewright.ir.graph import Node, toposort
@@ -101,15 +101,18 @@ class Nest:
 
     @property
     def arguments(self) -> list[str]:
+        """Of the kernel, but for numbers."""
         names = [f"p{i}" for i in self.sources] + [f"o{i}" for i in range(len(self.stores))]
         return names + (["sums", "counters"] if self.point.split_k > 1 else [])
 
 
-def write(nest: Nest) -> str:
+def write(nest: Nest) -> Written:
     """The module of a kernel `gemm`, whose grid is `nest.tiles * split_k` blocks."""
     writer = _Writer(nest)
     writer.write()
-    return f"{IMPORTS}\n\n@triton.jit\ndef gemm({', '.join(nest.arguments)}):\n{writer.text}\n"
+    numbers = writer.text.numbers
+    arguments = ", ".join([*nest.arguments, *numbers])
+    return Written(f"{IMPORTS}\n\n@triton.jit\ndef gemm({arguments}):\n{writer.text}\n", numbers)
 
 
 class _Writer:

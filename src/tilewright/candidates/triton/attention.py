@@ -14,12 +14,12 @@ from tilewright.candidates.triton._heads import Heads, Rounded, heads_of
 from tilewright.candidates.triton._module import (
     INSTALL,
     Arch,
+    Built,
     arch_of,
-    compiled,
+    build,
     exact_fp8,
     installed,
     launcher,
-    module,
     needs,
 )
 from tilewright.dtype import F32
@@ -84,10 +84,10 @@ class TritonAttention:
         assert arch is not None
         heads = _heads(problem, exact_fp8(arch))
         assert isinstance(heads, Heads)
-        kernel = machine_code(heads, problem, schedule, arch)
-        found = needs(kernel)
+        built = machine_code(heads, problem, schedule, arch, target.index)
+        found = needs(built.kernel)
         grid = heads.batch * heads.heads * -(-heads.queries // int(schedule["tile_m"]))
-        launch = launcher(kernel, (grid,), target.index)
+        launch = launcher(built.kernel, (grid,), target.index, built.numbers)
         return Kernel(
             self.name,
             schedule,
@@ -98,13 +98,13 @@ class TritonAttention:
         )
 
 
-def machine_code(heads: Heads, problem: AttentionProblem, schedule: Schedule, arch: Arch) -> object:
-    """Triton's compiled kernel for an architecture."""
-    text = kernel_text(heads, point_of(schedule), exact_fp8(arch))
+def machine_code(heads: Heads, problem: AttentionProblem, schedule: Schedule, arch: Arch, device: int = 0) -> Built:
+    """The kernel for an architecture."""
+    written = kernel_text(heads, point_of(schedule), exact_fp8(arch))
     types = {f"p{i}": problem.types[i] for i in sources_of(heads)} | {f"o{i}": t for i, t in enumerate(problem.outputs)}
     signature = {name: pointer_type(t.dtype) for name, t in types.items()}
     warps, stages = int(schedule["num_warps"]), int(schedule["num_stages"])
-    return compiled(module(text).kernel, signature, arch, enable_fp_fusion=False, num_warps=warps, num_stages=stages)
+    return build(written, "kernel", signature, arch, device, enable_fp_fusion=False, num_warps=warps, num_stages=stages)
 
 
 def point_of(schedule: Schedule) -> Point:

@@ -140,12 +140,12 @@ class TritonGemm:
         plan = plan_of(problem, target)
         assert isinstance(plan, Plan)
         nest = nest_of(problem, target, point_of(schedule))
-        compiled = compile_for(nest, plan.arch, problem, plan.outside)
-        needs = modules.needs(compiled)
+        built = compile_for(nest, plan.arch, problem, plan.outside, target.index)
+        needs = modules.needs(built.kernel)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             laid_out = operands_outside(plan.outside, plan.rhs, weights)
-            return runner(nest, compiled, {**weights, **laid_out}, target)
+            return runner(nest, built, {**weights, **laid_out}, target)
 
         packed = sum(n.tensor.size_bytes for n in plan.outside.values())
         return Kernel(
@@ -183,18 +183,19 @@ def nest_of(problem: Problem, target: Target, point: Point | None = None) -> Nes
     )
 
 
-def compile_for(nest: Nest, arch: modules.Arch, problem: Problem, outside: Mapping[int, Node]) -> object:
+def compile_for(
+    nest: Nest, arch: modules.Arch, problem: Problem, outside: Mapping[int, Node], device: int = 0
+) -> modules.Built:
     """Machine code of a nest."""
     types = {f"p{i}": (outside[i].dtype if i in outside else problem.types[i].dtype) for i in nest.sources}
     signature = {name: pointer_type(t) for name, t in types.items()}
     signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(nest.stores)}
     if nest.point.split_k > 1:
         signature |= {"sums": "*fp32" if nest.dot.acc.is_float else "*i32", "counters": "*i32"}
-    function = modules.module(write(nest)).gemm
     fused = nest.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
-    return modules.compiled(
-        function, signature, arch, num_warps=nest.point.num_warps, num_stages=nest.point.num_stages, enable_fp_fusion=fused
-    )
+    warps, stages = nest.point.num_warps, nest.point.num_stages
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
+    return modules.build(write(nest), "gemm", signature, arch, device, **options)
 
 
 def _unread(problem: Problem, nest: Nest) -> frozenset[int]:

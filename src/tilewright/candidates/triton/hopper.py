@@ -62,7 +62,7 @@ class Hopper:
         device = torch.device(target.device)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return runner(problem, plan, form, built.kernel, built.names, point.blocks, point.shared_tiles, weights, device)
+            return runner(problem, plan, form, built, point.blocks, point.shared_tiles, weights, device)
 
         packed = [m for m in (plan.lhs, plan.rhs) if m.constant and m.source is None]
         side_inputs = {int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()}

@@ -11,7 +11,7 @@ from tilewright.candidates.triton._casts import FP8, pointer_type
 from tilewright.candidates.triton._heads import Heads, heads_of
 from tilewright.candidates.triton._hopper_attend import NATIVE_FP8, WARPS, kernel_text
 from tilewright.candidates.triton._hopper_rows import Point, blocks, points, registers, unaligned
-from tilewright.candidates.triton._module import INSTALL, Arch, compiled, installed, launcher, module, needs
+from tilewright.candidates.triton._module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
@@ -77,9 +77,9 @@ class HopperAttention:
 
     def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
         heads, point = _found(problem), point_of(schedule)
-        kernel = machine_code(heads, problem, point)
-        found = needs(kernel)
-        launch = launcher(kernel, (blocks(heads, point),), target.index)
+        built = machine_code(heads, problem, point, target.index)
+        found = needs(built.kernel)
+        launch = launcher(built.kernel, (blocks(heads, point),), target.index, built.numbers)
         return Kernel(
             self.name,
             schedule,
@@ -104,12 +104,12 @@ def point_of(schedule: Schedule) -> Point:
     return Point(int(schedule["splits"]), schedule["sums"] == "products")
 
 
-def machine_code(heads: Heads, problem: AttentionProblem, point: Point) -> object:
-    """Triton's compiled kernel."""
+def machine_code(heads: Heads, problem: AttentionProblem, point: Point, device: int = 0) -> Built:
+    """The kernel."""
     types = {f"p{i}": problem.types[i] for i in sources_of(heads)} | {f"o{i}": t for i, t in enumerate(problem.outputs)}
     signature = {name: pointer_type(t.dtype) for name, t in types.items()}
-    function = module(kernel_text(heads, point)).kernel
-    return compiled(function, signature, Arch("cuda", 90, 32), enable_fp_fusion=False, num_warps=WARPS)
+    options = {"enable_fp_fusion": False, "num_warps": WARPS}
+    return build(kernel_text(heads, point), "kernel", signature, Arch("cuda", 90, 32), device, **options)
 
 
 CANDIDATE = HopperAttention()

@@ -70,9 +70,9 @@ class HopperW4:
             assert large is not None
             return tiles.build(self.name, problem, large, plan, schedule, target)
         form = Form(plan, point_of(schedule))
-        kernel, names = compiled(form, tuple(t.dtype for t in problem.types), target.index)
-        needs = module.needs(kernel)
-        sides = [int(n[1:]) for n in names if n[0] == "p" and n[1:].isdigit()]
+        built = compiled(form, tuple(t.dtype for t in problem.types), target.index)
+        needs = module.needs(built.kernel)
+        sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
         w, count = plan.weights, len(problem.types)
         sources = [w.codes, w.scale, *([] if w.zero is None else [w.zero])]
         read = [plan.x, *range(count, count + len(sources)), *sides]  # packed ones are numbered after the problem's own
@@ -81,7 +81,7 @@ class HopperW4:
             packed = packed_weights([weights[i] for i in sources], w, plan.operand)
             torch.cuda.synchronize(target.index)  # a launch reads weights before what is ahead of it has ended
             constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
-            launch = module.launcher(kernel, (form.grid,), target.index)
+            launch = module.launcher(built.kernel, (form.grid,), target.index, built.numbers)
             return caller(read, problem.outputs, launch, constant, target)
 
         return Kernel(
@@ -103,8 +103,8 @@ def _spilling_last(problem: Problem, ranked: Iterable[Schedule], target: Target)
     for at, schedule in enumerate(ranked):
         if at < LOOKED_AT and "tile_m" not in dict(schedule.knobs):
             form = Form(_plan(problem), point_of(schedule))
-            kernel, _ = compiled(form, tuple(t.dtype for t in problem.types), target.index)
-            if module.needs(kernel).spills:
+            built = compiled(form, tuple(t.dtype for t in problem.types), target.index)
+            if module.needs(built.kernel).spills:
                 late.append(schedule)
                 continue
         yield schedule
@@ -117,11 +117,10 @@ def _plan(problem: Problem) -> Plan:
     return plan
 
 
-def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> tuple[Any, tuple[str, ...]]:
-    """A form's machine code and its arguments' names; `types` are those of the gemm's sources. Once it has run it is loaded on
-    one device."""
+def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> module.Built:
+    """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
     writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
-    text = writer.write()
+    written = writer.write()
     kinds: list[tuple[str, str]] = []
     for name in writer.arguments:
         if name[1:].isdigit():
@@ -129,7 +128,8 @@ def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> tuple[Any
             kinds.append((name, pointer_type(types[at] if name[0] == "p" else form.plan.stores[at].root.dtype)))
         else:
             kinds.append((name, pointer_type(form.plan.operand) if name == "x" else "*i32"))
-    return _machine_code(text, tuple(kinds), form.point, device), tuple(writer.arguments)
+    kernel = _machine_code(written.text, (*kinds, *written.signature.items()), form.point, device)
+    return module.Built(kernel, tuple(written.numbers.values()), tuple(writer.arguments))
 
 
 @lru_cache(maxsize=512)

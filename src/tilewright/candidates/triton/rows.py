@@ -13,12 +13,12 @@ from tilewright.candidates.triton._emit import NUMBERED, check_node
 from tilewright.candidates.triton._module import (
     INSTALL,
     Arch,
+    Built,
     arch_of,
-    compiled,
+    build,
     exact_fp8,
     installed,
     launcher,
-    module,
     needs,
 )
 from tilewright.candidates.triton._rows import Tiles, kernel_text
@@ -80,9 +80,9 @@ class TritonRows:
         region, arch = _region(problem), arch_of(target)
         assert isinstance(region, Region) and arch is not None
         tiles = _tiles(region, schedule, arch)
-        kernel = machine_code(tiles, problem, arch, num_warps=int(schedule["num_warps"]))
-        found = needs(kernel)
-        launch = launcher(kernel, (tiles.grid,), target.index)
+        built = machine_code(tiles, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
+        found = needs(built.kernel)
+        launch = launcher(built.kernel, (tiles.grid,), target.index, built.numbers)
         return Kernel(
             self.name,
             schedule,
@@ -93,16 +93,16 @@ class TritonRows:
         )
 
 
-def machine_code(tiles: Tiles, problem: RegionProblem, arch: Arch, *, num_warps: int) -> object:
-    """Triton's compiled kernel of a region for an architecture."""
+def machine_code(tiles: Tiles, problem: RegionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
+    """The kernel of a region for an architecture."""
     region = tiles.region
     types = [problem.types[i] for i in region.sources] + list(problem.outputs)
     signature = {name: pointer_type(t.dtype) for name, t in zip(tiles.arguments, types, strict=True)}
-    text = kernel_text(tiles, exact_fp8(arch))
+    written = kernel_text(tiles, exact_fp8(arch))
     options = {"debug": True, "sanitize_overflow": False} if region.tables else {}
     if tiles.chained:
         options["launch_pdl"] = True
-    return compiled(module(text).kernel, signature, arch, num_warps=num_warps, **options)
+    return build(written, "kernel", signature, arch, device, num_warps=num_warps, **options)
 
 
 def _tiles(region: Region, schedule: Schedule, arch: Arch) -> Tiles:
