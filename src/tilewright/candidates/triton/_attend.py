@@ -87,7 +87,7 @@ class _Operands(Emitter):
         else:
             value = self.cast(value, unit)
             if codes.zero:
-                zero = t.number((operand, "zero"), float(codes.zero))
+                zero = t.number((operand.at.root, "zero"), float(codes.zero))
                 value = t.v(f"{value} - {zero if unit == 'float32' else self.cast(zero, unit)}")
         mask = self._mask(operand.at, rows=True, columns=True)
         whole = all(self.varies(operand.at))
