@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from tilewright.compiler import compile
 from tilewright.dtype import BF16, F16, S4, S8, U4, U8
+from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
+from tilewright.ir.ops import Gemm
+from tilewright.rules.calibrate import calibrate, quantize, scheme
 from tilewright.schedule.expected import expect
 from tilewright.schedule.sample import random_sources
 from w4_emulated import Machine
@@ -99,7 +103,7 @@ def test_the_text_gives_what_the_oracle_gives(line, point):
     plan = form.plan
     writer = Writer(form, lambda n: f"p{n.op.index}")
     sources, w = random_sources(problem), plan.weights
-    given = [sources[i] for i in (w.codes, w.scale, w.zero) if i is not None]
+    given = w.values(dict(enumerate(sources)))
     results = [torch.full(t.shape, float("nan"), dtype=t.dtype.to_torch()) for t in problem.outputs]
     sides = [sources[int(n[1:])] for n in writer.sides]
     tensors = [sources[plan.x], *packed_weights(given, w, plan.operand), *sides, *results]
@@ -216,3 +220,32 @@ def test_every_point_of_the_shapes_of_llama_fits():
             for s in (s for s in schedules if "wide" in dict(s.knobs)):
                 form = Form(plan, Point(**{name: s[name] for name in Point.__dataclass_fields__}))
                 assert form.shared_bytes <= CHIP.shared_bytes
+
+
+def test_weights_that_were_joined_are_packed_as_one():
+    """Q, K and V of a model whose weights were made codes: one problem, of which this candidate takes the joined matrix."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(256, n, bias=False) for n in (128, 64, 64)).half().eval()
+
+    class Heads(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x):
+            return tuple(layer(x) for layer in self.layers)
+
+    x = torch.randn(7, 256).half()
+    graph = load(Heads(), LoadOptions({}, None, (x,)))
+    coded, _ = quantize(graph, scheme("w4"), calibrate(graph, [{graph.inputs[0].op.label: x}]))
+    (step,) = compile(coded, budget_s=0).steps
+    problem = step.decision.problem
+    assert CANDIDATE.refuse(problem, H200) is None
+    weights = plan_of(problem).weights
+    assert weights.rounded and weights.scales is F16 and len(weights.sources) == 6
+    (node,) = (n for n in step.part.nodes if isinstance(n.op, Gemm))
+    given = {i: node.src[i].op.data.tensor() for i in weights.sources}
+    codes, scales = weights.values(given)
+    back = codes.T.float().view(256, 4, 64) * scales.T.float()[:, :, None]
+    want = torch.cat([layer.weight.float() for layer in layers])
+    assert (back.view(256, 256) - want).abs().max() < 1.01 / 16 / 7 / 2 + 1e-4

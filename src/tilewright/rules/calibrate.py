@@ -16,7 +16,7 @@ from typing import Literal, cast
 
 import torch
 
-from tilewright.dtype import F8E4M3FN, F32, S4, S8, DType
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, DType
 from tilewright.errors import InputError, TypeMismatchError
 from tilewright.ir.build import const, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
@@ -266,7 +266,8 @@ def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
     assert isinstance(op, Gemm) and isinstance(op.lhs.op, Param) and isinstance(op.rhs.op, Param)
     left, right = _left(node), _right(node)
     weight = cast("torch.Tensor", evaluate_nodes((right,), {})[0]).to(torch.float32)
-    codes, scale = _encode(weight, to.weight, to.group)
+    own = right.dtype in (F16, BF16) and to.activation is None  # as other tools store them: each scale is rounded once
+    codes, scale = _encode(weight, to.weight, to.group, right.dtype if own else F32)
     block = _block(weight, to.group)
     label = right.op.data.label if isinstance(right.op, Const) else ""
     coded = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
@@ -288,8 +289,8 @@ def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
     return _Made(Node(op, *src), error, activation, weights)
 
 
-def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a weight [..., K, N] and its scales: [..., 1, N], or [..., ceil(K / group), N]."""
+def _encode(weight: torch.Tensor, to: DType, group: int, scales: DType) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a weight [..., K, N] and its scales of a type: [..., 1, N], or [..., ceil(K / group), N]."""
     *batch, k, n = weight.shape
     if group:
         blocks = -(-k // group)
@@ -297,7 +298,8 @@ def _encode(weight: torch.Tensor, to: DType, group: int) -> tuple[torch.Tensor, 
         largest = padded.reshape(*batch, blocks, group, n).abs().amax(-2)
     else:
         largest = weight.abs().amax(-2, keepdim=True) if k else torch.zeros(*batch, 1, n)
-    scale = (largest / to.max).clamp_min(SMALLEST_SCALE)
+    kind = scales.to_torch()
+    scale = (largest / to.max).to(kind).clamp_min(max(SMALLEST_SCALE, torch.finfo(kind).smallest_normal))
     node = Node(Quantize(to, _block(weight, group)), const(weight), const(scale))
     return cast("torch.Tensor", evaluate_nodes((node,), {})[0]), scale
 

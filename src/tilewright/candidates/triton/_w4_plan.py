@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import cast
+
+import torch
 
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._w4_pack import BLOCK, ROWS
 from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.schedule.problem import Problem
@@ -22,7 +27,7 @@ class Weights:
     """The operand of few bits.
 
     Attributes:
-        codes, scale, zero: numbers of the sources; no zero point is None.
+        codes, scale, zero: expressions of weights, which those are of siblings that were joined; no zero point is None.
         kind: of the codes.
         scales: type of the scales.
         group: codes along K that share a scale: 32, or a multiple of 64; all of K where a row has one scale.
@@ -30,9 +35,9 @@ class Weights:
         along: the codes' last axis is K.
     """
 
-    codes: int
-    scale: int
-    zero: int | None
+    codes: Node
+    scale: Node
+    zero: Node | None
     kind: DType
     scales: DType
     group: int
@@ -43,6 +48,21 @@ class Weights:
     def sub(self) -> int:
         """Codes along K for which a packed scale stands."""
         return math.gcd(self.group, BLOCK)
+
+    @property
+    def parts(self) -> list[Node]:
+        """What is packed."""
+        return [self.codes, self.scale, *([] if self.zero is None else [self.zero])]
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """Numbers of the sources that these are made of."""
+        return frozenset(n.op.index for n in toposort(self.parts) if isinstance(n.op, Param))
+
+    def values(self, sources: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """What is packed, of weights by their numbers."""
+        given = {n: sources[n.op.index] for n in toposort(self.parts) if isinstance(n.op, Param)}
+        return [cast("torch.Tensor", v) for v in evaluate_nodes(self.parts, given)]
 
 
 @dataclass(frozen=True)
@@ -101,10 +121,9 @@ def _weights(problem: Problem, operand: DType) -> Weights:
     op = found.op
     if not isinstance(op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in (4, 8):
         raise Unsupported("the right operand is not codes of 4 or 8 bits with scales")
-    if len(found.shape) != 2 or not all(isinstance(s.op, Param) for s in found.src):
+    if len(found.shape) != 2:
         raise Unsupported("the weights are not one matrix, as it is or transposed")
-    numbers = [s.op.index for s in found.src if isinstance(s.op, Param)]
-    if not all(problem.weights[i] for i in numbers):
+    if not all(problem.weights[n.op.index] for n in toposort(found.src) if isinstance(n.op, Param)):
         raise Unsupported("the weights are not constant")
     kind, scale = found.src[0].dtype, found.src[1]
     group = _group(found, scale, along=along)
@@ -115,10 +134,10 @@ def _weights(problem: Problem, operand: DType) -> Weights:
     rounded = found.dtype is operand
     if rounded and scale.dtype is not operand:
         raise Unsupported(f"weights rounded to {operand} have scales of {scale.dtype}")
-    zero = len(found.src) == 3
-    if kind.bits == 8 and operand is BF16 and (zero or kind.kind == "uint"):
+    zero = found.src[2] if len(found.src) == 3 else None
+    if kind.bits == 8 and operand is BF16 and (zero is not None or kind.kind == "uint"):
         raise Unsupported("bf16 does not hold the difference of an 8-bit code and a zero point")
-    return Weights(numbers[0], numbers[1], numbers[2] if zero else None, kind, scale.dtype, group, rounded, along)
+    return Weights(found.src[0], scale, zero, kind, scale.dtype, group, rounded, along)
 
 
 def _group(found: Node, scale: Node, *, along: bool) -> int:

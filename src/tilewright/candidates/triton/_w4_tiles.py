@@ -79,10 +79,9 @@ def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: S
     built = compiled(form, types, target.index)
     needs = module.needs(built.kernel)
     w, device = weights.weights, torch.device(target.device)
-    sources = [w.codes, w.scale, *([] if w.zero is None else [w.zero])]
 
     def prepare(given: Mapping[int, torch.Tensor]) -> Runner:
-        packed = packed_weights([given[i] for i in sources], w, weights.operand)
+        packed = packed_weights(w.values(given), w, weights.operand)
         held = {**given, **{len(problem.types) + i: t for i, t in enumerate(packed)}}
         return runner(problem, plan, form, built, point.blocks, point.shared_tiles, held, device)
 
@@ -93,7 +92,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: S
         prepare,
         workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
         packed_bytes=weights.packed_bytes,
-        unread=frozenset(sources) - read,
+        unread=w.sources - read,
         registers=needs.registers,
         spills=needs.spills,
         shared_bytes=needs.shared_bytes,

@@ -74,11 +74,10 @@ class HopperW4:
         needs = module.needs(built.kernel)
         sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
         w, count = plan.weights, len(problem.types)
-        sources = [w.codes, w.scale, *([] if w.zero is None else [w.zero])]
-        read = [plan.x, *range(count, count + len(sources)), *sides]  # packed ones are numbered after the problem's own
+        read = [plan.x, *range(count, count + len(w.parts)), *sides]  # packed ones are numbered after the problem's own
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            packed = packed_weights([weights[i] for i in sources], w, plan.operand)
+            packed = packed_weights(w.values(weights), w, plan.operand)
             torch.cuda.synchronize(target.index)  # a launch reads weights before what is ahead of it has ended
             constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
             launch = module.launcher(built.kernel, (form.grid,), target.index, built.numbers)
@@ -89,7 +88,7 @@ class HopperW4:
             schedule,
             prepare,
             packed_bytes=plan.packed_bytes,
-            unread=frozenset(sources) - frozenset(sides),
+            unread=w.sources - frozenset(sides),
             registers=needs.registers,
             spills=needs.spills,
             shared_bytes=needs.shared_bytes,
