@@ -3,16 +3,18 @@
     python benchmarks/gpu.py [--shapes] [--only bf16] [--product "bf16[512,512] @ bf16[512,512]^T -> bf16"]
                              [--points 8] [--rounds 15] [--inductor] [--xla] [--json FILE]
 
-Prints for each product our time, the best peer's, the limit of the machine's measured rates, and both ratios. Kernels are
-verified against exact or float64 sums first, then all replay CUDA graphs in turn on random data: "loaded" without a pause, and
-"cool" after one, since a card at its power limit runs at another clock. Without --shapes, the headlines; with it, sixty shapes
-of Llama 3, BERT, GPT-2 XL and SDXL in three types, and the geometric mean of the ratios.
+Prints for each product, as it is measured, our best kernel's time, the best peer's, the limit of the machine's measured rates,
+and both ratios. Kernels are verified against exact or float64 sums first, then all replay CUDA graphs in turn, in another order
+each time, on random data: "loaded" without a pause, and "cool" after one, since a card at its power limit runs at another
+clock. Without --shapes, the headlines; with it, sixty shapes of Llama 3, BERT, GPT-2 XL and SDXL in three types, and the
+geometric mean of the ratios.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import statistics
 import sys
 import time
@@ -24,8 +26,6 @@ from typing import Any
 
 import click
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from gpu_peers import inductor, products, xla_us
 from tilewright.candidates.library._around import side, stores
@@ -61,6 +61,7 @@ FORMS = {
     "s8": "s8[{m},{k}] scale=channel @ s8[{n},{k}]^T scale=channel -> bf16",
 }
 PAUSE_S = 0.25
+WARM_S = 0.7  # until a card that is loaded has come to the clock that it keeps
 Point = tuple[str, Schedule]
 
 
@@ -106,13 +107,17 @@ def random_sources(p: Problem) -> list[torch.Tensor]:
     return made
 
 
-def wrong(p: Problem, got: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> str | None:
-    """What is wrong with results, against exact sums of integers or float64 sums of floats."""
+def expected(p: Problem, sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The results, of exact sums of integers or float64 sums of floats."""
     a, b = side(p.op.lhs, {})(sources), side(p.op.rhs, {})(sources)
     product = a.double() @ b.double()
-    exact = p.acc.dtype.is_integer
-    acc = product.to(torch.int64).to(torch.int32) if exact else product.float()
-    for value, wanted in zip(got, stores(p, p.acc.dtype)(acc, sources), strict=True):
+    acc = product.to(torch.int64).to(torch.int32) if p.acc.dtype.is_integer else product.float()
+    return stores(p, p.acc.dtype)(acc, sources)
+
+
+def wrong(results: Sequence[torch.Tensor], all_wanted: Sequence[torch.Tensor]) -> str | None:
+    """What is wrong with results."""
+    for value, wanted in zip(results, all_wanted, strict=True):
         if not value.dtype.is_floating_point:
             if not torch.equal(value, wanted):
                 return f"{int((value != wanted).sum())} of {value.numel()} elements differ"
@@ -145,13 +150,20 @@ def replay_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
 
 
 def timed(runs: dict[str, Callable[[], object]], p: Problem, rounds: int, *, cool: bool) -> dict[str, tuple[float, float]]:
-    """Medians in microseconds, loaded and cool, of runs that take turns."""
+    """Medians in microseconds, loaded and cool, of runs that take turns, in another order each time."""
     count = 20 if p.ops < 1e11 else 4 if p.ops < 4e11 else 2
     graphs = {name: captured(run, count) for name, run in runs.items()}
     loaded: dict[str, list[float]] = {name: [] for name in graphs}
+    order, draw, began = list(graphs), random.Random(0), time.perf_counter()
+    while True:
+        for graph in graphs.values():
+            replay_us(graph, count)
+        if not cool or time.perf_counter() - began > WARM_S:
+            break
     for _ in range(rounds):
-        for name, graph in graphs.items():
-            loaded[name].append(replay_us(graph, count))
+        draw.shuffle(order)
+        for name in order:
+            loaded[name].append(replay_us(graphs[name], count))
     found: dict[str, tuple[float, float]] = {}
     for name, graph in graphs.items():
         pause = math.nan
@@ -159,7 +171,7 @@ def timed(runs: dict[str, Callable[[], object]], p: Problem, rounds: int, *, coo
             time.sleep(PAUSE_S)
             graph.replay()
             pause = statistics.median(replay_us(graph, count) for _ in range(5))
-        found[name] = statistics.median(loaded[name][1:]), pause
+        found[name] = statistics.median(loaded[name]), pause
     return found
 
 
@@ -172,18 +184,20 @@ def measure(
     peers = products(p, sources) | (inductor(p, sources) if with_inductor else {})
     runs: dict[str, Callable[[], object]] = dict(peers)
     refused: dict[str, str] = {}
+    wanted = expected(p, sources)
     for name, schedule in kernels:
         label = f"{name} {schedule}"
         try:
             candidate = next(c for c in generated() if c.name == name)
             run = candidate.build(p, schedule, target).prepare({})
-            why = wrong(p, run(sources), sources)
+            why = wrong(run(sources), wanted)
         except Exception as error:
             why = f"{type(error).__name__}: {str(error)[:200]}"
         if why is None:
             runs[label] = lambda run=run: run(sources)
         else:
             refused[label] = why
+    del wanted
     times = timed(runs, p, rounds, cool=cool)
     if with_xla and line == XLA_THREAD:
         took = xla_us(*sources)
@@ -204,6 +218,11 @@ def ratios(found: dict[str, Any]) -> tuple[str, str, float, float]:
     mine = min((n for n in times if n not in peers), key=lambda n: times[n][0])
     peer = min(peers, key=lambda n: times[n][0])
     return mine, peer, times[peer][0] / times[mine][0], times[peer][1] / times[mine][1]
+
+
+def brief(kernel: str) -> str:
+    """A kernel's name without what it does not do."""
+    return " ".join(word for word in kernel.split() if not word.endswith(("=false", "=0")))
 
 
 @click.command()
@@ -239,7 +258,8 @@ def main(
             print(why, file=sys.stderr)
     results: dict[str, Any] = {}
     reached: dict[str, float] = {}
-    table = Table("product", "ours us", "T/s", "peer us", "limit us", "ratio", "cool", "kernel", "peer")
+    columns = ("product", "ours us", "T/s", "peer us", "limit us", "ratio", "cool", "kernel", "peer")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     for line in chosen:
         found = results[line] = measure(
             line, kernels[line], target, rounds, cool=not shapes, with_inductor=with_inductor, with_xla=with_xla
@@ -253,10 +273,9 @@ def main(
         reached[line] = loaded
         ours = found["times"][mine][0]
         row = (f"{ours:.2f}", f"{found['ops'] / ours / 1e6:.0f}", f"{found['times'][peer][0]:.2f}", f"{found['limit_us']:.2f}")
-        table.add_row(line, *row, f"{loaded:.3f}", f"{cool:.3f}", mine, peer)
+        print(f"| {' | '.join((line, *row, f'{loaded:.3f}', f'{cool:.3f}', brief(mine), peer))} |", flush=True)
         if file is not None:
             file.write_text(json.dumps(results))
-    Console(width=250).print(table)
     if shapes:
         for name, form in FORMS.items():
             mine = [ratio for line, ratio in reached.items() if line.startswith(form.split("[")[0] + "[")]
