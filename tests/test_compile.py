@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import tilewright
 from random_graphs import feeds, graphs
-from tilewright.compiler import CANONICAL, STAGES, compile, optimise
+from tilewright.compiler import CANONICAL, STAGES, Quantization, compile, optimise
 from tilewright.dtype import BF16, F32, S8
 from tilewright.errors import InputError, TypeMismatchError
 from tilewright.frontends import load
@@ -169,3 +169,20 @@ def test_a_graph_that_reads_one_input_many_times():
 )
 def test_a_program_on_one_line_is_no_path(text):
     assert [i.shape for i in load(text).inputs] == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"budget_s": float("nan")}, "a budget of nan seconds\n  try: 0 or more"),
+        ({"budget_s": -1}, "a budget of -1 seconds"),
+        ({"budget_s": "1"}, r"an argument of type str \(budget_s\)\n  try: a number of seconds"),
+        ({"quantize": "int8"}, r"an argument of type str \(quantize\)\n  try: tilewright.Quantization"),
+        ({"half": "fp16", "budget_s": 0}, "'fp16' is no float of 16 bits\n  try: f16 or bf16"),
+    ],
+)
+def test_arguments_that_mean_nothing(options, said):
+    with pytest.raises(InputError, match=said):
+        compile(two_layers(), **options)
+    with pytest.raises(InputError, match=r'an argument of type str \(scheme\)\n  try: tilewright.scheme\("int8"\)'):
+        Quantization("int8", [])

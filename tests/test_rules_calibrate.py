@@ -193,6 +193,10 @@ def test_what_cannot_be_is_said():
         scheme("w4", group=0)
     with pytest.raises(InputError, match="no calibration data"):
         calibrate(MODEL, [])
+    with pytest.raises(InputError, match="no value for input 'x'"):
+        calibrate(MODEL, [{"y": torch.zeros(2)}])
+    with pytest.raises(InputError, match=r"an argument of type Tensor \(batches\)\n  try: tensors by the names of the inputs"):
+        calibrate(MODEL, [torch.zeros(2)])
     assert "s4 weights per group of 16" in str(scheme("w4", group=16))
 
 

@@ -7,9 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 
 import torch
 
+from tilewright.errors import InputError, check_type
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
@@ -49,11 +51,17 @@ class Quantization:
         scheme: types and granularity, from `tilewright.scheme("int8")`, "fp8", "w4" or "w8".
         batches: calibration inputs by name.
         rtol: products that lose more than this (relative error of the result on calibration data) stay in float.
+
+    Raises:
+        InputError: the scheme is none.
     """
 
     scheme: Scheme
     batches: Sequence[Mapping[str, torch.Tensor]]
     rtol: float | None = None
+
+    def __post_init__(self) -> None:
+        check_type(self.scheme, Scheme, "scheme", 'tilewright.scheme("int8")')
 
 
 def optimise(
@@ -122,9 +130,13 @@ def compile(
         Executable: call it with arrays.
 
     Raises:
-        InputError: the program cannot be read, the device is not there, or `half` is no float of 16 bits.
+        InputError: the program cannot be read, the device is not there, `half` is no float of 16 bits, or the budget no time.
         UnsupportedError: it holds control flow or types no graph can express.
     """
+    check_type(quantize, (Quantization, type(None)), "quantize", 'tilewright.Quantization(tilewright.scheme("int8"), batches)')
+    check_type(budget_s, Real, "budget_s", "a number of seconds")
+    if not budget_s >= 0:  # or NaN
+        raise InputError(f"a budget of {budget_s} seconds", hint="0 or more; 0 measures none")
     ends = None if within_s is None else time.monotonic() + within_s
     target = detect(device)
     if budget_s > 0:

@@ -17,7 +17,7 @@ from typing import Literal, cast
 import torch
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, DType
-from tilewright.errors import InputError, TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.ir.build import const, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.graph import Graph, Node
@@ -150,9 +150,10 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], devic
             _see(found.seen[reader], cast("torch.Tensor", value), batched=len(_right(reader).shape) > 2)
 
     for batch in batches:
+        check_type(batch, Mapping, "batches", "tensors by the names of the inputs, a mapping for each batch")
+        _evaluate(graph, batch, visit, device)
         for node in graph.inputs:
             visit(node, batch.get(getattr(node.op, "label", "")))
-        _evaluate(graph, batch, visit, device)
     return found
 
 
