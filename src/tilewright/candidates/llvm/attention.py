@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 
@@ -16,7 +15,7 @@ from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.candidates.llvm._vector import check
 from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.target import Chip, Target
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why
 from tilewright.ir.build import broadcast
 from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Node, toposort
@@ -28,16 +27,8 @@ from tilewright.schedule.schedule import Schedule
 ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
 
 
-@lru_cache(maxsize=256)
-def _plan(problem: AttentionProblem, target: Target) -> Heads | str:
-    """The attention to generate, or the sentence why there is none."""
-    try:
-        return _planned(problem, target)
-    except Unsupported as why:
-        return str(why)
-
-
-def _planned(problem: AttentionProblem, target: Target) -> Heads:
+@or_why
+def _plan(problem: AttentionProblem, target: Target) -> Heads:
     op, node = problem.op, problem.node
     q, k, v, *mask = operands_of(node)
     choice = _instruction((q.dtype, k.dtype, v.dtype), target.chip)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
 
 import torch
 
@@ -19,7 +18,7 @@ from tilewright.candidates.llvm._work import ranked, work
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
@@ -30,16 +29,8 @@ from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 
-@lru_cache(maxsize=1024)
-def _plan(problem: Problem, target: Target) -> Plan | str:
-    """The plan, or the sentence why there is none."""
-    try:
-        return _planned(problem, target)
-    except Unsupported as why:
-        return str(why)
-
-
-def _planned(problem: Problem, target: Target) -> Plan:
+@or_why
+def _plan(problem: Problem, target: Target) -> Plan:
     if problem.acc.dtype not in (F32, S32):
         raise Unsupported(f"generated kernels add up in f32 or s32, not {problem.acc.dtype}")
     choice = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, target.chip)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from ctypes import addressof, c_int64
-from functools import lru_cache
 
 import torch
 
@@ -15,7 +14,7 @@ from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.candidates.llvm._vector import check_node
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Unsupported
+from tilewright.ir.access import Unsupported, or_why
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
@@ -28,16 +27,12 @@ ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking anothe
 UNROLL = 4
 
 
-@lru_cache(maxsize=256)
-def _plan(problem: RegionProblem, target: Target) -> Rows | str:
-    """The rows to generate, or the sentence why there are none."""
+@or_why
+def _plan(problem: RegionProblem, target: Target) -> Rows:
     choice = choose(F32, F32, F32, target.chip)
     if choice is None:
-        return f"{target.chip.name} names no instruction for f32 x f32"
-    try:
-        return Rows(region_of_rows(problem.roots, check_node), choice.dot.lanes, UNROLL)
-    except Unsupported as why:
-        return str(why)
+        raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
+    return Rows(region_of_rows(problem.roots, check_node), choice.dot.lanes, UNROLL)
 
 
 class LlvmRows:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 import torch
 
@@ -17,7 +16,7 @@ from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter
 from tilewright.candidates.llvm._w4_codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
-from tilewright.ir.access import Unsupported, of_store
+from tilewright.ir.access import Unsupported, of_store, or_why
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.schedule.candidate import CPU, Kernel, Runner
@@ -28,15 +27,6 @@ from tilewright.schedule.schedule import Schedule
 ROWS = 16  # of a tile, at most
 PANELS = 8  # of a block, if it has more than one tile
 RUN = 4  # panels that a thread reads one after the other, at most, if it has one tile: what follows is asked for in time
-
-
-@lru_cache(maxsize=1024)
-def planned(problem: Problem, target: Target) -> Plan | str:
-    """The plan, or the sentence why there is none."""
-    try:
-        return _planned(problem, target.chip)
-    except Unsupported as why:
-        return str(why)
 
 
 def _weights(problem: Problem) -> tuple[Node, int, bool]:
@@ -74,7 +64,8 @@ def _coded(problem: Problem, chip: Chip) -> tuple[Choice, Activations] | None:
     return (choice, lhs) if found.dtype is F32 and even and each <= MOST_GROUP else None
 
 
-def _planned(problem: Problem, chip: Chip) -> Plan:
+@or_why
+def planned(problem: Problem, target: Target) -> Plan:
     found, group, along = _weights(problem)
     if problem.acc.dtype is not F32:
         raise Unsupported(f"4-bit weights are added up in f32, not {problem.acc.dtype}")
@@ -84,20 +75,20 @@ def _planned(problem: Problem, chip: Chip) -> Plan:
     rows, count = problem.batch * problem.M, len(problem.types)
     rhs = side_of(problem.op.rhs, count + 1, columns_last=True, outside=True)
     stores = tuple(of_store(root) for root in problem.op.stores)
-    coded = _coded(problem, chip)
+    coded = _coded(problem, target.chip)
     if coded is not None:
         choice, left = coded
         lhs = side_of(left.codes, count, columns_last=True, outside=False)
         return Plan(choice, 1, rows, lhs, rhs, along, True, stores, False, left.sides)
-    choice = choose(F32, F32, F32, chip)
-    pairs = choose(BF16, BF16, F32, chip)
+    choice = choose(F32, F32, F32, target.chip)
+    pairs = choose(BF16, BF16, F32, target.chip)
     whole = not group % (2 * CODES) and not problem.K % (2 * CODES)
     plain = len(found.src) == 2  # codes without zero points are bf16 as they are
     suits = (found.dtype is BF16 and whole) or (found.dtype is F32 and plain)
     if pairs is not None and pairs.dot.instruction == PAIRS and problem.lhs.dtype is BF16 and suits:
         choice = pairs
     if choice is None or problem.lhs.dtype.bits > 32 or not problem.lhs.dtype.is_float:
-        raise Unsupported(f"{chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
+        raise Unsupported(f"{target.chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
     lhs = side_of(problem.op.lhs, count, columns_last=True, outside=False)
     in_place = lhs.outside is None and rows == 1 and lies_right(lhs.access, problem, choice, rows)
     return Plan(choice, 1, rows, lhs, rhs, along, True, stores, in_place)
