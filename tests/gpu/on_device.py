@@ -4,6 +4,7 @@ import functools
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
+import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from random_carriers import gemms
@@ -50,3 +51,38 @@ def assert_right(candidate, cases):
         if attempt.why is not None:
             wrong.append(f"{problem} ({schedule}): {attempt.why}")
     assert not wrong, "\n".join(wrong)
+
+
+def random_sources(problem):
+    return [torch.randn(t.shape, device="cuda").to(t.dtype.to_torch()) for t in problem.types]
+
+
+def assert_the_same_every_time(candidate, problem, schedule):
+    """Parts of K are added up in the same order on every run."""
+    run = candidate.build(problem, schedule, device()).prepare({})
+    sources = random_sources(problem)
+    (first,) = run(sources)
+    for _ in range(20):
+        assert torch.equal(run(sources)[0], first)
+
+
+def assert_follows_its_stream(candidate, problem, schedule):
+    """A kernel of a @ b + bias runs on the current stream, and can be captured in a graph."""
+    run = candidate.build(problem, schedule, device()).prepare({})
+    sources = random_sources(problem)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10_000_000)
+        sources[0].neg_()
+        (turned,) = run(sources)
+    torch.cuda.synchronize()
+    a, b, bias = (t.float() for t in sources)
+    torch.testing.assert_close(turned.float(), a @ b + bias, rtol=2e-2, atol=2e-1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        (captured,) = run(sources)
+    for _ in range(3):
+        captured.zero_()
+        graph.replay()
+        assert torch.equal(captured, turned)

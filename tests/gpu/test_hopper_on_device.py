@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from on_device import assert_right, device, drawn
+from on_device import assert_follows_its_stream, assert_right, assert_the_same_every_time, device, drawn
 
 from tilewright.candidates.triton.hopper import CANDIDATE
 from tilewright.ir.notation import parse
@@ -70,30 +70,9 @@ def test_a_weight_packed_for_wide_stores_gives_the_same():
 def test_parts_of_k_are_added_up_in_the_same_order_on_every_run():
     problem = problem_of(parse("bf16[256,8192] @ bf16[8192,512] -> f32").outputs[0])
     schedule = next(s for s in CANDIDATE.schedules(problem, device()) if s["shared_tiles"] > 0)
-    run = CANDIDATE.build(problem, schedule, device()).prepare({})
-    sources = [torch.randn(t.shape, device="cuda").bfloat16() for t in problem.types]
-    (first,) = run(sources)
-    for _ in range(20):
-        assert torch.equal(run(sources)[0], first)
+    assert_the_same_every_time(CANDIDATE, problem, schedule)
 
 
 def test_a_kernel_runs_on_the_current_stream_and_in_a_graph():
     problem = problem_of(parse("bf16[256,512] @ bf16[512,128] + bias -> bf16").outputs[0])
-    run = CANDIDATE.build(problem, next(iter(CANDIDATE.schedules(problem, device()))), device()).prepare({})
-    sources = [torch.randn(t.shape, device="cuda").bfloat16() for t in problem.types]
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(10_000_000)
-        sources[0].neg_()
-        (turned,) = run(sources)
-    torch.cuda.synchronize()
-    want = sources[0].float() @ sources[1].float() + sources[2].float()
-    torch.testing.assert_close(turned.float(), want, rtol=2e-2, atol=2e-1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (captured,) = run(sources)
-    for _ in range(3):
-        captured.zero_()
-        graph.replay()
-        assert torch.equal(captured, turned)
+    assert_follows_its_stream(CANDIDATE, problem, next(iter(CANDIDATE.schedules(problem, device()))))

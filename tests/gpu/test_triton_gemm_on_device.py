@@ -4,9 +4,9 @@ import random
 
 import pytest
 import torch
-from on_device import assert_right, device, drawn
+from on_device import assert_follows_its_stream, assert_right, assert_the_same_every_time, device, drawn
 
-from tilewright.candidates.triton import gemm as triton_gemm
+from tilewright.candidates.triton.gemm import CANDIDATE
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import problem_of
 
@@ -36,50 +36,27 @@ LINES = [
 
 def point(problem, i):
     """One of the first points of the space, another for each problem."""
-    points = list(triton_gemm.CANDIDATE.schedules(problem, device()))
+    points = list(CANDIDATE.schedules(problem, device()))
     return random.Random(i).choice(points[:40])
 
 
 def test_random_gemms_are_right():
-    problems = drawn(triton_gemm.CANDIDATE, COUNT, 7, 3 * COUNT)
-    assert_right(triton_gemm.CANDIDATE, [(p, point(p, i)) for i, p in enumerate(problems)])
+    problems = drawn(CANDIDATE, COUNT, 7, 3 * COUNT)
+    assert_right(CANDIDATE, [(p, point(p, i)) for i, p in enumerate(problems)])
 
 
 def test_every_type_is_right_at_the_first_points_of_its_space():
     problems = [problem_of(parse(line).outputs[0]) for line in LINES]
-    cases = [(p, s) for p in problems for s in list(triton_gemm.CANDIDATE.schedules(p, device()))[:3]]
-    assert_right(triton_gemm.CANDIDATE, cases)
+    cases = [(p, s) for p in problems for s in list(CANDIDATE.schedules(p, device()))[:3]]
+    assert_right(CANDIDATE, cases)
 
 
 def test_parts_of_k_are_added_up_in_the_same_order_on_every_run():
     problem = problem_of(parse("bf16[64,8192] @ bf16[8192,256] -> f32").outputs[0])
-    schedule = next(s for s in triton_gemm.CANDIDATE.schedules(problem, device()) if s["split_k"] == 8)
-    run = triton_gemm.CANDIDATE.build(problem, schedule, device()).prepare({})
-    sources = [torch.randn(t.shape, device="cuda").bfloat16() for t in problem.types]
-    (first,) = run(sources)
-    for _ in range(20):
-        assert torch.equal(run(sources)[0], first)
+    schedule = next(s for s in CANDIDATE.schedules(problem, device()) if s["split_k"] == 8)
+    assert_the_same_every_time(CANDIDATE, problem, schedule)
 
 
 def test_a_kernel_runs_on_the_current_stream_and_in_a_graph():
     problem = problem_of(parse("f16[256,512] @ f16[512,128] + bias -> f16").outputs[0])
-    schedule = next(s for s in triton_gemm.CANDIDATE.schedules(problem, device()) if s["split_k"] > 1)
-    run = triton_gemm.CANDIDATE.build(problem, schedule, device()).prepare({})
-    sources = [torch.randn(t.shape, device="cuda").half() for t in problem.types]
-    (wanted,) = run(sources)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(10_000_000)
-        sources[0].neg_()
-        (turned,) = run(sources)
-    torch.cuda.synchronize()
-    bias = sources[2]
-    torch.testing.assert_close(turned - bias, bias - wanted, rtol=2e-2, atol=1e-1)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        (captured,) = run(sources)
-    for _ in range(3):
-        captured.zero_()
-        graph.replay()
-        assert torch.equal(captured, turned)
+    assert_follows_its_stream(CANDIDATE, problem, next(s for s in CANDIDATE.schedules(problem, device()) if s["split_k"] > 1))
