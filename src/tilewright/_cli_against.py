@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 ROUNDS = 7
 WARM_S, TIMED_S = 0.1, 0.3
-BUDGET_S = 10.0  # for a peer that chooses among kernels
 LIBRARY = 10  # preferences from here on are libraries'
 
 

@@ -37,14 +37,14 @@ SHOWN_OPS = 6
 SYMBOLS = {fn: sign for sign, fn in OPERATORS.items()}
 
 
-def show_gemm(op: Gemm, types: Sequence[TensorType]) -> str:
-    """A gemm in the notation, given the types of its sources."""
-    head = f"{_show_operand(op.lhs, types, rows=True)} @ {_show_operand(op.rhs, types, rows=False)}"
+def show_gemm(op: Gemm) -> str:
+    """A gemm in the notation."""
+    head = f"{_show_operand(op.lhs, rows=True)} @ {_show_operand(op.rhs, rows=False)}"
     tails = [_show_store(store, op) for store in op.stores]
     return head + tails[0] if len(tails) == 1 else f"{head} {{{';'.join(tails)} }}"
 
 
-def _show_operand(root: Node, types: Sequence[TensorType], *, rows: bool) -> str:
+def _show_operand(root: Node, *, rows: bool) -> str:
     node, transposed = root, ""
     rank = len(root.shape)
     if isinstance(node.op, Transpose) and node.op.perm == (*range(rank - 2), rank - 1, rank - 2):

@@ -150,7 +150,7 @@ class Problem:
         return kind if kind is not None and kind.is_float == self.acc.dtype.is_float else self.acc.dtype
 
     def __str__(self) -> str:
-        return show_gemm(self.op, self.types)
+        return show_gemm(self.op)
 
 
 @dataclass(frozen=True)

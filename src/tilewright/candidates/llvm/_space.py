@@ -93,11 +93,6 @@ class Product:
         )  # fmt: skip
 
     @property
-    def far_apart(self) -> bool:
-        """Whether rows of the left operand meet in the same places of the first-level cache."""
-        return self.lhs_row % 4096 == 0
-
-    @property
     def groups(self) -> int:
         """4-byte groups of K, as the instruction takes them."""
         return -(-max(1, -(-self.depth // self.dot.k)) // self.dot.steps) * self.dot.steps
