@@ -1,6 +1,8 @@
 """The judge of kernels: what it must accept, what it must reject, and how it times."""
 
 import math
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,7 +14,7 @@ from tilewright.ir.notation import parse
 from tilewright.schedule import measure
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.guard import far_apart, guarded, spoil
-from tilewright.schedule.measure import Cold, examine, last_cache_bytes, time_interleaved
+from tilewright.schedule.measure import Cold, Pace, examine, last_cache_bytes, time_interleaved
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 
@@ -489,6 +491,29 @@ def test_planted_mistakes_are_found(name, shape):
     expected = expect(problem, sources)
     assert why in str(examine(problem, expected, kernel(), sources, exactly=True))
     assert examine(problem, expected, wide, sources, exactly=True) is None
+
+
+def test_a_kernel_that_is_far_slower_than_the_fastest_is_not_examined_to_the_end(monkeypatch):
+    monkeypatch.setattr(measure, "SLOW_S", 0.05)
+    problem, calls = posed("f32[9,33] @ f32[33,17]"), []
+    sources = [guarded(t) for t in random_sources(problem)]
+    expected, pace = expect(problem, sources), Pace()
+
+    def slow(s):
+        calls.append(None)
+        time.sleep(0.06)
+        return wide(s)
+
+    assert examine(problem, expected, slow, sources, pace=pace) is None  # nothing is faster yet
+    assert 0.06 < pace.fastest_s < 1 and len(calls) == 7
+    assert examine(problem, expected, wide, sources, pace=pace) is None and pace.fastest_s < 0.06
+    pace.fastest_s, calls[:] = 0.01, []
+    assert re.fullmatch(
+        r"slower: a run took \d+ ms, \d+\.\d times the fastest so far", examine(problem, expected, slow, sources, pace=pace)
+    )
+    assert len(calls) == 3
+    pace.fastest_s = 0.059
+    assert examine(problem, expected, slow, sources, pace=pace) is None
 
 
 def test_each_planted_mistake_looks_right_when_it_runs_once():

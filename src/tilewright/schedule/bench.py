@@ -13,7 +13,7 @@ from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
-from tilewright.schedule.measure import Cold, examine, time_interleaved
+from tilewright.schedule.measure import Cold, Pace, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
@@ -85,6 +85,7 @@ class Bench:
         self._before = Cold(target, self._sources, problem.weights) if cold else None
         self._expected: dict[float, Expected] = {}
         self._kernels: dict[int, tuple[Candidate, Kernel]] = {}
+        self._pace = Pace()
         self._runners: dict[int, Runner] = {}
         self.expect_s = 0.0
         self.lost: dict[int, Attempt] = {}
@@ -142,6 +143,7 @@ class Bench:
                     counts=self._counts,
                     watched=self._watched,
                     pulse=self._pulse,
+                    pace=self._pace,
                 )
                 if why is None and not all(intact(t) for t in self._guarded):
                     why = "it writes beside its sources"

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 
@@ -29,6 +30,14 @@ MOST_TOGETHER = 100  # calls between them: those of several such spans fit into 
 CYCLES_PER_US = 2000  # of a GPU's clock, at most
 SLACK = 1.5
 MOST_AHEAD_US = 20000.0
+SLOW_S, SLOWER = 0.25, 5.0  # a run that takes so long, and so many times that of the fastest kernel, is not examined further
+
+
+@dataclass
+class Pace:
+    """How long a run of the fastest kernel takes that passed."""
+
+    fastest_s: float = math.inf
 
 
 def examine(
@@ -41,6 +50,7 @@ def examine(
     counts: Sequence[int] = (),
     watched: bool = True,
     pulse: Callable[[], None] = lambda: None,
+    pace: Pace | None = None,
 ) -> str | None:
     """None if a runner may be trusted with `sources`, else a sentence.
 
@@ -56,16 +66,20 @@ def examine(
         counts: of threads, for the repetitions in turn; as many as there are now by default.
         watched: put what it asks of torch into `guard.Watch`, whose first use in a process takes a second.
         pulse: called after each run: a sign of life.
+        pace: of the kernels examined before, on the same sources; one that is far slower is refused after three runs.
     """
     device = str(sources[0].device) if sources else "cpu"
     outputs = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     watch = Watch()
+    pace, took_s = pace or Pace(), list[float]()
 
     def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         spoil(outputs, device)
+        began = time.perf_counter()
         with watch if watched else nullcontext():
             results = runner(given)
         synchronize(device)
+        took_s.append(time.perf_counter() - began)
         pulse()
         return results
 
@@ -84,6 +98,8 @@ def examine(
         plain = check(problem, expected, run(sources))
         return why if plain is not None else f"{why} (only when its sources are not contiguous)"
     again = run(sources)
+    if min(took_s) > max(SLOW_S, SLOWER * pace.fastest_s):
+        return f"slower: a run took {min(took_s) * 1e3:.0f} ms, {min(took_s) / pace.fastest_s:.1f} times the fastest so far"
     why = check(problem, expected, again)
     if why is not None:
         return why
@@ -114,6 +130,7 @@ def examine(
         return "it writes beside its results"
     if not all(intact(t) for t, weight in zip((*others, *laid_out), problem.weights * 2, strict=True) if not weight):
         return "it writes beside its sources"
+    pace.fastest_s = min(pace.fastest_s, *took_s)
     return None
 
 
