@@ -45,6 +45,16 @@ def gated(dtype=F16, rows=(37,), depth=72, width=40, out=None, function="silu", 
     return replace(problem, weights=tuple(0 < i < len(src) - side for i in range(len(src))))
 
 
+def of_halves(problem, function="silu", out=None):
+    """A problem whose store is its accumulator, with function(left half) * right half for that, of another type if said."""
+    (acc,) = problem.op.stores
+    assert isinstance(acc.op, Acc)
+    axis, extent = len(acc.shape) - 1, acc.shape[-1] // 2
+    left, right = (slice_(acc, axis, i * extent, (i + 1) * extent) for i in range(2))
+    store = map_("multiply", map_(function, left), right)
+    return replace(problem, op=replace(problem.op, stores=(store if out is None else convert(store, out),)))
+
+
 CASES = {
     "f16": gated,
     "s8 to s8": lambda: gated(S8, (5, 9), 100, 24, S8),

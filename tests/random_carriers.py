@@ -49,10 +49,20 @@ class Drawn:
         """Results of an accumulator's columns."""
         return tuple(self._store(acc) for _ in range(self.draw(st.integers(1, widest))))
 
+    def product_of_halves(self, acc):
+        """SwiGLU and its kind, of either half first."""
+        axis, extent = len(acc.shape) - 1, acc.shape[-1] // 2
+        parts = [slice_(acc, axis, i * extent, (i + 1) * extent) for i in range(2)]
+        if acc.dtype is S32:
+            shape = self.draw(st.sampled_from([(), (extent,)]))
+            parts = [map_("multiply", convert(x, F32), self.source(F32, shape)) for x in parts]
+        gate, other = self.draw(st.permutations(parts))
+        return map_("multiply", map_(self.draw(st.sampled_from(UNARY)), gate), other)
+
     def _store(self, acc):
         draw, columns = self.draw, acc.shape[-1]
         x = acc
-        if draw(st.booleans()):
+        if isinstance(acc.op, Acc) and draw(st.booleans()):
             first = draw(st.integers(0, columns - 1))
             x = slice_(x, len(x.shape) - 1, first, draw(st.integers(first + 1, columns)))
         if acc.dtype is S32 and draw(st.integers(0, 4)) == 0:
@@ -104,15 +114,15 @@ class Drawn:
 
 
 @st.composite
-def gemms(draw):
-    """A gemm with one to three stores."""
+def gemms(draw, paired=False):
+    """A gemm with one to three stores; `paired`: of what a function of half of the columns makes of the other half."""
     drawn = Drawn(draw)
-    m, n, k = draw(EXTENT), draw(EXTENT), draw(st.one_of(EXTENT, st.just(0)))
+    m, n, k = draw(EXTENT), draw(EXTENT) * (1 + paired), draw(st.one_of(EXTENT, st.just(0)))
     left, right = draw(st.sampled_from(BATCHES))
     a, b, acc = draw(st.sampled_from(PRODUCTS))
     lhs, rhs = drawn.operand(a, (*left, m, k)), drawn.operand(b, (*right, k, n))
     out = Node(Acc(Gemm(acc, lhs, rhs, (lhs,)).acc_type))
-    stores = drawn.stores(out)
+    stores = drawn.stores(drawn.product_of_halves(out) if paired else out)
     return Node(Gemm(acc, lhs, rhs, stores), *_inputs(drawn))
 
 

@@ -240,5 +240,6 @@ def test_two_halves_of_the_columns_are_two_values_over_one():
     assert of_store(store).columns_extent == 5
     uneven = map_("multiply", slice_(acc, -1, 0, 4), slice_(acc, -1, 5, 9))
     thrice = map_("add", left, map_("add", right, slice_(acc, -1, 1, 6)))
-    for others in ((left,), (uneven,), (thrice,), (map_("add", left, right), left), ()):
+    crossed = map_("multiply", slice_(left, -1, 0, 3), slice_(right, -1, 2, 5))
+    for others in ((left,), (crossed,), (uneven,), (thrice,), (map_("add", left, right), left), ()):
         assert two_halves(others, 0) is None

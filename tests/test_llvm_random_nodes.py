@@ -7,6 +7,7 @@ infinities in a source are not felt where the reference does not feel them.
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 
-KINDS = {"gemm": (gemms, gemm), "attention": (attentions, attention)}
+KINDS = {"gemm": (gemms, gemm), "gated": (partial(gemms, paired=True), gemm), "attention": (attentions, attention)}
 WILD = (float("nan"), float("inf"), float("-inf"))
 
 

@@ -11,14 +11,19 @@ import pytest
 import torch
 
 from emulated import emulated
+from gated import gated
 from test_llvm_random import run_child
 from tilewright.candidates.llvm import _run, gemm
 from tilewright.candidates.llvm._dots import choose
 from tilewright.candidates.llvm._engine import host
 from tilewright.candidates.llvm._write import Writer
+from tilewright.dtype import BF16, S8
 from tilewright.hardware.detect import chips, cpu
 from tilewright.ir.notation import parse
+from tilewright.schedule.expected import expect
+from tilewright.schedule.measure import examine
 from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.sample import random_sources
 
 AMX, I8MM = (next(c for c in chips() if c.name == name) for name in ("x86_64_amx", "aarch64_i8mm"))
 HAVE = cpu().chip is AMX
@@ -103,6 +108,15 @@ def test_many_matrices_one_to_eight_threads(target, dtype):
     check(target, dtype, dtype, (37, 45, 100), batch=16, most_threads=8)
     check(target, dtype, dtype, (200, 150, 96), most_threads=8)
     check(target, dtype, dtype, (70, 40, 64), batch=3, along=True, most_threads=8)
+
+
+@pytest.mark.parametrize("dtype", [S8, BF16])
+def test_both_halves_of_the_columns_meet_in_a_store(target, dtype):
+    problem = gated(dtype, (37,), 72, 40, scaled=True)
+    sources = random_sources(problem)
+    schedule = next(iter(gemm.CANDIDATE.schedules(problem, target)))
+    run = gemm.CANDIDATE.build(problem, schedule, target).prepare({i: t for i, t in enumerate(sources) if problem.weights[i]})
+    assert examine(problem, expect(problem, sources), run, sources) is None
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

@@ -288,6 +288,9 @@ def two_halves(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], N
         found += substitute((root,), {parts[0]: Node(Acc(half)), parts[1]: right})
         if acc in toposort(found[-1:]):  # it is read in a third way
             return None
+        views = _visit(found[-1]).views
+        if not _same(views[Node(Acc(half))], views[right]):  # a column of one meets another column of the other
+            return None
     return None if right is None else (tuple(found), right)
 
 

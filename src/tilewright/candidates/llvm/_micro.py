@@ -28,7 +28,7 @@ class Micro(Packing):
         missed, and each is all that is made of its tile."""
         n = self.nest
         (store, *others), d = n.stores, n.dot
-        if others or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.columns):
+        if others or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
             return False
         if n.columns % n.nr and d.lanes < MASKED:
             return False
@@ -96,15 +96,15 @@ class Micro(Packing):
         n, (store,), lanes = self.nest, self.nest.stores, self.nest.dot.lanes
         target, sources = self._given(f, n.sources), self._sources(f, store)
         parts: list[Vectors] = []
-        for j in range(n.blocks.nv):
+        for j in range(n.width // lanes):
             column = f.add("%column", j * lanes)
-            mask = f.first_lanes(lanes, f.sub(n.columns, column)) if n.columns % n.nr else None
-            parts.append(Vectors(f, store, lanes, Columns(column, True, mask), sources))
+            mask = f.first_lanes(lanes, f.sub(n.stored, column)) if n.stored % n.width else None
+            parts.append(Vectors(f, store, lanes, Columns(column, True, mask), sources, n.second))
         for m in range(rows):
             row = f.add("%row", m)
-            for vectors in parts:
-                acc = self._corrected(f, lanes, next(results), row)
-                vectors.store(row, vectors.row(row, acc), target)
+            sums = [self._corrected(f, lanes, next(results), row) for _ in range(n.blocks.nv)]
+            for j, vectors in enumerate(parts):
+                vectors.store(row, vectors.row(row, *sums[j :: len(parts)]), target)
 
     def _corrected(self, f: Function, lanes: int, acc: str, row: Int) -> str:
         """A vector of one row's accumulators without what a changed sign has added to it."""

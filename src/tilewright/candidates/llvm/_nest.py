@@ -10,6 +10,7 @@ from functools import cached_property
 
 from tilewright.candidates.llvm._dots import Choice, Dot
 from tilewright.ir.access import Access
+from tilewright.ir.graph import Node
 
 CACHE_LINE = 64
 
@@ -59,6 +60,8 @@ class Nest:
         stores: the results.
         sources: pointers that a call is given before those of the results.
         blocks: the sizes.
+        second: what stands in the stores for sums of the right half of `rhs`'s columns, that they read beside those of the left
+            half: a panel holds as many of both, those of the left half first.
     """
 
     batch: int
@@ -73,6 +76,7 @@ class Nest:
     stores: tuple[Access, ...]
     sources: int
     blocks: Blocks
+    second: Node | None = None
 
     @property
     def dot(self) -> Dot:
@@ -81,6 +85,16 @@ class Nest:
     @property
     def nr(self) -> int:
         return self.blocks.nv * self.dot.lanes
+
+    @property
+    def width(self) -> int:
+        """Columns of the results that a panel makes."""
+        return self.nr if self.second is None else self.nr // 2
+
+    @property
+    def stored(self) -> int:
+        """Columns of the results."""
+        return self.columns if self.second is None else self.columns // 2
 
     @cached_property
     def tiles(self) -> int:

@@ -135,6 +135,15 @@ class Packing:
     def _flipped(self, f: Function, type_: str, value: str) -> str:
         return f.v(f"xor {type_} {value}, splat (i8 -128)") if self.nest.choice.flip else value
 
+    def _column(self, f: Function, panel: Int, part: Int) -> Int:
+        """The right operand's column at which a vector of a panel starts."""
+        n = self.nest
+        if n.second is None:
+            return f.add(f.mul(panel, n.nr), f.mul(part, n.dot.lanes))
+        each = n.blocks.nv // 2
+        inside = f.add(f.mul(panel, n.width), f.mul(f.rem(part, each), n.dot.lanes))
+        return f.add(inside, f.mul(f.div(part, each), n.stored))
+
     def _pack_across(self, f: Function, b: Int, panel: Int, out: str) -> None:
         """From rows of columns: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
         n, d = self.nest, self.nest.dot
@@ -142,9 +151,10 @@ class Packing:
         inside, lanes = n.columns % n.nr, d.lanes * d.rows
         type_ = vec(lanes * d.k, d.element)
         with f.loop(0, n.blocks.nv, d.rows) as part:
-            column = f.add(f.mul(panel, n.nr), f.mul(part.index, d.lanes))
+            column = self._column(f, panel, part.index)
             mask = f.first_lanes(lanes, f.sub(n.columns, column)) if inside else None
-            vectors = Vectors(f, n.rhs, lanes, Columns(column, True, mask), sources)
+            aligned = n.second is None or n.stored % lanes == 0
+            vectors = Vectors(f, n.rhs, lanes, Columns(column, aligned, mask), sources)
 
             def group(index: Int, count: int, at: Int = part.index, vectors: Vectors = vectors) -> None:
                 first = f.add(f.mul(b, n.depth), f.mul(index, d.k))
@@ -189,7 +199,7 @@ class Packing:
         left = n.depth - whole
         line = f.alloca(width) if left else ""
         with f.loop(0, n.blocks.nv) as part:
-            column = f.add(f.mul(panel, n.nr), f.mul(part.index, d.lanes))
+            column = self._column(f, panel, part.index)
 
             def read(vectors: Vectors, i: Int, mask: str | None, column: Int = column) -> str:
                 inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored

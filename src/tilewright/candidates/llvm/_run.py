@@ -48,6 +48,7 @@ class Plan:
     constant: bool
     stores: tuple[Access, ...]
     in_place: bool
+    second: Node | None = None  # see `Nest`
     beside: tuple[Access, ...] = ()  # what else kernels read: scales and zero points of the left operand's codes
 
 

@@ -51,6 +51,7 @@ class Product:
         constant: the right operand is packed beforehand.
         in_place: the left operand may be read where it lies.
         correction: rows of the left operand are added up.
+        paired: both halves of the columns meet in the stores.
         threaded: it is worth more threads than one.
         lhs_row, rhs_bytes, out_bytes: bytes of a row of the left operand as it lies in memory, of an element of the right one,
             and of what is written and read beside for an element of the result.
@@ -65,6 +66,7 @@ class Product:
     constant: bool
     in_place: bool
     correction: bool = False
+    paired: bool = False
     threaded: bool = True
     lhs_row: int = 0
     rhs_bytes: float = 4.0
@@ -83,6 +85,7 @@ class Product:
         return cls(
             dot, plan.batch, plan.rows, problem.N, problem.K, plan.constant, plan.in_place,
             correction=bool(plan.choice.correction),
+            paired=plan.second is not None,
             threaded=problem.ops > ONE_THREAD_OPS,
             lhs_row=-(-problem.K * problem.lhs.stored.dtype.bits // 8),
             rhs_bytes=problem.rhs.stored.dtype.bits / 8,
@@ -161,8 +164,11 @@ def legal(points: Points, product: Product, target: Target) -> Flags:
     sums = (passes == 1) | (p.mc * p.nc * p.mr * nr * 4 <= l2)
     near = (p.nc == 1) | (p.nc * nr * np.minimum(p.kc, groups) * dot.lane_bytes <= l2)
     read = p.pack_lhs | product.in_place
-    aligned = (nr * 4 % CACHE_LINE == 0) | (nr & (nr - 1) == 0)  # rows of a tile are read as one vector each
-    return fits & inside & steps & sums & near & read & aligned & ~(p.private & product.constant)
+    halves = 1 + product.paired
+    whole = p.nv % (halves * dot.rows) == 0
+    row = nr // halves  # of a tile, read as one vector
+    aligned = (row * 4 % CACHE_LINE == 0) | (row & (row - 1) == 0)
+    return fits & inside & steps & sums & near & read & whole & aligned & ~(p.private & product.constant)
 
 
 def space(product: Product, target: Target) -> Points:

@@ -285,29 +285,40 @@ class Lanes(Casts):
 class Vectors(Lanes):
     """One access evaluated on vectors of `lanes` columns.
 
-    What does not depend on the row is computed once by the constructor, the rest by `row`.
+    What does not depend on the row is computed once by the constructor, the rest by `row`. `second`: a leaf that stands for a
+    second accumulator.
     """
 
-    def __init__(self, f: Function, access: Access, lanes: int, columns: Columns, pointer: Callable[[Node], str]):
+    def __init__(
+        self,
+        f: Function,
+        access: Access,
+        lanes: int,
+        columns: Columns,
+        pointer: Callable[[Node], str],
+        second: Node | None = None,
+    ):
         super().__init__(f, access, lanes, columns, pointer)
         self._fixed: dict[Node, str] = {}
+        self._second = second
         order = toposort((access.root,))
         moving: set[Node] = set()
         for n in order:
             leaf = isinstance(n.op, Param) and bool(access.of_leaf(n).rows)
-            if leaf or isinstance(n.op, Acc) or any(s in moving for s in n.src):
+            if leaf or isinstance(n.op, Acc) or n is second or any(s in moving for s in n.src):
                 moving.add(n)
             else:
                 self._fixed[n] = self.value(n, self._fixed, 0)
         self._order = [n for n in order if n in moving]
 
-    def row(self, row: Int, acc: str | None = None) -> str:
-        """The root's value on one row, `acc` the accumulator's there."""
+    def row(self, row: Int, *sums: str) -> str:
+        """The root's value on one row, `sums` the accumulator's there, and the second's if there is one."""
         values = dict(self._fixed)
         for n in self._order:
             if isinstance(n.op, Acc):
-                assert acc is not None
-                values[n] = acc
+                values[n] = sums[0]
+            elif n is self._second:
+                values[n] = sums[1]
             else:
                 values[n] = self.value(n, values, row)
         return values[self.access.root]

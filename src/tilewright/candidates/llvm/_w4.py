@@ -88,26 +88,31 @@ class GroupedNest(Nest):
         """The cache that they are asked into."""
         return (READING if self.rows == 1 else COMPUTING)[1]
 
+    def by_panel(self, of_columns: torch.Tensor) -> torch.Tensor:
+        """Something of each of the weight's columns [N, ...] in the order of panels, filled up with zeros [columns, ...]."""
+        halves = of_columns.unflatten(0, (-1, self.stored))
+        filled = of_columns.new_zeros(len(halves), self.panels * self.width, *of_columns.shape[1:])
+        filled[:, : self.stored] = halves
+        return filled.unflatten(1, (-1, self.width)).transpose(0, 1).flatten(0, 2)
+
     def packed(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
-        """The stream of codes [N, K], scales and zero points [N, groups]."""
+        """The stream of codes [columns, K], scales and zero points [columns, groups], all by panel."""
         sides = [s.float().contiguous() for s in (scales, zeros) if s is not None]
         return streamed(self, codes.to(torch.int32), sides, PAIRED if self.by_pairs else ORDER)
 
 
 def streamed(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
-    """The stream, s32[panels, groups, words, columns], from codes s32[N, K] and what precedes them in each group, [N, groups]
-    of 4 bytes each. `order`: where in its word each of 8 neighbours of a column is kept."""
-    columns, lanes, span = nest.panels * nest.nr, nest.words, CODES * nest.words
+    """The stream, s32[panels, groups, words, columns], from codes s32[columns, K] and what precedes them in each
+    group, [columns, groups] of 4 bytes each. `order`: where in its word each of 8 neighbours of a column is kept."""
+    columns, lanes, span = len(codes), nest.words, CODES * nest.words
     words = torch.zeros(columns, nest.group_count, nest.group // span, lanes, dtype=torch.int32)
-    of_column = words.view(columns, -1, lanes)[: nest.columns, : nest.depth // span]
+    of_column = words.view(columns, -1, lanes)[:, : nest.depth // span]
     for i, place in enumerate(order):
         for lane in range(lanes):
             of_column[:, :, lane] |= (codes[:, i * lanes + lane :: span] & 15) << 4 * place
     stream = torch.zeros(nest.panels, nest.group_count, nest.group_rows, nest.nr, dtype=torch.int32)
     for i, side in enumerate(sides):
-        padded = torch.zeros(columns, nest.group_count, dtype=torch.int32)
-        padded[: nest.columns] = side.view(torch.int32)
-        values = padded.view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
+        values = side.view(torch.int32).view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
         values = values.repeat_interleave(lanes, dim=2).view(nest.panels, nest.group_count, lanes, nest.nr)
         stream[:, :, i * lanes : (i + 1) * lanes] = values
     by_word = words.view(nest.panels, nest.nr, nest.group_count, nest.group // span, lanes).permute(0, 2, 3, 1, 4)

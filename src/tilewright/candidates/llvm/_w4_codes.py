@@ -161,11 +161,11 @@ class CodesNest(GroupedNest):
         if zeros is not None:
             sides.append(-(zeros.to(torch.int32) + above))
         if self.zero is not None:
-            padded = torch.zeros(self.columns, self.group_count * self.group, dtype=torch.int32)
+            padded = torch.zeros(len(codes), self.group_count * self.group, dtype=torch.int32)
             padded[:, : self.depth] = codes
-            held = torch.full((self.columns, self.group_count), self.group, dtype=torch.int32)
+            held = torch.full((len(codes), self.group_count), self.group, dtype=torch.int32)
             held[:, -1] = self.depth - (self.group_count - 1) * self.group
-            total = padded.view(self.columns, self.group_count, self.group).sum(-1, dtype=torch.int32)
+            total = padded.view(-1, self.group_count, self.group).sum(-1, dtype=torch.int32)
             sides.append(-(total if zeros is None else total - held * zeros.to(torch.int32)))
         return streamed(self, kept, sides, ORDER)
 

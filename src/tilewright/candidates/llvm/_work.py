@@ -128,7 +128,11 @@ def _tile(n: Product, p: Points, c: _Counts, target: Target, r: Rates) -> tuple[
     crowded = ~p.pack_lhs & (p.mr * math.gcd(n.lhs_row, WAY) >= WAYS * WAY)
     vectors = p.mr * c.nr * 4 / dot.vector_bytes
     beside = r.call + r.sums * vectors * np.where(c.passes > 1, 2.0, 1.0)
-    return c.deep * (group + crowded * p.mr * r.conflict), beside, p.mr * r.row + vectors * (2 + r.step * n.steps)
+    return (
+        c.deep * (group + crowded * p.mr * r.conflict),
+        beside,
+        p.mr * r.row + vectors * (2 + r.step * n.steps / (1 + n.paired)),
+    )
 
 
 def _caches(target: Target) -> tuple[int, int, int]:

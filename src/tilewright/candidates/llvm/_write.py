@@ -61,11 +61,11 @@ class Writer(Micro):
 
     def _partial(self, store: Access) -> bool:
         """Some panel of the result belongs to this store in part."""
-        return bool(store.first % self.nest.nr or store.columns_extent % self.nest.nr)
+        return bool(store.first % self.nest.width or store.columns_extent % self.nest.width)
 
     def _store(self, index: int, store: Access, *, whole: bool) -> None:
         """A result tile through the epilogue into one result: whole rows at a time, so that long chains run side by side."""
-        n, lanes = self.nest, self.nest.nr
+        n, lanes = self.nest, self.nest.width
         args = [("ptr", "tile"), ("i64", "row"), ("i64", "rows"), ("i64", "column"), ("ptr", "sums")]
         f = self._function(f"store_{index}{'' if whole else '_part'}", *args)
         mask = None
@@ -75,14 +75,17 @@ class Writer(Micro):
             flags = vec(lanes, "i1")
             mask = f.v(f"and {flags} {inside}, {f.v(f'xor {flags} {below}, splat (i1 true)')}")
         columns = Columns("%column", store.first % lanes == 0, mask)
-        vectors = Vectors(f, store, lanes, columns, self._sources(f, store))
+        vectors = Vectors(f, store, lanes, columns, self._sources(f, store), n.second)
         target = self._given(f, n.sources + index)
         type_ = vec(lanes, "float" if n.dot.acc is F32 else "i32")
         with f.loop(0, "%rows") as loop:
             row = f.add("%row", loop.index)
-            acc = f.load(type_, f.at("%tile", f.mul(loop.index, lanes * 4)), math.gcd(lanes * 4, CACHE_LINE))
-            acc = self._corrected(f, lanes, acc, row)
-            vectors.store(row, vectors.row(row, self._accumulated(vectors, acc)), target)
+            sums: list[str] = []
+            for half in range(0, n.nr, lanes):
+                place = f.at(f.at("%tile", f.mul(loop.index, n.nr * 4)), half * 4)
+                acc = self._corrected(f, lanes, f.load(type_, place, math.gcd(lanes * 4, CACHE_LINE)), row)
+                sums.append(self._accumulated(vectors, acc))
+            vectors.store(row, vectors.row(row, *sums), target)
         f.finish()
 
     def _accumulated(self, vectors: Vectors, acc: str) -> str:
@@ -91,20 +94,20 @@ class Writer(Micro):
 
     def _stores(self, f: Function, tile: str, row: Int, rows: Int, panel: Int, sums: str = "null") -> None:
         """A finished tile into every result it has columns of; `sums`: corrections by row."""
-        n, nr = self.nest, self.nest.nr
-        column = f.mul(panel, nr)
+        n, width = self.nest, self.nest.width
+        column = f.mul(panel, width)
         for i, store in enumerate(n.stores):
             own, last = f.sub(column, store.first), store.columns_extent
             args = (("ptr", "%d"), ("ptr", tile), ("i64", row), ("i64", rows), ("i64", own), ("ptr", sums))
-            if store.first == 0 and last == n.columns and last % nr == 0:
+            if store.first == 0 and last == n.stored and last % width == 0:
                 f.call(f"store_{i}", *args)
                 continue
-            full = f.compare("ule", own, last - nr) if last >= nr else "false"
-            if last >= nr:
+            full = f.compare("ule", own, last - width) if last >= width else "false"
+            if last >= width:
                 with f.when(full):
                     f.call(f"store_{i}", *args)
             if self._partial(store):
-                starts, ends = f.compare("sgt", own, -nr), f.compare("slt", own, last)
+                starts, ends = f.compare("sgt", own, -width), f.compare("slt", own, last)
                 some = f.v(f"and i1 {starts}, {ends}")
                 with f.when(f.v(f"and i1 {some}, {f.v(f'xor i1 {full}, true')}")):
                     f.call(f"store_{i}_part", *args)
@@ -168,16 +171,17 @@ class Writer(Micro):
                 vectors.prefetch(f.add(f.mul("%b", extent), row.index))
 
         share = f.div("%tile", blocks.mc)
-        column = f.mul("%panel", n.nr)
-        until = f.min(f.add(column, blocks.nc * n.nr), n.columns)
-        if n.along:
-            each = -(-blocks.nc * n.nr // shares)
-            first = f.add(column, f.mul(share, each))
-            region(n.rhs, n.columns, first, f.min(f.add(first, each), until), 0, n.depth)
-        else:
-            each = -(-n.depth // shares)
-            first = f.mul(share, each)
-            region(n.rhs, n.depth, first, f.min(f.add(first, each), n.depth), column, until)
+        for half in range(0, n.columns, n.stored):
+            column = f.add(f.mul("%panel", n.width), half)
+            until = f.min(f.add(column, blocks.nc * n.width), half + n.stored)
+            if n.along:
+                each = -(-blocks.nc * n.width // shares)
+                first = f.add(column, f.mul(share, each))
+                region(n.rhs, n.columns, first, f.min(f.add(first, each), until), 0, n.depth)
+            else:
+                each = -(-n.depth // shares)
+                first = f.mul(share, each)
+                region(n.rhs, n.depth, first, f.min(f.add(first, each), n.depth), column, until)
         with f.when(f.compare("eq", "%panel", 0)):
             each = blocks.mc * blocks.mr
             first = f.mul(share, each)
@@ -205,7 +209,7 @@ class Writer(Micro):
                     args.append(("ptr", f.at(right, f.add(self._pass_bytes, share))))
                 row = f.add(f.mul(b, n.rows), begin)
                 if self.direct:
-                    args += [("ptr", "%d"), ("i64", row), ("i64", f.mul(loop.index, n.nr)), ("ptr", packed.sums)]
+                    args += [("ptr", "%d"), ("i64", row), ("i64", f.mul(loop.index, n.width)), ("ptr", packed.sums)]
                 f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
                 if last and not self.direct:
                     self._stores(f, out, row, rows, loop.index, packed.sums)

@@ -18,7 +18,7 @@ from tilewright.candidates.llvm._work import ranked, work
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why
+from tilewright.ir.access import Unsupported, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
@@ -40,10 +40,9 @@ def _plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported("the result is empty")
     batch_shape = problem.acc.shape[:-2]
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
-    stores: list[Access] = []
     check(problem.op.stores)
-    for root in problem.op.stores:
-        stores.append(of_store(root))
+    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    stores = tuple(of_store(root) for root in roots)
     lhs_root, rhs_root = problem.op.lhs, problem.op.rhs
     if lhs_root.shape[:-2] != batch_shape:
         lhs_root = broadcast(lhs_root, (*batch_shape, *lhs_root.shape[-2:]))
@@ -55,7 +54,7 @@ def _plan(problem: Problem, target: Target) -> Plan:
     rhs = side_of(rhs_root, len(problem.types) + 1, columns_last=not along, outside=constant)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
     in_place = lhs.outside is None and lies_right(lhs.access, problem, choice, rows)
-    return Plan(choice, batch, rows, lhs, rhs, along, constant, tuple(stores), in_place)
+    return Plan(choice, batch, rows, lhs, rhs, along, constant, stores, in_place, second)
 
 
 def _contiguous_along_k(problem: Problem) -> bool:
@@ -145,6 +144,7 @@ def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest,
         plan.stores,
         sources,
         blocks,
+        plan.second,
     )
     return nest, plan
 
@@ -169,7 +169,7 @@ def _prepared(
         return room
 
     read = [weights[n.op.index] for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param)]
-    packed = packed_once(read, (problem.op.rhs, plan.choice, nest.nr), pack)
+    packed = packed_once(read, (problem.op.rhs, plan.choice, nest.nr, nest.width), pack)
     return runner(problem, plan, nest, call, packed)
 
 

@@ -16,7 +16,7 @@ from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter
 from tilewright.candidates.llvm._w4_codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
-from tilewright.ir.access import Unsupported, of_store, or_why
+from tilewright.ir.access import Unsupported, of_store, or_why, two_halves
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.schedule.candidate import CPU, Kernel, Runner
@@ -74,12 +74,13 @@ def planned(problem: Problem, target: Target) -> Plan:
     check(problem.op.stores)
     rows, count = problem.batch * problem.M, len(problem.types)
     rhs = side_of(problem.op.rhs, count + 1, columns_last=True, outside=True)
-    stores = tuple(of_store(root) for root in problem.op.stores)
+    roots, second = two_halves(problem.op.stores, count) or (problem.op.stores, None)
+    stores = tuple(of_store(root) for root in roots)
     coded = _coded(problem, target.chip)
     if coded is not None:
         choice, left = coded
         lhs = side_of(left.codes, count, columns_last=True, outside=False)
-        return Plan(choice, 1, rows, lhs, rhs, along, True, stores, False, left.sides)
+        return Plan(choice, 1, rows, lhs, rhs, along, True, stores, False, second, left.sides)
     choice = choose(F32, F32, F32, target.chip)
     pairs = choose(BF16, BF16, F32, target.chip)
     whole = not group % (2 * CODES) and not problem.K % (2 * CODES)
@@ -91,7 +92,7 @@ def planned(problem: Problem, target: Target) -> Plan:
         raise Unsupported(f"{target.chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
     lhs = side_of(problem.op.lhs, count, columns_last=True, outside=False)
     in_place = lhs.outside is None and rows == 1 and lies_right(lhs.access, problem, choice, rows)
-    return Plan(choice, 1, rows, lhs, rhs, along, True, stores, in_place)
+    return Plan(choice, 1, rows, lhs, rhs, along, True, stores, in_place, second)
 
 
 class LlvmW4:
@@ -110,10 +111,11 @@ class LlvmW4:
         assert isinstance(plan, Plan)
         dot = plan.choice.dot
         rounded = dot.lhs is BF16 and _weights(problem)[0].dtype is BF16
-        most = min(ROWS, dot.registers // 2) // (2 if rounded else 1)  # pairs that are rounded take more registers to decode
+        halves = 1 if plan.second is None else 2  # of a panel
+        most = min(ROWS, dot.registers // 2) // halves // (2 if rounded else 1)  # rounded pairs take more registers to decode
         mr = -(-plan.rows // -(-plan.rows // most))
         nv = (2 if rounded else 4) if mr == 1 else 2 if 4 * mr <= dot.registers else 1
-        nv = min(nv, -(-problem.N // dot.lanes))
+        nv = min(nv, halves * -(-problem.N // halves // dot.lanes))
         few = max(1, min(RUN, -(-problem.N // (nv * dot.lanes)) // (8 * target.cores)))  # enough tasks for every thread
         nc = few if plan.rows <= mr else PANELS
         return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes),)
@@ -132,6 +134,7 @@ class LlvmW4:
                 codes, *sides = (operand(s, weights, not plan.along) for s in found.src)
                 if group > nest.group:
                     sides = [s.repeat_interleave(group // nest.group, dim=1)[:, : nest.group_count] for s in sides]
+                codes, *sides = (nest.by_panel(x) for x in (codes, *sides))
                 stream = nest.packed(codes, sides[0], sides[1] if nest.zeros else None)
                 start = aligned(room) - room.data_ptr()
                 room[start : start + nest.batch * nest.panels * nest.panel] = stream.view(-1).view(torch.uint8)
@@ -139,7 +142,7 @@ class LlvmW4:
 
             read = [weights[n.op.index] for n in toposort((found,)) if isinstance(n.op, Param)]
             zero = isinstance(nest, CodesNest) and nest.zero is not None  # of the left operand: sums of codes go along
-            form = found, plan.along, plan.choice, nest.nr, nest.group, nest.rounded_to, zero
+            form = found, plan.along, plan.choice, nest.nr, nest.width, nest.group, nest.rounded_to, zero
             return runner(problem, plan, nest, call, packed_once(read, form, pack))
 
         scratch = nest.scratch(torch.get_num_threads())
@@ -170,6 +173,7 @@ def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
         plan.stores,
         len(problem.types) + 2,
         Blocks(mr, nr // dot.lanes, -(-problem.K // (dot.lanes * dot.k)) * dot.lanes * dot.k, 1, nc // nr, not plan.in_place),
+        plan.second,
     )
     signed, zeros = found.src[0].dtype.kind == "int", len(found.src) == 3
     if dot.acc is F32:
