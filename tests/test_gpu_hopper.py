@@ -27,6 +27,7 @@ CASES = {
     "f16, SwiGLU of a batch": lambda: gated(F16, (190,), 200, 96, batch=(3,)),
     "s8, heads": heads,
     "s8, heads that are alike": alike_heads,
+    "s8, heads with ranges of one bias": lambda: alike_heads(joined=True),
 }
 
 

@@ -51,16 +51,17 @@ def heads():
     return problem_of(Node(Gemm(S8.accumulator, lhs, rhs, tuple(stores)), *src))
 
 
-def alike_heads(batch=2, tokens=384, width=768, count=12):
-    """The same without scales, K as Q and V are: each with a bias of its own."""
+def alike_heads(batch=2, tokens=384, width=768, count=12, *, joined=False):
+    """The same without scales, K as Q and V are: each with a bias of its own, or, if `joined`, with a range of one for all."""
     src = [input_("x", S8, (batch, tokens, width)), input_("w", S8, (width, 3 * width))]
-    src += [input_(f"bias{i}", F16, (width,)) for i in range(3)]
+    src += [input_("bias", F16, (3 * width,))] if joined else [input_(f"bias{i}", F16, (width,)) for i in range(3)]
     params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
     acc = Node(Acc(Gemm(S8.accumulator, params[0], params[1], (params[0],)).acc_type))
     stores = []
     for i in range(3):
         x = map_("multiply", convert(slice_(acc, 2, i * width, (i + 1) * width), F32), const(0.01, F32))
-        x = convert(map_("add", x, convert(params[2 + i], F32)), F16)
+        bias = slice_(params[2], 0, i * width, (i + 1) * width) if joined else params[2 + i]
+        x = convert(map_("add", x, convert(bias, F32)), F16)
         stores.append(transpose(reshape(x, (batch, tokens, count, width // count)), (0, 2, 1, 3)))
     return problem_of(Node(Gemm(S8.accumulator, params[0], params[1], tuple(stores)), *src))
 
@@ -280,11 +281,16 @@ def test_a_store_that_tma_cannot_write_goes_by_addresses():
 
 def test_stores_that_are_alike_have_one_code():
     texts = []
-    for p in (heads(), alike_heads()):
+    for p in (heads(), alike_heads(), alike_heads(joined=True)):
         plan = plan_of(p)
         form = form_of(p, plan, replace(WHOLE, tile_n=192))
         texts.append(Writer(form, lambda n: f"p{n.op.index}").write().text)
-    assert [t.count("fence_async_shared()") for t in texts] == [9, 3]  # pieces of 64 columns, in stores of 16 bits
+    assert [t.count("fence_async_shared()") for t in texts] == [9, 3, 3]  # pieces of 64 columns, in stores of 16 bits
+    assert [line.strip() for line in texts[2].split("\n") if line.strip().startswith("s0 = ")] == [
+        "s0 = p2",
+        "s0 = p2 + 768",
+        "s0 = p2 + 1536",
+    ]
 
 
 def test_a_tile_that_ends_in_two_stores_is_written_by_both():

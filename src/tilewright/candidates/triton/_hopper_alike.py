@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 from tilewright.candidates.triton._hopper_form import Out
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, Param, Slice
+from tilewright.ir.ops import Param, Slice
 
 
 def leaves(out: Out) -> list[Node]:
@@ -24,15 +25,15 @@ def alike(outs: Sequence[Out], tile_n: int) -> bool:
 
 
 def _shape(out: Out) -> Hashable:
-    """A store without the sources it reads and the columns it takes."""
+    """A store without the sources it reads, where in them it begins, and the columns it takes."""
     number: dict[Node, int] = {}
     found: list[Hashable] = [out.view, out.columns, out.access.columns_extent]
     for n in toposort((out.access.root,)):
         number[n] = len(number)
         if isinstance(n.op, Param):
-            found.append((n.tensor, out.access.of_leaf(n)))
-        elif isinstance(n.op, Slice) and isinstance(n.src[0].op, Acc):
-            found.append(n.tensor)
+            found.append((n.tensor, replace(out.access.of_leaf(n), offset=0)))
+        elif isinstance(n.op, Slice):
+            found.append((n.op.step, n.tensor, number[n.src[0]]))
         else:
             found.append((n.op, n.tensor, *(number[s] for s in n.src)))
     return tuple(found)

@@ -43,8 +43,9 @@ class Stores:
             t.do(f"s{k} = {self.given(leaf)}")
         for i, other in enumerate(others):
             with t.block(f"if part == {i + 1}:"):
-                for k, leaf in enumerate(leaves(other)):
-                    t.do(f"s{k} = {self.given(leaf)}")
+                for k, (leaf, its) in enumerate(zip(leaves(other), leaves(first), strict=True)):
+                    further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
+                    t.do(f"s{k} = {self.given(leaf)}{f' + {further}' if further else ''}")
 
     def _scope(self, t: Text, out: Out, i: int, j: int) -> Brief:
         """An emitter for piece j of store i."""
