@@ -371,6 +371,14 @@ def test_gemm_with_weights_packs_them_beforehand() -> None:
     assert "llvm_w4" in tried
 
 
+def test_gemm_says_that_weights_are_no_constants_unless_it_is_told_so() -> None:
+    line = "f32[4,64] @ s4[48,64]^T group=32"
+    note = "note: b is given anew with every call; kernels that pack it beforehand, as a model's weights, are compared with --weights"
+    assert note in invoke("gemm", line, *FAST).stderr
+    assert "note:" not in invoke("gemm", line, "--weights", *FAST).stderr
+    assert "note:" not in invoke("gemm", "s8[4,64] @ s8[64,48] -> s32", *FAST).stderr
+
+
 def test_gemm_takes_fills() -> None:
     found = json.loads(invoke("gemm", "s8[4,8] @ s8[8,4] * scale", "--fill0", "a", "--json", *FAST).stdout)
     assert [(i["name"], i["filled"]) for i in found["inputs"]] == [("a", True), ("b", False), ("scale", False)]

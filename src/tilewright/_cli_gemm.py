@@ -22,6 +22,9 @@ from tilewright._cli_options import (
 from tilewright._cli_show import measure_program, print_json, show_perf
 
 GEMM_BUDGET_S = 2.0
+NOT_CONSTANT = (
+    "b is given anew with every call; kernels that pack it beforehand, as a model's weights, are compared with --weights"
+)
 
 
 class _GemmCommand(Command):
@@ -93,8 +96,11 @@ def gemm(
     graph = parse(problem)
     check_memory(graph)
     feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
+    names = {f.shown.name for f in feeds}
     if weights:
         graph, feeds = kept(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
+    elif names >= {"b_scale"} and "a_scale" not in names:
+        click.echo(f"note: {NOT_CONSTANT}", err=True)
     program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget, cache=cache))
     if timed:
         show_perf(measure_program(program, problem, feeds, iterations), everything, as_json)
