@@ -373,7 +373,7 @@ def test_gemm_with_weights_packs_them_beforehand() -> None:
 
 def test_gemm_says_that_weights_are_no_constants_unless_it_is_told_so() -> None:
     line = "f32[4,64] @ s4[48,64]^T group=32"
-    note = "note: b is given anew with every call; kernels that pack it beforehand, as a model's weights, are compared with --weights"
+    note = "note: b is given anew with every call; kernels that pack it beforehand, as a model's weights, are compared with"
     assert note in invoke("gemm", line, *FAST).stderr
     assert "note:" not in invoke("gemm", line, "--weights", *FAST).stderr
     assert "note:" not in invoke("gemm", "s8[4,64] @ s8[64,48] -> s32", *FAST).stderr
