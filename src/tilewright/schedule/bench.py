@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -18,7 +19,9 @@ from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
 
-LARGE_BYTES = 16 << 20  # of a problem, from which a GPU works out its right results
+T = TypeVar("T")
+
+LARGE_BYTES = 16 << 20  # of a problem, from which a GPU draws its data and works out its right results
 OPS_A_BYTE = 64
 UNBUILT = "failed to build"  # begins the sentence on a point that could not be
 GENERATED = 10  # candidates of a lower preference are generated here, and promise results to the bit on any number of threads
@@ -77,7 +80,8 @@ class Bench:
         self._problem, self._target, self._watched, self._counts = problem, target, watched, counts
         self._pulse, self._at = pulse, at
         given = {i: t.to(target.device) for i, t in weights.items() if problem.weights[i]}
-        drawn = {i: guarded(t.to(target.device)) for i, t in enumerate(random_sources(problem)) if i not in given}
+        sources = self._on_device(lambda: random_sources(problem)) or random_sources(problem)
+        drawn = {i: guarded(t.to(target.device)) for i, t in enumerate(sources) if i not in given}
         self._sources = [drawn[i] if i in drawn else given[i] for i in range(len(problem.types))]
         self._guarded = list(drawn.values())
         self._constants = {i: t for i, t in enumerate(self._sources) if problem.weights[i]}
@@ -114,15 +118,21 @@ class Bench:
             self.expect_s += time.perf_counter() - start
 
     def _worked_out(self, roundoff: float) -> Expected:
-        """By torch's own operations in float64: on the CPU, or on the GPU at hand where that would take seconds."""
+        """By torch's own operations in float64."""
+        found = self._on_device(lambda: expect(self._problem, self._sources, roundoff))
+        return found or expect(self._problem, [t.cpu() for t in self._sources], roundoff)
+
+    def _on_device(self, work: Callable[[], T]) -> T | None:
+        """What torch works out on the GPU at hand where that would take a CPU seconds; None if it is not to be, or cannot."""
         problem, device = self._problem, self._target.device
-        if device != "cpu" and problem.bytes + getattr(problem, "ops", 0) // OPS_A_BYTE > LARGE_BYTES:
-            try:
-                with torch.device(device):
-                    return expect(problem, self._sources, roundoff)
-            except RuntimeError:  # no room, or no such operation there
-                torch.cuda.empty_cache()
-        return expect(problem, [t.cpu() for t in self._sources], roundoff)
+        if device == "cpu" or problem.bytes + getattr(problem, "ops", 0) // OPS_A_BYTE <= LARGE_BYTES:
+            return None
+        try:
+            with torch.device(device):
+                return work()
+        except RuntimeError:  # no room, or no such operation there
+            torch.cuda.empty_cache()
+            return None
 
     def verify(self, key: int) -> str | None:
         """None if the kernel that was built as `key` may be timed, else the sentence why not."""

@@ -44,14 +44,14 @@ def random_tensor(t: TensorType, generator: torch.Generator, *, positive: bool =
 
 
 def random_sources(problem: AnyProblem, seed: int = 0) -> list[torch.Tensor]:
-    """Random sources of a problem. Integer operands take their full range, two rows (columns) its ends alone; integer side
+    """Random sources of a problem, drawn where torch makes new tensors. Integer operands take their full range, two rows (columns) its ends alone; integer side
     inputs take it where only integers follow. Scales are positive; other side inputs are as large as what they are added to."""
     return _Sampler(problem, seed).sources
 
 
 class _Sampler:
     def __init__(self, problem: AnyProblem, seed: int) -> None:
-        self._generator = torch.Generator().manual_seed(seed)
+        self._generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         self._settled: set[int] = set()
         self.sources = [random_tensor(t, self._generator) for t in problem.types]
         if isinstance(problem, RegionProblem):
