@@ -25,6 +25,7 @@ from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.runtime.partition import decided, partition, problem_of_part
+from tilewright.schedule.ahead import compile_ahead
 from tilewright.schedule.key import text_of
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import AnyProblem
@@ -196,9 +197,11 @@ class _decider:  # noqa: N801 - a function with memory
             self._longest_s = max(LONGEST_S, (ends - time.monotonic()) / 10)
         different = {text: p for p, text in self._texts.items()}
         self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
-        known = 0 if recall is None else sum(recall.known(p, self._accepted_s) for p in different.values())
-        self._left = max(len(different) - known, 1)
+        unknown = [p for p in different.values() if recall is None or not recall.known(p, self._accepted_s)]
+        self._left = max(len(unknown), 1)
         self._share_s = min(budget_s / self._left, self._longest_s)
+        if budget_s > 0 and target.kind != "cpu":
+            compile_ahead(unknown, target, within_s=None if ends is None else (ends - time.monotonic()) / 2)
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if problem not in self._known:

@@ -105,6 +105,15 @@ class Composed(Protocol):
         ...
 
 
+@runtime_checkable
+class Precompiled(Protocol):
+    """A candidate of whose kernels any process, with no device at hand, can make the machine code beforehand."""
+
+    def compile(self, problem: Any, schedule: Schedule, target: Target) -> None:
+        """Leaves it where `build` finds it, in whatever process."""
+        ...
+
+
 def concerns(candidate: Candidate, problem: AnyProblem, target: Target) -> bool:
     """Whether a candidate is asked about a problem on a device at all."""
     return problem.kind in candidate.kinds and target.kind in candidate.devices

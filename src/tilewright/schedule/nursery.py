@@ -1,9 +1,10 @@
 """Processes for work that may never come back.
 
-Three of them. The *parent* asks. Its one child, the *nursery*, has imported torch and the candidates and does nothing but fork:
-so the third, the *worker*, which does the work, is replaced within milliseconds after a crash or a hang. The nursery runs no
-parallel operation and touches no GPU, so that forking it is sound. It is no fork of the parent, whose threads and `__main__` it
-must not inherit, but a fresh interpreter with the parent's path and environment.
+Three of them, and sometimes more. The *parent* asks. Its one child, the *nursery*, has imported torch and the candidates and
+does nothing but fork: so the third, the *worker*, which does the work, is replaced within milliseconds after a crash or a
+hang. Beside it there may be *assistants*, which compile. The nursery runs no parallel operation and touches no GPU, so that
+forking it is sound. It is no fork of the parent, whose threads and `__main__` it must not inherit, but a fresh interpreter
+with the parent's path and environment.
 
 The nursery ends when the parent's end of its socket closes, however the parent ended; the worker is killed when the nursery
 ends. Messages are pickles between a process and its own children; nothing else ever reads them.
@@ -114,12 +115,22 @@ class Nursery:
         Raises:
             UnavailableError: it could not be started.
         """
-        if self.worker is not None:
-            return
+        if self.worker is None:
+            self._pid, self.worker = self._forked(b"f")
+
+    def assistant(self) -> tuple[int, Connection]:
+        """One more process that does what a worker does, and how to reach it; it ends when the connection is closed.
+
+        Raises:
+            UnavailableError: it could not be started.
+        """
+        return self._forked(b"a")
+
+    def _forked(self, word: bytes) -> tuple[int, Connection]:
         ours, theirs = socket.socketpair()
         try:
-            socket.send_fds(self._control, [b"f"], [theirs.fileno(), self._shared_fd])
-            self._pid = struct.unpack("q", self._hear(8))[0]
+            socket.send_fds(self._control, [word], [theirs.fileno(), self._shared_fd])
+            pid = struct.unpack("q", self._hear(8))[0]
         except (OSError, EOFError):
             ours.close()
             self.stop()
@@ -128,10 +139,10 @@ class Nursery:
             ) from None
         finally:
             theirs.close()
-        if self._pid < 0:
+        if pid < 0:
             ours.close()
             raise UnavailableError("no worker process: it cannot fork; kernels are tried in this process")
-        self.worker = Connection(ours.detach())
+        return pid, Connection(ours.detach())
 
     def _hear(self, count: int) -> bytes:
         """An answer of the nursery."""
@@ -304,13 +315,15 @@ def _doing(pid: int) -> tuple[str, float]:
 
 
 def nurse(fd: int, serve: Serve) -> None:
-    """The nursery: fork a worker for each `f`, say how the last one ended for each `w`, end with the parent."""
+    """The nursery: fork a worker for each `f`, an assistant for each `a`, say how the last worker ended for each `w`, end with
+    the parent."""
     control = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who inherits that it is ignored has no children to wait for
-    me, child = os.getpid(), 0
+    me, child, assistants = os.getpid(), 0, list[int]()
     while True:
         word, fds, _, _ = socket.recv_fds(control, 1, 2)
-        if child and word != b"w":
+        assistants = [pid for pid in assistants if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        if child and word not in (b"w", b"a"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -323,17 +336,19 @@ def nurse(fd: int, serve: Serve) -> None:
             control.sendall(struct.pack("q", status))
             continue
         try:
-            child = os.fork()
+            made = os.fork()
         except OSError:
-            control.sendall(struct.pack("q", -1))
-            child = 0
-        if child == 0 and os.getpid() != me:
+            made = -1
+        if made == 0:
             control.close()
             _live(me, serve, *fds)
         for each in fds:
             os.close(each)
-        if child:
-            control.sendall(struct.pack("q", child))
+        if word != b"a":
+            child = max(made, 0)
+        elif made > 0:
+            assistants.append(made)
+        control.sendall(struct.pack("q", made))
 
 
 def _live(nursery: int, serve: Serve, fd: int, shared_fd: int) -> None:

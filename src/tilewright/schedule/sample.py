@@ -44,8 +44,11 @@ def random_tensor(t: TensorType, generator: torch.Generator, *, positive: bool =
 
 
 def random_sources(problem: AnyProblem, seed: int = 0) -> list[torch.Tensor]:
-    """Random sources of a problem, drawn where torch makes new tensors. Integer operands take their full range, two rows (columns) its ends alone; integer side
-    inputs take it where only integers follow. Scales are positive; other side inputs are as large as what they are added to."""
+    """Random sources of a problem, drawn where torch makes new tensors.
+
+    Integer operands take their full range, two rows (columns) its ends alone; integer side inputs take it where only integers
+    follow. Scales are positive; other side inputs are as large as what they are added to.
+    """
     return _Sampler(problem, seed).sources
 
 

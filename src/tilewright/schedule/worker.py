@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import itertools
 import mmap
 import os
 import pickle
@@ -19,14 +20,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal
 from tilewright.schedule.bench import Attempt, Bench
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover
 from tilewright.schedule.guard import Watch
 from tilewright.schedule.nursery import KEY, PULSE, DiedError, UnavailableError, memory_file, nurse, nursery, say
 from tilewright.schedule.problem import AnyProblem
@@ -100,7 +101,7 @@ class HostedBench:
             raise UnavailableError(f"the worker process cannot have the weights of {problem}: {error}") from None
         self._nursery.lock.acquire()
         try:
-            self._opening = _pickled(("open", problem, target, _settings() | {"cold": cold}, self._weights.places))
+            self._opening = pickled(("open", problem, target, settings_here() | {"cold": cold}, self._weights.places))
             self._open()
         except (OSError, RecursionError, pickle.PicklingError, TypeError, AttributeError, DiedError) as error:
             self.close()
@@ -148,21 +149,21 @@ class HostedBench:
         self._weights.close()
         if self._nursery.worker is not None:
             with contextlib.suppress(OSError):
-                self._nursery.worker.send_bytes(_pickled(("close",)))
+                self._nursery.worker.send_bytes(pickled(("close",)))
         self._nursery.lock.release()
 
     def _ask(self, request: tuple[object, ...], limit_s: float | None) -> Any:
         if self._nursery.worker is None:
             self._open()
         limit = None if limit_s is None else limit_s + 2 * self.expect_s
-        return self._nursery.ask(_pickled(request), limit)
+        return self._nursery.ask(pickled(request), limit)
 
     def _open(self) -> None:
         """A worker that knows the problem, and all that passed so far."""
         self._nursery.ensure_worker()
         self._nursery.ask(self._opening, None, self._weights.fd)
         for key, (where, schedule) in self._passed.items():
-            self._nursery.ask(_pickled(("again", key, where, schedule)), None)
+            self._nursery.ask(pickled(("again", key, where, schedule)), None)
 
 
 def _lost(schedule: Schedule, died: DiedError) -> Attempt:
@@ -220,13 +221,15 @@ def _seen_as(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return codes.view(dtype)
 
 
-def _pickled(message: object) -> bytes:
+def pickled(message: object) -> bytes:
+    """A message to a worker."""
     out = io.BytesIO()
     _Pickler(out, pickle.HIGHEST_PROTOCOL).dump(message)
     return out.getvalue()
 
 
-def _settings() -> dict[str, Any]:
+def settings_here() -> dict[str, Any]:
+    """What a worker must set as it is set here."""
     return {"threads": torch.get_num_threads(), "precision": torch.get_float32_matmul_precision()}
 
 
@@ -252,7 +255,7 @@ class _Host:
                 self._bench = None
                 continue
             answer = getattr(self, f"_{word}")(*given)
-            self._connection.send_bytes(_pickled((answer, self._healthy())))
+            self._connection.send_bytes(pickled((answer, self._healthy())))
 
     def _healthy(self) -> bool:
         """A GPU that met an illegal access serves its process no more."""
@@ -293,6 +296,16 @@ class _Host:
         self._bench = Bench(
             problem, target, weights, watched=True, cold=settings["cold"], counts=counts, pulse=self._pulse, at=self._at
         )
+
+    def _compile(self, problem: AnyProblem, target: Target, settings: dict[str, Any], name: str, at: int) -> None:
+        """What an assistant does: machine code of one of a candidate's points, if there is such a point. What fails here fails
+        again where it is built, and is told of there."""
+        torch.set_float32_matmul_precision(settings["precision"])
+        with contextlib.suppress(Exception):
+            candidate = _find((name, None))
+            if candidate.refuse(problem, target) is None:
+                for schedule in itertools.islice(candidate.schedules(problem, target), at, at + 1):
+                    cast("Precompiled", candidate).compile(problem, schedule, target)
 
     def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, str | None, float]:
         assert self._bench is not None

@@ -16,6 +16,7 @@ from tilewright.candidates.triton._hopper_form import Form
 from tilewright.candidates.triton._hopper_plan import Plan
 from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import Point
+from tilewright.candidates.triton._module import Built
 from tilewright.candidates.triton._w4_pack import packed_weights
 from tilewright.candidates.triton._w4_plan import Plan as Weights
 from tilewright.candidates.triton._w4_plan import plan_of as plan_of_weights
@@ -70,13 +71,17 @@ def form_of(problem: Problem, plan: Plan, weights: Weights, point: Point) -> For
     return replace(hopper_space.form_of(problem, plan, point), coded=coded)
 
 
+def machine_code(problem: Problem, plan: Plan, weights: Weights, schedule: Schedule, target: Target) -> tuple[Form, Built]:
+    """Of one point."""
+    form = form_of(problem, plan, weights, hopper_space.point_of(schedule))
+    assert form.coded is not None
+    return form, compiled(form, (*(t.dtype for t in problem.types), *[S32] * len(form.coded.pointers)), target.index)
+
+
 def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: Schedule, target: Target) -> Kernel:
     """A kernel for one point."""
     point = hopper_space.point_of(schedule)
-    form = form_of(problem, plan, weights, point)
-    assert form.coded is not None
-    types = (*(t.dtype for t in problem.types), *[S32] * len(form.coded.pointers))
-    built = compiled(form, types, target.index)
+    form, built = machine_code(problem, plan, weights, schedule, target)
     needs = module.needs(built.kernel)
     w, device = weights.weights, torch.device(target.device)
 

@@ -79,12 +79,19 @@ class TritonAttention:
         shared = target.caches_bytes.get("shared", target.chip.shared_bytes)
         return tuple(_points(heads, arch, shared))[:POINTS]
 
-    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
+    def compile(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> None:
+        self._machine_code(problem, schedule, target)
+
+    @staticmethod
+    def _machine_code(problem: AttentionProblem, schedule: Schedule, target: Target) -> tuple[Heads, Built]:
         arch = arch_of(target)
         assert arch is not None
         heads = _heads(problem, exact_fp8(arch))
         assert isinstance(heads, Heads)
-        built = machine_code(heads, problem, schedule, arch, target.index)
+        return heads, machine_code(heads, problem, schedule, arch, target.index)
+
+    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
+        heads, built = self._machine_code(problem, schedule, target)
         found = needs(built.kernel)
         grid = heads.batch * heads.heads * -(-heads.queries // int(schedule["tile_m"]))
         launch = launcher(built.kernel, (grid,), target.index, built.numbers)

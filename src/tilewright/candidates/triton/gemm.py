@@ -136,6 +136,11 @@ class TritonGemm:
     def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
         return work(nest_of(problem, target, point_of(schedule)), target)
 
+    def compile(self, problem: Problem, schedule: Schedule, target: Target) -> None:
+        plan = plan_of(problem, target)
+        assert isinstance(plan, Plan)
+        compile_for(nest_of(problem, target, point_of(schedule)), plan.arch, problem, plan.outside, target.index)
+
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         plan = plan_of(problem, target)
         assert isinstance(plan, Plan)

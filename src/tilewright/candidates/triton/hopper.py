@@ -53,6 +53,10 @@ class Hopper:
     def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
         return work(problem, _plan(problem), point_of(schedule), target)
 
+    def compile(self, problem: Problem, schedule: Schedule, target: Target) -> None:
+        point = point_of(schedule)
+        compiled(form_of(problem, plan_for(_plan(problem), point), point), tuple(t.dtype for t in problem.types))
+
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         point = point_of(schedule)
         plan = plan_for(_plan(problem), point)

@@ -75,6 +75,9 @@ class HopperAttention:
         found = self._points(_found(problem), target)[:MOST_TRIED]
         return (Schedule.of(splits=p.splits, sums="products" if p.ones else "adds") for p in found)
 
+    def compile(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> None:
+        machine_code(_found(problem), problem, point_of(schedule), target.index)
+
     def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
         heads, point = _found(problem), point_of(schedule)
         built = machine_code(heads, problem, point, target.index)

@@ -63,6 +63,14 @@ class HopperW4:
             return tiles.work(problem, large, tiles.hopper_space.point_of(schedule), target)
         return work(Form(plan, point_of(schedule)), target)
 
+    def compile(self, problem: Problem, schedule: Schedule, target: Target) -> None:
+        if "tile_m" in dict(schedule.knobs):
+            large = tiles.plan_of(problem)
+            assert large is not None
+            tiles.machine_code(problem, large, _plan(problem), schedule, target)
+        else:
+            compiled(Form(_plan(problem), point_of(schedule)), tuple(t.dtype for t in problem.types), target.index)
+
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         plan = _plan(problem)
         if "tile_m" in dict(schedule.knobs):

@@ -76,11 +76,18 @@ class TritonRows:
         assert isinstance(region, Region) and arch is not None
         return tuple(_points(region, arch, max(target.cores, 1)))[:POINTS]
 
-    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+    def compile(self, problem: RegionProblem, schedule: Schedule, target: Target) -> None:
+        self._machine_code(problem, schedule, target)
+
+    @staticmethod
+    def _machine_code(problem: RegionProblem, schedule: Schedule, target: Target) -> tuple[Region, Tiles, Built]:
         region, arch = _region(problem), arch_of(target)
         assert isinstance(region, Region) and arch is not None
         tiles = _tiles(region, schedule, arch)
-        built = machine_code(tiles, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
+        return region, tiles, machine_code(tiles, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
+
+    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+        region, tiles, built = self._machine_code(problem, schedule, target)
         found = needs(built.kernel)
         launch = launcher(built.kernel, (tiles.grid,), target.index, built.numbers)
         return Kernel(

@@ -1,0 +1,100 @@
+"""Machine code of the points that searches will try first, made by several processes at once.
+
+A kernel for a GPU takes seconds to compile, on one of the machine's cores; a search tries one after another. What is compiled
+here stays in the compiler's own cache on the disk, where the candidate's `build` finds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import Precompiled, concerns, discover
+from tilewright.schedule.nursery import UnavailableError, nursery
+from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.search import DEPTH
+from tilewright.schedule.worker import pickled, settings_here
+
+POINTS = DEPTH + 2  # of a candidate's space: those that compete from the start, and what comes next or in their place
+MOST_PROCESSES = 16
+LIMIT_S = 60.0  # for one kernel
+
+
+def jobs_for(problems: Sequence[AnyProblem], target: Target) -> list[tuple[AnyProblem, str, int]]:
+    """Problem, candidate and which of its points: first points first."""
+    able = [c for c in discover() if isinstance(c, Precompiled)]
+    concerned = [(p, c.name) for p in problems for c in able if concerns(c, p, target)]
+    return [(p, name, at) for at in range(POINTS) for p, name in concerned]
+
+
+def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: float | None = None) -> int:
+    """Compile for problems that are about to be searched; how many points processes were found for.
+
+    Nothing that fails is told: it fails again in the search.
+
+    Args:
+        problems: the problems.
+        target: for which device.
+        within_s: seconds by the clock, after which what is not ready is left to the searches.
+    """
+    jobs = jobs_for(problems, target)
+    messages = [pickled(("compile", problem, target, settings_here(), name, at)) for problem, name, at in jobs]
+    assistants = _assistants(min(os.cpu_count() or 1, MOST_PROCESSES, len(jobs)))
+    unanswered = set[Connection]()
+    try:
+        _work_off(list(assistants), messages, unanswered, within_s)
+    finally:
+        for each, pid in assistants.items():
+            each.close()
+            if each in unanswered:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+    return len(jobs) if assistants else 0
+
+
+def _assistants(count: int) -> dict[Connection, int]:
+    """As many as can be had, and the numbers of their processes."""
+    found: dict[Connection, int] = {}
+    with contextlib.suppress(UnavailableError):
+        for _ in range(count):
+            known = nursery()
+            with known.lock:
+                pid, connection = known.assistant()
+            found[connection] = pid
+    return found
+
+
+def _work_off(
+    assistants: Sequence[Connection], messages: Sequence[bytes], unanswered: set[Connection], within_s: float | None
+) -> None:
+    """Have each job done by whoever is free; `unanswered` are those at work. Who takes too long is given nothing any more."""
+    until = math.inf if within_s is None else time.monotonic() + within_s
+    left, busy = iter(messages), dict[Connection, float]()
+    for each in assistants:
+        _next(each, left, busy, unanswered)
+    while busy and (now := time.monotonic()) < until:
+        for late in [c for c, since in busy.items() if now - since > LIMIT_S]:
+            del busy[late]
+        for ready in wait(list(busy), min(1.0, until - now)):
+            assert isinstance(ready, Connection)
+            del busy[ready]
+            with contextlib.suppress(OSError, EOFError):
+                ready.recv_bytes()
+                unanswered.discard(ready)
+                _next(ready, left, busy, unanswered)
+
+
+def _next(assistant: Connection, left: Iterator[bytes], busy: dict[Connection, float], unanswered: set[Connection]) -> None:
+    """Give an assistant something to do, if there is something."""
+    message = next(left, None)
+    if message is not None:
+        unanswered.add(assistant)
+        with contextlib.suppress(OSError):
+            assistant.send_bytes(message)
+            busy[assistant] = time.monotonic()

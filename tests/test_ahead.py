@@ -1,0 +1,90 @@
+"""Machine code made before it is searched for, by processes beside the worker. No GPU is needed to compile for one."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tilewright.hardware.detect import detect
+from tilewright.ir.notation import parse
+from tilewright.schedule import ahead
+from tilewright.schedule.nursery import SWITCH, nursery
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.worker import pickled, settings_here
+
+LINE = "f16[128,128] @ f16[128,128] -> f16"
+
+
+def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
+    pytest.importorskip("triton")
+    program = f"""
+        from pathlib import Path
+        from test_hopper import H200
+        from tilewright.ir.notation import parse
+        from tilewright.schedule import ahead
+        from tilewright.schedule.candidate import discover
+        from tilewright.schedule.problem import problem_of
+
+        ahead.POINTS = 1
+        problem, cache = problem_of(parse({LINE!r}).outputs[0]), Path({str(tmp_path)!r})
+        assert {{name for _, name, _ in ahead.jobs_for([problem], H200)}} == {{"hopper", "hopper_w4", "triton"}}
+        assert ahead.compile_ahead([problem], H200) == 3
+        made = sorted(cache.rglob("*.cubin"))
+        assert len(made) == 2, "codes are not what hopper_w4 multiplies"
+        for candidate in discover():
+            if candidate.name in ("hopper", "triton"):
+                candidate.compile(problem, next(iter(candidate.schedules(problem, H200))), H200)
+        assert sorted(cache.rglob("*.cubin")) == made
+    """
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", SWITCH: "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+
+
+def test_assistants_work_beside_the_worker_and_end_when_they_are_let_go(processes):
+    known = nursery()
+    with known.lock:
+        known.ensure_worker()
+        worker, (pid, assistant) = known.worker, known.assistant()
+        other, second = known.assistant()
+    assert known.worker is worker and len({pid, other}) == 2
+    problem = problem_of(parse(LINE).outputs[0])
+    message = pickled(("compile", problem, detect("cpu"), settings_here(), "no such candidate", 0))
+    for each in (assistant, second):
+        each.send_bytes(message)
+        assert each.poll(60) and each.recv_bytes()
+        each.close()
+    with known.lock:
+        assert known.worker is worker
+        known.end_worker()
+        known.ensure_worker()  # the nursery goes on, and has buried them
+        assert not Path(f"/proc/{pid}/cmdline").exists() or not Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def test_who_does_not_answer_is_ended(processes, monkeypatch):
+    killed, jobs = [], [(None, "slow", 0), (None, "slow", 1)]
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
+    monkeypatch.setattr(ahead, "_work_off", lambda found, messages, unanswered, within_s: unanswered.update(found[:1]))
+    monkeypatch.setattr(ahead.os, "kill", lambda pid, how: killed.append(pid))
+    made = {}
+    inner = ahead._assistants
+    monkeypatch.setattr(ahead, "_assistants", lambda count: made.update(inner(count)) or made)
+    assert ahead.compile_ahead([], detect("cpu")) == 2
+    assert killed == list(made.values())[:1]
+
+
+def test_where_no_process_may_be_started_nothing_is_compiled(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: [(None, "any", 0)])
+    assert ahead.compile_ahead([], detect("cpu")) == 0
