@@ -29,7 +29,7 @@ from tilewright.schedule.nursery import SWITCH, nursery
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.regimes import Family
 from tilewright.schedule.search import search
-from tilewright.schedule.worker import _pickled
+from tilewright.schedule.worker import pickled
 
 CPU = detect("cpu")
 COST_S = 5.0
@@ -337,7 +337,7 @@ def test_real_candidates_are_all_found_there():
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_weights_of_8_bit_floats_reach_another_process(codes: torch.dtype) -> None:
     weight = torch.randn(6, 5).to(codes)
-    whole = pickle.loads(_pickled(Literal(TensorType(from_torch(codes), (6, 5)), weight, "w"))).tensor()
-    part, one = pickle.loads(_pickled([weight[::2, 1:4], weight[0, 0]]))
+    whole = pickle.loads(pickled(Literal(TensorType(from_torch(codes), (6, 5)), weight, "w"))).tensor()
+    part, one = pickle.loads(pickled([weight[::2, 1:4], weight[0, 0]]))
     for got, want in ((whole, weight), (part, weight[::2, 1:4]), (one, weight[0, 0])):
         assert got.dtype is codes and torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
