@@ -7,8 +7,11 @@ import torch
 
 from gated import gated
 from test_hopper import alike_heads, heads, layer
-from tilewright.dtype import BF16, F8E4M3FN, F16, S8
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
 from tilewright.hardware.detect import detect
+from tilewright.ir.build import const
+from tilewright.ir.graph import substitute, toposort
+from tilewright.ir.ops import Const
 from tilewright.schedule.bench import Bench
 from tilewright.schedule.sample import random_sources
 
@@ -48,3 +51,24 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
     for i, p in enumerate(chosen[:: -(-len(chosen) // 8)]):
         why = bench.attempt(i, CANDIDATE, p.schedule(plan.tile_k)).why
         assert why is None, f"{p}: {why}"
+
+
+def test_layers_of_other_scales_run_one_machine_code_and_each_is_right():
+    """Their data are drawn on the GPU."""
+    from tilewright.candidates.triton import _hopper_build
+    from tilewright.candidates.triton.hopper import CANDIDATE
+
+    target = detect("cuda")
+    first = layer(F8E4M3FN, 3072, "gelu", F8E4M3FN, rows=(8, 384))
+    misses = []
+    for factor in (1.0, 1.7, 0.31):
+        scales = [n for n in toposort(first.op.stores) if isinstance(n.op, Const)]
+        others = {n: const(n.op.data.tensor().item() * factor, F32) for n in scales}
+        problem = replace(first, op=replace(first.op, stores=tuple(substitute(first.op.stores, others))))
+        weights = {i: t.cuda() for i, t in enumerate(random_sources(problem)) if problem.weights[i]}
+        bench = Bench(problem, target, weights, watched=True)
+        assert all(t.is_cuda for t in bench._sources)
+        why = bench.attempt(0, CANDIDATE, next(iter(CANDIDATE.schedules(problem, target)))).why
+        assert why is None, f"{factor}: {why}"
+        misses.append(_hopper_build._machine_code.cache_info().misses)
+    assert len(set(misses)) == 1
