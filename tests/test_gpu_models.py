@@ -31,6 +31,7 @@ if torch.cuda.is_available():
     from tilewright.candidates.triton import attention as triton_attention
     from tilewright.candidates.triton import hopper_attention
     from tilewright.candidates.triton import rows as triton_rows
+    from tilewright.candidates.triton._hopper_rows import Point
 
     GPU = detect("cuda")
 
@@ -251,6 +252,23 @@ def whole_rows(node):
     """The attention by Hopper's kernel, if this is one."""
     if "sm_90" in GPU.features:
         right(problem_of(node), hopper_attention.CANDIDATE, 4)
+
+
+@pytest.mark.parametrize(("dtype", "causal"), [(F16, "no"), (BF16, "upper"), (F16, "lower")])
+def test_attentions_whose_blocks_stay_agree_with_the_oracle(dtype, causal):
+    """Of more heads than there are multiprocessors, so that blocks go on to others, and of fewer; of odd numbers of tiles."""
+    if "sm_90" not in GPU.features:
+        return
+    nodes = [
+        attention((2, 4, 2, 70, 300, 64, 64), dtype, causal=causal),
+        attention((50, 8, 4, 177, 197, 64, 32), dtype, causal=causal),
+    ]
+    for mask, extents in ((PRED, (60, 1, 1, 300)), (F32, (1, 6, 200, 300)), (BF16, (60, 1, 1, 300))):
+        nodes.append(attention((60, 6, 6, 200, 300, 64, 64), dtype, mask=(mask, extents), causal=causal, zero_masked_rows=True))
+    for node in nodes:
+        problem = problem_of(node)
+        schedule = hopper_attention.schedule_of(Point(1, ones=True, streamed=True))
+        assert Bench(problem, GPU, {}, watched=True).attempt(0, hopper_attention.CANDIDATE, schedule).why is None, problem
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

@@ -17,17 +17,17 @@ pytest.importorskip("triton")
 
 from tilewright.candidates.triton import hopper_attention
 from tilewright.candidates.triton._hopper_attend import kernel_text
-from tilewright.candidates.triton._hopper_rows import Chunk, Point, chunks, last_seen, registers
+from tilewright.candidates.triton._hopper_rows import Chunk, Point, chunks, last_seen, points, registers, shared_bytes
 from tilewright.candidates.triton._module import assembly, needs
 
 TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
 
 
-def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale=1.0, batch=64, heads=12):
+def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale=1.0, batch=64, heads=12, given=None):
     """Queries, keys and, if `values`, values given as codes; a quantised result, its heads side by side."""
     depth = 64
     shape = (batch, heads, tokens, depth)
-    kinds = [codes, codes, codes if values else dtype]
+    kinds = [given] * 3 if given else [codes, codes, codes if values else dtype]
     src = [input_(name, kind, shape) for name, kind in zip("qkv", kinds, strict=True)]
     leaves = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
     operands = [Node(Dequantize(dtype), n, const(0.05, F32)) if n.dtype is codes else n for n in leaves]
@@ -93,12 +93,47 @@ def test_tiles_of_queries_see_as_many_keys_as_causality_lets_them():
     assert [last_seen(lower, t) for t in range(2)] == [348, 384]
 
 
-def test_a_head_is_shared_among_blocks_where_heads_are_few():
-    def splits(batch):
+def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where_they_are_many():
+    def first(batch):
         src = (input_(n, BF16, (batch, 12, 384, 64)) for n in "qkv")
-        return next(iter(hopper_attention.CANDIDATE.schedules(problem_of(Node(Attention(0.125), *src)), gpu())))["splits"]
+        return next(iter(hopper_attention.CANDIDATE.schedules(problem_of(Node(Attention(0.125), *src)), gpu())))
 
-    assert (splits(1), splits(64)) == (6, 1)
+    assert dict(first(1).knobs) == {"splits": 6, "sums": "adds"}
+    assert dict(first(64).knobs) == {"blocks": "stay", "sums": "products"}
+
+
+@pytest.mark.parametrize(
+    ("problem", "code8"),
+    [(flash(mask=PRED, extents=(64, 12, 128, 128)), None), (coded(S8, BF16, tokens=130, causal="upper", given=BF16), "HFMA2")],
+    ids=["a mask", "causal, s8 codes"],
+)
+def test_blocks_that_stay_are_fed_by_tma_and_hold_all_in_registers(problem, code8):
+    heads, point = hopper_attention._found(problem), Point(1, ones=True, streamed=True)
+    kernel = hopper_attention.machine_code(heads, problem, point).kernel
+    code, found = assembly(kernel), needs(kernel)
+    assert "UTMALDG" in code and "HGMMA.64x128x16.F32" in code and "HGMMA.64x64x16.F32" in code
+    assert "USETMAXREG" in code and found.spills == 0
+    assert found.shared_bytes <= shared_bytes(heads, point) <= 227 << 10
+    assert code8 is None or (code8 in code and "F2I" not in code)  # conversions would take the exponentials' unit
+
+
+def test_point_and_schedule_name_one_another():
+    heads = hopper_attention._found(flash())
+    found = points(heads, 132, 227 << 10)
+    assert Point(1, ones=True, streamed=True) in found and len(found) == 13
+    assert [hopper_attention.point_of(hopper_attention.schedule_of(p)) for p in found] == found
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (flash(extents=(64, 12, 64, 64)), "a warpgroup has no tile"),
+        (coded(tokens=128), "values have to become floats"),
+        (flash(depth=128, extents=(64, 12, 192, 192)), "two heads do not fit into shared memory"),
+    ],
+)
+def test_blocks_do_not_stay_where(problem, why):
+    assert not any(p.streamed for p in points(hopper_attention._found(problem), 132, 227 << 10)), why
 
 
 @pytest.mark.parametrize(("causal", "queries", "tiles"), [("upper", 384, 6), ("lower", 33, 1), ("lower", 130, 3)])

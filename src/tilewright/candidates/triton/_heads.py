@@ -167,14 +167,15 @@ def _unit_of_codes(
     return unit if held and not types and any(codes) and op.scores is None and op.weights is None else None
 
 
-def _number(n: Node) -> float | None:
+def number(n: Node) -> float | None:
+    """The value of a constant that is one number."""
     return float(n.op.data.tensor().reshape(()).item()) if isinstance(n.op, Const) and n.tensor.elements == 1 else None
 
 
 def _meaning(n: Node) -> Codes | None:
     """What a dequantisation makes of 8-bit codes, if it is the same number everywhere."""
     source = n.src[0].dtype
-    numbers = [_number(s) for s in n.src[1:]]
+    numbers = [number(s) for s in n.src[1:]]
     if not isinstance(n.op, Dequantize) or n.op.block is not None or None in numbers or n.dtype not in (F16, BF16, F32):
         return None
     scale, zero = (*cast("list[float]", numbers), 0.0)[:2]
@@ -206,7 +207,7 @@ def _rounded(root: Node, fp8: frozenset[str], *, integers: bool = True) -> Acces
         and isinstance(code.src[0].op, Acc)
         and code.src[2:] == root.src[2:]
     ):
-        divisor = _number(code.src[1])
+        divisor = number(code.src[1])
         saturates = code.op.overflow == "saturate" or code.dtype.is_integer
         if divisor is not None and 2.0**-60 < divisor < 2.0**60 and saturates and code.op.block is None:
             return Rounded(meaning, divisor)

@@ -11,21 +11,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import cast
 
 from tilewright.candidates.triton._attend import LOG2_E, power, sources_of
 from tilewright.candidates.triton._casts import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._heads import Heads
-from tilewright.candidates.triton._hopper_rows import ROWS, WIDEST, Chunk, Point, chunks, last_seen, leaf_of
+from tilewright.candidates.triton._hopper_brief import NATIVE_FP8
+from tilewright.candidates.triton._hopper_codes import codes_at_once
+from tilewright.candidates.triton._hopper_rows import ROWS, WIDEST, Chunk, Point, chunks, last_seen, leaf_of, same_for_queries
 from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.access import Access
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 
 WARPS = 4  # of a block
 NONE = "float('-inf')"
-NATIVE_FP8 = frozenset({"f8e4m3fn", "f8e5m2"})
 PROLOGUE = '''\
 import triton
 import triton.language as tl
@@ -45,13 +47,17 @@ def ex2(x):
 
 def kernel_text(heads: Heads, point: Point) -> Written:
     """A module with the function `kernel` of a pointer for each source that is read, and for each result."""
-    body = _Writer(heads, point).body()
-    arguments = [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
-    header = ", ".join([*arguments, *body.numbers])
+    body = Writer(heads, point).body()
+    header = ", ".join([*arguments(heads), *body.numbers])
     return Written(f"{PROLOGUE}\n\n@gluon.jit\ndef kernel({header}):\n{body}\n", body.numbers)
 
 
-def _pointer(leaf: Node) -> str:
+def arguments(heads: Heads) -> list[str]:
+    """Of that function."""
+    return [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
+
+
+def pointer_of(leaf: Node) -> str:
     assert isinstance(leaf.op, Param)
     return f"p{leaf.op.index}"
 
@@ -69,20 +75,20 @@ class _Values(Emitter):
         where = self._sum(*self._spread(at, at.of_leaf(leaf)))
         mask = self._mask(at, rows=True, columns=True)
         more = f", mask={mask}" if mask else ""
-        self.text.do(f"async_copy.async_copy_global_to_shared({into}, {_pointer(leaf)} + {where}{more})")
+        self.text.do(f"async_copy.async_copy_global_to_shared({into}, {pointer_of(leaf)} + {where}{more})")
 
 
-class _Writer:
+class Writer:
     """The lines of one kernel."""
 
     def __init__(self, heads: Heads, point: Point) -> None:
         self.h, self.p, self.text = heads, point, Text("gl")
         self.unit = NATIVE[heads.unit.name]
         self.first = heads.q.dtype if heads.q.codes is not None else heads.unit  # type of the first product
-        self.tiles = -(-heads.queries // ROWS)
+        self.tiles, self.ragged = -(-heads.queries // ROWS), heads.queries % ROWS != 0
         self.added = heads.mask is not None and heads.mask.root.dtype is not PRED
         self.factor = 1.0 if self.added else heads.scale * LOG2_E  # from what scores are held as to powers of 2
-        self.by_keys = heads.mask is not None and self._same_for_queries(heads.mask)
+        self.by_keys = heads.mask is not None and same_for_queries(heads, heads.mask)
 
     def body(self) -> Text:
         h, p, do = self.h, self.p, self.text.do
@@ -97,7 +103,7 @@ class _Writer:
             self._room(f"ks{i}", c.extent, h.depth, self.first)
             self._room(f"vs{i}", c.extent, h.width, h.unit)
         if p.ones:
-            self._ones()
+            self._ones(self.text)
         coded = h.v.codes is not None  # values are multiplied by weights, which are no codes: they become floats here
         if coded:
             for i, c in enumerate(whole):
@@ -122,14 +128,13 @@ class _Writer:
                 self._tile(first, last)
         return self.text
 
-    def _ones(self) -> None:
+    def _ones(self, t: Text) -> None:
         """What the weights are multiplied by to be added up."""
-        do, warps = self.text.do, WARPS
-        self._room("ones", 8, WIDEST, self.h.unit)
-        do(f"O8: gl.constexpr = {self._of_product(8, self.h.unit)}")
-        do("A8: gl.constexpr = gl.DotOperandLayout(0, O8, 2)")
-        do(f"C8: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [{warps}, 1], [1, 0])")
-        do(f"ones.store(gl.full([8, {WIDEST}], 1.0, gl.{self.unit}, C8))")
+        layout = f"gl.NVMMASharedLayout.get_default_for([8, {WIDEST}], gl.{self.unit})"
+        t.do(f"ones = gl.allocate_shared_memory(gl.{self.unit}, [8, {WIDEST}], {layout})")
+        t.do(f"C8: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16], [{WARPS}, 1], [1, 0])")
+        t.do(f"ones.store(gl.full([8, {WIDEST}], 1.0, gl.{self.unit}, C8))")
+        t.do("fence_async_shared()")
 
     def _layouts(self) -> None:
         """Of scores by the keys of a chunk, of the result, of weights as they are multiplied, and of what moves in pieces of 16
@@ -140,13 +145,27 @@ class _Writer:
         do(f"O: gl.constexpr = {self._of_product(power(h.width), h.unit)}")
         do("R: gl.constexpr = gl.SliceLayout(1, O)")
         do("A: gl.constexpr = gl.DotOperandLayout(0, O, 2)")
-        for name, extent, dtype in (("q", h.depth, h.q.dtype), ("k", h.depth, h.k.dtype), ("v", h.width, h.v.dtype),
-                                    ("o", h.width, h.stores[0].root.dtype)):  # fmt: skip
+        if self.p.ones:
+            do(f"O8: gl.constexpr = {self._of_product(8, h.unit)}")
+            do("A8: gl.constexpr = gl.DotOperandLayout(0, O8, 2)")
+        for name, extent, dtype in (("q", h.depth, h.q.dtype), ("k", h.depth, h.k.dtype), ("v", h.width, h.v.dtype)):
             each = 128 // max(dtype.bits, 8)
             along = min(max(power(extent) // each, 1), 32)
             do(f"C{name}: gl.constexpr = gl.BlockedLayout([1, {each}], [{32 // along}, {along}], [{warps}, 1], [1, 0])")
             self._columns(name, extent, f"C{name}")
+        do(f"Co: gl.constexpr = {self._leaving()}")
+        self._columns("o", h.width, "Co")
         self._columns("x", h.width, "O")
+
+    def _leaving(self) -> str:
+        """Rows as they are written: each thread has a piece, of those that it and the three beside it have after the product
+        (PTX ISA 9.0, 9.7.15.5.1), so that pieces are exchanged among four threads."""
+        width = power(self.h.width)
+        each = min(128 // max(self.h.stores[0].root.dtype.bits, 8), width // 4)
+        powers = [1 << b for b in range(width.bit_length() - 1)]
+        registers = [[0, n] for n in powers if n < each] + [[8, 0]] + [[0, n] for n in powers if n >= 4 * each]
+        lanes, warps = [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+        return f"gl.DistributedLinearLayout({registers}, {lanes}, {warps}, [], [{ROWS}, {width}])"
 
     def _columns(self, name: str, extent: int, layout: str) -> None:
         self.text.do(f"{name}_column = gl.arange(0, {power(extent)}, gl.SliceLayout(0, {layout}))")
@@ -168,7 +187,7 @@ class _Writer:
             return name
         return f"{name}._reinterpret(gl.{FP8_NAMES[self.first]}, [{rows}, {power(self.h.depth)}], {name}.layout)"
 
-    def _of_scale(self, key: str, value: float) -> str:
+    def of_scale(self, key: str, value: float) -> str:
         """What is made of the scores' scale, which is data where scales of codes are in it."""
         return repr(value) if self.h.q.codes is None else self.text.number(key, value)
 
@@ -189,11 +208,12 @@ class _Writer:
         start = "part" if first == 0 else f"{first} + (part + {-first % n}) % {n}"
         return f"range({first}, {last + 1})" if n == 1 else f"range({start}, {last + 1}, {n})"
 
-    def _tile(self, first: int, last: int) -> None:
-        """One tile of queries, of those from `first` to `last`."""
+    def _tile(self, first: int, last: int, most: int | None = None) -> None:
+        """One tile of queries, of those from `first` to `last`, and of keys those of `most` chunks."""
         h, p, do = self.h, self.p, self.text.do
-        seen = chunks(last_seen(h, last))
+        seen = chunks(last_seen(h, last))[:most]
         exact = h.causal == "no"
+        self.begin_tile()
         for i, c in enumerate(seen):
             held = chunks(h.keys)[i]
             k = self._part(self._codes(f"ks{i}", held.extent), c, held)
@@ -205,11 +225,12 @@ class _Writer:
             self._hide(i, c, exact=exact or self._all_seen(first, c))
             top = self._as_rows(f"gl.max(s{c.name}, 1)", c)
             do(f"top = {top if i == 0 else f'gl.maximum(top, {top})'}")
-        follows = self._copy_following(first, last)
+        follows = self.copy_following(first, last)
         if h.mask is not None:
             do(f"top = gl.where(top == {NONE}, 0.0, top)")
-        do(f"base = top * {self._of_scale('opposite', -self.factor)}")
+        do(f"base = top * {self.of_scale('opposite', -self.factor)}")
         for i, c in enumerate(seen):
+            self.before_chunk(i)
             self._weigh(i, c)
             self._multiply(i, c)
         if follows:
@@ -221,14 +242,19 @@ class _Writer:
         do(f"inverse = {1.0 if h.v.codes is None else self.text.number('scale of values', h.v.codes.scale)} / total")
         if h.zero_masked_rows and h.mask is not None:
             do("inverse = gl.where(total == 0.0, 0.0, inverse)")
-        do("x = x * inverse[:, None]")
         self._store()
+
+    def begin_tile(self) -> None:
+        """What precedes a tile's first product."""
+
+    def before_chunk(self, i: int) -> None:
+        """What precedes the exponentials of a chunk of keys."""
 
     def _weigh(self, i: int, c: Chunk) -> None:
         """Weights of a chunk, and their sum."""
         do = self.text.do
         base = "base" if self._like_result(c) else f"gl.convert_layout(base, gl.SliceLayout(1, L{c.extent}))"
-        factor = self._of_scale("factor", self.factor)
+        factor = self.of_scale("factor", self.factor)
         power_of_2 = f"s{c.name} + {base}[:, None]" if self.added else f"gl.fma(s{c.name}, {factor}, {base}[:, None])"
         do(f"e{c.name} = ex2({power_of_2})")
         if not self.p.ones:
@@ -271,15 +297,8 @@ class _Writer:
         """Minus infinity where a query does not see a key, unless causality hides none of a chunk's."""
         h, do = self.h, self.text.do
         score = f"s{c.name}"
-        if h.mask is not None and self.added:
-            mask = self._emitter(Tile("", "", 0)).convert(self._mask(i, c), h.mask.root.dtype, F32)
-            scale = self._of_scale("scale", h.scale * LOG2_E)
-            do(f"{score} = gl.fma({score}, {scale}, {mask} * {LOG2_E!r})")
-        elif h.mask is not None and self.by_keys:
-            with self.text.block(f"if whole{i} == 0:"):
-                do(f"{score} = gl.where({self._mask(i, c)}, {score}, {NONE})")
-        elif h.mask is not None:
-            do(f"{score} = gl.where({self._mask(i, c)}, {score}, {NONE})")
+        if h.mask is not None and not self.hide_keys(i, c):
+            self._hide_masked(i, c)
         if not exact:
             shift = h.keys - h.queries if h.causal == "lower" else 0
             row = f"tile * {ROWS} + gl.arange(0, {ROWS}, gl.SliceLayout(1, L{c.extent}))"
@@ -290,9 +309,20 @@ class _Writer:
             column = f"gl.arange(0, {c.extent}, gl.SliceLayout(0, L{c.extent}))"
             do(f"{score} = gl.where(({column} < {h.keys - c.start})[None, :], {score}, {NONE})")
 
-    def _same_for_queries(self, mask: Access) -> bool:
-        places = [mask.of_leaf(n) for n in toposort((mask.root,)) if isinstance(n.op, Param)]
-        return all(term.inner % self.h.queries == 0 for place in places for term in place.rows)
+    def hide_keys(self, i: int, c: Chunk) -> bool:
+        """Applies a mask that is the same for all queries, if it is at hand; whether it was."""
+        return False
+
+    def _hide_masked(self, i: int, c: Chunk) -> None:
+        h, do, score = self.h, self.text.do, f"s{c.name}"
+        if self.added:
+            mask = self._emitter(Tile("", "", 0)).convert(self._mask(i, c), cast("Access", h.mask).root.dtype, F32)
+            do(f"{score} = gl.fma({score}, {self.of_scale('scale', h.scale * LOG2_E)}, {mask} * {LOG2_E!r})")
+        elif self.by_keys:
+            with self.text.block(f"if whole{i} == 0:"):
+                do(f"{score} = gl.where({self._mask(i, c)}, {score}, {NONE})")
+        else:
+            do(f"{score} = gl.where({self._mask(i, c)}, {score}, {NONE})")
 
     def _mask(self, i: int, c: Chunk) -> str:
         """Of a chunk of keys; of one row where it is the same for all queries."""
@@ -314,7 +344,7 @@ class _Writer:
     # -- memory
 
     def _emitter(self, tile: Tile) -> _Values:
-        return _Values(self.text, tile, _pointer, NATIVE_FP8)
+        return _Values(self.text, tile, pointer_of, NATIVE_FP8)
 
     def _copy_queries(self, tile: str) -> None:
         h, v = self.h, self.text.v
@@ -339,7 +369,7 @@ class _Writer:
         self.text.do("fence_async_shared()")
         self.text.do("gl.thread_barrier()")
 
-    def _copy_following(self, first: int, last: int) -> bool:
+    def copy_following(self, first: int, last: int) -> bool:
         """Asks for the block's next queries, now that these are multiplied; whether there may be any."""
         n = self.p.splits
         if first + n >= self.tiles:
@@ -355,13 +385,20 @@ class _Writer:
     def _store(self) -> None:
         """Worked out where the product left it, then moved to where rows are written in pieces of 16 bytes."""
         h, t = self.h, self.text
-        acc = self._emitter(Tile("", "", 0)).convert("x", F32, h.result)
         emitters: list[_Values] = []
         for name, layout in (("x", "O"), ("o", "Co")):
             t.do(f"{name}_m = tile * {ROWS} + gl.arange(0, {ROWS}, gl.SliceLayout(1, {layout}))")
             t.do(f"{name}_rows = head * {h.queries} + {name}_m")
-            mask = t.v(f"{name}_m < {h.queries}") if h.queries % ROWS else None
-            emitters.append(self._emitter(replace(self._across(name, f"{name}_rows", mask, h.width), acc=acc)))
-        for i, store in enumerate(h.stores):
-            value = emitters[0].value(store)
+            mask = t.v(f"{name}_m < {h.queries}") if self.ragged else None
+            emitters.append(self._emitter(replace(self._across(name, f"{name}_rows", mask, h.width), acc="result")))
+        quick = [codes_at_once(store.root) for store in h.stores]
+        if None in quick:
+            t.do("result = x * inverse[:, None]")
+            t.do(f"result = {self._emitter(Tile('', '', 0)).convert('result', F32, h.result)}")
+        for i, (store, codes) in enumerate(zip(h.stores, quick, strict=True)):
+            if codes is None:
+                value = emitters[0].value(store)
+            else:
+                t.do(f"scaled = x * (inverse * {t.number(('codes', i), codes.factor)})[:, None]")
+                value = codes.integers(t) or emitters[0].convert("scaled", F32, codes.dtype, saturate=True)
             emitters[1].store(store, f"o{i}", f"gl.convert_layout({value}, Co)")

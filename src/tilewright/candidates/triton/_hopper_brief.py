@@ -103,8 +103,8 @@ class Brief(Emitter):
             "most": MAGIC + n.dtype.max,
             "magic": MAGIC,
         }
-        lines += [f"mov.b32 {name}, {_twice(value):#010x};" for name, value in named.items()]
-        lines += [f".reg .b32 k{i}; mov.b32 k{i}, {_twice(c):#010x};" for i, c in enumerate(coefficients)]
+        lines += [f"mov.b32 {name}, {twice(value):#010x};" for name, value in named.items()]
+        lines += [f".reg .b32 k{i}; mov.b32 k{i}, {twice(c):#010x};" for i, c in enumerate(coefficients)]
         for j in (0, 1):
             lines += self._two_gelus(n, f"${j + 1}", f"q{j}", len(coefficients))
         if n.dtype.is_integer:
@@ -115,7 +115,7 @@ class Brief(Emitter):
             lines.append("mov.b32 $0, {c0, c1};")
         kind = "int8" if n.dtype is S8 else "uint8"
         # The pair of inverses is a word, one of the four that stand beside four values.
-        text, inverse = f'"{{ {" ".join(lines)} }}", "=r,r,r,r,r,r,r"', self.text.number((n, "halves"), _twice(_inverse(n)))
+        text, inverse = f'"{{ {" ".join(lines)} }}", "=r,r,r,r,r,r,r"', self.text.number((n, "halves"), twice(_inverse(n)))
         return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}, {inverse}], dtype=gl.{kind}, is_pure=True, pack=4)")
 
     def _two_gelus(self, n: Node, x: str, q: str, terms: int) -> list[str]:
@@ -152,7 +152,7 @@ def _inverse(n: Node) -> float:
     return 1 / value if value else math.inf
 
 
-def _twice(value: float) -> int:
+def twice(value: float) -> int:
     """A pair of equal f16 as a word."""
     bits = int(torch.tensor(float(value), dtype=torch.float16).view(torch.int16).item()) & 0xFFFF
     return bits << 16 | bits

@@ -23,14 +23,14 @@ def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dic
     found: dict[str, str] = {}
     for name in names:
         if name == "a_desc":
-            found[name] = _descriptor(TMA_TYPES[form.lhs.dtype.name], form.lhs.box(form.rows, form.tile_k))
+            found[name] = descriptor(TMA_TYPES[form.lhs.dtype.name], form.lhs.box(form.rows, form.tile_k))
         elif name == "b_desc":
-            found[name] = _descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(form.unit, form.tile_k))
+            found[name] = descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(form.unit, form.tile_k))
         elif name.endswith("_desc"):
             out = form.outs[int(name[1:-5])]
             what = (out.access.root, out.view) if name[0] == "c" else out.fetched
             assert what is not None and what[1] is not None
-            found[name] = _descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
+            found[name] = descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
         elif name == "partial":
             found[name] = "*i32" if form.acc.is_integer else "*fp32"
         elif name == "arrived" or (form.coded and name in form.coded.pointers):
@@ -43,7 +43,8 @@ def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dic
     return found
 
 
-def _descriptor(kind: str, box: Iterable[int]) -> str:
+def descriptor(kind: str, box: Iterable[int]) -> str:
+    """Triton's type of an argument by which TMA moves boxes of an array."""
     from triton.experimental.gluon import language as gl
 
     extents = list(box)

@@ -7,12 +7,16 @@ from dataclasses import dataclass
 
 from tilewright.candidates.triton._attend import power
 from tilewright.candidates.triton._heads import Heads
+from tilewright.candidates.triton._hopper_view import TmaView, tma_view
 from tilewright.ir.access import Access, Place
-from tilewright.ir.graph import Node
+from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 
 ROWS = 64  # queries of a warpgroup
 WIDEST = 128  # keys of a product
+LEAVING = 2 << 10  # bytes by which a warpgroup's results are exchanged among threads
+GROUPS = 2  # warpgroups of a block that stays
+AHEAD = 2  # heads whose keys and values it has in shared memory
 
 
 @dataclass(frozen=True)
@@ -22,10 +26,12 @@ class Point:
     Attributes:
         splits: blocks that share a head's queries.
         ones: weights are added up by the matrix unit, as their product with ones: fewer instructions and registers.
+        streamed: blocks stay, two warpgroups each, and have the next head brought meanwhile (`_hopper_stream.py`).
     """
 
     splits: int
     ones: bool
+    streamed: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,13 +62,17 @@ def last_seen(heads: Heads, tile: int) -> int:
 
 
 def shared_bytes(heads: Heads, point: Point) -> int:
-    """What a block keeps there: keys, values, one tile of queries, and a tile of results on its way out."""
+    """What a block keeps there: keys, values, one tile of queries, and some of the results on their way out."""
     each, width = heads.unit.bits // 8, power(heads.width)
     depth_bytes = power(heads.depth) * (each if heads.q.codes is None else 1)
     keys = sum(c.extent for c in chunks(heads.keys))
     ones = 8 * WIDEST * each if point.ones else 0
-    leaving = max(max(s.root.dtype.bits // 8, 1) for s in heads.stores)
-    return keys * (depth_bytes + width * each) + ROWS * (depth_bytes + width * leaving) + ones
+    if point.streamed:
+        keys = len(chunks(heads.keys)) * chunks(heads.keys)[0].extent
+        mask = 0 if heads.mask is None else 4 * keys
+        own = ROWS * depth_bytes + LEAVING  # of a warpgroup
+        return AHEAD * (keys * (depth_bytes + width * each) + mask) + GROUPS * own + ones + 512  # barriers
+    return keys * (depth_bytes + width * each) + ROWS * depth_bytes + LEAVING + ones
 
 
 def registers(heads: Heads) -> int:
@@ -84,6 +94,32 @@ def unaligned(heads: Heads) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Brought:
+    """An operand as TMA brings it: the source, and the array, whose boxes are tiles of queries or chunks of keys."""
+
+    source: int
+    array: TmaView
+
+
+def brought(heads: Heads) -> tuple[Brought, Brought, Brought] | None:
+    """Queries, keys and values; None where TMA cannot bring one."""
+    found: list[Brought] = []
+    key_heads = heads.batch * heads.heads // heads.shared
+    for operand, extent, rows, batch, width in (
+        (heads.q, heads.queries, ROWS, heads.batch * heads.heads, heads.depth),
+        (heads.k, heads.keys, chunks(heads.keys)[0].extent, key_heads, heads.depth),
+        (heads.v, heads.keys, chunks(heads.keys)[0].extent, key_heads, heads.width),
+    ):
+        leaf, place = leaf_of(operand.at), _place(operand.at)
+        assert leaf is not None and isinstance(leaf.op, Param) and place is not None
+        array = tma_view(place, batch, extent, width, rows, power(width), operand.dtype.bits // 8)
+        if array is None or array.across:
+            return None
+        found.append(Brought(leaf.op.index, array))
+    return found[0], found[1], found[2]
+
+
 def _place(at: Access) -> Place | None:
     leaf = leaf_of(at)
     return None if leaf is None else at.of_leaf(leaf)
@@ -94,8 +130,10 @@ def leaf_of(at: Access) -> Node | None:
     return leaves[0] if len(leaves) == 1 else None
 
 
-def blocks(heads: Heads, point: Point) -> int:
+def blocks(heads: Heads, point: Point, multiprocessors: int) -> int:
     """Of the whole kernel."""
+    if point.streamed:
+        return min(multiprocessors, heads.batch * heads.heads)
     return heads.batch * heads.heads * point.splits
 
 
@@ -103,13 +141,23 @@ def expected(heads: Heads, point: Point, multiprocessors: int, shared: int) -> f
     """How long a kernel takes, in tiles of queries that one block works at: its rounds of blocks, each of which waits for
     keys and values first."""
     tiles = -(-heads.queries // ROWS)
+    if point.streamed:
+        return 1.0 + math.ceil(heads.batch * heads.heads / multiprocessors) * tiles / GROUPS
     at_once = max(min(shared // (shared_bytes(heads, point) + 1024), 2), 1)
-    rounds = math.ceil(blocks(heads, point) / (multiprocessors * at_once))
+    rounds = math.ceil(blocks(heads, point, multiprocessors) / (multiprocessors * at_once))
     return rounds * (1.0 + math.ceil(tiles / point.splits))
 
 
 def points(heads: Heads, multiprocessors: int, shared: int) -> list[Point]:
     """That fit, best guess first."""
     found = [Point(n, ones) for n in range(1, -(-heads.queries // ROWS) + 1) for ones in (False, True)]
+    if heads.queries > ROWS and heads.v.codes is None and brought(heads) is not None:  # each warpgroup has a tile of every head
+        found.append(Point(1, ones=True, streamed=True))
     found = [p for p in found if shared_bytes(heads, p) <= shared]
     return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
+
+
+def same_for_queries(heads: Heads, mask: Access) -> bool:
+    """Whether a mask hides the same keys from all queries of a head."""
+    places = [mask.of_leaf(n) for n in toposort((mask.root,)) if isinstance(n.op, Param)]
+    return all(term.inner % heads.queries == 0 for place in places for term in place.rows)

@@ -39,12 +39,13 @@ class Text:
             have one text. To the machine such an argument is what a literal is, a constant that an instruction takes as it is.
     """
 
-    def __init__(self, language: str = "tl", indent: int = 1) -> None:
+    def __init__(self, language: str = "tl", indent: int = 1, beside: Text | None = None) -> None:
+        """`beside`: another function's text, with which this one shares numbers."""
         self.language, self.lines = language, list[str]()
         self._indent, self._count = indent, 0
         self._known: dict[str, str] = {}
-        self.numbers: dict[str, Number] = {}
-        self._named: dict[Hashable, str] = {}
+        self.numbers: dict[str, Number] = {} if beside is None else beside.numbers
+        self._named: dict[Hashable, str] = {} if beside is None else beside._named
 
     def v(self, expression: str) -> str:
         """The name of an expression's value; one that was computed before in this block or around it is not computed again.

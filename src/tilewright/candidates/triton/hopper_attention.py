@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
+
+import torch
 
 from tilewright.candidates.triton._attend import power, sources_of
 from tilewright.candidates.triton._call import caller
 from tilewright.candidates.triton._casts import FP8, pointer_type
 from tilewright.candidates.triton._heads import Heads, heads_of
-from tilewright.candidates.triton._hopper_attend import NATIVE_FP8, WARPS, kernel_text
-from tilewright.candidates.triton._hopper_rows import Point, blocks, points, registers, unaligned
+from tilewright.candidates.triton._hopper_attend import WARPS, arguments, kernel_text
+from tilewright.candidates.triton._hopper_attend_run import streamed_caller
+from tilewright.candidates.triton._hopper_brief import NATIVE_FP8
+from tilewright.candidates.triton._hopper_build import TMA_TYPES, descriptor
+from tilewright.candidates.triton._hopper_rows import Point, blocks, brought, points, registers, unaligned
+from tilewright.candidates.triton._hopper_stream import streamed_arguments, streamed_text
 from tilewright.candidates.triton._module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
-from tilewright.schedule.candidate import GPU, Kernel
+from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
@@ -73,7 +79,7 @@ class HopperAttention:
 
     def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
         found = self._points(_found(problem), target)[:MOST_TRIED]
-        return (Schedule.of(splits=p.splits, sums="products" if p.ones else "adds") for p in found)
+        return map(schedule_of, found)
 
     def compile(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> None:
         machine_code(_found(problem), problem, point_of(schedule), target.index)
@@ -82,11 +88,18 @@ class HopperAttention:
         heads, point = _found(problem), point_of(schedule)
         built = machine_code(heads, problem, point, target.index)
         found = needs(built.kernel)
-        launch = launcher(built.kernel, (blocks(heads, point),), target.index, built.numbers)
+        count = blocks(heads, point, target.cores)
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            if point.streamed:
+                return streamed_caller(heads, problem, built, count, target, weights)
+            launch = launcher(built.kernel, (count,), target.index, built.numbers)
+            return caller(sources_of(heads), problem.outputs, launch, weights, target)
+
         return Kernel(
             self.name,
             schedule,
-            lambda weights: caller(sources_of(heads), problem.outputs, launch, weights, target),
+            prepare,
             registers=found.registers,
             spills=found.spills,
             shared_bytes=found.shared_bytes,
@@ -103,16 +116,29 @@ def _found(problem: AttentionProblem) -> Heads:
     return heads
 
 
+def schedule_of(point: Point) -> Schedule:
+    """A point as plans and reports have it."""
+    sums = "products" if point.ones else "adds"
+    return Schedule.of(blocks="stay", sums=sums) if point.streamed else Schedule.of(splits=point.splits, sums=sums)
+
+
 def point_of(schedule: Schedule) -> Point:
-    return Point(int(schedule["splits"]), schedule["sums"] == "products")
+    """The point that a schedule names."""
+    knobs = dict(schedule.knobs)
+    return Point(int(knobs.get("splits", 1)), knobs["sums"] == "products", streamed="blocks" in knobs)
 
 
 def machine_code(heads: Heads, problem: AttentionProblem, point: Point, device: int = 0) -> Built:
     """The kernel."""
-    types = {f"p{i}": problem.types[i] for i in sources_of(heads)} | {f"o{i}": t for i, t in enumerate(problem.outputs)}
-    signature = {name: pointer_type(t.dtype) for name, t in types.items()}
-    options = {"enable_fp_fusion": False, "num_warps": WARPS}
-    return build(kernel_text(heads, point), "kernel", signature, Arch("cuda", 90, 32), device, **options)
+    names = (streamed_arguments if point.streamed else arguments)(heads)
+    signature = {n: pointer_type((problem.types if n[0] == "p" else problem.outputs)[int(n[1:])].dtype) for n in names}
+    found = brought(heads) if point.streamed else None
+    if found is not None:
+        operands = zip("qkv", (heads.q, heads.k, heads.v), found, strict=True)
+        boxes = {f"{n}_desc": descriptor(TMA_TYPES[o.dtype.name], b.array.box) for n, o, b in operands}
+        signature = boxes | signature
+    text = (streamed_text if point.streamed else kernel_text)(heads, point)
+    return build(text, "kernel", signature, Arch("cuda", 90, 32), device, enable_fp_fusion=False, num_warps=WARPS)
 
 
 CANDIDATE = HopperAttention()
