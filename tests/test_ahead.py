@@ -8,14 +8,16 @@ from pathlib import Path
 
 import pytest
 
+from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
 from tilewright.ir.notation import parse
 from tilewright.schedule import ahead
 from tilewright.schedule.nursery import SWITCH, nursery
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.worker import pickled, settings_here
 
-LINE = "f16[128,128] @ f16[128,128] -> f16"
+LINE = "f16[128,128] @ f16[128,128] -> f32"
 
 
 def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
@@ -45,6 +47,18 @@ def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
         [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_a_problem_is_taken_apart_to_is_compiled_too():
+    h200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
+    whole = problem_of(parse("f16[64,64] @ f16[64,64] + bias, relu -> f16").outputs[0])
+    jobs = ahead.jobs_for([whole], h200)
+    assert [at for *_, at in jobs] == sorted(at for *_, at in jobs)
+    assert {name for p, name, at in jobs if p == whole and at == ahead.POINTS - 1} == {"hopper", "hopper_w4", "triton"}
+    assert {(p.kind, name) for p, name, _ in jobs if p != whole} == {
+        ("gemm", "hopper"), ("gemm", "hopper_w4"), ("gemm", "triton"), ("region", "triton_rows")
+    }  # fmt: skip
+    assert not ahead.jobs_for([whole], detect("cpu"))
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Every way to do a gemm, against NumPy in float64 and int64, over every layout that a program may hand it."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gemm_lines import INTEGERS, Line, Operand, assert_means, lines, tensors
+from tilewright.candidates import split
 from tilewright.candidates.library.float_exact import block_k
 from tilewright.candidates.split import by_epilogue
 from tilewright.dtype import BF16, F16, F32, F64, S8, S32
@@ -303,6 +305,18 @@ def test_a_product_and_what_follows_it_apart(text):
     kernel = FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU)
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     assert check(problem, expect(problem, sources, 0.0), kernel.prepare(weights)(sources)) is None
+
+
+def test_sums_of_few_bits_in_a_piece_are_those_of_the_whole(monkeypatch):
+    """Else what keeps 14 bits is wrong when it is taken apart, and never competes."""
+    problem, inner = posed("s8[16,20] @ s8[20,16] * 0.5 + bias, relu -> s8 scale=tensor"), split.search
+
+    def searched(asked, *given, **more):
+        found = inner(asked, *given, **more)
+        return replace(found, kernel=replace(found.kernel, roundoff=2.0**-13 if asked.kind == "gemm" else 0.0))
+
+    monkeypatch.setattr(split, "search", searched)
+    assert FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU).roundoff == 2.0**-13
 
 
 def test_products_that_share_a_store_or_skip_the_accumulator():

@@ -147,7 +147,7 @@ def compile(
     if quantize is not None:
         source = recognised(source) if quantize.scheme.attention is not None else source
         seen = calibrate(source, quantize.batches, target.device)
-        source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol)
+        source, layers = quantize_graph(source, quantize.scheme, seen, rtol=quantize.rtol, device=target.device)
     if half is not None:
         whole = in_half(source.with_outputs([*source.outputs, *(x.after for x in layers)]), narrow(half))
         after = whole.outputs[len(source.outputs) :]

@@ -19,6 +19,7 @@ from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
 
 PART_BUDGET_S = 0.1
+PART_WITHIN_S = 1.0  # by the clock, where compiling what is then too slow takes seconds
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,10 @@ class Split:
         if _BY in dict(schedule.knobs):
             kernels = [_again(p, chosen, others, target) for p, chosen in zip(pieces, _chosen(schedule), strict=True)]
         else:
-            kernels = [search(p.problem, target, budget_s=PART_BUDGET_S, candidates=others).kernel for p in pieces]
+            within_s = PART_WITHIN_S if target.kind != "cpu" else None
+            kernels = [
+                search(p.problem, target, budget_s=PART_BUDGET_S, candidates=others, within_s=within_s).kernel for p in pieces
+            ]
         count = len(problem.outputs)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
@@ -154,7 +158,13 @@ class Split:
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
+            roundoff=max(k.roundoff for k in kernels),
         )
+
+    def pieces(self, problem: Problem, target: Target) -> list[AnyProblem]:
+        """What searches are made for."""
+        ways = [Schedule.of(apart=way) for way in self._ways(problem)]
+        return list(dict.fromkeys(p.problem for way in ways for p in _pieces(problem, way)))
 
     def offers(self, problem: Problem, schedule: Schedule, target: Target) -> bool:
         if schedule["apart"] not in self._ways(problem) or _BY not in dict(schedule.knobs):

@@ -194,8 +194,10 @@ def _right(node: Node) -> Node:
     return node.src[node.op.rhs.op.index]
 
 
-def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float | None = None) -> tuple[Graph, list[Layer]]:
-    """The model with every product that has a constant weight quantised, and what each lost.
+def quantize(
+    graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float | None = None, device: str = "cpu"
+) -> tuple[Graph, list[Layer]]:
+    """The model with every product that has a constant weight quantised, and what each lost, which is worked out on a device.
 
     A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float; so does an
     attention of which an operand is.
@@ -206,7 +208,7 @@ def quantize(graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float 
         if node not in calibration.seen:
             continue
         seen = calibration.seen[node]
-        coded = _quantized(node, to, seen)
+        coded = _quantized(node, to, seen, device)
         kept = None
         if not seen.largest < float("inf"):
             kept = "its activations are not finite"
@@ -262,7 +264,7 @@ class _Made:
     weight_scales: tuple[float, float]
 
 
-def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
+def _quantized(node: Node, to: Scheme, seen: Seen, device: str) -> _Made:
     op = node.op
     assert isinstance(op, Gemm) and isinstance(op.lhs.op, Param) and isinstance(op.rhs.op, Param)
     left, right = _left(node), _right(node)
@@ -282,12 +284,24 @@ def _quantized(node: Node, to: Scheme, seen: Seen) -> _Made:
     src[op.lhs.op.index], src[op.rhs.op.index] = left, back
     error = 0.0
     if rows is not None and seen.rows is not None:
-        exact = seen.rows.double() @ weight.double()
-        got = rows.double() @ cast("torch.Tensor", evaluate_nodes((back,), {})[0]).double()
-        error = float((got - exact).norm() / exact.norm().clamp_min(1e-300))
+        error = _error(seen.rows, weight, rows, cast("torch.Tensor", evaluate_nodes((back,), {})[0]), device)
     activation = _scale_of(seen.largest, to.activation) if to.activation is not None and to.rows == "tensor" else None
     weights = (float(scale.min()), float(scale.max())) if scale.numel() else (SMALLEST_SCALE, SMALLEST_SCALE)
     return _Made(Node(op, *src), error, activation, weights)
+
+
+def _error(
+    rows: torch.Tensor, weight: torch.Tensor, other_rows: torch.Tensor, other_weight: torch.Tensor, device: str
+) -> float:
+    """How far one product is from another, in norm, relative to that."""
+    try:
+        a, b, c, d = (t.to(device).double() for t in (rows, weight, other_rows, other_weight))
+        exact = a @ b
+        return float((c @ d - exact).norm() / exact.norm().clamp_min(1e-300))
+    except RuntimeError:  # no room there
+        if device == "cpu":
+            raise
+        return _error(rows, weight, other_rows, other_weight, "cpu")
 
 
 def _encode(weight: torch.Tensor, to: DType, group: int, scales: DType) -> tuple[torch.Tensor, torch.Tensor]:

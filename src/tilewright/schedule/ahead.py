@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Precompiled, concerns, discover
+from tilewright.schedule.candidate import Composed, Precompiled, concerns, discover
 from tilewright.schedule.nursery import UnavailableError, nursery
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
@@ -27,10 +27,16 @@ LIMIT_S = 60.0  # for one kernel
 
 
 def jobs_for(problems: Sequence[AnyProblem], target: Target) -> list[tuple[AnyProblem, str, int]]:
-    """Problem, candidate and which of its points: first points first."""
-    able = [c for c in discover() if isinstance(c, Precompiled)]
-    concerned = [(p, c.name) for p in problems for c in able if concerns(c, p, target)]
-    return [(p, name, at) for at in range(POINTS) for p, name in concerned]
+    """Problem, candidate and which of its points, first points first; of pieces to which problems are taken apart no others."""
+    found = [(p, name, at) for at in range(POINTS) for p in problems for name in _able(p, target)]
+    composed = [c for c in discover() if isinstance(c, Composed)]
+    pieces = [p for whole in problems for c in composed if concerns(c, whole, target) for p in c.pieces(whole, target)]
+    return sorted(found + [(p, name, 0) for p in dict.fromkeys(pieces) for name in _able(p, target)], key=lambda job: job[2])
+
+
+def _able(problem: AnyProblem, target: Target) -> list[str]:
+    """Names of candidates that can compile for a problem."""
+    return [c.name for c in discover() if isinstance(c, Precompiled) and concerns(c, problem, target)]
 
 
 def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: float | None = None) -> int:

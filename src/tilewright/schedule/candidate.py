@@ -100,6 +100,10 @@ class Accountable(Protocol):
 class Composed(Protocol):
     """A candidate whose kernels are of points that `schedules` does not list, since it searches for kernels itself."""
 
+    def pieces(self, problem: Any, target: Target) -> Sequence[AnyProblem]:
+        """The problems for which it does."""
+        ...
+
     def offers(self, problem: Any, schedule: Schedule, target: Target) -> bool:
         """Whether the point of a kernel is one that it could have come to here."""
         ...
