@@ -374,6 +374,18 @@ def test_what_was_given_and_not_taken_is_said():
     assert str(tilewright.quantize_(torch.nn.ReLU())) == "0 layers quantised: the model holds no torch.nn.Linear"
 
 
+def test_layers_that_only_look_like_one_are_named():
+    class Conv1D(torch.nn.Module):  # as some language models have it: the weight is [in, out]
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(64, 8))
+
+    model = torch.nn.Sequential(torch.nn.Embedding(4, 64), Conv1D(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 8))
+    report = tilewright.quantize_(model, "w8")
+    assert report.skipped == {"1": "a Conv1D, no torch.nn.Linear"} and list(report.layers) == ["3"]
+    assert str(report).startswith("1 layer quantised, 1 not; 0.0 MB of weights are")
+
+
 def test_a_layer_with_hooks_stays():
     model = torch.nn.Sequential(torch.nn.Linear(64, 8), torch.nn.utils.spectral_norm(torch.nn.Linear(8, 4)))
     assert tilewright.quantize_(model, "w8").skipped == {"1": "it has hooks, which would be lost"}

@@ -50,7 +50,7 @@ class Replaced:
         if not self.layers and not self.skipped:
             return "0 layers quantised: the model holds no torch.nn.Linear"
         saved = f"{self.bytes_before / 1e6:.1f} MB of weights are {self.bytes_after / 1e6:.1f} MB now"
-        lines = [f"{len(self.layers)} layers quantised, {len(self.skipped)} not; {saved}"]
+        lines = [f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)} quantised, {len(self.skipped)} not; {saved}"]
         lines += [f"  {name}: {why}" for name, why in self.skipped.items()]
         lines += [f"  {name}: the float weight stays in memory, since another module holds it, too" for name in self.kept]
         if self.unused:
@@ -92,8 +92,7 @@ def quantize_(
     places = deque(_linears(model))
     given = () if isinstance(scheme, str) else _names(scheme, [name for name, *_ in places])
     make = _quantised(scheme) if isinstance(scheme, str) else _given(scheme)
-    layers, skipped = dict[str, Linear](), dict[str, str]()
-    before = 0
+    layers, skipped, before = dict[str, Linear](), dict(_alike(model)), 0
     # Weak, so that floats go as they are replaced; a module that stands in several places stays one.
     made: MutableMapping[torch.nn.Linear, Linear] = WeakKeyDictionary()
     floats: MutableMapping[torch.Tensor, str] = WeakTensorKeyDictionary()
@@ -142,6 +141,14 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
         if isinstance(module, torch.nn.Linear):
             path, _, attribute = name.rpartition(".")
             yield name, owners[path], attribute, module
+
+
+def _alike(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
+    """What is no `torch.nn.Linear` and looks as if it multiplied by a matrix, and what it is."""
+    for name, module in model.named_modules():
+        weight = dict(module.named_parameters(recurse=False)).get("weight")
+        if weight is not None and weight.dim() == 2 and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            yield name, f"a {type(module).__name__}, no torch.nn.Linear"
 
 
 def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter: Filter | None) -> str | None:
