@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -208,17 +209,24 @@ DPA: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {  # options, and 
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("case", DPA)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_dot_product_attention_of_jax(kind: str, case: str, dtype: str):
-    """Grouped queries among the rows of the product, heads behind the sequence, masks in five dimensions."""
+@functools.cache
+def attention_of_jax(case: str, dtype: str) -> tuple[Callable[..., Any], list[Any], np.ndarray[Any, Any]]:
+    """One of them, what it is called with, and what it gives."""
     options, arrays = DPA[case]
     arguments = [*qkv(dtype), *(jnp.asarray(v, dtype) if k == "bias" else v for k, v in arrays.items())]
 
     def f(q: Any, k: Any, v: Any, *more: Any) -> Any:
         return jax.nn.dot_product_attention(q, k, v, **options, **dict(zip(arrays, more, strict=True)))
 
+    return f, arguments, np.asarray(jax.jit(f)(*arguments)).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", DPA)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_dot_product_attention_of_jax(kind: str, case: str, dtype: str):
+    """Grouped queries among the rows of the product, heads behind the sequence, masks in five dimensions."""
+    f, arguments, wanted = attention_of_jax(case, dtype)
     before, after = both(kind, f, *arguments)
     node = one_attention(after)
     assert [s.shape[1] for s in node.src[1:3]] == [2, 2]
@@ -226,7 +234,6 @@ def test_dot_product_attention_of_jax(kind: str, case: str, dtype: str):
     assert node.op.causal == ("upper" if case == "causal" else "no")
     assert_close(before, after, 2e-6 if before.inputs[0].dtype is F32 else 4 * BF16.epsilon)
     (got,) = run(after, *arguments)
-    wanted = np.asarray(jax.jit(f)(*arguments)).astype(np.float32)
     np.testing.assert_allclose(got.float().numpy(), wanted, atol=2e-6 if dtype == "float32" else 0.03)
 
 
