@@ -107,16 +107,16 @@ REFUSED: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], type[T
             (X.to(torch.complex64),),
             UnsupportedError,
             r"an input is of type torch\.complex64, which no graph holds \(args_0\)",
-            "",
+            "make it complex inside the module",
         ),
     ),
     "a complex output": (
         torch.fft.rfft,
-        *((X,), UnsupportedError, r"an output is of a type no graph holds \(complex\?\) \(output\)", ""),
+        *((X,), UnsupportedError, r"an output is of a type no graph holds \(complex\?\) \(output\)", "torch.view_as_real"),
     ),
     "a sparse weight": (
         _with_buffer(torch.eye(3).to_sparse(), lambda x, w: torch.mm(w, x.t())),
-        *((X,), UnsupportedError, r"a weight is torch\.sparse_coo torch\.float32, which no graph holds \(held\)", ""),
+        *((X,), UnsupportedError, r"a weight is torch\.sparse_coo torch\.float32, which no graph holds \(held\)", "to_dense"),
     ),
     "strides of what is not contiguous": (
         lambda x: torch.as_strided(x.t().sin().t().cos(), (2, 2), (1, 2)),

@@ -193,7 +193,8 @@ class Walk:
             if value is NotImplemented:
                 value = self._unmodelled(site)
         except TypeMismatchError as error:
-            raise UnsupportedError(error.what, where=f"{op.where}: {error.where}" if error.where else op.where) from error
+            where = f"{op.where}: {error.where}" if error.where else op.where
+            raise UnsupportedError(error.what, where=where, hint=error.hint) from error
         values = value if isinstance(value, list) and len(op.results) != 1 else [value]
         if len(values) != len(op.results):
             raise UnsupportedError(f"it has {len(op.results)} results, {len(values)} were found", where=op.where)
@@ -219,7 +220,8 @@ class Walk:
         if dialect == "stablehlo" and name in CALLABLE:
             self.called[op.name] += 1
             return _as_value(list(make_call(site)))
-        raise UnsupportedError(f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it", where=op.where)
+        what = f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it"
+        raise UnsupportedError(what, where=op.where, hint="compute it outside, and make its result an input")
 
     def _credit(self, root: Node, op: Operation) -> None:
         """Name the nodes that `op` made: those under its results that have no name yet."""

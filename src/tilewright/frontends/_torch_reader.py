@@ -63,10 +63,12 @@ class Reader:
             return spec.arg.value
         value = node.meta.get("val")
         if not isinstance(value, torch.Tensor):
-            raise UnsupportedError(f"an input is a {type(value).__name__}, not a tensor", where=node.name)
+            hint = "a tensor, or an attribute of the module"
+            raise UnsupportedError(f"an input is a {type(value).__name__}, not a tensor", where=node.name, hint=hint)
         found = type_of(value, node.name)
         if found.dtype is OPAQUE:
-            raise UnsupportedError(f"an input is of type {value.dtype}, which no graph holds", where=node.name)
+            hint = "make it complex inside the module (torch.view_as_complex)" if value.is_complex() else "another type"
+            raise UnsupportedError(f"an input is of type {value.dtype}, which no graph holds", where=node.name, hint=hint)
         made = input_(node.name, found.dtype, found.shape)
         self._inputs.append(made)
         return made
@@ -84,7 +86,8 @@ class Reader:
         """A reference to somebody's tensor; tied weights are one."""
         t = held.detach()
         if t.layout is not torch.strided or t.is_quantized:
-            raise UnsupportedError(f"a weight is {t.layout} {t.dtype}, which no graph holds", where=label)
+            hint = "weight.dequantize()" if t.is_quantized else "weight.to_dense()"
+            raise UnsupportedError(f"a weight is {t.layout} {t.dtype}, which no graph holds", where=label, hint=hint)
         if t.is_complex():
             # The graph has no complex type: a call makes the complex view of the same memory.
             pairs = self._constant(torch.view_as_real(t.resolve_conj()), label)
@@ -180,7 +183,8 @@ class Reader:
         for value, spec, name in zip(values, specs, names, strict=True):
             if isinstance(spec.arg, TensorArgument) and isinstance(value, Node):
                 if value.dtype is OPAQUE:
-                    raise UnsupportedError("an output is of a type no graph holds (complex?)", where=name)
+                    hint = "return torch.view_as_real of it"
+                    raise UnsupportedError("an output is of a type no graph holds (complex?)", where=name, hint=hint)
                 nodes.append(value)
                 kept.append(name)
             elif value is not None:

@@ -28,7 +28,7 @@ def quantised_linear(
     """x @ w^T + bias in x's type, where w = (code - zero_point) * scale + offset.
 
     Args:
-        x: f16, bf16 or f32 [rows, in].
+        x: f16, bf16, f32 or f64 [rows, in].
         codes: [out, in].
         scale: [out, groups].
         group: codes along `in` that share a scale, a zero point and an offset.

@@ -209,7 +209,8 @@ def weights_of(program: object) -> dict[str, QuantizedWeight]:
             name = _name(graph, node)
             found[name if name not in found else f"{name}_{len(found)}"] = weight
     if not found:
-        raise UnsupportedError("it holds no constant weight of 4 or 8 bits with scales", where=graph.name)
+        hint = "a model with MatMulNBits, or DequantizeLinear of constants; --w4 quantises a float model"
+        raise UnsupportedError("it holds no constant weight of 4 or 8 bits with scales", where=graph.name, hint=hint)
     return found
 
 

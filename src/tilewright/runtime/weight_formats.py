@@ -171,7 +171,8 @@ def from_compressed_tensors(
     out, words = weight_packed.shape
     shape = (out, words * 8) if weight_shape is None else tuple(int(d) for d in weight_shape.reshape(-1))
     if len(shape) != 2 or shape[0] != out or shape[1] < 1:
-        raise TypeMismatchError(f"weight_packed {list(weight_packed.shape)} is no weight of shape {list(shape)}")
+        what = f"weight_packed {list(weight_packed.shape)} is no weight of shape {list(shape)}"
+        raise TypeMismatchError(what, hint="[out, ceil(in * bits / 32)], and [out, in] as weight_shape")
     count = shape[1]
     bits = next((b for b in (4, 8) if -(-count * b // 32) == words), None)
     if bits is None:
@@ -231,11 +232,13 @@ def from_torch_int4(
         )
     groups, rows = scales_and_zeros.shape[0], scales_and_zeros.shape[1]
     if rows > codes.shape[0] or codes.shape[1] % groups:
-        raise TypeMismatchError(f"{groups} groups of {rows} rows for codes {list(codes.shape)}")
+        what = f"{groups} groups of {rows} rows for codes {list(codes.shape)}"
+        raise TypeMismatchError(what, hint="scales and zeros [groups, out, 2], in a multiple of groups")
     group = codes.shape[1] // groups
     out, count = shape or (rows, codes.shape[1])
     if out > rows or count > codes.shape[1]:
-        raise TypeMismatchError(f"shape {[out, count]} is larger than what is packed, {[rows, codes.shape[1]]}")
+        what = f"shape {[out, count]} is larger than what is packed, {[rows, codes.shape[1]]}"
+        raise TypeMismatchError(what, hint="[out, in] before padding, or none")
     needed = -(-count // group)
     scales, offsets = (scales_and_zeros[:needed, :out, i].t() for i in range(2))
     offsets = offsets.to(torch.float32).contiguous()
