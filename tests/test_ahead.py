@@ -8,15 +8,21 @@ from pathlib import Path
 
 import pytest
 
+from tilewright import compiler
+from tilewright.dtype import F32
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
+from tilewright.ir.build import const, input_, map_
+from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
 from tilewright.schedule import ahead
 from tilewright.schedule.nursery import SWITCH, nursery
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.worker import pickled, settings_here
 
+H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 LINE = "f16[128,128] @ f16[128,128] -> f32"
 
 
@@ -50,15 +56,30 @@ def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
 
 
 def test_what_a_problem_is_taken_apart_to_is_compiled_too():
-    h200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
     whole = problem_of(parse("f16[64,64] @ f16[64,64] + bias, relu -> f16").outputs[0])
-    jobs = ahead.jobs_for([whole], h200)
+    jobs = ahead.jobs_for([whole], H200)
     assert [at for *_, at in jobs] == sorted(at for *_, at in jobs)
     assert {name for p, name, at in jobs if p == whole and at == ahead.POINTS - 1} == {"hopper", "hopper_w4", "triton"}
     assert {(p.kind, name) for p, name, _ in jobs if p != whole} == {
         ("gemm", "hopper"), ("gemm", "hopper_w4"), ("gemm", "triton"), ("region", "triton_rows")
     }  # fmt: skip
     assert not ahead.jobs_for([whole], detect("cpu"))
+
+
+def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothing_is_measured(monkeypatch):
+    asked, told = [], []
+    monkeypatch.setattr(compiler, "compile_ahead", lambda problems, target, *, within_s: asked.append((problems, within_s)))
+    given, w = input_("x", F32, (8, 8)), input_("w", F32, (8, 8))
+    value = given
+    for scale in (0.3, 0.7):
+        value = map_("multiply", gemm(value, w), const(scale, F32))
+    graph = compiler.optimise(Graph("layers", (given, w), (value,), ("y",)))
+    compiler._decider(graph, H200, 1.0, lambda *given: told.append(given))
+    compiler._decider(graph, H200, 0.0, None)
+    compiler._decider(graph, detect("cpu"), 1.0, None)
+    ((problems, within_s),) = asked
+    assert [p.kind for p in problems] == ["gemm"] and within_s is None
+    assert told == [(0, 2, "compiling what will be tried first")]
 
 
 @pytest.fixture

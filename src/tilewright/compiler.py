@@ -124,7 +124,8 @@ def compile(
             for this device says what else is known, and where decisions are kept.
         within_s: seconds by the clock for all of it, reading, building and checking included; the budget is then shared out of
             what is left of them. Once they are over, problems left take the first choice that passes its check.
-        progress: called before each choice of a kernel with how many are done, how many there are, and the problem.
+        progress: called before each choice of a kernel with how many are done, how many there are, and the problem; on a GPU
+            also before kernels are compiled for all of them.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
 
     Returns:
@@ -200,7 +201,9 @@ class _decider:  # noqa: N801 - a function with memory
         unknown = [p for p in different.values() if recall is None or not recall.known(p, self._accepted_s)]
         self._left = max(len(unknown), 1)
         self._share_s = min(budget_s / self._left, self._longest_s)
-        if budget_s > 0 and target.kind != "cpu":
+        if budget_s > 0 and target.kind != "cpu" and unknown:
+            if progress is not None:
+                progress(0, self._total, "compiling what will be tried first")
             compile_ahead(unknown, target, within_s=None if ends is None else (ends - time.monotonic()) / 2)
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
