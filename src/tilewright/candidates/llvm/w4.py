@@ -66,6 +66,7 @@ def _coded(problem: Problem, chip: Chip) -> tuple[Choice, Activations] | None:
 
 @or_why
 def planned(problem: Problem, target: Target) -> Plan:
+    """The plan, or the sentence why there is none."""
     found, group, along = _weights(problem)
     if problem.acc.dtype is not F32:
         raise Unsupported(f"4-bit weights are added up in f32, not {problem.acc.dtype}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import cast
 
 import torch
@@ -14,7 +13,7 @@ from tilewright.candidates.triton._emit import NUMBERED, check
 from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, size
 from tilewright.candidates.triton._hopper_view import ALIGNED, by_batch
 from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store, two_halves
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import broadcast, swap_last
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -122,16 +121,9 @@ def with_wide_stores(plan: Plan) -> Plan:
     return replace(plan, rhs=replace(plan.rhs, strides=strides, offset=0, source=None, widened=True))
 
 
-@lru_cache(maxsize=4096)
-def plan_of(problem: Problem) -> Plan | str:
+@or_why
+def plan_of(problem: Problem) -> Plan:
     """The plan, or the sentence why there is none."""
-    try:
-        return _planned(problem)
-    except Unsupported as why:
-        return str(why)
-
-
-def _planned(problem: Problem) -> Plan:
     blocks = _blocks(problem)
     lhs_root, rhs_root = (problem.op.lhs, problem.op.rhs) if blocks is None else blocks[1:]
     a, b = lhs_root.dtype, rhs_root.dtype

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import cast
 
 import torch
@@ -13,7 +12,7 @@ import torch
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._w4_pack import BLOCK, ROWS
 from tilewright.dtype import BF16, F16, F32, DType
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
@@ -93,16 +92,9 @@ class Plan:
         return outs * self.K * w.kind.bits // 8 + outs * words * max(w.scales.bits // 8, 2)
 
 
-@lru_cache(maxsize=4096)
-def plan_of(problem: Problem) -> Plan | str:
+@or_why
+def plan_of(problem: Problem) -> Plan:
     """The plan, or the sentence why there is none."""
-    try:
-        return _planned(problem)
-    except Unsupported as why:
-        return str(why)
-
-
-def _planned(problem: Problem) -> Plan:
     operand = problem.op.lhs.dtype
     if operand not in (F16, BF16) or problem.acc.dtype is not F32:
         raise Unsupported("the left operand of codes is f16 or bf16, added up in f32")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import product
 from typing import Literal, cast
 
@@ -24,7 +23,7 @@ from tilewright.candidates.triton._module import (
 )
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Unsupported
+from tilewright.ir.access import Unsupported, or_why
 from tilewright.schedule.candidate import GPU, Kernel
 from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -42,15 +41,11 @@ HOLDING = ((64, 128, 8, 1), (64, 64, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), (16,
 WIDE = ((64, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 1, 1))
 
 
-@lru_cache(maxsize=256)
-def _heads(problem: AttentionProblem, fp8: frozenset[str]) -> Heads | str:
-    """The attention to generate, or the sentence why there is none."""
-    try:
-        found = heads_of(problem, fp8)
-    except Unsupported as why:
-        return str(why)
+@or_why
+def _heads(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
+    found = heads_of(problem, fp8)
     if max(found.depth, found.width) > MOST_DEPTH:
-        return f"a head of {max(found.depth, found.width)} columns does not fit into registers"
+        raise Unsupported(f"a head of {max(found.depth, found.width)} columns does not fit into registers")
     return found
 
 

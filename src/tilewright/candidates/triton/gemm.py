@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import torch
 
@@ -17,7 +16,7 @@ from tilewright.candidates.triton._run import operands_outside, runner
 from tilewright.candidates.triton._space import ranked, work
 from tilewright.candidates.triton._write import Nest, Point, write
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store, two_halves
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
@@ -57,15 +56,8 @@ def plan_of(problem: Problem, target: Target) -> Plan | str:
     return _plan(problem, target, torch.get_float32_matmul_precision() != "highest")
 
 
-@lru_cache(maxsize=1024)
-def _plan(problem: Problem, target: Target, tf32: bool) -> Plan | str:
-    try:
-        return _planned(problem, target, tf32=tf32)
-    except Unsupported as why:
-        return str(why)
-
-
-def _planned(problem: Problem, target: Target, *, tf32: bool) -> Plan:
+@or_why
+def _plan(problem: Problem, target: Target, tf32: bool) -> Plan:
     arch = modules.arch_of(target)
     if arch is None:
         raise Unsupported(f"Triton makes nothing for {target.name}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import product
 
 from tilewright.candidates.triton._call import caller
@@ -23,7 +22,7 @@ from tilewright.candidates.triton._module import (
 )
 from tilewright.candidates.triton._rows import Tiles, kernel_text
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Unsupported
+from tilewright.ir.access import Unsupported, or_why
 from tilewright.ir.ops import Param
 from tilewright.ir.region import Region, region_of_rows
 from tilewright.schedule.candidate import GPU, Kernel
@@ -41,17 +40,13 @@ ROOM = 32  # of an SM for programs, and as one ends the next is not begun in no 
 POINTS = 12
 
 
-@lru_cache(maxsize=256)
-def _region(problem: RegionProblem) -> Region | str:
-    """The rows to generate, or the sentence why there are none."""
-    try:
-        region = region_of_rows(problem.roots, check_node)
-    except Unsupported as why:
-        return str(why)
+@or_why
+def _region(problem: RegionProblem) -> Region:
+    region = region_of_rows(problem.roots, check_node)
     if any(region.level.values()) and region.columns > MOST_COLUMNS:
-        return f"a row of {region.columns:,} columns does not fit into registers"
+        raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
     if max(region.rows, region.columns) > NUMBERED:
-        return "more than 2^31 rows or columns"
+        raise Unsupported("more than 2^31 rows or columns")
     return region
 
 
