@@ -24,7 +24,6 @@ LINES = [
 
 def small(monkeypatch, elements=64):
     monkeypatch.setattr(pieces, "PIECE", elements)
-    monkeypatch.setattr(judge, "PIECE", elements)
 
 
 @pytest.mark.parametrize("text", LINES)
@@ -57,7 +56,7 @@ def test_a_wrong_element_is_found_in_its_piece(place, monkeypatch):
 def test_pieces_cover_a_shape_once_in_order(shape, monkeypatch):
     small(monkeypatch, 8)
     t = torch.arange(torch.tensor(shape).prod().int().item() if shape else 1).reshape(shape)
-    parts = [t[i].reshape(-1) for i in pieces.pieces(shape)]
+    parts = [t[i].reshape(-1) for i in pieces.pieces(shape, pieces.most_at_once(t))]
     assert all(p.numel() <= 8 for p in parts)
     assert torch.equal(torch.cat(parts), t.reshape(-1))
 
@@ -80,3 +79,9 @@ def test_judging_takes_a_few_times_the_result():
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(done.stdout) < 17, "times the bytes of the result"
+
+
+def test_pieces_are_larger_where_launching_an_operation_takes_longer_than_a_million_elements():
+    here, there = torch.empty(3), torch.empty(3, device="meta")
+    assert pieces.most_at_once(here, here) == pieces.PIECE
+    assert pieces.most_at_once(here, there) == pieces.ON_GPU * pieces.PIECE

@@ -30,7 +30,7 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Dequantize, LayerNorm, Map, Param, Quantize, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
 from tilewright.schedule.bands import Band, loosened, orderable, stepped
-from tilewright.schedule.pieces import PIECE, by_pieces, part, pieces
+from tilewright.schedule.pieces import by_pieces, most_at_once, part, pieces
 from tilewright.schedule.problem import AnyProblem, AttentionProblem, CarrierProblem, Problem, RegionProblem
 from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
 
@@ -149,7 +149,7 @@ def _product(problem: Problem, params: Mapping[Node, torch.Tensor], roundoff: fl
         return _around(product, bound, torch.minimum(bound, usual), storage)
 
     shape = problem.acc.shape
-    at_once = max(1, PIECE * shape[-2] // max(math.prod(shape), 1))
+    at_once = max(1, most_at_once(a) * shape[-2] // max(math.prod(shape), 1))
     if at_once >= shape[-2]:
         return rows(a)
     found = [torch.empty(shape, dtype=storage) for _ in range(5)]
@@ -352,7 +352,7 @@ def _compare(got: torch.Tensor, expected: Expected, i: int) -> str | None:
     exact = expected.exact[i]
     wrong, total, limit = 0, 0.0, 0.0
     first: tuple[int, ...] = ()
-    for index in pieces(reference.shape):
+    for index in pieces(reference.shape, most_at_once(reference)):
         g, r, lo, hi, w = (part(t, index) for t in (got, reference, low, high, width))
         right = g == r
         if r.is_floating_point():

@@ -23,7 +23,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import LayerNorm, Reduce, Softmax
 from tilewright.schedule.bands import STEP_ROUNDINGS, Band, size
-from tilewright.schedule.pieces import PIECE, by_pieces
+from tilewright.schedule.pieces import by_pieces, most_at_once
 
 SAFETY = 16.0
 EXP_ROUNDINGS = 16
@@ -74,7 +74,7 @@ def _by_rows(x: Band, axes: Sequence[int], row: _Row, *, keep: bool) -> tuple[to
     rows, columns = math.prod(shape[: len(outer)]), math.prod(shape[len(outer) :])
     low, mid, high = (t.permute(order).reshape(rows, columns) for t in (x.low, x.mid, x.high))
     found: list[tuple[torch.Tensor, torch.Tensor]] = []
-    step = max(1, PIECE // max(columns, 1))
+    step = max(1, most_at_once(mid) // max(columns, 1))
     for start in range(0, max(mid.shape[0], 1), step):
         some = slice(start, start + step)
         here = mid[some].double()
