@@ -219,3 +219,12 @@ def test_a_number_that_is_an_argument_gives_the_bits_that_a_literal_gives(scale,
     monkeypatch.setattr(Text, "number", lambda self, key, value: repr(value) if np.isfinite(value) else f"float('{value}')")
     for got, wanted, root in zip(as_arguments, run_expressions(roots, [], given), roots, strict=True):
         assert_same(to_numpy(got, root.dtype), to_numpy(wanted, root.dtype))
+
+
+@pytest.mark.parametrize("scale", [0.0, float("nan"), 0.25])
+def test_an_integer_over_a_scale_that_is_read_may_be_no_number(scale):
+    x = torch.tensor([[0, 1, -7, 2**31 - 1]], dtype=torch.int32)
+    acc, given = Node(Acc(TensorType(S32, (1, 4)))), param(0, torch.tensor(scale), F32)
+    root = Node(Quantize(S8), map_("multiply", convert(acc, F32), const(0.5, F32)), given)
+    (got,) = run_expressions([root], [torch.tensor(scale)], x)
+    assert torch.equal(got, evaluate_nodes((root,), {acc: x, given: torch.tensor(scale)})[0])

@@ -308,7 +308,8 @@ class Casts:
         if zero is not None:
             low, high, nothing = (self._less(bound, zero) for bound in (low, high, nothing))
         # The ends are whole numbers: holding before rounding is holding after it.
-        known = quotient if _is_number(n.src[0]) else self.where(t.v(f"{quotient} == {quotient}"), quotient, nothing)
+        sure = scale in t.numbers and _is_number(n.src[0])
+        known = quotient if sure else self.where(t.v(f"{quotient} == {quotient}"), quotient, nothing)
         held = t.call("minimum", t.call("maximum", known, low), high)
         shifted = t.v(f"{held} + {ROUND!r}")
         code = t.v(f"{self.cast(shifted, 'int32', bits=True)} - {ROUND_BITS:#x}")
