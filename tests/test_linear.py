@@ -171,6 +171,15 @@ def test_state_dicts_copies_and_files():
         other.load_state_dict({k[2:]: v for k, v in state.items() if k.startswith("0.")})
 
 
+def test_float_weights_are_loaded_before():
+    model = torch.nn.Sequential(torch.nn.Linear(64, 8))
+    floats = model.state_dict()
+    tilewright.quantize_(model, "w8")
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"0\.weight is a float weight: load it before tilewright\.quantize_"):
+            model.load_state_dict(floats, strict=strict)
+
+
 def test_conversions_touch_the_bias_alone():
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
     weight = layer.weight.dequantize()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -184,6 +184,21 @@ class Linear(torch.nn.Module):
             for name, of in floats.items():
                 self._buffers[name] = cast("torch.Tensor", self._buffers[name]).view(of)
         return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """As torch does it; but a float weight, which is none of this module's, is not left out in silence."""
+        if f"{prefix}weight" in state_dict:
+            error_msgs.append(f"{prefix}weight is a float weight: load it before tilewright.quantize_, or quantise it anew")
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def get_extra_state(self) -> torch.Tensor:
         """What the buffers mean, as text in bytes, so that a state dict holds tensors alone."""
