@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 
@@ -114,7 +115,7 @@ def compile_rows(
     """Compile a program that holds one product for every number of rows from `first` to `last`.
 
     Args:
-        graph_at: the program for a number of rows; its constants are the same memory for all.
+        graph_at: the program for a number of rows, asked for once for each; its constants are the same memory for all.
         first, last: the range, of two numbers of rows at least.
         device: "cpu", "cuda" or "cuda:1", or a torch device.
         budget_s: seconds for measuring, more than 0.
@@ -129,6 +130,7 @@ def compile_rows(
         hint = "tilewright.compile, for one number of rows" if first == last else "such as first=1, last=4096"
         raise InputError(f"no range of rows from {first} to {last}", hint=hint)
     target = detect(device)
+    graph_at = lru_cache(KEPT)(graph_at)  # tracing a torch module takes most of a second, and races ask for it again
     _varying_axis(graph_at(first), graph_at(last))
     table = regimes(lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress)
     return AnyRows(graph_at, table, target)
