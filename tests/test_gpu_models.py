@@ -31,7 +31,7 @@ if torch.cuda.is_available():
     from tilewright.candidates.triton import attention as triton_attention
     from tilewright.candidates.triton import hopper_attention
     from tilewright.candidates.triton import rows as triton_rows
-    from tilewright.candidates.triton._hopper_rows import Point
+    from tilewright.candidates.triton._hopper_rows import points
 
     GPU = detect("cuda")
 
@@ -265,10 +265,14 @@ def test_attentions_whose_blocks_stay_agree_with_the_oracle(dtype, causal):
     ]
     for mask, extents in ((PRED, (60, 1, 1, 300)), (F32, (1, 6, 200, 300)), (BF16, (60, 1, 1, 300))):
         nodes.append(attention((60, 6, 6, 200, 300, 64, 64), dtype, mask=(mask, extents), causal=causal, zero_masked_rows=True))
+    nodes += [attention(shape, dtype, causal=causal) for shape in ((8, 8, 2, 450, 1000, 64, 64), (4, 4, 4, 333, 700, 128, 128))]
     for node in nodes:
         problem = problem_of(node)
-        schedule = hopper_attention.schedule_of(Point(1, ones=True, streamed=True))
-        assert Bench(problem, GPU, {}, watched=True).attempt(0, hopper_attention.CANDIDATE, schedule).why is None, problem
+        bench = Bench(problem, GPU, {}, watched=True)
+        found = points(hopper_attention._found(problem), GPU.cores, 227 << 10)
+        for i, point in enumerate(p for p in found if p.streamed or p.ring):
+            why = bench.attempt(i, hopper_attention.CANDIDATE, hopper_attention.schedule_of(point)).why
+            assert why is None, (problem, point, why)
 
 
 @pytest.mark.parametrize("dtype", [F16, BF16], ids=str)

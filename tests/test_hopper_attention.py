@@ -1,5 +1,6 @@
 """Attention that holds whole rows of scores: which it takes, in which sizes, and its machine code (no GPU at hand)."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,7 @@ pytest.importorskip("triton")
 
 from tilewright.candidates.triton import hopper_attention
 from tilewright.candidates.triton._hopper_attend import kernel_text
-from tilewright.candidates.triton._hopper_rows import Chunk, Point, chunks, last_seen, points, registers, shared_bytes
+from tilewright.candidates.triton._hopper_rows import Chunk, Point, Ring, chunks, last_seen, points, registers, shared_bytes
 from tilewright.candidates.triton._module import assembly, needs
 
 TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
@@ -66,7 +67,7 @@ def test_both_products_are_warpgroup_instructions_and_two_blocks_share_a_multipr
         (coded(S8), "queries and keys are multiplied as f16, bf16 or both as one 8-bit float"),
         (coded(scale=-1.0), "its scale is not positive"),
         (coded(tokens=448), "all scores of 448 keys do not fit into registers beside 64 columns"),
-        (flash(depth=128), "all scores of 384 keys do not fit into registers beside 128 columns"),
+        (flash(depth=256), "all scores of 384 keys do not fit into registers beside 256 columns"),
         (flash(depth=20), "rows of its queries do not lie in pieces of 16 bytes"),
         (
             problem_of(
@@ -99,7 +100,7 @@ def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where
         return next(iter(hopper_attention.CANDIDATE.schedules(problem_of(Node(Attention(0.125), *src)), gpu())))
 
     assert dict(first(1).knobs) == {"splits": 6, "sums": "adds"}
-    assert dict(first(64).knobs) == {"blocks": "stay", "sums": "products"}
+    assert dict(first(64).knobs) == {"num_stages": 4, "groups": 3, "turns": True, "overlapped": False}
 
 
 @pytest.mark.parametrize(
@@ -117,10 +118,32 @@ def test_blocks_that_stay_are_fed_by_tma_and_hold_all_in_registers(problem, code
     assert code8 is None or (code8 in code and "F2I" not in code)  # conversions would take the exponentials' unit
 
 
+@pytest.mark.parametrize(
+    ("problem", "ring"),
+    [
+        (flash(mask=PRED, extents=(64, 12, 384, 700)), Ring(4, 3, turns=True, overlapped=False)),
+        (coded(S8, BF16, tokens=1000, causal="upper", given=BF16), Ring(4, 2, turns=False, overlapped=True)),
+    ],
+    ids=["a mask", "causal, s8 codes"],
+)
+def test_any_number_of_keys_passes_through_shared_memory(problem, ring):
+    heads, point = hopper_attention._found(problem), Point(1, ones=False, ring=ring)
+    assert point in points(heads, 132, 227 << 10)
+    kernel = hopper_attention.machine_code(heads, problem, point).kernel
+    code, found = assembly(kernel), needs(kernel)
+    assert "UTMALDG" in code and "HGMMA.64x128x16.F32" in code and "HGMMA.64x64x16.F32" in code
+    assert found.spills == 0 and found.shared_bytes <= 227 << 10
+    assert code.count("MUFU.EX2") < 400  # two chunks for each warpgroup, not all of them one after the other
+    if ring.overlapped:  # exponentials stand before the wait for the products that are asked for before them
+        last = code.rindex("HGMMA.64x128x16")
+        waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR", code[last:])]
+        assert code[last + waits[0] : last + waits[1]].count("MUFU.EX2") >= 64
+
+
 def test_point_and_schedule_name_one_another():
     heads = hopper_attention._found(flash())
     found = points(heads, 132, 227 << 10)
-    assert Point(1, ones=True, streamed=True) in found and len(found) == 13
+    assert Point(1, ones=True, streamed=True) in found and len(found) == 17
     assert [hopper_attention.point_of(hopper_attention.schedule_of(p)) for p in found] == found
 
 

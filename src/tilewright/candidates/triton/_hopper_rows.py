@@ -12,11 +12,30 @@ from tilewright.ir.access import Access, Place
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 
+HELD = 224  # registers of a thread that scores and result may take
 ROWS = 64  # queries of a warpgroup
 WIDEST = 128  # keys of a product
 LEAVING = 2 << 10  # bytes by which a warpgroup's results are exchanged among threads
 GROUPS = 2  # warpgroups of a block that stays
 AHEAD = 2  # heads whose keys and values it has in shared memory
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Sizes of a kernel through whose shared memory keys and values pass.
+
+    Attributes:
+        stages: chunks of `WIDEST` keys, and of their values, that are there.
+        groups: warpgroups that multiply, by 64 queries each.
+        turns: one after the other is at its exponentials.
+        overlapped: a product's wait is held back until the exponentials that it goes on beside are done; rows are gone
+            through in four parts at once.
+    """
+
+    stages: int
+    groups: int
+    turns: bool
+    overlapped: bool
 
 
 @dataclass(frozen=True)
@@ -26,12 +45,14 @@ class Point:
     Attributes:
         splits: blocks that share a head's queries.
         ones: weights are added up by the matrix unit, as their product with ones: fewer instructions and registers.
+        ring: keys and values pass through shared memory, however many there are (`_hopper_flash.py`).
         streamed: blocks stay, two warpgroups each, and have the next head brought meanwhile (`_hopper_stream.py`).
     """
 
     splits: int
     ones: bool
     streamed: bool = False
+    ring: Ring | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +99,14 @@ def shared_bytes(heads: Heads, point: Point) -> int:
 def registers(heads: Heads) -> int:
     """Of a thread, for its part of the scores and the result."""
     return (sum(c.extent for c in chunks(heads.keys)) + power(heads.width)) // 2
+
+
+def stages(heads: Heads, groups: int, shared: int) -> int:
+    """Chunks that shared memory has room for."""
+    each = heads.unit.bits // 8
+    depth_bytes = power(heads.depth) * (each if heads.q.codes is None else 1)
+    left = shared - groups * (ROWS * depth_bytes + LEAVING) - 1024  # barriers and the like
+    return min(left // (WIDEST * (depth_bytes + power(heads.width) * each + 4)), 4)
 
 
 def unaligned(heads: Heads) -> str | None:
@@ -132,6 +161,8 @@ def leaf_of(at: Access) -> Node | None:
 
 def blocks(heads: Heads, point: Point, multiprocessors: int) -> int:
     """Of the whole kernel."""
+    if point.ring:
+        return min(multiprocessors, heads.batch * heads.heads * -(-heads.queries // (point.ring.groups * ROWS)))
     if point.streamed:
         return min(multiprocessors, heads.batch * heads.heads)
     return heads.batch * heads.heads * point.splits
@@ -141,8 +172,12 @@ def expected(heads: Heads, point: Point, multiprocessors: int, shared: int) -> f
     """How long a kernel takes, in tiles of queries that one block works at: its rounds of blocks, each of which waits for
     keys and values first."""
     tiles = -(-heads.queries // ROWS)
+    if point.ring:  # measured: a round of a ring over 384 keys, as 1.36 or 1.05 tiles, of blocks that stay, as half a tile each
+        rounds = math.ceil(heads.batch * heads.heads * math.ceil(tiles / point.ring.groups) / multiprocessors)
+        each = (1.36 if point.ring.groups == 3 else 1.05) * (1.2 if heads.causal != "no" else 1.0)
+        return 1.0 + rounds * each
     if point.streamed:
-        return 1.0 + math.ceil(heads.batch * heads.heads / multiprocessors) * tiles / GROUPS
+        return 1.0 + math.ceil(heads.batch * heads.heads / multiprocessors) * tiles * 0.52
     at_once = max(min(shared // (shared_bytes(heads, point) + 1024), 2), 1)
     rounds = math.ceil(blocks(heads, point, multiprocessors) / (multiprocessors * at_once))
     return rounds * (1.0 + math.ceil(tiles / point.splits))
@@ -150,11 +185,24 @@ def expected(heads: Heads, point: Point, multiprocessors: int, shared: int) -> f
 
 def points(heads: Heads, multiprocessors: int, shared: int) -> list[Point]:
     """That fit, best guess first."""
-    found = [Point(n, ones) for n in range(1, -(-heads.queries // ROWS) + 1) for ones in (False, True)]
-    if heads.queries > ROWS and heads.v.codes is None and brought(heads) is not None:  # each warpgroup has a tile of every head
-        found.append(Point(1, ones=True, streamed=True))
-    found = [p for p in found if shared_bytes(heads, p) <= shared]
+    found: list[Point] = []
+    if registers(heads) <= HELD:
+        found += [Point(n, ones) for n in range(1, -(-heads.queries // ROWS) + 1) for ones in (False, True)]
+        if heads.queries > ROWS and heads.v.codes is None and brought(heads) is not None:  # a tile of every head for each group
+            found.append(Point(1, ones=True, streamed=True))
+        found = [p for p in found if shared_bytes(heads, p) <= shared]
+    groups = 3 if heads.width <= 64 and heads.causal == "no" else 2
+    count = stages(heads, groups, shared)
+    if heads.keys > ROWS and count > 1 and flows(heads):
+        kinds = ((True, False), (True, True), (False, True), (False, False))  # turns, overlapped; sorting keeps this order
+        found += [Point(1, ones=False, ring=Ring(count, groups, *kind)) for kind in kinds]
     return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
+
+
+def flows(heads: Heads) -> bool:
+    """Whether any number of keys may pass through shared memory."""
+    by_keys = heads.mask is None or same_for_queries(heads, heads.mask)
+    return by_keys and heads.v.codes is None and brought(heads) is not None
 
 
 def same_for_queries(heads: Heads, mask: Access) -> bool:

@@ -1,4 +1,5 @@
-"""Generated attention for Hopper that holds whole rows of scores in registers (`_hopper_attend.py`)."""
+"""Generated attention for Hopper: whole rows of scores in registers (`_hopper_attend.py`, `_hopper_stream.py`), or of some keys
+at a time (`_hopper_flash.py`)."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ from tilewright.candidates.triton._hopper_attend import WARPS, arguments, kernel
 from tilewright.candidates.triton._hopper_attend_run import streamed_caller
 from tilewright.candidates.triton._hopper_brief import NATIVE_FP8
 from tilewright.candidates.triton._hopper_build import TMA_TYPES, descriptor
-from tilewright.candidates.triton._hopper_rows import Point, blocks, brought, points, registers, unaligned
+from tilewright.candidates.triton._hopper_flash import flash_text
+from tilewright.candidates.triton._hopper_rows import HELD, Point, Ring, blocks, brought, flows, points, registers, unaligned
 from tilewright.candidates.triton._hopper_stream import streamed_arguments, streamed_text
 from tilewright.candidates.triton._module import INSTALL, Arch, Built, build, installed, launcher, needs
+from tilewright.candidates.triton._text import Written
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported
@@ -25,8 +28,7 @@ from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
-HELD = 224  # registers of a thread that scores and result may take
-MOST_TRIED = 4  # points
+MOST_TRIED = 6  # points
 
 
 @lru_cache(maxsize=256)
@@ -47,7 +49,7 @@ def _heads(problem: AttentionProblem) -> Heads | str:
         return "its scale is not positive"
     if found.causal == "lower" and found.keys < found.queries:
         return "causality hides all keys from some queries"
-    if registers(found) > HELD or max(power(found.depth), power(found.width)) > 128:
+    if (registers(found) > HELD and not flows(found)) or max(power(found.depth), power(found.width)) > 128:
         return f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns"
     return why or found
 
@@ -91,7 +93,7 @@ class HopperAttention:
         count = blocks(heads, point, target.cores)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            if point.streamed:
+            if point.streamed or point.ring:
                 return streamed_caller(heads, problem, built, count, target, weights)
             launch = launcher(built.kernel, (count,), target.index, built.numbers)
             return caller(sources_of(heads), problem.outputs, launch, weights, target)
@@ -118,6 +120,9 @@ def _found(problem: AttentionProblem) -> Heads:
 
 def schedule_of(point: Point) -> Schedule:
     """A point as plans and reports have it."""
+    if point.ring:
+        r = point.ring
+        return Schedule.of(num_stages=r.stages, groups=r.groups, turns=r.turns, overlapped=r.overlapped)
     sums = "products" if point.ones else "adds"
     return Schedule.of(blocks="stay", sums=sums) if point.streamed else Schedule.of(splits=point.splits, sums=sums)
 
@@ -125,20 +130,30 @@ def schedule_of(point: Point) -> Schedule:
 def point_of(schedule: Schedule) -> Point:
     """The point that a schedule names."""
     knobs = dict(schedule.knobs)
+    if "num_stages" in knobs:
+        ring = Ring(int(knobs["num_stages"]), int(knobs["groups"]), bool(knobs["turns"]), bool(knobs["overlapped"]))
+        return Point(1, ones=False, ring=ring)
     return Point(int(knobs.get("splits", 1)), knobs["sums"] == "products", streamed="blocks" in knobs)
 
 
 def machine_code(heads: Heads, problem: AttentionProblem, point: Point, device: int = 0) -> Built:
     """The kernel."""
-    names = (streamed_arguments if point.streamed else arguments)(heads)
+    names = (streamed_arguments if point.streamed or point.ring else arguments)(heads)
     signature = {n: pointer_type((problem.types if n[0] == "p" else problem.outputs)[int(n[1:])].dtype) for n in names}
-    found = brought(heads) if point.streamed else None
+    tma = point.streamed or point.ring
+    found = brought(heads) if tma else None
     if found is not None:
         operands = zip("qkv", (heads.q, heads.k, heads.v), found, strict=True)
         boxes = {f"{n}_desc": descriptor(TMA_TYPES[o.dtype.name], b.array.box) for n, o, b in operands}
         signature = boxes | signature
-    text = (streamed_text if point.streamed else kernel_text)(heads, point)
+    text = _text(heads, point)
     return build(text, "kernel", signature, Arch("cuda", 90, 32), device, enable_fp_fusion=False, num_warps=WARPS)
+
+
+def _text(heads: Heads, point: Point) -> Written:
+    if point.ring:
+        return flash_text(heads, point.ring)
+    return streamed_text(heads, point) if point.streamed else kernel_text(heads, point)
 
 
 CANDIDATE = HopperAttention()
