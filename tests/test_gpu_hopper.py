@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gated import gated
-from test_hopper import alike_heads, heads, layer
+from test_hopper import alike_heads, heads, layer, problem
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const
@@ -28,6 +28,9 @@ CASES = {
     "s8, SwiGLU, codes": lambda: gated(S8, (900,), 400, 480, S8),
     "fp8, SwiGLU, codes": lambda: gated(F8E4M3FN, (333,), 272, 352, F8E4M3FN),
     "f16, SwiGLU of a batch": lambda: gated(F16, (190,), 200, 96, batch=(3,)),
+    "bf16, few tiles, gelu": lambda: problem("bf16[300,1000] @ bf16[1000,328] + bias, gelu_tanh -> bf16"),
+    "fp8, few tiles": lambda: problem("f8e4m3fn[2,100,2064] scale=channel @ f8e4m3fn[2,256,2064]^T scale=channel -> bf16"),
+    "s8, few tiles, codes": lambda: problem("s8[77,1040] scale=tensor @ s8[1040,320] scale=channel -> s8 scale=tensor"),
     "s8, heads": heads,
     "s8, heads that are alike": alike_heads,
     "s8, heads with ranges of one bias": lambda: alike_heads(joined=True),
@@ -40,14 +43,18 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
     from tilewright.candidates.triton._hopper_space import points
     from tilewright.candidates.triton.hopper import CANDIDATE
 
-    problem, target = CASES[name](), detect("cuda")
-    plan = plan_of(problem)
-    weights = {i: t.cuda() for i, t in enumerate(random_sources(problem)) if problem.weights[i]}
+    asked, target = CASES[name](), detect("cuda")
+    plan = plan_of(asked)
+    weights = {i: t.cuda() for i, t in enumerate(random_sources(asked)) if asked.weights[i]}
     kinds = {}
-    for p in points(problem, plan, replace(target, cores=4)):  # a few blocks, of many tiles each
-        kinds.setdefault((p.tile_n, p.pingpong, p.paired, p.hold, p.widened, p.shared_tiles > 0), p)
+    cores = target.cores if "few tiles" in name else 4  # else a few blocks, of many tiles each
+    for p in points(asked, plan, replace(target, cores=cores)):
+        kinds.setdefault((p.split, p.tile_n, p.pingpong, p.paired, p.hold, p.widened, p.shared_tiles > 0), p)
     chosen = list(kinds.values())
-    bench = Bench(problem, target, weights, watched=True)
+    if "few tiles" in name:
+        chosen = [p for p in chosen if p.split > 1]
+        assert chosen
+    bench = Bench(asked, target, weights, watched=True)
     for i, p in enumerate(chosen[:: -(-len(chosen) // 8)]):
         why = bench.attempt(i, CANDIDATE, p.schedule(plan.tile_k)).why
         assert why is None, f"{p}: {why}"

@@ -24,6 +24,7 @@ from tilewright.candidates.triton import _hopper_ptx as ptx
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton._hopper_plan import plan_of
 from tilewright.candidates.triton._hopper_space import Point, form_of, plan_for, points
+from tilewright.candidates.triton._hopper_split import room_bytes
 from tilewright.candidates.triton._hopper_text import Writer
 from tilewright.candidates.triton._module import assembly, needs
 from tilewright.candidates.triton.hopper import CANDIDATE, compiled
@@ -149,6 +150,16 @@ CASES = {
         replace(WHOLE, tile_n=128, num_stages=6, shared_tiles=32, blocks=132),
         ["HGMMA.64x128x16.F32.BF16", "ATOMG", "UTMASTG.2D"],
     ),
+    "bf16, K shared out in clusters": (
+        "bf16[1000,4096] @ bf16[4096,1024] + bias, gelu_tanh -> bf16",
+        replace(WHOLE, tile_n=192, num_stages=4, split=3),
+        ["HGMMA.64x192x16.F32.BF16", "STS.128", "UBLKCP", "LDS.128", "UTMASTG.2D"],
+    ),
+    "s8, K shared out in clusters": (
+        "s8[64,4096] scale=tensor @ s8[1024,4096]^T scale=channel -> s8 scale=tensor",
+        replace(WHOLE, tile_n=128, num_stages=6, split=2),
+        ["IGMMA.64x128x32.S8.S8", "STS.128", "UBLKCP", "LDS.128", "UTMASTG.2D"],
+    ),
     "fp8, gelu, fp8 out, in turns": (
         layer(F8E4M3FN, 3072, "gelu", F8E4M3FN),
         replace(WHOLE, tile_n=192, pingpong=True, widened=True),
@@ -206,6 +217,7 @@ def test_nothing_is_read_before_the_kernel_ahead_has_ended():
         "f8e4m3fn[128,8192] scale=channel @ f8e4m3fn[10240,8192]^T scale=channel -> bf16",
         "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8",
         "bf16[1000,4096] @ bf16[4096,776] + bias -> bf16",
+        "bf16[128,4096] @ bf16[4096,4096]^T + bias -> bf16",
     ],
 )
 def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
@@ -217,8 +229,10 @@ def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
         form = form_of(p, plan_for(plan, point), point)
         assert form.stage_bytes * form.num_stages + form.out_bytes < CHIP.shared_bytes
         assert point.blocks <= H200.cores
-        if point.paired:
-            assert point.blocks % 2 == 0
+        assert point.blocks % form.cluster == 0
+        if point.split > 1:  # what the cluster's blocks send lies in the ring, and there is one tile for each cluster
+            assert room_bytes(point.tile_m * point.tile_n, point.split) <= form.num_stages * form.stage_bytes
+            assert form.tiles(plan.batch, plan.M, plan.N) * point.split == point.blocks
     times = [predict(CANDIDATE, p, s, H200) for s in CANDIDATE.schedules(p, H200)]
     assert times[0] == min(times) > max(p.ops / 1979e6, p.bytes / 4800e3)  # no product is faster than the chip
 
@@ -252,7 +266,14 @@ def test_other_architectures_are_refused():
 
 
 @pytest.mark.parametrize(
-    "rewrite", [ptx.widest_products, ptx.paired, lambda t: ptx.narrowed(t, 192), lambda t: ptx.unsigned(t, True, False)]
+    "rewrite",
+    [
+        ptx.widest_products,
+        ptx.paired,
+        lambda t: ptx.narrowed(t, 192),
+        lambda t: ptx.unsigned(t, True, False),
+        lambda t: ptx.split(t, 2, 2, (4, 4)),
+    ],
 )
 def test_a_text_that_is_not_as_expected_is_not_rewritten(rewrite):
     with pytest.raises(ptx.UnexpectedPtx):

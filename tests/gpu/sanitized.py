@@ -92,6 +92,14 @@ def cases():
             H200,
         ),
         (
+            "hopper clusters share K",
+            hopper,
+            gemm_of("bf16[300,1032] @ bf16[1032,264] + bias, gelu -> bf16"),
+            lambda k: k["split"] == 3 and k["tile_m"] == 128,
+            H200,
+        ),
+        ("hopper clusters share K, s8", hopper, gemm_of("s8[70,1040] @ s8[1040,272] -> s8"), lambda k: k["split"] > 1, H200),
+        (
             "hopper fp8 by rows",
             hopper,
             gemm_of("f8e4m3fn[130,400] scale=channel @ f8e4m3fn[400,208] scale=channel -> bf16"),

@@ -51,7 +51,7 @@ def test_every_type_is_right_at_points_of_every_kind():
     for problem in problems:
         kinds = {}
         for s in CANDIDATE.schedules(problem, device()):
-            kinds.setdefault((s["hold"], s["paired"], s["shared_tiles"] > 0, s["tile_n"] in (64, 128, 256)), s)
+            kinds.setdefault((s["hold"], s["paired"], s["shared_tiles"] > 0, s["split"], s["tile_n"] in (64, 128, 256)), s)
         cases += [(problem, s) for s in kinds.values()]
     assert_right(CANDIDATE, cases)
 
@@ -67,9 +67,16 @@ def test_a_weight_packed_for_wide_stores_gives_the_same():
     assert torch.equal(run([a, b])[0], (a.double() @ b.double()).long().to(torch.int8))
 
 
-def test_parts_of_k_are_added_up_in_the_same_order_on_every_run():
-    problem = problem_of(parse("bf16[256,8192] @ bf16[8192,512] -> f32").outputs[0])
-    schedule = next(s for s in CANDIDATE.schedules(problem, device()) if s["shared_tiles"] > 0)
+@pytest.mark.parametrize(
+    ("line", "knob", "none"),
+    [
+        ("bf16[256,8192] @ bf16[8192,512] -> f32", "shared_tiles", 0),
+        ("bf16[128,4096] @ bf16[4096,4096]^T -> bf16", "split", 1),
+    ],
+)
+def test_parts_of_k_are_added_up_in_the_same_order_on_every_run(line, knob, none):
+    problem = problem_of(parse(line).outputs[0])
+    schedule = next(s for s in CANDIDATE.schedules(problem, device()) if s[knob] > none)
     assert_the_same_every_time(CANDIDATE, problem, schedule)
 
 

@@ -11,7 +11,15 @@ from typing import Any
 from tilewright.candidates.triton import _module as module
 from tilewright.candidates.triton._casts import pointer_type
 from tilewright.candidates.triton._hopper_form import Form
-from tilewright.candidates.triton._hopper_ptx import Rewrite, narrowed, paired, rewriting, unsigned, widest_products
+from tilewright.candidates.triton._hopper_ptx import (
+    Rewrite,
+    narrowed,
+    paired,
+    rewriting,
+    split,
+    unsigned,
+    widest_products,
+)
 from tilewright.candidates.triton._hopper_text import Writer
 from tilewright.dtype import U8, DType
 
@@ -72,12 +80,16 @@ class _Rewritten:
     lhs_unsigned: bool
     rhs_unsigned: bool
     paired: bool
+    split: int
+    groups: int
+    ring_bytes: tuple[int, int]
 
     @classmethod
     def of(cls, form: Form) -> _Rewritten:
         widest = form.acc.is_integer and form.shape_n == 256
         columns = form.tile_n if form.tile_n < form.shape_n else None
-        return cls(widest, columns, form.lhs.dtype is U8, form.rhs.dtype is U8, form.paired)
+        rings = form.num_stages * form.tile_m * 128, form.num_stages * form.tile_n * 128
+        return cls(widest, columns, form.lhs.dtype is U8, form.rhs.dtype is U8, form.paired, form.split, form.groups, rings)
 
     def rewrites(self) -> list[Rewrite]:
         """In order."""
@@ -86,6 +98,8 @@ class _Rewritten:
             found.append(partial(narrowed, columns=self.columns))
         if self.lhs_unsigned or self.rhs_unsigned:
             found.append(partial(unsigned, lhs=self.lhs_unsigned, rhs=self.rhs_unsigned))
+        if self.split > 1:
+            found.append(partial(split, blocks=self.split, groups=self.groups, ring_bytes=self.ring_bytes))
         return [*found, paired] if self.paired else found
 
 

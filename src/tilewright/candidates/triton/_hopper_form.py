@@ -101,6 +101,7 @@ class Form:
         coded: the right operand is codes, of which the loading warps make numbers.
         second: what stands in the stores for sums of the right half of the right operand's columns, which meet those of the
             left half: a tile has as many of both.
+        split: blocks of a cluster that have a share of K each, add up their sums, and finish a share of the columns each.
     """
 
     lhs: Side
@@ -123,6 +124,7 @@ class Form:
     blocks: Blocks | None = None
     coded: Coded | None = None
     second: Node | None = None
+    split: int = 1
 
     @property
     def halves(self) -> int:
@@ -155,6 +157,21 @@ class Form:
         return 1 << (self.tile_n - 1).bit_length()
 
     @property
+    def own_n(self) -> int:
+        """Columns of a tile that one block finishes."""
+        return self.width // self.split
+
+    @property
+    def own_shape_n(self) -> int:
+        """The same as Triton is told."""
+        return self.shape_n if self.split == 1 else self.own_n
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that are started together."""
+        return 2 if self.paired else self.split
+
+    @property
     def unit(self) -> int:
         """Rows of the right operand, columns of the result, that one copy brings."""
         share = self.tile_n // (2 if self.paired or self.second else 1)
@@ -171,6 +188,11 @@ class Form:
         widest = 128 if self.acc.is_integer else 256
         return 16, min(self.shape_n, widest), 256 // self.lhs.dtype.bits
 
+    def fragment(self, columns: int) -> str:
+        """Gluon's layout of so many columns as products leave them."""
+        m, n, k = self.instruction
+        return f"gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {min(columns, n)}, {k}])"
+
     def tiles(self, batch: int, M: int, N: int) -> int:
         """Of a result; where blocks work in pairs, pairs of tiles one below the other."""
         down = -(-M // (self.tile_m * (2 if self.paired else 1)))
@@ -179,7 +201,7 @@ class Form:
     @property
     def pieces(self) -> int:
         """Of a result that is held."""
-        return self.width // self.outs[0].columns
+        return self.own_n // self.outs[0].columns
 
     @property
     def stage_bytes(self) -> int:

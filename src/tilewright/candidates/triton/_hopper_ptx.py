@@ -21,6 +21,7 @@ Rewrite = Callable[[str], str]
 _MMA = re.compile(
     r"(\twgmma\.mma_async\.sync\.aligned\.m64n)128(k32\.s32\.[su]8\.[su]8) \{([^}]*)\}, (%rd\d+), (%rd\d+), ([^;]*;)"
 )
+MARKED = 1000  # arrivals of what is no barrier and tells an address
 _LOCK = Lock()
 
 
@@ -97,40 +98,91 @@ def paired(ptx: str) -> str:
 
     One thread sets them up at the kernel's very beginning, where all threads can still meet those of the other block.
     """
-    bases = set(re.findall(r"mov\.b32 \t(%r\d+), global_smem;", ptx))
-    added = re.findall(r"add\.s32 \t(%r\d+), (%r\d+), (\d+);", ptx)
-    at = {name: int(offset) for name, base, offset in added if base in bases}
-    barriers = [(at[m[1]], int(m[2])) for m in _INIT.finditer(ptx) if m[1] in at]
+    at, barriers = _places(ptx)
     descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
-    if len(barriers) != len(_INIT.findall(ptx)) or len(barriers) < 2 or len(descriptors) < 2:
-        raise UnexpectedPtx("barriers or descriptors are not where they were")
+    if len(descriptors) < 2:
+        raise UnexpectedPtx("descriptors are not where they were")
     moved = set(re.findall(rf"mov\.b64 \t(%rd\d+), {descriptors[1]};", ptx))
     right = {new for new, old in re.findall(r"cvta\.param\.u64 \t(%rd\d+), (%rd\d+);", ptx) if old in moved}
     copies = [m for m in _COPY.finditer(ptx) if m[3] in right]
     if not copies or not _ARRIVE.search(ptx):
         raise UnexpectedPtx("no copy of the right operand, or no stage that is given back")
-    ptx = _INIT.sub("", ptx)
     ptx = _COPY.sub(lambda m: f"{m[1]}.multicast::cluster{m[2]}, %both;" if m[3] in right else m[0], ptx)
     ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _told_both(m), ptx)  # turns are a block's own, at a fixed place
-    start = [
+    named = [
         "\t.reg .b16 %both;",
+        "\tmov.b16 %both, 3;",
+        "\tmov.u32 %other, %cluster_ctarank;",
+        "\txor.b32 %other, %other, 1;",
+    ]
+    return _begun(ptx, 2, barriers, named)
+
+
+def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> str:
+    """Clusters of blocks that send one another parts of sums (`_hopper_split`), each of so many warpgroups.
+
+    What looks like barriers of MARKS arrivals tells where both operands' rings are, of `ring_bytes`, which must follow one
+    another. The last barriers are `done`, at which all of the cluster's warpgroups arrive in every block, and `came`, one of
+    each warpgroup.
+    """
+    at, found = _places(ptx)
+    rings = {count: offset for offset, count in found if count > MARKED}
+    barriers = [(offset, count) for offset, count in found if count <= MARKED]
+    if len(rings) != 2 or len(barriers) < 3 + groups:
+        raise UnexpectedPtx("the rings are not marked")
+    (first, length), (second, _) = sorted(zip((rings[n] for n in sorted(rings)), ring_bytes, strict=True))
+    done, came = barriers[-1 - groups][0], [offset for offset, _ in barriers[-groups:]]
+    if first + length != second or came != [came[0] + 8 * g for g in range(groups)]:
+        raise UnexpectedPtx("the rings or the barriers do not follow one another")
+    there = "\n\t".join(
+        f"mapa.shared::cluster.u32 %there, %there0, {i};\n\t{{0}} mbarrier.arrive.shared::cluster.b64 _, [%there];"
+        for i in range(blocks)
+    )
+    told = 0
+
+    def everywhere(m: re.Match[str]) -> str:
+        nonlocal told
+        if at.get(m[2]) != done:
+            return m[0]
+        told += 1
+        return f"\t{{\n\t.reg .b32 %there0, %there;\n\tmov.b32 %there0, {m[2]};\n\t{there.format(m[1])}\n\t}}"
+
+    ptx = _ARRIVE.sub(everywhere, ptx)
+    ptx, sends = re.subn(r"\bCAME\b", f"global_smem+{came[0]}", ptx)
+    ptx = re.sub(r"\bRING\b", f"global_smem+{first}", ptx)
+    if told != 2 * groups or not sends:
+        raise UnexpectedPtx("nobody says that the ring is free or all have come, or nobody sends")
+    return _begun(ptx, blocks, barriers, [])
+
+
+def _places(ptx: str) -> tuple[dict[str, int], list[tuple[int, int]]]:
+    """Registers that hold fixed addresses of shared memory, and of each barrier its address and its arrivals."""
+    bases = set(re.findall(r"mov\.b32 \t(%r\d+), global_smem;", ptx))
+    added = re.findall(r"add\.s32 \t(%r\d+), (%r\d+), (\d+);", ptx)
+    at = {name: int(offset) for name, base, offset in added if base in bases} | dict.fromkeys(bases, 0)
+    barriers = [(at[m[1]], int(m[2])) for m in _INIT.finditer(ptx) if m[1] in at]
+    if len(barriers) != len(_INIT.findall(ptx)) or len(barriers) < 2:
+        raise UnexpectedPtx("barriers are not where they were")
+    return at, barriers
+
+
+def _begun(ptx: str, size: int, barriers: list[tuple[int, int]], more: list[str]) -> str:
+    """Clusters of so many blocks, whose barriers one thread sets up before any block of the cluster goes on."""
+    start = [
         "\t.reg .b32 %other;",
         "\t.reg .pred %first;",
-        "\tmov.b16 %both, 3;",
         "\tmov.u32 %other, %tid.x;",
         "\tsetp.eq.u32 %first, %other, 0;",
         *(f"\t@%first mbarrier.init.shared::cta.b64 [global_smem+{offset}], {count};" for offset, count in barriers),
         "\tfence.mbarrier_init.release.cluster;",
         "\tbarrier.cluster.arrive.release.aligned;",
         "\tbarrier.cluster.wait.acquire.aligned;",
-        "\tmov.u32 %other, %cluster_ctarank;",
-        "\txor.b32 %other, %other, 1;",
+        *more,
     ]
-    ptx, headers = re.subn(r"(?m)^(\.reqntid .*)$", r"\1\n.explicitcluster\n.reqnctapercluster 2, 1, 1", ptx)
-    ptx, entries = re.subn(r"(?m)^(// %bb\.0:.*)$", lambda m: "\n".join([m[1], *start]), ptx)
-    if (headers, entries) != (1, 1):
+    ptx, entries = re.subn(r"(?m)^(// %bb\.0:.*)$", lambda m: "\n".join([m[1], *start]), _INIT.sub("", ptx))
+    if entries != 1:
         raise UnexpectedPtx("the kernel does not begin as it did")
-    return ptx
+    return clustered(ptx, size)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from itertools import product
 from tilewright.candidates.triton._hopper_alike import alike
 from tilewright.candidates.triton._hopper_form import HELD, Form, Out, Side, size
 from tilewright.candidates.triton._hopper_plan import Plan, with_wide_stores
+from tilewright.candidates.triton._hopper_split import room_bytes
 from tilewright.candidates.triton._hopper_view import TmaView, tma_view
 from tilewright.dtype import PRED
 from tilewright.hardware.target import Target
@@ -28,6 +29,7 @@ from tilewright.schedule.schedule import Schedule
 
 TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
 BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns share a scale
+SPLIT_TILES = ((128, 192), (128, 128), (128, 96), (128, 64))  # others lost wherever they were tried
 PINGPONG_TILES = ((128, 192), (128, 160), (128, 128), (64, 256))
 MOST_STAGES = 8
 HALVED = 64  # columns of a tile, at least, both halves of which begin where 32 columns do
@@ -35,6 +37,10 @@ BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
 LONG = frozenset({"gelu", "gelu_tanh", "erf", "erfc", "tanh", "silu", "logistic"})
 MOST_SHARED = 64 * 128  # elements of a warpgroup's part of a shared tile: what it keeps in registers beside those it adds
 LATER = 0.03
+# Of an H200's 132 SMs, those that clusters of so many blocks find room on: they do not span the chip's parts.
+ROOM = {2: 1.0, 3: 117 / 132, 4: 112 / 132}
+EXCHANGE_CYCLES = 1200.0  # of a cluster: all are done with their rings, sums are sent, all have come
+SENT_BYTES_PER_CYCLE = 8.0  # from one block of a cluster to the others
 FEWEST_STEPS = 4  # along K that are worth a share of a tile
 SHARED_BYTES_PER_CYCLE = 121.0  # of an SM, of 32 banks of 4 bytes
 SCALED = 1.2  # a step whose sums are multiplied by scales
@@ -46,6 +52,8 @@ PART_CYCLES = 0.63  # of each of its elements
 STEP_CYCLES = 1.0 / 64  # of an elementwise step on an element, for a warpgroup beside another one
 TURN_CYCLES = 0.07  # of an element of a tile that is stored while the next one is multiplied: shared memory serves both
 FETCHED_CYCLES, READ_CYCLES = 0.10, 0.25  # of an element of an operand as large as the result, by TMA or by threads
+CROSSING = 1.2  # of the time of memory, where two blocks read the same columns, often from the other half of L2
+PAIR_CYCLES = 600.0  # that blocks of a pair wait for one another
 FEWEST_TURNS = 4  # tiles of a block that are worth taking turns
 IN_TURNS = 0.93  # of a step, where one warpgroup alone multiplies: less than its bytes of shared memory say
 FEW_STAGES = 1.12  # a step of a ring of fewer than four
@@ -61,6 +69,7 @@ class Point:
         tile_m, tile_n, num_stages, group_m, pingpong, hold, widened, paired: see `_hopper_text.Form`.
         blocks: that are started.
         shared_tiles: tiles at the end of which every block has an even share of K.
+        split: blocks of a cluster that have a share of K each and finish a share of the columns.
     """
 
     tile_m: int
@@ -73,6 +82,7 @@ class Point:
     paired: bool
     blocks: int
     shared_tiles: int
+    split: int = 1
 
     def schedule(self, tile_k: int) -> Schedule:
         """As reports print it."""
@@ -88,6 +98,7 @@ class Point:
             paired=self.paired,
             blocks=self.blocks,
             shared_tiles=self.shared_tiles,
+            split=self.split,
         )
 
 
@@ -112,6 +123,7 @@ def point_of(schedule: Schedule) -> Point:
         bool(knobs["paired"]),
         number("blocks"),
         number("shared_tiles"),
+        number("split"),
     )
 
 
@@ -126,12 +138,12 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
     rows = point.tile_m if point.pingpong else point.tile_m // groups
     outs: list[Out] = []
     for access in plan.stores:
-        widest = math.gcd(128 // size(access.root.dtype), point.tile_n // plan.halves)
+        widest = math.gcd(128 // size(access.root.dtype), point.tile_n // plan.halves // point.split)
         if not quantised_at_once(access.root) and any(isinstance(n.op, Map) and n.op.fn in LONG for n in access.views):
             widest = min(widest, 64)  # of wider ones more would be under way than there are registers
         fitting = (_out(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a piece
         outs.append(next((o for o in fitting if o.view is not None), Out(access, None, widest)))
-    if len(outs) == 1 and not point.hold and not point.shared_tiles:
+    if len(outs) == 1 and not point.hold and not point.shared_tiles and point.split == 1:
         outs[0] = replace(outs[0], fetched=_fetched(outs[0], plan, rows))
     return Form(
         Side(plan.lhs.dtype, plan.lhs.along_k, plan.lhs.batched, shared=_shared(plan.lhs.strides[0], plan)),
@@ -153,6 +165,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         tuple(outs),
         plan.blocks,
         second=plan.second,
+        split=point.split,
     )
 
 
@@ -187,9 +200,9 @@ def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     found = list(_legal(problem, plan, target))
     took = {p: float(predict_us(work(problem, plan, p, target), target)) for p in found}
     found.sort(key=lambda p: took[p])
-    alike: dict[tuple[int, int, bool], int] = {}
+    alike: dict[tuple[int, int, bool, int], int] = {}
     for p in found:  # what tiles differ in is better known than what kernels of one tile do: those come later and later
-        key = p.tile_m, p.tile_n, p.pingpong
+        key = p.tile_m, p.tile_n, p.pingpong, p.split
         earlier = alike.get(key, 0)
         alike[key] = earlier + 1
         took[p] *= 1 + LATER * earlier
@@ -222,9 +235,33 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
                     continue
                 point = replace(base, hold=hold, blocks=blocks * pairs, shared_tiles=shared)
                 form = form_of(problem, plan_for(plan, point), point)
-                stages = min((target.chip.shared_bytes - form.out_bytes - BARRIERS_BYTES) // form.stage_bytes, MOST_STAGES)
+                stages = _stages(form, target)
                 if stages >= 2:
                     yield replace(point, num_stages=stages)
+        yield from _splits(problem, plan, base, steps, target)
+
+
+def _splits(problem: Problem, plan: Plan, base: Point, steps: int, target: Target) -> Iterable[Point]:
+    """Clusters whose blocks share K, one for each tile: where tiles are fewer than SMs."""
+    if base.pingpong or base.paired or plan.blocks or plan.second or (base.tile_m, base.tile_n) not in SPLIT_TILES:
+        return
+    for split, part in ROOM.items():
+        own = base.tile_n // split
+        tiles = _tiles(plan, base)
+        if own < 32 or own * split != base.tile_n or own & (own - 1) or steps < split * FEWEST_STEPS:
+            continue
+        if tiles * split > round(part * target.cores):
+            continue
+        point = replace(base, split=split, blocks=tiles * split)
+        form = form_of(problem, plan_for(plan, point), point)
+        stages = _stages(form, target)
+        if stages >= 2 and stages * form.stage_bytes >= room_bytes(point.tile_m * point.tile_n, split):
+            yield replace(point, num_stages=stages)
+
+
+def _stages(form: Form, target: Target) -> int:
+    """Of the ring, as many as there is room for."""
+    return min((target.chip.shared_bytes - form.out_bytes - BARRIERS_BYTES) // form.stage_bytes, MOST_STAGES)
 
 
 def _bases(plan: Plan) -> Iterable[Point]:
@@ -317,26 +354,31 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     read = (point.tile_m // 64) * (64 + point.tile_n) * 128
     step = max(products, (read + form.stage_bytes) / SHARED_BYTES_PER_CYCLE) * (SCALED if plan.blocks else 1)
     step *= (FEW_STAGES if point.num_stages < 4 else 1) * (IN_TURNS if point.pingpong else 1)
-    workers = point.blocks // (2 if point.paired else 1)
+    workers = point.blocks // form.cluster
     whole = _tiles(plan, point) - point.shared_tiles
     each = -(-whole // workers) + point.shared_tiles / workers
     elements = point.tile_m * form.width
-    boundary = (HELD_CYCLES if point.hold else END_CYCLES) * point.tile_n * max(point.tile_m, 128) / (128 * 256)
+    steps = -(-steps // point.split)
+    own_n = point.tile_n // point.split
+    boundary = (HELD_CYCLES if point.hold else END_CYCLES) * own_n * max(point.tile_m, 128) / (128 * 256)
     boundary += elements * STEP_CYCLES / form.groups * _instructions(plan) * (2 if point.pingpong else 1)
     reads = elements * sum(FETCHED_CYCLES if o.fetched else READ_CYCLES * _large(o.access, plan) for o in form.outs)
     boundary += reads
     if any(o.view is None for o in form.outs):
         boundary += elements * STEP_CYCLES * 4
-    cycles = START_CYCLES + each * steps * step
+    cycles = START_CYCLES + (PAIR_CYCLES if point.paired else 0) + each * steps * step
     if point.pingpong:
         cycles += max(each, 1) * max(elements * TURN_CYCLES + reads / 2, (boundary - steps * step) / 2) + boundary
     else:
         cycles += max(each, 1) * boundary
+    if point.split > 1:
+        cycles += EXCHANGE_CYCLES + 4 * elements * (1 - 1 / point.split) / SENT_BYTES_PER_CYCLE
     if point.shared_tiles:
         even = workers % point.shared_tiles == 0  # else a block has a part of two tiles
         cycles += SHARE_CYCLES * (1 if even else 2) + point.tile_m * point.tile_n * PART_CYCLES
     copied = sum(2 * m.copied_bytes for m in (plan.lhs, plan.rhs) if m.source is None and not m.constant)
-    phases = [Phase(cycles, 0.0, {"memory": float(problem.bytes)})]
+    again = CROSSING if point.tile_m < plan.M <= 2 * point.tile_m and not point.paired else 1
+    phases = [Phase(cycles, 0.0, {"memory": again * problem.bytes})]
     launches = 1.0
     if copied:
         phases.insert(0, Phase(0.0, 0.0, {"memory": float(copied)}))

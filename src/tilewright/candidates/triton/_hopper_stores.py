@@ -81,9 +81,9 @@ class Stores:
 
     def _stores(self, t: Text, ahead: dict[tuple[int, int], Brief]) -> None:
         f = self.form
-        pieces = _Pieces(t, f)
+        pieces = Pieces(t, f.own_shape_n, widened=f.rhs.widened)
         for i, out in enumerate(self.outs):
-            count = f.width // out.columns
+            count = f.own_n // out.columns
             for j in range(count):
                 following = (i, j + 1) if j + 1 < count else (i + 1, 0)
                 self._ahead(t, ahead, i, j)
@@ -137,7 +137,7 @@ class Stores:
 
     def _number(self, out: Out, i: int, j: int) -> int:
         """Of piece j of store i among those of a tile."""
-        return sum(self.form.width // o.columns for o in self.outs[:i] if o.view) + j
+        return sum(self.form.own_n // o.columns for o in self.outs[:i] if o.view) + j
 
     def _raw(self, out: Out, i: int, j: int) -> str:
         """Where a piece stands in shared memory."""
@@ -182,24 +182,32 @@ class Stores:
         """
         f = self.form
         written = [o for o in self.outs if o.view]
-        odd = sum(f.width // o.columns for o in written) % 2 == 1
+        odd = sum(f.own_n // o.columns for o in written) % 2 == 1
         return 0 if f.leaving == 1 or (n == 0 and odd) or not all(map(self._always, written)) else 1
 
 
-class _Pieces:
-    """The accumulator in pieces of columns, halved as often as it takes."""
+class Pieces:
+    """Sums, called r, in pieces of columns, halved as often as it takes.
 
-    def __init__(self, t: Text, form: Form) -> None:
-        self.t, self.form = t, form
-        self._known = {(0, form.shape_n): "in_order(r)" if form.rhs.widened else "r"}
+    Args:
+        t: the text.
+        columns: of all, a power of two.
+        widened: they come as eight neighbours a thread.
+    """
+
+    def __init__(self, t: Text, columns: int, *, widened: bool) -> None:
+        self.t, self.widened = t, widened
+        self._known = {(0, columns): "in_order(r)" if widened else "r"}
         self._taken = set[tuple[int, int]]()
 
-    def take(self, j: int, columns: int) -> None:
-        """Makes x{j}_{columns}."""
+    def take(self, j: int, columns: int, layout: str = "") -> str:
+        """Makes x{j}_{columns}, and gives that name."""
+        name = f"x{j}_{columns}"
         if (j, columns) not in self._taken:
             self._taken.add((j, columns))
-            trivial = "" if self.form.rhs.widened else ", assert_trivial=True"
-            self.t.do(f"x{j}_{columns} = gl.convert_layout({self._half(j, columns)}, L{columns}{trivial})")
+            trivial = "" if self.widened else ", assert_trivial=True"
+            self.t.do(f"{name} = gl.convert_layout({self._half(j, columns)}, {layout or f'L{columns}'}{trivial})")
+        return name
 
     def _half(self, j: int, columns: int) -> str:
         name = self._known.get((j, columns))

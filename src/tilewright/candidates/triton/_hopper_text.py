@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tilewright.candidates.triton import _hopper_split as split
 from tilewright.candidates.triton import _w4_stage as stage
 from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, Form, Side
@@ -61,7 +62,8 @@ class Writer(Stores):
 
     @property
     def _barriers(self) -> list[str]:
-        return ["ready", "empty", *["fetched"] * self.form.fetches, *["turns"] * self.form.pingpong]
+        own = split.BARRIERS if self.form.split > 1 else ()
+        return ["ready", "empty", *["fetched"] * self.form.fetches, *["turns"] * self.form.pingpong, *own]
 
     @property
     def arguments(self) -> list[str]:
@@ -85,8 +87,13 @@ class Writer(Stores):
             "B * gl.cdiv(nm, 2) * nn" if f.paired else "B * nm * nn"
         )  # a pair of blocks has two of them, one below the other
         t.do(f"tiles = {tiles}")
-        t.do(f"c = gl.program_id(0){' // 2' if f.paired else ''}")
-        t.do(f"G = gl.num_programs(0){' // 2' if f.paired else ''}")
+        together = f" // {f.cluster}" if f.cluster > 1 else ""
+        t.do(f"c = gl.program_id(0){together}")
+        t.do(f"G = gl.num_programs(0){together}")
+        if f.split > 1:
+            t.do(f"rank = gl.program_id(0) % {f.split}")
+            t.do(f"k0 = rank * nk // {f.split}")
+            t.do(f"nk = (rank + 1) * nk // {f.split} - k0")
         if f.streamed:
             t.do("total = (tiles - D) * nk")
             t.do("begin = c * total // G")
@@ -141,7 +148,7 @@ class Writer(Stores):
                 t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
                 t.do(f"mbarrier.expect(ready.index(s), {f.copied_bytes})")
                 for g in range(f.parts):
-                    at = f.lhs.at("b", "M", f"pm * {f.tile_m} + {g * f.rows}", f"k * {f.tile_k}")
+                    at = f.lhs.at("b", "M", f"pm * {f.tile_m} + {g * f.rows}", self._along_k)
                     buffer = self._as_box(f"a_bufs.index(s * {f.parts} + {g})", f.lhs, f.rows, "a_desc")
                     t.do(f"tma.async_copy_global_to_shared(a_desc, {at}, ready.index(s), {buffer})")
                     if g == 0 and not f.coded:
@@ -165,9 +172,14 @@ class Writer(Stores):
             if f.second is not None:
                 half = "r" if f.paired else str(i // (f.units // 2))
                 extent, row = "2 * N", f"{half} * N + pn * {f.width} + {i % (f.units // 2) * f.unit}"
-            at = f.rhs.at("b", extent, row, f"k * {f.tile_k}")
+            at = f.rhs.at("b", extent, row, self._along_k)
             buffer = self._as_box(f"b_bufs.index(s * {f.units} + {unit})", f.rhs, f.unit, "b_desc")
             t.do(f"tma.async_copy_global_to_shared(b_desc, {at}, ready.index(s), {buffer})")
+
+    @property
+    def _along_k(self) -> str:
+        """The element at which a step begins."""
+        return f"{'(k0 + k)' if self.form.split > 1 else 'k'} * {self.form.tile_k}"
 
     @staticmethod
     def _as_box(buffer: str, side: Side, rows: int, descriptor: str) -> str:
@@ -182,11 +194,12 @@ class Writer(Stores):
         f, t = self.form, Text("gl")
         arguments = ["g: gl.constexpr", *self.descriptors[self._operands :], "a_bufs", "b_bufs", "c_bufs", *self._barriers]
         arguments += [*self.pointers, *self.scratch, *self.extents]
-        m, n, k = f.instruction
-        t.do(f"L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {n}, {k}])")
+        t.do(f"L: gl.constexpr = {f.fragment(f.shape_n)}")
         for columns in sorted({o.columns for o in f.outs}):
             t.do(f"L{columns}: gl.constexpr = {self._piece_layout(columns)}")
         self._tiles(t)
+        if f.split > 1:
+            split.begin(t, f)
         if f.blocks and f.chained:  # scales are read before the first products, which wait for those that load
             t.do("gdc_wait()")
         t.do("s = 0")
@@ -219,6 +232,8 @@ class Writer(Stores):
         if f.hold:
             for j in range(f.pieces):
                 self._write(t, f.outs[0], 0, j, self._unpacked(f"w{j}"), "held_")
+        if f.split > 1:
+            split.end(t)
         if any(o.view for o in f.outs):
             t.do("tma.store_wait(0)")
         self.numbers = t.numbers
@@ -251,7 +266,7 @@ class Writer(Stores):
         f = self.form
         t.do("b = pin(b)")
         t.do(f"row = pin(pm{'' if f.pingpong else f' * {f.groups} + g'}) * {f.rows}")
-        t.do(f"col = pin(pn) * {f.width}")
+        t.do(f"col = pin(pn) * {f.width}{f' + rank * {f.own_n}' if f.split > 1 else ''}")
         self._choose(t)
 
     def _tile_by_blocks(self, t: Text, blocks: Blocks) -> None:
@@ -281,8 +296,7 @@ class Writer(Stores):
     def _piece_layout(self, columns: int) -> str:
         f = self.form
         if not f.rhs.widened:
-            m, _, k = f.instruction
-            return f"gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {min(columns, f.instruction[1])}, {k}])"
+            return f.fragment(columns)
         registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, c] for c in (32, 64, 128) if c < columns)]
         registers += [[r, 0] for r in (64,) if r < f.rows]
         lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
@@ -320,7 +334,10 @@ class Writer(Stores):
         if f.pingpong:
             t.do("mbarrier.arrive(turns.index(1 - g))")
         t.do("r = warpgroup_mma_wait(0, deps=(acc,))")
-        t.do("mbarrier.arrive(empty.index(last))")
+        if f.split > 1:
+            split.exchange(t, f)
+        else:
+            t.do("mbarrier.arrive(empty.index(last))")
         if f.fetches:
             self._fetched(t)
         self._stores(t, ahead)
@@ -392,9 +409,12 @@ class Writer(Stores):
             t.do(f"mbarrier.init(ready.index(i), count={2 if f.coded else 1})")
             t.do(f"mbarrier.init(empty.index(i), count={f.parts * (2 if f.paired else 1)})")
         for name in self._barriers[2:]:
-            t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{f.groups}, 1], mbarrier.MBarrierLayout())")
-            with t.block(f"for i in gl.static_range({f.groups}):"):
-                t.do(f"mbarrier.init({name}.index(i), count=1)")
+            several, arrivals = (1, f.split * f.groups) if name == "done" else (f.groups, 1)
+            t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{several}, 1], mbarrier.MBarrierLayout())")
+            with t.block(f"for i in gl.static_range({several}):"):
+                t.do(f"mbarrier.init({name}.index(i), count={arrivals})")
+        if f.split > 1:
+            split.mark(t)
         common = [
             *self.descriptors[self._operands :],
             "a_bufs",

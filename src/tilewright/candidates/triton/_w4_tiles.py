@@ -52,7 +52,7 @@ def plan_of(problem: Problem) -> Plan | None:
 def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     """The legal points, the most promising first."""
     found = hopper_space.points(problem, plan, target)
-    able = [p for p in found if p.tile_n in WIDTHS and not (p.pingpong or p.hold or p.widened or p.paired)]
+    able = [p for p in found if p.tile_n in WIDTHS and not (p.pingpong or p.hold or p.widened or p.paired or p.split > 1)]
     return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
 
 
