@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -117,6 +118,18 @@ def test_who_does_not_answer_is_ended(processes, monkeypatch):
     monkeypatch.setattr(ahead, "_assistants", lambda count: made.update(inner(count)) or made)
     assert ahead.compile_ahead([], detect("cpu")) == 2
     assert killed == list(made.values())[:1]
+
+
+@pytest.mark.parametrize(("cores", "asked"), [(1, 5), (6, 6), (64, 9)])
+def test_points_that_come_later_are_for_processes_that_are_left(cores, asked, monkeypatch):
+    jobs = [(None, "any", at) for at in (0, 0, 0, 1, 1, 2, 2, 3, 3)]
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(ahead, "_assistants", lambda count: {Mock(): i for i in range(count)})
+    done = []
+    monkeypatch.setattr(ahead, "_work_off", lambda found, messages, *_: done.append((len(found), len(messages))))
+    assert ahead.compile_ahead([], detect("cpu")) == asked
+    assert done == [(min(cores, asked, 16), asked)]
 
 
 def test_where_no_process_may_be_started_nothing_is_compiled(monkeypatch):

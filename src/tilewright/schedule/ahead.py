@@ -21,7 +21,7 @@ from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
 from tilewright.schedule.worker import pickled, settings_here
 
-POINTS = DEPTH + 2  # of a candidate's space: those that compete from the start, and what comes next or in their place
+POINTS = DEPTH + 2  # of a candidate's space: those that compete from the start and, if processes are left, what comes next
 MOST_PROCESSES = 16
 LIMIT_S = 60.0  # for one kernel
 
@@ -49,9 +49,10 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
         target: for which device.
         within_s: seconds by the clock, after which what is not ready is left to the searches.
     """
-    jobs = jobs_for(problems, target)
+    processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
+    jobs = jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]
     messages = [pickled(("compile", problem, target, settings_here(), name, at)) for problem, name, at in jobs]
-    assistants = _assistants(min(os.cpu_count() or 1, MOST_PROCESSES, len(jobs)))
+    assistants = _assistants(min(processes, len(jobs)))
     unanswered = set[Connection]()
     try:
         _work_off(list(assistants), messages, unanswered, within_s)
