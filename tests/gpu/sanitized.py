@@ -71,6 +71,7 @@ def cases():
     )
     y = norm(x, scale, bias)
     long = norm(input_("x", BF16, (37, 1100)), input_("s", BF16, (1100,)), center=False)
+    masked = flash(mask=PRED, extents=(2, 3, 77, 136))
     ids, table, place = input_("i", S64, (7, 9)), input_("t", F16, (33, 50)), input_("p", F16, (9, 50))
     found = [
         ("hopper bf16", hopper, gemm_of("bf16[130,136] @ bf16[136,200] + bias, gelu -> bf16"), first, H200),
@@ -99,6 +100,13 @@ def cases():
             H200,
         ),
         ("hopper clusters share K, s8", hopper, gemm_of("s8[70,1040] @ s8[1040,272] -> s8"), lambda k: k["split"] > 1, H200),
+        (
+            "hopper clusters that share K",
+            hopper,
+            gemm_of("bf16[128,1288] @ bf16[1288,264] -> bf16"),
+            lambda k: k["split"] > 1,
+            H200,
+        ),
         (
             "hopper fp8 by rows",
             hopper,
@@ -148,7 +156,11 @@ def cases():
             H200,
         ),
         ("attention quantised", attention, problem_of(quantised((1, 2, 1, 130, 130, 64, 64))), first, H200),
-        ("hopper_attention mask", hopper_attention, flash(mask=PRED, extents=(2, 3, 77, 136)), first, H200),
+        ("hopper_attention mask", hopper_attention, masked, lambda k: "splits" in k, H200),
+        ("hopper_attention blocks that stay", hopper_attention, masked, lambda k: "blocks" in k, H200),
+        ("hopper_attention ring", hopper_attention, masked, lambda k: "groups" in k and not k["overlapped"], H200),
+        ("hopper_attention ring, overlapped", hopper_attention, masked, lambda k: k.get("overlapped"), H200),
+        ("hopper_attention ring, causal", hopper_attention, flash(causal="upper", extents=(1, 2, 600, 600)), first, H200),
         (
             "hopper_attention causal fp8",
             hopper_attention,
