@@ -101,13 +101,6 @@ def cases():
         ),
         ("hopper clusters share K, s8", hopper, gemm_of("s8[70,1040] @ s8[1040,272] -> s8"), lambda k: k["split"] > 1, H200),
         (
-            "hopper clusters that share K",
-            hopper,
-            gemm_of("bf16[128,1288] @ bf16[1288,264] -> bf16"),
-            lambda k: k["split"] > 1,
-            H200,
-        ),
-        (
             "hopper fp8 by rows",
             hopper,
             gemm_of("f8e4m3fn[130,400] scale=channel @ f8e4m3fn[400,208] scale=channel -> bf16"),
