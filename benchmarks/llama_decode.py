@@ -1,7 +1,8 @@
 """One decoding step of a Llama-style model with 4-bit weights, beside the same step in bf16.
 
     python benchmarks/llama_decode.py [--layers 8] [--width 4096] [--batch 1 --batch 16] [--context 1024] [--scheme w4g64]
-                                      [--device cuda] [--rounds 30] [--compiled / --no-compiled] [--json FILE]
+                                      [--device cuda] [--rounds 30] [--compiled / --no-compiled]
+                                      [--tuned / --no-tuned] [--json FILE]
 
 Layers of Llama 3 8B's proportions with random weights: RMS norm, joined Q, K and V, rotation, a cache of keys and values that
 is full, attention with grouped queries, SwiGLU with joined gate and up; no embedding and no vocabulary. On a GPU each contender
@@ -24,6 +25,7 @@ import click
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import _inductor
 from torch.nn import functional
 
 import tilewright
@@ -49,8 +51,7 @@ class Layer(torch.nn.Module):
         self.down = torch.nn.Linear(inner, width, bias=False)
         self.before = torch.nn.RMSNorm(width)
         self.between = torch.nn.RMSNorm(width)
-        for name in ("keys", "values"):
-            self.register_buffer(name, torch.randn(batch, self.shared, context, HEAD))
+        self.register_buffer("cache", torch.randn(2, batch, self.shared, context, HEAD))  # of keys, and of values
         angles = (context - 1) / BASE ** (torch.arange(0, HEAD, 2) / HEAD)
         self.register_buffer("cos", torch.cos(angles).repeat(2))
         self.register_buffer("sin", torch.sin(angles).repeat(2))
@@ -59,18 +60,20 @@ class Layer(torch.nn.Module):
         one, other = x.chunk(2, -1)
         return x * self.cos + torch.cat((-other, one), -1) * self.sin
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        batch, last = x.shape[0], self.keys.shape[2] - 1
+    def forward(self, x: torch.Tensor, more: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What goes on, and what is still to be added to it: the next layer adds it where it reads both for its norm."""
+        x = x + more
+        batch, last = x.shape[0], self.cache.shape[3] - 1
         heads = self.qkv(self.before(x)).view(batch, self.heads + 2 * self.shared, HEAD)
         q, k, v = heads.split([self.heads, self.shared, self.shared], 1)
-        self.keys[:, :, last] = self.rotated(k)
-        self.values[:, :, last] = v
+        self.cache[:, :, :, last] = torch.stack((self.rotated(k), v))
+        keys, values = self.cache
         attended = functional.scaled_dot_product_attention(
-            self.rotated(q)[:, :, None], self.keys, self.values, enable_gqa=self.heads != self.shared
+            self.rotated(q)[:, :, None], keys, values, enable_gqa=self.heads != self.shared
         )
         x = x + self.out(attended.reshape(batch, -1))
         gate, up = self.gate_up(self.between(x)).chunk(2, -1)
-        return x + self.down(functional.silu(gate) * up)
+        return x, self.down(functional.silu(gate) * up)
 
 
 class Model(torch.nn.Module):
@@ -83,9 +86,10 @@ class Model(torch.nn.Module):
         self.to(torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        more = torch.zeros_like(x)
         for layer in self.layers:
-            x = layer(x)
-        return x
+            x, more = layer(x, more)
+        return x + more
 
 
 @torch.library.custom_op("benchmark::no_product", mutates_args=())
@@ -132,11 +136,14 @@ def dequantised(model: Model) -> Model:
     return made
 
 
-def compiled(model: Model) -> Model:
-    """The same model, each layer through torch.compile."""
+def compiled(model: Model, tuned: bool) -> Model:
+    """The same model, each layer through torch.compile; `tuned`: torch tries more sizes for its own kernels, and has them begin
+    while the ones before them end where a GPU can."""
     made = copy.deepcopy(model, {id(p): p for p in (*model.parameters(), *model.buffers())})
+    wanted = ("triton.enable_pdl", "coordinate_descent_tuning") if tuned and torch.cuda.is_available() else ()
+    options = {name: True for name in wanted if name in _inductor.list_options()}
     for layer in made.layers:
-        layer.compile(fullgraph=True, dynamic=False)
+        layer.compile(fullgraph=True, dynamic=False, options=options)
     return made
 
 
@@ -192,7 +199,7 @@ def taken(contenders: Sequence[Callable[[], object]], device: str, rounds: int) 
 
 
 def measured(
-    layers: int, width: int, batch: int, context: int, scheme: str, device: str, rounds: int, fused: bool
+    layers: int, width: int, batch: int, context: int, scheme: str, device: str, rounds: int, fused: bool, tuned: bool
 ) -> list[Row]:
     """The contenders at one batch.
 
@@ -207,14 +214,14 @@ def measured(
     expected = dequantised(quantised)(x).double()
     models = {"bf16 eager": plain, f"{scheme} eager": quantised}
     if fused:
-        models |= {"bf16 compiled": compiled(plain), f"{scheme} compiled": compiled(quantised)}
+        models |= {"bf16 compiled": compiled(plain, tuned), f"{scheme} compiled": compiled(quantised, tuned)}
     for name, model in models.items():
         if name.startswith(scheme):
             off = float((model(x).double() - expected).norm() / expected.norm())
             if not off < LIMIT:
                 raise SystemExit(f"{name}: relative error {off:.1e}")
     del expected
-    rests = {"eager": without_products(plain)} | ({"compiled": compiled(without_products(plain))} if fused else {})
+    rests = {"eager": without_products(plain)} | ({"compiled": compiled(without_products(plain), tuned)} if fused else {})
     runs = [launched(m, x) for m in (*models.values(), *rests.values())]
     if not rounds:
         return []
@@ -243,6 +250,9 @@ def measured(
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
 @click.option("--rounds", default=30, show_default=True, help="0 compiles and checks, and times nothing.")
 @click.option("--compiled/--no-compiled", "fused", default=True, show_default=True)
+@click.option(
+    "--tuned/--no-tuned", default=True, show_default=True, help="torch.compile takes its time, and dependent launches."
+)
 @click.option("--json", "file", type=click.Path(dir_okay=False), help="Write the figures there, too.")
 @torch.no_grad()
 def main(
@@ -254,10 +264,11 @@ def main(
     device: str,
     rounds: int,
     fused: bool,
+    tuned: bool,
     file: str | None,
 ) -> None:
     """Time one decoding step."""
-    rows = [r for b in batches for r in measured(layers, width, b, context, scheme, device, rounds, fused)]
+    rows = [r for b in batches for r in measured(layers, width, b, context, scheme, device, rounds, fused, tuned)]
     table = Table("batch", "", "µs a step", "of that, rest", "x bf16 eager", "products by", title=f"{layers} layers of {width}")
     for r in rows:
         table.add_row(str(r.batch), r.contender, f"{r.us:.1f}", f"{r.rest_us:.1f}", f"{r.ratio:.2f}", r.by)

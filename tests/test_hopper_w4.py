@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilewright.compiler import compile
-from tilewright.dtype import BF16, F16, S4, S8, U4, U8
+from tilewright.dtype import BF16, F16, S4, S8, S32, U4, U8
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
@@ -22,6 +22,7 @@ from w4_problems import posed
 
 pytest.importorskip("triton")
 
+from tilewright.candidates.triton import _w4_tiles as tiles
 from tilewright.candidates.triton._module import assembly, needs
 from tilewright.candidates.triton._w4_form import Form, Point
 from tilewright.candidates.triton._w4_pack import packed, packed_weights, unpacked
@@ -178,16 +179,26 @@ def test_machine_code_is_what_was_meant(name):
 @pytest.mark.parametrize(
     ("line", "tile"),
     [
-        ("f16[1024,4096] @ s4[4096,4096]^T group=64 -> f16", (256, 128)),
-        ("bf16[100,2048] @ u4[1024,2048]^T group=32 zero_point + bias -> bf16", (128, 64)),
+        ("f16[1024,4096] @ s4[4096,4096]^T group=64 -> f16", (128, 256)),
+        ("bf16[100,2048] @ u4[1024,2048]^T group=32 zero_point + bias -> bf16", (128, 128)),
     ],
 )
-def test_many_rows_meet_halves_that_loading_warps_made(line, tile):
+def test_many_rows_meet_halves_that_the_multiplying_warps_made(line, tile):
     problem = posed(line)
     schedule = next(s for s in CANDIDATE.schedules(problem, H200) if {("tile_m", tile[0]), ("tile_n", tile[1])} <= {*s.knobs})
     kernel = CANDIDATE.build(problem, schedule, H200)
     assert kernel.spills == 0 and kernel.packed_bytes < 0.7 * problem.N * problem.K
     assert kernel.unread == frozenset(i for i, weight in enumerate(problem.weights) if weight)
+
+
+def test_words_of_many_rows_come_by_tma_and_not_through_registers():
+    problem = posed("f16[1024,4096] @ s4[4096,4096]^T group=64 -> f16")
+    plan, weights = tiles.plan_of(problem), plan_of(problem)
+    assert plan is not None and isinstance(weights, Plan)
+    point = next(p for p in tiles.points(problem, plan, H200) if not p.shared_tiles)
+    form = tiles.form_of(problem, plan, weights, point)
+    ptx = tiles.compiled(form, (*(t.dtype for t in problem.types), S32, S32)).kernel.asm["ptx"]
+    assert "ld.global" not in ptx and "cp.async.bulk.tensor.3d.shared" in ptx
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ LINES = [
     "f16[300,4096] @ s4[1000,4096]^T group=64 -> f16",
     "bf16[200,1024] @ u4[520,1024]^T group=32 zero_point + bias, silu -> bf16",
     "f16[1000,2048] @ u4[2048,640] group=128 * residual -> f16",
-    "bf16[2,64,1024] @ s4[768,1024]^T group=1024 -> f32",
+    "bf16[2,64,1024] @ s4[768,1024]^T group=1024 -> bf16",
     "f16[9,1024] @ u8[1024,1024]^T group=128 zero_point -> f8e4m3fn scale=tensor",
 ]
 

@@ -27,7 +27,7 @@ from tilewright.rows import MOST_ROWS, AnyRows, compile_rows
 from tilewright.runtime.packing import QuantizedWeight
 from tilewright.schedule.regimes import Progress, Regimes
 
-FEW_ROWS = 64  # for which kernels on Hopper scale sums rather than weights
+FEW_ROWS = 32  # for which kernels on Hopper scale sums rather than weights
 MOST_ROWS_OF_A_CPU = 512  # where a row costs the same in any number of them, and checking a kernel takes seconds
 
 Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]

@@ -34,6 +34,8 @@ def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dic
             found[name] = descriptor(TMA_TYPES[form.lhs.dtype.name], form.lhs.box(form.rows, form.tile_k))
         elif name == "b_desc":
             found[name] = descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(form.unit, form.tile_k))
+        elif form.coded and name in form.coded.descriptors:
+            found[name] = descriptor("i32", form.coded.box(name, form.tile_m), plain=True)
         elif name.endswith("_desc"):
             out = form.outs[int(name[1:-5])]
             what = (out.access.root, out.view) if name[0] == "c" else out.fetched
@@ -41,7 +43,7 @@ def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dic
             found[name] = descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
         elif name == "partial":
             found[name] = "*i32" if form.acc.is_integer else "*fp32"
-        elif name == "arrived" or (form.coded and name in form.coded.pointers):
+        elif name == "arrived":
             found[name] = "*i32"
         elif name[1:].isdigit():
             at = int(name[1:])
@@ -51,13 +53,15 @@ def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dic
     return found
 
 
-def descriptor(kind: str, box: Iterable[int]) -> str:
-    """Triton's type of an argument by which TMA moves boxes of an array."""
+def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:
+    """Triton's type of an argument by which TMA moves boxes of an array; `plain`: rows follow one another in shared memory."""
     from triton.experimental.gluon import language as gl
 
     extents = list(box)
     element = gl.dtype(re.sub(r"^([iu])(?=\d)", lambda m: {"i": "int", "u": "uint"}[m[1]], kind))
     layout = gl.NVMMASharedLayout.get_default_for(extents, element)
+    if plain:
+        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(extents))
     return f"tensordesc<{kind}{extents},{layout!r}>"
 
 

@@ -98,7 +98,7 @@ class Form:
         columns: of the result.
         outs: the stores.
         blocks: scales that sums of 128 products are multiplied by before they are added up.
-        coded: the right operand is codes, of which the loading warps make numbers.
+        coded: the left operand is codes, of which the warps that multiply make numbers.
         second: what stands in the stores for sums of the right half of the right operand's columns, which meet those of the
             left half: a tile has as many of both.
         split: blocks of a cluster that have a share of K each, add up their sums, and finish a share of the columns each.
@@ -205,13 +205,9 @@ class Form:
 
     @property
     def stage_bytes(self) -> int:
-        """Of shared memory, one stage of the ring."""
-        return (self.tile_m + self.tile_n) * 128
-
-    @property
-    def copied_bytes(self) -> int:
-        """Of those, what TMA brings."""
-        return (self.tile_m + (0 if self.coded else self.tile_n)) * 128
+        """Of shared memory, one stage of the ring, all of which TMA brings."""
+        left = self.coded.copied_bytes(self.tile_m) if self.coded else self.tile_m * 128
+        return left + self.tile_n * 128
 
     @property
     def out_bytes(self) -> int:

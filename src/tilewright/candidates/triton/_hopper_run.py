@@ -13,6 +13,7 @@ from tilewright.candidates.triton._hopper_form import Form, Side, size
 from tilewright.candidates.triton._hopper_plan import Matrix, Plan
 from tilewright.candidates.triton._hopper_view import TmaView
 from tilewright.candidates.triton._module import Built
+from tilewright.candidates.triton._w4_stage import as_cut
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
@@ -103,8 +104,12 @@ def runner(
     index, kernel = device.index or 0, built.kernel
     start = expanded(kernel, blocks, index)
     metas = kernel.metadata.tensordesc_meta
-    operands = [(plan.lhs, form.lhs), *([] if form.coded else [(plan.rhs, form.rhs)])]
+    operands = [*([] if form.coded else [(plan.lhs, form.lhs)]), (plan.rhs, form.rhs)]
     arrays: list[Tma] = [of_matrix(m, side, meta) for (m, side), meta in zip(operands, metas, strict=False)]
+    packed = [] if form.coded is None else [weights[form.coded.first + i] for i in range(len(form.coded.descriptors))]
+    for name, t in zip(form.coded.descriptors if form.coded else (), packed, strict=True):
+        cut = as_cut(name, t)
+        arrays.append(Tma(metas[len(arrays)], cut.shape, cut.stride(), 0))
     first = len(arrays)
     views = [(i, o) for i, o in enumerate(form.outs) if o.view is not None]
     for meta, (_, o) in zip(metas[first:], views, strict=False):
@@ -129,6 +134,7 @@ def runner(
     by_tma, by_pointer = range(first, first + len(views)), range(len(fixed) - len(plain), len(fixed))
     written = list(zip((*by_tma, *by_pointer), (*(i for i, _ in views), *plain), strict=True))
     constant = {at: t for at, (m, _) in enumerate(operands) if (t := _held(m, weights)) is not None}
+    constant |= dict(enumerate(packed, len(operands)))
     constant |= {at: dense(weights[i]) for at, i in enumerate(read, by_tma.stop) if i in weights}
     for at, t in constant.items():
         fixed[at] = t.data_ptr()

@@ -9,61 +9,28 @@ widest swizzle.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 from tilewright.candidates.triton import _hopper_split as split
 from tilewright.candidates.triton import _w4_stage as stage
 from tilewright.candidates.triton._casts import in_memory
-from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks, Form, Side
+from tilewright.candidates.triton._hopper_brief import Brief
+from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks
+from tilewright.candidates.triton._hopper_loads import Loads
 from tilewright.candidates.triton._hopper_parts import PROLOGUE
 from tilewright.candidates.triton._hopper_ptx import EDITION
-from tilewright.candidates.triton._hopper_stores import Brief, Stores
-from tilewright.candidates.triton._text import Number, Text, Written
-from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param
+from tilewright.candidates.triton._text import Text, Written
 
 PRODUCER_REGISTERS = 24
-CODED_REGISTERS = 88  # of warps that make numbers of codes
-CODED_MATH_REGISTERS = 208
+CODED_REGISTERS, CODED_MATH_REGISTERS = 40, 232  # where words are asked for as well
 MATH_REGISTERS = 240  # of 64K in all, two warpgroups of 128 threads beside the producer's
 
 
-class Writer(Stores):
+class Writer(Loads):
     """Writes a form as a module's text, with the kernel `gemm`.
 
     Args:
         form: of the kernel.
         pointer: what the kernel calls the memory of a source, and of a store that has no TMA view.
     """
-
-    def __init__(self, form: Form, pointer: Callable[[Node], str]) -> None:
-        super().__init__(form, pointer)
-        leaves = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
-        leaves -= {o.fetched[0] for o in form.outs if o.fetched} | {form.second}
-        names = {pointer(n) for n in leaves} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
-        if form.blocks:
-            names |= {f"p{form.blocks.lhs}", f"p{form.blocks.rhs}"}
-        names |= set(form.coded.pointers) if form.coded else set()
-        self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
-        self.descriptors = [
-            "a_desc",
-            *["b_desc"] * (form.coded is None),
-            *(f"c{i}_desc" for i, o in enumerate(form.outs) if o.view),
-        ]
-        self.descriptors += [f"d{i}_desc" for i, o in enumerate(form.outs) if o.fetched]
-        self.scratch = ["partial", "arrived"] if form.streamed else []
-        self.extents = ["B", "M", "N", "K", *(["D"] if form.streamed else [])]
-        self.numbers: dict[str, Number] = {}
-
-    @property
-    def _operands(self) -> int:
-        """That TMA brings."""
-        return 1 if self.form.coded else 2
-
-    @property
-    def _barriers(self) -> list[str]:
-        own = split.BARRIERS if self.form.split > 1 else ()
-        return ["ready", "empty", *["fetched"] * self.form.fetches, *["turns"] * self.form.pingpong, *own]
 
     @property
     def arguments(self) -> list[str]:
@@ -76,123 +43,11 @@ class Writer(Stores):
         text = "\n\n".join([*first, self._load(), self._math(), self._entry()]) + "\n"
         return Written(text, self.numbers)
 
-    # -- what all warps need
-
-    def _tiles(self, t: Text) -> None:
-        f = self.form
-        t.do(f"nm = gl.cdiv(M, {f.tile_m})")
-        t.do(f"nn = gl.cdiv(N, {f.width})")
-        t.do(f"nk = gl.cdiv(K, {f.tile_k})")
-        tiles = (
-            "B * gl.cdiv(nm, 2) * nn" if f.paired else "B * nm * nn"
-        )  # a pair of blocks has two of them, one below the other
-        t.do(f"tiles = {tiles}")
-        together = f" // {f.cluster}" if f.cluster > 1 else ""
-        t.do(f"c = gl.program_id(0){together}")
-        t.do(f"G = gl.num_programs(0){together}")
-        if f.split > 1:
-            t.do(f"rank = gl.program_id(0) % {f.split}")
-            t.do(f"k0 = rank * nk // {f.split}")
-            t.do(f"nk = (rank + 1) * nk // {f.split} - k0")
-        if f.streamed:
-            t.do("total = (tiles - D) * nk")
-            t.do("begin = c * total // G")
-            t.do("end = (c + 1) * total // G")
-            t.do("whole = gl.maximum(gl.cdiv(D - c, G), 0)")
-            t.do("shares = gl.where(end > begin, (end - 1) // nk - begin // nk + 1, 0)")
-
-    def _each_tile(self, *, pingpong: bool = False) -> str:
-        if self.form.streamed:
-            return "for j in range(whole + shares):"
-        return "for t in range(c + g * G, tiles, 2 * G):" if pingpong else "for t in range(c, tiles, G):"
-
-    def _which(self, t: Text) -> None:
-        f = self.form
-        if f.streamed:
-            t.do("t, k0, k1 = share(j - whole, D, begin, end, nk)")
-            t.do("t = gl.where(j < whole, c + j * G, t)")
-            t.do("k0 = gl.where(j < whole, 0, k0)")
-            t.do("k1 = gl.where(j < whole, nk, k1)")
-        if f.paired:
-            t.do(f"b, pm, pn = locate(t, gl.cdiv(nm, 2), nn, {max(f.group_m // 2, 1)})")
-            t.do("pm = pm * 2 + gl.program_id(0) % 2")
-        else:
-            t.do(f"b, pm, pn = locate(t, nm, nn, {f.group_m})")
-
-    # -- the warp that loads, or the warps
-
-    @property
-    def _loads(self) -> list[str]:
-        own = self.form.coded.pointers if self.form.coded else []
-        return [*self.descriptors[: self._operands], *own, "a_bufs", "b_bufs", "ready", "empty"]
-
-    def _load(self) -> str:
-        f, t = self.form, Text("gl")
-        arguments = [*self._loads, *self.extents]
-        if f.chained:
-            t.do("gdc_launch_dependents()")
-            t.do("gdc_wait()")
-        self._tiles(t)
-        t.do("s = 0")
-        t.do("phase = 0")
-        if f.paired:
-            t.do("r = gl.program_id(0) % 2")
-        if f.coded:
-            stage.begin(t, f.coded)
-        with t.block(self._each_tile()):
-            self._which(t)
-            first, last = ("k0", "k1") if f.streamed else ("0", "nk")
-            if f.coded:
-                stage.start(t, f.coded, f.tile_n, first, last)
-            with t.block("for k in range(k0, k1):" if f.streamed else "for k in range(nk):"):
-                t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
-                t.do(f"mbarrier.expect(ready.index(s), {f.copied_bytes})")
-                for g in range(f.parts):
-                    at = f.lhs.at("b", "M", f"pm * {f.tile_m} + {g * f.rows}", self._along_k)
-                    buffer = self._as_box(f"a_bufs.index(s * {f.parts} + {g})", f.lhs, f.rows, "a_desc")
-                    t.do(f"tma.async_copy_global_to_shared(a_desc, {at}, ready.index(s), {buffer})")
-                    if g == 0 and not f.coded:
-                        self._load_rhs(t)
-                if f.coded:
-                    stage.follow(t, f.coded, f.tile_n, last, f.unit, f"s * {f.units}")
-                    t.do("mbarrier.arrive(ready.index(s), count=1)")
-                t.do(f"s, phase = advance(s, phase, {f.num_stages})")
-        if f.paired:  # a block stays until the other one has read all that it was sent, and has said so
-            with t.block(f"for k in gl.static_range({f.num_stages}):"):
-                t.do("mbarrier.wait(empty.index(s), phase ^ 1)")
-                t.do(f"s, phase = advance(s, phase, {f.num_stages})")
-        return self._function("load", arguments, t)
-
-    def _load_rhs(self, t: Text) -> None:
-        f = self.form
-        own = f.units // 2 if f.paired else f.units
-        for i in range(own):
-            unit = f"r * {own} + {i}" if f.paired else str(i)
-            extent, row = "N", f"pn * {f.tile_n} + ({unit}) * {f.unit}"
-            if f.second is not None:
-                half = "r" if f.paired else str(i // (f.units // 2))
-                extent, row = "2 * N", f"{half} * N + pn * {f.width} + {i % (f.units // 2) * f.unit}"
-            at = f.rhs.at("b", extent, row, self._along_k)
-            buffer = self._as_box(f"b_bufs.index(s * {f.units} + {unit})", f.rhs, f.unit, "b_desc")
-            t.do(f"tma.async_copy_global_to_shared(b_desc, {at}, ready.index(s), {buffer})")
-
-    @property
-    def _along_k(self) -> str:
-        """The element at which a step begins."""
-        return f"{'(k0 + k)' if self.form.split > 1 else 'k'} * {self.form.tile_k}"
-
-    @staticmethod
-    def _as_box(buffer: str, side: Side, rows: int, descriptor: str) -> str:
-        box = side.box(rows, 0)
-        if len(box) == 2:
-            return buffer
-        return f"{buffer}._reinterpret({descriptor}.dtype, {descriptor}.block_type.shape, {descriptor}.layout)"
-
     # -- the warpgroups that multiply
 
     def _math(self) -> str:
         f, t = self.form, Text("gl")
-        arguments = ["g: gl.constexpr", *self.descriptors[self._operands :], "a_bufs", "b_bufs", "c_bufs", *self._barriers]
+        arguments = ["g: gl.constexpr", *self.descriptors[self._operands :], *self._left, "b_bufs", "c_bufs", *self._barriers]
         arguments += [*self.pointers, *self.scratch, *self.extents]
         t.do(f"L: gl.constexpr = {f.fragment(f.shape_n)}")
         for columns in sorted({o.columns for o in f.outs}):
@@ -200,6 +55,8 @@ class Writer(Stores):
         self._tiles(t)
         if f.split > 1:
             split.begin(t, f)
+        if f.coded:
+            stage.begin(t, f.coded)
         if f.blocks and f.chained:  # scales are read before the first products, which wait for those that load
             t.do("gdc_wait()")
         t.do("s = 0")
@@ -247,6 +104,8 @@ class Writer(Stores):
         if f.streamed:
             self._which(t)
         ahead = f.pieces if f.hold else 0 if f.streamed else 1  # steps that need not know which tile it is
+        if f.coded and ahead:
+            t.do("k = 0")
         for j in range(ahead):
             self._step(t, use=str(j > 0), free=j > 0)
             if f.hold:
@@ -312,9 +171,14 @@ class Writer(Stores):
         a = a if f.lhs.along_k else f"{a}.permute((1, 0))"
         b = f"{b}.permute((1, 0))" if f.rhs.along_k else b
         t.do("mbarrier.wait(ready.index(s), phase)")
+        if f.coded:
+            a = stage.convert(t, f.coded, f.tile_m)
         t.do(f"acc = warpgroup_mma({a}, {b}, acc, use_acc={use}, is_async=True)")
+        # Codes are made numbers in registers that products under way may still read: the other warpgroup multiplies meanwhile.
+        under_way = 0 if f.coded else 1
+        if free is not False or f.coded:
+            t.do(f"acc = warpgroup_mma_init(warpgroup_mma_wait({under_way}, deps=(acc,)))")
         if free is not False:
-            t.do("acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))")
             t.do(f"mbarrier.arrive(empty.index(last){'' if free is True else f', pred={free}'})")
         t.do("last = s")
         t.do(f"s, phase = advance(s, phase, {f.num_stages})")
@@ -392,22 +256,25 @@ class Writer(Stores):
         t.do(f'"""{f.lhs.dtype} x {f.rhs.dtype}{", in pairs" * f.paired}, {f.tile_n} columns, rewritten by {EDITION}"""')
         lhs, rhs = f"gl.{FRAGMENT[f.lhs.dtype.name]}", f"gl.{FRAGMENT[f.rhs.dtype.name]}"
         for name, kind, side, count, rows in (
-            ("a_bufs", lhs, f.lhs, f.num_stages * f.parts, f.rows),
+            *([] if f.coded else [("a_bufs", lhs, f.lhs, f.num_stages * f.parts, f.rows)]),
             ("b_bufs", rhs, f.rhs, f.num_stages * f.units, f.unit),
         ):
             shape = [rows, f.tile_k] if side.along_k else [f.tile_k, rows]
             layout = f"gl.NVMMASharedLayout.get_default_for({shape}, {kind})"
             t.do(f"{name} = gl.allocate_shared_memory({kind}, [{count}, {shape[0]}, {shape[1]}], {layout})")
-        c_bufs = "a_bufs"  # no store goes through shared memory
+        if f.coded:
+            stage.allocate(t, f.coded, f.tile_m, f.num_stages)
+        c_bufs = "b_bufs"  # no store goes through shared memory
         if f.out_bytes:
             c_bufs = "c_bufs"
             layout = f"gl.NVMMASharedLayout.get_default_for([{f.rows}, 128], gl.int8)"
             t.do(f"c_bufs = gl.allocate_shared_memory(gl.int8, [{f.leaving * f.groups}, {f.rows}, 128], {layout})")
-        for name in ("ready", "empty"):
+        counts = {"ready": 1, "empty": f.parts * (2 if f.paired else 1)}
+        for name in counts:
             t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{f.num_stages}, 1], mbarrier.MBarrierLayout())")
         with t.block(f"for i in gl.static_range({f.num_stages}):"):
-            t.do(f"mbarrier.init(ready.index(i), count={2 if f.coded else 1})")
-            t.do(f"mbarrier.init(empty.index(i), count={f.parts * (2 if f.paired else 1)})")
+            for name, count in counts.items():
+                t.do(f"mbarrier.init({name}.index(i), count={count})")
         for name in self._barriers[2:]:
             several, arrivals = (1, f.split * f.groups) if name == "done" else (f.groups, 1)
             t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{several}, 1], mbarrier.MBarrierLayout())")
@@ -415,26 +282,12 @@ class Writer(Stores):
                 t.do(f"mbarrier.init({name}.index(i), count={arrivals})")
         if f.split > 1:
             split.mark(t)
-        common = [
-            *self.descriptors[self._operands :],
-            "a_bufs",
-            "b_bufs",
-            c_bufs,
-            *self._barriers,
-            *self.pointers,
-            *self.scratch,
-            *self.extents,
-            *self.numbers,
-        ]
+        common = [*self.descriptors[self._operands :], *self._left, "b_bufs", c_bufs, *self._barriers]
+        common += [*self.pointers, *self.scratch, *self.extents, *self.numbers]
         parts = [f"(math, ({', '.join([str(g), *common])},))" for g in range(f.groups)]
-        loads = [*self._loads, *self.extents]
-        parts.append(f"(load, ({', '.join(loads)},))")
+        parts.append(f"(load, ({', '.join([*self._loads, *self.extents])},))")
         math, load = (CODED_MATH_REGISTERS, CODED_REGISTERS) if f.coded else (MATH_REGISTERS, PRODUCER_REGISTERS)
         registers = [math] * (f.groups - 1) + [load]
-        warps = [4] * (f.groups - 1) + [stage.WARPS if f.coded else 1]
+        warps = [4] * (f.groups - 1) + [1]
         t.do(f"gl.warp_specialize([{', '.join(parts)}], {warps}, {registers})")
         return self._function("gemm", [*self.arguments, *self.numbers], t)
-
-    @staticmethod
-    def _function(name: str, arguments: Sequence[str], t: Text) -> str:
-        return f"@gluon.jit\ndef {name}({', '.join(arguments)}):\n{t}"

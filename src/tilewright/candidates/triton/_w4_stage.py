@@ -1,33 +1,36 @@
-"""What a Hopper kernel's loading warps do where the right operand is 4-bit codes: they make halves of them and leave those in
-the ring, while the others multiply what came before.
+"""4-bit codes as the left operand of a Hopper kernel: TMA brings words of the weight beside a tile of the other operand, and
+the warps that multiply make halves of theirs in registers, while the tensor cores are busy with the step before.
 
-A block of 64 columns of the result by 64 of K is read in the order of the matrix unit's left fragment (`_w4_pack.py`): that is
-also the order in which threads hold a tile of sums, so what they computed is stored without exchanging anything.
+A block of 64 rows of the weight by 64 of K is packed in the order of the matrix unit's left fragment (`_w4_pack.py`): what a
+thread reads, 16 bytes, is what it multiplies. Halves left in shared memory instead, by warps of their own, took 1.4 times as
+long as the products: shared memory is as busy as the tensor cores.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from itertools import pairwise
+
+import torch
 
 from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import halves
 from tilewright.candidates.triton._w4_plan import Weights
 from tilewright.dtype import DType
 
-WARPS = 4
 BLOCK = 64
+BLOCK_BYTES = 2048  # its words
+NAMES = ("codes_desc", "scale_desc", "zero_desc")
 
 
 @dataclass(frozen=True)
 class Coded:
-    """The right operand as packed codes.
+    """The left operand as packed codes.
 
     Attributes:
         weights: how they stand for numbers, each of which is rounded to `operand`.
         operand: f16 or bf16.
-        first: the number of the kernel's argument with the codes; scales and maybe zero points are the next ones.
+        first: the number of the source with the codes; scales and maybe zero points are the next ones.
         blocks: of 64 along K.
     """
 
@@ -37,9 +40,14 @@ class Coded:
     blocks: int
 
     @property
-    def pointers(self) -> list[str]:
+    def descriptors(self) -> tuple[str, ...]:
         """What the kernel calls them."""
-        return [f"p{self.first + i}" for i in range(2 if self.weights.zero is None else 3)]
+        return NAMES[: 2 if self.weights.zero is None else 3]
+
+    @property
+    def buffers(self) -> list[str]:
+        """Where they come to."""
+        return [f"{name[:-5]}_bufs" for name in self.descriptors]
 
     @property
     def run(self) -> int:
@@ -51,9 +59,23 @@ class Coded:
         """Scales of a row along a block."""
         return BLOCK // self.weights.sub
 
+    def box(self, name: str, rows: int) -> list[int]:
+        """Words that one copy brings: a step's codes, or what all of a tile's rows have for some steps along K."""
+        return [rows // BLOCK, 8, BLOCK] if name == NAMES[0] else [rows // 16, 8 * self.run]
+
+    def copied_bytes(self, rows: int) -> int:
+        """Of all copies for a step."""
+        return sum(4 * math.prod(self.box(n, rows)) for n in self.descriptors)
+
+
+def as_cut(name: str, packed: torch.Tensor) -> torch.Tensor:
+    """Packed words as copies cut them."""
+    return packed.view(packed.shape[0], -1, BLOCK) if name == NAMES[0] else packed.view(packed.shape[0], -1)
+
 
 def prologue(coded: Coded) -> str:
-    """The function `halves_of`: words of a block, and what belongs to them, to a tile [64, 64] in the layout of sums."""
+    """The functions `halves_of`, words of a block and what belongs to them to a tile [64, 64] as the matrix unit takes it, and
+    `one_of`, which of several neighbours that a thread holds are a step's, by the lowest bit of its number."""
     asm = halves(coded.operand, coded.weights.kind, zeros=coded.weights.zero is not None)
     given = ", ".join(["words", "scale", *["zero"] * (coded.weights.zero is not None)])
     results = ", ".join(f"x{i}" for i in range(8))
@@ -69,68 +91,65 @@ def halves_of({given}, L: gl.constexpr):
     even = gl.join(gl.join(x0, x4), gl.join(x2, x6))
     odd = gl.join(gl.join(x1, x5), gl.join(x3, x7))
     tile = gl.join(even, odd).permute((0, 7, 1, 3, 5, 6, 2, 4)).reshape((64, 64))
-    return gl.convert_layout(tile, L, assert_trivial=True)"""
+    return gl.convert_layout(tile, L, assert_trivial=True)
+
+
+@gluon.jit
+def one_of(x, k, COUNT: gl.constexpr):
+    x = x.reshape((x.shape[0], x.shape[1], COUNT, x.shape[2] // COUNT)).permute((0, 1, 3, 2))
+    even, odd = x.reshape((x.shape[0], x.shape[1], x.shape[2], COUNT // 2, 2)).split()
+    return gl.where(k % 2 == 0, even, odd).permute((0, 1, 3, 2)).reshape((x.shape[0], x.shape[1], COUNT // 2 * x.shape[2]))"""
+
+
+def allocate(t: Text, coded: Coded, rows: int, num_stages: int) -> None:
+    """Room for words beside the ring."""
+    for name, buffer in zip(coded.descriptors, coded.buffers, strict=True):
+        box = coded.box(name, rows)
+        layout = f"gl.NVMMASharedLayout(0, 32, {len(box)})"
+        t.do(f"{buffer} = gl.allocate_shared_memory(gl.int32, {[num_stages, *box]}, {layout})")
+
+
+def copies(t: Text, coded: Coded, rows: int) -> None:
+    """Asks for the words of stage `s`, step `k` of a tile of so many rows."""
+    along = f"k * {coded.subs} // {coded.run} * {8 * coded.run}"
+    for name, buffer in zip(coded.descriptors, coded.buffers, strict=True):
+        at = f"[pm * {rows // BLOCK}, k * 8, 0]" if name == NAMES[0] else f"[pm * {rows // 16}, {along}]"
+        t.do(f"tma.async_copy_global_to_shared({name}, {at}, ready.index(s), {buffer}.index(s))")
 
 
 def begin(t: Text, coded: Coded) -> None:
-    """Where a thread's words lie in a block, once for all tiles."""
+    """How threads hold words, and what belongs to their rows."""
     t.do("W: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])")
-    t.do("F: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])")
-    for axis, (name, extent) in enumerate((("warp", 4), ("down", 8), ("along", 4), ("pair", 2), ("step", 2))):
+    t.do("F: gl.constexpr = gl.DotOperandLayout(0, L, 2)")
+    t.do("V: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])")
+    t.do(f"P: gl.constexpr = gl.BlockedLayout([1, 1, {coded.run}], [1, 8, 4], [4, 1, 1], [2, 1, 0])")
+    for axis, (name, extent) in enumerate((("along", 4), ("pair", 2), ("step", 2)), 2):
         layout = "W"
         for other in reversed([a for a in range(5) if a != axis]):
             layout = f"gl.SliceLayout({other}, {layout})"
         at = ", ".join(":" if a == axis else "None" for a in range(5))
         t.do(f"{name} = gl.arange(0, {extent}, {layout})[{at}]")
-    t.do("V: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])")
-    t.do("lanes = gl.arange(0, 128, gl.SliceLayout(1, V))[:, None]")
-    t.do("own = lanes * 4 + gl.arange(0, 4, gl.SliceLayout(0, V))[None, :]")
-    t.do(f"beside = warp * {8 * coded.blocks * coded.subs} + down * {coded.run} + along * 0 + pair * 0 + step * 0")
+    t.do("blank = (along + pair + step) * 0")
 
 
-def ahead(columns: int) -> int:
-    """Steps along K whose words are under way: memory is further off than a step takes, and registers are few."""
-    return 3 if columns <= 128 else 2
-
-
-def start(t: Text, coded: Coded, columns: int, k: str, last: str) -> None:
-    """Asks for a tile's words from step `k` on, of those before `last`."""
-    for i in range(ahead(columns)):
-        _ask(t, coded, columns, f"gl.minimum({k} + {i}, {last} - 1)", f"next{i}")
-
-
-def _ask(t: Text, coded: Coded, columns: int, k: str, prefix: str) -> None:
-    """Loads of the words of step `k` of a tile of so many columns, by names that begin with `prefix`."""
-    for i in range(columns // BLOCK):
-        block = f"(pn * {columns // BLOCK} + {i})"
-        t.do(f"{prefix}_words{i} = gl.load({coded.pointers[0]} + ({block} * {coded.blocks} + {k}) * 512 + own)")
-        for name, pointer in zip(("scale", "zero"), coded.pointers[1:], strict=False):
-            i_along = f"({k} * {coded.subs} + pair * {coded.subs - 1})"
-            along = f"{i_along} // {coded.run} * {8 * coded.run} + {i_along} % {coded.run}"
-            t.do(f"{prefix}_{name}{i} = gl.load({pointer} + {block} * {32 * coded.blocks * coded.subs} + {along} + beside)")
-
-
-def names(coded: Coded, columns: int, prefix: str) -> list[str]:
-    """What a step's words, scales and zero points are called."""
-    kinds = ["words", "scale", *["zero"] * (coded.weights.zero is not None)]
-    return [f"{prefix}_{kind}{i}" for i in range(columns // BLOCK) for kind in kinds]
-
-
-def follow(t: Text, coded: Coded, columns: int, last: str, unit: int, stage: str) -> None:
-    """Leaves the words of step `k`, and asks for those of a later one, before `last`."""
-    order = ["now", *(f"next{i}" for i in range(ahead(columns)))]
-    for now, later in pairwise(order):
-        for to, source in zip(names(coded, columns, now), names(coded, columns, later), strict=True):
-            t.do(f"{to} = {source}")
-    _ask(t, coded, columns, f"gl.minimum(k + {ahead(columns)}, {last} - 1)", order[-1])
-    _leave(t, coded, columns, unit, stage, "now")
-
-
-def _leave(t: Text, coded: Coded, columns: int, unit: int, stage: str, prefix: str) -> None:
-    """Halves of the words, in the ring; `unit` rows to one of its buffers, `stage` the first buffer."""
-    each = len(names(coded, BLOCK, prefix))
-    for i in range(columns // BLOCK):
-        given = ", ".join(names(coded, columns, prefix)[i * each : (i + 1) * each])
-        buffer = f"b_bufs.index({stage} + {i * BLOCK // unit}).slice({i * BLOCK % unit}, {BLOCK}, 0)"
-        t.do(f"{buffer}.store(halves_of({given}, F))")
-    t.do("fence_async_shared()")
+def convert(t: Text, coded: Coded, rows: int) -> str:
+    """The name of what warpgroup `g` multiplies in step `k`, of the words of stage `s`."""
+    of_rows = "gl.SliceLayout(2, gl.SliceLayout(4, W))"
+    if coded.subs == 1:
+        of_rows = "gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, W)))"
+    groups = rows // BLOCK
+    codes, *beside = coded.buffers
+    shape, layout = [groups, 128, 4], "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
+    t.do(f"words = {codes}.index(s)._reinterpret(gl.int32, {shape}, {layout}).index(g).load(V)")
+    for buffer in beside:
+        own, shape, layout = buffer[:-5], [groups, 4, 8, coded.run], "gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])"
+        t.do(f"{own} = {buffer}.index(s)._reinterpret(gl.int32, {shape}, {layout}).index(g).load(P)")
+        count, divided = coded.run // coded.subs, 1
+        while count > 1:
+            t.do(f"{own} = one_of({own}, k // {divided}, {count})")
+            count, divided = count // 2, 2 * divided
+        shaped, at = (f"{own}.reshape((4, 8))", "None") if coded.subs == 1 else (own, ":")
+        t.do(f"{own} = gl.convert_layout({shaped}, {of_rows}, assert_trivial=True)")
+        t.do(f"{own} = {own}[:, :, None, {at}, None] + blank")
+    t.do(f"a = halves_of({', '.join(['words', *(b[:-5] for b in beside)])}, F)")
+    return "a"

@@ -1,4 +1,5 @@
-"""Gemms of more rows with weights of 4 bits: Hopper's kernel of large tiles, its loading warps making numbers of codes."""
+"""Gemms of more rows with weights of 4 bits: Hopper's kernel of large tiles with the weight as its left operand, codes of which
+the warps that multiply make numbers. Rows and columns of the result have exchanged their places then."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from tilewright.candidates.triton import _hopper_plan as hopper_plan
 from tilewright.candidates.triton import _hopper_space as hopper_space
 from tilewright.candidates.triton import _module as module
 from tilewright.candidates.triton._hopper_build import compiled
-from tilewright.candidates.triton._hopper_form import Form
+from tilewright.candidates.triton._hopper_form import Form, size
 from tilewright.candidates.triton._hopper_plan import Plan
 from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import Point
@@ -23,6 +24,7 @@ from tilewright.candidates.triton._w4_plan import plan_of as plan_of_weights
 from tilewright.candidates.triton._w4_stage import Coded
 from tilewright.dtype import S32
 from tilewright.hardware.target import Target
+from tilewright.ir.access import Access
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
@@ -30,13 +32,16 @@ from tilewright.schedule.schedule import Schedule
 
 FEWEST_ROWS = 33
 MOST_TRIED = 8
-WIDTHS = (64, 128, 256)  # columns of a tile: whole blocks of codes
-STEP_CYCLES = 4.0  # of the loading warps, for each column of a step along K
+WIDTHS = (64, 128, 256)  # columns of a tile, as Triton knows them
+TILE_ROWS = 128  # of the weight, a block of codes to each of two warpgroups
+PRODUCT_CYCLES = 2.0  # of a column of a step along K and 64 rows
+HALVES_CYCLES = 540.0  # until a warpgroup has made those of a step, the words waited for and read (fitted on an H200)
+WORD_BYTES = 40  # of a row and step, scales included
 
 
 @lru_cache(maxsize=1024)
 def plan_of(problem: Problem) -> Plan | None:
-    """The plan with the codes' values in the place of the right operand; None where this is no way to do it."""
+    """The plan of the transposed product; None where this is no way to do it."""
     weights = plan_of_weights(problem)
     if isinstance(weights, str):
         return None
@@ -44,25 +49,35 @@ def plan_of(problem: Problem) -> Plan | None:
     if not w.rounded or w.kind.bits != 4 or weights.rows < FEWEST_ROWS:
         return None
     plan = hopper_plan.plan_of(problem)
-    if not isinstance(plan, Plan) or plan.second is not None:
+    if not isinstance(plan, Plan) or plan.second is not None or plan.batch > 1 or plan.lhs.source is None:
         return None
-    return plan if plan.batch == 1 and plan.lhs.source is not None else None
+    (store, *others) = plan.stores
+    if others or store.columns_extent != plan.N or not plan.lhs.along_k or size(store.root.dtype) != 2:
+        return None  # a piece of the transposed result is as wide as the swizzle in 16 bits alone
+    turned = Access(store.root, store.views, store.columns, store.rows)
+    return replace(plan, M=plan.N, N=plan.M, lhs=plan.rhs, rhs=plan.lhs, stores=(turned,))
 
 
 def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     """The legal points, the most promising first."""
     found = hopper_space.points(problem, plan, target)
-    able = [p for p in found if p.tile_n in WIDTHS and not (p.pingpong or p.hold or p.widened or p.paired or p.split > 1)]
+    able = [p for p in found if p.tile_n in WIDTHS and p.tile_m == TILE_ROWS]
+    able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.paired or p.split > 1)]
     return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
 
 
 def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
-    """What a point makes the machine do: as with numbers, or what making them takes."""
-    known = hopper_space.work(problem, plan, point, target)
-    steps = -(-plan.K // plan.tile_k)
+    """What a point makes the machine do: as with numbers, but for steps along K. Of two warpgroups one makes halves while the
+    other one multiplies."""
+    others = hopper_space.work(problem, replace(plan, K=0), point, target)
+    groups = point.tile_m // 64
+    products = point.tile_n * groups * PRODUCT_CYCLES
+    through_shared = (groups + 1) * point.tile_n * 128 + 2 * point.tile_m * WORD_BYTES
+    step = max(products, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE, products / groups + HALVES_CYCLES)
     tiles = -(-plan.M // point.tile_m) * -(-plan.N // point.tile_n)
-    made = tiles / point.blocks * steps * point.tile_n * STEP_CYCLES
-    return replace(known, phases=tuple(replace(p, cycles=max(p.cycles, made)) for p in known.phases))
+    each = -(-(tiles - point.shared_tiles) // point.blocks) + point.shared_tiles / point.blocks
+    cycles = each * -(-plan.K // plan.tile_k) * step
+    return replace(others, phases=tuple(replace(p, cycles=p.cycles + cycles) for p in others.phases))
 
 
 def form_of(problem: Problem, plan: Plan, weights: Weights, point: Point) -> Form:
@@ -75,7 +90,7 @@ def machine_code(problem: Problem, plan: Plan, weights: Weights, schedule: Sched
     """Of one point."""
     form = form_of(problem, plan, weights, hopper_space.point_of(schedule))
     assert form.coded is not None
-    return form, compiled(form, (*(t.dtype for t in problem.types), *[S32] * len(form.coded.pointers)), target.index)
+    return form, compiled(form, (*(t.dtype for t in problem.types), *[S32] * len(form.coded.descriptors)), target.index)
 
 
 def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: Schedule, target: Target) -> Kernel:

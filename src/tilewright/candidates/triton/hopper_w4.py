@@ -44,9 +44,10 @@ class HopperW4:
         plan = plan_of(problem)
         if isinstance(plan, str):
             return plan
-        if points(problem, target) or tiles.plan_of(problem) is not None:
+        large = tiles.plan_of(problem)
+        if points(problem, target) or (large is not None and tiles.points(problem, large, target)):
             return None
-        return f"{plan.rows} rows are many, and its weights are not 4-bit ones rounded once they are scaled"
+        return f"{plan.rows} rows are many: that takes 4-bit weights rounded once they are scaled, and one result in 16 bits"
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
         large = tiles.plan_of(problem)
