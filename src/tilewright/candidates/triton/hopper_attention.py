@@ -4,7 +4,6 @@ at a time (`_hopper_flash.py`)."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
 
 import torch
 
@@ -23,7 +22,7 @@ from tilewright.candidates.triton._module import INSTALL, Arch, Built, build, in
 from tilewright.candidates.triton._text import Written
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Unsupported
+from tilewright.ir.access import Unsupported, or_why
 from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -31,27 +30,26 @@ from tilewright.schedule.schedule import Schedule
 MOST_TRIED = 6  # points
 
 
-@lru_cache(maxsize=256)
-def _heads(problem: AttentionProblem) -> Heads | str:
+@or_why
+def _heads(problem: AttentionProblem) -> Heads:
     """The attention to generate, or the sentence why there is none."""
-    try:
-        found = heads_of(problem, NATIVE_FP8)
-        why = unaligned(found)
-    except Unsupported as unsupported:
-        return str(unsupported)
+    found = heads_of(problem, NATIVE_FP8)
+    why = unaligned(found)
     if found.unit is F32:
-        return "the matrix unit takes f16 or bf16 here"
+        raise Unsupported("the matrix unit takes f16 or bf16 here")
     if found.on_scores is not None or found.on_weights is not None:
-        return "its scores or weights are changed on the way"
+        raise Unsupported("its scores or weights are changed on the way")
     if not _takes(found):
-        return "queries and keys are multiplied as f16, bf16 or both as one 8-bit float"
+        raise Unsupported("queries and keys are multiplied as f16, bf16 or both as one 8-bit float")
     if found.scale <= 0:
-        return "its scale is not positive"
+        raise Unsupported("its scale is not positive")
     if found.causal == "lower" and found.keys < found.queries:
-        return "causality hides all keys from some queries"
+        raise Unsupported("causality hides all keys from some queries")
     if (registers(found) > HELD and not flows(found)) or max(power(found.depth), power(found.width)) > 128:
-        return f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns"
-    return why or found
+        raise Unsupported(f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns")
+    if why is not None:
+        raise Unsupported(why)
+    return found
 
 
 def _takes(heads: Heads) -> bool:
