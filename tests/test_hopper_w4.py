@@ -27,7 +27,7 @@ from tilewright.candidates.triton._module import assembly, needs
 from tilewright.candidates.triton._w4_form import Form, Point
 from tilewright.candidates.triton._w4_pack import packed, packed_weights, unpacked
 from tilewright.candidates.triton._w4_plan import Plan, plan_of
-from tilewright.candidates.triton._w4_space import points
+from tilewright.candidates.triton._w4_space import point_of, points, schedule_of
 from tilewright.candidates.triton._w4_text import Writer
 from tilewright.candidates.triton.hopper_w4 import CANDIDATE, compiled
 
@@ -86,6 +86,16 @@ EMULATED = [
     ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", Point(True, 0, 1, 4, 2, 1, 2, 1, 3, 1)),
     ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", Point(False, 0, 1, 2, 4, 2, 1, 1, 3, 1)),
     ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", Point(False, 0, 1, 2, 4, 2, 1, 1, 3, 1)),
+]
+# Blocks of K in a loop, products by `wgmma` under way while codes are made halves and while sums are scaled; the same again and
+# again for several row tiles.
+EMULATED += [
+    ("~f16[16,1024] @ s4[128,1024]^T group=64 -> f16", Point(True, 0, 2, 4, 2, 1, 4, 1, 4, 2, 4, 1, 1)),
+    ("~f16[12,2048] @ u4[250,2048]^T group=32 zero_point + bias -> f16", Point(True, 0, 4, 8, 1, 2, 8, 2, 8, 2, 4, 2, 1)),
+    ("bf16[40,1024] @ u4[128,1024]^T group=64 zero_point -> bf16", Point(True, 0, 1, 4, 2, 1, 8, 2, 4, 4, 4, 2, 0)),
+    ("~f16[5,2048] @ s8[200,2048]^T group=64 -> f16", Point(False, 0, 2, 2, 4, 2, 4, 1, 16, 5, 4, 0, 1)),
+    ("~bf16[20,2048] @ s8[64,2048]^T scale=channel -> f32", Point(True, 0, 1, 4, 2, 1, 16, 4, 8, 3, 4, 1, 0)),
+    ("~f16[16,1024] @ u4[640,1024]^T group=32 zero_point + bias -> f16", Point(True, 2, 2, 4, 2, 2, 4, 1, 4, 3, 2, 1, 0)),
 ]
 NUMPY = {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
 
@@ -176,6 +186,19 @@ def test_machine_code_is_what_was_meant(name):
     assert len(re.findall(r"LDG\.E\.NA\.128", before)) == point.early
 
 
+@pytest.mark.parametrize(("rows", "outs"), [(32, 3584), (64, 3584), (16, 28672)])
+def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
+    """ptxas lets each end before the next one starts where it thinks registers do not suffice, and says nothing."""
+    line = f"~f16[{rows},8192] @ s4[{outs},8192]^T group=64 -> f16"
+    problem = posed(line)
+    point = next(p for p in points(problem, H200) if p.loop)
+    kernel = compiled(formed(line, point)[1], tuple(t.dtype for t in problem.types)).kernel
+    text = assembly(kernel)
+    products = len(re.findall(r"\bHGMMA\b", text))
+    assert products and len(re.findall(r"\bWARPGROUP.DEPBAR\b", text)) == products // 4
+    assert needs(kernel).spills <= 32
+
+
 @pytest.mark.parametrize(
     ("line", "tile"),
     [
@@ -229,6 +252,7 @@ def test_every_point_of_the_shapes_of_llama_fits():
             plan, found = plan_of(problem), points(problem, H200)  # not `schedules`, which compiles the first of them
             assert isinstance(plan, Plan) and found
             assert all(Form(plan, p).shared_bytes <= CHIP.shared_bytes for p in found)
+            assert all(point_of(schedule_of(p)) == p for p in found)
 
 
 def test_weights_that_were_joined_are_packed_as_one():

@@ -102,7 +102,7 @@ class Language:
         return values(np.arange(first, last, dtype=np.int32))
 
     def program_id(self, axis):
-        return self.block.number
+        return self.block.number if axis == 0 else 0
 
     def minimum(self, a, b):
         return values(np.minimum(a, b))
@@ -175,6 +175,9 @@ class Machine:
         regs = {}
         for i, (a, c) in enumerate(zip(arguments, constraints[outs:], strict=True)):
             a = np.broadcast_to(np.asarray(a), shape).ravel()
+            if c.isdigit():  # the same register as that result
+                regs[f"${c}"] = a.astype(np.float32).view(np.uint32)
+                continue
             raw = a.astype(np.float32).view(np.uint32) if c == "f" else a.astype(np.int64 if c == "l" else np.int32)
             regs[f"${outs + i}"] = raw.view(np.uint64 if c == "l" else np.uint32)
         count = int(np.prod(shape))
@@ -337,10 +340,11 @@ class Instruction:
         self.put(o[0], np.ones(self.count, bool))
 
     def expect(self, name, o, keep):
-        assert keep.sum() == 1
-        barrier, block = int(self.get(o[1])[0]), self.block
-        block.wanted[barrier] = block.wanted.get(barrier, 0) + int(self.get(o[2])[keep][0])
-        block.armed[barrier] = block.armed.get(barrier, 0) + 1
+        block = self.block
+        for i in np.flatnonzero(keep):
+            barrier = int(self.get(o[1])[i])
+            block.wanted[barrier] = block.wanted.get(barrier, 0) + int(self.get(o[2])[i])
+            block.armed[barrier] = block.armed.get(barrier, 0) + 1
 
     def ld_global(self, name, o, keep):
         to = self.several(o[0]) if o[0].startswith("{") else [o[0]]

@@ -90,6 +90,63 @@ class Product:
         address in shared memory, of 16 bytes each; and if codes are `small` a word of its sums for each scale and 8 columns."""
         return _Writer(self).write()
 
+    # by `wgmma` in three statements, so that others come between them
+
+    def made_halves(self) -> Asm:
+        """16 registers of the left operand out; codes, scales, zeros in."""
+        return _Writer(self).made_halves()
+
+    @property
+    def under_way(self) -> int:
+        """Sums of products that are under way."""
+        return self.sums * (1 if self.rounded else self.subs)
+
+    def started(self) -> Asm:
+        """Sums under way out; 16 registers, the other operand's address and, if weights are rounded, sums in."""
+        w = _Writer(self)
+        n, given = self.under_way, self.under_way
+        sums_in = [given + 17 + i for i in range(self.sums)] if self.rounded else []
+        w.do("{")
+        w.do(".reg .b32 u; .reg .pred q; .reg .b64 e;")
+        for i, s in enumerate(sums_in):
+            w.do(f"mov.f32 ${i}, ${s};")
+        w.do("wgmma.fence.sync.aligned;")
+        each = STEPS // self.subs
+        for step in range(STEPS):
+            fresh = not self.rounded and step % each == 0
+            at = 0 if self.rounded else step // each * self.sums
+            d = ",".join(f"${at + i}" for i in range(self.sums))
+            a = ",".join(f"${given + 4 * step + r}" for r in range(4))
+            w.do(f"setp.ne.b32 q, {0 if fresh else 1}, 0;")
+            w.do(f"add.s32 u, ${given + 16}, {2 * step}; mov.b64 e, {{u, 0x{ROWS_OF_128:08x}}};")
+            w.do(f"wgmma.mma_async.sync.aligned.m64n{self.columns}k16.f32.{w.kind}.{w.kind} {{{d}}}, {{{a}}}, e, q, 1, 1, 0;")
+        w.do("wgmma.commit_group.sync.aligned;")
+        w.do("}")
+        return Asm("\n".join(w.lines), ",".join(["=&f"] * n + ["r"] * 17 + ["f"] * len(sums_in)))
+
+    def ended(self, left: int) -> Asm:
+        """Sums under way out and in; so many products that were started later still are."""
+        n = self.under_way
+        lines = [f"wgmma.wait_group.sync.aligned {left};"]
+        return Asm("\n".join(lines), ",".join(["=f"] * n + [str(i) for i in range(n)]))
+
+    def scaled(self) -> Asm:
+        """Sums out; scales, products' sums, sums in."""
+        w = _Writer(self)
+        w.scale_at = self.sums
+        w.do("{")
+        w.do(f".reg .b32 u; .reg .f32 s<{2 * self.subs}>; .reg .b16 h0, h1;")
+        products = w.scale_at + self.scale_words
+        sums_in = products + self.under_way
+        for sub in range(self.subs):
+            w.scale(sub)
+            for i in range(self.sums):
+                before = f"${sums_in + i}" if sub == 0 else f"${i}"
+                w.do(f"fma.rn.f32 ${i}, ${products + sub * self.sums + i}, s{2 * sub + i % 4 // 2}, {before};")
+        w.do("}")
+        given = ["r"] * self.scale_words + ["f"] * (self.under_way + self.sums)
+        return Asm("\n".join(w.lines), ",".join(["=&f"] * self.sums + given))
+
 
 class _Writer:
     def __init__(self, product: Product) -> None:
@@ -201,6 +258,25 @@ class _Writer:
                 self.do(f"sub.rn.{self.kind}x2 {a}, {a}, c{2 * i + r % 2};")
             if p.rounded:
                 self.do(f"mul.rn.{self.kind}x2 {a}, {a}, m{2 * i + r % 2};")
+
+    def made_halves(self) -> Asm:
+        p = self.p
+        self.codes, self.scale_at = 4 * STEPS, 4 * STEPS + p.words
+        self.zero_at = self.scale_at + p.scale_words
+        self.do("{")
+        self.do(f".reg .b32 u, v, a<{STEPS * 4}>, c<{2 * p.subs}>, m<{2 * p.subs}>; .reg .f32 s<{2 * p.subs}>, y;")
+        self.do(".reg .b16 h0, h1;")
+        for sub in range(p.subs):
+            if p.rounded:
+                self.scale(sub)
+            self.zero(sub)
+        for step in range(STEPS):
+            self.convert(step)
+        for i in range(4 * STEPS):
+            self.do(f"mov.b32 ${i}, a{i};")
+        self.do("}")
+        given = ["r"] * (p.words + p.scale_words + (p.subs if p.zeros else 0))
+        return Asm("\n".join(self.lines), ",".join(["=&r"] * (4 * STEPS) + given))
 
     def _byte(self, a: str, word: str, h: int, exponent: int) -> None:
         """Two bytes of a word, eight bits apart from those of the other row."""

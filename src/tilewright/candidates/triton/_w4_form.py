@@ -26,6 +26,12 @@ class Point:
         chunks: in which the other operand comes to shared memory, two of them at a time.
         ahead: loads of weights under way.
         early: of those, before the kernel waits for the one before it.
+        loop: blocks of 64 columns that a loop takes at a time, the next ones' weights being under way; 0: all blocks are
+            written out.
+        lag: products by `wgmma` under way while others are prepared: 0 none, 1 while codes are made halves, 2 while sums are
+            scaled, too.
+        soon: 1 if the next kernel may start when the one before has ended; 0: when sums are complete.
+        together: blocks that share an SM's registers; 0: as many as have 16 warps.
     """
 
     wide: bool
@@ -38,6 +44,10 @@ class Point:
     chunks: int
     ahead: int
     early: int
+    loop: int = 0
+    lag: int = 0
+    soon: int = 0
+    together: int = 0
 
     @property
     def warps(self) -> int:
@@ -45,7 +55,9 @@ class Point:
 
     @property
     def registers(self) -> int:
-        """Of a thread, so that 16 warps share an SM."""
+        """Of a thread."""
+        if self.together:
+            return min(65536 // (32 * self.warps * self.together) // 8 * 8, 255)
         return 65536 // (32 * max(self.warps, 16))
 
     @property
@@ -105,9 +117,14 @@ class Form:
         return self.point.clusters < self.row_tiles
 
     @property
+    def spread(self) -> bool:
+        """A warp's tiles of 16 rows lie apart, so that four warps have 64 rows together."""
+        return self.point.wide
+
+    @property
     def between(self) -> int:
         """Tiles of 16 rows from one of a warp's to the next."""
-        return self.point.row_warps if self.point.wide else 1
+        return self.point.row_warps if self.spread else 1
 
     @property
     def code_loads(self) -> int:
@@ -149,9 +166,14 @@ class Form:
         return X_AT + min(self.point.chunks, 2) * self.chunk_bytes
 
     @property
+    def sums_each(self) -> int:
+        """Bytes of those sums of a block of 64 columns."""
+        return 64 // self.plan.weights.sub * self.columns * 16
+
+    @property
     def sums_bytes(self) -> int:
         """Of those sums."""
-        return self.local_blocks * (64 // self.plan.weights.sub) * self.columns * 16 if self.small else 0
+        return self.local_blocks * self.sums_each if self.small else 0
 
     @property
     def parts_at(self) -> int:

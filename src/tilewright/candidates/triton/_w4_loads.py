@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from tilewright.candidates.triton import _w4_asm as asm
+from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import Asm
 from tilewright.candidates.triton._w4_form import Form
 
@@ -79,7 +81,7 @@ def of_codes(form: Form, write: Some) -> Stream:
     def where(load: int) -> str:
         kb, rest = divmod(load, p.tiles * form.code_loads)
         tile, half = divmod(rest, form.code_loads)
-        down = tile * form.between // 4 * form.blocks * 4 * block if p.wide else tile * block
+        down = tile * form.between // 4 * form.blocks * 4 * block if form.spread else tile * block
         return form.along(kb, 4 * block, down + half * 128)
 
     total = p.depth * p.tiles * form.code_loads
@@ -113,3 +115,82 @@ def of_rows(name: str, form: Form, each: int, write: Some) -> tuple[Stream, int]
     if total % ahead:
         ahead = total
     return Stream(name, wide, total, ahead, where, write, once=False, again=form.again), blocks
+
+
+class Rolled:
+    """Codes, scales and zero points in a loop over `turn`, a few blocks of 64 columns at a time, the next ones being under way.
+
+    Args:
+        rows: words of a row pair for 64 columns, by argument.
+    """
+
+    def __init__(self, form: Form, rows: dict[str, int], write: Some, do: Some) -> None:
+        p = form.point
+        self.form, self._do = form, do
+        self.count = p.depth // p.loop
+        block = 128 * form.code_loads
+        self.loads = p.loop * p.tiles * form.code_loads
+        assert form.even and p.depth % p.loop == 0
+
+        def of_codes(load: int) -> str:
+            kb, rest = divmod(load, p.tiles * form.code_loads)
+            tile, half = divmod(rest, form.code_loads)
+            down = tile * form.between // 4 * form.blocks * 4 * block if form.spread else tile * block
+            return str(kb * 4 * block + down + half * 128)
+
+        self.stream = Stream("codes", 4, self.loads, self.loads, of_codes, write, once=True, again=True)
+        self.strides = {"codes": p.loop * 4 * block}
+        self.sides: list[tuple[Stream, int]] = []
+        for name, each in rows.items():
+            row, words = form.blocks * each, p.loop * each
+            run = math.gcd(4, row)
+            assert words % run == 0
+
+            def of_row(load: int, words: int = words, run: int = run, row: int = row) -> str:
+                tile, i = divmod(load * run, words)
+                return str(tile * form.between * 8 * row + i * 8)
+
+            total = p.tiles * words // run
+            self.sides.append((Stream(name, run, total, total, of_row, write, once=False, again=True), each))
+            self.strides[name] = words * 8
+
+    def start(self, first: int, last: int) -> None:
+        """The first loads of these numbers, as many as there are."""
+        self.stream.start(first, last)
+        for side, _ in self.sides if first == 0 else []:
+            side.start(0, side.total)
+
+    def begin(self, text: Text) -> None:
+        """Where what follows lies."""
+        inside, again = f"turn < {self.count - 1}", self.form.again
+        text.do(f"more = gl.where({inside}, tid * 0 + 1, {'further' if again else 0})")
+        for name, stride in self.strides.items():
+            words = f"{name}_at_words + (turn + 1) * {stride}"
+            text.do(f"{name}_next = {name} + {f'gl.where({inside}, {words}, {name}_after_words)' if again else f'({words})'}")
+
+    def codes(self, kb: int, tile: int) -> list[str]:
+        """Words of a tile."""
+        self._do(asm.IN_STEP, "tid")
+        at = (kb * self.form.point.tiles + tile) * self.form.code_loads
+        return [w for u in range(at, at + self.form.code_loads) for w in self.stream.of(u)]
+
+    def beside(self, kb: int, tile: int) -> list[str]:
+        """Scales and zero points of a tile."""
+        found: list[str] = []
+        for side, each in self.sides:
+            loads = side.total // self.form.point.tiles
+            words = [w for u in range(tile * loads, (tile + 1) * loads) for w in side.of(u)]
+            found += words[kb * each : (kb + 1) * each]
+        return found
+
+    def done(self, kb: int, tile: int) -> None:
+        """A tile's codes are not needed any more."""
+        at = (kb * self.form.point.tiles + tile) * self.form.code_loads
+        for u in range(at, at + self.form.code_loads):
+            self.stream.used(u)
+
+    def end(self) -> None:
+        """Nor are the scales."""
+        for side, _ in self.sides:
+            for u in range(side.total):
+                side.used(u)
