@@ -44,7 +44,7 @@ def program(tmp_path: Path) -> str:
 
 
 def tune(program, *options):
-    result = invoke("tune", program, "--budget", "0.9", "--json", *options)
+    result = invoke("tune", program, "--budget", "2.5", "--json", *options)
     assert result.exit_code == 0, result.output
     return json.loads(result.stdout)
 
