@@ -342,6 +342,18 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
     assert {32, 64} <= seen
 
 
+def test_with_scales_by_blocks_no_copy_brings_what_is_added():
+    """Their tiles ask for none: what stands where it would come to is not the residual."""
+    p = problem("f8e4m3fn[130,512] block=1x128 @ f8e4m3fn[256,512]^T block=128x128 + residual:bf16 -> bf16")
+    plan = plan_of(p)
+    found = [form_of(p, plan, point) for point in points(p, plan, H200)]
+    assert found
+    for form in found:
+        text = Writer(form, lambda n: f"p{n.op.index}").write().text
+        assert "gl.load(p4 + " in text
+        assert "fetched" not in text
+
+
 def test_gate_and_up_meet_in_the_registers_of_one_tile():
     p = gated(BF16, (4096,), 4096, 14336)
     point = points(p, plan_of(p), H200)[0]

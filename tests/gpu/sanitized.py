@@ -114,6 +114,13 @@ def cases():
             first,
             H200,
         ),
+        (
+            "hopper fp8 by blocks, residual",
+            hopper,
+            gemm_of("f8e4m3fn[130,512] block=1x128 @ f8e4m3fn[256,512]^T block=128x128 + residual:bf16 -> bf16"),
+            first,
+            H200,
+        ),
         ("hopper residual held", hopper, gemm_of(fp8), lambda k: k["hold"], FEW),
         ("hopper residual by TMA", hopper, down, lambda k: not k["pingpong"] and k["tile_n"] % 64, FEW),
         ("hopper turns, gelu", hopper, up, turns, FEW),

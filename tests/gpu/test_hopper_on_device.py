@@ -34,6 +34,7 @@ LINES = [
     "f8e5m2[64,1280] @ f8e5m2[960,1280]^T, tanh -> f8e5m2 scale=tensor",
     "f8e4m3fn[250,640] block=1x128 @ f8e4m3fn[300,640]^T block=128x128 -> bf16",
     "f8e4m3fn[130,1000] block=1x128 @ f8e5m2[1000,256] block=128x128 + bias -> f32",
+    "f8e4m3fn[130,512] block=1x128 @ f8e4m3fn[256,512]^T block=128x128 + residual:bf16 -> bf16",
     "bf16[1024,5120] @ bf16[1280,5120]^T -> bf16",
 ]
 

@@ -144,7 +144,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
             widest = min(widest, 64)  # of wider ones more would be under way than there are registers
         fitting = (_out(access, plan, rows, widest >> i) for i in range(3))  # heads may be narrower than a piece
         outs.append(next((o for o in fitting if o.view is not None), Out(access, None, widest)))
-    if len(outs) == 1 and not point.hold and not point.shared_tiles and point.split == 1:
+    if len(outs) == 1 and plan.blocks is None and not point.hold and not point.shared_tiles and point.split == 1:
         outs[0] = replace(outs[0], fetched=_fetched(outs[0], plan, rows))
     return Form(
         Side(plan.lhs.dtype, plan.lhs.along_k, plan.lhs.batched, shared=_shared(plan.lhs.strides[0], plan)),

@@ -102,6 +102,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: S
 
     def prepare(given: Mapping[int, torch.Tensor]) -> Runner:
         packed = packed_weights(w.values(given), w, weights.operand)
+        torch.cuda.synchronize(device)  # a launch reads weights before what is ahead of it has ended
         held = {**given, **{len(problem.types) + i: t for i, t in enumerate(packed)}}
         return runner(problem, plan, form, built, point.blocks, point.shared_tiles, held, device)
 
