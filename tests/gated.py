@@ -61,3 +61,13 @@ CASES = {
     "f16, a batch, a residual": lambda: gated(F16, (19,), 40, 33, batch=(3,), side=True),
     "f32, gelu": lambda: gated(F32, (7,), 31, 5, function="gelu"),
 }
+
+
+def of_ranges(rows=20, depth=40, width=40, cuts=((0, 20), (20, 40)), dtype=F16):
+    """A store for each range of columns of silu(left half) * right half."""
+    src = [input_("x", dtype, (rows, depth)), input_("w", dtype, (depth, 2 * width))]
+    params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    acc = Node(Acc(Gemm(F32, *params, (params[0],)).acc_type))
+    left, right = (slice_(acc, -1, i * width, (i + 1) * width) for i in range(2))
+    stores = (map_("multiply", map_("silu", slice_(left, -1, *cut)), slice_(right, -1, *cut)) for cut in cuts)
+    return problem_of(Node(Gemm(F32, *params, tuple(stores)), *src))

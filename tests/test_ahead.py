@@ -136,3 +136,23 @@ def test_where_no_process_may_be_started_nothing_is_compiled(monkeypatch):
     monkeypatch.setenv(SWITCH, "0")
     monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: [(None, "any", 0)])
     assert ahead.compile_ahead([], detect("cpu")) == 0
+
+
+def test_a_problem_that_no_process_can_be_told_of_is_left_to_its_search(monkeypatch):
+    def told(message):
+        raise RecursionError
+
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: [(None, "any", 0)])
+    monkeypatch.setattr(ahead, "pickled", told)
+    assert ahead.compile_ahead([], detect("cpu")) == 0
+
+
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(processes, monkeypatch):
+    def interrupted(count):
+        raise KeyboardInterrupt
+
+    first = nursery()
+    monkeypatch.setattr(first, "_hear", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.assistant()
+    assert nursery() is not first

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from gated import gated
+from gated import gated, of_ranges
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
@@ -385,3 +385,11 @@ def test_halves_that_blocks_scale_are_refused():
     )
     halved = replace(p, op=replace(p.op, stores=(map_("multiply", map_("silu", *left), *right),)))
     assert plan_of(halved) == "scales by blocks of both halves of the columns"
+
+
+def test_alike_stores_of_both_halves_read_no_memory_for_the_right_one():
+    wide = of_ranges(512, 512, 512, ((0, 256), (256, 512)))
+    plan = plan_of(wide)
+    form = form_of(wide, plan, points(wide, plan, H200)[0])
+    writer = Writer(form, lambda n: f"p{n.op.index}")
+    assert writer.alike and not re.search(r"\bp\d", writer.write().text)

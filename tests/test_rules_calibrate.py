@@ -214,3 +214,16 @@ def test_calibration_runs_on_a_device_and_on_the_cpu_where_that_cannot(monkeypat
         for node, seen in calibrate(MODEL, BATCHES, device).seen.items():
             assert seen.largest == SEEN.seen[node].largest and torch.equal(seen.rows, SEEN.seen[node].rows)
     assert asked == ["cpu:0"] * len(BATCHES) + ["cuda", "cpu"] * len(BATCHES)
+
+
+@pytest.mark.parametrize("name", ["w4", "w8"])
+def test_small_weights_of_16_bits_keep_their_codes(name):
+    x = input_("x", F16, (4, 64))
+    batch = [{"x": torch.randn(4, 64, generator=G).half()}]
+    errors = []
+    for size in (1.0, 2.0**-16):
+        weight = (torch.randn(64, 8, generator=torch.Generator().manual_seed(1)) * size).half()
+        model = graph_of(gemm(x, const(weight)))
+        (layer,) = quantize(model, scheme(name, group=16), calibrate(model, batch))[1]
+        errors.append(layer.error)
+    assert errors[1] < 1.5 * errors[0]

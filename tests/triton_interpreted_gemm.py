@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from gated import CASES
+from gated import CASES, of_ranges
 from random_carriers import gemms
 from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._module import module
@@ -150,3 +150,10 @@ def test_a_constant_that_lies_badly_is_laid_out_once():
 def test_both_halves_of_the_columns_meet_in_a_store(name, point):
     problem = CASES[name]()
     assert_right(problem, random_sources(problem), point, TARGETS["nvidia_h100"], weights=())
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+@pytest.mark.parametrize("cuts", [((0, 20), (20, 40)), ((0, 40), (3, 17))], ids=str)
+def test_ranges_of_what_both_halves_give_are_written_whole(cuts, point):
+    problem = of_ranges(cuts=cuts)
+    assert_right(problem, random_sources(problem), point, TARGETS["nvidia_h100"])

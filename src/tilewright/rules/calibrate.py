@@ -314,6 +314,9 @@ def _encode(weight: torch.Tensor, to: DType, group: int, scales: DType) -> tuple
     else:
         largest = weight.abs().amax(-2, keepdim=True) if k else torch.zeros(*batch, 1, n)
     kind = scales.to_torch()
+    peaks = largest / to.max if k == 0 else (largest / to.max).amax(-2)
+    if ((peaks > 0) & (peaks < torch.finfo(kind).smallest_normal)).any():  # held to that, a column of f16 would lose its codes
+        kind = torch.float32
     scale = (largest / to.max).to(kind).clamp_min(max(SMALLEST_SCALE, torch.finfo(kind).smallest_normal))
     node = Node(Quantize(to, _block(weight, group)), const(weight), const(scale))
     return cast("torch.Tensor", evaluate_nodes((node,), {})[0]), scale

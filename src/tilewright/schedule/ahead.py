@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import pickle
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -51,8 +52,8 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
     """
     processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
     jobs = jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]
-    messages = [pickled(("compile", problem, target, settings_here(), name, at)) for problem, name, at in jobs]
-    assistants = _assistants(min(processes, len(jobs)))
+    messages = [m for problem, name, at in jobs if (m := _message(problem, target, name, at)) is not None]
+    assistants = _assistants(min(processes, len(messages)))
     unanswered = set[Connection]()
     try:
         _work_off(list(assistants), messages, unanswered, within_s)
@@ -62,7 +63,14 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
             if each in unanswered:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
-    return len(jobs) if assistants else 0
+    return len(messages) if assistants else 0
+
+
+def _message(problem: AnyProblem, target: Target, name: str, at: int) -> bytes | None:
+    """What an assistant is told; None if no process can be told of this problem."""
+    with contextlib.suppress(RecursionError, pickle.PicklingError, TypeError, AttributeError):
+        return pickled(("compile", problem, target, settings_here(), name, at))
+    return None
 
 
 def _assistants(count: int) -> dict[Connection, int]:

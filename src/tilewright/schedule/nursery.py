@@ -137,6 +137,10 @@ class Nursery:
             raise UnavailableError(
                 f"no worker process: {self._last_words() or 'it ended at once'}; kernels are tried in this process"
             ) from None
+        except BaseException:  # its answer would be taken for that to the next question
+            ours.close()
+            self.stop()
+            raise
         finally:
             theirs.close()
         if pid < 0:

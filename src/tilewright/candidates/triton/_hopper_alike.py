@@ -10,9 +10,9 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param, Slice
 
 
-def leaves(out: Out) -> list[Node]:
-    """What a store reads, in order."""
-    return [n for n in toposort((out.access.root,)) if isinstance(n.op, Param)]
+def leaves(out: Out, second: Node | None) -> list[Node]:
+    """What a store reads of memory, in order."""
+    return [n for n in toposort((out.access.root,)) if isinstance(n.op, Param) and n is not second]
 
 
 def alike(outs: Sequence[Out], tile_n: int) -> bool:

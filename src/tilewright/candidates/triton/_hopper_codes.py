@@ -38,7 +38,6 @@ class Codes:
             return None
         words = {
             "zero": 0.0,
-            "inverse": self._half,
             "magic": MAGIC,
             "least": MAGIC + self.dtype.min,
             "most": MAGIC + self.dtype.max,

@@ -29,21 +29,21 @@ class Stores:
         self.alike = alike(form.outs, form.tile_n)
         self.outs = form.outs[:1] if self.alike else form.outs  # of which there is code
         if self.alike:
-            chosen = {n: f"s{k}" for k, n in enumerate(leaves(form.outs[0]))}
+            chosen = {n: f"s{k}" for k, n in enumerate(leaves(form.outs[0], form.second))}
             self.pointer = chosen.__getitem__
 
     def _choose(self, t: Text) -> None:
         """Which of stores that are alike a tile belongs to: where its leaves lie, and its first column there."""
         if not self.alike:
             return
-        first, *others = self.form.outs
+        (first, *others), second = self.form.outs, self.form.second
         t.do(f"part = col // {first.access.columns_extent}")
         t.do(f"own = col - part * {first.access.columns_extent}")
-        for k, leaf in enumerate(leaves(first)):
+        for k, leaf in enumerate(leaves(first, second)):
             t.do(f"s{k} = {self.given(leaf)}")
         for i, other in enumerate(others):
             with t.block(f"if part == {i + 1}:"):
-                for k, (leaf, its) in enumerate(zip(leaves(other), leaves(first), strict=True)):
+                for k, (leaf, its) in enumerate(zip(leaves(other, second), leaves(first, second), strict=True)):
                     further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
                     t.do(f"s{k} = {self.given(leaf)}{f' + {further}' if further else ''}")
 

@@ -289,8 +289,8 @@ class _Writer:
                 emitter.store(access, f"o{i}")
                 continue
             last = access.first + access.columns_extent
-            start = f"tile_column * {p.tile_n}"
-            with t.block(f"if ({start} < {last}) & ({start} + {p.tile_n} > {access.first}):"):
+            start = f"tile_column * {n.width}"
+            with t.block(f"if ({start} < {last}) & ({start} + {n.width} > {access.first}):"):
                 emitter.store(access, f"o{i}")
 
 
