@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import pickle
 import signal
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from tilewright.schedule.candidate import Composed, Precompiled, concerns, disco
 from tilewright.schedule.nursery import UnavailableError, nursery
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
-from tilewright.schedule.worker import pickled, settings_here
+from tilewright.schedule.worker import UNTOLD, pickled, settings_here
 
 POINTS = DEPTH + 2  # of a candidate's space: those that compete from the start and, if processes are left, what comes next
 MOST_PROCESSES = 16
@@ -68,7 +67,7 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
 
 def _message(problem: AnyProblem, target: Target, name: str, at: int) -> bytes | None:
     """What an assistant is told; None if no process can be told of this problem."""
-    with contextlib.suppress(RecursionError, pickle.PicklingError, TypeError, AttributeError):
+    with contextlib.suppress(*UNTOLD):
         return pickled(("compile", problem, target, settings_here(), name, at))
     return None
 

@@ -103,7 +103,7 @@ class HostedBench:
         try:
             self._opening = pickled(("open", problem, target, settings_here() | {"cold": cold}, self._weights.places))
             self._open()
-        except (OSError, RecursionError, pickle.PicklingError, TypeError, AttributeError, DiedError) as error:
+        except (OSError, *UNTOLD, DiedError) as error:
             self.close()
             raise UnavailableError(f"the worker process cannot take {problem}: {error}") from None
         except BaseException:
@@ -219,6 +219,10 @@ class _Pickler(pickle.Pickler):
 def _seen_as(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """An 8-bit float tensor from its bits: torch cannot read one back from a pickle."""
     return codes.view(dtype)
+
+
+UNTOLD = (RecursionError, pickle.PicklingError, TypeError, AttributeError)
+"""What `pickled` raises for a problem that no process can be told of, such as one of a thousand operations."""
 
 
 def pickled(message: object) -> bytes:
