@@ -15,9 +15,9 @@ from tilewright.candidates.triton._heads import Heads
 from tilewright.candidates.triton._hopper_attend import NONE, Writer, pointer_of
 from tilewright.candidates.triton._hopper_brief import NATIVE_FP8
 from tilewright.candidates.triton._hopper_rows import ROWS, WIDEST, Point, Ring, brought
-from tilewright.candidates.triton._hopper_stream import LOADING_REGISTERS, STREAMED, streamed_arguments
+from tilewright.candidates.triton._hopper_stream import LOADING_REGISTERS, STREAMED, of_mask, streamed_arguments
 from tilewright.candidates.triton._text import Text, Written
-from tilewright.dtype import F32, DType
+from tilewright.dtype import DType
 
 SCANNED = 512  # places of a mask that are read at once
 MATH_REGISTERS = {2: 240, 3: 160}  # by warpgroups
@@ -175,13 +175,7 @@ class _Flash(Writer):
         t.do(f"M: gl.constexpr = gl.BlockedLayout([1, {WIDEST // 32}], [1, 32], [1, 1], [1, 0])")
         t.do(f"rows = head * {h.queries} + gl.arange(0, 1, gl.SliceLayout(1, M))")
         t.do(f"columns = key + gl.arange(0, {WIDEST}, gl.SliceLayout(0, M))")
-        tile = Tile("rows", "columns", h.keys, column_mask=t.v(f"columns < {h.keys}") if h.keys % WIDEST else None)
-        emitter = Emitter(t, tile, pointer_of, NATIVE_FP8)
-        value = emitter.value(h.mask)
-        if self.added:
-            value = f"{emitter.convert(value, h.mask.root.dtype, F32)} * {LOG2_E!r}"
-        else:
-            value = f"gl.where({value}, float('inf'), {NONE})"
+        value = of_mask(t, h, "columns", ragged=h.keys % WIDEST > 0)
         t.do(f"mask = gl.max({value}, 0)")
 
     # -- the warpgroups that multiply

@@ -15,7 +15,7 @@ from tilewright.candidates.triton._heads import Heads
 from tilewright.candidates.triton._hopper_attend import NATIVE_FP8, NONE, PROLOGUE, WARPS, Writer, pointer_of
 from tilewright.candidates.triton._hopper_rows import AHEAD, GROUPS, ROWS, WIDEST, Chunk, Point, brought, chunks
 from tilewright.candidates.triton._text import Text, Written
-from tilewright.dtype import F32, DType
+from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 
@@ -126,13 +126,7 @@ class Streamed(Writer):
         for i, c in enumerate(chunks(h.keys)):
             t.do(f"t{i} = {c.start} + gl.arange(0, {chunks(h.keys)[0].extent}, gl.SliceLayout(0, M))")
             ragged = c.start + chunks(h.keys)[0].extent > h.keys
-            tile = Tile("rows", f"t{i}", h.keys, column_mask=t.v(f"t{i} < {h.keys}") if ragged else None)
-            emitter = Emitter(t, tile, pointer_of, NATIVE_FP8)
-            value = emitter.value(h.mask)
-            if self.added:
-                value = f"{emitter.convert(value, h.mask.root.dtype, F32)} * {LOG2_E!r}"
-            else:
-                value = f"gl.where({value}, float('inf'), {NONE})"
+            value = of_mask(t, h, f"t{i}", ragged=ragged)
             t.do(f"ms.index({self._slot(i)}).store(gl.max({value}, 0))")
         t.do("mbarrier.arrive(m_ready.index(side), count=1)")
 
@@ -268,3 +262,14 @@ class Streamed(Writer):
         parts = [*(f"(math, ({g}, {given},))" for g in range(GROUPS)), f"(load, ({given},))"]
         t.do(f"gl.warp_specialize([{', '.join(parts)}], [4, 1], [{MATH_REGISTERS}, {LOADING_REGISTERS}])")
         return t
+
+
+def of_mask(t: Text, heads: Heads, columns: str, *, ragged: bool) -> str:
+    """What is done to the scores of these keys: the least of both is taken (infinities), or it is added to powers of 2."""
+    assert heads.mask is not None
+    tile = Tile("rows", columns, heads.keys, column_mask=t.v(f"{columns} < {heads.keys}") if ragged else None)
+    emitter = Emitter(t, tile, pointer_of, NATIVE_FP8)
+    value, dtype = emitter.value(heads.mask), heads.mask.root.dtype
+    if dtype is PRED:
+        return f"gl.where({value}, float('inf'), {NONE})"
+    return f"{emitter.convert(value, dtype, F32)} * {LOG2_E!r}"
