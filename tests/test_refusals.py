@@ -29,7 +29,16 @@ from torture_cache import KEY
 
 SIGSEGV = "ctypes.string_at(8)"
 BUDGET_S = 0.02
-TODAY = datetime.now(UTC).date()
+
+
+def day(kept):
+    """The day the one refusal kept was made, which need not be the day it is read: a suite may run over midnight."""
+    (remembered,) = kept.refusals()
+    return datetime.fromtimestamp(remembered.made_s, UTC).date()
+
+
+def sentence(kept):
+    return f"crashed: SIGSEGV, on {day(kept)}; not tried again unless `tilewright tune --retry` asks for it"
 
 
 def refusal(candidate="llvm", **changed):
@@ -103,11 +112,10 @@ def test_what_crashed_is_not_tried_by_the_next_process(kept, candidates, tmp_pat
     assert (remembered.candidate, remembered.why) == (bad.name, "crashed: SIGSEGV")
     assert abs(remembered.made_s - time.time()) < 600 and remembered.problem == str(first.problem)
     runs = seen.read_text()
-    sentence = f"crashed: SIGSEGV, on {TODAY}; not tried again unless `tilewright tune --retry` asks for it"
     for how in ({"budget_s": 50.0}, {"budget_s": 50.0, "within_s": 1e-9}):  # a longer search; none, in this very process
         kept._connection().execute("DELETE FROM decisions")
         again = compiled(**how)
-        assert [r.why for r in again.rejected if r.candidate == bad.name] == [sentence]
+        assert [r.why for r in again.rejected if r.candidate == bad.name] == [sentence(kept)]
         assert again.kernel.candidate == candidates[1].name and seen.read_text() == runs
     assert Recall(cpu(), kept).candidates(first.problem) is not None
     assert Recall(cpu(), kept).candidates(elsewhere) is None
@@ -153,10 +161,10 @@ def test_explain_prints_the_sentence_and_the_cache_lists_it(kept, tmp_path):
     }
     Recall(cpu(), kept).lost(problem, "aten", "crashed: SIGSEGV")
     said = " ".join(invoke("explain", program, "--budget", "0").stdout.split())
-    assert f"aten: crashed: SIGSEGV, on {TODAY}; not tried again unless `tilewright tune --retry` asks for it" in said
+    assert f"aten: {sentence(kept)}" in said
     (listed,) = json.loads(invoke("cache", "info", "--json").stdout)["refused"]
     assert listed["candidate"] == "aten" and listed["why"] == "crashed: SIGSEGV" and listed["problem"] == str(problem)
-    assert re.fullmatch(rf"{TODAY}T.*\+00:00", listed["when"])
+    assert re.fullmatch(rf"{day(kept)}T.*\+00:00", listed["when"])
     said = " ".join(invoke("cache", "info").stdout.split())
     assert f"Crashed or hung aten on {problem}" in said and "crashed: SIGSEGV" in said
     result = invoke("tune", program, "--budget", "0.9", "--retry", "--json")
