@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tilewright.compiler import compile
-from tilewright.dtype import BF16, F16, S4, S8, S32, U4, U8
+from tilewright.dtype import BF16, F8E4M3FN, F16, S4, S8, S32, U4, U8
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
@@ -34,7 +34,7 @@ from tilewright.candidates.triton.hopper_w4 import CANDIDATE, compiled
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 
 
-@pytest.mark.parametrize("operand", [F16, BF16])
+@pytest.mark.parametrize("operand", [F16, BF16, F8E4M3FN])
 @pytest.mark.parametrize("kind", [S4, U4, S8, U8])
 def test_codes_are_packed_and_back(kind, operand):
     codes = torch.randint(int(kind.min), int(kind.max) + 1, (300, 192)).to(kind.to_torch())
@@ -49,6 +49,14 @@ def test_a_word_is_what_a_lane_multiplies_of_sixteen_columns():
     words = packed(codes, U4, BF16)
     assert words.nonzero().tolist() == [[0, 0, 1, 0, 3 * 4 + 2, 2]]
     assert words[0, 0, 1, 0, 14, 2].item() & 0xFFFFFFFF == 15 << 8 + 16
+
+
+def test_a_word_for_an_operand_of_8_bits_holds_four_neighbours():
+    codes = torch.zeros(64, 64, dtype=torch.uint8)
+    codes[16 + 8 + 3, 32 + 4 * 2 : 32 + 4 * 3] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+    words = packed(codes, U4, S8)
+    assert words.nonzero().tolist() == [[0, 0, 1, 0, 3 * 4 + 2, 2]]
+    assert words[0, 0, 1, 0, 14, 2].item() >> 2 == 0x04030201  # of row g + 8; those of row g are 4 bits up
 
 
 def test_weights_are_packed_once_until_somebody_writes_to_them():
@@ -227,7 +235,9 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        ("f32[4,64] @ s4[64,64]^T group=64", "f16 or bf16"),
+        ("f32[4,64] @ s4[64,64]^T group=64", "f16, bf16 or codes"),
+        ("f8e4m3fnuz[4,64] scale=tensor @ s4[64,64]^T group=64", "f16, bf16 or codes"),
+        ("s8[4,64] scale=tensor zero_point @ s4[64,64]^T group=64", "zero points"),
         ("f16[4,64] @ f16[64,64]^T", "not codes of 4 or 8 bits"),
         ("f16[4,96] @ s4[64,96]^T group=32", "no multiple of 64"),
         ("f16[4,128] @ s4[64,128]^T group=16", "other than 32 or a multiple of 64"),

@@ -1,9 +1,10 @@
 """Weights of 4 and 8 bits in the order of the matrix unit's left fragment, so that a load of 16 bytes needs no shuffle.
 
 Of a block of 64 rows and 64 columns (K), four warps hold 16 rows each; a lane holds rows g and g + 8 of those (g = lane // 4),
-and of 16 columns those at 2 t, 2 t + 1, 2 t + 8, 2 t + 9 (t = lane % 4; PTX ISA 9.0, 9.7.14.5.8 and 9.7.15.5.1). A word of
-4-bit codes is what a lane holds of 16 columns; 8-bit ones are two words. One order serves every number of rows of the other
-operand: both matrix instructions (`mma.sync`, `wgmma`) take this fragment.
+and of 16 columns those at 2 t, 2 t + 1, 2 t + 8, 2 t + 9 (t = lane % 4; PTX ISA 9.0, 9.7.14.5.8 and 9.7.15.5.1), or where the
+other operand has 8 bits those from 4 t to 4 t + 3, which are in a register then. A word of 4-bit codes is what a lane holds of
+16 columns; 8-bit ones are two words. One order serves every number of rows of the other operand: both matrix instructions
+(`mma.sync`, `wgmma`) take this fragment, and that of halves takes 8-bit operands made halves in any order along K.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewright.dtype import BF16, DType
+from tilewright.dtype import BF16, F16, DType
 from tilewright.schedule.packed import all_packed_once
 
 if TYPE_CHECKING:
@@ -42,11 +43,17 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
     words = torch.cat([packed(codes[i : i + step], weights.kind, operand) for i in range(0, codes.shape[0], step)])
     result = [words, paired_rows(scales.repeat_interleave(repeats, dim=1))]
     if zeros:
-        first = torch.tensor(MAGIC[weights.kind.bits, operand.name], device=codes.device)
+        half = half_of(operand)
+        first = torch.tensor(MAGIC[weights.kind.bits, half.name], device=codes.device)
         z = zeros[0].to(torch.int32) + bias(weights.kind, operand)
         z = z + first[torch.arange(z.shape[0], device=z.device) // 8 % 2][:, None]
-        result.append(paired_rows(z.to(operand.to_torch()).repeat_interleave(repeats, dim=1)))
+        result.append(paired_rows(z.to(half.to_torch()).repeat_interleave(repeats, dim=1)))
     return result
+
+
+def half_of(operand: DType) -> DType:
+    """The type of 16 bits that holds every value of an operand: f16 for those of 8 bits."""
+    return F16 if operand.bits == 8 else operand
 
 
 def bias(codes: DType, operand: DType) -> int:
@@ -75,12 +82,15 @@ def packed(codes: torch.Tensor, kind: DType, operand: DType) -> torch.Tensor:
     Args:
         codes: one to an element; K is a multiple of 64, M' is M filled up to a multiple of 256.
         kind: s4, u4, s8 or u8.
-        operand: f16 or bf16, which they become before they are multiplied.
+        operand: f16 or bf16, which they become before they are multiplied, or an operand of 8 bits.
     """
     m, k = codes.shape
     v = codes.to(torch.int32) + bias(kind, operand)  # bytes of either sign are the same once masked
     v = torch.nn.functional.pad(v & ((1 << kind.bits) - 1), (0, 0, 0, -m % ROWS))
-    v = v.view(-1, 4, 2, 8, k // BLOCK, 4, 2, 4, 2)  # m64 warp h g | k64 step half t pair
+    if operand.bits == 8:
+        v = v.view(-1, 4, 2, 8, k // BLOCK, 4, 4, 2, 2).movedim(8, 6)  # m64 warp h g | k64 step t pair half
+    else:
+        v = v.view(-1, 4, 2, 8, k // BLOCK, 4, 2, 4, 2)  # m64 warp h g | k64 step half t pair
     v = v.permute(0, 4, 1, 3, 7, 5, 2, 6, 8)  # m64 k64 warp g t | step h half pair
     if kind.bits == 4:
         word = _word(v, [(v[..., h, kk, :], at) for h, kk, at in places(4, operand)])  # ... step
@@ -115,7 +125,9 @@ def unpacked(words: torch.Tensor, rows: int, kind: DType, operand: DType) -> tor
     for (h, kk), word in found.items():
         for p in (0, 1):
             v[..., h, kk, p] = ((word.long() & 0xFFFFFFFF) * (1 + (1 << 32)) >> (at[h, kk] + 16 * p)) & mask
-    v = v.permute(0, 2, 6, 3, 1, 5, 7, 4, 8).reshape(m64 * BLOCK, k64 * BLOCK)[:rows]
+    v = v.permute(0, 2, 6, 3, 1, 5, 7, 4, 8)  # m64 warp h g k64 step half t pair
+    v = v.movedim(6, 8) if operand.bits == 8 else v
+    v = v.reshape(m64 * BLOCK, k64 * BLOCK)[:rows]
     v = v - bias(kind, operand)
     if kind.kind != "uint":  # what was stored as it was comes back from its lowest bits
         half = 1 << (kind.bits - 1)

@@ -11,14 +11,16 @@ import torch
 
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._w4_pack import BLOCK, ROWS
-from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, U8, DType
 from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why
+from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
-from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Dequantize, Param, Transpose
-from tilewright.schedule.problem import Problem
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Transpose
+from tilewright.schedule.problem import Problem, read_operand
 
 SMALLEST_GROUP = 32
+OPERANDS = (F16, BF16, S8, U8, F8E4M3FN, F8E5M2)
 
 
 @dataclass(frozen=True)
@@ -70,9 +72,9 @@ class Plan:
 
     Attributes:
         rows, outs, K: extents; rows are those of the left operand, batch axes and all.
-        x: number of the left operand's source; operand: its type.
+        x: number of the left operand's source; operand: its type, of 16 bits or codes of 8.
         weights: the right operand.
-        stores: where the results go.
+        stores: where the results go; codes' scale is in them.
     """
 
     rows: int
@@ -95,15 +97,40 @@ class Plan:
 @or_why
 def plan_of(problem: Problem) -> Plan:
     """The plan, or the sentence why there is none."""
-    operand = problem.op.lhs.dtype
-    if operand not in (F16, BF16) or problem.acc.dtype is not F32:
-        raise Unsupported("the left operand of codes is f16 or bf16, added up in f32")
+    x, stores = _left(problem)
+    operand = x.dtype
+    if operand not in OPERANDS or problem.acc.dtype is not F32:
+        raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits with a scale, added up in f32")
     weights = _weights(problem, operand)
     rows = problem.batch * problem.M
     if not rows * problem.N * problem.K:
         raise Unsupported("the result is empty or a sum of nothing")
-    check(problem.op.stores)
-    return Plan(rows, problem.N, problem.K, _dense(problem, rows), operand, weights, tuple(map(of_store, problem.op.stores)))
+    check(stores)
+    return Plan(rows, problem.N, problem.K, _dense(problem, x, rows), operand, weights, tuple(map(of_store, stores)))
+
+
+def _left(problem: Problem) -> tuple[Node, tuple[Node, ...]]:
+    """What lies in memory of the left operand, and the stores: of codes that a row or all of them have a scale for, the sums of
+    the codes' products are scaled.
+
+    Raises:
+        Unsupported: codes have zero points, or other scales.
+    """
+    root, stores = problem.op.lhs, problem.op.stores
+    op = root.op
+    if not isinstance(op, (Convert, Dequantize)) or root.dtype is not F32:
+        return root, stores
+    x, *scales = root.src
+    if x.dtype not in OPERANDS or x.dtype.bits != 8:
+        return root, stores
+    if not scales:
+        return x, stores
+    (scale, *zeros), acc = scales, Node(Acc(problem.acc))
+    of_rows = len(scale.shape) == len(root.shape) and scale.shape[-1] == 1
+    if zeros or op != Dequantize(F32) or (scale.shape and not of_rows):
+        raise Unsupported("8-bit activations have zero points, or scales other than one, or one a row")
+    scaled = map_("multiply", acc, convert(scale, F32) if scale.dtype is not F32 else scale)
+    return x, tuple(substitute(stores, {acc: scaled}))
 
 
 def _weights(problem: Problem, operand: DType) -> Weights:
@@ -150,16 +177,15 @@ def _group(found: Node, scale: Node, *, along: bool) -> int:
     raise Unsupported("scales are not given for groups along K or for whole rows")
 
 
-def _dense(problem: Problem, rows: int) -> int:
+def _dense(problem: Problem, root: Node, rows: int) -> int:
     """The source that the left operand is, as it lies in memory."""
-    root = problem.op.lhs
     access = of_operand(root, columns_last=True)
-    leaf = problem.lhs.source
-    if leaf is None or not problem.lhs.plain:
+    operand = read_operand(root)
+    if operand.source is None or not operand.plain:
         raise Unsupported("the left operand is not stored as it is multiplied")
     place = access.of_leaf(next(n for n in toposort((root,)) if isinstance(n.op, Param)))
     down = [(t.extent, t.inner, t.stride) for t in place.rows]
     across = [(t.extent, t.inner, t.stride) for t in place.columns]
     if place.offset or across != [(problem.K, 1, 1)] or (rows > 1 and down != [(rows, 1, problem.K)]):
         raise Unsupported("the left operand's rows do not follow one another in memory")
-    return leaf
+    return operand.source

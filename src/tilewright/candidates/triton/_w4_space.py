@@ -75,7 +75,7 @@ def points(problem: Problem, target: Target) -> tuple[Point, ...]:
 
 
 def _legal(plan: Plan, target: Target) -> Iterable[Point]:
-    if plan.rows > MOST_ROWS:
+    if plan.rows > MOST_ROWS or plan.operand.bits == 8:
         return
     blocks = plan.K // 64
     for wide in (False, True):
