@@ -86,6 +86,8 @@ EMULATED = [
     ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", Point(True, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
     ("~f16[20,1024] @ s4[128,1024]^T group=64 -> f16", Point(True, 0, 2, 4, 2, 1, 4, 4, 3, 1)),
     ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", Point(False, 0, 2, 2, 4, 1, 3, 3, 3, 1)),
+    # more rows in a tile than are packed
+    ("~f16[2,512] @ u4[200,512]^T group=64 zero_point -> f16", Point(False, 0, 2, 8, 1, 4, 4, 1, 4, 2)),
     # clusters that have several row tiles, not all as many
     ("~f16[16,512] @ s4[320,512]^T group=64 -> f16", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
     ("f16[9,512] @ u4[288,512]^T group=32 zero_point + bias -> f16", Point(False, 2, 1, 2, 4, 1, 2, 1, 2, 2)),

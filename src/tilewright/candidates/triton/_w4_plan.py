@@ -86,12 +86,16 @@ class Plan:
     stores: tuple[Access, ...]
 
     @property
+    def packed_rows(self) -> int:
+        """Of the weights as they are packed, filled up."""
+        return -(-self.outs // ROWS) * ROWS
+
+    @property
     def packed_bytes(self) -> int:
         """Of codes, scales and zero points as they are packed."""
         w = self.weights
-        outs = -(-self.outs // ROWS) * ROWS
         words = self.K // w.sub * (1 if w.zero is None else 2)
-        return outs * self.K * w.kind.bits // 8 + outs * words * max(w.scales.bits // 8, 2)
+        return self.packed_rows * (self.K * w.kind.bits // 8 + words * max(w.scales.bits // 8, 2))
 
 
 @or_why

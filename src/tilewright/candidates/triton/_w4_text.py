@@ -109,6 +109,9 @@ class Writer:
         f, p, t = self.form, self.form.point, self.text
         # Which 16 rows a warp's first tile has; others follow it, with wgmma those of four warps at a time.
         t.do(f"sixteen = ({row_tile}) * {p.out_tile // 16} + row_warp * {1 if f.spread else p.tiles}")
+        if f.row_tiles * p.out_tile > f.plan.packed_rows:  # rows past those that are packed are the last ones again
+            assert p.tiles == 1 or not f.spread
+            t.do(f"sixteen = gl.minimum(sixteen, {f.plan.packed_rows // 16 - p.tiles})")
         block = 128 * f.code_loads
         first = "first" if f.even else "0"
         within = f"(sixteen // 4 * {f.blocks} + {first}) * {4 * block} + sixteen % 4 * {block} + lane * 4"
