@@ -18,7 +18,7 @@ from tilewright.rules.calibrate import calibrate, quantize, scheme
 from tilewright.schedule.expected import expect
 from tilewright.schedule.sample import random_sources
 from w4_emulated import Machine
-from w4_problems import posed
+from w4_problems import posed, side_by_side
 
 pytest.importorskip("triton")
 
@@ -110,18 +110,27 @@ EMULATED += [
 NUMPY = {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
 
 
-def formed(line, point):
-    """A problem and its form at a point, as many clusters as there are row tiles if none is said."""
-    problem = posed(line)
+def formed(problem, point):
+    """A problem's form at a point, as many clusters as there are row tiles if none is said."""
     plan = plan_of(problem)
     assert isinstance(plan, Plan), plan
-    clusters = point.clusters or -(-plan.outs // point.out_tile)
-    return problem, Form(plan, replace(point, clusters=clusters))
+    form = Form(plan, point)
+    return form if point.clusters else replace(form, point=replace(point, clusters=form.row_tiles))
 
 
 @pytest.mark.parametrize(("line", "point"), EMULATED, ids=[f"{line} {i}" for i, (line, _) in enumerate(EMULATED)])
 def test_the_text_gives_what_the_oracle_gives(line, point):
-    problem, form = formed(line, point)
+    emulate(posed(line), point)
+
+
+def test_weights_of_siblings_are_taken_as_one():
+    line = "f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16"
+    emulate(side_by_side(posed(line)), dict(EMULATED)[line])
+
+
+def emulate(problem, point):
+    """Run a problem's text at a point, and compare."""
+    form = formed(problem, point)
     plan = form.plan
     writer = Writer(form, lambda n: f"p{n.op.index}")
     sources, w = random_sources(problem), plan.weights
@@ -181,7 +190,8 @@ def test_machine_code_is_loaded_for_each_device():
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code_is_what_was_meant(name):
     line, point, wanted = CASES[name]
-    problem, form = formed(line, point)
+    problem = posed(line)
+    form = formed(problem, point)
     kernel = compiled(form, tuple(t.dtype for t in problem.types)).kernel
     text = assembly(kernel)
     for instruction, count in wanted.items():
@@ -202,7 +212,7 @@ def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
     line = f"~f16[{rows},8192] @ s4[{outs},8192]^T group=64 -> f16"
     problem = posed(line)
     point = next(p for p in points(problem, H200) if p.loop)
-    kernel = compiled(formed(line, point)[1], tuple(t.dtype for t in problem.types)).kernel
+    kernel = compiled(formed(problem, point), tuple(t.dtype for t in problem.types)).kernel
     text = assembly(kernel)
     products = len(re.findall(r"\bHGMMA\b", text))
     assert products and len(re.findall(r"\bWARPGROUP.DEPBAR\b", text)) == products // 4

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from gated import CASES, gated, of_halves
-from test_llvm_w4 import CPU, built, posed
+from test_llvm_w4 import CPU, built
 from tilewright.candidates.llvm import gemm
 from tilewright.compiler import compile
 from tilewright.dtype import BF16, F32, S8, U8
@@ -13,6 +13,7 @@ from tilewright.frontends import LoadOptions, load
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.sample import random_sources
+from w4_problems import posed
 
 MORE = {
     "bf16, one row": lambda: gated(BF16, (1,), 64, 33, side=True),

@@ -7,26 +7,15 @@ import torch
 
 from test_llvm_targets import answers, functions, innermost_loops, strangers
 from tilewright.candidates.llvm import w4
-from tilewright.compiler import optimise
 from tilewright.hardware.detect import detect
-from tilewright.ir.notation import parse
-from tilewright.ir.ops import Input
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
-from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.sample import random_sources
+from w4_problems import posed, side_by_side
 
 CPU = detect("cpu")
-
-
-def posed(line: str, constant: bool = True) -> Problem:
-    """A line's problem, its right operand with scales and zero points constant; `~` before it permits excess precision."""
-    (node,) = optimise(parse(line[1:]), excess_precision=True).outputs if line.startswith("~") else parse(line).outputs
-    problem = problem_of(node)
-    assert isinstance(problem, Problem)
-    labels = [s.op.label for s in node.src if isinstance(s.op, Input)]
-    return Problem(problem.op, problem.types, tuple(constant and n in ("b", "b_scale", "b_zero_point") for n in labels))
 
 
 def built(problem: Problem, sources: list[torch.Tensor]) -> list[Runner]:
@@ -85,6 +74,16 @@ def test_results_are_the_oracles_at_any_number_of_threads(line):
             assert all(torch.equal(results[0], r) for r in results[1:])
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    "line", ["bf16[5,64] @ u4[64,64]^T group=32 zero_point", "s8[5,64] @ s4[64,64]^T group=64", "f32[5,64] @ s4[64,64] group=8"]
+)
+def test_weights_of_siblings_are_taken_as_one(line):
+    problem = side_by_side(posed(line))
+    sources = random_sources(problem)
+    for run in built(problem, sources):
+        assert examine(problem, expect(problem, sources), run, sources) is None
 
 
 @pytest.mark.parametrize(

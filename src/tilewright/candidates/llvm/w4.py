@@ -36,7 +36,7 @@ def _weights(problem: Problem) -> tuple[Node, int, bool]:
         Unsupported: the right operand is no such thing.
     """
     root = problem.op.rhs
-    along = isinstance(root.op, Transpose) and problem.rhs.dequantize is root.src[0]
+    along = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
     found = root.src[0] if along else root
     op = found.op
     if not isinstance(op, Dequantize) or found.src[0].dtype.bits != 4 or not found.src[0].dtype.is_integer:

@@ -139,7 +139,7 @@ def _left(problem: Problem) -> tuple[Node, tuple[Node, ...]]:
 
 def _weights(problem: Problem, operand: DType) -> Weights:
     root = problem.op.rhs
-    along = isinstance(root.op, Transpose) and problem.rhs.dequantize is root.src[0]
+    along = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
     found = root.src[0] if along else root
     op = found.op
     if not isinstance(op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in (4, 8):
