@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Generator
 from pathlib import Path
 
 from tilewright.errors import InputError
 
+NAMED_BYTES = 100  # of a file's name that its draft's name starts with: names end at 255
+
 
 @contextlib.contextmanager
 def whole_file(path: Path) -> Generator[Path]:
-    """A draft beside `path`, to be written in the block and put in its place at the end; if the block fails nothing changes.
+    """A draft of `path`, to be written in the block and put in its place at the end; if the block fails nothing changes.
+
+    A link is written through. What is no regular file (a device, a pipe) stays what it is: the draft is copied into it.
 
     Raises:
-        InputError: the folder is not there or cannot be written, or `path` is one itself.
+        InputError: the folder is not there or cannot be written, or `path` is a folder or a file that must not be written.
     """
-    with _draft(path) as draft:
-        yield draft
-        draft.replace(path)
+    with _sentences(path):
+        there = _seen(path)
+        if there is not None and not stat.S_ISREG(there.st_mode):
+            with tempfile.TemporaryDirectory() as folder:
+                draft = Path(folder, "draft")
+                yield draft
+                with draft.open("rb") as written, path.open("wb") as into:
+                    shutil.copyfileobj(written, into)
+            return
+        with _draft(path) as draft:
+            yield draft
+            if there is not None:
+                with contextlib.suppress(PermissionError):  # a file system without modes
+                    draft.chmod(stat.S_IMODE(there.st_mode))
+            draft.replace(os.path.realpath(path))
 
 
 def write_whole(path: Path, contents: bytes) -> None:
@@ -38,20 +58,44 @@ def require_writable(path: Path) -> None:
     Raises:
         InputError: as `whole_file`.
     """
-    with _draft(path) as draft:
-        draft.touch()
+    with _sentences(path):
+        there = _seen(path)
+        if there is None or stat.S_ISREG(there.st_mode):
+            with _draft(path) as draft:
+                draft.touch()
+
+
+def _seen(path: Path) -> os.stat_result | None:
+    """What is there, links followed; None if nothing is. Not opened: a pipe's reader would take that for all."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(there.st_mode):
+        raise InputError("cannot be written: Is a directory", where=str(path), hint="the name of a file in it")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return there
 
 
 @contextlib.contextmanager
 def _draft(path: Path) -> Generator[Path]:
-    if path.is_dir():
-        raise InputError("cannot be written: Is a directory", where=str(path), hint="the name of a file in it")
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """A name beside the file itself, where `path` may be a link to it; no file of that name is left."""
+    final = Path(os.path.realpath(path))
+    start = os.fsdecode(os.fsencode(final.name)[:NAMED_BYTES])
+    draft = final.with_name(f".{start}.{os.getpid()}.tmp")
     try:
         yield draft
-    except OSError as error:
-        hint = "a folder that is there and that you may write to"
-        raise InputError(f"cannot be written: {error.strerror}", where=str(path), hint=hint) from error
     finally:
         with contextlib.suppress(OSError):  # where a folder is a file, say
             draft.unlink()
+
+
+@contextlib.contextmanager
+def _sentences(path: Path) -> Generator[None]:
+    """Errors of the system as ours."""
+    try:
+        yield
+    except OSError as error:
+        hint = "a folder that is there and that you may write to"
+        raise InputError(f"cannot be written: {error.strerror}", where=str(path), hint=hint) from error
