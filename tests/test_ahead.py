@@ -112,7 +112,7 @@ def test_who_does_not_answer_is_ended(processes, monkeypatch):
     killed, jobs = [], [(None, "slow", 0), (None, "slow", 1)]
     monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
     monkeypatch.setattr(ahead, "_work_off", lambda found, messages, unanswered, within_s: unanswered.update(found[:1]))
-    monkeypatch.setattr(ahead.os, "kill", lambda pid, how: killed.append(pid))
+    monkeypatch.setattr(ahead, "end_group", killed.append)
     made = {}
     inner = ahead._assistants
     monkeypatch.setattr(ahead, "_assistants", lambda count: made.update(inner(count)) or made)

@@ -22,6 +22,7 @@ from tilewright.ir.literal import Literal
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.ir.types import TensorType
+from tilewright.schedule import ahead as ahead_module
 from tilewright.schedule import nursery as nursery_module
 from tilewright.schedule import search as search_module
 from tilewright.schedule.candidate import discover
@@ -304,17 +305,102 @@ def test_a_parent_that_ignores_the_end_of_its_children_has_workers():
     assert done.stdout.splitlines()[1:] == [f"{int(signal.SIGKILL)} None"], done.stderr
 
 
-@pytest.mark.parametrize("end", ["time.sleep(600)", "pass"])
-def test_nothing_outlives_its_parent(end):
-    """Neither when the parent ends nor when it is killed without a word."""
+def test_nothing_outlives_a_parent_that_ends():
     env = {k: v for k, v in os.environ.items() if k != SWITCH}
-    with subprocess.Popen([sys.executable, "-c", ORPHAN.format(end=end)], stdout=subprocess.PIPE, text=True, env=env) as parent:
-        pids = [int(p) for p in parent.stdout.readline().split()]
-        if end != "pass":
-            assert all(alive(p) for p in pids)
-            parent.kill()
-        parent.wait(60)
+    done = subprocess.run([sys.executable, "-c", ORPHAN.format(end="")], capture_output=True, text=True, env=env, check=True)
+    pids = [int(p) for p in done.stdout.split()]
     assert len(pids) == 2 and all(gone(p) for p in pids)
+
+
+STARTED = """
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen(["sleep", "600"])
+Path({to!r}).with_suffix(".draft").write_text(str(child.pid))
+Path({to!r}).with_suffix(".draft").replace({to!r})
+"""
+
+
+class Does:
+    """A message that does as a text says where it is read."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __reduce__(self):
+        return exec, (self.text,)
+
+
+def started(path, within_s=60.0):
+    """The process that `STARTED` started, once it has."""
+    ends = time.monotonic() + within_s
+    while not path.exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize(("then", "why"), [("time.sleep(600)", "no answer in 1 s: killed"), ("os._exit(3)", "crashed: ")])
+def test_what_a_lost_candidate_started_ends_with_it(drop, tmp_path, monkeypatch, then, why):
+    """As an assembler that a compiler waits for."""
+    monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.6)
+    bad = drop(build=STARTED.format(to=str(tmp_path / "pid")) + then)
+    d = search(problem(53 + len(then)), CPU, budget_s=0.02, candidates=[bad, drop()])
+    assert [r.why.startswith(why) for r in d.rejected if r.candidate.startswith(bad.name)] == [True], d.rejected
+    assert gone(started(tmp_path / "pid"))
+
+
+def test_what_an_interrupted_search_started_ends_with_it(drop, tmp_path, monkeypatch):
+    def doing(pid):
+        if (tmp_path / "pid").exists():
+            raise KeyboardInterrupt
+        return "", 0.0
+
+    monkeypatch.setattr(nursery_module, "_doing", doing)
+    with pytest.raises(KeyboardInterrupt):
+        search(problem(54), CPU, candidates=[drop(build=STARTED.format(to=str(tmp_path / "pid")) + "time.sleep(600)")])
+    assert gone(started(tmp_path / "pid"))
+
+
+def test_what_an_assistant_started_ends_with_it(tmp_path, monkeypatch):
+    def work_off(assistants, messages, unanswered, within_s):
+        assistants[0].send_bytes(messages[0])
+        unanswered.update(assistants)
+        started(tmp_path / "pid")
+        raise KeyboardInterrupt
+
+    slow = pickle.dumps(Does(STARTED.format(to=str(tmp_path / "pid")) + "time.sleep(600)"))
+    monkeypatch.setattr(ahead_module, "jobs_for", lambda problems, target: [(None, "slow", 0)])
+    monkeypatch.setattr(ahead_module, "_message", lambda *_: slow)
+    monkeypatch.setattr(ahead_module, "_work_off", work_off)
+    with pytest.raises(KeyboardInterrupt):
+        ahead_module.compile_ahead([], CPU)
+    assert gone(started(tmp_path / "pid"))
+
+
+BOTH = """
+import pickle
+from test_worker import Does
+n = nursery()
+_, assistant = n.assistant()
+for connection, text in ((n.worker, {first!r}), (assistant, {second!r})):
+    connection.send_bytes(pickle.dumps(Does(text)))
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
+    """Without a word: neither its processes nor what they started."""
+    paths = [tmp_path / "first", tmp_path / "second"]
+    first, second = (STARTED.format(to=str(p)) + "time.sleep(600)" for p in paths)
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    env["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    code = ORPHAN.format(end=BOTH.format(first=first, second=second))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        pids = [int(p) for p in parent.stdout.readline().split()] + [started(p) for p in paths]
+        assert len(pids) == 4 and all(alive(p) for p in pids)
+        parent.kill()
+        parent.wait(60)
+    assert all(gone(p) for p in pids)
 
 
 def test_memory_shared_with_the_worker_is_given_back(drop):

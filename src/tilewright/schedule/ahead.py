@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Composed, Precompiled, concerns, discover
-from tilewright.schedule.nursery import UnavailableError, nursery
+from tilewright.schedule.nursery import UnavailableError, end_group, nursery
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
 from tilewright.schedule.worker import UNTOLD, pickled, settings_here
@@ -60,8 +59,7 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
         for each, pid in assistants.items():
             each.close()
             if each in unanswered:
-                with contextlib.suppress(OSError):
-                    os.kill(pid, signal.SIGKILL)
+                end_group(pid)
     return len(messages) if assistants else 0
 
 

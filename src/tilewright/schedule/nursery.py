@@ -7,7 +7,8 @@ forking it is sound. It is no fork of the parent, whose threads and `__main__` i
 with the parent's path and environment.
 
 The nursery ends when the parent's end of its socket closes, however the parent ended; the worker is killed when the nursery
-ends. Messages are pickles between a process and its own children; nothing else ever reads them.
+ends. Workers and assistants are killed with what they started, such as an assembler: each leads a process group. Messages are
+pickles between a process and its own children; nothing else ever reads them.
 """
 
 from __future__ import annotations
@@ -71,6 +72,12 @@ def memory_file(name: str, size_bytes: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def end_group(pid: int) -> None:
+    """Kill a worker or an assistant, and what it started."""
+    with contextlib.suppress(OSError):  # all of them are gone
+        os.killpg(pid, signal.SIGKILL)
 
 
 class Nursery:
@@ -210,8 +217,8 @@ class Nursery:
             return 0
         self.worker.close()
         self.worker = None
+        end_group(self._pid)
         with contextlib.suppress(OSError, EOFError):
-            os.kill(self._pid, signal.SIGKILL)
             self._control.sendall(b"w")
             return int(struct.unpack("q", self._hear(8))[0])
         return 0
@@ -225,6 +232,7 @@ class Nursery:
             self._control.sendall(b"w")
             status = int(struct.unpack("q", self._hear(8))[0])
         except (OSError, EOFError):
+            end_group(self._pid)
             self.stop()
             return "crashed, and took the process that starts others along"
         if os.WIFSIGNALED(status):
@@ -327,16 +335,18 @@ def nurse(fd: int, serve: Serve) -> None:
     while True:
         word, fds, _, _ = socket.recv_fds(control, 1, 2)
         assistants = [pid for pid in assistants if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        if child and word not in (b"w", b"a"):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
+        for pid in [] if word else assistants:
+            end_group(pid)
+        if child and word in (b"", b"f"):
+            end_group(child)
+        status = 0
+        if child and word != b"a":
+            status = os.waitpid(child, 0)[1]
+            end_group(child)  # what one that crashed had started
             child = 0
         if not word:
             os._exit(0)
         if word == b"w":
-            status = os.waitpid(child, 0)[1] if child else 0
-            child = 0
             control.sendall(struct.pack("q", status))
             continue
         try:
@@ -346,6 +356,8 @@ def nurse(fd: int, serve: Serve) -> None:
         if made == 0:
             control.close()
             _live(me, serve, *fds)
+        with contextlib.suppress(OSError):  # by both: the parent may kill it before it has run
+            os.setpgid(made, made)
         for each in fds:
             os.close(each)
         if word != b"a":
@@ -359,6 +371,8 @@ def _live(nursery: int, serve: Serve, fd: int, shared_fd: int) -> None:
     """A worker, until it is killed or its parent is gone."""
     global in_worker
     in_worker = True
+    with contextlib.suppress(OSError):
+        os.setpgid(0, 0)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != nursery:
