@@ -104,6 +104,26 @@ def test_small_and_blank_groups_keep_their_size():
     assert torch.isfinite(q.dequantize()).all() and (q.scales > 0).all()
 
 
+@pytest.mark.parametrize("scales", [None, "f32"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("how", [("s4", False), ("s8", False), ("s4", True), ("u4", True), ("s8", True), ("u8", True)])
+def test_the_largest_weights_of_a_type_are_decoded_to_finite_ones(how, dtype, scales):
+    code_type, zero_point = how
+    most = torch.finfo(dtype).max
+    ends = torch.tensor([[1.0, -1.0], [1.0, 0.0], [-1.0, 0.0], [1.0, -0.43], [-1.0, 0.43], [1.0, -0.75], [1.0, 0.99]]).double()
+    weight = torch.cat([ends, ends * 0.97, ends * 0.999], dim=1).mul(most).to(dtype)
+    q = pack(weight, code_type, group_size=None, zero_point=zero_point, scale_dtype=scales)
+    assert torch.isfinite(q.dequantize(dtype)).all()
+    step = q.scales.double()
+    error = (q.dequantize(dtype).double() - weight.double()).abs()
+    # The weight's own rounding is to a part in 256 of it, in bf16.
+    assert (error <= (1.0 if zero_point else 0.5) * step + weight.double().abs() / 128).all()
+    last = 255 if code_type[1] == "8" else 15
+    reach = (weight.double().amax(1).clamp(min=0) - weight.double().amin(1).clamp(max=0)) / last
+    wanted = reach if zero_point else weight.double().abs().amax(1) / (last // 2)
+    assert ((step[:, 0] / wanted - 1).abs() <= 2 * torch.finfo(q.scales.dtype).eps).all()
+
+
 def test_a_weight_says_what_it_is():
     q = tilewright.pack(torch.randn(6, 100), "u4", group_size=32, zero_point=True)
     assert isinstance(q, tilewright.QuantizedWeight)

@@ -5,7 +5,7 @@ import torch
 
 from rule_checks import arithmetic, assert_close, gemms, graph_of, kinds, results
 from tilewright.compiler import optimise
-from tilewright.dtype import F8E4M3FN, F16, F32, S4, S8, S32
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, S32
 from tilewright.errors import InputError
 from tilewright.ir.build import const, input_, map_, reshape, swap_last, transpose
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
@@ -227,3 +227,16 @@ def test_small_weights_of_16_bits_keep_their_codes(name):
         (layer,) = quantize(model, scheme(name, group=16), calibrate(model, batch))[1]
         errors.append(layer.error)
     assert errors[1] < 1.5 * errors[0]
+
+
+@pytest.mark.parametrize("dtype", [F16, BF16, F32])
+@pytest.mark.parametrize("name", ["int8", "fp8", "w4", "w8"])
+def test_the_largest_weights_of_a_type_are_decoded_to_finite_ones(name, dtype):
+    most = torch.finfo(dtype.to_torch()).max
+    weight = torch.tensor([[1.0, -1.0, 0.3, 0.999], [0.5, 0.1, -1.0, 0.0]]).double().mul(most).to(dtype.to_torch())
+    model = graph_of(gemm(input_("x", dtype, (3, 2)), const(weight)))
+    quantised, layers = quantize(model, scheme(name, group=2), calibrate(model, [{"x": torch.zeros(3, 2, dtype=weight.dtype)}]))
+    assert layers[0].kept is None
+    (back,) = [n for n in quantised.nodes() if isinstance(n.op, Dequantize) and n.constant]
+    found = evaluate_nodes((back,), {})[0]
+    assert torch.isfinite(found).all() and (found.double() - weight.double()).abs().max() <= 0.08 * most

@@ -63,6 +63,15 @@ def _sums(x: Node, group: int) -> Node:
     return reduce_("add", reshape(wide, (rows, -(-inner // group), group)), [2])
 
 
+def held_finite(scale: torch.Tensor, steps: torch.Tensor | int, to: torch.dtype) -> torch.Tensor:
+    """Scales (f16, bf16 or f32, normal) that were rounded to the nearest, the next smaller where that was upwards and a weight
+    of so many steps would be infinity in type `to`."""
+    import torch
+
+    bits = scale.view(torch.int32 if scale.itemsize == 4 else torch.int16)  # the next smaller number has the next smaller bits
+    return (bits - (scale.to(torch.float32) * steps).to(to).isinf().to(bits.dtype)).view(scale.dtype)
+
+
 def pack_halves(codes: torch.Tensor) -> torch.Tensor:
     """4-bit codes, one to a byte [..., n], as u8 [..., ceil(n / 2)]: the first of two in the low half; the last byte is filled
     up with 0."""

@@ -20,6 +20,7 @@ from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, DType
 from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.ir.build import const, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
+from tilewright.ir.few_bits import held_finite
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal as Data
 from tilewright.ir.ops import Attention, Const, Convert, Dequantize, Gemm, Param, Quantize
@@ -270,7 +271,7 @@ def _quantized(node: Node, to: Scheme, seen: Seen, device: str) -> _Made:
     left, right = _left(node), _right(node)
     weight = cast("torch.Tensor", evaluate_nodes((right,), {})[0]).to(torch.float32)
     own = right.dtype in (F16, BF16) and to.activation is None  # as other tools store them: each scale is rounded once
-    codes, scale = _encode(weight, to.weight, to.group, right.dtype if own else F32)
+    codes, scale = _encode(weight, to.weight, to.group, right.dtype if own else F32, right.dtype)
     block = _block(weight, to.group)
     label = right.op.data.label if isinstance(right.op, Const) else ""
     coded = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
@@ -304,8 +305,9 @@ def _error(
         return _error(rows, weight, other_rows, other_weight, "cpu")
 
 
-def _encode(weight: torch.Tensor, to: DType, group: int, scales: DType) -> tuple[torch.Tensor, torch.Tensor]:
-    """Codes of a weight [..., K, N] and its scales of a type: [..., 1, N], or [..., ceil(K / group), N]."""
+def _encode(weight: torch.Tensor, to: DType, group: int, scales: DType, back: DType) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of a weight [..., K, N] and its scales of a type: [..., 1, N], or [..., ceil(K / group), N]. Decoded to type `back`
+    they are finite."""
     *batch, k, n = weight.shape
     if group:
         blocks = -(-k // group)
@@ -318,8 +320,10 @@ def _encode(weight: torch.Tensor, to: DType, group: int, scales: DType) -> tuple
     if ((peaks > 0) & (peaks < torch.finfo(kind).smallest_normal)).any():  # held to that, a column of f16 would lose its codes
         kind = torch.float32
     scale = (largest / to.max).to(kind).clamp_min(max(SMALLEST_SCALE, torch.finfo(kind).smallest_normal))
+    scale = held_finite(scale, int(to.max), back.to_torch())
     node = Node(Quantize(to, _block(weight, group)), const(weight), const(scale))
-    return cast("torch.Tensor", evaluate_nodes((node,), {})[0]), scale
+    codes = cast("torch.Tensor", evaluate_nodes((node,), {})[0])
+    return codes if to.is_float else codes.clamp_(min=-int(to.max)), scale  # the code below would decode to infinity, too
 
 
 def _block(weight: torch.Tensor, group: int) -> Shape | None:

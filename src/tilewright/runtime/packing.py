@@ -10,12 +10,13 @@ import torch
 
 from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType, dtype, from_torch
 from tilewright.errors import InputError, TypeMismatchError, check_type
-from tilewright.ir.few_bits import pack_halves, unpack_halves
+from tilewright.ir.few_bits import held_finite, pack_halves, unpack_halves
 
 CODES = (S4, U4, S8, U8)
 SCALES = (F16, BF16, F32)
 SMALLEST_SCALE = {F16: 2.0**-18}  # f16 has 6 bits left there: rounding such a scale moves no weight by more than half a step
 SMALLEST_NORMAL = 2.0**-126
+NEAR_THE_END = 0.9  # of the largest weight of a type: below, half a step more (at most a 15th) is no infinity
 
 
 @dataclass(frozen=True, eq=False)
@@ -182,8 +183,9 @@ def pack(
     Symmetric: scale = max|w| / largest code, code = round(w / scale). With zero points: low = min(w, 0), high = max(w, 0),
     scale = (high - low) / (largest - smallest code), zero point = round(smallest code - low / scale), code = round(w / scale)
     + zero point. Halves round to even, codes and zero points are clamped, and all is computed in f32 with the scale as rounded
-    to `scale_dtype`, so that no weight is off by more than half a step but for that rounding. Source: Jacob et al. 2018, arXiv
-    1712.05877, section 3; Nagel et al. 2021, arXiv 2106.08295, section 2.
+    to `scale_dtype`, so that no weight is off by more than half a step but for that rounding. At the end of the weight's type,
+    where that would decode to infinity, the scale is rounded down, and what half a step beyond a weight still is infinity is a
+    code nearer to zero. Source: Jacob et al. 2018, arXiv 1712.05877, section 3; Nagel et al. 2021, arXiv 2106.08295, section 2.
 
     Args:
         weight: f16, bf16, f32 or f64 [out, in], as `torch.nn.Linear` keeps it.
@@ -221,7 +223,8 @@ def pack(
     padded = torch.nn.functional.pad(whole, (0, filled - columns)) if filled > columns else whole
     grouped = padded.reshape(rows, -1, group)
     low, high = (v.clamp(max=0) if i == 0 else v.clamp(min=0) for i, v in enumerate(torch.aminmax(grouped, dim=2)))
-    scale = (high - low) / (code.max - code.min) if zero_point else torch.maximum(high, -low) / code.max
+    span = (code.max - code.min) / 2
+    scale = (high / 2 - low / 2) / span if zero_point else torch.maximum(high, -low) / code.max  # halves: no sum is infinite
     if not bool(torch.isfinite(scale).all()):
         raise InputError("the weight holds infinity or NaN, or spans more than f32", hint="look at what made it")
     scale = scale.clamp(min=SMALLEST_SCALE.get(kept, SMALLEST_NORMAL)).to(kept.to_torch())
@@ -229,14 +232,27 @@ def pack(
         raise InputError(
             f"a weight of {float(whole.abs().max()):g} is too large for a scale of {kept}", hint='scale_dtype="f32"'
         )
+    codes, zeros = _encode(grouped, low, scale, code, zero_point=zero_point)
+    decoded = torch.float32 if weight.dtype is torch.float64 else weight.dtype
+    if float(torch.maximum(high, -low).max()) > torch.finfo(decoded).max * NEAR_THE_END:
+        scale = held_finite(scale, (codes - zeros[..., None]).abs().amax(2), decoded)
+        codes, zeros = _encode(grouped, low, scale, code, zero_point=zero_point)
+        steps = codes - zeros[..., None]
+        codes -= steps.sign() * (steps * scale.to(torch.float32)[..., None]).to(decoded).isinf()
+    codes = codes.reshape(rows, filled)[:, :columns].to(code.to_torch())
+    return QuantizedWeight.of(codes, scale, code, group, zero_points=zeros if zero_point else None)
+
+
+def _encode(
+    grouped: torch.Tensor, low: torch.Tensor, scale: torch.Tensor, code: DType, *, zero_point: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes of weights [rows, groups, group] and zero points [rows, groups], as f32, by scales as rounded."""
     step = scale.to(torch.float32)
+    zeros = (code.min - low / step).round_().clamp_(code.min, code.max) if zero_point else torch.zeros_like(step)
     codes = (grouped / step[..., None]).round_()
-    zeros = None
     if zero_point:
-        zeros = (code.min - low / step).round_().clamp_(code.min, code.max)
         codes += zeros[..., None]
-    codes = codes.clamp_(code.min, code.max).reshape(rows, filled)[:, :columns]
-    return QuantizedWeight.of(codes.to(code.to_torch()), scale, code, group, zero_points=zeros)
+    return codes.clamp_(code.min, code.max), zeros
 
 
 def _code_type(said: str | DType) -> DType:
