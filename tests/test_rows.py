@@ -204,13 +204,13 @@ def test_programs_that_no_table_is_made_for():
 
 
 def test_the_command_line_prints_the_table():
-    line = "f32[1..24,32] @ f32[32,48] + bias"
+    line = "f32[1..5,32] @ f32[32,48] + bias"
     said = CliRunner().invoke(cli, ["gemm", line, "--budget", "1"])
     assert said.exit_code == 0, said.output
-    assert "1 to 24" in said.output or "1 to " in said.output
-    report = json.loads(CliRunner().invoke(cli, ["gemm", line, "--budget", "1", "--json"]).output)
-    assert report["ranges"][0]["first"]["rows"] == 1 and report["ranges"][-1]["last"]["rows"] == 24
-    assert set(report["measured_us"]) >= {"1", "2", "4", "8", "16", "24"}
+    assert "1 to " in said.stdout
+    report = json.loads(CliRunner().invoke(cli, ["gemm", line, "--budget", "1", "--json"]).stdout)
+    assert report["ranges"][0]["first"]["rows"] == 1 and report["ranges"][-1]["last"]["rows"] == 5
+    assert set(report["measured_us"]) >= {"1", "2", "4", "5"}
 
 
 @pytest.mark.parametrize(
