@@ -8,14 +8,19 @@ import numpy as np
 import pytest
 import torch
 
+from gated import of_halves
 from tilewright.compiler import compile
-from tilewright.dtype import BF16, F8E4M3FN, F16, S4, S8, S32, U4, U8
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, S32, U4, U8
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
-from tilewright.ir.ops import Gemm
+from tilewright.ir.build import convert, map_
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Gemm, Param
+from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import calibrate, quantize, scheme
 from tilewright.schedule.expected import expect
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.sample import random_sources
 from w4_emulated import Machine
 from w4_problems import posed, side_by_side
@@ -126,6 +131,50 @@ def test_the_text_gives_what_the_oracle_gives(line, point):
 def test_weights_of_siblings_are_taken_as_one():
     line = "f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16"
     emulate(side_by_side(posed(line)), dict(EMULATED)[line])
+
+
+# Both halves of the columns in one store: narrow and wide, halves that are no multiple of 8 rows, blocks that finish eight
+# columns, warps that share K, several row tiles.
+GATED = [
+    ("~f16[3,512] @ s4[200,512]^T group=64 -> f32", Point(False, 0, 4, 4, 2, 1, 1, 1, 1, 1)),
+    ("f16[1,512] @ u4[198,512]^T group=32 zero_point -> f32", Point(False, 0, 1, 4, 2, 1, 4, 1, 4, 2)),
+    ("bf16[17,512] @ s8[512,96] scale=channel -> f32", Point(False, 0, 2, 2, 4, 2, 1, 1, 3, 1)),
+    ("~f16[33,512] @ s4[260,512]^T group=128 -> f32", Point(True, 0, 4, 8, 1, 1, 2, 1, 2, 1)),
+    ("~f16[16,512] @ u4[600,512]^T group=64 zero_point -> f32", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
+]
+
+
+@pytest.mark.parametrize(("line", "point"), GATED, ids=[line for line, _ in GATED])
+def test_both_halves_of_the_columns_meet_in_a_store(line, point):
+    emulate(of_halves(posed(line), out=F16), point)
+
+
+def test_a_weight_packed_by_halves_is_not_taken_for_the_same_weight_packed_in_order():
+    apart = posed("f16[8,256] @ s4[64,256]^T group=64 -> f32")
+    plans = plan_of(apart), plan_of(of_halves(apart))
+    sources = [torch.randint(-8, 8, (64, 256), dtype=torch.int8), torch.rand(64, 4).half()]
+    codes, scales = zip(*(packed_weights(sources, plan.weights, F16) for plan in plans), strict=True)
+    found = [unpacked(words, 64, S4, F16) for words in codes]
+    assert torch.equal(found[0], sources[0]) and not torch.equal(*scales)
+    assert torch.equal(found[1], sources[0].view(2, 4, 8, 256).transpose(0, 1).reshape(64, 256))
+
+
+def test_both_halves_take_no_more_registers():
+    problem = of_halves(posed("~f16[16,8192] @ s4[3584,8192]^T group=64 -> f32"), out=F16)
+    kernel = compiled(formed(problem, FEW), tuple(t.dtype for t in problem.types)).kernel
+    assert needs(kernel).spills == 0 and needs(kernel).registers <= FEW.registers
+    assert "100 rows are many for stores that read both halves" in str(
+        CANDIDATE.refuse(of_halves(posed("f16[100,256] @ s4[64,256]^T group=64 -> f32")), H200)
+    )
+
+
+def test_halves_of_siblings_with_a_residual_meet_in_two_stores():
+    problem = side_by_side(of_halves(posed("bf16[5,256] @ s4[128,256]^T group=64 -> f32"), out=F16))
+    (store,) = problem.op.stores
+    beside = Node(Param(len(problem.types), TensorType(F32, store.shape)))
+    stores = store, map_("add", convert(store, F32), beside)
+    op = replace(problem.op, stores=stores)
+    emulate(Problem(op, (*problem.types, beside.tensor), (*problem.weights, False)), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))
 
 
 def emulate(problem, point):

@@ -105,7 +105,7 @@ class Form:
 
     @property
     def row_tiles(self) -> int:
-        return -(-self.plan.outs // self.point.out_tile)
+        return -(-self.plan.weight_rows // self.point.out_tile)
 
     @property
     def grid(self) -> int:
@@ -148,6 +148,11 @@ class Form:
     def own_rows(self) -> int:
         """Rows of the weights that a block finishes."""
         return self.point.out_tile // self.point.cluster
+
+    @property
+    def own_outs(self) -> int:
+        """Columns of the results that a block finishes."""
+        return self.own_rows // self.plan.halves
 
     @property
     def direct(self) -> bool:

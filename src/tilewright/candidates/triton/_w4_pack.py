@@ -31,7 +31,7 @@ MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128
 
 def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
     """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them."""
-    form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, operand
+    form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, weights.paired, operand
     return all_packed_once(sources, form, len(sources), lambda: _all_packed(sources, weights, operand))
 
 
@@ -39,8 +39,11 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
     codes, scales, *zeros = sources if weights.along else [t.T for t in sources]
     repeats = codes.shape[1] // scales.shape[1] // weights.sub
     codes = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
-    step = max(AT_ONCE // codes.shape[1] // ROWS, 1) * ROWS
-    words = torch.cat([packed(codes[i : i + step], weights.kind, operand) for i in range(0, codes.shape[0], step)])
+    halves = 2 if weights.paired else 1
+    step = max(AT_ONCE // codes.shape[1] // ROWS, 1) * ROWS // halves
+    parts = codes.reshape(halves, -1, codes.shape[1]).split(step, dim=1)
+    words = torch.cat([packed(in_turn(part), weights.kind, operand) for part in parts])
+    scales, *zeros = (in_turn(s.reshape(halves, -1, s.shape[1])) for s in (scales, *zeros))
     result = [words, paired_rows(scales.repeat_interleave(repeats, dim=1))]
     if zeros:
         half = half_of(operand)
@@ -49,6 +52,15 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
         z = z + first[torch.arange(z.shape[0], device=z.device) // 8 % 2][:, None]
         result.append(paired_rows(z.to(half.to_torch()).repeat_interleave(repeats, dim=1)))
     return result
+
+
+def in_turn(parts: torch.Tensor) -> torch.Tensor:
+    """Rows of matrices [P, M, N] as those of one [P M', N], eight of each in turn, so that a lane has matching rows of two; M' is
+    M filled up to a multiple of 8 if there are several."""
+    if len(parts) == 1:
+        return parts[0]
+    eights = torch.nn.functional.pad(parts, (0, 0, 0, -parts.shape[1] % 8)).unflatten(1, (-1, 8))
+    return eights.transpose(0, 1).flatten(0, 2)
 
 
 def half_of(operand: DType) -> DType:

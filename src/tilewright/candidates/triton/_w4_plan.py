@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
@@ -12,7 +12,7 @@ import torch
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._w4_pack import BLOCK, ROWS
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, U8, DType
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why
+from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
@@ -34,6 +34,7 @@ class Weights:
         group: codes along K that share a scale: 32, or a multiple of 64; all of K where a row has one scale.
         rounded: a weight is rounded to the other operand's type once it is scaled.
         along: the codes' last axis is K.
+        paired: rows of the first half are packed beside those of the second one.
     """
 
     codes: Node
@@ -44,6 +45,7 @@ class Weights:
     group: int
     rounded: bool
     along: bool
+    paired: bool = False
 
     @property
     def sub(self) -> int:
@@ -71,10 +73,12 @@ class Plan:
     """Rows x outs over K.
 
     Attributes:
-        rows, outs, K: extents; rows are those of the left operand, batch axes and all.
+        rows, outs, K: extents; rows are those of the left operand, batch axes and all, outs the results' columns.
         x: number of the left operand's source; operand: its type, of 16 bits or codes of 8.
         weights: the right operand.
         stores: where the results go; codes' scale is in them.
+        second: what stands in the stores for the right half of the product's columns where they read both halves together: the
+            left half is the accumulator then.
     """
 
     rows: int
@@ -84,11 +88,22 @@ class Plan:
     operand: DType
     weights: Weights
     stores: tuple[Access, ...]
+    second: Node | None = None
+
+    @property
+    def halves(self) -> int:
+        """Rows of the weights that make one of `outs`."""
+        return 1 if self.second is None else 2
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows that are multiplied, in the order in which they are packed."""
+        return self.outs if self.second is None else -(-self.outs // 8) * 16
 
     @property
     def packed_rows(self) -> int:
         """Of the weights as they are packed, filled up."""
-        return -(-self.outs // ROWS) * ROWS
+        return -(-self.weight_rows // ROWS) * ROWS
 
     @property
     def packed_bytes(self) -> int:
@@ -101,40 +116,44 @@ class Plan:
 @or_why
 def plan_of(problem: Problem) -> Plan:
     """The plan, or the sentence why there is none."""
-    x, stores = _left(problem)
+    x, scale = _left(problem)
     operand = x.dtype
     if operand not in OPERANDS or problem.acc.dtype is not F32:
         raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits with a scale, added up in f32")
-    weights = _weights(problem, operand)
-    rows = problem.batch * problem.M
+    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    if scale is not None:
+        sums = [n for n in toposort(roots) if isinstance(n.op, Acc) or n is second]
+        roots = tuple(substitute(roots, {n: map_("multiply", n, scale) for n in sums}))
+    weights = replace(_weights(problem, operand), paired=second is not None)
+    rows, outs = problem.batch * problem.M, problem.N if second is None else problem.N // 2
     if not rows * problem.N * problem.K:
         raise Unsupported("the result is empty or a sum of nothing")
-    check(stores)
-    return Plan(rows, problem.N, problem.K, _dense(problem, x, rows), operand, weights, tuple(map(of_store, stores)))
+    check(roots)
+    stores = tuple(map(of_store, roots))
+    return Plan(rows, outs, problem.K, _dense(problem, x, rows), operand, weights, stores, second)
 
 
-def _left(problem: Problem) -> tuple[Node, tuple[Node, ...]]:
-    """What lies in memory of the left operand, and the stores: of codes that a row or all of them have a scale for, the sums of
-    the codes' products are scaled.
+def _left(problem: Problem) -> tuple[Node, Node | None]:
+    """What lies in memory of the left operand, and what the sums of its products are scaled by: where it is codes that a row or
+    all of them have a scale for.
 
     Raises:
         Unsupported: codes have zero points, or other scales.
     """
-    root, stores = problem.op.lhs, problem.op.stores
+    root = problem.op.lhs
     op = root.op
     if not isinstance(op, (Convert, Dequantize)) or root.dtype is not F32:
-        return root, stores
+        return root, None
     x, *scales = root.src
     if x.dtype not in OPERANDS or x.dtype.bits != 8:
-        return root, stores
+        return root, None
     if not scales:
-        return x, stores
-    (scale, *zeros), acc = scales, Node(Acc(problem.acc))
+        return x, None
+    scale, *zeros = scales
     of_rows = len(scale.shape) == len(root.shape) and scale.shape[-1] == 1
     if zeros or op != Dequantize(F32) or (scale.shape and not of_rows):
         raise Unsupported("8-bit activations have zero points, or scales other than one, or one a row")
-    scaled = map_("multiply", acc, convert(scale, F32) if scale.dtype is not F32 else scale)
-    return x, tuple(substitute(stores, {acc: scaled}))
+    return x, convert(scale, F32) if scale.dtype is not F32 else scale
 
 
 def _weights(problem: Problem, operand: DType) -> Weights:

@@ -93,7 +93,7 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
             if (depth - 1) * cluster * k_warps >= blocks or cluster * k_warps > blocks:
                 continue
             point = Point(wide, 1, cluster, row_warps, k_warps, tiles, depth, 1, 1, 1)
-            if point.out_tile > max(2 * plan.outs, 64) or point.out_tile % (16 * cluster):
+            if point.out_tile > max(2 * plan.weight_rows, 64) or point.out_tile % (16 * cluster):
                 continue
             row_tiles = Form(plan, point).row_tiles
             rounds = -(-row_tiles // int(target.cores * REACHED[cluster] / cluster * WARPS / point.warps))

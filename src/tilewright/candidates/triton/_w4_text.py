@@ -37,7 +37,7 @@ class Writer:
 
     def __init__(self, form: Form, pointer: Callable[[Node], str]) -> None:
         self.form, self.pointer = form, pointer
-        leaves = {n for a in form.plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)}
+        leaves = {n for a in form.plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)} - {form.plan.second}
         self.sides = sorted({pointer(n) for n in leaves}, key=lambda n: int(n[1:]))
         self.given = ["x", "codes", "scales", *(["zeros"] if form.plan.weights.zero is not None else [])]
         self.outs = [f"o{i}" for i in range(len(form.plan.stores))]
@@ -323,39 +323,46 @@ class Writer:
         self.say.do(asm.SEND, to, f"{at} >> {(own * 4).bit_length() - 1}", there, *four, "barrier")
 
     def _own(self, own: int) -> None:
-        """The block's rows of the tile, added up, a row of the weights after the other along the first axis."""
+        """The block's rows of the tile, added up, a column of the results after the other along the first axis; where two rows
+        make one, which a lane held both (`_w4_pack.in_turn`), the other one is `second`."""
         f, p, t = self.form, self.form.point, self.text
         if p.cluster > 1:
             self.say.do(asm.COME, "barrier", "thread * 0 + (count >> 1 & 1)" if f.again else "thread * 0")
             if f.again:
                 self._expect("barrier", "thread")
-        lanes = min(32, f.own_rows)
-        down = max(min(p.warps, f.own_rows // lanes), 1)
+        lanes = min(32, f.own_outs)
+        down = max(min(p.warps, f.own_outs // lanes), 1)
         t.do(f"L: gl.constexpr = gl.BlockedLayout([1, 1], [{lanes}, {32 // lanes}], [{down}, {p.warps // down}], [0, 1])")
-        t.do(f"r = gl.arange(0, {f.own_rows}, gl.SliceLayout(1, L))")
+        t.do(f"r = gl.arange(0, {f.own_outs}, gl.SliceLayout(1, L))")
         t.do(f"c = gl.arange(0, {f.columns}, gl.SliceLayout(0, L))")
-        t.do(f"of_rows = r // 16 * {f.columns * 16} + r % 8 * 16 + r // 8 % 2 * 2")
+        if f.plan.second is None:
+            t.do(f"of_rows = r // 16 * {f.columns * 16} + r % 8 * 16 + r // 8 % 2 * 2")
+        else:
+            t.do(f"of_rows = r // 8 * {f.columns * 16} + r % 8 * 16")
         t.do("of_columns = c // 8 * 128 + c % 8 // 2 * 4 + c % 2")
         t.do("inside = of_rows[:, None] + of_columns[None, :]")
         (base,) = self.say.some(asm.BASE, "int32", 1, "inside")
         first = f"{f.sent_at}{f' + (count & 1) * {f.sums * 4}' if f.again else ''}" if p.cluster > 1 else str(f.parts_at)
-        for d in range(p.cluster if p.cluster > 1 else p.k_warps):
-            size = own if p.cluster > 1 else f.sums
-            (value,) = self.say.some(asm.READ_4, "float32", 1, f"{base} + {first} + {d * size * 4} + inside * 4")
-            t.do(f"y = {value}" if d == 0 else f"y += {value}")
+        for name, further in (("y", 0), ("second", 8))[: f.plan.halves]:
+            for d in range(p.cluster if p.cluster > 1 else p.k_warps):
+                at = d * (own if p.cluster > 1 else f.sums) * 4 + further
+                (value,) = self.say.some(asm.READ_4, "float32", 1, f"{base} + {first} + {at} + inside * 4")
+                t.do(f"{name} = {value}" if d == 0 else f"{name} += {value}")
 
     def _stores(self) -> None:
         f, p, t = self.form, self.form.point, self.text
-        t.do(f"outs = row_tile * {p.out_tile} + part * {f.own_rows} + r")
+        out_tile = p.out_tile // f.plan.halves
+        t.do(f"outs = row_tile * {out_tile} + part * {f.own_outs} + r")
         row_mask = None
         if f.columns != f.plan.rows:
             t.do(f"c_mask = c < {f.plan.rows}")
             row_mask = "c_mask"
         column_mask = None
-        if f.plan.outs % p.out_tile:
+        if f.plan.outs % out_tile:
             t.do(f"outs_mask = outs < {f.plan.outs}")
             column_mask = "outs_mask"
-        tile = Tile("c", "outs", f.plan.outs, row_mask, column_mask, "y", across=True)
+        near = {} if f.plan.second is None else {f.plan.second: "second"}
+        tile = Tile("c", "outs", f.plan.outs, row_mask, column_mask, "y", across=True, near=near)
         for i, access in enumerate(f.plan.stores):
             Brief(t, tile, self.pointer, {}).store(access, f"o{i}")
 

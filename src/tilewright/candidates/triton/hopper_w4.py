@@ -47,6 +47,8 @@ class HopperW4:
         large = tiles.plan_of(problem)
         if points(problem, target) or (large is not None and tiles.points(problem, large, target)):
             return None
+        if plan.second is not None:
+            return f"{plan.rows} rows are many for stores that read both halves of the columns together"
         return f"{plan.rows} rows are many: that takes 4-bit weights rounded once they are scaled, and one result in 16 bits"
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
