@@ -55,8 +55,8 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
 
 
 def in_turn(parts: torch.Tensor) -> torch.Tensor:
-    """Rows of matrices [P, M, N] as those of one [P M', N], eight of each in turn, so that a lane has matching rows of two; M' is
-    M filled up to a multiple of 8 if there are several."""
+    """Rows of matrices [P, M, N] as those of one [P M', N], eight of each in turn, so that a lane has matching rows of two; M'
+    is M filled up to a multiple of 8 if there are several."""
     if len(parts) == 1:
         return parts[0]
     eights = torch.nn.functional.pad(parts, (0, 0, 0, -parts.shape[1] % 8)).unflatten(1, (-1, 8))
