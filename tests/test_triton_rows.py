@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from rotated import of_queries_and_keys
 from test_llvm_rows import by_row, norm, problem_of
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, S64
 from tilewright.hardware.detect import chips
@@ -69,7 +70,7 @@ USUAL = [bert_norm, attention_softmax, dynamic, embedding]
 
 def built(problem, target, arch=None):
     arch, schedule = arch or arch_of(target), next(iter(rows.CANDIDATE.schedules(problem, target)))
-    tiles = rows._tiles(rows._region(problem), schedule, arch)
+    tiles = rows._tiles(rows._regions(problem), schedule, arch, 132)
     return rows.machine_code(tiles, problem, arch, num_warps=schedule["num_warps"]).kernel
 
 
@@ -99,6 +100,18 @@ def test_a_row_of_768_takes_a_warp_and_no_shared_memory():
     assert needs(kernel).registers <= 64, "32 warps of an SM load while others compute"
 
 
+@pytest.mark.parametrize("arch", [ARCHES[0], ARCHES[2], ARCHES[5]], ids=lambda a: str(a.name))
+def test_queries_and_keys_are_turned_in_one_kernel_of_wide_accesses(arch):
+    """Of Llama 3 8B: a thread reads 8 elements of each half, of the cosines and the sines, and writes both."""
+    problem = problem_of(*of_queries_and_keys(batch=1, length=2048, head=128))
+    kernel = built(problem, gpu(), arch)
+    assert needs(kernel).spills == 0 and needs(kernel).shared_bytes == 0 and needs(kernel).registers <= 64
+    if arch.backend == "cuda":
+        code = assembly(kernel)
+        accesses = re.findall(r"(?:LDG|STG)\.E[.\w]*", code)
+        assert (accesses.count("LDG.E.128"), accesses.count("STG.E.128"), len(accesses)) == (12, 4, 16), "of both regions"
+
+
 def test_a_norm_may_be_launched_before_the_kernel_ahead_has_ended():
     kernel, older = built(norm_and_code(), gpu()), built(norm_and_code(), gpu(), Arch("cuda", 80, 32))
     assert kernel.metadata.launch_pdl and not older.metadata.launch_pdl
@@ -117,13 +130,13 @@ def test_points_are_legal_and_ranked():
         problem = make()
         points = list(rows.CANDIDATE.schedules(problem, gpu()))
         assert len(points) == len(set(points)) == rows.POINTS
-        region = rows._region(problem)
+        (region,) = rows._regions(problem)
         for p in points:
-            tiles = rows._tiles(region, p, arch_of(gpu()))
+            (tiles,) = rows._tiles((region,), p, arch_of(gpu()), 132)
             assert tiles.chunks * p["tile_n"] >= region.columns > (tiles.chunks - 1) * p["tile_n"]
             assert p["tile_m"] * p["tile_n"] == 8 * 32 * p["num_warps"], "16 bytes of f16 or bf16 a thread"
             assert tiles.grid * p["tile_m"] >= region.rows
-        held = rows._tiles(region, points[0], arch_of(gpu()))
+        (held,) = rows._tiles((region,), points[0], arch_of(gpu()), 132)
         assert held.chunks * held.tile_n == region.columns, "no lane without a column"
 
 

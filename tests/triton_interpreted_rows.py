@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from rotated import FORMS as CONCATENATIONS
 from test_llvm_rows import by_row, norm, problem_of
 from tilewright.candidates.triton._emit import check_node
 from tilewright.candidates.triton._module import module
@@ -12,7 +13,7 @@ from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S32, S64, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Dequantize, Gather, Quantize, Select, Softmax
-from tilewright.ir.region import region_of_rows
+from tilewright.ir.region import regions_of_rows
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.sample import random_sources
 from triton_map import in_memory, scalars
@@ -22,15 +23,17 @@ LENGTHS = (1, 7, 100)
 
 def run(problem, sources, tile_m, parts=1, piece=16):
     """`parts`: of a row that is reduced."""
-    region = region_of_rows(problem.roots, check_node)
-    whole = _power(region.columns)
-    tile_n = max(whole // parts, 1) if any(region.level.values()) else min(piece, whole)
-    tiles = Tiles(region, tile_m, tile_n)
+    several = []
+    for region in regions_of_rows(problem.roots, check_node):
+        whole = _power(region.columns)
+        tile_n = max(whole // parts, 1) if any(region.level.values()) else min(piece, whole)
+        several.append(Tiles(region, tile_m, tile_n))
     results = [torch.full(t.shape, 77, dtype=torch.uint8).bool() if t.dtype is PRED else poisoned(t) for t in problem.outputs]
-    given = [sources[i] for i in region.sources]
-    written = kernel_text(tiles, frozenset())
+    given = [sources[i] for t in several for i in t.region.sources]
+    written = kernel_text(several, frozenset())
     kernel = module(written.text).kernel
-    kernel[(tiles.grid,)](*map(in_memory, given), *map(in_memory, results), *scalars(written.numbers))
+    grid = sum(t.grid for t in several)
+    kernel[(grid,)](*map(in_memory, given), *map(in_memory, results), *scalars(written.numbers))
     return results
 
 
@@ -102,6 +105,11 @@ def test_rows_through_views():
     right(map_("add", x, transpose(input_("y", F32, (50, 4, 3)), (2, 1, 0))))
     right(reduce_("add", map_("exponential", x), (0, 1, 2)))
     right(broadcast(map_("exponential", input_("t", F32, (4, 1))), (3, 4, 50)), x)
+
+
+@pytest.mark.parametrize("form", CONCATENATIONS)
+def test_concatenations_are_stored_in_pieces(form):
+    right(*CONCATENATIONS[form](), forms=((4, 4),))
 
 
 def test_integers_and_tests():

@@ -115,6 +115,7 @@ class Access:
         views: of each node, in the root's axes.
         rows, columns: axes of the space, outer first.
         first: the column of the kernel's space at which the root's columns start (a store of a range of N).
+        within: the shape of what the root is only a part of, and the range of each of its axes; None: it is a result itself.
     """
 
     root: Node
@@ -122,14 +123,19 @@ class Access:
     rows: Sequence[Axis] = ()
     columns: Sequence[Axis] = ()
     first: int = 0
+    within: tuple[Shape, tuple[range, ...]] | None = None
 
     def of_leaf(self, leaf: Node) -> Place:
         """Where elements of a dense array are found that stands for `leaf`."""
         return self._place(self.views[leaf], contiguous(leaf.shape))
 
     def of_result(self) -> Place:
-        """Where elements of the dense result go."""
-        return self._place(self.views[self.root], contiguous(self.root.shape))
+        """Where elements of the root go in the dense result."""
+        if self.within is None:
+            return self._place(self.views[self.root], contiguous(self.root.shape))
+        shape, ranges = self.within
+        part = View(self.views[self.root].layout, tuple(r.start for r in ranges), tuple(r.step for r in ranges))
+        return self._place(part, contiguous(shape))
 
     @property
     def columns_extent(self) -> int:

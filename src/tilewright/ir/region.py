@@ -31,10 +31,12 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
+from tilewright.ir.ranges import Piece, pieces_of
 from tilewright.ir.written import apart, written_out
 
 COMBINED = ("add", "mean", "maximum", "minimum")
 KEPT_COLUMNS = 1 << 16  # of rows that are kept beside: past that they would leave the second-level cache
+MOST_AGAIN = 1.125  # times the work of expressions as they stand: of a mean in parts, a number a row is divided
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
 LONG = frozenset({"exponential", "exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 
@@ -46,11 +48,13 @@ class Region:
     Attributes:
         roots: the results, over params numbered one for each place that is read.
         sources: which of the problem's sources each of those params is.
-        stores: the results' places, in the order of `roots`; they share their views, rows and columns.
+        outputs: which of the problem's results each root is, or is a part of.
+        stores: the roots' places there; they share their views, rows and columns.
     """
 
     roots: tuple[Node, ...]
     sources: tuple[int, ...]
+    outputs: tuple[int, ...]
     stores: tuple[Access, ...]
 
     @cached_property
@@ -185,8 +189,9 @@ def _cost(n: Node) -> int:
     return 6 if isinstance(op, Quantize) else 2 if isinstance(op, (Convert, Dequantize)) else 1
 
 
-def region_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> Region:
-    """The rows of a problem's expressions.
+def regions_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> tuple[Region, ...]:
+    """A problem's expressions as rows: one region, unless results, or the pieces into which concatenations cut them, are of
+    several sizes; then one for each.
 
     Args:
         roots: the results.
@@ -199,7 +204,31 @@ def region_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> Regi
         raise Unsupported("nothing but views: no element need move")
     if any(0 in n.shape for n in toposort(roots)):
         raise Unsupported("an extent is zero")
-    written, sources = apart(written_out(roots))
+    written = written_out(roots)
+    pieces = pieces_of(written)
+    sizes = dict.fromkeys(p.root.tensor.elements for p in pieces)
+    by_size = [[p for p in pieces if p.root.tensor.elements == size] for size in sizes]
+    first: Unsupported | None = None
+    for groups in ([pieces], *([by_size] if len(by_size) > 1 else []), *([[[p] for p in pieces]] if len(pieces) > 1 else [])):
+        try:
+            found = tuple(_region(group, check) for group in groups)
+            if sum(_work(r.roots) for r in found) <= MOST_AGAIN * _work(written):
+                return found
+            first = Unsupported("cut into pieces, it would work values out again")
+        except Unsupported as why:
+            first = first or why
+    assert first is not None
+    raise first
+
+
+def _work(roots: Sequence[Node]) -> int:
+    """Instructions on elements that expressions take together, roughly."""
+    return sum(_cost(n) * n.tensor.elements for n in toposort(roots) if n.src)
+
+
+def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> Region:
+    """The rows that pieces of results share."""
+    written, sources = apart([p.root for p in pieces])
     order = toposort(written)
     for n in order:
         if isinstance(n.op, Reduce):
@@ -213,8 +242,11 @@ def region_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> Regi
     if not any(n.tensor.elements > 1 for n in order):
         raise Unsupported("a handful of numbers")
     access = Access(written[0], views)
-    access.rows, access.columns = _rows_and_columns(written, access)
-    stores = tuple(replace(access, root=r) for r in written)
+    within = [None if p.shape == p.root.shape else (p.shape, p.ranges) for p in pieces]
+    stores = tuple(replace(access, root=r, within=w) for r, w in zip(written, within, strict=True))
+    access.rows, access.columns = _rows_and_columns(stores)
+    for store in stores:
+        store.rows, store.columns = access.rows, access.columns
     whole, across = set(axes_of((access.rows,))), set(axes_of((access.columns,)))
     picks = [n for n in order if isinstance(n.op, Gather)]
     if any(across & set(axes_of(views[n.src[1]].layout)) for n in picks):
@@ -229,7 +261,7 @@ def region_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> Regi
         if not (mine == whole | across or (mine == whole and any(isinstance(n.op, Reduce) for n in order))):
             raise Unsupported("a result is smaller than its rows")
         store.of_result()
-    return Region(tuple(written), sources, stores)
+    return Region(tuple(written), sources, tuple(p.result for p in pieces), stores)
 
 
 def _check_gather(n: Node) -> None:
@@ -334,9 +366,9 @@ class _Places:
             raise Unsupported("it uses one value in two arrangements")
 
 
-def _rows_and_columns(roots: Sequence[Node], access: Access) -> tuple[list[Axis], list[Axis]]:
+def _rows_and_columns(stores: Sequence[Access]) -> tuple[list[Axis], list[Axis]]:
     """The axes that are reduced are the columns; where none is, as many of the last as lie one after the other everywhere."""
-    order = toposort(roots)
+    access, order = stores[0], toposort([s.root for s in stores])
     all_axes = axes_of(max((access.views[n].layout for n in order), key=lambda v: math.prod(a.extent for a in axes_of(v))))
     reduced: list[list[Axis]] = []
     for n in order:
@@ -351,7 +383,7 @@ def _rows_and_columns(roots: Sequence[Node], access: Access) -> tuple[list[Axis]
         rows, columns = all_axes[:first], all_axes[first:]
         split = replace(access, rows=rows, columns=columns)
         places = [split.of_leaf(n) for n in order if isinstance(n.op, Param)]
-        places += [replace(split, root=r).of_result() for r in roots]
+        places += [replace(s, rows=rows, columns=columns).of_result() for s in stores]
         if all(_in_line(p, math.prod(a.extent for a in columns)) for p in places):
             return rows, columns
     return all_axes[:-1], all_axes[-1:]

@@ -26,7 +26,7 @@ LONG_BODY = 16  # instructions past which fewer vectors are worked out side by s
 
 
 @dataclass(frozen=True)
-class Rows:
+class Loops:
     """A region and the sizes it is generated with.
 
     Attributes:
@@ -38,11 +38,6 @@ class Rows:
     region: Region
     lanes: int
     unroll: int
-
-    @property
-    def pointers(self) -> int:
-        """Sources, results, what tells of an index out of range, and the scratch memory."""
-        return len(self.region.sources) + len(self.region.roots) + 2
 
     @property
     def piece(self) -> int:
@@ -76,41 +71,128 @@ class Rows:
         return sum(map(self._kept_bytes, self.region.kept))
 
 
+@dataclass(frozen=True)
+class Rows:
+    """Regions that one call does side by side.
+
+    Attributes:
+        each: the regions.
+        results: of the problem.
+    """
+
+    each: tuple[Loops, ...]
+    results: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Which of the problem's sources each pointer that is read stands for."""
+        return tuple(i for loops in self.each for i in loops.region.sources)
+
+    @property
+    def pointers(self) -> int:
+        """Sources, results, what tells of an index out of range, and the scratch memory."""
+        return len(self.sources) + self.results + 2
+
+    @property
+    def tasks(self) -> int:
+        return sum(loops.tasks for loops in self.each)
+
+    @property
+    def thread_bytes(self) -> int:
+        return max(loops.thread_bytes for loops in self.each)
+
+
 class RowsWriter:
     """Writes rows as a module with an entry `python(pointers…, threads)`."""
 
     def __init__(self, rows: Rows):
-        self.rows, self.region, self.module = rows, rows.region, Module()
+        self.rows, self.module = rows, Module()
 
     def write(self) -> Module:
         self._worker()
         self._entry()
         return self.module
 
-    # -- one task
-
     def _worker(self) -> None:
+        """Takes tasks: those of the first region, then those of the next."""
         r = self.rows
-        f = self._f = Function(self.module, "worker", [("ptr", "d")])
-        self._given = [f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.pointers)]
-        self._room = self._given[-1]
-        self._picked: dict[Node, str] = {}
-        if self.region.kept:
+        f = Function(self.module, "worker", [("ptr", "d")])
+        given = [f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.pointers)]
+        first = len(r.sources)
+        results, (missed, room) = given[first : first + r.results], given[first + r.results :]
+        if r.thread_bytes:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-            self._room = f.at(self._room, f.mul(me, r.thread_bytes))
-        fixed: dict[Node, str] = {}
+            room = f.at(room, f.mul(me, r.thread_bytes))
+        writers: list[_LoopsWriter] = []
+        for loops in r.each:
+            read = sum(len(w.region.sources) for w in writers)
+            writers.append(_LoopsWriter(f, loops, given[read : read + len(loops.region.sources)], results, missed, room))
+        with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
+            begun = 0
+            for writer in writers:
+                mine = f.sub(task, begun)
+                begun += writer.rows.tasks
+                if len(writers) == 1:
+                    writer.task(mine)
+                    continue
+                with f.when(f.compare("ult", mine, writer.rows.tasks)):
+                    writer.task(mine)
+        f.finish()
+
+    def _entry(self) -> None:
+        """python(pointers…, threads), called by CPython as METH_FASTCALL."""
+        count = self.rows.pointers
+        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+        counter = rounded(8 * count)
+        d = f.alloca(counter + CACHE_LINE)
+        for i in range(count):
+            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
+            f.store("ptr", value, f.at(d, 8 * i), 8)
+        f.store("i64", "0", f.at(d, counter), 8)
+        threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * count), 8)))
+        state = f.intrinsic("PyEval_SaveThread", "ptr")
+        alone = f.compare("eq", threads, 1)
+        with f.when(alone):
+            f.do(f"call void @worker(ptr {d})")
+        with f.when(f.v(f"xor i1 {alone}, true")):
+            many = f.v(f"trunc i64 {threads} to i32")
+            f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", d), ("i32", many), ("i32", "0"))
+        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
+        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+        f.finish("ptr @_Py_NoneStruct")
+
+
+class _LoopsWriter:
+    """Writes what a task of a region does.
+
+    Args:
+        f: the function.
+        rows: the region.
+        read: what it reads.
+        results: of the problem.
+        missed: where to tell of an index out of range.
+        room: the thread's memory.
+    """
+
+    def __init__(self, f: Function, rows: Loops, read: Sequence[str], results: Sequence[str], missed: str, room: str):
+        self._f, self.rows, self.region = f, rows, rows.region
+        self._read, self._results, self._missed, self._room = read, results, missed, room
+        self._picked: dict[Node, str] = {}
+        self._fixed: dict[Node, str] = {}
         whole = Columns(0, True, None)
         for n in self.region.fixed:
-            fixed[n] = self._lanes(whole).value(n, fixed, 0)
-        with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
-            first = f.mul(task, r.run)
-            with f.loop(first, f.min(f.add(first, r.run), self.region.rows * r.pieces)) as loop:
-                if r.pieces == 1:
-                    self._row(loop.index if self.region.rows > 1 else 0, 0, self.region.columns, fixed)
-                else:
-                    row, start = f.div(loop.index, r.pieces), f.mul(f.rem(loop.index, r.pieces), r.piece)
-                    self._row(row, start, f.min(f.add(start, r.piece), self.region.columns), fixed)
-        f.finish()
+            self._fixed[n] = self._lanes(whole).value(n, self._fixed, 0)
+
+    def task(self, task: Int) -> None:
+        r, f = self.rows, self._f
+        first = f.mul(task, r.run)
+        with f.loop(first, f.min(f.add(first, r.run), self.region.rows * r.pieces)) as loop:
+            if r.pieces == 1:
+                self._row(loop.index if self.region.rows > 1 else 0, 0, self.region.columns)
+            else:
+                row, start = f.div(loop.index, r.pieces), f.mul(f.rem(loop.index, r.pieces), r.piece)
+                self._row(row, start, f.min(f.add(start, r.piece), self.region.columns))
 
     def _lanes(self, columns: Columns) -> Lanes:
         return Lanes(self._f, self.region.access, self.rows.lanes, columns, self._pointer, self.region.roots)
@@ -126,12 +208,16 @@ class RowsWriter:
 
     def _pointer(self, leaf: Node) -> str:
         assert isinstance(leaf.op, Param)
-        return self._picked.get(leaf) or self._given[leaf.op.index]
+        return self._picked.get(leaf) or self._read[leaf.op.index]
 
-    def _row(self, row: Int, start: Int, stop: Int, fixed: Mapping[Node, str]) -> None:
+    def _result(self, root: int) -> str:
+        """Where the result lies that a root is, or is a part of."""
+        return self._results[self.region.outputs[root]]
+
+    def _row(self, row: Int, start: Int, stop: Int) -> None:
         """All passes over the columns from `start` to `stop` of a row."""
         region = self.region
-        known = dict(fixed)  # what is the same for the whole row
+        known = dict(self._fixed)  # what is the same for the whole row
         one = Columns(0, True, None)
         for pass_ in range(region.passes + 1):
             for n in region.nodes:
@@ -145,7 +231,7 @@ class RowsWriter:
         for i, root in enumerate(region.roots):
             if root not in region.across:
                 lanes = Lanes(self._f, region.stores[i], self.rows.lanes, Columns(0, True, self._first(1)), self._pointer)
-                lanes.store(row, known[root], self._given[len(region.sources) + i])
+                lanes.store(row, known[root], self._result(i))
 
     def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
         if n in self.region.of_softmaxes:
@@ -164,11 +250,11 @@ class RowsWriter:
             at = f.v(f"select i1 {f.compare('slt', at, 0)}, i64 {f.add(at, extent)}, i64 {at}")
         inside = f.compare("ult", at, extent)
         with f.when(f.v(f"xor i1 {inside}, true")):
-            f.store("i64", "1", self._given[-2], 8)
+            f.store("i64", "1", self._missed, 8)
         at = f.v(f"select i1 {inside}, i64 {at}, i64 0")
         apart = math.prod(table.shape[axis + 1 :]) * size_bytes(table.dtype)
         assert isinstance(table.op, Param)
-        self._picked[table] = f.at(self._given[table.op.index], f.mul(at, apart))
+        self._picked[table] = f.at(self._read[table.op.index], f.mul(at, apart))
 
     def _pass(self, pass_: int, row: Int, start: Int, stop: Int, known: Mapping[Node, str]) -> dict[Node, str]:
         """What the reductions of a pass come to."""
@@ -242,7 +328,7 @@ class RowsWriter:
                 f.store(type_, value(n), at, aligned)
         for i in region.results(pass_):
             store = Lanes(f, region.stores[i], lanes.lanes, lanes.columns, self._pointer)
-            store.store(row, value(region.roots[i]), self._given[len(region.sources) + i])
+            store.store(row, value(region.roots[i]), self._result(i))
         return [c.joined(s, c.masked(value(c.node.src[0]), mask)) for c, s in zip(each, sums, strict=True)]
 
     def _kept(self, n: Node, column: Int) -> tuple[str, str, int]:
@@ -250,31 +336,6 @@ class RowsWriter:
         f, size = self._f, size_bytes(n.dtype)
         at = f.at(self._room, f.add(self.rows.kept_at(n), f.mul(column, size)))
         return vec(self.rows.lanes, element(n.dtype)), at, self.rows.lanes * size
-
-    # -- the entry
-
-    def _entry(self) -> None:
-        """python(pointers…, threads), called by CPython as METH_FASTCALL."""
-        count = self.rows.pointers
-        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
-        counter = rounded(8 * count)
-        d = f.alloca(counter + CACHE_LINE)
-        for i in range(count):
-            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
-            f.store("ptr", value, f.at(d, 8 * i), 8)
-        f.store("i64", "0", f.at(d, counter), 8)
-        threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * count), 8)))
-        state = f.intrinsic("PyEval_SaveThread", "ptr")
-        alone = f.compare("eq", threads, 1)
-        with f.when(alone):
-            f.do(f"call void @worker(ptr {d})")
-        with f.when(f.v(f"xor i1 {alone}, true")):
-            many = f.v(f"trunc i64 {threads} to i32")
-            f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", d), ("i32", many), ("i32", "0"))
-        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
-        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
-        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
-        f.finish("ptr @_Py_NoneStruct")
 
 
 class Combine:

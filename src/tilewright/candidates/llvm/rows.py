@@ -9,7 +9,7 @@ import torch
 
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm._dots import choose
-from tilewright.candidates.llvm._rows import Rows, RowsWriter
+from tilewright.candidates.llvm._rows import Loops, Rows, RowsWriter
 from tilewright.candidates.llvm._scratch import give, maker, take
 from tilewright.candidates.llvm._vector import check_node
 from tilewright.dtype import F32
@@ -18,7 +18,7 @@ from tilewright.ir.access import Unsupported, or_why
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.ir.region import region_of_rows
+from tilewright.ir.region import regions_of_rows
 from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
@@ -32,7 +32,8 @@ def _plan(problem: RegionProblem, target: Target) -> Rows:
     choice = choose(F32, F32, F32, target.chip)
     if choice is None:
         raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
-    return Rows(region_of_rows(problem.roots, check_node), choice.dot.lanes, UNROLL)
+    regions = regions_of_rows(problem.roots, check_node)
+    return Rows(tuple(Loops(r, choice.dot.lanes, UNROLL) for r in regions), len(problem.roots))
 
 
 class LlvmRows:
@@ -49,7 +50,7 @@ class LlvmRows:
     def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)
         assert isinstance(plan, Rows)
-        return (Schedule.of(passes=plan.region.passes, lanes=plan.lanes),)
+        return (Schedule.of(passes=max(r.region.passes for r in plan.each), lanes=plan.each[0].lanes),)
 
     def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
         plan = _plan(problem, target)
@@ -69,12 +70,11 @@ def module_text(rows: Rows) -> str:
 
 
 def _prepared(problem: RegionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
-    region = rows.region
-    picks = bool(region.tables)
+    picks = any(loops.region.tables for loops in rows.each)
     meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
-    small = region.work <= ONE_THREAD_WORK or rows.tasks == 1
-    makers = [maker(r.shape, r.dtype.to_torch()) for r in region.roots]
-    read, each = region.sources, rows.thread_bytes
+    small = sum(loops.region.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
+    makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
+    read, each = rows.sources, rows.thread_bytes
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over

@@ -66,50 +66,62 @@ class Tiles:
         """Programs."""
         return -(-self.region.rows // self.tile_m) * self.pieces
 
-    @property
-    def arguments(self) -> list[str]:
-        """Of the kernel, but for numbers: a pointer for each place that is read, and for each result."""
-        sources = [f"p{i}" for i in range(len(self.region.sources))]
-        return sources + [f"o{i}" for i in range(len(self.region.roots))]
 
-
-def kernel_text(tiles: Tiles, fp8: frozenset[str]) -> Written:
-    """A module with the function `kernel`.
+def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
+    """A module with the function `kernel`, whose programs work on the first region, then on the next.
 
     Args:
-        tiles: the region and its tiles.
+        several: the regions and their tiles.
         fp8: types that the hardware converts (`_module.exact_fp8`).
     """
     text = Text()
-    if tiles.chained:
+    chained = any(tiles.chained for tiles in several)
+    if chained:
         text.do("gdc_launch_dependents()")
         text.do("gdc_wait()")
-    r, n = tiles.region, tiles.tile_n
-    text.do(f"program = {tiles.grid - 1} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
-    across, aside = (
-        ("program", "") if tiles.pieces == 1 else (f"program // {tiles.pieces}", f"program % {tiles.pieces} * {n} + ")
-    )
-    columns: list[tuple[str, str | None]] = []
-    for i in range(tiles.chunks):
-        text.do(f"columns{i} = {aside}{i * n} + tl.arange(0, {n})")
-        masked = r.columns % n > 0 and i == tiles.chunks - 1
-        if masked:
-            text.do(f"column_mask{i} = columns{i} < {r.columns}")
-        columns.append((f"columns{i}", f"column_mask{i}" if masked else None))
-    text.do(f"rows = {across} * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
-    row_mask = None
-    if r.rows % tiles.tile_m:
-        row_mask = "row_mask"
-        text.do(f"row_mask = rows < {r.rows}")
-    _Rows(text, [Tile("rows", numbers, r.columns, row_mask, mask) for numbers, mask in columns], tiles, fp8).write()
-    imports = f"{IMPORTS}{CHAINED if tiles.chained else ''}"
-    arguments = ", ".join([*tiles.arguments, *text.numbers])
+    total, first, read = sum(tiles.grid for tiles in several), 0, 0
+    text.do(f"program = {total - 1} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
+    for i, tiles in enumerate(several):
+        if len(several) == 1:
+            _write(text, tiles, "program", str(i), read, fp8)
+        else:
+            above = f" and program >= {first}" if first else ""
+            with text.block(f"if program < {first + tiles.grid}{above}:"):
+                _write(text, tiles, text.v(f"program - {first}") if first else "program", str(i), read, fp8)
+        first, read = first + tiles.grid, read + len(tiles.region.sources)
+    imports = f"{IMPORTS}{CHAINED if chained else ''}"
+    arguments = ", ".join([*arguments_of(several), *text.numbers])
     return Written(f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
 
 
-def _pointer(leaf: Node) -> str:
-    assert isinstance(leaf.op, Param)
-    return f"p{leaf.op.index}"
+def arguments_of(several: Sequence[Tiles]) -> list[str]:
+    """Of the kernel, but for numbers: a pointer for each place that is read, and for each result."""
+    read = sum(len(tiles.region.sources) for tiles in several)
+    results = {i for tiles in several for i in tiles.region.outputs}
+    return [f"p{i}" for i in range(read)] + [f"o{i}" for i in sorted(results)]
+
+
+def _write(text: Text, tiles: Tiles, program: str, name: str, read: int, fp8: frozenset[str]) -> None:
+    """What a program does for a region whose first source is the kernel's `read`-th; `name` sets its names apart."""
+    r, n = tiles.region, tiles.tile_n
+    across, aside = (
+        (program, "") if tiles.pieces == 1 else (f"{program} // {tiles.pieces}", f"{program} % {tiles.pieces} * {n} + ")
+    )
+    columns: list[tuple[str, str | None]] = []
+    for i in range(tiles.chunks):
+        numbers, mask = f"columns{name}_{i}", f"column_mask{name}_{i}"
+        text.do(f"{numbers} = {aside}{i * n} + tl.arange(0, {n})")
+        masked = r.columns % n > 0 and i == tiles.chunks - 1
+        if masked:
+            text.do(f"{mask} = {numbers} < {r.columns}")
+        columns.append((numbers, mask if masked else None))
+    text.do(f"rows{name} = {across} * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
+    row_mask = None
+    if r.rows % tiles.tile_m:
+        row_mask = f"row_mask{name}"
+        text.do(f"{row_mask} = rows{name} < {r.rows}")
+    here = [Tile(f"rows{name}", numbers, r.columns, row_mask, mask) for numbers, mask in columns]
+    _Rows(text, here, tiles, read, fp8).write()
 
 
 class _Rows(Emitter):
@@ -118,8 +130,12 @@ class _Rows(Emitter):
     A value that varies along the columns is one value for each chunk of them, any other a single one.
     """
 
-    def __init__(self, text: Text, here: Sequence[Tile], tiles: Tiles, fp8: frozenset[str]) -> None:
-        super().__init__(text, here[0], _pointer, fp8)
+    def __init__(self, text: Text, here: Sequence[Tile], tiles: Tiles, read: int, fp8: frozenset[str]) -> None:
+        def pointer(leaf: Node) -> str:
+            assert isinstance(leaf.op, Param)
+            return f"p{read + leaf.op.index}"
+
+        super().__init__(text, here[0], pointer, fp8)
         self._here, self._tiles, self._region = here, tiles, tiles.region
         self.look_at(self._region.roots)
         self._done: list[dict[Node, str]] = [{} for _ in here]
@@ -133,7 +149,7 @@ class _Rows(Emitter):
                 values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, r.access, values)
             for values in self._done[1:]:
                 values.setdefault(n, self._done[0][n])
-        for i, (root, store) in enumerate(zip(r.roots, r.stores, strict=True)):
+        for i, root, store in zip(r.outputs, r.roots, r.stores, strict=True):
             if root not in r.across:
                 self._store_by_row(store, f"o{i}", self._done[0][root])
                 continue
@@ -225,4 +241,4 @@ class _Rows(Emitter):
         place = access.of_leaf(table)
         at = self._sum(at, *self._spread(access, place))
         mask = self._mask(access, rows=True, columns=bool(place.columns))
-        return t.call("load", f"{_pointer(table)} + {at}", *([f"mask={mask}", "other=0"] if mask else []))
+        return t.call("load", f"{self.pointer(table)} + {at}", *([f"mask={mask}", "other=0"] if mask else []))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import product
 
 from tilewright.candidates.triton._call import caller
@@ -20,11 +20,11 @@ from tilewright.candidates.triton._module import (
     launcher,
     needs,
 )
-from tilewright.candidates.triton._rows import Tiles, kernel_text
+from tilewright.candidates.triton._rows import Tiles, arguments_of, kernel_text
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported, or_why
 from tilewright.ir.ops import Param
-from tilewright.ir.region import Region, region_of_rows
+from tilewright.ir.region import Region, regions_of_rows
 from tilewright.schedule.candidate import GPU, Kernel
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
@@ -41,13 +41,14 @@ POINTS = 12
 
 
 @or_why
-def _region(problem: RegionProblem) -> Region:
-    region = region_of_rows(problem.roots, check_node)
-    if any(region.level.values()) and region.columns > MOST_COLUMNS:
-        raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
-    if max(region.rows, region.columns) > NUMBERED:
-        raise Unsupported("more than 2^31 rows or columns")
-    return region
+def _regions(problem: RegionProblem) -> tuple[Region, ...]:
+    regions = regions_of_rows(problem.roots, check_node)
+    for region in regions:
+        if any(region.level.values()) and region.columns > MOST_COLUMNS:
+            raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
+        if max(region.rows, region.columns) > NUMBERED:
+            raise Unsupported("more than 2^31 rows or columns")
+    return regions
 
 
 class TritonRows:
@@ -63,56 +64,66 @@ class TritonRows:
             return INSTALL
         if arch_of(target) is None:
             return f"Triton does not compile for {target.name}"
-        found = _region(problem)
+        found = _regions(problem)
         return found if isinstance(found, str) else None
 
     def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
-        region, arch = _region(problem), arch_of(target)
-        assert isinstance(region, Region) and arch is not None
-        return tuple(_points(region, arch, max(target.cores, 1)))[:POINTS]
+        regions, arch = _regions(problem), arch_of(target)
+        assert not isinstance(regions, str) and arch is not None
+        return tuple(_points(_largest(regions), arch, max(target.cores, 1)))[:POINTS]
 
     def compile(self, problem: RegionProblem, schedule: Schedule, target: Target) -> None:
         self._machine_code(problem, schedule, target)
 
     @staticmethod
-    def _machine_code(problem: RegionProblem, schedule: Schedule, target: Target) -> tuple[Region, Tiles, Built]:
-        region, arch = _region(problem), arch_of(target)
-        assert isinstance(region, Region) and arch is not None
-        tiles = _tiles(region, schedule, arch)
-        return region, tiles, machine_code(tiles, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
+    def _machine_code(problem: RegionProblem, schedule: Schedule, target: Target) -> tuple[tuple[Tiles, ...], Built]:
+        regions, arch = _regions(problem), arch_of(target)
+        assert not isinstance(regions, str) and arch is not None
+        several = _tiles(regions, schedule, arch, max(target.cores, 1))
+        return several, machine_code(several, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
 
     def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
-        region, tiles, built = self._machine_code(problem, schedule, target)
+        several, built = self._machine_code(problem, schedule, target)
         found = needs(built.kernel)
-        launch = launcher(built.kernel, (tiles.grid,), target.index, built.numbers)
+        launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
+        read = [i for t in several for i in t.region.sources]
         return Kernel(
             self.name,
             schedule,
-            lambda weights: caller(region.sources, problem.outputs, launch, weights, target),
+            lambda weights: caller(read, problem.outputs, launch, weights, target),
             registers=found.registers,
             spills=found.spills,
             shared_bytes=found.shared_bytes,
         )
 
 
-def machine_code(tiles: Tiles, problem: RegionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
-    """The kernel of a region for an architecture."""
-    region = tiles.region
-    types = [problem.types[i] for i in region.sources] + list(problem.outputs)
-    signature = {name: pointer_type(t.dtype) for name, t in zip(tiles.arguments, types, strict=True)}
-    written = kernel_text(tiles, exact_fp8(arch))
-    options = {"debug": True, "sanitize_overflow": False} if region.tables else {}
-    if tiles.chained:
+def machine_code(several: Sequence[Tiles], problem: RegionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
+    """The kernel of a problem's regions for an architecture."""
+    types = [problem.types[i] for t in several for i in t.region.sources] + list(problem.outputs)
+    signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
+    written = kernel_text(several, exact_fp8(arch))
+    options = {"debug": True, "sanitize_overflow": False} if any(t.region.tables for t in several) else {}
+    if any(t.chained for t in several):
         options["launch_pdl"] = True
     return build(written, "kernel", signature, arch, device, num_warps=num_warps, **options)
 
 
-def _tiles(region: Region, schedule: Schedule, arch: Arch) -> Tiles:
+def _largest(regions: Sequence[Region]) -> Region:
+    """The region whose tiles a schedule says; the others' follow from its number of warps."""
+    return max(regions, key=lambda r: r.rows * r.columns)
+
+
+def _tiles(regions: Sequence[Region], schedule: Schedule, arch: Arch, cores: int) -> tuple[Tiles, ...]:
     """What a schedule stands for."""
-    return Tiles(region, int(schedule["tile_m"]), int(schedule["tile_n"]), arch.capability == 90)
+    named, num_warps = _largest(regions), int(schedule["num_warps"])
+    found: list[Tiles] = []
+    for region in regions:
+        mine = schedule if region is named else _points(region, arch, cores, (num_warps,))[0]
+        found.append(Tiles(region, int(mine["tile_m"]), int(mine["tile_n"]), arch.capability == 90))
+    return tuple(found)
 
 
-def _points(region: Region, arch: Arch, cores: int) -> list[Schedule]:
+def _points(region: Region, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:
     """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row, best first: if it were more,
     narrow results would be exchanged through shared memory. A warp, or several, take a row, or several."""
     along = [n for n in region.nodes if n in region.across and (isinstance(n.op, Param) or n in region.roots)]
@@ -120,7 +131,7 @@ def _points(region: Region, arch: Arch, cores: int) -> list[Schedule]:
     reduces = any(region.level.values())
     columns = _power(region.columns if reduces else min(region.columns, PIECE))
     distance: dict[Schedule, float] = {}
-    for num_warps, share in product(WARPS, SHARES):
+    for num_warps, share in product(warps, SHARES):
         tile_n = min(columns, int(vector * arch.warp * share))
         tile_m = vector * arch.warp * num_warps // tile_n
         if share > num_warps or tile_m > _power(region.rows):
@@ -136,6 +147,8 @@ def _points(region: Region, arch: Arch, cores: int) -> list[Schedule]:
             abs(math.log2(share)) / 4 if reduces else 0.0,
         )
         distance.setdefault(Schedule.of(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps), sum(terms))
+    if not distance:  # fewer elements than a warp holds
+        return [Schedule.of(tile_m=_power(region.rows), tile_n=columns, num_warps=warps[0])]
     return sorted(distance, key=distance.__getitem__)
 
 

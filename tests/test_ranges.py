@@ -1,0 +1,152 @@
+"""Concatenations inside regions: the same results in pieces that hold none, each value worked out once, and kernels for them."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rotated import FORMS, heads, of_queries_and_keys, turned, turned_in_pairs
+from test_llvm_rows import CPU, problem_of, right
+from tilewright.candidates.llvm import rows
+from tilewright.candidates.llvm._vector import check_node
+from tilewright.dtype import BF16, F16, F32
+from tilewright.ir.access import Unsupported
+from tilewright.ir.build import input_, map_, reduce_, reshape, slice_, transpose
+from tilewright.ir.evaluate import evaluator
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import VIEWS, Concat, Param
+from tilewright.ir.ranges import MOST, pieces_of
+from tilewright.ir.region import MOST_AGAIN, regions_of_rows
+from tilewright.ir.written import written_out
+from tilewright.schedule.sample import random_sources
+
+
+def work(roots):
+    """Elements that are computed."""
+    return sum(n.tensor.elements for n in toposort(roots) if not isinstance(n.op, (*VIEWS, Concat, Param)) and n.src)
+
+
+def put_together(roots):
+    """The results from their pieces, and the results, both by the oracle."""
+    problem = problem_of(*roots)
+    written = written_out(problem.roots)
+    pieces = pieces_of(written)
+    sources = random_sources(problem)
+    given_ = [Node(Param(i, t)) for i, t in enumerate(problem.types)]
+    wanted = evaluator(written, given_)(sources)
+    made = [torch.full_like(w, float("nan")) for w in wanted]
+    for piece, value in zip(pieces, evaluator([p.root for p in pieces], given_)(sources), strict=True):
+        assert piece.shape == wanted[piece.result].shape and value.shape == tuple(map(len, piece.ranges))
+        made[piece.result][tuple(slice(r.start, r.stop, r.step) for r in piece.ranges)] = value
+    return pieces, written, made, wanted
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_pieces_are_the_results_without_more_work(form):
+    pieces, written, made, wanted = put_together(FORMS[form]())
+    for got, meant in zip(made, wanted, strict=True):
+        torch.testing.assert_close(got, meant)
+    roots = [p.root for p in pieces]
+    assert not any(isinstance(n.op, Concat) for n in toposort(roots))
+    regions = regions_of_rows(problem_of(*FORMS[form]()).roots, check_node)
+    before, after = work(written), sum(work(r.roots) for r in regions)
+    assert after <= before * MOST_AGAIN, f"{form}: {before} elements became {after}"
+    assert sum(len(r.roots) for r in regions) == len(pieces)
+
+
+def test_a_rotation_reads_every_element_once_for_both_halves():
+    (region,) = regions_of_rows(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    assert (region.rows, region.columns, region.passes) == (2 * 3 * 5, 17, 1)
+    assert len(region.sources) == 6 and [sorted(region.sources).count(i) for i in range(3)] == [2, 2, 2], (
+        "halves of x, cos, sin"
+    )
+    assert work(region.roots) == work(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots)
+
+
+def test_pieces_of_one_size_share_a_region_and_others_have_their_own():
+    assert [r.outputs for r in regions_of_rows(problem_of(*of_queries_and_keys()).roots, check_node)] == [(0, 0), (1, 1)]
+    assert [len(r.roots) for r in regions_of_rows(problem_of(*FORMS["in part"]()).roots, check_node)] == [2, 1]
+
+
+@st.composite
+def programs(draw):
+    """A result of views, ranges, concatenations and arithmetic."""
+    count = 0
+
+    def source(shape):
+        nonlocal count
+        count += 1
+        return input_(f"x{count}", F32, shape)
+
+    x = source(tuple(draw(st.lists(st.integers(1, 4), min_size=2, max_size=4))))
+    for _ in range(draw(st.integers(2, 7))):
+        axis = draw(st.integers(0, len(x.shape) - 1))
+        match draw(st.integers(0, 6)):
+            case 0:
+                x = transpose(x, draw(st.permutations(range(len(x.shape)))))
+            case 1:
+                x = Node(
+                    Concat(axis),
+                    *draw(st.permutations([x, source((*x.shape[:axis], draw(st.integers(1, 3)), *x.shape[axis + 1 :]))])),
+                )
+            case 2:
+                x = map_("add", x, source(tuple(draw(st.sampled_from((1, d))) for d in x.shape)))
+            case 3:
+                low = draw(st.integers(0, x.shape[axis] - 1))
+                x = slice_(x, axis, low, draw(st.integers(low + 1, x.shape[axis])))
+            case 4:
+                x = reshape(
+                    x,
+                    draw(
+                        st.sampled_from(
+                            (
+                                (x.tensor.elements,),
+                                (1, *x.shape),
+                                (*x.shape[:-2], x.shape[-1] * x.shape[-2]) if len(x.shape) > 1 else x.shape,
+                            )
+                        )
+                    ),
+                )
+            case 5:
+                x = Node(Concat(len(x.shape)), *(reshape(y, (*y.shape, 1)) for y in (x, map_("negate", x))))
+            case _:
+                x = map_("subtract", x, reduce_(draw(st.sampled_from(("mean", "maximum"))), x, (axis,), True))
+    return x
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(programs())
+def test_random_pieces_are_the_results(root):
+    try:
+        _, _, made, wanted = put_together((root,))
+    except Unsupported as why:
+        assert "into more than" in str(why)
+        return
+    torch.testing.assert_close(made[0], wanted[0])
+
+
+# -- kernels
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_generated_kernels(form):
+    right(*FORMS[form]())
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, F16], ids=str)
+@pytest.mark.parametrize("turn", [turned, turned_in_pairs])
+def test_rotations_of_every_type_at_odd_shapes(turn, dtype):
+    for head in (2, 18, 66):
+        right(turn(*heads(dtype, 2, 3, 5, head)))
+
+
+def test_what_stays_in_one_piece_says_why():
+    unequal = Node(Concat(1), input_("x", F32, (4, 8)), input_("y", F32, (4, 3)))
+    exponentials = map_("exponential", unequal)
+    weights = map_("divide", exponentials, reduce_("add", exponentials, (1,), True))
+    assert "concat has no vector form" in rows.CANDIDATE.refuse(problem_of(weights), CPU)
+    many = Node(Concat(0), *(input_(f"x{i}", F32, (2, 3)) for i in range(MOST + 1)))
+    assert f"into more than {MOST} pieces" in rows.CANDIDATE.refuse(problem_of(map_("tanh", many)), CPU)
+    y = map_("tanh", input_("x", F32, (4, 8)))
+    twice = problem_of(map_("negate", y), map_("negate", slice_(y, 1, 2, 8)))
+    assert "work values out again" in rows.CANDIDATE.refuse(twice, CPU)
