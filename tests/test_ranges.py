@@ -1,4 +1,4 @@
-"""Concatenations inside regions: the same results in pieces that hold none, each value worked out once, and kernels for them."""
+"""Concatenations inside regions: the same results in pieces without any, each value worked out once, and kernels for them."""
 
 import pytest
 import torch

@@ -257,7 +257,7 @@ def _reduced_in_parts(root: Node, shape: Shape, parts: Sequence[Ranges], made: d
     for n in toposort((root,)):
         n_ = moved[n] = n.with_src([moved[s] for s in n.src])
         op = n_.op
-        if not isinstance(op, Reduce) or len(op.axes) > 1 or n_.src[0].shape[op.axes[0]] != shape[axis] or n_.dtype is not F32:
+        if not isinstance(op, Reduce) or len(op.axes) != 1 or n_.src[0].shape[op.axes[0]] != shape[axis] or n_.dtype is not F32:
             continue
         x, fn = n_.src[0], "add" if op.fn == "mean" else op.fn
         if fn not in ("add", "maximum", "minimum"):
