@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from tilewright.candidates.triton import _w4_asm as asm
+from tilewright.candidates.triton import _w4_moves as moves
 from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import Asm
 from tilewright.candidates.triton._w4_form import Form
@@ -170,7 +170,7 @@ class Rolled:
 
     def codes(self, kb: int, tile: int) -> list[str]:
         """Words of a tile."""
-        self._do(asm.IN_STEP, "tid")
+        self._do(moves.IN_STEP, "tid")
         at = (kb * self.form.point.tiles + tile) * self.form.code_loads
         return [w for u in range(at, at + self.form.code_loads) for w in self.stream.of(u)]
 

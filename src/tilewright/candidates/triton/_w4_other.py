@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from tilewright.candidates.triton import _w4_asm as asm
+from tilewright.candidates.triton import _w4_moves as moves
+from tilewright.candidates.triton._w4_asm import other_sums
 from tilewright.candidates.triton._w4_form import X_AT, Form
 from tilewright.candidates.triton._w4_statements import Statements
 
@@ -36,34 +37,34 @@ class Other:
             size = t.v("tid * 0 + 16" if f.even else f"gl.where({source} < {f.blocks * 8}, 16, 0)")  # zeros past the end of K
             to = f"{piece} // 8 * {f.columns * 128} + {row} * 128 + ((({piece} ^ {row}) & 7) * 16)"
             at = t.v(f"base + {X_AT} + {chunk} % 2 * {f.chunk_bytes} + {to}")
-            self.say.do(asm.COPY, at, f"(x + ({row} * {f.plan.K} + {source} * 8)).to(gl.int64)", there, size)
-        self.say.do(asm.COPYING, "tid")
+            self.say.do(moves.COPY, at, f"(x + ({row} * {f.plan.K} + {source} * 8)).to(gl.int64)", there, size)
+        self.say.do(moves.COPYING, "tid")
 
     def arrived(self, left: int) -> None:
         """All chunks that were asked for but so many are there, for all warps."""
-        self.say.do(asm.COPIED[left], "tid")
+        self.say.do(moves.COPIED[left], "tid")
         if self.form.point.wide:
-            self.say.do(asm.FENCE, "tid")
-        self.say.do(asm.MEET, "tid")
+            self.say.do(moves.FENCE, "tid")
+        self.say.do(moves.MEET, "tid")
 
     def turn(self, chunk: int) -> None:
         """The chunk is there, and the one before it makes room for the next one."""
         p = self.form.point
         further = chunk + 1
         if chunk and further < p.chunks:
-            self.say.do(asm.MEET, "tid")
+            self.say.do(moves.MEET, "tid")
             self.copy(further)
         self.arrived(min(further, p.chunks - 1) - chunk)
         if self.form.small:
             self._add_up()
-            self.say.do(asm.MEET, "tid")
+            self.say.do(moves.MEET, "tid")
 
     def _add_up(self) -> None:
         """Sums of the operand along K, shared out among the warps."""
         f, p, t = self.form, self.form.point, self.text
         subs, eights = f.product.subs, f.columns // 8
         units = f.local_blocks * eights
-        statement = asm.other_sums(f.plan.operand, subs)
+        statement = other_sums(f.plan.operand, subs)
         for r in range(-(-units // p.warps)):
             unit = t.v(
                 f"warp + {r * p.warps}" if (r + 1) * p.warps <= units else f"gl.minimum(warp + {r * p.warps}, {units - 1})"
@@ -72,14 +73,14 @@ class Other:
             words = [
                 w
                 for far in (0, 4)
-                for w in self.say.some(asm.FRAGMENTS, "int32", 4, f"{at} + ((lane // 8 + {far}) ^ line) * 16")
+                for w in self.say.some(moves.FRAGMENTS, "int32", 4, f"{at} + ((lane // 8 + {far}) ^ line) * 16")
             ]
             found = self.say.some(statement, "float32", 2 * subs, *words, "lane")
             to = f"base + {f.sums_at} + {unit} // {eights} * {f.sums_each} + {unit} % {eights} * 128"
             to = t.v(f"{to} + lane % 4 * 32 + lane // 4 * 4")
             for i, value in enumerate(found):
                 there = "(lane < 16).to(gl.int32)"
-                self.say.do(asm.WRITE_4, f"{to} + {i // 2 * f.columns * 16 + i % 2 * 16}", there, value)
+                self.say.do(moves.WRITE_4, f"{to} + {i // 2 * f.columns * 16 + i % 2 * 16}", there, value)
 
     def addresses(self) -> None:
         """Names of where a warp finds its part."""
@@ -101,7 +102,7 @@ class Other:
         words: list[str] = []
         for j in range(f.columns // 8):
             for half in ("near", "far"):
-                words += self.say.some(asm.FRAGMENTS, "int32", 4, f"{half} + {at} + {j * 1024}")
+                words += self.say.some(moves.FRAGMENTS, "int32", 4, f"{half} + {at} + {j * 1024}")
         for i in range(f.sums_each // 128 if f.small else 0):  # of a scale and eight columns
-            words += self.say.some(asm.READ_WORD, "int32", 1, f"own_sums + {sums_at} + {i * 128}")
+            words += self.say.some(moves.READ_WORD, "int32", 1, f"own_sums + {sums_at} + {i * 128}")
         return words

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from tilewright.candidates.triton import _w4_asm as asm
+from tilewright.candidates.triton import _w4_moves as moves
 from tilewright.candidates.triton._emit import Tile
 from tilewright.candidates.triton._hopper_brief import Brief
 from tilewright.candidates.triton._module import GLUON_IMPORTS
@@ -76,7 +76,7 @@ class Writer:
         t.do(f"room = gl.allocate_shared_memory(gl.int32, [{words}, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))")
         t.do("room.index(0).store(gl.zeros([128], gl.int32, LANES))")  # else there is none
         t.do(f"tid = gl.arange(0, {32 * w}, LANES)")
-        (base,) = self.say.some(asm.BASE, "int32", 1, "tid")
+        (base,) = self.say.some(moves.BASE, "int32", 1, "tid")
         t.do(f"base = {base}")
         t.do("lane = tid % 32")
         t.do("warp = tid // 32")
@@ -85,10 +85,10 @@ class Writer:
         t.do(f"cluster = gl.program_id(0) // {p.cluster}")
         t.do(f"part = gl.program_id(0) % {p.cluster}")
         if p.cluster > 1:
-            self.say.do(asm.BARRIERS, f"base + {BARRIER_AT}", "(tid == 0).to(gl.int32)")
+            self.say.do(moves.BARRIERS, f"base + {BARRIER_AT}", "(tid == 0).to(gl.int32)")
             for i in range(2 if f.again else 1):
                 self._expect(f"base + {BARRIER_AT + 8 * i}", "tid")
-            self.say.do(asm.ARRIVE, "tid")
+            self.say.do(moves.ARRIVE, "tid")
         t.do(f"first = (part * {p.k_warps} + k_warp) * {p.depth}")
         t.do(f"zero = gl.zeros([{32 * w}], gl.float32, LANES)")
         self.product = f.product
@@ -102,7 +102,7 @@ class Writer:
             self.beside = [of_rows(name, f, each, self.say.assign) for name, each in rows.items()]
 
     def _expect(self, barrier: str, thread: str) -> None:
-        self.say.do(asm.EXPECT, barrier, f"({thread} == 0).to(gl.int32)", f"{thread} * 0 + {self.form.sums * 4}")
+        self.say.do(moves.EXPECT, barrier, f"({thread} == 0).to(gl.int32)", f"{thread} * 0 + {self.form.sums * 4}")
 
     def _bases(self, row_tile: str, name: str) -> None:
         """Where the words of a warp's row tile begin."""
@@ -131,7 +131,7 @@ class Writer:
         self._begin()
         self.other.turn(0)
         if p.cluster > 1:
-            self.say.do(asm.ARRIVED, "tid")
+            self.say.do(moves.ARRIVED, "tid")
         t.do("count = 0")
 
     def _begin(self) -> None:
@@ -143,12 +143,12 @@ class Writer:
             self.codes.start(0, p.early)
             for stream, _ in self.beside:
                 stream.start(0, stream.ahead)
-        self.say.do(asm.AFTER, "tid")
+        self.say.do(moves.AFTER, "tid")
         if p.soon:
-            self.say.do(asm.NEXT, "tid")
+            self.say.do(moves.NEXT, "tid")
         for c in range(min(p.chunks, 2)):
             self.other.copy(c)
-        self.say.do(asm.IN_STEP, "tid")
+        self.say.do(moves.IN_STEP, "tid")
         if self.rolled:
             self.rolled.start(p.early, p.ahead)
         else:
@@ -166,7 +166,7 @@ class Writer:
             self._begin()
         sums = self._multiply_in_loop(self.rolled) if self.rolled else self._multiply()
         if not p.soon:
-            self.say.do(asm.NEXT, "tid")
+            self.say.do(moves.NEXT, "tid")
         self._gather(sums)
         self._stores()
 
@@ -181,7 +181,7 @@ class Writer:
             if kb % f.chunk_depth == 0 and not f.again:
                 self.other.turn(kb // f.chunk_depth)
             else:
-                self.say.do(asm.IN_STEP, "tid")
+                self.say.do(moves.IN_STEP, "tid")
             chunk, block = divmod(kb, f.chunk_depth)
             at = chunk % 2 * f.chunk_bytes + block * f.columns * 128
             other = self.other.words(f"{at}", f"{kb * f.sums_each}")
@@ -259,7 +259,7 @@ class Writer:
                 for s, n in zip(sums, now, strict=True):
                     t.do(f"{s} = {n}")
             if p.chunks > 1:
-                self.say.do(asm.MEET, "tid")
+                self.say.do(moves.MEET, "tid")
                 self.other.copy("(chunk + 2)")
                 self.other.arrived(1)
         return sums
@@ -270,27 +270,27 @@ class Writer:
         """Leaves the block's own part of the tile as `y`."""
         f, p, t = self.form, self.form.point, self.text
         own = f.sums // p.cluster
-        (late,) = self.say.some(asm.THREAD, "int32", 1, "tid")  # registers are scarce until here
+        (late,) = self.say.some(moves.THREAD, "int32", 1, "tid")  # registers are scarce until here
         t.do(f"thread = {late}")
         t.do("corner = (thread & 31) * 16")
         t.do(f"down = (thread >> 5) & {p.row_warps - 1}")
         t.do(f"along = thread >> {(32 * p.row_warps).bit_length() - 1}")
         t.do(f"barrier = base + {BARRIER_AT}{' + (count & 1) * 8' if f.again else ''}")
         t.do(f"sent = base + {f.sent_at}{f' + (count & 1) * {f.sums * 4}' if f.again else ''}")
-        self.say.do(asm.MEET, "thread")  # all have read what lay here, and what came for the row tile before
+        self.say.do(moves.MEET, "thread")  # all have read what lay here, and what came for the row tile before
         if f.direct:
             if not f.again:
-                self.say.do(asm.ARRIVED, "thread")
+                self.say.do(moves.ARRIVED, "thread")
             for at, four in self._pieces(sums):
                 self._send(t.v(f"{at} + corner"), own, "thread * 0 + 1", four)
             self._own(own)
             return
         for at, four in self._pieces(sums):
-            self.say.do(asm.WRITE_16, f"base + {f.parts_at} + along * {f.sums * 4} + {at} + corner", *four)
-        self.say.do(asm.MEET, "thread")
+            self.say.do(moves.WRITE_16, f"base + {f.parts_at} + along * {f.sums * 4} + {at} + corner", *four)
+        self.say.do(moves.MEET, "thread")
         if p.cluster > 1:
             if not f.again:
-                self.say.do(asm.ARRIVED, "thread")
+                self.say.do(moves.ARRIVED, "thread")
             threads = 32 * p.warps
             for r in range(-(-f.sums // 4 // threads)):
                 i = t.v(f"thread + {r * threads}")
@@ -298,9 +298,9 @@ class Writer:
                 if (r + 1) * threads > f.sums // 4:
                     there = t.v(f"({i} < {f.sums // 4}).to(gl.int32)")
                     i = t.v(f"gl.minimum({i}, {f.sums // 4 - 1})")
-                found = self.say.some(asm.READ_16, "float32", 4, f"base + {f.parts_at} + {i} * 16")
+                found = self.say.some(moves.READ_16, "float32", 4, f"base + {f.parts_at} + {i} * 16")
                 for k in range(1, p.k_warps):
-                    more = self.say.some(asm.READ_16, "float32", 4, f"base + {f.parts_at + k * f.sums * 4} + {i} * 16")
+                    more = self.say.some(moves.READ_16, "float32", 4, f"base + {f.parts_at + k * f.sums * 4} + {i} * 16")
                     found = [t.v(f"{a} + {b}") for a, b in zip(found, more, strict=True)]
                 self._send(t.v(f"{i} * 16"), own, there, found)
         self._own(own)
@@ -320,14 +320,14 @@ class Writer:
     def _send(self, at: str, own: int, there: str, four: list[str]) -> None:
         """Sums at a place of the block's tile, in bytes, to the block that finishes them."""
         to = f"sent + part * {own * 4} + ({at} & {own * 4 - 1})"
-        self.say.do(asm.SEND, to, f"{at} >> {(own * 4).bit_length() - 1}", there, *four, "barrier")
+        self.say.do(moves.SEND, to, f"{at} >> {(own * 4).bit_length() - 1}", there, *four, "barrier")
 
     def _own(self, own: int) -> None:
         """The block's rows of the tile, added up, a column of the results after the other along the first axis; where two rows
         make one, which a lane held both (`_w4_pack.in_turn`), the other one is `second`."""
         f, p, t = self.form, self.form.point, self.text
         if p.cluster > 1:
-            self.say.do(asm.COME, "barrier", "thread * 0 + (count >> 1 & 1)" if f.again else "thread * 0")
+            self.say.do(moves.COME, "barrier", "thread * 0 + (count >> 1 & 1)" if f.again else "thread * 0")
             if f.again:
                 self._expect("barrier", "thread")
         lanes = min(32, f.own_outs)
@@ -341,12 +341,12 @@ class Writer:
             t.do(f"of_rows = r // 8 * {f.columns * 16} + r % 8 * 16")
         t.do("of_columns = c // 8 * 128 + c % 8 // 2 * 4 + c % 2")
         t.do("inside = of_rows[:, None] + of_columns[None, :]")
-        (base,) = self.say.some(asm.BASE, "int32", 1, "inside")
+        (base,) = self.say.some(moves.BASE, "int32", 1, "inside")
         first = f"{f.sent_at}{f' + (count & 1) * {f.sums * 4}' if f.again else ''}" if p.cluster > 1 else str(f.parts_at)
         for name, further in (("y", 0), ("second", 8))[: f.plan.halves]:
             for d in range(p.cluster if p.cluster > 1 else p.k_warps):
                 at = d * (own if p.cluster > 1 else f.sums) * 4 + further
-                (value,) = self.say.some(asm.READ_4, "float32", 1, f"{base} + {first} + {at} + inside * 4")
+                (value,) = self.say.some(moves.READ_4, "float32", 1, f"{base} + {first} + {at} + inside * 4")
                 t.do(f"{name} = {value}" if d == 0 else f"{name} += {value}")
 
     def _stores(self) -> None:
