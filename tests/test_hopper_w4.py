@@ -112,7 +112,19 @@ EMULATED += [
     ("~bf16[20,2048] @ s8[64,2048]^T scale=channel -> f32", Point(True, 0, 1, 4, 2, 1, 16, 4, 8, 3, 4, 1, 0)),
     ("~f16[16,1024] @ u4[640,1024]^T group=32 zero_point + bias -> f16", Point(True, 2, 2, 4, 2, 2, 4, 1, 4, 3, 2, 1, 0)),
 ]
-NUMPY = {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
+# The other operand in 8 bits, made f16 where it lies in shared memory: in chunks, and where K does not come out even.
+EMULATED += [
+    ("s8[3,512] scale=channel @ s4[100,512]^T group=64 + bias -> f16", Point(False, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
+    ("u8[9,320] scale=tensor @ u4[64,320]^T group=32 zero_point -> f32", Point(True, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
+    (
+        "f8e4m3fn[12,1024] scale=channel @ u4[120,1024]^T group=32 zero_point -> f16",
+        Point(True, 0, 2, 4, 2, 1, 4, 2, 4, 2, 2, 2, 1),
+    ),
+    ("f8e5m2[20,512] scale=channel @ s8[64,512]^T group=64 -> f16", Point(True, 0, 1, 4, 2, 1, 4, 4, 3, 1)),
+    ("s8[8,512] scale=channel @ s4[320,512]^T group=64 -> f16", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
+]
+NUMPY = {torch.int8: np.int8, torch.uint8: np.uint8, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.uint8}
+NUMPY |= {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
 
 
 def formed(problem, point):
@@ -166,6 +178,11 @@ def test_both_halves_take_no_more_registers():
     assert "100 rows are many for stores that read both halves" in str(
         CANDIDATE.refuse(of_halves(posed("f16[100,256] @ s4[64,256]^T group=64 -> f32")), H200)
     )
+
+
+def test_both_halves_meet_where_the_other_operand_has_8_bits():
+    line = "s8[9,512] scale=channel @ s4[96,512]^T group=64 -> f32"
+    emulate(of_halves(posed(line), out=F16), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))
 
 
 def test_halves_of_siblings_with_a_residual_meet_in_two_stores():

@@ -107,6 +107,9 @@ class Language:
     def minimum(self, a, b):
         return values(np.minimum(a, b))
 
+    def fma(self, a, b, c):
+        return values((np.multiply(a, b, dtype=np.float64) + c).astype(np.float32))
+
     def where(self, c, a, b):
         return values(np.where(c, a, b))
 
@@ -257,6 +260,10 @@ class Instruction:
     def cvt(self, name, o, keep):
         self.put(o[0], self.regs[o[1]].view(np.float16).astype(np.float32))
 
+    def cvt_e4m3(self, name, o, keep):
+        raw = np.stack([self.regs[o[1]] & 0xFF, self.regs[o[1]] >> 8], -1).astype(np.uint8)
+        self.packed(o, torch.float16, torch.from_numpy(raw.reshape(-1)).view(torch.float8_e4m3fn).float())
+
     def prmt(self, name, o, keep):
         both = np.stack([self.get(o[1]), self.get(o[2])], -1).view(np.uint8)
         pick = int(o[3], 16)
@@ -270,6 +277,9 @@ class Instruction:
 
     def both(self, name, o, keep):
         self.put(o[0], self.get(o[1]) & self.get(o[2]))
+
+    def xor(self, name, o, keep):
+        self.put(o[0], self.get(o[1]) ^ self.get(o[2]))
 
     def lop3(self, name, o, keep):
         assert o[4] == "0xea"
@@ -365,9 +375,9 @@ class Instruction:
 
     def ld_shared(self, name, o, keep):
         to = self.several(o[0]) if o[0].startswith("{") else [o[0]]
-        shared, at = self.words(self.get(o[1]).astype(np.int64), len(to))
+        shared, at = self.words(np.where(keep, self.get(o[1]).astype(np.int64), 0), len(to))
         for i, r in enumerate(to):
-            self.put(r, shared[at[:, i]].copy())
+            self.put(r, np.where(keep, shared[at[:, i]], self.regs.get(r, 0)).astype(np.uint32))
 
     def st_shared(self, name, o, keep):
         values = [self.get(x) for x in self.several(o[1])]
@@ -471,10 +481,12 @@ class Instruction:
     TABLE = (
         ("mov.", mov),
         ("cvt.f32.f16", cvt),
+        ("cvt.rn.f16x2.e4m3x2", cvt_e4m3),
         ("prmt.b32", prmt),
         ("shl.b32", shl),
         ("shr.", shr),
         ("and.b32", both),
+        ("xor.b32", xor),
         ("lop3.b32", lop3),
         ("shf.r.wrap", shf),
         ("sub.rn.f32", sub_f32),

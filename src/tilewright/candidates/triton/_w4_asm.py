@@ -191,12 +191,11 @@ class _Writer:
     def scale(self, i: int) -> None:
         """s: of both rows, as f32; or m: each twice in a word."""
         p = self.p
+        word = f"${self.scale_at + i}"
         if p.scales is F32:
             for h in (0, 1):
                 self.do(f"mov.b32 s{2 * i + h}, ${self.scale_at + 2 * i + h};")
-            return
-        word = f"${self.scale_at + i}"
-        if p.rounded:
+        elif p.rounded:
             self.do(f"prmt.b32 m{2 * i}, {word}, {word}, 0x1010; prmt.b32 m{2 * i + 1}, {word}, {word}, 0x3232;")
         elif p.scales is BF16:
             self.do(f"shl.b32 u, {word}, 16; mov.b32 s{2 * i}, u; and.b32 u, {word}, 0xffff0000; mov.b32 s{2 * i + 1}, u;")

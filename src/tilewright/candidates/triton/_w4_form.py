@@ -163,7 +163,7 @@ class Form:
     def small(self) -> bool:
         """Codes are multiplied as they stand in their words, the other operand's sums being to hand."""
         w, p = self.plan.weights, self.point
-        return not (p.wide or w.rounded or p.chunks > 1) and (w.kind.bits, self.plan.operand) == (4, F16)
+        return not (p.wide or w.rounded or p.chunks > 1) and (w.kind.bits, self.plan.half) == (4, F16)
 
     @property
     def sums_at(self) -> int:
@@ -201,7 +201,7 @@ class Form:
     def product(self) -> Product:
         w = self.plan.weights
         return Product(
-            self.plan.operand,
+            self.plan.half,
             w.kind,
             w.scales,
             w.sub,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tilewright.candidates.triton import _w4_moves as moves
 from tilewright.candidates.triton._w4_asm import other_sums
 from tilewright.candidates.triton._w4_form import X_AT, Form
@@ -22,8 +24,23 @@ class Other:
     def copy(self, chunk: int | str) -> None:
         """A chunk of the block's part of K is asked for; as a text it may be none that there is. Rows that the operand does not
         have stay what they are."""
+        f, t = self.form, self.text
+        for row, source, at, there in self._pieces(chunk):
+            past = f"gl.where({source} < {f.blocks * self.each}, 16, 0)"  # zeros past the end of K
+            size = t.v("tid * 0 + 16" if f.even else past)
+            address = f"(x + ({row} * {f.plan.K} + {source} * {64 // self.each})).to(gl.int64)"
+            self.say.do(moves.COPY, t.v(at), address, there, size)
+        self.say.do(moves.COPYING, "tid")
+
+    @property
+    def each(self) -> int:
+        """Pieces of 16 bytes, as the operand is stored, in 64 columns."""
+        return self.form.plan.operand.bits // 2
+
+    def _pieces(self, chunk: int | str) -> Iterable[tuple[str, str, str, str]]:
+        """The thread's pieces of 16 bytes of a chunk: row, number along K, place in shared memory, and whether there is one."""
         f, p, t = self.form, self.form.point, self.text
-        threads, own = 32 * p.warps, f.chunk_depth * 8  # pieces of 16 bytes, of a warp along K
+        threads, own = 32 * p.warps, f.chunk_depth * self.each  # pieces of a warp along K
         pieces = p.k_warps * own
         total = f.plan.rows * pieces
         for r in range(-(-total // threads)):
@@ -32,17 +49,18 @@ class Other:
             there = t.v(f"({i} < {total}).to(gl.int32)" if (r + 1) * threads > total else "tid * 0 + 1")
             if isinstance(chunk, str):
                 there = t.v(f"{there} * gl.where({chunk} < {p.chunks}, tid * 0 + 1, 0)")
-            along = f"{piece} // {own} * {p.depth * 8} + {piece} % {own} + {chunk} * {own}" if p.chunks > 1 else piece
-            source = t.v(f"part * {f.local_blocks * 8} + {along}")
-            size = t.v("tid * 0 + 16" if f.even else f"gl.where({source} < {f.blocks * 8}, 16, 0)")  # zeros past the end of K
-            to = f"{piece} // 8 * {f.columns * 128} + {row} * 128 + ((({piece} ^ {row}) & 7) * 16)"
-            at = t.v(f"base + {X_AT} + {chunk} % 2 * {f.chunk_bytes} + {to}")
-            self.say.do(moves.COPY, at, f"(x + ({row} * {f.plan.K} + {source} * 8)).to(gl.int64)", there, size)
-        self.say.do(moves.COPYING, "tid")
+            along = f"{piece} // {own} * {p.depth * self.each} + {piece} % {own} + {chunk} * {own}" if p.chunks > 1 else piece
+            source = t.v(f"part * {f.local_blocks * self.each} + {along}")
+            first = piece if self.each == 8 else f"({piece} * 2)"  # of the pieces in 16 bits
+            to = f"{piece} // {self.each} * {f.columns * 128} + {row} * 128 + ((({first} ^ {row}) & 7) * 16)"
+            yield row, source, f"base + {X_AT} + {chunk} % 2 * {f.chunk_bytes} + {to}", there
 
-    def arrived(self, left: int) -> None:
-        """All chunks that were asked for but so many are there, for all warps."""
+    def arrived(self, chunk: int | str, left: int) -> None:
+        """A chunk is there, for all warps: all that were asked for but so many are."""
         self.say.do(moves.COPIED[left], "tid")
+        if self.each < 8:
+            for _, _, at, there in self._pieces(chunk):
+                self.say.do(moves.widened(self.form.plan.operand), at, there)
         if self.form.point.wide:
             self.say.do(moves.FENCE, "tid")
         self.say.do(moves.MEET, "tid")
@@ -54,7 +72,7 @@ class Other:
         if chunk and further < p.chunks:
             self.say.do(moves.MEET, "tid")
             self.copy(further)
-        self.arrived(min(further, p.chunks - 1) - chunk)
+        self.arrived(chunk, min(further, p.chunks - 1) - chunk)
         if self.form.small:
             self._add_up()
             self.say.do(moves.MEET, "tid")
@@ -64,7 +82,7 @@ class Other:
         f, p, t = self.form, self.form.point, self.text
         subs, eights = f.product.subs, f.columns // 8
         units = f.local_blocks * eights
-        statement = other_sums(f.plan.operand, subs)
+        statement = other_sums(f.plan.half, subs)
         for r in range(-(-units // p.warps)):
             unit = t.v(
                 f"warp + {r * p.warps}" if (r + 1) * p.warps <= units else f"gl.minimum(warp + {r * p.warps}, {units - 1})"

@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from tilewright.candidates.triton._emit import check
-from tilewright.candidates.triton._w4_pack import BLOCK, ROWS
+from tilewright.candidates.triton._w4_pack import BLOCK, ROWS, half_of
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, U8, DType
 from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import convert, map_
@@ -89,6 +89,11 @@ class Plan:
     weights: Weights
     stores: tuple[Access, ...]
     second: Node | None = None
+
+    @property
+    def half(self) -> DType:
+        """What is multiplied in the other operand's place: f16 for codes of 8 bits, all of which it holds."""
+        return half_of(self.operand)
 
     @property
     def halves(self) -> int:

@@ -75,7 +75,7 @@ def points(problem: Problem, target: Target) -> tuple[Point, ...]:
 
 
 def _legal(plan: Plan, target: Target) -> Iterable[Point]:
-    if plan.rows > MOST_ROWS or plan.operand.bits == 8:
+    if plan.rows > MOST_ROWS:
         return
     blocks = plan.K // 64
     for wide in (False, True):
@@ -147,7 +147,7 @@ def work(form: Form, target: Target) -> Work:
     tiles_of_block = -(-form.row_tiles // p.clusters)
     rounds = -(-each_sm // together)
     code_bytes = plan.packed_bytes / form.row_tiles / p.cluster
-    other_bytes = plan.rows * form.local_blocks * 128
+    other_bytes = plan.rows * form.local_blocks * 8 * plan.operand.bits
     block = form.columns / 8
     tile = TILE_CYCLES * plan.weights.kind.bits / 4 + (SCALE_CYCLES if plan.weights.rounded else 0.0)
     if not p.wide:
@@ -165,5 +165,5 @@ def work(form: Form, target: Target) -> Work:
     cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES / together - (SOON_CYCLES if p.soon else 0.0)
     cycles += first / BYTES_PER_CYCLE + max(further / BYTES_PER_CYCLE, each_sm * tiles_of_block * tiles * tile)
     cycles += each_sm * tiles_of_block * sums + (tiles_of_block - 1) * TURN_CYCLES + (p.chunks - 1) * CHUNK_CYCLES
-    read = plan.packed_bytes + plan.rows * plan.K * 2 + plan.rows * plan.outs * 2
+    read = plan.packed_bytes + plan.rows * plan.K * plan.operand.bits // 8 + plan.rows * plan.outs * 2
     return Work((Phase(cycles, 0.0, {"memory": float(read)}),))

@@ -261,7 +261,7 @@ class Writer:
             if p.chunks > 1:
                 self.say.do(moves.MEET, "tid")
                 self.other.copy("(chunk + 2)")
-                self.other.arrived(1)
+                self.other.arrived("(chunk + 1)", 1)
         return sums
 
     # -- sums of a tile
