@@ -6,6 +6,7 @@ import gc
 import io
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -417,6 +418,11 @@ def test_what_cannot_be_done_is_said():
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
     with pytest.raises(InputError, match=r"x of shape \[2, 63\]\n  try: \[..., 64\]"):
         layer(torch.randn(2, 63))
+    for x, kind in ((np.ones((2, 64), np.float32), "ndarray"), (np.ones((2, 63)), "ndarray"), ([[1.0] * 64], "list")):
+        with pytest.raises(
+            InputError, match=rf"an argument of type {kind} \(x\)\n  try: a tensor \[..., 64\]: torch.from_numpy"
+        ):
+            layer(x)
     with pytest.raises(InputError, match=r"activations of f8e4m3fn for a quantised weight\n  try: f16, bf16, f32 or f64"):
         layer(torch.randn(2, 64).to(torch.float8_e4m3fn))
     with pytest.raises(InputError, match="activations of s32 for a quantised weight"):

@@ -109,9 +109,11 @@ class Linear(torch.nn.Module):
         """x [..., in] -> [..., out].
 
         Raises:
-            InputError: x has another last axis or is no float; a CUDA graph is captured and no kernel is ready.
+            InputError: x is no tensor, has another last axis or is no float; a CUDA graph is captured and no kernel is ready.
         """
-        if x.shape[-1:] != (self.in_features,):
+        tensor = isinstance(x, torch.Tensor)  # pyright: ignore[reportUnnecessaryIsInstance]
+        if not tensor or x.shape[-1:] != (self.in_features,):
+            check_type(x, torch.Tensor, "x", f"a tensor [..., {self.in_features}]: torch.from_numpy(x) of an array")
             raise InputError(f"x of shape {list(x.shape)}", hint=f"[..., {self.in_features}]")
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
