@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import pickle
 import signal
 import subprocess
@@ -70,6 +72,9 @@ def test_text_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "x.tw").unlink()
     (tmp_path / "x.tw").mkdir()
     refused(invoke("read", tmp_path / "x.tw"), "is a folder")
+    for name in ("x.hlo", "x.mlir", "x.stablehlo"):
+        (tmp_path / name).write_text(" \n")
+        refused(invoke("read", tmp_path / name), "the file is empty", name, "try:")
 
 
 def test_a_constant_too_large_for_text(tmp_path: Path) -> None:
@@ -154,6 +159,7 @@ def test_archives_that_are_none(program: str, tmp_path: Path) -> None:
     refused(invoke("run", program, "--inputs", path), "not an .npz of arrays", "in.npz", "numpy.savez")
     path.write_bytes(pickle.dumps({"x": 1}))
     refused(invoke("run", program, "--inputs", path), "not an .npz of arrays")
+    refused(invoke("run", program, "--inputs", tmp_path), f"cannot be read: Is a directory ({tmp_path})", "try: an .npz file")
     np.save(tmp_path / "one.npy", np.zeros(3))
     refused(invoke("run", program, "--inputs", tmp_path / "one.npy"), "not an .npz of arrays")
     np.savez(path, x=np.array([{}], dtype=object))
@@ -188,6 +194,32 @@ def test_outputs_that_cannot_be_written(program: str, tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_one_file_for_two_reports(program: str, tmp_path: Path) -> None:
+    (tmp_path / "other").symlink_to("report")
+    result = invoke("perf", program, "--html", tmp_path / "report", "--trace", tmp_path / "other", *FAST)
+    assert result.exit_code == 2 and "--html and --trace name one file" in result.stderr
+    assert not (tmp_path / "report").exists()
+
+
+def test_names_of_files_that_are_no_text(tmp_path: Path) -> None:
+    """Linux takes any bytes; what is printed and written is UTF-8."""
+    folder = tmp_path / os.fsdecode(b"\xff")
+    try:
+        folder.mkdir()
+    except OSError:
+        pytest.skip("names are text here")
+    path = write(folder, block())
+    page, trace, out = (folder / name for name in ("page", "trace", "out.npz"))
+    reports = invoke("perf", path, "--html", page, "--trace", trace, "--json", "-n", "1", *FAST)
+    assert reports.exit_code == 0 and json.loads(reports.stdout)["program"] == path.encode(errors="replace").decode()
+    assert json.loads(trace.read_text("utf-8"))["otherData"]["program"].endswith("?/block.tw")
+    assert "?/block.tw" in page.read_text("utf-8")
+    ran = invoke("run", path, "--output", out, "--json", *FAST)
+    assert ran.exit_code == 0 and out.exists() and "?/out.npz" in json.loads(ran.stdout)["written"]
+    for verb in ("read", "verify", "explain"):
+        assert json.loads(invoke(verb, path, "--json", *([] if verb == "read" else FAST)).stdout)
+
+
 def test_an_output_that_is_no_array(tmp_path: Path) -> None:
     x = input_("x", F32, (2,))
     opaque = Node(Call("fake_library", "Strings", "{}", (TensorType(OPAQUE, ()),)), x)
@@ -216,6 +248,10 @@ def test_a_failed_run_leaves_the_old_file_as_it_was(program: str, tmp_path: Path
         ("q3[4,8] @ s8[8,4]", "unknown dtype 'q3'"),
         ("s8[4,8] @ s8[8,4] -> f99", "unknown dtype 'f99'"),
         ("s8[4,8] @ s8[8,4], frobnicate", "the name of an elementwise function"),
+        ("f32[4,8] @ f32[12345678901234567,8]", "no extent has 17 digits (column 16 of"),
+        ("f32[4..12345678901234567,8] @ f32[8,4]", "no extent has 17 digits (column 8 of"),
+        ("f32[4,8] @ s4[8,4] group=12345678901234567", "no extent has 17 digits"),
+        ("f32[4,8] @ s4[8,4] group=00000000000000000", "is no positive whole number"),
         ("f32[10000000,100] @ f32[100,10000000]", "GiB at least and the machine has"),
     ],
 )

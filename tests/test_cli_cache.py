@@ -175,6 +175,26 @@ def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
     assert "Not a directory" in invoke("cache", "info").stdout
 
 
+def test_what_cannot_be_forgotten_is_no_success(kept, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(recall, "user_cache", lambda: Cache(tmp_path / "file" / "x"))
+    for _ in range(2):
+        result = invoke("cache", "clear", "--yes")
+        assert result.exit_code == 2 and result.stdout == ""
+        assert "choices cannot be forgotten" in result.stderr and "Not a directory" in result.stderr
+    monkeypatch.setattr(recall, "user_cache", lambda: None)
+    assert invoke("cache", "clear", "--yes").exit_code == 2
+
+
+def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(recall, "say", said.append)
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file"))
+    (tmp_path / "file").touch()
+    assert recall.user_cache() is None
+    assert said == [f"decisions are not kept: {tmp_path / 'file'}: File exists; TILEWRIGHT_CACHE names another folder"]
+
+
 def test_an_interruption_keeps_what_was_decided(tmp_path):
     w = input_("w", F32, (64, 64))
     inputs = [input_(f"x{n}", F32, (n, 64)) for n in range(100, 140)]

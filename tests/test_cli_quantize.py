@@ -251,7 +251,7 @@ def test_calibration_data_that_is_no_good(tmp_path: Path) -> None:
     refused(run(tmp_path / "none.npz"), "no such file", "none.npz", "(--calibration)")
     (tmp_path / "text.npz").write_text("no zip")
     refused(run(tmp_path / "text.npz"), "not an .npz of arrays", "text.npz")
-    refused(run(tmp_path), "not an .npz of arrays")
+    refused(run(tmp_path), "cannot be read: Is a directory")
     x = np.zeros((8, 4), np.float32)
     refused(run(batch(tmp_path, x=x, z=x)), "no input is called 'z'", "batch.npz", "one of x")
     refused(run(batch(tmp_path, z=x)), "no input is called 'z'")

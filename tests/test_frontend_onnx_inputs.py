@@ -57,7 +57,7 @@ def test_dims_that_contradict_the_model_or_each_other():
         read(m, input_dims={"x0": (2, 4)})
     with pytest.raises(InputError, match="'batch' is given as 2 and as 5"):
         read(m, input_dims={"x0": (2, 3), "x1": (5,)})
-    with pytest.raises(InputError, match="1 extents given, the model has 2"):
+    with pytest.raises(InputError, match="1 extent given, the model has 2"):
         read(m, input_dims={"x0": (2,)})
     with pytest.raises(InputError, match=r"no input is called 'z'\n  try: the inputs are 'x0', 'x1'"):
         read(m, input_dims={"z": (2,)})

@@ -1,5 +1,6 @@
 """Machine code in the process and on disk: kept, checked, shared between processes and threads, never trusted blindly."""
 
+import mmap
 import os
 import stat
 import subprocess
@@ -252,6 +253,16 @@ def test_a_kernel_declares_nothing_else():
     nest, _ = gemm.nest_of(problem, next(iter(gemm.CANDIDATE.schedules(problem, CPU))), CPU)
     declared = set(Writer(nest).write().declarations)
     assert {n for n in declared if not n.startswith("llvm.")} <= {*THREADS, *PYTHON, "_Py_NoneStruct"}
+
+
+def test_files_in_memory_may_be_called_anything(tmp_path):
+    file = tmp_path / os.fsdecode(b"libgomp\xff")
+    try:
+        file.write_bytes(b"x")
+    except OSError:
+        pytest.skip("names are text here")
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ):
+        assert not Path("/proc/self/maps").exists() or str(file) in engine._loaded_openmp()
 
 
 def test_a_process_without_a_known_openmp_runtime_is_told_so(monkeypatch):

@@ -97,6 +97,7 @@ def info(as_json: bool) -> None:
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def clear(yes: bool) -> None:
     """Forget every choice. Machine code stays: it is found by its content."""
+    from tilewright.errors import InputError
     from tilewright.schedule.recall import user_cache
 
     if not yes and not click.confirm("Forget every choice that was measured?"):
@@ -104,4 +105,8 @@ def clear(yes: bool) -> None:
         return
     found = user_cache()
     count = 0 if found is None else found.clear()
+    if found is None or found.unusable is not None:
+        raise InputError(
+            "choices cannot be forgotten", where=found and found.unusable, hint="TILEWRIGHT_CACHE names another folder"
+        )
     click.echo(f"forgot {count:,} {'choice' if count == 1 else 'choices'}")

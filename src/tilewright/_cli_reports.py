@@ -74,7 +74,7 @@ class Reports:
 
             explained = explain_program(program, report.program, measured.ceilings, report.quantized)
             (machine,) = describe_machine([program.target]).devices
-            write_whole(self.html, page(measured, explained, machine).encode())
+            write_whole(self.html, page(measured, explained, machine).encode(errors="replace"))
 
 
 _options = all_of(
@@ -94,6 +94,8 @@ def report_options(f: F) -> F:
 
     @functools.wraps(f)
     def gathered(*, html: Path | None, trace: Path | None, against: tuple[str, ...], **given: Any) -> Any:
+        if html is not None and trace is not None and html.resolve() == trace.resolve() and not html.is_char_device():
+            raise click.UsageError("--html and --trace name one file")
         return f(reports=Reports(html, trace, against), **given)
 
     return _options(cast("F", gathered))

@@ -13,7 +13,7 @@ from tilewright.errors import InputError
 if TYPE_CHECKING:
     from tilewright.ir.graph import Graph
 
-_RANGE = re.compile(r"(\d{1,15})\s*\.\.\s*(\d{1,15})")
+_RANGE = re.compile(r"(\d{1,15})\s*\.\.\s*(\d{1,15})(?!\d)")
 ROWS_BUDGET_S = 60.0
 
 

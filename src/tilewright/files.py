@@ -97,5 +97,6 @@ def _sentences(path: Path) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        hint = "a folder that is there and that you may write to"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "another place, or free some" if full else "a folder that is there and that you may write to"
         raise InputError(f"cannot be written: {error.strerror}", where=str(path), hint=hint) from error

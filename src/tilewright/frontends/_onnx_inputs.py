@@ -51,7 +51,8 @@ def _match(info: onnx.ValueInfoProto, given: Sequence[int], symbols: dict[str, i
         return
     dims = info.type.tensor_type.shape.dim
     if len(dims) != len(given):
-        raise InputError(f"{len(given)} extents given, the model has {len(dims)}", where=where, hint=_hint(info))
+        extents = "1 extent" if len(given) == 1 else f"{len(given)} extents"
+        raise InputError(f"{extents} given, the model has {len(dims)}", where=where, hint=_hint(info))
     for axis, (dim, value) in enumerate(zip(dims, given, strict=True)):
         if dim.HasField("dim_value") and dim.dim_value != value:
             raise InputError(

@@ -35,16 +35,19 @@ def source_text(program: object) -> tuple[str, str]:
     """The text of a program given as a path or as the text itself, and what to call it in messages.
 
     Raises:
-        InputError: the file cannot be read, or is no text.
+        InputError: the file cannot be read, is no text, or is empty.
     """
     if not isinstance(program, Path):
         return str(program), "the text given"
     try:
-        return program.read_text(encoding="utf-8"), str(program)
+        text = program.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise InputError("not a text file", where=str(program), hint="print the module as text") from None
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=str(program)) from None
+    if not text.strip():
+        raise InputError("the file is empty", where=str(program), hint="print the module again")
+    return text, str(program)
 
 
 def read_module(

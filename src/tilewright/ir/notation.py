@@ -67,6 +67,8 @@ class _Reader:
             m = _TOKEN.match(self.text, at)
             if m is None or m.lastgroup is None:
                 at += len(self.text[at:]) - len(self.text[at:].lstrip())
+                if long := re.match(r"\[[\s\d,.]*?(\d{16,})", self.text[at:]):
+                    raise self.wrong(f"no extent has {len(long[1])} digits", at + long.start(1))
                 raise self.wrong(f"{self.text[at : at + 12]!r} is not understood", at)
             self.tokens.append((m.lastgroup, m.group(m.lastgroup), m.start(m.lastgroup)))
             at = m.end()
@@ -244,7 +246,12 @@ def _block(r: _Reader, given: dict[str, tuple[str, int]], rank: int, k_axis: int
 
 def _whole(r: _Reader, text: str, column: int) -> int:
     if re.fullmatch(r"0*[1-9]\d{0,14}", text, re.ASCII) is None:
-        raise r.wrong(f"{text!r} is no positive whole number", column)
+        why = (
+            f"no extent has {len(text)} digits"
+            if text.isdecimal() and int(text[:16])
+            else f"{text!r} is no positive whole number"
+        )
+        raise r.wrong(why, column)
     return int(text)
 
 

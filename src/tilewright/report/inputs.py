@@ -184,7 +184,7 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
     """The arrays of an .npz file by input name. Types NumPy lacks (bf16, f8) may be raw bytes of their width.
 
     Raises:
-        InputError: no such file, not an .npz, or it holds Python objects.
+        InputError: no such file, not to be read, not an .npz, or it holds Python objects.
     """
     import numpy as np
 
@@ -195,6 +195,9 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
             arrays = {name: np.asarray(cast("object", archive[name])) for name in archive.files}  # or bytes, for another file
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"no such file: {path}", where=option, hint="an .npz file: numpy.savez(path, name=array, …)") from None
+    except (IsADirectoryError, PermissionError) as error:
+        hint = "an .npz file: numpy.savez(path, name=array, …)"
+        raise InputError(f"cannot be read: {error.strerror}", where=str(path), hint=hint) from error
     except UNREADABLE as error:
         said = str(error).splitlines()[0] if str(error) else type(error).__name__
         if "pickled" in said:  # NumPy's words for any file that it does not know; what they advise runs the file's code

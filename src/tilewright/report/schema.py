@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import msgspec
 
 
@@ -348,4 +350,20 @@ class CacheInfo(msgspec.Struct, frozen=True):
 
 def to_json(report: msgspec.Struct) -> str:
     """The report as indented JSON text; not-a-number and infinities become null."""
-    return msgspec.json.format(msgspec.json.encode(report), indent=2).decode()
+    return msgspec.json.format(encoded(report), indent=2).decode()
+
+
+def encoded(document: object) -> bytes:
+    """JSON; what is no UTF-8 in the names of files becomes question marks, as on a terminal."""
+    try:
+        return msgspec.json.encode(document)
+    except UnicodeEncodeError:
+        return msgspec.json.encode(_sayable(msgspec.to_builtins(document)))
+
+
+def _sayable(value: object) -> object:
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {_sayable(k): _sayable(v) for k, v in cast("dict[Any, Any]", value).items()}
+    return [_sayable(v) for v in cast("list[Any]", value)] if isinstance(value, list) else value

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import torch
 
 from tilewright.files import write_whole
 from tilewright.report.program import Program, Step
-from tilewright.report.schema import Perf
+from tilewright.report.schema import Perf, encoded
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Graph, Value
@@ -138,7 +137,7 @@ def write_trace(path: Path, report: Perf, calls: Sequence[Sequence[Span]], phase
         "otherData": {"program": report.program, "target": report.target},
         "traceEvents": events,
     }
-    write_whole(path, msgspec.json.encode(document))
+    write_whole(path, encoded(document))
 
 
 def _named(what: str, thread: int, name: str) -> dict[str, Any]:

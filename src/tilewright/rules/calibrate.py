@@ -271,8 +271,9 @@ def _quantized(node: Node, to: Scheme, seen: Seen, device: str) -> _Made:
     left, right = _left(node), _right(node)
     weight = cast("torch.Tensor", evaluate_nodes((right,), {})[0]).to(torch.float32)
     own = right.dtype in (F16, BF16) and to.activation is None  # as other tools store them: each scale is rounded once
-    codes, scale = _encode(weight, to.weight, to.group, right.dtype if own else F32, right.dtype)
-    block = _block(weight, to.group)
+    group = min(to.group, max(weight.shape[-2], 1))
+    codes, scale = _encode(weight, to.weight, group, right.dtype if own else F32, right.dtype)
+    block = _block(weight, group)
     label = right.op.data.label if isinstance(right.op, Const) else ""
     coded = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
     back = Node(Dequantize(right.dtype, block), coded, const(scale))

@@ -43,8 +43,9 @@ def user_cache() -> Cache | None:
     try:
         return _cache_in(cache_folder())
     except OSError as error:
-        other = "" if "TILEWRIGHT_CACHE" in str(error) else "; TILEWRIGHT_CACHE names another folder"
-        say(f"decisions are not kept: {error}{other}")
+        why = f"{error.filename}: {error.strerror}" if error.strerror else str(error)
+        other = "" if "TILEWRIGHT_CACHE" in why else "; TILEWRIGHT_CACHE names another folder"
+        say(f"decisions are not kept: {why}{other}")
         return None
 
 

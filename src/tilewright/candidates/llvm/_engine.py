@@ -160,7 +160,7 @@ def _threads() -> None:
 def _loaded_openmp() -> list[str]:
     """OpenMP runtimes mapped into the process, then those beside torch."""
     try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
+        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()  # files may be called anything
     except OSError:
         lines = []
     mapped = [line.split(maxsplit=5)[-1] for line in lines if any(n in line for n in ("libgomp", "libomp", "libiomp"))]
