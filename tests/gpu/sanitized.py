@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from gated import gated
+from gated import gated, of_halves
 from test_hopper import alike_heads, heads, layer
 from test_hopper_attention import coded
 from test_llvm_attention import attention as posed_attention
@@ -184,6 +184,13 @@ def cases():
             H200,
         ),
         ("hopper_w4 64 rows", hopper_w4, posed("~bf16[61,2048] @ s4[300,2048]^T group=128 -> bf16"), first, H200),
+        (
+            "hopper_w4 SwiGLU of 8-bit rows",
+            hopper_w4,
+            of_halves(posed("s8[9,1024] scale=channel @ s4[528,1024]^T group=64 -> f32"), out=F16),
+            first,
+            H200,
+        ),
         (
             "hopper_w4 tiles",
             hopper_w4,

@@ -4,7 +4,9 @@ import pytest
 import torch
 from on_device import assert_right, device
 
+from gated import of_halves
 from tilewright.candidates.triton.hopper_w4 import CANDIDATE
+from tilewright.dtype import F16
 from w4_problems import posed
 
 pytestmark = [
@@ -31,14 +33,24 @@ LINES = [
     "f16[1000,2048] @ u4[2048,640] group=128 * residual -> f16",
     "bf16[2,64,1024] @ s4[768,1024]^T group=1024 -> bf16",
     "f16[9,1024] @ u8[1024,1024]^T group=128 zero_point -> f8e4m3fn scale=tensor",
+    "f16[2,2048] @ s4[11008,2048]^T group=64 -> f16",
+    "s8[1,4096] scale=channel @ s4[4096,4096]^T group=64 -> f16",
+    "f8e4m3fn[16,8192] scale=tensor @ u4[1000,8192]^T group=32 zero_point -> bf16",
+    "f8e5m2[33,1024] scale=channel @ s4[1024,1016] group=128 + bias -> f16",
+    "u8[60,2048] scale=channel @ s8[640,2048]^T group=64 -> f16",
+]
+GATED = [
+    "~f16[1,4096] @ s4[28672,4096]^T group=64 -> f32",
+    "~bf16[16,4096] @ u4[2000,4096]^T group=128 zero_point -> f32",
+    "f16[33,2048] @ s8[2048,600] scale=channel -> f32",
+    "s8[8,4096] scale=channel @ s4[1048,4096]^T group=64 -> f32",
 ]
 
 
 def test_every_kind_is_right_at_several_points():
     cases = []
-    for line in LINES:
-        problem = posed(line)
-        assert CANDIDATE.refuse(problem, device()) is None, line
+    for problem in [*map(posed, LINES), *(of_halves(posed(line), out=F16) for line in GATED)]:
+        assert CANDIDATE.refuse(problem, device()) is None, problem
         kinds = {}
         for s in CANDIDATE.schedules(problem, device()):
             kinds.setdefault(tuple(v for k, v in s.knobs if k in ("wide", "clusters", "cluster", "tile_m", "shared_tiles")), s)
