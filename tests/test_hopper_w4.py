@@ -27,12 +27,14 @@ from w4_problems import posed, side_by_side
 
 pytest.importorskip("triton")
 
+from tilewright.candidates.triton import _w4_bytes as in_bytes
 from tilewright.candidates.triton import _w4_tiles as tiles
 from tilewright.candidates.triton._module import assembly, needs
 from tilewright.candidates.triton._w4_form import Form, Point
 from tilewright.candidates.triton._w4_pack import packed, packed_weights, unpacked
 from tilewright.candidates.triton._w4_plan import Plan, plan_of
 from tilewright.candidates.triton._w4_space import point_of, points, schedule_of
+from tilewright.candidates.triton._w4_stage import Coded
 from tilewright.candidates.triton._w4_text import Writer
 from tilewright.candidates.triton.hopper_w4 import CANDIDATE, compiled
 
@@ -302,12 +304,113 @@ def test_many_rows_meet_halves_that_the_multiplying_warps_made(line, tile):
 
 def test_words_of_many_rows_come_by_tma_and_not_through_registers():
     problem = posed("f16[1024,4096] @ s4[4096,4096]^T group=64 -> f16")
-    plan, weights = tiles.plan_of(problem), plan_of(problem)
-    assert plan is not None and isinstance(weights, Plan)
+    plan = tiles.plan_of(problem)
+    assert plan is not None
     point = next(p for p in tiles.points(problem, plan, H200) if not p.shared_tiles)
-    form = tiles.form_of(problem, plan, weights, point)
+    form = tiles.form_of(problem, plan, point)
     ptx = tiles.compiled(form, (*(t.dtype for t in problem.types), S32, S32)).kernel.asm["ptx"]
     assert "ld.global" not in ptx and "cp.async.bulk.tensor.3d.shared" in ptx
+
+
+@pytest.mark.parametrize(
+    ("line", "products", "promoted"),
+    [
+        ("s8[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16", "IGMMA.64x128x32.S8.S8", {"I2FP.F32.S32": 128}),
+        ("f8e4m3fn[512,4096] @ u4[4096,4096]^T group=64 zero_point + bias -> bf16", "QGMMA.64x128x32.F32.E4M3.E4M3", {}),
+    ],
+)
+def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, products, promoted):
+    """Words of the next step come while this one is multiplied, and ptxas lets products of a step follow one another."""
+    problem = posed(line)
+    large = tiles.plan_of(problem)
+    assert large is not None
+    point = next(p for p in tiles.points(problem, large, H200) if p.tile_n == 128)
+    schedule = point.schedule(large.tile_k)
+    form, built = tiles.machine_code(problem, large, schedule, H200)
+    text = assembly(built.kernel)
+    assert form.coded is not None
+    groups = 128 // in_bytes.every(form.coded)
+    wanted = {products: 8, "FFMA": 128 * groups, "WARPGROUP.DEPBAR.LE": 2 * groups, "WARPGROUP.ARRIVE": 4, **promoted}
+    for instruction, count in wanted.items():
+        assert len(re.findall(rf"\b{re.escape(instruction)}\b", text)) == count, instruction
+    assert needs(built.kernel).spills == 0
+    loop = text[text.index("WARPGROUP.ARRIVE") : text.index("WARPGROUP.DEPBAR.LE")]
+    assert ("LDS.128" in loop) == (groups == 1)  # of a step of several sums, words come under the last of them
+
+
+def integers(text, given):
+    """Results of a statement of operations on whole registers, of what it is given."""
+    text = text.replace("\n", " ")
+    outs = min(given)
+    regs = {f"${i}": v for i, v in given.items()}
+
+    def value(o):
+        return regs[o] if o in regs else np.uint32(int(o, 0))
+
+    def turned(a, b, n):
+        wide = (a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)) << np.uint64(n)
+        return (wide >> np.uint64(32)).astype(np.uint32)
+
+    def looked_up(a, b, c, table):
+        found = np.zeros_like(a)
+        for i in range(8):
+            if int(table) >> i & 1:
+                found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+        return found
+
+    def signs(a, b, pick):
+        assert int(pick) == 0xBA98
+        return (a >> np.uint32(7) & np.uint32(0x01010101)) * np.uint32(255)
+
+    do = {
+        "mov": lambda a: a,
+        "shf": turned,
+        "shl": np.left_shift,
+        "shr": np.right_shift,
+        "and": np.bitwise_and,
+        "xor": np.bitwise_xor,
+        "add": np.add,
+        "sub": np.subtract,
+        "mul": np.multiply,
+        "lop3": looked_up,
+        "prmt": signs,
+    }
+    for line in text.strip("{} ").split(";"):
+        if line.strip() and not line.strip().startswith(".reg"):
+            name, rest = line.strip().split(" ", 1)
+            out, *operands = [o.strip() for o in rest.split(",")]
+            shape = given[outs].shape
+            regs[out] = np.broadcast_to(do[name.split(".")[0]](*map(value, operands)), shape)
+    return [regs[f"${i}"] for i in range(outs)]
+
+
+@pytest.mark.parametrize("operand", [S8, F8E4M3FN])
+@pytest.mark.parametrize(("kind", "zeros"), [(S4, False), (U4, False), (U4, True), (S4, True)])
+@pytest.mark.parametrize("sub", [32, 64])
+def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, zeros, sub):
+    """Words of a block, as they are packed, to numbers where the fragments of two steps of 32 columns have them (PTX ISA 9.0,
+    9.7.15.5.1, figures of A in registers for 8-bit types), less their zero points."""
+    codes = torch.randint(int(kind.min), int(kind.max) + 1, (256, 64)).to(kind.to_torch())
+    zero = torch.randint(int(kind.min), int(kind.max) + 1, (256, 64 // sub)).to(kind.to_torch())
+    line = f"{operand}[17,64] @ {kind}[256,64]^T group={sub}{' zero_point' * zeros} -> f16"
+    plan = plan_of(posed(line))
+    assert isinstance(plan, Plan), plan
+    scales = torch.rand(256, 64 // sub)
+    words, _, *points = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand)
+    lanes = words[0].numpy().view(np.uint32).reshape(128, 4)
+    given = {8 + i: lanes[:, i] for i in range(4)}
+    if zeros:  # of lane g, t the words of rows g and g + 8, one a group
+        own = points[0].numpy().view(np.uint32).transpose(0, 2, 1, 3).reshape(-1, 8, 64 // sub)[:4]
+        own = np.repeat(own.reshape(32, -1), 4, axis=0)
+        given |= {12 + i: own[:, i * 16 // sub] for i in range(4)}
+    asm = in_bytes.made_bytes(operand, kind, zeros=zeros, sub=sub)
+    found = np.stack(integers(asm.text, given))  # [row half and word, lane]
+    numbers = torch.from_numpy(found.copy().view(np.int8 if operand is S8 else np.uint8).reshape(2, 4, 4, 8, 4, 4))
+    numbers = numbers if operand is S8 else numbers.view(torch.float8_e4m3fn)
+    numbers = numbers.double().permute(2, 0, 3, 1, 4, 5).reshape(64, 64)  # warp, half, g; word, t, byte
+    want = codes[:64].double() - (zero[:64].double().repeat_interleave(sub, 1) if zeros else 0)
+    coded = Coded(plan.weights, operand, 0, 1)
+    assert torch.equal(numbers * in_bytes.factor(coded), want)
 
 
 @pytest.mark.parametrize(

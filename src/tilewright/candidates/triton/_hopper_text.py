@@ -10,6 +10,7 @@ widest swizzle.
 from __future__ import annotations
 
 from tilewright.candidates.triton import _hopper_split as split
+from tilewright.candidates.triton import _w4_bytes as in_bytes
 from tilewright.candidates.triton import _w4_stage as stage
 from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._hopper_brief import Brief
@@ -18,6 +19,7 @@ from tilewright.candidates.triton._hopper_loads import Loads
 from tilewright.candidates.triton._hopper_parts import PROLOGUE
 from tilewright.candidates.triton._hopper_ptx import EDITION
 from tilewright.candidates.triton._text import Text, Written
+from tilewright.candidates.triton._w4_stage import Coded
 
 PRODUCER_REGISTERS = 24
 CODED_REGISTERS, CODED_MATH_REGISTERS = 40, 232  # where words are asked for as well
@@ -39,7 +41,9 @@ class Writer(Loads):
 
     def write(self) -> Written:
         """The module."""
-        first = [PROLOGUE, *([stage.prologue(self.form.coded)] if self.form.coded else [])]
+        first = [PROLOGUE]
+        if self.form.coded:
+            first.append((in_bytes if self.form.coded.deep > 1 else stage).prologue(self.form.coded))
         text = "\n\n".join([*first, self._load(), self._math(), self._entry()]) + "\n"
         return Written(text, self.numbers)
 
@@ -56,7 +60,7 @@ class Writer(Loads):
         if f.split > 1:
             split.begin(t, f)
         if f.coded:
-            stage.begin(t, f.coded)
+            (in_bytes if f.coded.deep > 1 else stage).begin(t, f.coded)
         if f.blocks and f.chained:  # scales are read before the first products, which wait for those that load
             t.do("gdc_wait()")
         t.do("s = 0")
@@ -84,6 +88,8 @@ class Writer(Loads):
                 t.do("turn = turn ^ 1")
             if f.blocks:
                 self._tile_by_blocks(t, f.blocks)
+            elif f.coded and f.coded.deep > 1:
+                self._tile_by_groups(t, f.coded)
             else:
                 self._tile(t)
         if f.hold:
@@ -151,6 +157,22 @@ class Writer(Loads):
             t.do("r = gl.fma(part, (of_rows * of_columns)[:, None], r)")
             t.do("of_rows, of_columns = next_rows, next_columns")
         self._stores(t, {})
+
+    def _tile_by_groups(self, t: Text, coded: Coded) -> None:
+        """Sums of a group's products times its scales, added up in f32. While one warpgroup makes bytes of codes, or multiplies
+        by scales, the other one has the tensor cores."""
+        f = self.form
+        self._which(t)
+        self._where(t)
+        t.do(f"r = gl.zeros(({f.rows}, {f.shape_n}), gl.float32, L)")
+        steps = ("k0", "k1") if f.streamed else ("0", "nk")
+        in_bytes.products(t, coded, f.tile_m, f.shape_n, f.num_stages, steps)
+        if f.streamed:
+            self._gather(t)
+            with t.block("if done:"):
+                self._stores(t, {})
+        else:
+            self._stores(t, {})
 
     def _piece_layout(self, columns: int) -> str:
         f = self.form

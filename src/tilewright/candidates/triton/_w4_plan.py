@@ -121,7 +121,7 @@ class Plan:
 @or_why
 def plan_of(problem: Problem) -> Plan:
     """The plan, or the sentence why there is none."""
-    x, scale = _left(problem)
+    x, scale = left_of(problem)
     operand = x.dtype
     if operand not in OPERANDS or problem.acc.dtype is not F32:
         raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits with a scale, added up in f32")
@@ -138,7 +138,7 @@ def plan_of(problem: Problem) -> Plan:
     return Plan(rows, outs, problem.K, _dense(problem, x, rows), operand, weights, stores, second)
 
 
-def _left(problem: Problem) -> tuple[Node, Node | None]:
+def left_of(problem: Problem) -> tuple[Node, Node | None]:
     """What lies in memory of the left operand, and what the sums of its products are scaled by: where it is codes that a row or
     all of them have a scale for.
 

@@ -16,11 +16,18 @@ import torch
 from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import halves
 from tilewright.candidates.triton._w4_plan import Weights
-from tilewright.dtype import DType
+from tilewright.dtype import F32, DType
 
 BLOCK = 64
 BLOCK_BYTES = 2048  # its words
 NAMES = ("codes_desc", "scale_desc", "zero_desc")
+# Which of several neighbours that a thread holds are a step's, by the lowest bit of its number.
+ONE_OF = """\
+@gluon.jit
+def one_of(x, k, COUNT: gl.constexpr):
+    x = x.reshape((x.shape[0], x.shape[1], COUNT, x.shape[2] // COUNT)).permute((0, 1, 3, 2))
+    even, odd = x.reshape((x.shape[0], x.shape[1], x.shape[2], COUNT // 2, 2)).split()
+    return gl.where(k % 2 == 0, even, odd).permute((0, 1, 3, 2)).reshape((x.shape[0], x.shape[1], COUNT // 2 * x.shape[2]))"""
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,8 @@ class Coded:
     """The left operand as packed codes.
 
     Attributes:
-        weights: how they stand for numbers, each of which is rounded to `operand`.
-        operand: f16 or bf16.
+        weights: how they stand for numbers, each of which is rounded to an `operand` of 16 bits.
+        operand: type of the other operand: f16, bf16, or one of 8 bits (`_w4_bytes.py`).
         first: the number of the source with the codes; scales and maybe zero points are the next ones.
         blocks: of 64 along K.
     """
@@ -50,18 +57,39 @@ class Coded:
         return [f"{name[:-5]}_bufs" for name in self.descriptors]
 
     @property
-    def run(self) -> int:
-        """Words of a row that lie together (`_w4_pack.paired_rows`)."""
-        return math.gcd(4, self.blocks * self.subs)
+    def deep(self) -> int:
+        """Blocks along K of a step."""
+        return 16 // self.operand.bits
 
     @property
     def subs(self) -> int:
         """Scales of a row along a block."""
         return BLOCK // self.weights.sub
 
+    def needed(self, name: str) -> int:
+        """Words of a pair of rows for a step."""
+        return self.deep * self.subs * (2 if name == NAMES[1] and self.weights.scales is F32 else 1)
+
+    def run(self, name: str) -> int:
+        """Words of a pair of rows that lie together (`_w4_pack.paired_rows`)."""
+        return math.gcd(4, self.blocks * self.needed(name) // self.deep)
+
+    def runs(self, name: str) -> int:
+        """Of those, how many a step needs."""
+        return max(self.needed(name) // self.run(name), 1)
+
     def box(self, name: str, rows: int) -> list[int]:
-        """Words that one copy brings: a step's codes, or what all of a tile's rows have for some steps along K."""
-        return [rows // BLOCK, 8, BLOCK] if name == NAMES[0] else [rows // 16, 8 * self.run]
+        """Words that one copy brings: a step's codes, or what all of a tile's rows have for a step along K, or for some."""
+        if name == NAMES[0]:
+            return [rows // BLOCK, 8 * self.deep, BLOCK]
+        return [rows // 16, 8 * self.run(name) * self.runs(name)]
+
+    def choose(self, t: Text, own: str, name: str) -> None:
+        """Of the words that came for some steps, which are last along an axis, those for step `k`."""
+        count, divided = self.run(name) * self.runs(name) // self.needed(name), 1
+        while count > 1:
+            t.do(f"{own} = one_of({own}, k // {divided}, {count})")
+            count, divided = count // 2, 2 * divided
 
     def copied_bytes(self, rows: int) -> int:
         """Of all copies for a step."""
@@ -75,7 +103,7 @@ def as_cut(name: str, packed: torch.Tensor) -> torch.Tensor:
 
 def prologue(coded: Coded) -> str:
     """The functions `halves_of`, words of a block and what belongs to them to a tile [64, 64] as the matrix unit takes it, and
-    `one_of`, which of several neighbours that a thread holds are a step's, by the lowest bit of its number."""
+    `one_of`."""
     asm = halves(coded.operand, coded.weights.kind, zeros=coded.weights.zero is not None)
     given = ", ".join(["words", "scale", *["zero"] * (coded.weights.zero is not None)])
     results = ", ".join(f"x{i}" for i in range(8))
@@ -94,11 +122,7 @@ def halves_of({given}, L: gl.constexpr):
     return gl.convert_layout(tile, L, assert_trivial=True)
 
 
-@gluon.jit
-def one_of(x, k, COUNT: gl.constexpr):
-    x = x.reshape((x.shape[0], x.shape[1], COUNT, x.shape[2] // COUNT)).permute((0, 1, 3, 2))
-    even, odd = x.reshape((x.shape[0], x.shape[1], x.shape[2], COUNT // 2, 2)).split()
-    return gl.where(k % 2 == 0, even, odd).permute((0, 1, 3, 2)).reshape((x.shape[0], x.shape[1], COUNT // 2 * x.shape[2]))"""
+{ONE_OF}"""
 
 
 def allocate(t: Text, coded: Coded, rows: int, num_stages: int) -> None:
@@ -111,9 +135,11 @@ def allocate(t: Text, coded: Coded, rows: int, num_stages: int) -> None:
 
 def copies(t: Text, coded: Coded, rows: int) -> None:
     """Asks for the words of stage `s`, step `k` of a tile of so many rows."""
-    along = f"k * {coded.subs} // {coded.run} * {8 * coded.run}"
     for name, buffer in zip(coded.descriptors, coded.buffers, strict=True):
-        at = f"[pm * {rows // BLOCK}, k * 8, 0]" if name == NAMES[0] else f"[pm * {rows // 16}, {along}]"
+        at = f"[pm * {rows // BLOCK}, k * {8 * coded.deep}, 0]"
+        if name != NAMES[0]:
+            run = coded.run(name)
+            at = f"[pm * {rows // 16}, k * {coded.needed(name)} // {run} * {8 * run}]"
         t.do(f"tma.async_copy_global_to_shared({name}, {at}, ready.index(s), {buffer}.index(s))")
 
 
@@ -122,7 +148,7 @@ def begin(t: Text, coded: Coded) -> None:
     t.do("W: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])")
     t.do("F: gl.constexpr = gl.DotOperandLayout(0, L, 2)")
     t.do("V: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])")
-    t.do(f"P: gl.constexpr = gl.BlockedLayout([1, 1, {coded.run}], [1, 8, 4], [4, 1, 1], [2, 1, 0])")
+    t.do(f"P: gl.constexpr = gl.BlockedLayout([1, 1, {coded.run(NAMES[1])}], [1, 8, 4], [4, 1, 1], [2, 1, 0])")
     for axis, (name, extent) in enumerate((("along", 4), ("pair", 2), ("step", 2)), 2):
         layout = "W"
         for other in reversed([a for a in range(5) if a != axis]):
@@ -142,12 +168,10 @@ def convert(t: Text, coded: Coded, rows: int) -> str:
     shape, layout = [groups, 128, 4], "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
     t.do(f"words = {codes}.index(s)._reinterpret(gl.int32, {shape}, {layout}).index(g).load(V)")
     for buffer in beside:
-        own, shape, layout = buffer[:-5], [groups, 4, 8, coded.run], "gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])"
+        own, name = buffer[:-5], f"{buffer[:-5]}_desc"
+        shape, layout = [groups, 4, 8, coded.run(name)], "gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])"
         t.do(f"{own} = {buffer}.index(s)._reinterpret(gl.int32, {shape}, {layout}).index(g).load(P)")
-        count, divided = coded.run // coded.subs, 1
-        while count > 1:
-            t.do(f"{own} = one_of({own}, k // {divided}, {count})")
-            count, divided = count // 2, 2 * divided
+        coded.choose(t, own, name)
         shaped, at = (f"{own}.reshape((4, 8))", "None") if coded.subs == 1 else (own, ":")
         t.do(f"{own} = gl.convert_layout({shaped}, {of_rows}, assert_trivial=True)")
         t.do(f"{own} = {own}[:, :, None, {at}, None] + blank")

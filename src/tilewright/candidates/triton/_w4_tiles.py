@@ -12,19 +12,25 @@ import torch
 from tilewright.candidates.triton import _hopper_plan as hopper_plan
 from tilewright.candidates.triton import _hopper_space as hopper_space
 from tilewright.candidates.triton import _module as module
+from tilewright.candidates.triton._dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
 from tilewright.candidates.triton._hopper_build import compiled
 from tilewright.candidates.triton._hopper_form import Form, size
 from tilewright.candidates.triton._hopper_plan import Plan
 from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import Point
 from tilewright.candidates.triton._module import Built
+from tilewright.candidates.triton._w4_bytes import step_instructions
 from tilewright.candidates.triton._w4_pack import packed_weights
-from tilewright.candidates.triton._w4_plan import Plan as Weights
+from tilewright.candidates.triton._w4_plan import Plan as PlanOfWeights
+from tilewright.candidates.triton._w4_plan import Weights, left_of
 from tilewright.candidates.triton._w4_plan import plan_of as plan_of_weights
 from tilewright.candidates.triton._w4_stage import Coded
-from tilewright.dtype import S32
+from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S8, S32
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Access
+from tilewright.ir.build import convert, swap_last
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Acc, Gemm
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
@@ -32,11 +38,16 @@ from tilewright.schedule.schedule import Schedule
 
 FEWEST_ROWS = 33
 MOST_TRIED = 8
+FEWEST_ROWS_OF_BYTES = 17
 WIDTHS = (64, 128, 256)  # columns of a tile, as Triton knows them
+WIDTHS_OF_BYTES = (64, 128)  # beside sums of a group there are those of all
 TILE_ROWS = 128  # of the weight, a block of codes to each of two warpgroups
 PRODUCT_CYCLES = 2.0  # of a column of a step along K and 64 rows
 HALVES_CYCLES = 540.0  # until a warpgroup has made those of a step, the words waited for and read (fitted on an H200)
-WORD_BYTES = 40  # of a row and step, scales included
+SHORT_SUMMED = (F8E4M3FN, F8E5M2)
+WORD_BYTES = 40  # of a row and block along K, scales included
+# Of bytes, from the machine code, and not measured: a step's other instructions, and until products begin and have ended.
+OTHER_INSTRUCTIONS, WAITED_CYCLES = 45, 150.0
 
 
 @lru_cache(maxsize=1024)
@@ -45,23 +56,38 @@ def plan_of(problem: Problem) -> Plan | None:
     weights = plan_of_weights(problem)
     if isinstance(weights, str):
         return None
-    w = weights.weights
-    if not w.rounded or w.kind.bits != 4 or weights.rows < FEWEST_ROWS:
+    w, in_bytes = weights.weights, weights.operand.bits == 8
+    if (
+        weights.second is not None
+        or w.rounded == in_bytes
+        or w.kind.bits != 4
+        or weights.rows < (FEWEST_ROWS_OF_BYTES if in_bytes else FEWEST_ROWS)
+    ):
         return None
-    plan = hopper_plan.plan_of(problem)
+    plan = hopper_plan.plan_of(_of_codes(problem, w) if in_bytes else problem)
     if not isinstance(plan, Plan) or plan.second is not None or plan.batch > 1 or plan.lhs.source is None:
         return None
-    (store, *others) = plan.stores
+    (store, *others) = weights.stores
     if others or store.columns_extent != plan.N or not plan.lhs.along_k or size(store.root.dtype) != 2:
         return None  # a piece of the transposed result is as wide as the swizzle in 16 bits alone
     turned = Access(store.root, store.views, store.columns, store.rows)
     return replace(plan, M=plan.N, N=plan.M, lhs=plan.rhs, rhs=plan.lhs, stores=(turned,))
 
 
+def _of_codes(problem: Problem, weights: Weights) -> Problem:
+    """The product of the codes themselves, of 8 bits both: where they lie."""
+    x, _ = left_of(problem)
+    kind, acc = (S8, S32) if x.dtype.is_integer else (F8E4M3FN, F32)
+    codes = convert(weights.codes, kind)
+    op = Gemm(acc, x, swap_last(codes) if weights.along else codes, ())
+    return replace(problem, op=replace(op, stores=(Node(Acc(op.acc_type)),)))
+
+
 def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     """The legal points, the most promising first."""
     found = hopper_space.points(problem, plan, target)
-    able = [p for p in found if p.tile_n in WIDTHS and p.tile_m == TILE_ROWS]
+    widths = WIDTHS_OF_BYTES if size(plan.rhs.dtype) == 1 else WIDTHS
+    able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS]
     able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.paired or p.split > 1)]
     return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
 
@@ -72,31 +98,41 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     others = hopper_space.work(problem, replace(plan, K=0), point, target)
     groups = point.tile_m // 64
     products = point.tile_n * groups * PRODUCT_CYCLES
-    through_shared = (groups + 1) * point.tile_n * 128 + 2 * point.tile_m * WORD_BYTES
-    step = max(products, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE, products / groups + HALVES_CYCLES)
+    through_shared = (groups + 1) * point.tile_n * 128 + 2 * point.tile_m * WORD_BYTES * plan.tile_k // 64
+    alone = HALVES_CYCLES
+    if size(plan.rhs.dtype) == 1:
+        made = step_instructions(_coded(problem, plan), point.tile_n) + OTHER_INSTRUCTIONS
+        products, alone = max(products, groups * made), made + WAITED_CYCLES
+    step = max(products, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE, point.tile_n * PRODUCT_CYCLES + alone)
     tiles = -(-plan.M // point.tile_m) * -(-plan.N // point.tile_n)
     each = -(-(tiles - point.shared_tiles) // point.blocks) + point.shared_tiles / point.blocks
     cycles = each * -(-plan.K // plan.tile_k) * step
     return replace(others, phases=tuple(replace(p, cycles=p.cycles + cycles) for p in others.phases))
 
 
-def form_of(problem: Problem, plan: Plan, weights: Weights, point: Point) -> Form:
-    """What the text of a point's kernel depends on; codes, scales and zero points come after the problem's own sources."""
-    coded = Coded(weights.weights, weights.operand, len(problem.types), plan.K // 64)
-    return replace(hopper_space.form_of(problem, plan, point), coded=coded)
+def _coded(problem: Problem, plan: Plan) -> Coded:
+    """The packed left operand: codes, scales and zero points come after the problem's own sources."""
+    weights = plan_of_weights(problem)
+    assert isinstance(weights, PlanOfWeights)
+    return Coded(weights.weights, weights.operand, len(problem.types), plan.K // 64)
 
 
-def machine_code(problem: Problem, plan: Plan, weights: Weights, schedule: Schedule, target: Target) -> tuple[Form, Built]:
+def form_of(problem: Problem, plan: Plan, point: Point) -> Form:
+    """What the text of a point's kernel depends on."""
+    return replace(hopper_space.form_of(problem, plan, point), coded=_coded(problem, plan))
+
+
+def machine_code(problem: Problem, plan: Plan, schedule: Schedule, target: Target) -> tuple[Form, Built]:
     """Of one point."""
-    form = form_of(problem, plan, weights, hopper_space.point_of(schedule))
+    form = form_of(problem, plan, hopper_space.point_of(schedule))
     assert form.coded is not None
     return form, compiled(form, (*(t.dtype for t in problem.types), *[S32] * len(form.coded.descriptors)), target.index)
 
 
-def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: Schedule, target: Target) -> Kernel:
+def build(name: str, problem: Problem, plan: Plan, weights: PlanOfWeights, schedule: Schedule, target: Target) -> Kernel:
     """A kernel for one point."""
     point = hopper_space.point_of(schedule)
-    form, built = machine_code(problem, plan, weights, schedule, target)
+    form, built = machine_code(problem, plan, schedule, target)
     needs = module.needs(built.kernel)
     w, device = weights.weights, torch.device(target.device)
 
@@ -114,6 +150,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: S
         workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
         packed_bytes=weights.packed_bytes,
         unread=w.sources - read,
+        roundoff=SHORT_SUM_ROUNDOFF if weights.operand in SHORT_SUMMED else 0.0,
         registers=needs.registers,
         spills=needs.spills,
         shared_bytes=needs.shared_bytes,
@@ -122,4 +159,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: Weights, schedule: S
 
 def schedules(problem: Problem, plan: Plan, target: Target) -> Iterable[Schedule]:
     """The points as reports print them, the most promising first."""
-    return (p.schedule(plan.tile_k) for p in points(problem, plan, target))
+    found = (p.schedule(plan.tile_k) for p in points(problem, plan, target))
+    if plan.rhs.dtype not in SHORT_SUMMED:
+        return found
+    return (Schedule((*s.knobs, ("acc_bits", SHORT_SUM_BITS))) for s in found)

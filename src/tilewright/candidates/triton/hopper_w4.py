@@ -49,6 +49,8 @@ class HopperW4:
             return None
         if plan.second is not None:
             return f"{plan.rows} rows are many for stores that read both halves of the columns together"
+        if plan.operand.bits == 8:
+            return f"{plan.rows} rows are many: of activations in 8 bits that takes 4-bit weights, and one result in 16 bits"
         return f"{plan.rows} rows are many: that takes 4-bit weights rounded once they are scaled, and one result in 16 bits"
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
@@ -70,7 +72,7 @@ class HopperW4:
         if "tile_m" in dict(schedule.knobs):
             large = tiles.plan_of(problem)
             assert large is not None
-            tiles.machine_code(problem, large, _plan(problem), schedule, target)
+            tiles.machine_code(problem, large, schedule, target)
         else:
             compiled(Form(_plan(problem), point_of(schedule)), tuple(t.dtype for t in problem.types), target.index)
 
