@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 import tilewright
+from rotated import turned, turned_in_pairs
 from test_llvm_random import KEPT, fenced, guarded
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm import _rows, rows
@@ -259,7 +260,13 @@ def regions(draw):
     made = [x]
     for _ in range(draw(st.integers(1, 5))):
         t = x.dtype
-        match draw(st.integers(0, 10)):
+        match draw(st.integers(0, 12)):
+            case 11 if length % 2 == 0:
+                x = draw(st.sampled_from((turned, turned_in_pairs)))(x, source(t, (length,)), side(t))
+            case 12:
+                axis = draw(st.integers(0, len(shape) - 1))
+                more = source(t, tuple(2 if a == axis else d for a, d in enumerate(shape)))
+                made.append(Node(Concat(axis), *draw(st.permutations((x, more)))))
             case 0:
                 x = map_(draw(st.sampled_from(("gelu", "silu", "tanh", "erf", "relu", "negate", "abs", "logistic"))), x)
             case 1 | 2:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 
 from random_graphs import CONSTANTS, INPUTS, ONE, SHAPE, TWO, graphs, joined, quantised, split_by_sign
+from rotated import turned
 from rule_checks import graph_of
 from tilewright.dtype import BF16, F32, S8
 from tilewright.ir.build import const, convert, input_, items, map_, reduce_, reshape, slice_, transpose
@@ -92,6 +93,17 @@ def test_what_touches_is_one_region_and_what_does_not_is_two():
     assert len(parts_of(map_("tanh", X), map_("relu", Y))) == 2
     # Joined by a later reader on the same level.
     assert len(parts_of(map_("add", map_("tanh", X), map_("relu", Y)))) == 1
+
+
+def test_regions_that_do_the_same_to_results_of_one_product_are_one_step():
+    a, b = joined(X, Y)
+    cos, sin = const(torch.randn(1, 2)), const(torch.randn(1, 2))
+    queries, keys = (turned(slice_(y, 0, 0, count), cos, sin) for y, count in ((a, 3), (b, 2)))
+    regions = [p for p in parts_of(queries, keys) if not p.once and p.kind == "elementwise"]
+    assert [p.outputs for p in regions] == [(queries, keys)], "the extents differ"
+    assert len(parts_of(map_("tanh", a), map_("relu", b))) == 3, "they do not do the same"
+    other = gemm(X, Y)
+    assert len(parts_of(map_("relu", a), map_("relu", other))) == 4, "of two products"
 
 
 def test_a_product_between_two_halves_of_an_expression_separates_them():

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rotated import FORMS, heads, of_queries_and_keys, turned, turned_in_pairs
+from rotated import FORMS, every_other, heads, of_queries_and_keys, turned, turned_in_pairs
 from test_llvm_rows import CPU, problem_of, right
 from tilewright.candidates.llvm import rows
 from tilewright.candidates.llvm._vector import check_node
@@ -61,6 +61,23 @@ def test_a_rotation_reads_every_element_once_for_both_halves():
         "halves of x, cos, sin"
     )
     assert work(region.roots) == work(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots)
+
+
+def test_neighbours_that_are_turned_are_read_and_written_as_pairs():
+    (region,) = regions_of_rows(problem_of(turned_in_pairs(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    assert len(region.read_in_pairs) == len(region.sources) == 6 and list(region.written_in_pairs) == [0]
+    assert sorted(which for which, _ in region.read_in_pairs.values()) == [0, 0, 0, 1, 1, 1]
+    (other,) = regions_of_rows(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    assert not other.read_in_pairs and not other.written_in_pairs
+
+
+def test_a_pair_that_leaves_its_memory_is_none():
+    x = input_("x", F32, (3, 7))
+    first, second = (map_("tanh", every_other(x, i)) for i in range(2))
+    regions = [regions_of_rows(problem_of(root).roots, check_node)[0] for root in (first, second)]
+    assert [len(r.read_in_pairs) for r in regions] == [0, 1], "the last of 7 is the first of a pair whose second is not there"
+    right(first)
+    right(second)
 
 
 def test_pieces_of_one_size_share_a_region_and_others_have_their_own():

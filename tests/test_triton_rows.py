@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from rotated import of_queries_and_keys
+from rotated import heads, of_queries_and_keys, turned_in_pairs
 from test_llvm_rows import by_row, norm, problem_of
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, S64
 from tilewright.hardware.detect import chips
@@ -110,6 +110,13 @@ def test_queries_and_keys_are_turned_in_one_kernel_of_wide_accesses(arch):
         code = assembly(kernel)
         accesses = re.findall(r"(?:LDG|STG)\.E[.\w]*", code)
         assert (accesses.count("LDG.E.128"), accesses.count("STG.E.128"), len(accesses)) == (12, 4, 16), "of both regions"
+
+
+def test_pairs_of_neighbours_are_read_and_written_whole():
+    """Every other element is what either half of the results needs: 48 loads of 2 bytes, were they read so."""
+    code = assembly(built(problem_of(turned_in_pairs(*heads(BF16, 1, 2048, 32, 128))), gpu()))
+    assert set(re.findall(r"(?:LDG|STG)\.E[.\w]*", code)) == {"LDG.E.128", "STG.E.128"}
+    assert not re.search(r"\b(?:LDS|STS|SHFL)\b", code), "no thread needs what another read"
 
 
 def test_a_norm_may_be_launched_before_the_kernel_ahead_has_ended():

@@ -7,7 +7,7 @@ from rotated import FORMS as CONCATENATIONS
 from test_llvm_rows import by_row, norm, problem_of
 from tilewright.candidates.triton._emit import check_node
 from tilewright.candidates.triton._module import module
-from tilewright.candidates.triton._rows import Tiles, kernel_text
+from tilewright.candidates.triton._rows import Tiles, kernel_text, sources_of
 from tilewright.candidates.triton.rows import _power
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S32, S64, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
@@ -29,7 +29,7 @@ def run(problem, sources, tile_m, parts=1, piece=16):
         tile_n = max(whole // parts, 1) if any(region.level.values()) else min(piece, whole)
         several.append(Tiles(region, tile_m, tile_n))
     results = [torch.full(t.shape, 77, dtype=torch.uint8).bool() if t.dtype is PRED else poisoned(t) for t in problem.outputs]
-    given = [sources[i] for t in several for i in t.region.sources]
+    given = [sources[i] for i in sources_of(several)]
     written = kernel_text(several, frozenset())
     kernel = module(written.text).kernel
     grid = sum(t.grid for t in several)

@@ -105,6 +105,16 @@ class Place:
     rows: tuple[Term, ...]
     columns: tuple[Term, ...]
 
+    def in_pairs(self, columns: int, elements: int) -> tuple[int, Place] | None:
+        """Where every other element is meant, 0 or 1 for the first or the second of each pair of neighbours, and where the
+        pairs lie, twice as many columns; None if something else is meant or not all of them lie within `elements` elements."""
+        if self.columns != (Term(columns, 1, 2),):
+            return None
+        which = self.offset % 2
+        pairs = Place(self.offset - which, self.rows, (Term(2 * columns, 1, 1),))
+        last = pairs.offset + sum((t.extent - 1) * t.stride for t in self.rows) + 2 * columns
+        return (which, pairs) if last <= elements else None
+
 
 @dataclass
 class Access:

@@ -216,7 +216,8 @@ def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node
     elif isinstance(op, Reshape):
         before = _through_reshape(ranges, n.shape, n.src[0].shape)
         if before is not None:
-            return reshape(cut_to(n.src[0], before, made), shape)
+            inner = cut_to(n.src[0], before, made)
+            return reshape(inner.src[0] if isinstance(inner.op, Reshape) else inner, shape)
     elif isinstance(op, Slice):
         return cut_to(n.src[0], tuple(a[r.start : r.stop : r.step] for a, r in zip(_of_slice(op), ranges, strict=True)), made)
     elif isinstance(op, Concat):

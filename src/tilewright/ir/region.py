@@ -166,6 +166,25 @@ class Region:
         return list(found)
 
     @cached_property
+    def read_in_pairs(self) -> dict[Node, tuple[int, Place]]:
+        """What is read as every other element along the columns: which of each pair, and where the pairs lie."""
+        leaves = [n for n in self.nodes if isinstance(n.op, Param) and n not in self.tables]
+        found = {n: self.access.of_leaf(n).in_pairs(self.columns, n.tensor.elements) for n in leaves}
+        return {n: pairs for n, pairs in found.items() if pairs is not None}
+
+    @cached_property
+    def written_in_pairs(self) -> dict[int, tuple[int, Place]]:
+        """Roots that are the first of each pair of neighbours in a result: the root that is the second, and where pairs go."""
+        firsts: dict[tuple[int, Place, int], int] = {}
+        seconds: dict[tuple[int, Place, int], int] = {}
+        for i, (root, store) in enumerate(zip(self.roots, self.stores, strict=True)):
+            elements = math.prod(store.within[0]) if store.within is not None else root.tensor.elements
+            pairs = store.of_result().in_pairs(self.columns, elements) if root in self.across else None
+            if pairs is not None:
+                (seconds if pairs[0] else firsts)[self.outputs[i], pairs[1], self.level[root]] = i
+        return {first: (seconds[key], key[1]) for key, first in firsts.items() if key in seconds}
+
+    @cached_property
     def work(self) -> int:
         """Instructions on elements, roughly."""
         goals = [n for p in range(self.passes) for n in self.goals(p)]

@@ -129,6 +129,11 @@ def partition(graph: Graph) -> list[Part]:
     for node in nodes:
         if node in group:
             members.setdefault(find(node), []).append(node)
+    alike: dict[object, list[Node]] = {}
+    for first, several in list(members.items()):
+        what = _what_it_does(several, level[first])
+        if what is not None and alike.setdefault(what, several) is not several:
+            alike[what].extend(members.pop(first))
     parts = [_part(m, readers, m[0].constant) for m in members.values()]
     index = {n: i for i, n in enumerate(nodes)}
     # Within a level what stands alone comes first; regions of one level do not depend on each other.
@@ -160,6 +165,25 @@ def _touch(node: Node, source: Node) -> bool:
         return True
     alone = source.src[0] if isinstance(source.op, Item) else source
     return not isinstance(alone.op, ALONE) and not isinstance(node.op, ALONE)
+
+
+def _what_it_does(members: Sequence[Node], level: int) -> object | None:
+    """What regions that are one step have in common: the level, the product that they read, and the operations, whatever their
+    extents. None for what is no region or does not read one product."""
+    if members[0].constant or any(isinstance(n.op, ALONE) for n in members):
+        return None
+    at = {n: i for i, n in enumerate(members)}
+    read = {s.src[0] if isinstance(s.op, Item) else s for n in members for s in n.src if s not in at}
+    products = frozenset(s for s in read if isinstance(s.op, ALONE) and not s.constant)
+    does = tuple(
+        (type(n.op), getattr(n.op, "fn", None), n.dtype, tuple(at.get(s, s.dtype) for s in n.src)) if _is_array(n) else n
+        for n in members
+    )
+    return (level, products, does) if len(products) == 1 else None
+
+
+def _is_array(n: Node) -> bool:
+    return all(isinstance(s.type, TensorType) for s in (n, *n.src))
 
 
 def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]]:

@@ -165,6 +165,12 @@ class Casts:
         kept = f.v(f"select {vec(self.lanes, 'i1')} {known}, {i32} {near}, {i32} {quiet}")
         return f.v(f"trunc {i32} {f.v(f'lshr {i32} {kept}, splat (i32 16)')} to {i16}")
 
+    def cut(self, value: str) -> str:
+        """f32 as bf16 where that has the value: without what rounding takes."""
+        i16, i32 = vec(self.lanes, "i16"), vec(self.lanes, "i32")
+        bits = self.f.v(f"bitcast {vec(self.lanes, 'float')} {value} to {i32}")
+        return self.f.v(f"trunc {i32} {self.f.v(f'lshr {i32} {bits}, splat (i32 16)')} to {i16}")
+
     def _by_instruction(self, value: str) -> str:
         """f32 rounded to bf16, 16 of them or 32 at a time."""
         f, single = self.f, vec(self.lanes, "float")

@@ -86,7 +86,7 @@ class Rows:
     @property
     def sources(self) -> tuple[int, ...]:
         """Which of the problem's sources each pointer that is read stands for."""
-        return tuple(i for loops in self.each for i in loops.region.sources)
+        return tuple(dict.fromkeys(i for loops in self.each for i in loops.region.sources))
 
     @property
     def pointers(self) -> int:
@@ -123,10 +123,8 @@ class RowsWriter:
         if r.thread_bytes:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
             room = f.at(room, f.mul(me, r.thread_bytes))
-        writers: list[_LoopsWriter] = []
-        for loops in r.each:
-            read = sum(len(w.region.sources) for w in writers)
-            writers.append(_LoopsWriter(f, loops, given[read : read + len(loops.region.sources)], results, missed, room))
+        at = dict(zip(r.sources, given, strict=False))
+        writers = [_LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, room) for x in r.each]
         with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
             begun = 0
             for writer in writers:
@@ -195,7 +193,8 @@ class _LoopsWriter:
                 self._row(row, start, f.min(f.add(start, r.piece), self.region.columns))
 
     def _lanes(self, columns: Columns) -> Lanes:
-        return Lanes(self._f, self.region.access, self.rows.lanes, columns, self._pointer, self.region.roots)
+        r = self.region
+        return Lanes(self._f, r.access, self.rows.lanes, columns, self._pointer, r.roots, r.read_in_pairs)
 
     def _first(self, count: int) -> str:
         """A mask of the first lanes.
@@ -326,9 +325,14 @@ class _LoopsWriter:
             if region.level[n] == pass_:
                 type_, at, aligned = self._kept(n, column)
                 f.store(type_, value(n), at, aligned)
+        seconds = {i for i, _ in region.written_in_pairs.values()}
         for i in region.results(pass_):
             store = Lanes(f, region.stores[i], lanes.lanes, lanes.columns, self._pointer)
-            store.store(row, value(region.roots[i]), self._result(i))
+            if i in region.written_in_pairs:
+                second, place = region.written_in_pairs[i]
+                store.store_pairs(row, place, value(region.roots[i]), value(region.roots[second]), self._result(i))
+            elif i not in seconds:
+                store.store(row, value(region.roots[i]), self._result(i))
         return [c.joined(s, c.masked(value(c.node.src[0]), mask)) for c, s in zip(each, sums, strict=True)]
 
     def _kept(self, n: Node, column: Int) -> tuple[str, str, int]:

@@ -19,6 +19,7 @@ COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "
 FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round_half_even": "rint", "abs": "fabs"}
 UNARY = FUNCTIONS | set(INTRINSICS) | {"exponential", "relu", "negate", "rsqrt", "is_nan", "not"}
+PICKED = frozenset({"negate", "abs", "relu", "maximum", "minimum", "clamp"})  # values that any type of the operands has
 KNOWN = UNARY | set(BINARY) | set(LOGIC) | set(COMPARE) | {"divide", "maximum", "minimum", "clamp"}
 
 
@@ -80,7 +81,7 @@ class Columns:
 
 class Lanes(Casts):
     """`lanes` columns of a row of an access: its leaves read, its operations done, its result written; `roots`, where that is
-    more than the access's own, are worked out together."""
+    more than the access's own, are worked out together. `in_pairs`: see `Region.read_in_pairs`."""
 
     def __init__(
         self,
@@ -90,8 +91,10 @@ class Lanes(Casts):
         columns: Columns,
         pointer: Callable[[Node], str],
         roots: Sequence[Node] = (),
+        in_pairs: Mapping[Node, tuple[int, Place]] | None = None,
     ):
         super().__init__(f, lanes)
+        self._in_pairs = in_pairs or {}
         self.access, self.columns, self.pointer = access, columns, pointer
         self._coarse = rounded_at_once(*(roots or (access.root,)))
 
@@ -110,7 +113,28 @@ class Lanes(Casts):
             where = self._lanes_apart(place, at, in_memory(dtype))
             self.f.intrinsic(name, "void", (type_, value), (self._pointers, where), ("i32 immarg", "1"), mask)
 
+    def store_pairs(self, row: Int, place: Place, first: str, second: str, pointer: str) -> None:
+        """Write the root's values and those of another, each beside the other's, where pairs of them go."""
+        dtype = self.access.root.dtype
+        memory, bits = in_memory(dtype), vec(self.lanes, "i8")
+        if dtype is PRED:
+            first, second = (self.f.v(f"zext {vec(self.lanes, 'i1')} {value} to {bits}") for value in (first, second))
+        order = [lane + which * self.lanes for lane in range(self.lanes) for which in range(2)]
+        both = self.f.shuffle(vec(self.lanes, memory), first, second, order)
+        at = self._first_pair(place, row, pointer, size_bytes(dtype))
+        self.f.store_where(vec(2 * self.lanes, memory), both, at, self._twice(self.columns.mask))
+
     # -- addresses
+
+    def _first_pair(self, place: Place, row: Int, pointer: str, size: int) -> str:
+        """Of the pair that lane 0 is one of."""
+        at = self._address(Place(place.offset, place.rows, ()), row, pointer, size)
+        return self.f.at(at, self.f.mul(self.columns.first, 2 * size))
+
+    def _twice(self, mask: str | None) -> str | None:
+        """The mask of both of each pair."""
+        order = [lane // 2 for lane in range(2 * self.lanes)]
+        return None if mask is None else self.f.shuffle(vec(self.lanes, "i1"), mask, mask, order)
 
     @property
     def _pointers(self) -> str:
@@ -175,9 +199,15 @@ class Lanes(Casts):
 
     def _leaf(self, n: Node, row: Int) -> str:
         f, place, memory = self.f, self.access.of_leaf(n), in_memory(n.dtype)
-        at = self._address(place, row, self.pointer(n), size_bytes(n.dtype))
         type_ = vec(self.lanes, memory)
-        if not self._spread(place):
+        at = self._address(place, row, self.pointer(n), size_bytes(n.dtype))
+        if n in self._in_pairs:
+            which, pairs = self._in_pairs[n]
+            wide = vec(2 * self.lanes, memory)
+            first = self._first_pair(pairs, row, self.pointer(n), size_bytes(n.dtype))
+            both = f.load_where(wide, first, self._twice(self.columns.mask))
+            value = f.shuffle(wide, both, both, range(which, 2 * self.lanes, 2))
+        elif not self._spread(place):
             value = f.splat(self.lanes, memory, f.load(memory, at))
         elif self._consecutive(place):
             value = f.load_where(type_, at, self.columns.mask)
@@ -225,7 +255,7 @@ class Lanes(Casts):
         if fn == "is_nan":
             return self.math.compare("uno", wide[0], wide[0])
         value = getattr(self.math, f"{fn}_to_bf16")(wide[0]) if coarse else self._floats(fn, wide)
-        return self.convert(value, F32, dtype)
+        return self.cut(value) if dtype is BF16 and fn in PICKED else self.convert(value, F32, dtype)
 
     def _floats(self, fn: str, args: list[str]) -> str:
         m = self.math

@@ -10,8 +10,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 
-from tilewright.candidates.triton._casts import in_registers
+from tilewright.candidates.triton._casts import in_memory, in_registers
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._module import IMPORTS
 from tilewright.candidates.triton._text import Text, Written
@@ -79,7 +80,7 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
     if chained:
         text.do("gdc_launch_dependents()")
         text.do("gdc_wait()")
-    total, first, read = sum(tiles.grid for tiles in several), 0, 0
+    total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
     text.do(f"program = {total - 1} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
     for i, tiles in enumerate(several):
         if len(several) == 1:
@@ -88,55 +89,81 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
             above = f" and program >= {first}" if first else ""
             with text.block(f"if program < {first + tiles.grid}{above}:"):
                 _write(text, tiles, text.v(f"program - {first}") if first else "program", str(i), read, fp8)
-        first, read = first + tiles.grid, read + len(tiles.region.sources)
+        first += tiles.grid
     imports = f"{IMPORTS}{CHAINED if chained else ''}"
     arguments = ", ".join([*arguments_of(several), *text.numbers])
     return Written(f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
 
 
 def arguments_of(several: Sequence[Tiles]) -> list[str]:
-    """Of the kernel, but for numbers: a pointer for each place that is read, and for each result."""
-    read = sum(len(tiles.region.sources) for tiles in several)
+    """Of the kernel, but for numbers: a pointer for each source that is read, and for each result."""
     results = {i for tiles in several for i in tiles.region.outputs}
-    return [f"p{i}" for i in range(read)] + [f"o{i}" for i in sorted(results)]
+    return [f"p{i}" for i in range(len(sources_of(several)))] + [f"o{i}" for i in sorted(results)]
 
 
-def _write(text: Text, tiles: Tiles, program: str, name: str, read: int, fp8: frozenset[str]) -> None:
-    """What a program does for a region whose first source is the kernel's `read`-th; `name` sets its names apart."""
+def sources_of(several: Sequence[Tiles]) -> tuple[int, ...]:
+    """Which of the problem's sources each pointer that is read stands for."""
+    return tuple(dict.fromkeys(i for tiles in several for i in tiles.region.sources))
+
+
+def _write(text: Text, tiles: Tiles, program: str, name: str, read: Sequence[int], fp8: frozenset[str]) -> None:
+    """What a program does for a region, in a kernel that reads these sources; `name` sets its names apart."""
     r, n = tiles.region, tiles.tile_n
     across, aside = (
         (program, "") if tiles.pieces == 1 else (f"{program} // {tiles.pieces}", f"{program} % {tiles.pieces} * {n} + ")
     )
-    columns: list[tuple[str, str | None]] = []
-    for i in range(tiles.chunks):
-        numbers, mask = f"columns{name}_{i}", f"column_mask{name}_{i}"
-        text.do(f"{numbers} = {aside}{i * n} + tl.arange(0, {n})")
+    columns: list[list[tuple[str, str | None]]] = [[], []]
+    for i, times in product(range(tiles.chunks), (1, 2) if r.read_in_pairs or r.written_in_pairs else (1,)):
+        numbers, mask = f"columns{name}_{i}" + "_pairs" * (times - 1), f"column_mask{name}_{i}" + "_pairs" * (times - 1)
+        text.do(f"{numbers} = {f'({aside}{i * n}) * 2' if times == 2 else f'{aside}{i * n}'} + tl.arange(0, {times * n})")
         masked = r.columns % n > 0 and i == tiles.chunks - 1
         if masked:
-            text.do(f"{mask} = {numbers} < {r.columns}")
-        columns.append((numbers, mask if masked else None))
+            text.do(f"{mask} = {numbers} < {times * r.columns}")
+        columns[times - 1].append((numbers, mask if masked else None))
     text.do(f"rows{name} = {across} * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
     row_mask = None
     if r.rows % tiles.tile_m:
         row_mask = f"row_mask{name}"
         text.do(f"{row_mask} = rows{name} < {r.rows}")
-    here = [Tile(f"rows{name}", numbers, r.columns, row_mask, mask) for numbers, mask in columns]
-    _Rows(text, here, tiles, read, fp8).write()
+    here, pairs = (
+        [Tile(f"rows{name}", numbers, times * r.columns, row_mask, mask) for numbers, mask in columns[times - 1]]
+        for times in (1, 2)
+    )
+    _Rows(text, here, pairs, tiles, read, fp8).write()
 
 
 class _Rows(Emitter):
     """An emitter that knows reductions along the columns, and rows of a table picked by index.
 
-    A value that varies along the columns is one value for each chunk of them, any other a single one.
+    A value that varies along the columns is one value for each chunk of them, any other a single one. What is every other
+    element in memory is read and written as pairs of neighbours.
+
+    Args:
+        text: where to.
+        here: names in scope, of each chunk.
+        pairs: the same where a column is one of a pair, if there are pairs.
+        tiles: the region.
+        read: sources of the kernel.
+        fp8: see `Casts`.
     """
 
-    def __init__(self, text: Text, here: Sequence[Tile], tiles: Tiles, read: int, fp8: frozenset[str]) -> None:
+    def __init__(
+        self,
+        text: Text,
+        here: Sequence[Tile],
+        pairs: Sequence[Tile],
+        tiles: Tiles,
+        read: Sequence[int],
+        fp8: frozenset[str],
+    ) -> None:
         def pointer(leaf: Node) -> str:
             assert isinstance(leaf.op, Param)
-            return f"p{read + leaf.op.index}"
+            return f"p{read.index(tiles.region.sources[leaf.op.index])}"
 
         super().__init__(text, here[0], pointer, fp8)
         self._here, self._tiles, self._region = here, tiles, tiles.region
+        self._of_pairs = dict(zip((tile.columns for tile in here), pairs, strict=False))
+        self._split: dict[str, tuple[str, str]] = {}  # pairs that were read, by the name of both
         self.look_at(self._region.roots)
         self._done: list[dict[Node, str]] = [{} for _ in here]
 
@@ -149,13 +176,18 @@ class _Rows(Emitter):
                 values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, r.access, values)
             for values in self._done[1:]:
                 values.setdefault(n, self._done[0][n])
-        for i, root, store in zip(r.outputs, r.roots, r.stores, strict=True):
+        seconds = {second for second, _ in r.written_in_pairs.values()}
+        for i, (output, root, store) in enumerate(zip(r.outputs, r.roots, r.stores, strict=True)):
             if root not in r.across:
-                self._store_by_row(store, f"o{i}", self._done[0][root])
+                self._store_by_row(store, f"o{output}", self._done[0][root])
                 continue
             for tile, values in zip(self._here, self._done, strict=True):
                 self.tile = tile
-                self.store(store, f"o{i}", values[root])
+                if i in r.written_in_pairs:
+                    second, place = r.written_in_pairs[i]
+                    self._store_pairs(place, f"o{output}", values[root], values[r.roots[second]], root)
+                elif i not in seconds:
+                    self.store(store, f"o{output}", values[root])
 
     def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         if isinstance(n.op, Gather):
@@ -171,6 +203,39 @@ class _Rows(Emitter):
         if rows is None and columns is not None:
             columns = self.text.call("broadcast_to", columns, f"({self._tiles.tile_m}, {self._tiles.tile_n})")
         return rows, columns
+
+    def _leaf(self, n: Node, access: Access) -> str:
+        if n not in self._region.read_in_pairs:
+            return super()._leaf(n, access)
+        t, (which, place) = self.text, self._region.read_in_pairs[n]
+        at, mask = self._at_pairs(place)
+        more = [f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}"] if mask else []
+        both = t.call("load", f"{self.pointer(n)} + {at}", *more)
+        if both not in self._split:
+            apart = t.call("reshape", both, f"({self._tiles.tile_m}, {self._tiles.tile_n}, 2)")
+            self._split[both] = (f"{both}_first", f"{both}_second")
+            t.do(f"{', '.join(self._split[both])} = tl.split({apart})")
+        value = self._split[both][which]
+        return t.v(f"{value} != 0") if n.dtype is PRED else value
+
+    def _store_pairs(self, place: Place, pointer: str, first: str, second: str, root: Node) -> None:
+        """Values of `root` and of another, each beside the other's."""
+        t, shape = self.text, f"({self._tiles.tile_m}, {self._tiles.tile_n})"
+        values = [self.cast(x, "uint8") if root.dtype is PRED else x for x in (first, second)]
+        both = t.call("join", *(t.call("broadcast_to", x, shape) for x in values))
+        at, mask = self._at_pairs(place)
+        both = t.call("reshape", both, f"({self._tiles.tile_m}, {2 * self._tiles.tile_n})")
+        t.do(f"tl.store({pointer} + {at}, {both}{f', mask={mask}' if mask else ''})")
+
+    def _at_pairs(self, place: Place) -> tuple[str, str | None]:
+        """Where pairs lie, a tile of twice the columns, and which of them exist."""
+        t, tile = self.text, self._of_pairs[self.tile.columns]
+        most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
+        rows = self._digits(tile.rows, place.rows, self._region.rows, wide=most >= 1 << 31)
+        base = t.v(f"{rows or f'{tile.rows} * 0'} + {place.offset}") if place.offset or rows is None else rows
+        masks = [self.along(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
+        mask = t.v(" & ".join(masks)) if len(masks) > 1 else masks[0] if masks else None
+        return t.v(f"{self.along(base, 0)} + {self.along(tile.columns, 1)}"), mask
 
     def _reduce(self, n: Node) -> str:
         """Chunk is combined with chunk before lanes and warps meet."""

@@ -20,7 +20,7 @@ from tilewright.candidates.triton._module import (
     launcher,
     needs,
 )
-from tilewright.candidates.triton._rows import Tiles, arguments_of, kernel_text
+from tilewright.candidates.triton._rows import Tiles, arguments_of, kernel_text, sources_of
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported, or_why
 from tilewright.ir.ops import Param
@@ -86,11 +86,10 @@ class TritonRows:
         several, built = self._machine_code(problem, schedule, target)
         found = needs(built.kernel)
         launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
-        read = [i for t in several for i in t.region.sources]
         return Kernel(
             self.name,
             schedule,
-            lambda weights: caller(read, problem.outputs, launch, weights, target),
+            lambda weights: caller(sources_of(several), problem.outputs, launch, weights, target),
             registers=found.registers,
             spills=found.spills,
             shared_bytes=found.shared_bytes,
@@ -99,7 +98,7 @@ class TritonRows:
 
 def machine_code(several: Sequence[Tiles], problem: RegionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
     """The kernel of a problem's regions for an architecture."""
-    types = [problem.types[i] for t in several for i in t.region.sources] + list(problem.outputs)
+    types = [problem.types[i] for i in sources_of(several)] + list(problem.outputs)
     signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
     written = kernel_text(several, exact_fp8(arch))
     options = {"debug": True, "sanitize_overflow": False} if any(t.region.tables for t in several) else {}
