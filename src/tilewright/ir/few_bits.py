@@ -65,11 +65,12 @@ def _sums(x: Node, group: int) -> Node:
 
 def held_finite(scale: torch.Tensor, steps: torch.Tensor | int, to: torch.dtype) -> torch.Tensor:
     """Scales (f16, bf16 or f32, normal) that were rounded to the nearest, the next smaller where that was upwards and a weight
-    of so many steps would be infinity in type `to`."""
+    of so many steps would be infinity in type `to`. What is not finite stays so: it tells of such a weight."""
     import torch
 
     bits = scale.view(torch.int32 if scale.itemsize == 4 else torch.int16)  # the next smaller number has the next smaller bits
-    return (bits - (scale.to(torch.float32) * steps).to(to).isinf().to(bits.dtype)).view(scale.dtype)
+    beyond = (scale.to(torch.float32) * steps).to(to).isinf() & scale.isfinite()
+    return (bits - beyond.to(bits.dtype)).view(scale.dtype)
 
 
 def pack_halves(codes: torch.Tensor) -> torch.Tensor:
