@@ -9,6 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gated import gated
 from gemm_lines import INTEGERS, Line, Operand, assert_means, lines, tensors
 from tilewright.candidates import split
 from tilewright.candidates.library.float_exact import block_k
@@ -305,6 +306,22 @@ def test_a_product_and_what_follows_it_apart(text):
     kernel = FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU)
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     assert check(problem, expect(problem, sources, 0.0), kernel.prepare(weights)(sources)) is None
+
+
+@pytest.mark.parametrize("kind", [F16, BF16])
+def test_what_lies_between_has_the_type_that_all_stores_read(kind):
+    """SwiGLU of halves that are converted first: a product that libraries have, and half the bytes."""
+    problem = gated(kind, (5,), 64, 16)
+    product, rest = by_epilogue(problem)
+    assert product.problem.outputs == (replace(problem.acc, dtype=kind),) and rest.problem.outputs == problem.outputs
+    assert FOUND["aten"].refuse(product.problem, CPU) is None
+    sources = random_sources(problem)
+    kernel = FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU)
+    run = kernel.prepare({i: t for i, t in enumerate(sources) if problem.weights[i]})
+    assert check(problem, expect(problem, sources, 0.0), run(sources)) is None
+    (store,) = problem.op.stores
+    both = replace(problem, op=replace(problem.op, stores=(store, convert(Node(Acc(problem.acc)), kind))))
+    assert by_epilogue(both)[0].problem.outputs == (problem.acc,)  # else nothing were left to do for the second store
 
 
 def test_sums_of_few_bits_in_a_piece_are_those_of_the_whole(monkeypatch):

@@ -9,10 +9,10 @@ import torch
 
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
-from tilewright.ir.build import slice_
+from tilewright.ir.build import convert, slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Concat, Gemm, Param, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Gemm, Param, Slice, Transpose
 from tilewright.schedule.candidate import CPU, GPU, Candidate, Kernel, Runner, concerns, discover
 from tilewright.schedule.problem import AnyProblem, Problem, ProblemKind, problem_of, region_of
 from tilewright.schedule.schedule import Knob, Schedule
@@ -68,17 +68,39 @@ def by_store(problem: Problem) -> list[Piece]:
 
 
 def by_epilogue(problem: Problem) -> list[Piece]:
-    """The product alone, and then what its stores do with it, as a region that gives all results."""
+    """The product alone, and then what its stores do with it, as a region that gives all results.
+
+    What lies between has the narrower type to which all stores convert sums first, if there is one: half the bytes, and kernels
+    that give no other type can make it.
+    """
     op, own = problem.op, problem.node.src
     acc = Node(Acc(op.acc_type))
-    product = _product(problem, make_gemm(op.acc_dtype, op.lhs, op.rhs, (acc,), own))
-    result = Node(Param(len(own), op.acc_type))
-    roots = substitute(op.stores, {acc: result})
+    sums, roots = acc, op.stores
+    kind = problem.first_conversion()
+    if kind is not None and kind.bits < acc.dtype.bits:
+        narrow = Node(Acc(replace(op.acc_type, dtype=kind)))
+        found = _converted_first(op.stores, acc, narrow)
+        if all(any(not isinstance(n.op, (Acc, *VIEWS)) for n in toposort((root,))) for root in found):
+            sums, roots, acc = convert(acc, kind), found, narrow
+    product = _product(problem, make_gemm(op.acc_dtype, op.lhs, op.rhs, (sums,), own))
+    result = Node(Param(len(own), sums.tensor))
+    roots = substitute(roots, {acc: result})
     read = [n for n in toposort(roots) if isinstance(n.op, Param)]
     region, order = region_of(read, roots)
     places = tuple(n.op.index for n in order if isinstance(n.op, Param))
     weights = tuple(i < len(own) and problem.weights[i] for i in places)
     return [product, Piece(replace(region, weights=weights), places)]
+
+
+def _converted_first(stores: Sequence[Node], acc: Node, narrow: Node) -> tuple[Node, ...]:
+    """Stores all of which convert `acc`, or ranges of it, to the type of `narrow` first, over that in its place."""
+    raw, known = {acc: narrow}, dict[Node, Node]()
+    for n in toposort(stores):
+        if isinstance(n.op, Slice) and n.src[0] in raw:
+            raw[n] = Node(n.op, raw[n.src[0]])
+        elif isinstance(n.op, Convert) and n.src[0] in raw:
+            known[n] = raw[n.src[0]]
+    return tuple(substitute(stores, known))
 
 
 def _product(problem: Problem, node: Node) -> Piece:
