@@ -27,6 +27,7 @@ def together(group: str) -> Together | Exception:
         return error
 
 
+@pytest.mark.filterwarnings("ignore:var.*degrees of freedom is <= 0")  # which one of the cases is about
 @pytest.mark.parametrize(("group", "name"), CASES, ids=[f"{g}: {n}" for g, n in CASES])
 def test_an_operator_means_what_torch_means(group: str, name: str) -> None:
     read = together(group)

@@ -270,7 +270,9 @@ class Owner(torch.nn.Module):
         self.attention = torch.nn.MultiheadAttention(64, 4)
         self.inner = torch.nn.ModuleList([torch.nn.Linear(64, 8), torch.nn.Linear(64, 8, device="meta")])
         self.wide = torch.nn.Linear(64, 8).double()
-        self.none = torch.nn.Linear(64, 0)
+        self.none = torch.nn.Linear(64, 8)  # of nothing, without torch's warning that it cannot be initialised
+        self.none.out_features, self.none.bias = 0, torch.nn.Parameter(torch.empty(0))
+        self.none.weight = torch.nn.Parameter(torch.empty(0, 64))
         self.eight = torch.nn.Linear(64, 8)
         self.eight.weight = torch.nn.Parameter(torch.zeros(8, 64).to(torch.float8_e4m3fn), requires_grad=False)
 

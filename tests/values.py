@@ -51,6 +51,12 @@ def every_value(d: DType) -> np.ndarray:
     return np.arange(1 << d.bits, dtype=np.uint16 if d.bits == 16 else np.uint8).view(d.to_numpy())
 
 
+def widened(values: np.ndarray) -> np.ndarray:
+    """The values as f64. A NaN may be a signalling one, which NumPy would warn of."""
+    with np.errstate(invalid="ignore"):
+        return values.astype(np.float64)
+
+
 def specials(d: DType) -> np.ndarray:
     """The values where arithmetic goes wrong."""
     if d is PRED:
@@ -117,7 +123,7 @@ def same(got: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     assert got.shape == wanted.shape, (got.shape, wanted.shape)
     if got.dtype.kind in "iub" or got.dtype.name in ("int4", "uint4"):
         return np.asarray(got == wanted)
-    a, b = got.astype(np.float64), wanted.astype(np.float64)
+    a, b = widened(got), widened(wanted)
     return (np.isnan(a) & np.isnan(b)) | ((a == b) & (np.signbit(a) == np.signbit(b)))
 
 
