@@ -9,7 +9,7 @@ import torch
 from tilewright.discovery import modules
 from tilewright.dtype import F32
 from tilewright.errors import InputError
-from tilewright.frontends import LoadOptions, load
+from tilewright.frontends import SUFFIXES, LoadOptions, load
 from tilewright.frontends import discover as discover_frontends
 from tilewright.hardware.detect import chips, match
 from tilewright.ir.build import input_, items, map_
@@ -185,7 +185,7 @@ def test_a_graph_is_read_as_it_is_and_verified():
 @pytest.mark.parametrize(
     ("program", "message"),
     [
-        ("nowhere.onnx", "no such file: nowhere.onnx\n  try: a file ending in .hlo, .mlir, .stablehlo, .onnx or .tw"),
+        ("nowhere.onnx", f"no such file: nowhere.onnx\n  try: a file ending in {SUFFIXES}"),
         (Path("nowhere.hlo"), "no such file: nowhere.hlo"),
         ("", "the program is empty"),
         (" \n", "the program is empty"),
