@@ -269,7 +269,7 @@ def test_other_architectures_are_refused():
     "rewrite",
     [
         ptx.widest_products,
-        ptx.paired,
+        lambda t: ptx.paired(t, 1),
         lambda t: ptx.narrowed(t, 192),
         lambda t: ptx.unsigned(t, True, False),
         lambda t: ptx.split(t, 2, 2, (4, 4)),

@@ -38,6 +38,10 @@ LINES = [
     "f8e4m3fn[16,8192] scale=tensor @ u4[1000,8192]^T group=32 zero_point -> bf16",
     "f8e5m2[33,1024] scale=channel @ s4[1024,1016] group=128 + bias -> f16",
     "u8[60,2048] scale=channel @ s8[640,2048]^T group=64 -> f16",
+    "s8[300,4096] scale=channel @ s4[1000,4096]^T group=128 -> f16",
+    "f8e4m3fn[1000,2048] scale=channel @ u4[2048,640] group=64 zero_point * residual -> bf16",
+    "u8[200,1088] scale=tensor @ u4[520,1088]^T group=32 zero_point + bias, silu -> bf16",
+    "f8e5m2[130,1024] @ s4[768,1024]^T group=1024 -> f16",
 ]
 GATED = [
     "~f16[1,4096] @ s4[28672,4096]^T group=64 -> f32",
@@ -51,9 +55,9 @@ def test_every_kind_is_right_at_several_points():
     cases = []
     for problem in [*map(posed, LINES), *(of_halves(posed(line), out=F16) for line in GATED)]:
         assert CANDIDATE.refuse(problem, device()) is None, problem
-        kinds = {}
+        kinds, told = {}, ("wide", "clusters", "cluster", "tile_m", "shared_tiles", "paired")
         for s in CANDIDATE.schedules(problem, device()):
-            kinds.setdefault(tuple(v for k, v in s.knobs if k in ("wide", "clusters", "cluster", "tile_m", "shared_tiles")), s)
+            kinds.setdefault(tuple(v for k, v in s.knobs if k in told), s)
         cases += [(problem, s) for s in list(kinds.values())[:3]]
     assert_right(CANDIDATE, cases)
 

@@ -83,7 +83,7 @@ class _Rewritten:
     columns: int | None
     lhs_unsigned: bool
     rhs_unsigned: bool
-    paired: bool
+    paired: int | None
     split: int
     groups: int
     ring_bytes: tuple[int, int]
@@ -92,8 +92,9 @@ class _Rewritten:
     def of(cls, form: Form) -> _Rewritten:
         widest = form.acc.is_integer and form.shape_n == 256
         columns = form.tile_n if form.tile_n < form.shape_n else None
+        pair = (0 if form.coded else 1) if form.paired else None  # descriptor of the right operand
         rings = form.num_stages * form.tile_m * 128, form.num_stages * form.tile_n * 128
-        return cls(widest, columns, form.lhs.dtype is U8, form.rhs.dtype is U8, form.paired, form.split, form.groups, rings)
+        return cls(widest, columns, form.lhs.dtype is U8, form.rhs.dtype is U8, pair, form.split, form.groups, rings)
 
     def rewrites(self) -> list[Rewrite]:
         """In order."""
@@ -104,7 +105,7 @@ class _Rewritten:
             found.append(partial(unsigned, lhs=self.lhs_unsigned, rhs=self.rhs_unsigned))
         if self.split > 1:
             found.append(partial(split, blocks=self.split, groups=self.groups, ring_bytes=self.ring_bytes))
-        return [*found, paired] if self.paired else found
+        return found if self.paired is None else [*found, partial(paired, right=self.paired)]
 
 
 @lru_cache(maxsize=512)

@@ -92,22 +92,22 @@ def _told_both(arrive: re.Match[str]) -> str:
     return f"{arrive[0]}\n\t{{\n\t{there}\n\t{arrive[1]} mbarrier.arrive.shared::cluster.b64 _, [%there];\n\t}}"
 
 
-def paired(ptx: str) -> str:
-    """Two blocks to a cluster. Copies of the right operand (the second descriptor) arrive in both; a stage is free once both
-    have read it; barriers are set up before either starts, since each is told of by the other.
+def paired(ptx: str, right: int) -> str:
+    """Two blocks to a cluster. Copies of the right operand (the descriptor of that number) arrive in both; a stage is free once
+    both have read it; barriers are set up before either starts, since each is told of by the other.
 
     One thread sets them up at the kernel's very beginning, where all threads can still meet those of the other block.
     """
     at, barriers = _places(ptx)
     descriptors = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
-    if len(descriptors) < 2:
+    if len(descriptors) <= right:
         raise UnexpectedPtx("descriptors are not where they were")
-    moved = set(re.findall(rf"mov\.b64 \t(%rd\d+), {descriptors[1]};", ptx))
-    right = {new for new, old in re.findall(r"cvta\.param\.u64 \t(%rd\d+), (%rd\d+);", ptx) if old in moved}
-    copies = [m for m in _COPY.finditer(ptx) if m[3] in right]
+    moved = set(re.findall(rf"mov\.b64 \t(%rd\d+), {descriptors[right]};", ptx))
+    of_right = {new for new, old in re.findall(r"cvta\.param\.u64 \t(%rd\d+), (%rd\d+);", ptx) if old in moved}
+    copies = [m for m in _COPY.finditer(ptx) if m[3] in of_right]
     if not copies or not _ARRIVE.search(ptx):
         raise UnexpectedPtx("no copy of the right operand, or no stage that is given back")
-    ptx = _COPY.sub(lambda m: f"{m[1]}.multicast::cluster{m[2]}, %both;" if m[3] in right else m[0], ptx)
+    ptx = _COPY.sub(lambda m: f"{m[1]}.multicast::cluster{m[2]}, %both;" if m[3] in of_right else m[0], ptx)
     ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _told_both(m), ptx)  # turns are a block's own, at a fixed place
     named = [
         "\t.reg .b16 %both;",

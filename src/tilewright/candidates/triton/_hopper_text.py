@@ -166,7 +166,7 @@ class Writer(Loads):
         self._where(t)
         t.do(f"r = gl.zeros(({f.rows}, {f.shape_n}), gl.float32, L)")
         steps = ("k0", "k1") if f.streamed else ("0", "nk")
-        in_bytes.products(t, coded, f.tile_m, f.shape_n, f.num_stages, steps)
+        in_bytes.products(t, coded, f.tile_m, f.shape_n, f.num_stages, self._right("of"), steps)
         if f.streamed:
             self._gather(t)
             with t.block("if done:"):
@@ -186,10 +186,7 @@ class Writer(Loads):
     def _step(self, t: Text, *, use: str, free: bool | str) -> None:
         """One step along K; the stage of the step before is free then."""
         f = self.form
-        a, b = f"a_bufs.index({'s' if f.pingpong else f's * {f.groups} + g'})", f"b_bufs.index(s * {f.units})"
-        if f.units > 1:  # they follow one another as the parts of one matrix do
-            shape = [f.shape_n, f.tile_k] if f.rhs.along_k else [f.tile_k, f.shape_n]
-            b = f"{b}._reinterpret(b_bufs.dtype, {shape}, b_bufs.layout)"
+        a, b = f"a_bufs.index({'s' if f.pingpong else f's * {f.groups} + g'})", self._right("s")
         a = a if f.lhs.along_k else f"{a}.permute((1, 0))"
         b = f"{b}.permute((1, 0))" if f.rhs.along_k else b
         t.do("mbarrier.wait(ready.index(s), phase)")
@@ -204,6 +201,15 @@ class Writer(Loads):
             t.do(f"mbarrier.arrive(empty.index(last){'' if free is True else f', pred={free}'})")
         t.do("last = s")
         t.do(f"s, phase = advance(s, phase, {f.num_stages})")
+
+    def _right(self, s: str) -> str:
+        """The right operand's part of a stage, as it lies."""
+        f = self.form
+        b = f"b_bufs.index({s} * {f.units})"
+        if f.units == 1:
+            return b
+        shape = [f.shape_n, f.tile_k] if f.rhs.along_k else [f.tile_k, f.shape_n]  # its parts follow one another
+        return f"{b}._reinterpret(b_bufs.dtype, {shape}, b_bufs.layout)"
 
     def _finish(self, t: Text) -> None:
         """What remains of a tile once its products are asked for."""

@@ -79,6 +79,11 @@ def factor(coded: Coded) -> float:
     return 0.0625 if _sixteenfold(coded.operand, w.kind, zeros=w.zero is not None) else 1.0
 
 
+def widths(coded: Coded) -> tuple[int, ...]:
+    """Columns of a tile for which there are registers: beside sums of a group there are those of all."""
+    return (64,) if every(coded) < BLOCK and not coded.operand.is_integer else (64, 128)
+
+
 def step_instructions(coded: Coded, columns: int) -> int:
     """Of a warp and a step along K, but for what reads words: integers are made floats at half the rate."""
     w = coded.weights
@@ -152,8 +157,9 @@ def begin(t: Text, coded: Coded) -> None:
     t.do("blank = gl.zeros((4, 8, 4, 2, 2), gl.int32, W)")
 
 
-def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, steps: tuple[str, str]) -> None:
-    """Adds to `r` the products of warpgroup `g` in steps from one to another along K, from stage `s` of the ring on.
+def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, right: str, steps: tuple[str, str]) -> None:
+    """Adds to `r` the products of warpgroup `g` in steps from one to another along K, from stage `s` of the ring on, with what
+    `right` names of stage `of`.
 
     While a block is multiplied the next one's codes are made bytes, and words of the next step are read, at which nobody looks
     after the last one. (Bytes made for the next step would be moved on where products under way read theirs: ptxas would let
@@ -177,7 +183,7 @@ def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, st
                 a = "gl.convert_layout(a, F, assert_trivial=True)"
             if at % each == 0:
                 t.do(f"acc = warpgroup_mma_init(gl.zeros((64, {columns}), gl.{acc}, L))")
-            b = f"b_bufs.index(of).slice({at}, {width}, dim=1).permute((1, 0))"
+            b = f"{right}.slice({at}, {width}, dim=1).permute((1, 0))"
             t.do(f"acc = warpgroup_mma({a}, {b}, acc, use_acc={at % each > 0}, is_async=True)")
             end = at + width
             if end == STEP:

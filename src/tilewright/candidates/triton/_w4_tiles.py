@@ -12,6 +12,7 @@ import torch
 from tilewright.candidates.triton import _hopper_plan as hopper_plan
 from tilewright.candidates.triton import _hopper_space as hopper_space
 from tilewright.candidates.triton import _module as module
+from tilewright.candidates.triton import _w4_bytes as in_bytes
 from tilewright.candidates.triton._dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
 from tilewright.candidates.triton._hopper_build import compiled
 from tilewright.candidates.triton._hopper_form import Form, size
@@ -19,7 +20,6 @@ from tilewright.candidates.triton._hopper_plan import Plan
 from tilewright.candidates.triton._hopper_run import runner
 from tilewright.candidates.triton._hopper_space import Point
 from tilewright.candidates.triton._module import Built
-from tilewright.candidates.triton._w4_bytes import step_instructions
 from tilewright.candidates.triton._w4_pack import packed_weights
 from tilewright.candidates.triton._w4_plan import Plan as PlanOfWeights
 from tilewright.candidates.triton._w4_plan import Weights, left_of
@@ -40,7 +40,6 @@ FEWEST_ROWS = 33
 MOST_TRIED = 8
 FEWEST_ROWS_OF_BYTES = 17
 WIDTHS = (64, 128, 256)  # columns of a tile, as Triton knows them
-WIDTHS_OF_BYTES = (64, 128)  # beside sums of a group there are those of all
 TILE_ROWS = 128  # of the weight, a block of codes to each of two warpgroups
 PRODUCT_CYCLES = 2.0  # of a column of a step along K and 64 rows
 HALVES_CYCLES = 540.0  # until a warpgroup has made those of a step, the words waited for and read (fitted on an H200)
@@ -48,6 +47,7 @@ SHORT_SUMMED = (F8E4M3FN, F8E5M2)
 WORD_BYTES = 40  # of a row and block along K, scales included
 # Of bytes, from the machine code, and not measured: a step's other instructions, and until products begin and have ended.
 OTHER_INSTRUCTIONS, WAITED_CYCLES = 45, 150.0
+L2_BYTES_PER_CYCLE = 40.0  # that each SM takes in, all at a time
 
 
 @lru_cache(maxsize=1024)
@@ -56,15 +56,15 @@ def plan_of(problem: Problem) -> Plan | None:
     weights = plan_of_weights(problem)
     if isinstance(weights, str):
         return None
-    w, in_bytes = weights.weights, weights.operand.bits == 8
+    w, of_bytes = weights.weights, weights.operand.bits == 8
     if (
         weights.second is not None
-        or w.rounded == in_bytes
+        or w.rounded == of_bytes
         or w.kind.bits != 4
-        or weights.rows < (FEWEST_ROWS_OF_BYTES if in_bytes else FEWEST_ROWS)
+        or weights.rows < (FEWEST_ROWS_OF_BYTES if of_bytes else FEWEST_ROWS)
     ):
         return None
-    plan = hopper_plan.plan_of(_of_codes(problem, w) if in_bytes else problem)
+    plan = hopper_plan.plan_of(_of_codes(problem, w) if of_bytes else problem)
     if not isinstance(plan, Plan) or plan.second is not None or plan.batch > 1 or plan.lhs.source is None:
         return None
     (store, *others) = weights.stores
@@ -86,9 +86,10 @@ def _of_codes(problem: Problem, weights: Weights) -> Problem:
 def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     """The legal points, the most promising first."""
     found = hopper_space.points(problem, plan, target)
-    widths = WIDTHS_OF_BYTES if size(plan.rhs.dtype) == 1 else WIDTHS
-    able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS]
-    able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.paired or p.split > 1)]
+    of_bytes = size(plan.rhs.dtype) == 1
+    widths = in_bytes.widths(_coded(problem, plan)) if of_bytes else WIDTHS
+    able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
+    able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
     return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
 
 
@@ -101,8 +102,9 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     through_shared = (groups + 1) * point.tile_n * 128 + 2 * point.tile_m * WORD_BYTES * plan.tile_k // 64
     alone = HALVES_CYCLES
     if size(plan.rhs.dtype) == 1:
-        made = step_instructions(_coded(problem, plan), point.tile_n) + OTHER_INSTRUCTIONS
-        products, alone = max(products, groups * made), made + WAITED_CYCLES
+        made = in_bytes.step_instructions(_coded(problem, plan), point.tile_n) + OTHER_INSTRUCTIONS
+        come = point.tile_n * plan.tile_k // (2 if point.paired else 1) + 2 * point.tile_m * WORD_BYTES
+        products, alone = max(products, groups * made, come / L2_BYTES_PER_CYCLE), made + WAITED_CYCLES
     step = max(products, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE, point.tile_n * PRODUCT_CYCLES + alone)
     tiles = -(-plan.M // point.tile_m) * -(-plan.N // point.tile_n)
     each = -(-(tiles - point.shared_tiles) // point.blocks) + point.shared_tiles / point.blocks
