@@ -1,0 +1,208 @@
+"""Matrix units: `mma.sync` and `wgmma` (PTX ISA 9.0, 9.7.14 and 9.7.15). Products and their sums are exact, rounded once."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ptx.machine import WARP, Unit
+from ptx.memory import Fault, Region
+from ptx.numbers import bits_of, decoded, f2, f4, f8, i4, u1, u2, u4
+from ptx.text import Imm, Instruction, Reg, Unknown, Vec
+
+if TYPE_CHECKING:
+    from ptx.decode import Program
+
+SWIZZLES = {0: 0, 1: 128, 2: 64, 3: 32}  # what the two highest bits of a descriptor say: bytes of a row
+
+
+def elements(words: np.ndarray, kind: str) -> np.ndarray:
+    """Numbers in words, along the last axis."""
+    bits = bits_of(kind)
+    raw = np.ascontiguousarray(words).view({8: u1, 16: u2, 32: u4}[bits])
+    return decoded(kind)(raw).astype(f8)
+
+
+def rows_of(registers: list[np.ndarray], warps: int) -> np.ndarray:
+    """The left operand's words, (warps, 16, words of K): rows g and g + 8 in turns, four words of K a pair."""
+    half = len(registers) // 2
+    words = np.empty((warps, 16, 4 * half), u4)
+    for j in range(half):
+        words[:, :8, 4 * j : 4 * j + 4] = registers[2 * j].reshape(warps, 8, 4)
+        words[:, 8:, 4 * j : 4 * j + 4] = registers[2 * j + 1].reshape(warps, 8, 4)
+    return words
+
+
+def sums_of(registers: list[np.ndarray], warps: int, kind: str) -> np.ndarray:
+    """The accumulator, (warps, 16, columns): of each 8 columns two in each of rows g and g + 8."""
+    if kind == "f16":
+        pairs = [np.ascontiguousarray(r).view(u2).reshape(-1, 2) for r in registers]
+        registers = [half for r in pairs for half in (r[:, 0], r[:, 1])]
+    of = {"f16": f2, "f32": f4, "s32": i4}[kind]
+    stacked = np.stack([np.ascontiguousarray(r).view(of).reshape(warps, 8, 4) for r in registers])
+    j = len(registers) // 4
+    return stacked.reshape(j, 2, 2, warps, 8, 4).transpose(3, 1, 4, 0, 5, 2).reshape(warps, 16, 8 * j)
+
+
+def registers_of(sums: np.ndarray, kind: str) -> list[np.ndarray]:
+    """The other way round."""
+    warps, _, columns = sums.shape
+    parts = sums.reshape(warps, 2, 8, columns // 8, 4, 2).transpose(3, 1, 5, 0, 2, 4).reshape(columns // 2, -1)
+    parts = np.ascontiguousarray(parts)
+    if kind != "f16":
+        return list(parts.view(u4))
+    pairs = np.ascontiguousarray(parts.reshape(-1, 2, parts.shape[1]).transpose(0, 2, 1)).view(u4)
+    return list(pairs.reshape(len(parts) // 2, -1))
+
+
+def added(product: np.ndarray, before: np.ndarray | None, kind: str) -> np.ndarray:
+    """The accumulator after a product."""
+    if kind == "s32":
+        whole = product.astype(np.int64) + (0 if before is None else before.astype(np.int64))
+        return whole.astype(i4)
+    total = product if before is None else product + before.astype(f8)
+    return total.astype(f2 if kind == "f16" else f4)
+
+
+def mma(u: Unit, kinds: tuple[str, str, str], a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
+    warps = u.whole()
+    left = elements(rows_of(a, warps), kinds[1])
+    right = elements(np.concatenate([x.reshape(warps, 8, 4) for x in b], axis=2), kinds[2])
+    product = np.matmul(left, right.transpose(0, 2, 1))
+    return registers_of(added(product, sums_of(c, warps, kinds[0]), kinds[0]), kinds[0])
+
+
+def multiply(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
+    shape = next(m for m in mods if re.match(r"m\d+n\d+k\d+$", m))
+    kinds = mods[-4:]
+    if not shape.startswith("m16n8k") or ins.guard is not None or kinds[0] != kinds[3] or kinds[0] not in ("f16", "f32", "s32"):
+        raise Unknown(ins.text)
+    vectors = [o for o in ins.operands if isinstance(o, Vec)]
+    if len(vectors) < len(ins.operands):
+        raise Unknown(ins.text)
+    d, *given = vectors
+    texts = ["[" + ", ".join(p.spread(p.value(x, "b32")) for x in v.items) + "]" for v in given]
+    lines = [f"v = {p.bound(mma)}(u, {tuple(kinds[:3])!r}, {', '.join(texts)})"]
+    for i, x in enumerate(d.items):
+        lines += p.put(ins, x, f"v[{i}]", "b32")
+    return lines
+
+
+# -- products of a warpgroup
+
+@lru_cache(maxsize=4096)
+def places(descriptor: int, rows: int, step_bytes: int, turned: bool, width: int) -> np.ndarray:
+    """Where an operand's pieces of 16 bytes are, in pieces: (rows, pieces of K); `turned`: (K, pieces of rows).
+
+    Args:
+        descriptor: what the instruction was given.
+        rows: of A, or columns of B.
+        step_bytes: of a row along K.
+        turned: rows follow one another in memory.
+        width: bytes of an element.
+    """
+    start, lead, stride = (descriptor & 0x3FFF) << 4, (descriptor >> 16 & 0x3FFF) << 4, (descriptor >> 32 & 0x3FFF) << 4
+    if descriptor >> 49 & 7:
+        raise Fault("an operand whose rows do not begin with a whole pattern")
+    row_bytes = SWIZZLES[descriptor >> 62 & 3]
+    if not turned:
+        r, b = np.arange(rows)[:, None], np.arange(0, step_bytes, 16)[None, :]
+        if row_bytes:
+            at = start + r // 8 * stride + r % 8 * row_bytes + b
+        else:
+            at = start + r // 8 * stride + b // 16 * lead + r % 8 * 16
+    else:
+        k, n = np.arange(step_bytes // width)[:, None], np.arange(0, rows * width, 16)[None, :]
+        if row_bytes:
+            at = start + n // row_bytes * lead + n % row_bytes + k % 8 * row_bytes + k // 8 * stride
+        else:
+            at = start + n // 16 * stride + k % 8 * 16 + k // 8 * lead
+    if row_bytes:
+        at = at ^ ((at >> 7 & row_bytes // 16 - 1) << 4)
+    return at // 16
+
+
+def operand(shared: Region, descriptor: int, rows: int, kind: str, turned: bool) -> np.ndarray:
+    """(rows, K) numbers in shared memory."""
+    width = bits_of(kind) // 8
+    at = places(descriptor, rows, 32, turned, width) - shared.base // 16
+    if at.min() < 0 or 16 * int(at.max()) + 16 > shared.size:
+        raise Fault(f"an operand of a product lies beyond {shared.name}")
+    pieces = shared.data[: shared.size // 16 * 16].reshape(-1, 16)[at]
+    raw = np.ascontiguousarray(pieces).reshape(at.shape[0], -1).view({1: u1, 2: u2, 4: u4}[width])
+    numbers = decoded(kind)(raw).astype(f8)
+    return numbers.T if turned else numbers
+
+
+class Product:
+    """One `wgmma.mma_async`.
+
+    Attributes:
+        columns: of B.
+        kinds: of the accumulator, A, B.
+        d: registers of the accumulator.
+        a: A's registers; None if it is in shared memory.
+        signs: of A and B.
+        turned: A's or B's rows follow one another in memory.
+    """
+
+    def __init__(self, columns: int, kinds: tuple[str, str, str], d: list[int], a: list[int] | None, signs: list[int], turned: list[bool]) -> None:
+        self.columns, self.kinds, self.d, self.a, self.signs, self.turned = columns, kinds, d, a, signs, turned
+
+    def start(self, u: Unit, a: np.ndarray | None, b: np.ndarray, keeps: np.ndarray) -> None:
+        """Of all warpgroups of a unit. `keeps`: what was in the accumulator before counts."""
+        warps = u.whole()
+        if warps % 4 or (u.threads[:: 4 * WARP] % (4 * WARP)).any():
+            raise Fault("a product of a warpgroup that is not whole")
+        keep = bool(u.one(keeps))
+        groups = warps // 4
+        lanes = 4 * WARP
+        made = []
+        for g in range(groups):
+            mine = slice(g * lanes, (g + 1) * lanes)
+            if self.a is None:
+                assert a is not None
+                left = operand(u.block.shared, self._same(a[mine]), 64, self.kinds[1], self.turned[0])
+            else:
+                words = rows_of([u.R[i][mine] for i in self.a], 4)
+                left = elements(words, self.kinds[1]).reshape(64, -1)
+            right = operand(u.block.shared, self._same(b[mine]), self.columns, self.kinds[2], self.turned[1])
+            product = left @ right.T
+            if self.signs[0] * self.signs[1] < 0:
+                product = -product
+            before = sums_of([u.R[i][mine] for i in self.d], 4, self.kinds[0]) if keep else None
+            made.append(registers_of(added(product.reshape(4, 16, -1), before, self.kinds[0]), self.kinds[0]))
+        for n, i in enumerate(self.d):
+            u.R[i] = made[0][n] if groups == 1 else np.concatenate([m[n] for m in made])
+
+    @staticmethod
+    def _same(descriptors: np.ndarray) -> int:
+        if not (descriptors == descriptors[0]).all():
+            raise Fault("warps of a warpgroup say different places of an operand")
+        return int(descriptors[0])
+
+
+def group(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
+    if mods[0] != "mma_async":
+        return []
+    shape = re.match(r"m64n(\d+)k\d+$", next(m for m in mods if m.startswith("m64")))
+    assert shape is not None
+    kinds = tuple(m for m in mods if m in ("f32", "f16", "bf16", "tf32", "s32", "s8", "u8", "e4m3", "e5m2"))
+    if ins.guard is not None or len(kinds) != 3:
+        raise Unknown(ins.text)
+    d, a, b, keeps, *rest = ins.operands
+    assert isinstance(d, Vec)
+    numbers = [o.value for o in rest if isinstance(o, Imm)]
+    signs = numbers[:2] if len(numbers) >= 2 else [1, 1]
+    turns = [bool(n) for n in numbers[2:]]
+    in_registers = isinstance(a, Vec)
+    turned = [False, *turns] if in_registers else turns
+    turned += [False] * (2 - len(turned))
+    left = [x.number for x in a.items if isinstance(x, Reg)] if isinstance(a, Vec) else None
+    product = Product(int(shape[1]), kinds, [x.number for x in d.items if isinstance(x, Reg)], left, signs, turned)  # pyright: ignore
+    keep = p.value(keeps, "pred") if isinstance(keeps, Reg) else p.value(keeps, "u32")
+    first = "None" if in_registers else p.spread(p.value(a, "u64"))
+    return [f"{p.bound(product.start)}(u, {first}, {p.spread(p.value(b, 'u64'))}, {p.spread(keep)})"]

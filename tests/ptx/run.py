@@ -1,0 +1,171 @@
+"""A candidate's kernel, built for a Hopper that is not there, run by the machine: the candidate's own launcher does the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ptx.bulk import TensorMap
+from ptx.decode import Program
+from ptx.machine import Machine
+from ptx.memory import Global
+from tilewright.hardware.chips.nvidia_h200 import CHIP
+from tilewright.hardware.target import Target
+from tilewright.schedule.sample import random_sources
+
+SWIZZLE_BYTES = (0, 32, 64, 128)
+
+
+class Emulated(Target):
+    """A GPU whose memory is the CPU's."""
+
+    @property
+    def device(self) -> str:
+        return "cpu"
+
+
+H200 = Emulated("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
+
+
+@dataclass(frozen=True)
+class How:
+    """How a machine runs.
+
+    Attributes:
+        apart: each warp by itself; else a block's threads go in step as long as they can.
+        seed: of a random order, warps apart.
+        change: what is done to the PTX before.
+    """
+
+    apart: bool = False
+    seed: int | None = None
+    change: Callable[[str], str] | None = None
+    late: bool = False
+
+
+@lru_cache(maxsize=64)
+def program(ptx: str, fine: bool) -> Program:
+    return Program(ptx, fine=fine)
+
+
+def launch(kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], how: How) -> Machine:
+    """One launch to its end."""
+    ptx = kernel.asm["ptx"]
+    made = program(how.change(ptx) if how.change else ptx, how.seed is not None)
+    memory = Global()
+    given = [*arguments, *[0] * (len(made.kernel.params) - len(arguments))]  # scratch memory, of which there is none
+    addresses = [a for a, size in zip(given, made.kernel.params.values(), strict=True) if size == 8 and a > 1 << 20]
+    memory.add([*addresses, *(a.address for a in given if isinstance(a, TensorMap))])
+    machine = Machine(
+        made, grid, given, memory, kernel.metadata.shared, apart=how.apart, seed=how.seed, late=how.late
+    )
+    machine.run()
+    return machine
+
+
+class _Driver:
+    """What Triton asks of a device."""
+
+    def __init__(self, how: How) -> None:
+        self.how = how
+        self.utils = SimpleNamespace(
+            fill_tma_descriptor=self._descriptor,
+            get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
+            load_binary=self._loaded,
+        )
+        self.kernels: dict[str, Any] = {}
+        self.machines: list[Machine] = []
+
+    @staticmethod
+    def _descriptor(address: int, swizzle: int, size: int, _kind: int, box: Sequence[int], shape: Sequence[int], strides: Sequence[int], padding: int) -> TensorMap:
+        assert padding == 0
+        return TensorMap(address, SWIZZLE_BYTES[swizzle], size, tuple(box), tuple(shape), tuple(strides))
+
+    def _loaded(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return code, code, 0, 0, 1024
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return SimpleNamespace(warp_size=32)
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Any:
+        """Triton's launcher of a kernel: it closes over the one that takes descriptors ready, as Triton's does."""
+
+        def launcher(x: int, y: int, z: int, _stream: int, kernel: Any, _together: bool, dependent: bool, _a: Any, _b: Any, _packed: Any, _c: Any, _d: Any, _e: Any, *arguments: Any) -> None:
+            self.machines.append(launch(kernel, (x, y, z), arguments, self.how))
+
+        def start(*given: Any) -> None:
+            launcher(*given)
+
+        return SimpleNamespace(launch=start, launch_cooperative_grid=False, launch_pdl=metadata.launch_pdl)
+
+
+@contextmanager
+def emulating(how: How) -> Generator[_Driver]:
+    """While this lasts, kernels that are launched run here, and torch's new tensors hold no numbers."""
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime import driver
+
+    made = _Driver(how)
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
+        t = empty(*args, **kwargs)
+        if t.device.type == "cpu" and t.numel():
+            t.untyped_storage().fill_(255)
+        return t
+
+    def handles(kernel: Any) -> None:
+        kernel._run = made.launcher_cls(kernel.src, kernel.metadata)
+        kernel.module, kernel.function = kernel, kernel
+
+    stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
+    cuda = {
+        "current_device": lambda: 0,
+        "device": lambda *_: nullcontext(),
+        "synchronize": lambda *_: None,
+        "current_stream": lambda *_: stream,
+        "is_current_stream_capturing": lambda: False,
+    }
+    with ExitStack() as stack:
+        for name, fake in cuda.items():
+            stack.enter_context(patch.object(torch.cuda, name, fake))
+        stack.enter_context(patch.object(torch, "empty", poisoned))
+        stack.enter_context(patch.object(CompiledKernel, "run", property(lambda k: (handles(k), k._run)[1])))
+        before = driver._active
+        driver.set_active(made)  # pyright: ignore
+        try:
+            yield made
+        finally:
+            driver._active = before
+
+
+def emulate(candidate: Any, problem: Any, schedule: Any, sources: Sequence[torch.Tensor] | None = None, target: Target = H200, **how: Any) -> list[torch.Tensor]:
+    """A candidate's results on the CPU's tensors.
+
+    Args:
+        candidate, problem, schedule: what is built, as in `schedule.candidate.Candidate`.
+        sources: of the problem; random ones if none are given.
+        target: a device whose memory is the CPU's.
+        how: see `How`.
+    """
+    sources = random_sources(problem) if sources is None else list(sources)
+    weights = {i: sources[i] for i, w in enumerate(problem.weights) if w}
+    with emulating(How(**how)):
+        run = candidate.build(problem, schedule, target).prepare(weights)
+        return list(run(sources))
+
+
+_ = (fields, Mapping)
