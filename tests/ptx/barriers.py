@@ -8,7 +8,6 @@ import numpy as np
 
 from ptx.machine import Block, Unit
 from ptx.memory import CLUSTER_SHIFT, Fault
-from ptx.numbers import u4, u8
 from ptx.text import Imm, Instruction, Mem, Sink, Unknown
 
 if TYPE_CHECKING:
@@ -55,6 +54,8 @@ def at(u: Unit, address: int) -> MBarrier:
 def block_of(u: Unit, address: int) -> tuple[Block, int]:
     rank = address >> CLUSTER_SHIFT
     block = u.block if rank == 0 else u.block.cluster.blocks[rank - 1]
+    if block.exited == block.size:
+        raise Fault(f"shared memory of block {block.number[0]}, which has ended")
     return block, address & (1 << CLUSTER_SHIFT) - 1
 
 
@@ -176,5 +177,3 @@ def bar(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
     count = p.spread(p.value(ops[1], "u32")) if len(ops) > 1 else "None"
     return [f"{p.bound(meet)}(u, {p.guard(ins)}, {number}, {count}, {what == 'sync'})"]
 
-
-_ = (u4, u8)

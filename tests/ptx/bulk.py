@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ptx import barriers
+from ptx.flight import Work
 from ptx.machine import Block, Unit
 from ptx.memory import Fault, Region
-from ptx.numbers import bits_of, u1, u4, u8
-from ptx.text import Instruction, Mem, Unknown, Vec
+from ptx.numbers import bits_of, u1
+from ptx.text import Imm, Instruction, Mem, Unknown, Vec
 
 if TYPE_CHECKING:
     from ptx.decode import Program
@@ -95,21 +97,35 @@ def box_in(u: Unit, m: TensorMap, corner: Sequence[int]) -> np.ndarray:
     return got.reshape(-1)
 
 
-def box_out(u: Unit, m: TensorMap, corner: Sequence[int], data: np.ndarray, how: str | None) -> None:
+def box_out(u: Unit, m: TensorMap, corner: Sequence[int], data: np.ndarray) -> None:
     offsets, inside = m.elements(corner)
     if not inside.any():
         return
     region = u.block.cluster.machine.memory.region(m.address)
     at = _bytes(region, (m.address + offsets[inside])[:, None] + np.arange(m.size))
-    if how is not None:
-        raise Unknown("a reduction by TMA")
     region.data[at] = data.reshape(-1, m.size)[inside]
+
+
+def begin(u: Unit, block: Block, to: np.ndarray, data: Callable[[], np.ndarray], told: Block, barrier: int) -> None:
+    """A copy to shared memory that tells a barrier when it has come."""
+    found = told.mbarriers.get(barrier)
+    if found is None:
+        raise Fault("a copy tells no barrier")
+    places = _bytes(block.shared, to)
+    block.wrote(places >> 4, 0)
+    block.shared.data[places] = 255
+
+    def come() -> None:
+        block.shared.data[places] = data()
+        found.came(len(places))
+
+    u.block.cluster.machine.later(come)
 
 
 def load_box(u: Unit, mask: np.ndarray | None, to: np.ndarray, of: np.ndarray, corner: list[np.ndarray], barrier: np.ndarray, both: np.ndarray | None) -> None:
     for i in barriers.lanes(u, mask):
         m = map_of(u, int(of[i]))
-        data = box_in(u, m, [int(c[i].view(np.int32)) for c in corner])
+        where = [int(c[i].view(np.int32)) for c in corner]
         block, place = barriers.block_of(u, int(to[i]))
         at_block, at = barriers.block_of(u, int(barrier[i]))
         targets: list[tuple[Block, Block]] = [(block, at_block)]
@@ -117,52 +133,92 @@ def load_box(u: Unit, mask: np.ndarray | None, to: np.ndarray, of: np.ndarray, c
             chosen = [b for b in u.block.cluster.blocks if int(both[i]) >> b.rank & 1]
             targets = [(b, b) for b in chosen]
         for b, told in targets:
-            b.shared.data[_bytes(b.shared, m.in_shared(place))] = data
-            found = told.mbarriers.get(at)
-            if found is None:
-                raise Fault("a copy tells no barrier")
-            found.came(m.box_bytes)
+            begin(u, b, m.in_shared(place), partial(box_in, u, m, where), told, at)
 
 
-def store_box(u: Unit, mask: np.ndarray | None, to: np.ndarray, corner: list[np.ndarray], of: np.ndarray, how: str | None) -> None:
+def store_box(u: Unit, mask: np.ndarray | None, to: np.ndarray, corner: list[np.ndarray], of: np.ndarray) -> None:
     for i in barriers.lanes(u, mask):
         m = map_of(u, int(to[i]))
-        shared = u.block.shared
-        data = shared.data[_bytes(shared, m.in_shared(int(of[i])))]
-        box_out(u, m, [int(c[i].view(np.int32)) for c in corner], data, how)
+        where = [int(c[i].view(np.int32)) for c in corner]
+        out(u, int(i), m.in_shared(int(of[i])), partial(box_out, u, m, where))
 
 
-def copy_bytes(u: Unit, mask: np.ndarray | None, to: np.ndarray, of: np.ndarray, size: np.ndarray, barrier: np.ndarray | None, spaces: tuple[str, str]) -> None:
+def out(u: Unit, lane: int, of: np.ndarray, write: Callable[[np.ndarray], None]) -> None:
+    """A copy from shared memory, of a group that a thread waits for."""
+    block = u.block
+    places = _bytes(block.shared, of)
+    block.fenced(places >> 4)
+
+    def go(_: Unit) -> None:
+        block.fenced(places >> 4)
+        write(block.shared.data[places])
+
+    if block.cluster.machine.late:
+        u.flight.stores.open.append(Work(u.threads[lane : lane + 1], (), go))
+    else:
+        go(u)
+
+
+def commit(u: Unit) -> None:
+    u.flight.stores.commit()
+
+
+def finish(u: Unit, left: int) -> None:
+    def now() -> None:
+        for work in u.flight.stores.take(left):
+            work.run(u)
+
+    u.finish(u.flight.stores.due(left), now, "its stores")
+
+
+def copy_bytes(
+    u: Unit,
+    mask: np.ndarray | None,
+    to: np.ndarray,
+    of: np.ndarray,
+    size: np.ndarray,
+    barrier: np.ndarray | None,
+    spaces: tuple[str, str],
+) -> None:
     """Bytes between shared memories, or between one and global memory."""
+    memory = u.block.cluster.machine.memory
     for i in barriers.lanes(u, mask):
-        n = int(size[i])
-        if n % 16 or int(to[i]) % 16 or int(of[i]) % 16:
+        n, there, here = int(size[i]), int(to[i]), int(of[i])
+        if n % 16 or there % 16 or here % 16:
             raise Fault("a copy of no multiple of 16 bytes, or from or to no such place")
-        ends = []
-        for space, address in zip(spaces, (int(to[i]), int(of[i])), strict=True):
-            if space == "global":
-                region, place = u.block.cluster.machine.memory.region(address), address
-            else:
-                block, place = barriers.block_of(u, address)
-                region = block.shared
-            ends.append((region, _bytes(region, place + np.arange(n))))
-        (there, there_at), (here, here_at) = ends
-        there.data[there_at] = here.data[here_at]
-        if barrier is not None:
-            barriers.at(u, int(barrier[i])).came(n)
+        if spaces[0] == "global":
+            region = memory.region(there)
+            at = _bytes(region, there + np.arange(n))
+            out(u, int(i), here + np.arange(n), partial(region.data.__setitem__, at))
+            continue
+        source_block, place = (None, here) if spaces[1] == "global" else barriers.block_of(u, here)
+        region = memory.region(here) if source_block is None else source_block.shared
+        source = _bytes(region, place + np.arange(n))
+        if source_block is not None:
+            source_block.fenced(source >> 4)
+        block, to_place = barriers.block_of(u, there)
+        assert barrier is not None
+        told, told_at = barriers.block_of(u, int(barrier[i]))
+        begin(u, block, to_place + np.arange(n), partial(region.data.__getitem__, source), told, told_at)
 
 
 def copy_bulk(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
     """`cp.async.bulk` in all its forms."""
-    if mods[-1] in ("commit_group",) or "wait_group" in mods or "prefetch" in mods:
+    if "prefetch" in mods:
         return []
+    if mods[-1] == "commit_group":
+        return [f"{p.bound(commit)}(u)"]
+    if "wait_group" in mods:
+        (left,) = ins.operands
+        assert isinstance(left, Imm)
+        return [f"{p.bound(finish)}(u, {left.value})"]
     mask, ops = p.guard(ins), ins.operands
 
     def value(op: object, t: str = "u32") -> str:
         return p.spread(p.value(op, t))  # pyright: ignore
 
     if "tensor" in mods:
-        if "im2col" in mods or "tile" in mods and "gather4" in mods:
+        if "im2col" in mods or "gather4" in mods:
             raise Unknown(ins.text)
         if mods[mods.index("tensor") + 2] == "shared":  # to shared memory
             to, of, barrier, *more = ops
@@ -173,7 +229,7 @@ def copy_bulk(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
         to, of = ops[:2]
         assert isinstance(to, Mem) and isinstance(to.more[0], Vec)
         corner = ", ".join(value(c) for c in to.more[0].items)
-        return [f"{p.bound(store_box)}(u, {mask}, {p.place(to, 64)}, [{corner}], {p.place(of, 32)}, None)"]
+        return [f"{p.bound(store_box)}(u, {mask}, {p.place(to, 64)}, [{corner}], {p.place(of, 32)})"]
     places = [m for m in mods if m in ("shared", "global")]
     to, of, size, *rest = ops
     texts = [p.place(o, 64 if s == "global" else 32) for o, s in zip((to, of), places, strict=True)]
@@ -184,8 +240,9 @@ def copy_bulk(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
 def tell(u: Unit, mask: np.ndarray | None, to: np.ndarray, words: list[np.ndarray], barrier: np.ndarray) -> None:
     for i in barriers.lanes(u, mask):
         block, place = barriers.block_of(u, int(to[i]))
-        block.shared.write(np.array([place], u4), [w[i : i + 1] for w in words])
-        barriers.at(u, int(barrier[i])).came(sum(w.itemsize for w in words))
+        told, at = barriers.block_of(u, int(barrier[i]))
+        data = np.concatenate([w[i : i + 1] for w in words]).view(u1)
+        begin(u, block, place + np.arange(len(data)), partial(np.asarray, data), told, at)
 
 
 def store_async(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
@@ -195,5 +252,3 @@ def store_async(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
     words = ", ".join(p.spread(p.value(x, f"b{bits_of(t)}")) for x in (of.items if isinstance(of, Vec) else (of,)))
     return [f"{p.bound(tell)}(u, {p.guard(ins)}, {p.place(to, 32)}, [{words}], {p.place(barrier, 32)})"]
 
-
-_ = u8

@@ -21,7 +21,7 @@ from ptx.text import Imm, Instruction, Kernel, Label, Mem, Operand, Pair, Reg, S
 
 FLOATING = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f64"}
 IGNORED = re.compile(
-    r"(fence|membar|griddepcontrol|setmaxnreg|prefetch|prefetchu|nanosleep|bar\.warp|pragma|discard|applypriority|createpolicy)\b"
+    r"(membar|griddepcontrol|setmaxnreg|prefetch|prefetchu|nanosleep|bar\.warp|pragma|discard|applypriority|createpolicy)\b"
 )
 OPERATORS = {"and": "&", "or": "|", "xor": "^"}
 ONLY_INTEGERS = {"and", "or", "xor", "not", "shl", "shr", "popc", "clz", "brev", "cnot", "sad", "rem"}
@@ -298,7 +298,7 @@ class Program:
 
     def _instruction(self, ins: Instruction, after: int, follow: list[int]) -> list[str]:
         root, *mods = [x for x in re.split(r"\.|::", ins.op) if x]
-        if IGNORED.match(ins.op) and ins.op not in self._complex:
+        if IGNORED.match(ins.op):
             return []
         if root in ("bra", "brx", "ret", "exit"):
             return self._jump(root, ins, after, follow)

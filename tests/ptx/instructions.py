@@ -9,6 +9,7 @@ import numpy as np
 
 from ptx import barriers, bulk, products
 from ptx.decode import Program
+from ptx.flight import Work
 from ptx.machine import WARP, Unit
 from ptx.memory import CLUSTER_SHIFT, Fault, Region
 from ptx.numbers import UNSIGNED, bits_of, f4, i4, u1, u2, u4, u8
@@ -64,8 +65,11 @@ def write(u: Unit, mask: Mask, addresses: np.ndarray, words: list[np.ndarray], s
     if space == "global":
         u.block.cluster.machine.memory.write(addresses, words)
         return
+    warps = u.threads // WARP + 1 if mask is None or mask.all() else u.threads[mask] // WARP + 1
     for region, which, at in near(u, addresses, space == "cluster"):
         region.write(at, [w[which] for w in words])
+        if region is u.block.shared and len(warps) == len(addresses):
+            u.block.wrote((at - u4(region.base)) >> u4(4), warps[which])
 
 
 def _space(mods: list[str]) -> str:
@@ -150,34 +154,74 @@ def atomic(p: Program, ins: Instruction, mods: list[str]) -> Lines:
 
 # -- copies of 4 to 16 bytes
 
-def copy(u: Unit, mask: Mask, to: np.ndarray, of: np.ndarray, size: int, given: np.ndarray | None) -> None:
+def copy(u: Unit, to: np.ndarray, of: np.ndarray, given: np.ndarray, size: int) -> None:
     """`cp.async`: bytes beyond those that are given are zeros."""
-    count = max(size // 4, 1)
-    some = np.ones(u.n, bool) if mask is None else mask
-    words = np.zeros((count, u.n), u4)
-    whole = some if given is None else some & (given >= size)
+    count = size // 4
+    words = np.zeros((count, len(to)), u4)
+    whole = given >= size
     if whole.any():
         words[:, whole] = _read(u, of[whole], u4, count, "global")
-    for i in np.nonzero(some & ~whole)[0]:
-        assert given is not None
+    for i in np.nonzero(~whole & (given > 0))[0]:
         n = int(given[i])
-        if n:
-            data = u.block.cluster.machine.memory.read(of[i] + np.arange(n, dtype=u8), u1)[0]
-            words[:, i] = np.concatenate([data, np.zeros(4 * count - n, u1)]).view(u4)
-    write(u, some, to, list(words), "shared")
+        data = u.block.cluster.machine.memory.read(of[i] + np.arange(n, dtype=u8), u1)[0]
+        words[:, i] = np.concatenate([data, np.zeros(size - n, u1)]).view(u4)
+    u.block.shared.write(to, list(words))
+
+
+def start_copy(u: Unit, mask: Mask, to: np.ndarray, of: np.ndarray, size: int, given: np.ndarray | None) -> None:
+    some = np.ones(u.n, bool) if mask is None else mask
+    given = np.full(u.n, size, u4) if given is None else given
+    if not some.any():
+        return
+    threads, to, of, given = u.threads[some], to[some], of[some], given[some]
+    ((_, _, near_to),) = near(u, to, cluster=False)
+    u.block.wrote((near_to - u4(u.block.shared.base)) >> u4(4), threads // WARP + 1)
+    if not u.block.cluster.machine.late:
+        copy(u, to, of, given, size)
+        return
+    u.block.shared.write(to, [np.full(len(to), 0xFFFFFFFF, u4)] * (size // 4))
+    u.flight.copies.open.append(Work(threads, (to, of, given), lambda unit, *lanes: copy(unit, *lanes, size)))
+
+
+def commit_copies(u: Unit) -> None:
+    u.flight.copies.commit()
+
+
+def finish_copies(u: Unit, left: int, every: bool) -> None:
+    if every:
+        u.flight.copies.commit()
+
+    def now() -> None:
+        for work in u.flight.copies.take(left):
+            work.run(u, *work.lanes)
+
+    u.finish(u.flight.copies.due(left), now, "its copies")
 
 
 def copy_async(p: Program, ins: Instruction, mods: list[str]) -> Lines:
     if "bulk" in mods:
         return bulk.copy_bulk(p, ins, mods)
     if "mbarrier" in mods:
-        return barriers.arrive_after_copies(p, ins, mods)
-    if mods[-1] in ("commit_group", "wait_group", "wait_all"):
-        return []
+        return [f"{p.bound(finish_copies)}(u, 0, True)", *barriers.arrive_after_copies(p, ins, mods)]
+    if mods[-1] == "commit_group":
+        return [f"{p.bound(commit_copies)}(u)"]
+    if mods[-1] in ("wait_group", "wait_all"):
+        left = ins.operands[0] if ins.operands else Imm(0)
+        assert isinstance(left, Imm)
+        return [f"{p.bound(finish_copies)}(u, {left.value}, {mods[-1] == 'wait_all'})"]
     to, of, size, *given = ins.operands
     assert isinstance(size, Imm)
     size_given = p.spread(p.value(given[0], "u32")) if given else "None"
-    return [f"{p.bound(copy)}(u, {p.guard(ins)}, {p.place(to, 32)}, {p.place(of, 64)}, {size.value}, {size_given})"]
+    return [f"{p.bound(start_copy)}(u, {p.guard(ins)}, {p.place(to, 32)}, {p.place(of, 64)}, {size.value}, {size_given})"]
+
+
+def fence_proxy(u: Unit) -> None:
+    u.block.fence(u.threads)
+
+
+def fence(p: Program, ins: Instruction, mods: list[str]) -> Lines:
+    """Between what threads do to memory and what copies and products do; other fences order what is in order here."""
+    return [f"{p.bound(fence_proxy)}(u)"] if mods[:2] == ["proxy", "async"] else []
 
 
 # -- matrices of 8 x 8 halves
@@ -315,10 +359,11 @@ COMPLEX: dict[str, Callable[[Program, Instruction, list[str]], Lines]] = {
     "vote": vote,
     "elect": elect,
     "mapa": map_address,
+    "fence": fence,
     "mma": products.multiply,
     "wgmma": products.group,
     "mbarrier": barriers.mbarrier,
     "bar": barriers.bar,
     "barrier": barriers.bar,
 }
-WAITS = ("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "barrier.cluster", "mbarrier.try_wait", "mbarrier.test_wait", "wgmma", "cp.async.bulk.wait")
+WAITS = ("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "barrier.cluster", "mbarrier.try_wait", "mbarrier.test_wait", "wgmma", "cp.async.bulk.wait", "cp.async.wait")

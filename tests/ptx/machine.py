@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ptx.flight import Flight
 from ptx.memory import Fault, Global, Region, shared
 from ptx.numbers import UNSIGNED, u4, u8
 
@@ -52,6 +53,9 @@ class Unit:
         R: registers.
         threads: their numbers in the block, ascending.
         waits: tells whether it may go on; None if it does not wait.
+        then: what is done when it does.
+        last: it goes on only when no other unit can.
+        flight: what it has started.
     """
 
     def __init__(self, block: Block, threads: np.ndarray, R: list[Any], step: int) -> None:  # noqa: N803
@@ -62,7 +66,9 @@ class Unit:
         self.parts: list[tuple[np.ndarray, int]] = []
         self.joins: list[Join] = []
         self.cluster_turn = 0
-        self.late: dict[str, Any] = {}
+        self.then: Callable[[], None] | None = None
+        self.last = False
+        self.flight = Flight()
         whole = self.n % WARP == 0 and bool((threads.reshape(-1, WARP)[:, :1] + np.arange(WARP) == threads.reshape(-1, WARP)).all())
         self.warps = self.n // WARP if whole and (threads[::WARP] % WARP == 0).all() else 0
 
@@ -87,12 +93,26 @@ class Unit:
         if not until():
             self.waits, self.waits_for = until, what
 
+    def finish(self, due: bool, then: Callable[[], None], what: str) -> None:
+        """Waits for what it has started itself: if that may come late, until nobody else can go on."""
+        if due and self.block.cluster.machine.late:
+            self.waits, self.last, self.then, self.waits_for = (lambda: True), True, then, what
+        else:
+            then()
+
     def part(self, which: np.ndarray, step: int) -> Unit:
         """Some of the threads as a unit of their own."""
         lanes = np.nonzero(which)[0]
-        made = Unit(self.block, self.threads[lanes], [None if x is None else x[lanes] for x in self.R], step)
+        known: dict[int, np.ndarray] = {}
+
+        def of(x: np.ndarray) -> np.ndarray:  # what was one array stays one
+            if id(x) not in known:
+                known[id(x)] = x[lanes]
+            return known[id(x)]
+
+        made = Unit(self.block, self.threads[lanes], [None if x is None else of(x) for x in self.R], step)
         made.cluster_turn = self.cluster_turn
-        made.late = {k: [*v] if isinstance(v, list) else v for k, v in self.late.items()}
+        made.flight = self.flight.of(made.threads, of)
         return made
 
 
@@ -105,7 +125,23 @@ class Block:
         self.barriers: dict[int, list[int]] = {}  # arrived threads, turn
         self.mbarriers: dict[int, Any] = {}
         self.exited = 0
-        self.waiting = 0  # threads at barriers that want all
+        self.unfenced = np.zeros(self.shared.size // 16, np.int8)  # of 16 bytes each: the warp that wrote it, plus one
+
+    def wrote(self, pieces: np.ndarray, warps: np.ndarray | int) -> None:
+        """Pieces of 16 bytes that threads wrote themselves: what copies and products read only after a fence."""
+        self.unfenced[pieces] = warps
+
+    def fence(self, threads: np.ndarray) -> None:
+        """`fence.proxy.async`, by the threads that wrote."""
+        known = np.zeros(WARP + 1, bool)
+        known[np.unique(threads // WARP) + 1] = True
+        self.unfenced[known[self.unfenced]] = 0
+
+    def fenced(self, pieces: np.ndarray) -> None:
+        """A fault where products or copies read what was written without a fence."""
+        if self.unfenced[pieces].any():
+            warp = int(self.unfenced[pieces].max()) - 1
+            raise Fault(f"no fence.proxy.async between warp {warp}, which wrote to shared memory, and a product or copy that reads it")
 
     def arrive(self, barrier: int, threads: int, want: int | None) -> Callable[[], bool]:
         """At `bar`; tells whether those it wants have come."""
@@ -185,8 +221,16 @@ class Machine:
         self.apart, self.late = apart or seed is not None, late
         self.random = None if seed is None else random.Random(seed)
         self.resident = resident
-        self.arguments = dict(zip(self.kernel.params, arguments, strict=True))
+        self.arguments = {n: _bits(a, self.kernel.params[n]) for n, a in zip(self.kernel.params, arguments, strict=True)}
         self.steps = 0
+        self.pending: list[Callable[[], None]] = []
+
+    def later(self, what: Callable[[], None]) -> None:
+        """Something that comes when it comes: at once, or late."""
+        if self.late:
+            self.pending.append(what)
+        else:
+            what()
 
     def run(self) -> None:
         """To the end of all blocks."""
@@ -208,8 +252,10 @@ class Machine:
                 for cluster in running:
                     went |= self._turn(cluster)
                 running = [c for c in running if c.units]
-                if not went and not self._dissolve(running):
+                if not (went or self._belated(running) or self._dissolve(running)):
                     raise Deadlock("\n".join(self._told(u) for c in running for u in c.units))
+        if self.pending:
+            raise Fault("the kernel ends before all copies to shared memory have come")
 
     def tensor_map(self, address: int) -> Any:
         """What the parameter at an address is."""
@@ -220,6 +266,17 @@ class Machine:
         warps = sorted({int(t) // WARP for t in u.threads})
         where = f"warps {warps[0]} to {warps[-1]}" if len(warps) > 1 else f"warp {warps[0]} ({u.n} lanes)"
         return f"block {u.block.number[0]}, {where}: waits for {u.waits_for or 'nothing'} after {self.program.said(u.step)}"
+
+    def _belated(self, running: list[Cluster]) -> bool:
+        """What may come late comes when nothing else can happen."""
+        if self.pending:
+            self.pending.pop(self.random.randrange(len(self.pending)) if self.random else 0)()
+            return True
+        waiting = [u for c in running for u in c.units if u.waits is not None and u.last]
+        if waiting:
+            u = self.random.choice(waiting) if self.random else waiting[0]
+            u.last = False
+        return bool(waiting)
 
     def _dissolve(self, running: list[Cluster]) -> bool:
         """Units that wait where others were to meet them go on by themselves."""
@@ -243,9 +300,11 @@ class Machine:
             if u not in cluster.units:
                 continue
             if u.waits is not None:
-                if not u.waits():
+                if u.last or not u.waits():
                     continue
-                u.waits = None
+                then, u.waits, u.then = u.then, None, None
+                if then:
+                    then()
             went = True
             self._go(cluster, u, self.random.choice((1, 2, 5, 30, SLICE)) if self.random else SLICE)
         return went
@@ -269,6 +328,8 @@ class Machine:
                 e.add_note(f"in {self._told(u)}")
                 raise
             if next_step == EXIT:
+                if u.flight.stores.open or any(u.flight.stores.closed):
+                    raise Fault(f"a thread ends before its stores have read shared memory; {self._told(u)}")
                 u.block.exited += u.n
                 cluster.units.remove(u)
                 for join in u.joins:
@@ -313,30 +374,37 @@ class Machine:
             order = np.argsort(threads)
             came = join.came
 
-            def merged(i: int, came: list[Unit] = came, order: np.ndarray = order) -> Any:
-                values = [c.R[i] for c in came]
+            known: dict[tuple[int, ...], Any] = {}
+
+            def merged(values: list[Any], came: list[Unit] = came, order: np.ndarray = order, known: dict[Any, Any] = known) -> Any:
                 if all(v is None for v in values):
                     return None
-                kind = next(v.dtype for v in values if v is not None)
-                values = [np.zeros(c.n, kind) if v is None else v for v, c in zip(values, came, strict=True)]
-                return np.concatenate(values)[order]
+                key = tuple(map(id, values))
+                if key not in known:
+                    kind = next(v.dtype for v in values if v is not None)
+                    values = [np.zeros(c.n, kind) if v is None else v for v, c in zip(values, came, strict=True)]
+                    known[key] = np.concatenate(values)[order]
+                return known[key]
 
-            registers = [merged(i) for i in range(len(came[0].R))]
+            registers = [merged([c.R[i] for c in came]) for i in range(len(came[0].R))]
             made = Unit(came[0].block, threads[order], registers, join.step)
             made.joins = came[0].joins[:-1]
             for j in made.joins:
                 j.waits_for -= len(came) - 1
             made.cluster_turn = came[0].cluster_turn
-            made.late = _together([c.late for c in came])
+            made.flight = Flight.together([c.flight for c in came], merged)
             for c in came[1:]:
                 cluster.units.remove(c)
             cluster.units[cluster.units.index(came[0])] = made
             join.came, join.waits_for = [], 0
 
 
-def _together(late: list[dict[str, Any]]) -> dict[str, Any]:
-    keys = {k for d in late for k in d}
-    return {k: next(d[k] for d in late if k in d) for k in keys}
+def _bits(argument: Any, size: int) -> Any:
+    """A number as a parameter of so many bytes."""
+    if isinstance(argument, float):
+        assert size == 4
+        return int(np.float32(argument).view(u4))
+    return argument & (1 << 8 * size) - 1 if isinstance(argument, int) else argument
 
 
 def special(u: Unit, name: str) -> np.ndarray:

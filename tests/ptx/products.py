@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.machine import WARP, Unit
-from ptx.memory import Fault, Region
+from ptx.flight import Started
+from ptx.machine import WARP, Block, Unit
+from ptx.memory import Fault
 from ptx.numbers import bits_of, decoded, f2, f4, f8, i4, u1, u2, u4
 from ptx.text import Imm, Instruction, Reg, Unknown, Vec
 
@@ -125,12 +127,14 @@ def places(descriptor: int, rows: int, step_bytes: int, turned: bool, width: int
     return at // 16
 
 
-def operand(shared: Region, descriptor: int, rows: int, kind: str, turned: bool) -> np.ndarray:
+def operand(block: Block, descriptor: int, rows: int, kind: str, turned: bool) -> np.ndarray:
     """(rows, K) numbers in shared memory."""
+    shared = block.shared
     width = bits_of(kind) // 8
     at = places(descriptor, rows, 32, turned, width) - shared.base // 16
     if at.min() < 0 or 16 * int(at.max()) + 16 > shared.size:
         raise Fault(f"an operand of a product lies beyond {shared.name}")
+    block.fenced(at)
     pieces = shared.data[: shared.size // 16 * 16].reshape(-1, 16)[at]
     raw = np.ascontiguousarray(pieces).reshape(at.shape[0], -1).view({1: u1, 2: u2, 4: u4}[width])
     numbers = decoded(kind)(raw).astype(f8)
@@ -153,30 +157,39 @@ class Product:
         self.columns, self.kinds, self.d, self.a, self.signs, self.turned = columns, kinds, d, a, signs, turned
 
     def start(self, u: Unit, a: np.ndarray | None, b: np.ndarray, keeps: np.ndarray) -> None:
-        """Of all warpgroups of a unit. `keeps`: what was in the accumulator before counts."""
-        warps = u.whole()
-        if warps % 4 or (u.threads[:: 4 * WARP] % (4 * WARP)).any():
-            raise Fault("a product of a warpgroup that is not whole")
-        keep = bool(u.one(keeps))
-        groups = warps // 4
-        lanes = 4 * WARP
-        made = []
-        for g in range(groups):
-            mine = slice(g * lanes, (g + 1) * lanes)
+        """Begins it. `keeps`: what was in the accumulator before counts."""
+        u.whole()
+        before = tuple(u.R[i] for i in self.d) if u.one(keeps) else None
+        read = tuple(u.R[i] for i in self.a) if self.a is not None else (a,)
+        if not u.block.cluster.machine.late:
+            for i, x in zip(self.d, self.sums(u, read, b, before), strict=True):
+                u.R[i] = x
+            return
+        marks = tuple(np.full(u.n, 0xFFFFFFFF, u4) for _ in self.d)
+        u.flight.products.open.append(Started(self, read, b, before, marks))
+        for i, x in zip(self.d, marks, strict=True):
+            u.R[i] = x
+
+    def sums(self, u: Unit, a: tuple[np.ndarray, ...], b: np.ndarray, before: tuple[np.ndarray, ...] | None) -> list[np.ndarray]:
+        """The accumulator's registers: each warp makes its 16 rows."""
+        groups = u.threads // (4 * WARP)
+        made: list[list[np.ndarray]] = []
+        for g in np.unique(groups):
+            lanes = np.nonzero(groups == g)[0]
+            mine = slice(int(lanes[0]), int(lanes[-1]) + 1)
+            warps = u.threads[mine][::WARP] // WARP % 4
             if self.a is None:
-                assert a is not None
-                left = operand(u.block.shared, self._same(a[mine]), 64, self.kinds[1], self.turned[0])
+                whole = operand(u.block, self._same(a[0][mine]), 64, self.kinds[1], self.turned[0])
+                left = whole.reshape(4, 16, -1)[warps]
             else:
-                words = rows_of([u.R[i][mine] for i in self.a], 4)
-                left = elements(words, self.kinds[1]).reshape(64, -1)
-            right = operand(u.block.shared, self._same(b[mine]), self.columns, self.kinds[2], self.turned[1])
+                left = elements(rows_of([x[mine] for x in a], len(warps)), self.kinds[1])
+            right = operand(u.block, self._same(b[mine]), self.columns, self.kinds[2], self.turned[1])
             product = left @ right.T
             if self.signs[0] * self.signs[1] < 0:
                 product = -product
-            before = sums_of([u.R[i][mine] for i in self.d], 4, self.kinds[0]) if keep else None
-            made.append(registers_of(added(product.reshape(4, 16, -1), before, self.kinds[0]), self.kinds[0]))
-        for n, i in enumerate(self.d):
-            u.R[i] = made[0][n] if groups == 1 else np.concatenate([m[n] for m in made])
+            old = None if before is None else sums_of([x[mine] for x in before], len(warps), self.kinds[0])
+            made.append(registers_of(added(product, old, self.kinds[0]), self.kinds[0]))
+        return made[0] if len(made) == 1 else [np.concatenate(parts) for parts in zip(*made, strict=True)]
 
     @staticmethod
     def _same(descriptors: np.ndarray) -> int:
@@ -185,7 +198,38 @@ class Product:
         return int(descriptors[0])
 
 
+def finish(u: Unit, left: int) -> None:
+    """`wgmma.wait_group`: what stood for sums in registers, wherever it was moved to, becomes them."""
+
+    def now() -> None:
+        done: dict[int, np.ndarray] = {}
+        for s in u.flight.products.take(left):
+            before = None if s.before is None else tuple(done.get(id(x), x) for x in s.before)
+            done |= zip(map(id, s.marks), s.product.sums(u, s.a, s.b, before), strict=True)
+            kept.append(s)  # a number that tells an array must not become another one's
+        u.R[:] = [done.get(id(x), x) for x in u.R]
+        products = u.flight.products
+
+        def settled(s: Started) -> Started:
+            return s if s.before is None else replace(s, before=tuple(done.get(id(x), x) for x in s.before))
+
+        u.flight.products = products.mapped(settled)
+
+    kept: list[Started] = []
+    u.finish(u.flight.products.due(left), now, "its products")
+
+
+def commit(u: Unit) -> None:
+    u.flight.products.commit()
+
+
 def group(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
+    if mods[0] == "commit_group":
+        return [f"{p.bound(commit)}(u)"]
+    if mods[0] == "wait_group":
+        (left,) = ins.operands
+        assert isinstance(left, Imm)
+        return [f"{p.bound(finish)}(u, {left.value})"]
     if mods[0] != "mma_async":
         return []
     shape = re.match(r"m64n(\d+)k\d+$", next(m for m in mods if m.startswith("m64")))
