@@ -1,7 +1,11 @@
-"""A machine that runs PTX, for tests of generated GPU kernels where there is no GPU."""
+"""A machine that runs PTX, for tests of generated GPU kernels where there is no GPU.
 
-from ptx.machine import Deadlock
+`emulate` builds a candidate's kernel and runs it on the CPU's tensors; `How` says in what order, and how late copies and
+products end.
+"""
+
+from ptx.machine import Deadlock, How
 from ptx.memory import Fault
-from ptx.run import H200, Emulated, How, emulate, emulating
+from ptx.run import H200, Emulated, emulate, emulating, run
 
-__all__ = ["H200", "Deadlock", "Emulated", "Fault", "How", "emulate", "emulating"]
+__all__ = ["H200", "Deadlock", "Emulated", "Fault", "How", "emulate", "emulating", "run"]

@@ -21,10 +21,6 @@ def _on_halves(of: Function) -> Function:
     return lambda *x: to_bf16(of(*(from_bf16(v) for v in x)))
 
 
-def _fmin(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    return np.fmin(x, y)
-
-
 def _clipped(of: Function) -> Function:
     def to(*x: np.ndarray) -> np.ndarray:
         y = of(*x)
@@ -56,27 +52,38 @@ FLOAT = {
 def floating(root: str, mods: list[str], t: str) -> Function:
     """Of numbers in f16, f32 or f64, or of bf16's bits."""
     kind = t.removesuffix("x2")
-    if root in ("fma", "mad"):
-        if kind == "f64":
-            return lambda x, y, z: x * y + z
-        if kind == "bf16":
-            made: Function = lambda x, y, z: fma(from_bf16(x), from_bf16(y), from_bf16(z), u2)
-        else:
-            to = np.float16 if kind == "f16" else np.float32
-            made = lambda x, y, z: fma(x, y, z, to)
-    else:
-        made = FLOAT[root]
-        if "NaN" in mods:
-            made = {"min": np.minimum, "max": np.maximum}[root]
-        if kind == "bf16":
-            made = _on_halves(made)
+    made = _fused(kind) if root in ("fma", "mad") else _simple(root, mods, kind)
     if "ftz" in mods and kind == "f32":
-        inner = made
-        made = lambda *x: flush(inner(*(flush(v) for v in x)))
+        made = _flushed(made)
     if "relu" in mods:
-        before = made
-        made = lambda *x: np.maximum(before(*x), 0) if kind != "bf16" else np.where(before(*x) >> 15, u2(0), before(*x))
+        made = _not_negative(made, kind)
     return _clipped(made) if "sat" in mods else made
+
+
+def _fused(kind: str) -> Function:
+    if kind == "f64":
+        return lambda x, y, z: x * y + z
+    if kind == "bf16":
+        return lambda x, y, z: fma(from_bf16(x), from_bf16(y), from_bf16(z), u2)
+    to = np.float16 if kind == "f16" else np.float32
+    return lambda x, y, z: fma(x, y, z, to)
+
+
+def _simple(root: str, mods: list[str], kind: str) -> Function:
+    found = FLOAT | ({"min": np.minimum, "max": np.maximum} if "NaN" in mods else {})
+    if root not in found:
+        raise Unknown(f"{root}.{kind}")
+    return _on_halves(found[root]) if kind == "bf16" else found[root]
+
+
+def _flushed(of: Function) -> Function:
+    return lambda *x: flush(of(*(flush(v) for v in x)))
+
+
+def _not_negative(of: Function, kind: str) -> Function:
+    if kind == "bf16":
+        return lambda *x: (lambda y: np.where(y >> 15, u2(0), y))(of(*x))
+    return lambda *x: np.maximum(of(*x), 0)
 
 
 def _truncated(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -254,20 +261,22 @@ def compared(how: str, t: str) -> Function:
     }
     if "f" not in t:
         return np.not_equal if how == "ne" else ordered[how]
-    of: Function
-    if how == "num":
-        of = lambda x, y: ~(np.isnan(x) | np.isnan(y))
-    elif how == "nan":
-        of = lambda x, y: np.isnan(x) | np.isnan(y)
-    elif how == "ne":
-        of = lambda x, y: (x != y) & ~(np.isnan(x) | np.isnan(y))
-    elif how == "neu":
-        of = np.not_equal
-    elif how in ordered:
-        of = ordered[how]
-    else:
-        base = ordered[how[:-1]]
-        of = lambda x, y: base(x, y) | np.isnan(x) | np.isnan(y)
+    of = _of_floats(how, ordered)
     if t == "bf16":
         return lambda x, y: of(from_bf16(x), from_bf16(y))
     return of
+
+
+def _of_floats(how: str, ordered: dict[str, Function]) -> Function:
+    if how == "num":
+        return lambda x, y: ~(np.isnan(x) | np.isnan(y))
+    if how == "nan":
+        return lambda x, y: np.isnan(x) | np.isnan(y)
+    if how == "ne":
+        return lambda x, y: (x != y) & ~(np.isnan(x) | np.isnan(y))
+    if how == "neu":
+        return np.not_equal
+    if how in ordered:
+        return ordered[how]
+    base = ordered[how[:-1]]
+    return lambda x, y: base(x, y) | np.isnan(x) | np.isnan(y)

@@ -102,7 +102,10 @@ def wait(u: Unit, mask: np.ndarray | None, addresses: np.ndarray, parities: np.n
     if mask is not None and u.one(mask) == 0:
         return np.zeros(u.n, bool)
     barrier, parity = at(u, u.one(addresses)), u.one(parities) & 1
-    u.wait(lambda: barrier.phase & 1 != parity, f"phase {parity} of {barrier.name} ({barrier.pending} arrivals, {barrier.bytes} bytes are missing)")
+    u.wait(
+        lambda: barrier.phase & 1 != parity,
+        f"phase {parity} of {barrier.name} ({barrier.pending} arrivals, {barrier.bytes} bytes are missing)",
+    )
     return np.ones(u.n, bool)
 
 
@@ -140,6 +143,7 @@ def arrive_after_copies(p: Program, ins: Instruction, mods: list[str]) -> list[s
 
 # -- of a block and of a cluster
 
+
 def meet(u: Unit, mask: np.ndarray | None, number: np.ndarray, count: np.ndarray | None, waits: bool) -> None:
     if mask is not None and u.one(mask) == 0:
         return
@@ -176,4 +180,3 @@ def bar(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
     number = p.spread(p.value(ops[0] if ops else Imm(0), "u32"))
     count = p.spread(p.value(ops[1], "u32")) if len(ops) > 1 else "None"
     return [f"{p.bound(meet)}(u, {p.guard(ins)}, {number}, {count}, {what == 'sync'})"]
-

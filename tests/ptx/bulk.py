@@ -15,6 +15,7 @@ from ptx.machine import Block, Unit
 from ptx.memory import Fault, Region
 from ptx.numbers import bits_of, u1
 from ptx.text import Imm, Instruction, Mem, Unknown, Vec
+from ptx.watch import PIECE
 
 if TYPE_CHECKING:
     from ptx.decode import Program
@@ -112,17 +113,28 @@ def begin(u: Unit, block: Block, to: np.ndarray, data: Callable[[], np.ndarray],
     if found is None:
         raise Fault("a copy tells no barrier")
     places = _bytes(block.shared, to)
-    block.wrote(places >> 4, 0)
+    at = np.unique(places // PIECE)
+    block.watch.unfenced[at] = 0
+    block.watch.start(at, fenced=True)
     block.shared.data[places] = 255
 
     def come() -> None:
+        block.watch.end(at)
         block.shared.data[places] = data()
         found.came(len(places))
 
     u.block.cluster.machine.later(come)
 
 
-def load_box(u: Unit, mask: np.ndarray | None, to: np.ndarray, of: np.ndarray, corner: list[np.ndarray], barrier: np.ndarray, both: np.ndarray | None) -> None:
+def load_box(
+    u: Unit,
+    mask: np.ndarray | None,
+    to: np.ndarray,
+    of: np.ndarray,
+    corner: list[np.ndarray],
+    barrier: np.ndarray,
+    both: np.ndarray | None,
+) -> None:
     for i in barriers.lanes(u, mask):
         m = map_of(u, int(of[i]))
         where = [int(c[i].view(np.int32)) for c in corner]
@@ -147,10 +159,11 @@ def out(u: Unit, lane: int, of: np.ndarray, write: Callable[[np.ndarray], None])
     """A copy from shared memory, of a group that a thread waits for."""
     block = u.block
     places = _bytes(block.shared, of)
-    block.fenced(places >> 4)
+    at = np.unique(places // PIECE)
+    block.watch.hold(at)
 
     def go(_: Unit) -> None:
-        block.fenced(places >> 4)
+        block.watch.free(at)
         write(block.shared.data[places])
 
     if block.cluster.machine.late:
@@ -195,7 +208,7 @@ def copy_bytes(
         region = memory.region(here) if source_block is None else source_block.shared
         source = _bytes(region, place + np.arange(n))
         if source_block is not None:
-            source_block.fenced(source >> 4)
+            source_block.watch.use(np.unique(source // PIECE))
         block, to_place = barriers.block_of(u, there)
         assert barrier is not None
         told, told_at = barriers.block_of(u, int(barrier[i]))
@@ -225,7 +238,8 @@ def copy_bulk(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
             assert isinstance(of, Mem) and isinstance(of.more[0], Vec)
             corner = ", ".join(value(c) for c in of.more[0].items)
             both = value(more[0]) if "multicast" in mods else "None"
-            return [f"{p.bound(load_box)}(u, {mask}, {p.place(to, 32)}, {p.place(of, 64)}, [{corner}], {p.place(barrier, 32)}, {both})"]
+            given = f"{p.place(to, 32)}, {p.place(of, 64)}, [{corner}], {p.place(barrier, 32)}, {both}"
+            return [f"{p.bound(load_box)}(u, {mask}, {given})"]
         to, of = ops[:2]
         assert isinstance(to, Mem) and isinstance(to.more[0], Vec)
         corner = ", ".join(value(c) for c in to.more[0].items)
@@ -251,4 +265,3 @@ def store_async(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
     t = mods[-1]
     words = ", ".join(p.spread(p.value(x, f"b{bits_of(t)}")) for x in (of.items if isinstance(of, Vec) else (of,)))
     return [f"{p.bound(tell)}(u, {p.guard(ins)}, {p.place(to, 32)}, [{words}], {p.place(barrier, 32)})"]
-

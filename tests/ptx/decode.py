@@ -15,8 +15,8 @@ import numpy as np
 
 from ptx import arithmetic, numbers
 from ptx.machine import EXIT, PARAMETER_BYTES, PARAMETERS, PARTED, Unit, special
-from ptx.numbers import FLOATS, SIGNED, UNSIGNED, bits_of, u4, u8
 from ptx.memory import SHARED_BASE
+from ptx.numbers import FLOATS, SIGNED, UNSIGNED, bits_of
 from ptx.text import Imm, Instruction, Kernel, Label, Mem, Operand, Pair, Reg, Sink, Special, Sym, Unknown, Vec, parse
 
 FLOATING = {"f16", "f16x2", "bf16", "bf16x2", "f32", "f64"}
@@ -67,13 +67,17 @@ class Program:
         from ptx.instructions import COMPLEX, WAITS  # they decode operands by means of this module
 
         self.kernel: Kernel = parse(ptx)
-        self.static_bytes = 0
         self._complex, self._waits, self._fine = COMPLEX, WAITS, fine
         self.names: dict[str, Any] = {
             **{f"u{n}": UNSIGNED[8 * n] for n in (1, 2, 4, 8)},
             **{f"i{n}": SIGNED[8 * n] for n in (1, 2, 4, 8)},
             **{f"f{n}": FLOATS[f"f{8 * n}"] for n in (2, 4, 8)},
-            **{"np": np, "full": full, "select": select, "branch": branch, "branch_list": branch_list, "special": special},
+            "np": np,
+            "full": full,
+            "select": select,
+            "branch": branch,
+            "branch_list": branch_list,
+            "special": special,
         }
         self.steps: list[Callable[[Unit], int]] = []
         self.meets: dict[int, int | None] = {}
@@ -208,9 +212,7 @@ class Program:
             if op.kind == "pred":
                 return f"~R[{op.number}]" if op.negated else f"R[{op.number}]"
             text = f"R[{op.number}]"
-            if int(op.kind) > bits:
-                text += f".astype(u{bits // 8})"
-            elif int(op.kind) < bits:
+            if int(op.kind) > bits or int(op.kind) < bits:
                 text += f".astype(u{bits // 8})"
             return text + self._seen(t)
         if isinstance(op, Imm):
@@ -221,7 +223,10 @@ class Program:
             return self.bound(UNSIGNED[bits](self.address(op)))
         if isinstance(op, Vec):  # `mov.b32 d, {a, b}`
             each = bits // len(op.items)
-            parts = [f"({self.value(x, f'b{each}')}.astype(u{bits // 8}) << u{bits // 8}({i * each}))" for i, x in enumerate(op.items)]
+            parts = [
+                f"({self.value(x, f'b{each}')}.astype(u{bits // 8}) << u{bits // 8}({i * each}))"
+                for i, x in enumerate(op.items)
+            ]
             return " | ".join(parts)
         raise Unknown(f"operand {op}")
 
@@ -359,7 +364,9 @@ class Program:
             types[2:] = [result] * len(types[2:])
         if root in ("popc", "clz"):
             result = "u32"
-        return self.put(ins, ops[0], f"{of}({', '.join(self.value(o, k) for o, k in zip(ops[1:], types, strict=True))})", result)
+        return self.put(
+            ins, ops[0], f"{of}({', '.join(self.value(o, k) for o, k in zip(ops[1:], types, strict=True))})", result
+        )
 
     def _move(self, ins: Instruction, t: str) -> list[str]:
         to, of = ins.operands
@@ -402,7 +409,9 @@ class Program:
         text = f"{of}({self.value(ops[1], t)}, {self.value(ops[2], t)})"
         if root == "set":
             kind = mods[-2]
-            one = {"f32": "u4(0x3f800000)", "f16": "u2(0x3c00)", "bf16": "u2(0x3f80)"}.get(kind, f"u{bits_of(kind) // 8}(-1 % (1 << {bits_of(kind)}))")
+            one = {"f32": "u4(0x3f800000)", "f16": "u2(0x3c00)", "bf16": "u2(0x3f80)"}.get(
+                kind, f"u{bits_of(kind) // 8}(-1 % (1 << {bits_of(kind)}))"
+            )
             if len(ops) > 3 or kind.endswith("x2"):
                 raise Unknown(ins.text)
             return self.put(ins, ops[0], f"np.where({text}, {one}, {one} ^ {one})", f"b{bits_of(kind)}")
@@ -432,4 +441,3 @@ class Program:
         else:
             of = arithmetic.inserted if root == "bfi" else arithmetic.funnel(mods)
         return self.put(ins, ops[0], f"{self.bound(of)}({', '.join(given)})", t)
-

@@ -12,6 +12,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from ptx.memory import Fault
+from ptx.watch import Watch
+
 T = TypeVar("T")
 Of = Callable[[np.ndarray], np.ndarray]  # some lanes of a register
 
@@ -57,6 +60,21 @@ class Work:
         return Work(self.threads[which], tuple(x[which] for x in self.lanes), self.run) if which.any() else None
 
 
+class Held:
+    """Pieces of shared memory that a product reads, for as long as any part of a unit that parted has it under way."""
+
+    def __init__(self, watch: Watch, at: list[np.ndarray]) -> None:
+        self.watch, self.at, self.parts = watch, at, 0
+        for x in at:
+            watch.hold(x)
+
+    def free(self) -> None:
+        self.parts -= 1
+        if self.parts <= 0:
+            for x in self.at:
+                self.watch.free(x)
+
+
 @dataclass(frozen=True)
 class Started:
     """A product: what it reads, and what stands in its registers until it is done."""
@@ -66,8 +84,10 @@ class Started:
     b: np.ndarray
     before: tuple[np.ndarray, ...] | None
     marks: tuple[np.ndarray, ...]
+    held: Held
 
     def of(self, lanes: Of) -> Started:
+        self.held.parts += 1
         before = None if self.before is None else tuple(map(lanes, self.before))
         return replace(self, a=tuple(map(lanes, self.a)), b=lanes(self.b), before=before, marks=tuple(map(lanes, self.marks)))
 
@@ -76,9 +96,9 @@ class Started:
 class Flight:
     """All of a unit's."""
 
-    copies: Groups[Work] = field(default_factory=Groups)
-    stores: Groups[Work] = field(default_factory=Groups)
-    products: Groups[Started] = field(default_factory=Groups)
+    copies: Groups[Work] = field(default_factory=lambda: Groups())
+    stores: Groups[Work] = field(default_factory=lambda: Groups())
+    products: Groups[Started] = field(default_factory=lambda: Groups())
 
     def of(self, threads: np.ndarray, lanes: Of) -> Flight:
         """Of some of the unit's threads."""
@@ -91,19 +111,25 @@ class Flight:
         products = [f.products for f in flights]
         first = products[0]
         if any([len(g) for g in (p.open, *p.closed)] != [len(g) for g in (first.open, *first.closed)] for p in products):
-            raise NotImplementedError("units with different products under way become one")
+            raise Fault("threads with different products under way go on together")
 
         def joined(parts: tuple[Started, ...]) -> Started:
             before = None
             if parts[0].before is not None:
                 before = tuple(merged(list(x)) for x in zip(*(p.before or () for p in parts), strict=True))
-            a, marks = (tuple(merged(list(x)) for x in zip(*v, strict=True)) for v in ([p.a for p in parts], [p.marks for p in parts]))
-            return Started(parts[0].product, a, merged([p.b for p in parts]), before, marks)
+            a, marks = (
+                tuple(merged(list(x)) for x in zip(*v, strict=True)) for v in ([p.a for p in parts], [p.marks for p in parts])
+            )
+            held = parts[0].held
+            held.parts -= len(parts) - 1
+            return Started(parts[0].product, a, merged([p.b for p in parts]), before, marks, held)
 
         def zipped(groups: list[list[Started]]) -> list[Started]:
             return [joined(parts) for parts in zip(*groups, strict=True)]
 
-        made = Groups(zipped([p.open for p in products]), [zipped(list(g)) for g in zip(*(p.closed for p in products), strict=True)])
+        made = Groups(
+            zipped([p.open for p in products]), [zipped(list(g)) for g in zip(*(p.closed for p in products), strict=True)]
+        )
         return Flight(_aligned([f.copies for f in flights]), _aligned([f.stores for f in flights]), made)
 
 

@@ -12,8 +12,9 @@ from ptx.decode import Program
 from ptx.flight import Work
 from ptx.machine import WARP, Unit
 from ptx.memory import CLUSTER_SHIFT, Fault, Region
-from ptx.numbers import UNSIGNED, bits_of, f4, i4, u1, u2, u4, u8
-from ptx.text import Imm, Instruction, Mem, Pair, Reg, Sink, Sym, Unknown, Vec
+from ptx.numbers import UNSIGNED, bits_of, i4, u1, u2, u4, u8
+from ptx.text import Imm, Instruction, Mem, Pair, Sink, Sym, Unknown, Vec
+from ptx.watch import pieces
 
 Lines = list[str]
 Mask = np.ndarray | None
@@ -49,6 +50,7 @@ def _read(u: Unit, addresses: np.ndarray, word: type, count: int, space: str) ->
         return u.block.cluster.machine.memory.read(addresses, word, count)
     parts = near(u, addresses, space == "cluster")
     if len(parts) == 1 and isinstance(parts[0][1], slice):
+        u.block.watch.read(pieces(addresses))
         return parts[0][0].read(addresses, word, count)
     got = np.empty((count, len(addresses)), word)
     for region, which, at in parts:
@@ -56,20 +58,25 @@ def _read(u: Unit, addresses: np.ndarray, word: type, count: int, space: str) ->
     return got
 
 
-def write(u: Unit, mask: Mask, addresses: np.ndarray, words: list[np.ndarray], space: str) -> None:
-    """Words to each lane's address, of the last lane where several write to one."""
+def write(
+    u: Unit, mask: Mask, addresses: np.ndarray, words: list[np.ndarray], space: str, threads: np.ndarray | None = None
+) -> None:
+    """Words to each lane's address, of the last lane where several write to one.
+
+    `threads`: that write, if not each lane its own.
+    """
+    threads = u.threads if threads is None else threads
     if mask is not None and not mask.all():
         if not mask.any():
             return
-        addresses, words = addresses[mask], [w[mask] for w in words]
+        addresses, words, threads = addresses[mask], [w[mask] for w in words], threads[mask]
     if space == "global":
         u.block.cluster.machine.memory.write(addresses, words)
         return
-    warps = u.threads // WARP + 1 if mask is None or mask.all() else u.threads[mask] // WARP + 1
     for region, which, at in near(u, addresses, space == "cluster"):
         region.write(at, [w[which] for w in words])
-        if region is u.block.shared and len(warps) == len(addresses):
-            u.block.wrote((at - u4(region.base)) >> u4(4), warps[which])
+        if region is u.block.shared:
+            u.block.watch.write(pieces(at), threads[which])
 
 
 def _space(mods: list[str]) -> str:
@@ -88,7 +95,12 @@ def load(p: Program, ins: Instruction, mods: list[str]) -> Lines:
     if mods[0] == "param":
         assert isinstance(at, Mem) and isinstance(at.base, Sym)
         name, kind = at.base.name, UNSIGNED[bits_of(t)]
-        return p.put(ins, to, f"full(u, {kind.__name__}(u.block.cluster.machine.arguments[{name!r}]))".replace("uint", "np.uint"), f"b{bits_of(t)}")
+        return p.put(
+            ins,
+            to,
+            f"full(u, {kind.__name__}(u.block.cluster.machine.arguments[{name!r}]))".replace("uint", "np.uint"),
+            f"b{bits_of(t)}",
+        )
     count, bits, space = _vector(mods), bits_of(t), _space(mods)
     address = p.place(at, 64 if space == "global" else 32)
     lines = [f"v = {p.bound(read)}(u, {p.guard(ins)}, {address}, u{bits // 8}, {count}, {space!r})"]
@@ -135,7 +147,7 @@ def change(u: Unit, mask: Mask, addresses: np.ndarray, how: str, values: list[np
             new = values[1][i] if old[0] == values[0][i] else old[0]
         else:
             new = CHANGES[how](old[0], values[0][i])
-        write(u, None, at, [np.array([new], kind).view(words)], space)
+        write(u, None, at, [np.array([new], kind).view(words)], space, u.threads[i : i + 1])
         got[i] = old.view(words)[0]
     return got
 
@@ -148,11 +160,14 @@ def atomic(p: Program, ins: Instruction, mods: list[str]) -> Lines:
     if t.endswith("x2") or t == "bf16":
         raise Unknown(ins.text)
     words = ", ".join(p.spread(p.value(x, t)) for x in values)
-    call = f"{p.bound(change)}(u, {p.guard(ins)}, {p.place(at, 64 if space == 'global' else 32)}, {how!r}, [{words}], {space!r})"
+    call = (
+        f"{p.bound(change)}(u, {p.guard(ins)}, {p.place(at, 64 if space == 'global' else 32)}, {how!r}, [{words}], {space!r})"
+    )
     return p.put(ins, ins.operands[0], call, f"b{bits_of(t)}") if returns else [call]
 
 
 # -- copies of 4 to 16 bytes
+
 
 def copy(u: Unit, to: np.ndarray, of: np.ndarray, given: np.ndarray, size: int) -> None:
     """`cp.async`: bytes beyond those that are given are zeros."""
@@ -174,13 +189,21 @@ def start_copy(u: Unit, mask: Mask, to: np.ndarray, of: np.ndarray, size: int, g
     if not some.any():
         return
     threads, to, of, given = u.threads[some], to[some], of[some], given[some]
-    ((_, _, near_to),) = near(u, to, cluster=False)
-    u.block.wrote((near_to - u4(u.block.shared.base)) >> u4(4), threads // WARP + 1)
+    near(u, to, cluster=False)
+    watch, at = u.block.watch, pieces(to)
+    if u.block.cluster.machine.how.fenced_copies:
+        watch.unfenced[at] = threads // WARP + 1
     if not u.block.cluster.machine.late:
         copy(u, to, of, given, size)
         return
     u.block.shared.write(to, [np.full(len(to), 0xFFFFFFFF, u4)] * (size // 4))
-    u.flight.copies.open.append(Work(threads, (to, of, given), lambda unit, *lanes: copy(unit, *lanes, size)))
+    watch.start(at, fenced=False)
+
+    def come(unit: Unit, to: np.ndarray, of: np.ndarray, given: np.ndarray) -> None:
+        watch.end(pieces(to))
+        copy(unit, to, of, given, size)
+
+    u.flight.copies.open.append(Work(threads, (to, of, given), come))
 
 
 def commit_copies(u: Unit) -> None:
@@ -216,7 +239,7 @@ def copy_async(p: Program, ins: Instruction, mods: list[str]) -> Lines:
 
 
 def fence_proxy(u: Unit) -> None:
-    u.block.fence(u.threads)
+    u.block.watch.fence(u.threads)
 
 
 def fence(p: Program, ins: Instruction, mods: list[str]) -> Lines:
@@ -225,6 +248,7 @@ def fence(p: Program, ins: Instruction, mods: list[str]) -> Lines:
 
 
 # -- matrices of 8 x 8 halves
+
 
 def load_matrices(u: Unit, addresses: np.ndarray, count: int, turned: bool) -> list[np.ndarray]:
     lanes = addresses.reshape(u.whole(), WARP)
@@ -243,11 +267,12 @@ def store_matrices(u: Unit, mask: Mask, addresses: np.ndarray, words: list[np.nd
     if mask is not None and not mask.all():
         raise Fault("stmatrix by some lanes")
     lanes = addresses.reshape(u.whole(), WARP)
+    threads = u.threads.reshape(-1, WARP)[:, :8].reshape(-1)
     for i, w in enumerate(words):
         rows = np.ascontiguousarray(w).reshape(-1, 8, 4)
         if turned:
             rows = np.ascontiguousarray(rows.view(u2).transpose(0, 2, 1)).view(u4)
-        write(u, None, lanes[:, 8 * i : 8 * i + 8].reshape(-1), list(rows.reshape(-1, 4).T), "shared")
+        write(u, None, lanes[:, 8 * i : 8 * i + 8].reshape(-1), list(rows.reshape(-1, 4).T), "shared", threads)
 
 
 def load_matrix(p: Program, ins: Instruction, mods: list[str]) -> Lines:
@@ -270,6 +295,7 @@ def store_matrix(p: Program, ins: Instruction, mods: list[str]) -> Lines:
 
 
 # -- lanes of a warp
+
 
 def shuffled(u: Unit, how: str, x: np.ndarray, by: np.ndarray, clamp: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """`shfl.sync`: the value, and whether it came from a lane in range."""
@@ -296,7 +322,14 @@ def shuffle(p: Program, ins: Instruction, mods: list[str]) -> Lines:
 
 def reduced(u: Unit, how: str, x: np.ndarray) -> np.ndarray:
     lanes = x.reshape(u.whole(), WARP)
-    of = {"add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor}[how]
+    of = {
+        "add": np.add,
+        "min": np.minimum,
+        "max": np.maximum,
+        "and": np.bitwise_and,
+        "or": np.bitwise_or,
+        "xor": np.bitwise_xor,
+    }[how]
     return np.repeat(of.reduce(lanes, axis=1, dtype=x.dtype), WARP)
 
 
@@ -366,4 +399,15 @@ COMPLEX: dict[str, Callable[[Program, Instruction, list[str]], Lines]] = {
     "bar": barriers.bar,
     "barrier": barriers.bar,
 }
-WAITS = ("bar.sync", "barrier.sync", "bar.arrive", "barrier.arrive", "barrier.cluster", "mbarrier.try_wait", "mbarrier.test_wait", "wgmma", "cp.async.bulk.wait", "cp.async.wait")
+WAITS = (
+    "bar.sync",
+    "barrier.sync",
+    "bar.arrive",
+    "barrier.arrive",
+    "barrier.cluster",
+    "mbarrier.try_wait",
+    "mbarrier.test_wait",
+    "wgmma",
+    "cp.async.bulk.wait",
+    "cp.async.wait",
+)

@@ -16,6 +16,7 @@ import numpy as np
 from ptx.flight import Flight
 from ptx.memory import Fault, Global, Region, shared
 from ptx.numbers import UNSIGNED, u4, u8
+from ptx.watch import Watch
 
 WARP = 32
 EXIT = -1
@@ -24,6 +25,28 @@ PARAMETER_BYTES = 1 << 12
 PARTED = -2
 SLICE = 400  # steps that a unit takes before the next one has its turn
 MOST_STEPS = 20_000_000
+
+
+@dataclass(frozen=True)
+class How:
+    """How a launch is run.
+
+    Attributes:
+        apart: each warp by itself; else a block's threads go in step as long as they can.
+        seed: of a random order, warps apart, others coming between any two accesses to memory; None: one unit after the other.
+        late: copies and products end as late as they may, instead of at once; who does not wait for them is found out.
+        fenced_copies: products read what `cp.async` brought after a fence alone, as the PTX ISA wants. Triton's own pipelines
+            have none.
+        change: what is done to the PTX before.
+        resident: blocks that run at a time.
+    """
+
+    apart: bool = False
+    seed: int | None = None
+    late: bool = False
+    fenced_copies: bool = True
+    change: Callable[[str], str] | None = None
+    resident: int = 132
 
 
 class Deadlock(Exception):  # noqa: N818
@@ -58,7 +81,7 @@ class Unit:
         flight: what it has started.
     """
 
-    def __init__(self, block: Block, threads: np.ndarray, R: list[Any], step: int) -> None:  # noqa: N803
+    def __init__(self, block: Block, threads: np.ndarray, R: list[Any], step: int) -> None:
         self.block, self.threads, self.R, self.step = block, threads, R, step
         self.n = len(threads)
         self.waits: Callable[[], bool] | None = None
@@ -69,7 +92,9 @@ class Unit:
         self.then: Callable[[], None] | None = None
         self.last = False
         self.flight = Flight()
-        whole = self.n % WARP == 0 and bool((threads.reshape(-1, WARP)[:, :1] + np.arange(WARP) == threads.reshape(-1, WARP)).all())
+        whole = self.n % WARP == 0 and bool(
+            (threads.reshape(-1, WARP)[:, :1] + np.arange(WARP) == threads.reshape(-1, WARP)).all()
+        )
         self.warps = self.n // WARP if whole and (threads[::WARP] % WARP == 0).all() else 0
 
     def one(self, value: np.ndarray) -> int:
@@ -125,23 +150,7 @@ class Block:
         self.barriers: dict[int, list[int]] = {}  # arrived threads, turn
         self.mbarriers: dict[int, Any] = {}
         self.exited = 0
-        self.unfenced = np.zeros(self.shared.size // 16, np.int8)  # of 16 bytes each: the warp that wrote it, plus one
-
-    def wrote(self, pieces: np.ndarray, warps: np.ndarray | int) -> None:
-        """Pieces of 16 bytes that threads wrote themselves: what copies and products read only after a fence."""
-        self.unfenced[pieces] = warps
-
-    def fence(self, threads: np.ndarray) -> None:
-        """`fence.proxy.async`, by the threads that wrote."""
-        known = np.zeros(WARP + 1, bool)
-        known[np.unique(threads // WARP) + 1] = True
-        self.unfenced[known[self.unfenced]] = 0
-
-    def fenced(self, pieces: np.ndarray) -> None:
-        """A fault where products or copies read what was written without a fence."""
-        if self.unfenced[pieces].any():
-            warp = int(self.unfenced[pieces].max()) - 1
-            raise Fault(f"no fence.proxy.async between warp {warp}, which wrote to shared memory, and a product or copy that reads it")
+        self.watch = Watch(self.shared.size, late=cluster.machine.late)
 
     def arrive(self, barrier: int, threads: int, want: int | None) -> Callable[[], bool]:
         """At `bar`; tells whether those it wants have come."""
@@ -178,7 +187,9 @@ class Cluster:
             for t in range(0, k.threads, step):
                 registers: list[Any] = [None] * k.registers
                 for number, kind in machine.program.unwritten.items():
-                    registers[number] = np.zeros(step, bool) if kind == "pred" else np.full(step, -1).astype(UNSIGNED[int(kind)])
+                    registers[number] = (
+                        np.zeros(step, bool) if kind == "pred" else np.full(step, -1).astype(UNSIGNED[int(kind)])
+                    )
                 self.units.append(Unit(b, np.arange(t, t + step), registers, 0))
 
     def done(self, turn: int) -> bool:
@@ -197,30 +208,17 @@ class Machine:
         arguments: one for each parameter.
         memory: that the addresses among the arguments lie in.
         shared_bytes: of a block.
-        apart: each warp is a unit from the start; else a block is.
-        seed: of the order of units and how long each goes on; None for one after the other.
-        resident: blocks that run at a time.
+        how: see there.
     """
 
     def __init__(
-        self,
-        program: Any,
-        grid: Sequence[int],
-        arguments: Sequence[Any],
-        memory: Global,
-        shared_bytes: int,
-        *,
-        apart: bool = False,
-        seed: int | None = None,
-        resident: int = 132,
-        late: bool = False,
+        self, program: Any, grid: Sequence[int], arguments: Sequence[Any], memory: Global, shared_bytes: int, how: How
     ) -> None:
-        self.program, self.kernel = program, program.kernel
+        self.program, self.kernel, self.how = program, program.kernel, how
         self.grid: tuple[int, int, int] = (*grid, 1, 1)[:3]  # pyright: ignore
-        self.memory, self.shared_bytes = memory, shared_bytes + program.static_bytes
-        self.apart, self.late = apart or seed is not None, late
-        self.random = None if seed is None else random.Random(seed)
-        self.resident = resident
+        self.memory, self.shared_bytes = memory, shared_bytes
+        self.apart, self.late, self.resident = how.apart or how.seed is not None, how.late, how.resident
+        self.random = None if how.seed is None else random.Random(how.seed)
         self.arguments = {n: _bits(a, self.kernel.params[n]) for n, a in zip(self.kernel.params, arguments, strict=True)}
         self.steps = 0
         self.pending: list[Callable[[], None]] = []
@@ -265,7 +263,8 @@ class Machine:
     def _told(self, u: Unit) -> str:
         warps = sorted({int(t) // WARP for t in u.threads})
         where = f"warps {warps[0]} to {warps[-1]}" if len(warps) > 1 else f"warp {warps[0]} ({u.n} lanes)"
-        return f"block {u.block.number[0]}, {where}: waits for {u.waits_for or 'nothing'} after {self.program.said(u.step)}"
+        waits = f"waits for {u.waits_for}, after" if u.waits is not None else "at"
+        return f"block {u.block.number[0]}, {where}, {waits} {self.program.said(u.step)}"
 
     def _belated(self, running: list[Cluster]) -> bool:
         """What may come late comes when nothing else can happen."""
@@ -376,7 +375,9 @@ class Machine:
 
             known: dict[tuple[int, ...], Any] = {}
 
-            def merged(values: list[Any], came: list[Unit] = came, order: np.ndarray = order, known: dict[Any, Any] = known) -> Any:
+            def merged(
+                values: list[Any], came: list[Unit] = came, order: np.ndarray = order, known: dict[Any, Any] = known
+            ) -> Any:
                 if all(v is None for v in values):
                     return None
                 key = tuple(map(id, values))

@@ -5,10 +5,13 @@ A register's bits are an unsigned integer array; f16, f32 and f64 are views of i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 
 import numpy as np
+
+from ptx.text import Unknown
 
 u1, u2, u4, u8 = np.uint8, np.uint16, np.uint32, np.uint64
 i1, i2, i4, i8 = np.int8, np.int16, np.int32, np.int64
@@ -115,11 +118,15 @@ def bits_of(kind: str) -> int:
     """Of a type's name as it stands in an opcode."""
     if kind in SMALL:
         return 8
-    if kind in ("tf32",):
+    if kind == "tf32":
         return 32
     if kind.endswith("x2"):
         return 2 * bits_of(kind[:-2])
-    return int("".join(c for c in kind.lstrip("bf") if c.isdigit())) if kind != "bf16" else 16
+    if kind == "bf16":
+        return 16
+    if not re.fullmatch(r"[bsuf](8|16|32|64)", kind):
+        raise Unknown(f"type {kind}")
+    return int(kind[1:])
 
 
 def decoded(kind: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -182,7 +189,11 @@ def cast(to: str, of: str, mods: frozenset[str]) -> Cast:
     low, high = np.iinfo(kind).min, np.iinfo(kind).max
     if not floating:
         if saturate:
-            return lambda a: np.clip(number(a), max(low, np.iinfo(number(a).dtype).min), min(high, np.iinfo(number(a).dtype).max)).astype(kind).view(out)
+            return lambda a: (
+                np.clip(number(a), max(low, np.iinfo(number(a).dtype).min), min(high, np.iinfo(number(a).dtype).max))
+                .astype(kind)
+                .view(out)
+            )
         return lambda a: number(a).astype(kind).view(out)
     whole = WHOLE[rounding]
 
@@ -190,7 +201,11 @@ def cast(to: str, of: str, mods: frozenset[str]) -> Cast:
         x = whole(number(a).astype(f8))
         x = np.where(np.isnan(x), 0.0, x)
         top = x >= float(high)
-        return np.where(top, kind(high), np.clip(np.where(top, 0.0, x), float(low), float(high)).astype(kind)).astype(kind).view(out)
+        return (
+            np.where(top, kind(high), np.clip(np.where(top, 0.0, x), float(low), float(high)).astype(kind))
+            .astype(kind)
+            .view(out)
+        )
 
     return to_integer
 

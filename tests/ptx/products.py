@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ptx.flight import Started
+from ptx.flight import Held, Started
 from ptx.machine import WARP, Block, Unit
 from ptx.memory import Fault
 from ptx.numbers import bits_of, decoded, f2, f4, f8, i4, u1, u2, u4
@@ -69,7 +69,9 @@ def added(product: np.ndarray, before: np.ndarray | None, kind: str) -> np.ndarr
     return total.astype(f2 if kind == "f16" else f4)
 
 
-def mma(u: Unit, kinds: tuple[str, str, str], a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]) -> list[np.ndarray]:
+def mma(
+    u: Unit, kinds: tuple[str, str, str], a: list[np.ndarray], b: list[np.ndarray], c: list[np.ndarray]
+) -> list[np.ndarray]:
     warps = u.whole()
     left = elements(rows_of(a, warps), kinds[1])
     right = elements(np.concatenate([x.reshape(warps, 8, 4) for x in b], axis=2), kinds[2])
@@ -94,6 +96,7 @@ def multiply(p: Program, ins: Instruction, mods: list[str]) -> list[str]:
 
 
 # -- products of a warpgroup
+
 
 @lru_cache(maxsize=4096)
 def places(descriptor: int, rows: int, step_bytes: int, turned: bool, width: int) -> np.ndarray:
@@ -127,14 +130,19 @@ def places(descriptor: int, rows: int, step_bytes: int, turned: bool, width: int
     return at // 16
 
 
+def operand_pieces(block: Block, descriptor: int, rows: int, kind: str, turned: bool) -> np.ndarray:
+    """Where an operand is in a block's shared memory."""
+    at = places(descriptor, rows, 32, turned, bits_of(kind) // 8) - block.shared.base // 16
+    if at.min() < 0 or 16 * int(at.max()) + 16 > block.shared.size:
+        raise Fault(f"an operand of a product lies beyond {block.shared.name}")
+    return at
+
+
 def operand(block: Block, descriptor: int, rows: int, kind: str, turned: bool) -> np.ndarray:
     """(rows, K) numbers in shared memory."""
-    shared = block.shared
+    shared, at = block.shared, operand_pieces(block, descriptor, rows, kind, turned)
+    block.watch.use(at)
     width = bits_of(kind) // 8
-    at = places(descriptor, rows, 32, turned, width) - shared.base // 16
-    if at.min() < 0 or 16 * int(at.max()) + 16 > shared.size:
-        raise Fault(f"an operand of a product lies beyond {shared.name}")
-    block.fenced(at)
     pieces = shared.data[: shared.size // 16 * 16].reshape(-1, 16)[at]
     raw = np.ascontiguousarray(pieces).reshape(at.shape[0], -1).view({1: u1, 2: u2, 4: u4}[width])
     numbers = decoded(kind)(raw).astype(f8)
@@ -153,24 +161,41 @@ class Product:
         turned: A's or B's rows follow one another in memory.
     """
 
-    def __init__(self, columns: int, kinds: tuple[str, str, str], d: list[int], a: list[int] | None, signs: list[int], turned: list[bool]) -> None:
+    def __init__(
+        self, columns: int, kinds: tuple[str, str, str], d: list[int], a: list[int] | None, signs: list[int], turned: list[bool]
+    ) -> None:
         self.columns, self.kinds, self.d, self.a, self.signs, self.turned = columns, kinds, d, a, signs, turned
 
     def start(self, u: Unit, a: np.ndarray | None, b: np.ndarray, keeps: np.ndarray) -> None:
         """Begins it. `keeps`: what was in the accumulator before counts."""
         u.whole()
         before = tuple(u.R[i] for i in self.d) if u.one(keeps) else None
+        if before is not None and any(x is None for x in before):
+            raise Fault("a product adds to registers that nobody wrote")
         read = tuple(u.R[i] for i in self.a) if self.a is not None else (a,)
         if not u.block.cluster.machine.late:
             for i, x in zip(self.d, self.sums(u, read, b, before), strict=True):
                 u.R[i] = x
             return
         marks = tuple(np.full(u.n, 0xFFFFFFFF, u4) for _ in self.d)
-        u.flight.products.open.append(Started(self, read, b, before, marks))
+        held = Held(u.block.watch, self.reads(u, read, b))
+        u.flight.products.open.append(Started(self, read, b, before, marks, held))
         for i, x in zip(self.d, marks, strict=True):
             u.R[i] = x
 
-    def sums(self, u: Unit, a: tuple[np.ndarray, ...], b: np.ndarray, before: tuple[np.ndarray, ...] | None) -> list[np.ndarray]:
+    def reads(self, u: Unit, a: tuple[np.ndarray, ...], b: np.ndarray) -> list[np.ndarray]:
+        """Pieces of shared memory of all its operands."""
+        found: list[np.ndarray] = []
+        for g in np.unique(u.threads // (4 * WARP)):
+            mine = u.threads // (4 * WARP) == g
+            if self.a is None:
+                found.append(operand_pieces(u.block, self._same(a[0][mine]), 64, self.kinds[1], self.turned[0]))
+            found.append(operand_pieces(u.block, self._same(b[mine]), self.columns, self.kinds[2], self.turned[1]))
+        return found
+
+    def sums(
+        self, u: Unit, a: tuple[np.ndarray, ...], b: np.ndarray, before: tuple[np.ndarray, ...] | None
+    ) -> list[np.ndarray]:
         """The accumulator's registers: each warp makes its 16 rows."""
         groups = u.threads // (4 * WARP)
         made: list[list[np.ndarray]] = []
@@ -206,6 +231,7 @@ def finish(u: Unit, left: int) -> None:
         for s in u.flight.products.take(left):
             before = None if s.before is None else tuple(done.get(id(x), x) for x in s.before)
             done |= zip(map(id, s.marks), s.product.sums(u, s.a, s.b, before), strict=True)
+            s.held.free()
             kept.append(s)  # a number that tells an array must not become another one's
         u.R[:] = [done.get(id(x), x) for x in u.R]
         products = u.flight.products
@@ -220,7 +246,8 @@ def finish(u: Unit, left: int) -> None:
 
 
 def commit(u: Unit) -> None:
-    u.flight.products.commit()
+    if u.block.cluster.machine.late:
+        u.flight.products.commit()
 
 
 def group(p: Program, ins: Instruction, mods: list[str]) -> list[str]:

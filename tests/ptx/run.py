@@ -1,10 +1,9 @@
-"""A candidate's kernel, built for a Hopper that is not there, run by the machine: the candidate's own launcher does the rest."""
+"""A candidate's kernel, built for a Hopper that is not there and run by the machine; the candidate's own launcher starts it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, fields
 from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +13,13 @@ import torch
 
 from ptx.bulk import TensorMap
 from ptx.decode import Program
-from ptx.machine import Machine
+from ptx.machine import How, Machine
 from ptx.memory import Global
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
 from tilewright.schedule.sample import random_sources
 
+BEFORE_ARGUMENTS = 8  # of what Triton passes to its launcher: attributes, scratch memory, metadata, hooks
 SWIZZLE_BYTES = (0, 32, 64, 128)
 
 
@@ -34,40 +34,28 @@ class Emulated(Target):
 H200 = Emulated("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 
 
-@dataclass(frozen=True)
-class How:
-    """How a machine runs.
-
-    Attributes:
-        apart: each warp by itself; else a block's threads go in step as long as they can.
-        seed: of a random order, warps apart.
-        change: what is done to the PTX before.
-    """
-
-    apart: bool = False
-    seed: int | None = None
-    change: Callable[[str], str] | None = None
-    late: bool = False
-
-
 @lru_cache(maxsize=64)
-def program(ptx: str, fine: bool) -> Program:
+def _program(ptx: str, fine: bool) -> Program:
     return Program(ptx, fine=fine)
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], arguments: Sequence[Any], how: How) -> Machine:
-    """One launch to its end."""
-    ptx = kernel.asm["ptx"]
-    made = program(how.change(ptx) if how.change else ptx, how.seed is not None)
+def run(ptx: str, grid: Sequence[int], arguments: Sequence[Any], shared_bytes: int = 0, how: How | None = None) -> None:
+    """A launch to its end.
+
+    Args:
+        ptx: a module with one kernel.
+        grid: blocks.
+        arguments: numbers, addresses of tensors that live, tensor maps.
+        shared_bytes: dynamic shared memory of a block.
+        how: see there.
+    """
+    how = how or How()
+    made = _program(how.change(ptx) if how.change else ptx, how.seed is not None)
     memory = Global()
     given = [*arguments, *[0] * (len(made.kernel.params) - len(arguments))]  # scratch memory, of which there is none
     addresses = [a for a, size in zip(given, made.kernel.params.values(), strict=True) if size == 8 and a > 1 << 20]
     memory.add([*addresses, *(a.address for a in given if isinstance(a, TensorMap))])
-    machine = Machine(
-        made, grid, given, memory, kernel.metadata.shared, apart=how.apart, seed=how.seed, late=how.late
-    )
-    machine.run()
-    return machine
+    Machine(made, grid, given, memory, shared_bytes, how).run()
 
 
 class _Driver:
@@ -77,19 +65,21 @@ class _Driver:
         self.how = how
         self.utils = SimpleNamespace(
             fill_tma_descriptor=self._descriptor,
-            get_device_properties=lambda _: {"max_shared_mem": 227 * 1024},
-            load_binary=self._loaded,
         )
-        self.kernels: dict[str, Any] = {}
-        self.machines: list[Machine] = []
 
     @staticmethod
-    def _descriptor(address: int, swizzle: int, size: int, _kind: int, box: Sequence[int], shape: Sequence[int], strides: Sequence[int], padding: int) -> TensorMap:
+    def _descriptor(
+        address: int,
+        swizzle: int,
+        size: int,
+        _kind: int,
+        box: Sequence[int],
+        shape: Sequence[int],
+        strides: Sequence[int],
+        padding: int,
+    ) -> TensorMap:
         assert padding == 0
         return TensorMap(address, SWIZZLE_BYTES[swizzle], size, tuple(box), tuple(shape), tuple(strides))
-
-    def _loaded(self, name: str, code: bytes, shared: int, device: int) -> tuple[Any, ...]:
-        return code, code, 0, 0, 1024
 
     def get_current_device(self) -> int:
         return 0
@@ -97,14 +87,12 @@ class _Driver:
     def get_current_stream(self, device: int = 0) -> int:
         return 0
 
-    def get_current_target(self) -> Any:
-        return SimpleNamespace(warp_size=32)
-
     def launcher_cls(self, source: Any, metadata: Any) -> Any:
         """Triton's launcher of a kernel: it closes over the one that takes descriptors ready, as Triton's does."""
 
-        def launcher(x: int, y: int, z: int, _stream: int, kernel: Any, _together: bool, dependent: bool, _a: Any, _b: Any, _packed: Any, _c: Any, _d: Any, _e: Any, *arguments: Any) -> None:
-            self.machines.append(launch(kernel, (x, y, z), arguments, self.how))
+        def launcher(x: int, y: int, z: int, _stream: int, kernel: Any, *rest: Any) -> None:
+            arguments = rest[BEFORE_ARGUMENTS:]
+            run(kernel.asm["ptx"], (x, y, z), arguments, kernel.metadata.shared, self.how)
 
         def start(*given: Any) -> None:
             launcher(*given)
@@ -152,7 +140,14 @@ def emulating(how: How) -> Generator[_Driver]:
             driver._active = before
 
 
-def emulate(candidate: Any, problem: Any, schedule: Any, sources: Sequence[torch.Tensor] | None = None, target: Target = H200, **how: Any) -> list[torch.Tensor]:
+def emulate(
+    candidate: Any,
+    problem: Any,
+    schedule: Any,
+    sources: Sequence[torch.Tensor] | None = None,
+    target: Target = H200,
+    **how: Any,
+) -> list[torch.Tensor]:
     """A candidate's results on the CPU's tensors.
 
     Args:
@@ -166,6 +161,3 @@ def emulate(candidate: Any, problem: Any, schedule: Any, sources: Sequence[torch
     with emulating(How(**how)):
         run = candidate.build(problem, schedule, target).prepare(weights)
         return list(run(sources))
-
-
-_ = (fields, Mapping)

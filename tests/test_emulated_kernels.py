@@ -1,0 +1,126 @@
+"""GPU kernels with no GPU: generated kernels in the machine that runs PTX, against the oracle, and faults put into them."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from ptx import H200, Deadlock, Fault, emulate
+from tilewright.ir.notation import parse
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.sample import random_sources
+from w4_problems import posed
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton import gemm, hopper, hopper_w4
+
+FEW = replace(H200, cores=2)  # of an SM or two, so that blocks have several tiles of small matrices
+LATE = {"late": True, "seed": 1}
+
+
+def problem(line):
+    return problem_of(parse(line).outputs[0])
+
+
+def first(candidate, posed_problem, target, **knobs):
+    """The first schedule with these knobs, or functions that knobs fulfil."""
+    for s in candidate.schedules(posed_problem, target):
+        found = dict(s.knobs)
+        if all(v(found.get(k)) if callable(v) else found.get(k) == v for k, v in knobs.items()):
+            return s
+    raise AssertionError(f"no schedule with {knobs}")
+
+
+def wrong(candidate, posed_problem, schedule, target=H200, **how):
+    """What is wrong with a kernel's results, None if nothing is."""
+    sources = random_sources(posed_problem)
+    got = emulate(candidate, posed_problem, schedule, sources, target, **how)
+    return check(posed_problem, expect(posed_problem, sources), got)
+
+
+KERNELS = {
+    "mma.sync and a cluster": (hopper_w4.CANDIDATE, posed("~f16[5,256] @ s4[200,256]^T group=64 + bias -> f16"), H200, {}),
+    "halves for wgmma": (hopper_w4.CANDIDATE, posed("~f16[30,512] @ u4[128,512]^T group=64 zero_point -> f16"), H200, {}),
+    "4-bit weights, many rows": (
+        hopper_w4.CANDIDATE,
+        posed("f16[100,192] @ s4[136,192]^T group=64 -> f16"),
+        H200,
+        {"tile_m": lambda m: m is not None},
+    ),
+    "TMA and wgmma": (
+        hopper.CANDIDATE,
+        problem("bf16[70,712] @ bf16[712,72] + bias + residual, relu -> bf16"),
+        FEW,
+        {"paired": False, "shared_tiles": 0},
+    ),
+    "pairs of blocks": (hopper.CANDIDATE, problem("s8[70,300] @ s8[300,80] -> s8"), FEW, {"paired": True}),
+    "plain Triton": (gemm.CANDIDATE, problem("f8e4m3fn[20,96] @ f8e5m2[40,96]^T -> f8e4m3fn scale=tensor"), H200, {}),
+}
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_gives_what_the_oracle_gives(name):
+    candidate, p, target, knobs = KERNELS[name]
+    schedule = first(candidate, p, target, **knobs)
+    for how in ({}, LATE | {"fenced_copies": candidate is not gemm.CANDIDATE}):
+        assert wrong(candidate, p, schedule, target, **how) is None, how
+
+
+def without(pattern, instead="", which=None):
+    """Every match of a pattern in the PTX, or one of them, replaced."""
+
+    def change(ptx):
+        found = list(re.finditer(pattern, ptx))
+        assert found, f"no {pattern}"
+        for m in reversed(found if which is None else [found[which]]):
+            ptx = ptx[: m.start()] + m.expand(instead) + ptx[m.end() :]
+        return ptx
+
+    return change
+
+
+# What is done to a kernel's PTX, and how the machine must run for that to show.
+FAULTS = {
+    "mma.sync and a cluster": [
+        ("rows of a fragment exchanged", without(r"\{a0,a1,a2,a3\}", "{a1,a0,a2,a3}", 0), {}),
+        ("another row's scale", without(r"(fma\.rn\.f32 %r\d+, d0, s)0", r"\g<1>1", 0), {}),
+        ("no barrier of the block", without(r"bar\.sync\s+0;"), {"seed": 1}),
+        ("no wait for copies", without(r"cp\.async\.wait_group[^;]*;"), {"late": True}),
+        ("no wait for the cluster's sums", without(r"mbarrier\.try_wait[^;]*;", "setp.eq.u32 q, 0, 0;"), {}),
+        ("no wait until the cluster has begun", without(r"barrier\.cluster\.wait[^;]*;"), {}),
+        ("nobody expects bytes", without(r"@q mbarrier\.arrive\.expect_tx[^;]*;"), {}),
+    ],
+    "halves for wgmma": [
+        ("no wait for products", without(r"wgmma\.wait_group[^;]*;"), {"late": True}),
+        ("one product more under way", without(r"(wgmma\.wait_group\.sync\.aligned) 0", r"\1 1"), {"late": True}),
+        ("another swizzle", without("0x40000040", "0x80000040"), {}),
+        ("no fence before products", without(r"fence\.proxy\.async[^;]*;"), {}),
+    ],
+    "TMA and wgmma": [
+        (
+            "products still read what is given back",
+            without(r"(wgmma\.wait_group\.sync\.aligned\s+)1", r"\g<1>2"),
+            {"late": True},
+        ),
+        ("no wait for a stage", without(r"mbarrier\.try_wait[^;]*;", "setp.eq.u32 complete, 0, 0;"), {"late": True}),
+        ("nobody gives a stage back", without(r"@%p\d+ mbarrier\.arrive\.shared[^;]*;"), {}),
+        ("no fence before a store", without(r"fence\.proxy\.async[^;]*;"), {}),
+        ("no wait for stores", without(r"cp\.async\.bulk\.wait_group[^;]*;"), {"late": True}),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_in_a_kernel_is_found(name):
+    candidate, p, target, knobs = KERNELS[name]
+    schedule = first(candidate, p, target, **knobs)
+    unseen = []
+    for what, change, how in FAULTS[name]:
+        try:
+            if wrong(candidate, p, schedule, target, change=change, **how) is None:
+                unseen.append(what)
+        except (Fault, Deadlock):
+            pass
+    assert not unseen
