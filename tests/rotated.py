@@ -53,16 +53,16 @@ def after_norm(dtype: DType = BF16) -> Node:
 
 
 def as_onnx_writes_it(dtype: DType = F32) -> Node:
-    """Halves turned each for itself and joined: ONNX's RotaryEmbedding."""
-    x, *_ = heads(dtype, 2, 5, 3, 10)
+    """Halves turned each for itself and joined, heads side by side in a row: ONNX's RotaryEmbedding."""
+    x = reshape(input_("q", dtype, (2, 5, 30)), (2, 5, 3, 10))
     a, b = slice_(x, 3, 0, 5), slice_(x, 3, 5, 10)
-    cos, sin = (input_(n, dtype, (5, 5)) for n in ("cos", "sin"))
+    cos, sin = (input_(n, dtype, (5, 1, 5)) for n in ("cos", "sin"))
 
     def product(y: Node, by: Node) -> Node:
         return map_("multiply", y, by)
 
     real = map_("subtract", product(a, cos), product(b, sin))
-    return Node(Concat(3), real, map_("add", product(a, sin), product(b, cos)))
+    return reshape(Node(Concat(3), real, map_("add", product(a, sin), product(b, cos))), (2, 5, 30))
 
 
 def grown_cache(dtype: DType = F32) -> Node:

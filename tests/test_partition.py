@@ -102,6 +102,9 @@ def test_regions_that_do_the_same_to_results_of_one_product_are_one_step():
     regions = [p for p in parts_of(queries, keys) if not p.once and p.kind == "elementwise"]
     assert [p.outputs for p in regions] == [(queries, keys)], "the extents differ"
     assert len(parts_of(map_("tanh", a), map_("relu", b))) == 3, "they do not do the same"
+    grown = Node(Concat(0), slice_(X, 1, 0, 2), b)
+    assert len(parts_of(queries, grown)) == 2, "nothing but moves and plain arithmetic"
+    assert len(parts_of(queries, transpose(b, (1, 0)))) == 3, "a view copies nothing, and is to stay one"
     other = gemm(X, Y)
     assert len(parts_of(map_("relu", a), map_("relu", other))) == 4, "of two products"
 

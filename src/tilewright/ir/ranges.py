@@ -32,7 +32,7 @@ class Piece:
     Attributes:
         root: their expression.
         result: the number of the result they belong to.
-        shape: of that result.
+        shape: of that result, or one that it is a reshape of: the same memory.
         ranges: which of its elements they are.
     """
 
@@ -54,6 +54,8 @@ def pieces_of(roots: Sequence[Node]) -> list[Piece]:
     made: dict[tuple[Node, Ranges], Node] = {}
     found: list[Piece] = []
     for i, root in enumerate(roots):
+        while isinstance(root.op, Reshape):
+            root = root.src[0]
         pending = [Piece(_cut_early(root, made), i, root.shape, whole(root.shape))]
         while pending:
             piece = pending.pop()

@@ -8,7 +8,7 @@ from tilewright.dtype import F32
 from tilewright.ir.access import Unsupported
 from tilewright.ir.build import const, convert, map_, reshape
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, LayerNorm, Param, Reduce, Softmax
+from tilewright.ir.ops import VIEWS, LayerNorm, Param, Reduce, Reshape, Softmax
 
 
 def written_out(roots: Sequence[Node]) -> list[Node]:
@@ -66,7 +66,8 @@ def _softmax(op: Softmax, n: Node, x: Node) -> Node:
 
 
 def apart(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
-    """The expressions with a param of its own for each arrangement in which a source is read, and whose each is."""
+    """The expressions with a param of its own for each arrangement in which a source is read, and whose each is. Sources are
+    dense: a reshape of one is a param of that shape."""
     order = toposort(roots)
     chains: set[Node] = set()
     tops: dict[Node, None] = dict.fromkeys(r for r in roots)
@@ -88,6 +89,7 @@ def apart(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
         value = Node(Param(len(sources), leaf.tensor))
         sources.append(leaf.op.index)
         for view in reversed(views):
-            value = Node(view.op, value)
+            reshapes = isinstance(view.op, Reshape) and isinstance(value.op, Param)
+            value = Node(Param(len(sources) - 1, view.tensor)) if reshapes else Node(view.op, value)
         replaced[top] = value
     return substitute(roots, replaced), tuple(sources)

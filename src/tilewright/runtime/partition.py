@@ -22,6 +22,7 @@ from tilewright.ir.ops import (
     Iota,
     Item,
     LayerNorm,
+    Map,
     Pad,
     Quantize,
     Reduce,
@@ -39,6 +40,7 @@ VIEW = (Reshape, Transpose, Slice, Broadcast, Item)
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
 ALONE = (Gemm, Attention, Call)
+ARITHMETIC = ("add", "subtract", "multiply", "negate")
 # The first that a region holds names it.
 _NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
     ("gemm", (Gemm,)),
@@ -169,21 +171,22 @@ def _touch(node: Node, source: Node) -> bool:
 
 def _what_it_does(members: Sequence[Node], level: int) -> object | None:
     """What regions that are one step have in common: the level, the product that they read, and the operations, whatever their
-    extents. None for what is no region or does not read one product."""
-    if members[0].constant or any(isinstance(n.op, ALONE) for n in members):
+    extents. None for what is no region, does not read one product, or only looks at it otherwise, which nothing need do."""
+    if members[0].constant or any(isinstance(n.op, ALONE) for n in members) or all(isinstance(n.op, VIEW) for n in members):
         return None
     at = {n: i for i, n in enumerate(members)}
+    if not all(isinstance(v.type, TensorType) for n in members for v in (n, *n.src)):
+        return None
     read = {s.src[0] if isinstance(s.op, Item) else s for n in members for s in n.src if s not in at}
     products = frozenset(s for s in read if isinstance(s.op, ALONE) and not s.constant)
-    does = tuple(
-        (type(n.op), getattr(n.op, "fn", None), n.dtype, tuple(at.get(s, s.dtype) for s in n.src)) if _is_array(n) else n
-        for n in members
-    )
-    return (level, products, does) if len(products) == 1 else None
+    does = [(type(n.op), getattr(n.op, "fn", None), n.dtype, tuple(at.get(s, s.dtype) for s in n.src)) for n in members]
+    return (level, products, None if all(map(_is_plain, members)) else tuple(does)) if len(products) == 1 else None
 
 
-def _is_array(n: Node) -> bool:
-    return all(isinstance(s.type, TensorType) for s in (n, *n.src))
+def _is_plain(n: Node) -> bool:
+    """Whether every generator has a node's operation, so that no region that it joins is refused for it."""
+    moves = isinstance(n.op, (*VIEW, Concat, Convert)) or (isinstance(n.op, Map) and n.op.fn in ARITHMETIC)
+    return moves and all(v.dtype.is_float and 16 <= v.dtype.bits <= 32 for v in (n, *n.src))
 
 
 def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]]:
