@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import tilewright
 from rotated import FORMS, every_other, heads, of_queries_and_keys, turned, turned_in_pairs
 from test_llvm_rows import CPU, problem_of, right
 from tilewright.candidates.llvm import rows
@@ -155,6 +156,28 @@ def test_generated_kernels(form):
 def test_rotations_of_every_type_at_odd_shapes(turn, dtype):
     for head in (2, 18, 66):
         right(turn(*heads(dtype, 2, 3, 5, head)))
+
+
+@pytest.mark.parametrize("interleaved", [0, 1])
+def test_onnx_s_rotary_embedding_is_one_step(interleaved):
+    """Of heads side by side, the cosines and sines picked by position, a part of each head left as it is."""
+    onnx = pytest.importorskip("onnx")
+    from onnx.reference import ReferenceEvaluator
+
+    shapes = {"x": (2, 5, 36), "cos": (50, 4), "sin": (50, 4), "places": (2, 5)}
+    types = {"places": onnx.TensorProto.INT64}
+    told = [onnx.helper.make_tensor_value_info(n, types.get(n, onnx.TensorProto.FLOAT), s) for n, s in shapes.items()]
+    result = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, shapes["x"])
+    options = {"num_heads": 3, "rotary_embedding_dim": 8, "interleaved": interleaved}
+    node = onnx.helper.make_node("RotaryEmbedding", [*shapes], ["y"], **options)
+    graph = onnx.helper.make_graph([node], "g", told, [result])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)])
+    program = tilewright.compile(model, budget_s=0)
+    assert [s.decision.kernel.candidate for s in program.steps if not s.part.once] == ["llvm_rows"]
+    values = {n: torch.randn(s).numpy() for n, s in shapes.items()} | {"places": torch.randint(0, 50, (2, 5)).numpy()}
+    (wanted,) = ReferenceEvaluator(model).run(None, values)
+    got = program(*values.values())
+    torch.testing.assert_close(torch.as_tensor(got), torch.from_numpy(wanted))
 
 
 def test_what_stays_in_one_piece_says_why():
