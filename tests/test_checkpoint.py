@@ -15,6 +15,7 @@ import tilewright
 from onnx_models import one
 from test_weight_formats import dense, drawn, words
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
+from tilewright.frontends import LoadOptions
 from tilewright.runtime.safetensors import TensorFile
 
 CODES, ZEROS, SCALES = drawn(1, 16, 128, 32, 4)
@@ -285,6 +286,24 @@ def test_onnx_weights_that_are_dequantised(block):
     assert list(found) == ["w"]
     spread = np.repeat(scales, 16, axis=0) if block else scales
     np.testing.assert_array_equal(found["w"].dequantize().numpy(), (codes * spread).T)
+
+
+def test_weights_of_a_program_that_leaves_extents_open(tmp_path):
+    codes = np.ones((64, 5), np.int8)
+    graph = helper.make_graph(
+        [
+            helper.make_node("DequantizeLinear", ["w", "s"], ["d"], axis=1),
+            helper.make_node("MatMul", ["x", "d"], ["y"]),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["rows", 64])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["rows", 5])],
+        [numpy_helper.from_array(codes, "w"), numpy_helper.from_array(np.ones(5, np.float32), "s")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)])
+    with pytest.raises(InputError, match=r"axis 0 \('rows'\) has no size.*\n.* with numbers for names \(input_dims=…\)"):
+        tilewright.weights_of(model)
+    assert list(tilewright.weights_of(model, LoadOptions(batch=1))) == ["w"]
 
 
 def test_a_program_without_such_weights():

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import tilewright
 from tilewright.discovery import modules
 from tilewright.dtype import F32
 from tilewright.errors import InputError
@@ -211,6 +212,20 @@ def test_what_nothing_reads_is_an_input_error(program, message):
 def test_extents_that_are_none(given, said):
     with pytest.raises(InputError, match=f"{said} is no extent"):
         LoadOptions(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [({"x": 3}, r"type int \(input_dims of 'x'\)\n  try: an extent for each"), ([("x", (3,))], "type list")]
+)
+def test_shapes_that_are_none(given, said):
+    for act in (lambda: LoadOptions(given), lambda: tilewright.compile(Graph("g", (), (), ()), input_dims=given)):
+        with pytest.raises(InputError, match=f"an argument of {said}"):
+            act()
+
+
+def test_options_are_no_dictionary():
+    with pytest.raises(InputError, match=r"an argument of type dict \(options\)\n  try: tilewright.frontends.LoadOptions\("):
+        load("model.onnx", {"batch": 1})
 
 
 def test_a_file_that_nothing_reads(tmp_path: Path):

@@ -64,7 +64,7 @@ def test_inputs_are_bound_by_name_or_in_order():
     ("given_values", "message"),
     [
         ({}, r"no value for input 'x' \(g\)\n  try: it is f32\[2,3\]"),
-        ([], r"1 inputs wanted, 0 given \(g\)"),
+        ([], r"1 input wanted, 0 given \(g\)"),
         ([torch.zeros(3, 2)], r"shape \[3, 2\] given, f32\[2,3\] wanted \(input 'x'\)"),
         (
             [torch.zeros(2, 3, dtype=torch.float64)],

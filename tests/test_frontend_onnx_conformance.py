@@ -41,7 +41,7 @@ def test_the_backend_is_onnxs_own_interface():
     x = np.ones((2, 3), np.float32)
     m = one("Relu", {"x": x})
     assert backend.run_model(m, [x])[0].tobytes() == x.tobytes()
-    with pytest.raises(InputError, match="1 inputs wanted, 2 given"):
+    with pytest.raises(InputError, match="1 input wanted, 2 given"):
         backend.prepare(m).run([x, x])
     m.graph.input[0].type.tensor_type.shape.dim[0].dim_param = "n"
     prepared = backend.prepare(m)

@@ -192,6 +192,10 @@ def test_programs_that_no_table_is_made_for():
             tilewright.compile_rows(graph_at, first=first, last=last, budget_s=1)
     with pytest.raises(InputError, match=r"is measured, and 0 seconds are none\n.*budget_s=60"):
         tilewright.compile_rows(graph_at, last=8, budget_s=0)
+    with pytest.raises(InputError, match=r"an argument of type NoneType \(graph_at\)\n  try: a function from a number of rows"):
+        tilewright.compile_rows(None, last=8)
+    with pytest.raises(InputError, match=r"an argument of type str \(graph_at\(1\)\)"):
+        tilewright.compile_rows(lambda rows: "model.onnx", last=8)
 
     def two(rows):
         graph = graph_at(rows)

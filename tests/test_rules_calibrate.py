@@ -191,6 +191,10 @@ def test_what_cannot_be_is_said():
         scheme("int3")
     with pytest.raises(InputError, match="a group of 0 elements"):
         scheme("w4", group=0)
+    with pytest.raises(InputError, match=r"an argument of type str \(group\)"):
+        scheme("w4", group="64")
+    with pytest.raises(InputError, match="no activations per rwo\n  try: 'tensor' or 'row'"):
+        scheme("int8", rows="rwo")
     with pytest.raises(InputError, match="no calibration data"):
         calibrate(MODEL, [])
     with pytest.raises(InputError, match="no value for input 'x'"):

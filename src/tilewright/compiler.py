@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
+from typing import cast
 
 import torch
 
@@ -143,7 +144,7 @@ def compile(
     target = detect(device)
     if budget_s > 0:
         begin()
-    dims = {name: tuple(shape) for name, shape in (input_dims or {}).items()}
+    dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
     source, layers = load(program, LoadOptions(dims, batch, example_inputs)), ()
     if quantize is not None:
         source = recognised(source) if quantize.scheme.attention is not None else source

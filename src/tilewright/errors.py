@@ -45,6 +45,11 @@ def check_type(value: object, of: type | tuple[Any, ...], where: str, hint: str)
         raise InputError(f"an argument of type {type(value).__name__}", where=where, hint=hint)
 
 
+def counted(count: int, noun: str) -> str:
+    """As in "1 input" and "2 inputs"."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 class RewriteError(TilewrightError):
     """A rule broke the graph's type or did not converge: a bug in the rule named."""
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 import torch
 
 from tilewright.compiler import optimise
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
@@ -24,6 +24,7 @@ MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0
 KEPT = 128  # numbers of rows whose kernels are kept ready
 MOST_DECIDED = 4096
+GIVEN = "a function from a number of rows to the program for it: lambda rows: tilewright.load(…)"
 
 GraphAt = Callable[[int], Graph]
 
@@ -122,15 +123,18 @@ def compile_rows(
         progress: called with races done, races expected, and what comes next.
 
     Raises:
-        InputError: there is no such range, nothing of the program changes with the rows, there is no time to measure, or the
-            device is not there.
+        InputError: there is no such range, nothing of the program changes with the rows, there is no time to measure, the
+            device is not there, or `graph_at` is no function that gives a graph.
         UnsupportedError: the program holds another number of products than one.
     """
     if not 1 <= first < last:
         hint = "tilewright.compile, for one number of rows" if first == last else "such as first=1, last=4096"
         raise InputError(f"no range of rows from {first} to {last}", hint=hint)
+    check_type(graph_at, (Callable,), "graph_at", GIVEN)
     target = detect(device)
     graph_at = lru_cache(KEPT)(graph_at)  # tracing a torch module takes most of a second, and races ask for it again
+    for rows in (first, last):
+        check_type(graph_at(rows), Graph, f"graph_at({rows})", GIVEN)
     _varying_axis(graph_at(first), graph_at(last))
     table = regimes(lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress)
     return AnyRows(graph_at, table, target)

@@ -11,13 +11,13 @@ It reads and never optimises: what the source says is what the graph says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 from tilewright.discovery import modules
-from tilewright.errors import InputError
+from tilewright.errors import InputError, check_type
 from tilewright.ir.graph import Graph
 from tilewright.ir.verify import verify
 
@@ -34,7 +34,7 @@ class LoadOptions:
         example_inputs: tensors to trace a PyTorch module with: positional ones, or a mapping of keyword arguments.
 
     Raises:
-        InputError: an extent is no whole number, or negative.
+        InputError: a shape is none, an extent no whole number, or negative.
     """
 
     input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
@@ -42,7 +42,11 @@ class LoadOptions:
     example_inputs: Sequence[object] | Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
+        check_type(self.input_dims, Mapping, "input_dims", '{"x": (1, 128)}')
+        for name, shape in self.input_dims.items():
+            check_type(shape, Iterable, f"input_dims of {name!r}", "an extent for each axis")
         given = {name: tuple(shape) for name, shape in self.input_dims.items()}
+        object.__setattr__(self, "input_dims", given)
         for name, extents in {**given, "batch": () if self.batch is None else (self.batch,)}.items():
             for extent in extents:
                 if not hasattr(extent, "__index__") or extent < 0:
@@ -60,6 +64,7 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     Raises:
         InputError: no such file, or nothing reads it; malformed contents.
     """
+    check_type(options, (LoadOptions, type(None)), "options", "tilewright.frontends.LoadOptions(batch=1), or None")
     options = options or LoadOptions()
     if isinstance(program, str) and not program.strip():
         raise InputError("the program is empty", hint="a path, or HLO or StableHLO text")

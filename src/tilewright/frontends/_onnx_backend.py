@@ -13,7 +13,7 @@ import onnx
 from onnx.backend.base import Backend, BackendRep
 
 from tilewright.dtype import OPAQUE
-from tilewright.errors import InputError
+from tilewright.errors import InputError, counted
 from tilewright.frontends import LoadOptions
 from tilewright.frontends import onnx as front_end
 from tilewright.frontends._onnx_inputs import symbolic
@@ -56,7 +56,7 @@ class TilewrightRep(BackendRep):
         """Results as NumPy arrays (or what a `call` gave, for sequences and strings)."""
         values = [inputs] if isinstance(inputs, np.ndarray) else list(inputs)
         if len(values) != len(self._inputs):
-            raise InputError(f"{len(self._inputs)} inputs wanted, {len(values)} given")
+            raise InputError(f"{counted(len(self._inputs), 'input')} wanted, {len(values)} given")
         graph = self.graph(values)
         feeds: list[Any] = []
         for node, value in zip(graph.inputs, values, strict=True):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tilewright.dtype import OPAQUE
-from tilewright.errors import InputError
+from tilewright.errors import InputError, counted
 from tilewright.frontends import LoadOptions
 from tilewright.frontends._onnx_files import quoted
 from tilewright.frontends._onnx_tensors import checked_shape, element_type
@@ -51,8 +51,7 @@ def _match(info: onnx.ValueInfoProto, given: Sequence[int], symbols: dict[str, i
         return
     dims = info.type.tensor_type.shape.dim
     if len(dims) != len(given):
-        extents = "1 extent" if len(given) == 1 else f"{len(given)} extents"
-        raise InputError(f"{extents} given, the model has {len(dims)}", where=where, hint=_hint(info))
+        raise InputError(f"{counted(len(given), 'extent')} given, the model has {len(dims)}", where=where, hint=_hint(info))
     for axis, (dim, value) in enumerate(zip(dims, given, strict=True)):
         if dim.HasField("dim_value") and dim.dim_value != value:
             raise InputError(
@@ -97,7 +96,7 @@ def _hint(info: onnx.ValueInfoProto) -> str:
     else:
         shown = " ".join(str(d.dim_value) if d.HasField("dim_value") else d.dim_param or "N" for d in dims)
     wanted = f"--input-dim @{info.name} {shown}".replace("\n", " ")[:120]
-    return f"{wanted} with numbers for names, or --batch N for a first axis"
+    return f"{wanted} with numbers for names (input_dims=…), or --batch N (batch=N) for a first axis"
 
 
 def symbolic(inputs: Sequence[onnx.ValueInfoProto]) -> bool:

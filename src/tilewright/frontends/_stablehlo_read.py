@@ -102,7 +102,7 @@ def _bound_types(types: Mapping[str, Any], options: LoadOptions, where: str) -> 
         if len(given) != len(extents) or any(e not in (None, g) for e, g in zip(extents, given, strict=True)):
             raise InputError(f"dimensions {list(given)} do not fit input {name!r}, which is {raw}", where=where)
         if any(g is None or g < 0 for g in given):
-            hint = f"--input-dim @{name} with an extent for each axis, or --batch for an open first one"
+            hint = f"--input-dim @{name} with an extent for each axis (input_dims=…), or --batch (batch=…) for an open first"
             raise UnsupportedError(f"input {name!r} is {raw}, whose extents are open", where=where, hint=hint)
         bound.append(f"tensor<{''.join(f'{d}x' for d in given)}{raw.element_type}>")
     return bound

@@ -11,7 +11,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
-from tilewright.errors import InputError, TilewrightError, TypeMismatchError
+from tilewright.errors import InputError, TilewrightError, TypeMismatchError, counted
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.types import TensorType
 
@@ -80,7 +80,7 @@ def evaluate(
 
 def _by_order(graph: Graph, feeds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     if len(feeds) != len(graph.inputs):
-        raise InputError(f"{len(graph.inputs)} inputs wanted, {len(feeds)} given", where=graph.name)
+        raise InputError(f"{counted(len(graph.inputs), 'input')} wanted, {len(feeds)} given", where=graph.name)
     return {str(getattr(n.op, "label", "")): t for n, t in zip(graph.inputs, feeds, strict=True)}
 
 

@@ -67,8 +67,11 @@ def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tens
     what attention multiplies, too.
 
     Raises:
-        InputError: no such scheme, or a group below 1.
+        InputError: no such scheme, a group below 1, or `rows` is another word.
     """
+    check_type(group, int, "group", "32, 64 or 128")
+    if rows not in ("tensor", "row"):
+        raise InputError(f"no activations per {rows}", hint="'tensor' or 'row'")
     if name not in SCHEMES:
         raise InputError(f"no quantisation called {name!r}", hint=", ".join(SCHEMES))
     if group < 1:

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from tilewright.errors import InputError, TilewrightError, UnsupportedError, check_type
-from tilewright.frontends import load
+from tilewright.frontends import LoadOptions, load
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Const, Dequantize
@@ -190,18 +190,19 @@ def some(names: Iterable[object]) -> str:
     return f"{', '.join(shown[:3])}{', ...' if len(shown) > 3 else ''}" if shown else "it has none"
 
 
-def weights_of(program: object) -> dict[str, QuantizedWeight]:
+def weights_of(program: object, options: LoadOptions | None = None) -> dict[str, QuantizedWeight]:
     """The constant weights of a few bits in a program, by name: ONNX's MatMulNBits with whole zero points and
     DequantizeLinear in blocks or by row, and the same in any other form.
 
     Args:
         program: as for `tilewright.compile`: a path, a model, a graph.
+        options: as for `tilewright.load`: extents that the program leaves open.
 
     Raises:
         InputError: the program cannot be read.
         UnsupportedError: it holds no such weight.
     """
-    graph = load(program)
+    graph = load(program, options)
     found: dict[str, QuantizedWeight] = {}
     for node in graph.nodes():
         weight = _of_node(node)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tilewright.errors import InputError, TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError, counted
 from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
@@ -154,7 +154,7 @@ class Executable:
             return [wanted.take(value) for wanted, value in zip(self._wanted, args, strict=True)]
         types = self.input_types
         if len(args) > len(types):
-            raise InputError(f"{len(types)} inputs wanted, {len(args)} given", where=self.graph.name)
+            raise InputError(f"{counted(len(types), 'input')} wanted, {len(args)} given", where=self.graph.name)
         given = dict(zip(types, args, strict=False))
         for name, value in kwargs.items():
             if name not in types or name in given:
