@@ -23,8 +23,8 @@ def side_by_side(problem):
     axis = 0 if isinstance(problem.op.rhs.op, Transpose) else 1
     types, weights, joined = [], [], {}
     for i, (t, weight) in enumerate(zip(problem.types, problem.weights, strict=True)):
-        cuts = (t.shape[axis] // 4, t.shape[axis] - t.shape[axis] // 4) if weight else (t.shape[axis],)
-        parts = [replace(t, shape=(*t.shape[:axis], cut, *t.shape[axis + 1 :])) for cut in cuts] if weight else [t]
+        cuts = (t.shape[axis] // 4, t.shape[axis] - t.shape[axis] // 4) if weight else ()
+        parts = [replace(t, shape=(*t.shape[:axis], cut, *t.shape[axis + 1 :])) for cut in cuts] or [t]
         nodes = [Node(Param(len(types) + j, part)) for j, part in enumerate(parts)]
         joined[Node(Param(i, t))] = Node(Concat(axis), *nodes) if weight else nodes[0]
         types += parts
