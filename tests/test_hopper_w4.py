@@ -124,6 +124,9 @@ EMULATED += [
     ),
     ("f8e5m2[20,512] scale=channel @ s8[64,512]^T group=64 -> f16", Point(True, 0, 1, 4, 2, 1, 4, 4, 3, 1)),
     ("s8[8,512] scale=channel @ s4[320,512]^T group=64 -> f16", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
+    # integers, whose sums are exact
+    ("s8[5,512] @ s4[72,512]^T -> s32", Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1)),
+    ("u8[9,512] scale=channel @ u4[512,40] scale=channel -> f16", Point(True, 0, 1, 4, 2, 1, 4, 1, 4, 1)),
 ]
 NUMPY = {torch.int8: np.int8, torch.uint8: np.uint8, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.uint8}
 NUMPY |= {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
@@ -182,6 +185,16 @@ def test_both_halves_take_no_more_registers():
     )
 
 
+def test_the_largest_sums_of_integers_are_exact():
+    def most(t):
+        return torch.full(t.shape, int(t.dtype.min) or int(t.dtype.max), dtype=t.dtype.to_torch())
+
+    for line, point in EMULATED[-2:]:
+        problem = posed(line)
+        drawn = random_sources(problem)
+        emulate(problem, point, [s if t.dtype.is_float else most(t) for t, s in zip(problem.types, drawn, strict=True)])
+
+
 def test_both_halves_meet_where_the_other_operand_has_8_bits():
     line = "s8[9,512] scale=channel @ s4[96,512]^T group=64 -> f32"
     emulate(of_halves(posed(line), out=F16), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))
@@ -196,14 +209,15 @@ def test_halves_of_siblings_with_a_residual_meet_in_two_stores():
     emulate(Problem(op, (*problem.types, beside.tensor), (*problem.weights, False)), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))
 
 
-def emulate(problem, point):
-    """Run a problem's text at a point, and compare."""
+def emulate(problem, point, sources=None):
+    """Run a problem's text at a point, on random sources if none are given, and compare."""
     form = formed(problem, point)
     plan = form.plan
     writer = Writer(form, lambda n: f"p{n.op.index}")
-    sources, w = random_sources(problem), plan.weights
+    sources, w = sources or random_sources(problem), plan.weights
     given = w.values(dict(enumerate(sources)))
-    results = [torch.full(t.shape, float("nan"), dtype=t.dtype.to_torch()) for t in problem.outputs]
+    unset = [float("nan") if t.dtype.is_float else -1 for t in problem.outputs]
+    results = [torch.full(t.shape, u, dtype=t.dtype.to_torch()) for t, u in zip(problem.outputs, unset, strict=True)]
     sides = [sources[int(n[1:])] for n in writer.sides]
     tensors = [sources[plan.x], *packed_weights(given, w, plan.operand), *sides, *results]
     machine = Machine(writer.write().text, point.cluster, 32 * point.warps)
@@ -423,6 +437,8 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
         ("f16[4,96] @ s4[64,96]^T group=32", "no multiple of 64"),
         ("f16[4,128] @ s4[64,128]^T group=16", "other than 32 or a multiple of 64"),
         ("bf16[4,128] @ u8[64,128]^T group=64 zero_point", "an 8-bit code and a zero point"),
+        ("s8[4,32768] @ s4[64,32768]^T -> s32", "f32 does not hold every sum of 32768 products of s8 and s4"),
+        ("s8[4,128] @ s16[64,128]^T -> s32", "not one matrix of codes of 4 or 8 bits"),
         ("f16[128,4]^T @ s4[64,128]^T group=64", "do not follow one another"),
     ],
 )

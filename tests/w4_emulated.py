@@ -110,6 +110,9 @@ class Language:
     def fma(self, a, b, c):
         return values((np.multiply(a, b, dtype=np.float64) + c).astype(np.float32))
 
+    def maximum(self, a, b):
+        return values(np.maximum(a, b))
+
     def where(self, c, a, b):
         return values(np.where(c, a, b))
 

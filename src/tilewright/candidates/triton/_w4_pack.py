@@ -32,11 +32,14 @@ MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128
 def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
     """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them."""
     form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, weights.paired, operand
-    return all_packed_once(sources, form, len(sources), lambda: _all_packed(sources, weights, operand))
+    return all_packed_once(sources, form, weights.tensors, lambda: _all_packed(sources, weights, operand))
 
 
 def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
-    codes, scales, *zeros = sources if weights.along else [t.T for t in sources]
+    codes, *sides = sources if weights.along else [t.T for t in sources]
+    if weights.scale is None:
+        sides.insert(0, torch.ones((codes.shape[0], 1), dtype=weights.scales.to_torch(), device=codes.device))
+    scales, *zeros = sides
     repeats = codes.shape[1] // scales.shape[1] // weights.sub
     codes = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
     halves = 2 if weights.paired else 1

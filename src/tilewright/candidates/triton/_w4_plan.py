@@ -11,7 +11,7 @@ import torch
 
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._w4_pack import BLOCK, ROWS, half_of
-from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, U8, DType
+from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, S32, U8, DType
 from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
@@ -28,7 +28,8 @@ class Weights:
     """The operand of few bits.
 
     Attributes:
-        codes, scale, zero: expressions of weights, which those are of siblings that were joined; no zero point is None.
+        codes, scale, zero: expressions of weights, which those are of siblings that were joined; no zero point is None, and so
+            is a scale of 1.
         kind: of the codes.
         scales: type of the scales.
         group: codes along K that share a scale: 32, or a multiple of 64; all of K where a row has one scale.
@@ -38,7 +39,7 @@ class Weights:
     """
 
     codes: Node
-    scale: Node
+    scale: Node | None
     zero: Node | None
     kind: DType
     scales: DType
@@ -54,8 +55,13 @@ class Weights:
 
     @property
     def parts(self) -> list[Node]:
-        """What is packed."""
-        return [self.codes, self.scale, *([] if self.zero is None else [self.zero])]
+        """What is packed, but for a scale of 1."""
+        return [n for n in (self.codes, self.scale, self.zero) if n is not None]
+
+    @property
+    def tensors(self) -> int:
+        """That are packed."""
+        return 2 if self.zero is None else 3
 
     @property
     def sources(self) -> frozenset[int]:
@@ -123,13 +129,19 @@ def plan_of(problem: Problem) -> Plan:
     """The plan, or the sentence why there is none."""
     x, scale = left_of(problem)
     operand = x.dtype
-    if operand not in OPERANDS or problem.acc.dtype is not F32:
-        raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits with a scale, added up in f32")
+    integers = problem.acc.dtype is S32
+    if operand not in OPERANDS or not (integers or problem.acc.dtype is F32):
+        raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits, added up in f32 or as integers")
     roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
-    if scale is not None:
-        sums = [n for n in toposort(roots) if isinstance(n.op, Acc) or n is second]
+    sums = [n for n in toposort(roots) if isinstance(n.op, Acc) or n is second]
+    if integers:
+        found = [Node(replace(n.op, type=replace(n.tensor, dtype=F32))) for n in sums if isinstance(n.op, (Acc, Param))]
+        roots = tuple(substitute(roots, {n: convert(f, S32) for n, f in zip(sums, found, strict=True)}))
+        second = None if second is None else Node(Param(len(problem.types), replace(second.tensor, dtype=F32)))
+    elif scale is not None:
         roots = tuple(substitute(roots, {n: map_("multiply", n, scale) for n in sums}))
-    weights = replace(_weights(problem, operand), paired=second is not None)
+    weights = _integers(problem, operand) if integers else _weights(problem, operand)
+    weights = replace(weights, paired=second is not None)
     rows, outs = problem.batch * problem.M, problem.N if second is None else problem.N // 2
     if not rows * problem.N * problem.K:
         raise Unsupported("the result is empty or a sum of nothing")
@@ -159,6 +171,23 @@ def left_of(problem: Problem) -> tuple[Node, Node | None]:
     if zeros or op != Dequantize(F32) or (scale.shape and not of_rows):
         raise Unsupported("8-bit activations have zero points, or scales other than one, or one a row")
     return x, convert(scale, F32) if scale.dtype is not F32 else scale
+
+
+def _integers(problem: Problem, operand: DType) -> Weights:
+    """Codes that are multiplied by integers as they are, all sums of which f32 holds."""
+    root = problem.op.rhs
+    along = isinstance(root.op, Transpose)
+    codes = root.src[0] if along else root
+    while isinstance(codes.op, Convert) and codes.src[0].dtype.is_integer and codes.src[0].dtype.bits < codes.dtype.bits:
+        codes = codes.src[0]
+    kind = codes.dtype
+    if not kind.is_integer or kind.bits not in (4, 8) or len(codes.shape) != 2 or problem.K % BLOCK:
+        raise Unsupported("the right operand is not one matrix of codes of 4 or 8 bits, or K is no multiple of 64")
+    if not all(problem.weights[n.op.index] for n in toposort((codes,)) if isinstance(n.op, Param)):
+        raise Unsupported("the weights are not constant")
+    if problem.K * max(-operand.min, operand.max) * max(-kind.min, kind.max) > 1 << 24:
+        raise Unsupported(f"f32 does not hold every sum of {problem.K} products of {operand} and {kind}")
+    return Weights(codes, None, None, kind, F16, problem.K, False, along)
 
 
 def _weights(problem: Problem, operand: DType) -> Weights:

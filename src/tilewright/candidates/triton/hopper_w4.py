@@ -87,7 +87,7 @@ class HopperW4:
         needs = module.needs(built.kernel)
         sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
         w, count = plan.weights, len(problem.types)
-        read = [plan.x, *range(count, count + len(w.parts)), *sides]  # packed ones are numbered after the problem's own
+        read = [plan.x, *range(count, count + w.tensors), *sides]  # packed ones are numbered after the problem's own
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             packed = packed_weights(w.values(weights), w, plan.operand)
