@@ -5,7 +5,9 @@ from dataclasses import replace
 
 import pytest
 
+from gated import of_halves
 from ptx import H200, Deadlock, Fault, emulate
+from tilewright.dtype import F16
 from tilewright.ir.notation import parse
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
@@ -43,6 +45,12 @@ def wrong(candidate, posed_problem, schedule, target=H200, **how):
 KERNELS = {
     "mma.sync and a cluster": (hopper_w4.CANDIDATE, posed("~f16[5,256] @ s4[200,256]^T group=64 + bias -> f16"), H200, {}),
     "halves for wgmma": (hopper_w4.CANDIDATE, posed("~f16[30,512] @ u4[128,512]^T group=64 zero_point -> f16"), H200, {}),
+    "codes of 8 bits, SwiGLU": (
+        hopper_w4.CANDIDATE,
+        of_halves(posed("s8[20,512] scale=channel @ u4[136,512]^T group=32 zero_point -> f32"), out=F16),
+        H200,
+        {},
+    ),
     "4-bit weights, many rows": (
         hopper_w4.CANDIDATE,
         posed("f16[100,192] @ s4[136,192]^T group=64 -> f16"),
@@ -97,6 +105,12 @@ FAULTS = {
         ("one product more under way", without(r"(wgmma\.wait_group\.sync\.aligned) 0", r"\1 1"), {"late": True}),
         ("another swizzle", without("0x40000040", "0x80000040"), {}),
         ("no fence before products", without(r"fence\.proxy\.async[^;]*;"), {}),
+    ],
+    "codes of 8 bits, SwiGLU": [
+        ("codes are made halves before they came", without(r"cp\.async\.wait_group[^;]*;"), {"late": True}),
+        ("products before all of them are", without(r"bar\.sync\s+0;"), {"seed": 1}),
+        ("products that do not see them", without(r"fence\.proxy\.async[^;]*;"), {"fenced_copies": True}),
+        ("one half for the other", without(r"(ld\.shared\.f32 %r\d+, \[%r\d+)\];", r"\1 + 8];", 0), {}),
     ],
     "TMA and wgmma": [
         (
