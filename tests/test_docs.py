@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -21,26 +22,36 @@ def blocks(language: str) -> list[pytest.param]:
     return found
 
 
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    bin_folder = Path(sys.executable).parent
-    return {
-        **os.environ,
-        "PATH": f"{bin_folder}{os.pathsep}{os.environ['PATH']}",
-        "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", str(tmp_path / "cache")),
-    }
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """In a folder of its own that has the examples, with the installed command on the path."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "examples").symlink_to(ROOT / "examples")
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", str(Path(folder) / "cache")),
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
 
 
+def run_python(body: str) -> subprocess.CompletedProcess[str]:
+    return run([sys.executable, "-c", body])
+
+
+def run_shell(body: str) -> subprocess.CompletedProcess[str]:
+    return run(["bash", "-euc", body])
+
+
+@pytest.mark.beside(by=run_python)
 @pytest.mark.parametrize("body", blocks("python"))
-def test_python_block(body: str, tmp_path: Path, environment: dict[str, str]) -> None:
-    done = subprocess.run([sys.executable, "-c", body], cwd=tmp_path, env=environment, capture_output=True, text=True)
+def test_python_block(body: str, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.beside(by=run_shell)
 @pytest.mark.parametrize("body", blocks("sh"))
-def test_shell_block(body: str, tmp_path: Path, environment: dict[str, str]) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    done = subprocess.run(["bash", "-euc", body], cwd=tmp_path, env=environment, capture_output=True, text=True)
+def test_shell_block(body: str, done: subprocess.CompletedProcess[str]) -> None:
     assert done.returncode == 0, done.stderr
 
 

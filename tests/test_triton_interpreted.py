@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,13 @@ HERE = Path(__file__).parent
 FILES = sorted(p.name for p in HERE.glob("triton_interpreted*.py"))
 
 
-@pytest.fixture(scope="module")
-def runs():
-    """All of them, two at a time, by file."""
-    with ThreadPoolExecutor(2) as pool:
-        yield {file: pool.submit(interpreted, file) for file in FILES}
-
-
 def interpreted(file):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", str(HERE / file)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=HERE.parent)
 
 
+@pytest.mark.beside(by=interpreted)
 @pytest.mark.parametrize("file", FILES)
-def test_what_the_interpreter_makes_of_generated_code(file, runs):
-    done = runs[file].result()
+def test_what_the_interpreter_makes_of_generated_code(file, done):
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
