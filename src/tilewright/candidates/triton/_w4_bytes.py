@@ -161,15 +161,15 @@ def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, ri
     """Adds to `r` the products of warpgroup `g` in steps from one to another along K, from stage `s` of the ring on, with what
     `right` names of stage `of`.
 
-    While a block is multiplied the next one's codes are made bytes, and words of the next step are read, at which nobody looks
-    after the last one. (Bytes made for the next step would be moved on where products under way read theirs: ptxas would let
+    While a block is multiplied the next one's codes are made bytes, and words of the next step are read, after the last one
+    those that are there. (Bytes made for the next step would be moved on where products under way read theirs: ptxas would let
     each end before the next one starts.)
     """
     first, last = steps
     each, acc = every(coded), "int32" if coded.operand.is_integer else "float32"
     width = min(each, BLOCK)
     t.do("mbarrier.wait(ready.index(s), phase)")
-    _read(t, coded, rows, "")
+    _read(t, coded, rows, "s", "")
     with t.block(f"for k in range({first}, {last}):"):
         _beside(t, coded)
         _bytes(t, coded, 0)
@@ -188,7 +188,8 @@ def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, ri
             end = at + width
             if end == STEP:
                 t.do(f"mbarrier.wait(ready.index(s), phase, pred=k + 1 < {last})")
-                _read(t, coded, rows, "next_")
+                t.do(f"there = gl.where(k + 1 < {last}, s, of)")
+                _read(t, coded, rows, "there", "next_")
             elif end % BLOCK == 0:
                 _bytes(t, coded, end // BLOCK)
             if end % each == 0:
@@ -205,17 +206,17 @@ def _held(coded: Coded) -> list[str]:
     return [*(f"words{b}" for b in range(coded.deep)), *(f"{b[:-5]}_words" for b in coded.buffers[1:])]
 
 
-def _read(t: Text, coded: Coded, rows: int, prefix: str) -> None:
-    """Words of a warpgroup that are in stage `s`."""
+def _read(t: Text, coded: Coded, rows: int, stage: str, prefix: str) -> None:
+    """Words of a warpgroup that are in a stage."""
     groups = rows // BLOCK
     shape, layout = [groups * coded.deep, 128, 4], "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
-    codes = f"{coded.buffers[0]}.index(s)._reinterpret(gl.int32, {shape}, {layout})"
+    codes = f"{coded.buffers[0]}.index({stage})._reinterpret(gl.int32, {shape}, {layout})"
     for b in range(coded.deep):
         t.do(f"{prefix}words{b} = {codes}.index(g * {coded.deep} + {b}).load(V)")
     for buffer, name in zip(coded.buffers[1:], coded.descriptors[1:], strict=True):
         shape, layout = [groups, 4, coded.runs(name), 8, coded.run(name)], "gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])"
         own = buffer[:-5]
-        t.do(f"{prefix}{own}_words = {buffer}.index(s)._reinterpret(gl.int32, {shape}, {layout}).index(g).load(P_{own})")
+        t.do(f"{prefix}{own}_words = {buffer}.index({stage})._reinterpret(gl.int32, {shape}, {layout}).index(g).load(P_{own})")
 
 
 def _beside(t: Text, coded: Coded) -> None:
