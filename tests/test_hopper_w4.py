@@ -331,6 +331,7 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
     [
         ("s8[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16", "IGMMA.64x128x32.S8.S8", {"I2FP.F32.S32": 128}),
         ("f8e4m3fn[512,4096] @ u4[4096,4096]^T group=64 zero_point + bias -> bf16", "QGMMA.64x128x32.F32.E4M3.E4M3", {}),
+        ("u8[1000,4096] scale=tensor @ s8[4096,4096]^T group=256 -> f16", "IGMMA.64x128x32.S8.U8", {"I2FP.F32.S32": 128}),
     ],
 )
 def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, products, promoted):
@@ -338,7 +339,7 @@ def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, prod
     problem = posed(line)
     large = tiles.plan_of(problem)
     assert large is not None
-    point = next(p for p in tiles.points(problem, large, H200) if p.tile_n == 128)
+    point = next(p for p in tiles.points(problem, large, H200) if p.tile_n == 128 and not p.paired)
     schedule = point.schedule(large.tile_k)
     form, built = tiles.machine_code(problem, large, schedule, H200)
     text = assembly(built.kernel)
@@ -372,9 +373,14 @@ def integers(text, given):
                 found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
         return found
 
-    def signs(a, b, pick):
-        assert int(pick) == 0xBA98
-        return (a >> np.uint32(7) & np.uint32(0x01010101)) * np.uint32(255)
+    def chosen(a, b, pick):
+        both = a.astype(np.uint64) | b.astype(np.uint64) << np.uint64(32)
+        found = np.zeros_like(a)
+        for i in range(4):
+            digit = int(pick) >> 4 * i & 15
+            byte = (both >> np.uint64(8 * (digit & 7)) & np.uint64(255)).astype(np.uint32)
+            found |= ((byte >> 7) * np.uint32(255) if digit & 8 else byte) << np.uint32(8 * i)
+        return found
 
     do = {
         "mov": lambda a: a,
@@ -387,7 +393,7 @@ def integers(text, given):
         "sub": np.subtract,
         "mul": np.multiply,
         "lop3": looked_up,
-        "prmt": signs,
+        "prmt": chosen,
     }
     for line in text.strip("{} ").split(";"):
         if line.strip() and not line.strip().startswith(".reg"):
@@ -398,8 +404,10 @@ def integers(text, given):
     return [regs[f"${i}"] for i in range(outs)]
 
 
-@pytest.mark.parametrize("operand", [S8, F8E4M3FN])
-@pytest.mark.parametrize(("kind", "zeros"), [(S4, False), (U4, False), (U4, True), (S4, True)])
+@pytest.mark.parametrize(
+    ("operand", "kind", "zeros"),
+    [(S8, S8, False), *((x, w, z) for x in (S8, F8E4M3FN) for w, z in ((S4, False), (U4, False), (U4, True), (S4, True)))],
+)
 @pytest.mark.parametrize("sub", [32, 64])
 def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, zeros, sub):
     """Words of a block, as they are packed, to numbers where the fragments of two steps of 32 columns have them (PTX ISA 9.0,
@@ -411,8 +419,8 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
     assert isinstance(plan, Plan), plan
     scales = torch.rand(256, 64 // sub)
     words, _, *points = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand)
-    lanes = words[0].numpy().view(np.uint32).reshape(128, 4)
-    given = {8 + i: lanes[:, i] for i in range(4)}
+    lanes = words[0].numpy().view(np.uint32).reshape(4, -1, 32, 4).transpose(0, 2, 1, 3).reshape(128, -1)
+    given = {8 + i: lanes[:, i] for i in range(lanes.shape[1])}
     if zeros:  # of lane g, t the words of rows g and g + 8, one a group
         own = points[0].numpy().view(np.uint32).transpose(0, 2, 1, 3).reshape(-1, 8, 64 // sub)[:4]
         own = np.repeat(own.reshape(32, -1), 4, axis=0)

@@ -42,6 +42,7 @@ LINES = [
     "f8e4m3fn[1000,2048] scale=channel @ u4[2048,640] group=64 zero_point * residual -> bf16",
     "u8[200,1088] scale=tensor @ u4[520,1088]^T group=32 zero_point + bias, silu -> bf16",
     "f8e5m2[130,1024] @ s4[768,1024]^T group=1024 -> f16",
+    "s8[260,1024] scale=channel @ s8[640,1024]^T group=128 -> f16",
 ]
 GATED = [
     "~f16[1,4096] @ s4[28672,4096]^T group=64 -> f32",

@@ -236,7 +236,7 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
                     continue
                 point = replace(base, hold=hold, blocks=blocks * pairs, shared_tiles=shared)
                 form = form_of(problem, plan_for(plan, point), point)
-                stages = _stages(form, target)
+                stages = ring_stages(form, target)
                 if stages >= 2:
                     yield replace(point, num_stages=stages)
         yield from _splits(problem, plan, base, steps, target)
@@ -255,12 +255,12 @@ def _splits(problem: Problem, plan: Plan, base: Point, steps: int, target: Targe
             continue
         point = replace(base, split=split, blocks=tiles * split)
         form = form_of(problem, plan_for(plan, point), point)
-        stages = _stages(form, target)
+        stages = ring_stages(form, target)
         if stages >= 2 and stages * form.stage_bytes >= room_bytes(point.tile_m * point.tile_n, split):
             yield replace(point, num_stages=stages)
 
 
-def _stages(form: Form, target: Target) -> int:
+def ring_stages(form: Form, target: Target) -> int:
     """Of the ring, as many as there is room for."""
     return min((target.chip.shared_bytes - form.out_bytes - BARRIERS_BYTES) // form.stage_bytes, MOST_STAGES)
 

@@ -1,9 +1,10 @@
-"""4-bit codes made bytes as the left operand of a Hopper kernel whose other operand has 8 bits, and sums of a group scaled.
+"""Codes made bytes as the left operand of a Hopper kernel whose other operand has 8 bits, and sums of a group scaled.
 
 Words come as where halves are made of them (`_w4_stage.py`); what a thread holds of four of them is 8 registers of the matrix
-unit's left fragment for 8-bit operands (`_w4_pack.py`). A code less its zero point is at most 15 either way: a byte of two's
-complement for integers, for fp8 a sign and a magnitude, which as a subnormal of e4m3 or in its first binade is that number by
-2**-9. So products are exact, and a group's sum is as exact as the tensor cores add, before it is scaled and added in f32.
+unit's left fragment for 8-bit operands (`_w4_pack.py`). A 4-bit code less its zero point is at most 15 either way: a byte of
+two's complement for integers, for fp8 a sign and a magnitude, which as a subnormal of e4m3 or in its first binade is that
+number by 2**-9. So products are exact, and a group's sum is as exact as the tensor cores add, before it is scaled and added in
+f32.
 """
 
 from __future__ import annotations
@@ -19,8 +20,16 @@ TURNS = (26, 30)  # bits to the left, round, that bring codes of row g to the lo
 
 
 def made_bytes(operand: DType, kind: DType, *, zeros: bool, sub: int) -> Asm:
-    """Eight registers out, of four words (and four zero points' words): codes of row g of each, then of row g + 8."""
+    """Eight registers out, of four words (and four zero points' words): codes of row g of each, then of row g + 8. Where codes
+    have 8 bits two words are what one is here."""
     lines = ["{", ".reg .b32 t, m, n, b<4>;"]
+    if kind.bits == 8:
+        for word in range(WORDS):
+            pair = f"${2 * WORDS + 2 * word}, ${2 * WORDS + 2 * word + 1}"
+            for row, bytes_of in ((0, "0x6240"), (1, "0x7351")):  # of the pair: its words' in turn
+                out = f"${WORDS * row + word}"
+                lines += [f"prmt.b32 t, {pair}, {bytes_of};", f"xor.b32 {out}, t, 0x80808080;"]  # less 128, which was added
+        return Asm("\n".join([*lines, "}"]), ",".join(["=&r"] * 2 * WORDS + ["r"] * 2 * WORDS))
     sixteenfold = _sixteenfold(operand, kind, zeros=zeros)
     signed = zeros or kind is S4
     for i in range(WORDS if zeros and sub < BLOCK else 2):  # two rows of each group's zero point
@@ -102,7 +111,7 @@ def prologue(coded: Coded) -> str:
     `half_of`, the first or second half of neighbours, and `scales_of`, words of scales to those of a tile's rows."""
     w = coded.weights
     asm = made_bytes(coded.operand, w.kind, zeros=w.zero is not None, sub=w.sub)
-    given = ", ".join(["words", *["zero"] * (w.zero is not None)])
+    given = ", ".join(["words", *["more"] * (w.kind.bits == 8), *["zero"] * (w.zero is not None)])
     results = ", ".join(f"x{i}" for i in range(8))
     kind = "gl.int8" if coded.operand.is_integer else "gl.float8e4nv"
     if w.scales is F32:
@@ -148,7 +157,8 @@ def scales_of(x, L: gl.constexpr):
 
 def begin(t: Text, coded: Coded) -> None:
     """How threads hold words, and what belongs to their rows."""
-    t.do("V: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])")
+    halves = coded.weights.kind.bits // 4
+    t.do(f"V: gl.constexpr = gl.BlockedLayout([1, {halves}, 1, 4], [1, 1, 32, 1], [4, 1, 1, 1], [3, 2, 1, 0])")
     t.do("W: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])")
     for name in coded.descriptors[1:]:
         per_thread = [1, coded.runs(name), 1, coded.run(name)]
@@ -209,12 +219,13 @@ def _held(coded: Coded) -> list[str]:
 def _read(t: Text, coded: Coded, rows: int, stage: str, prefix: str) -> None:
     """Words of a warpgroup that are in a stage."""
     groups = rows // BLOCK
-    shape, layout = [groups * coded.deep, 128, 4], "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
+    shape = [groups * coded.deep, 4, coded.weights.kind.bits // 4, 32, 4]
+    layout = "gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])"
     codes = f"{coded.buffers[0]}.index({stage})._reinterpret(gl.int32, {shape}, {layout})"
     for b in range(coded.deep):
         t.do(f"{prefix}words{b} = {codes}.index(g * {coded.deep} + {b}).load(V)")
     for buffer, name in zip(coded.buffers[1:], coded.descriptors[1:], strict=True):
-        shape, layout = [groups, 4, coded.runs(name), 8, coded.run(name)], "gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])"
+        shape = [groups, 4, coded.runs(name), 8, coded.run(name)]
         own = buffer[:-5]
         t.do(f"{prefix}{own}_words = {buffer}.index({stage})._reinterpret(gl.int32, {shape}, {layout}).index(g).load(P_{own})")
 
@@ -231,7 +242,11 @@ def _beside(t: Text, coded: Coded) -> None:
 
 def _bytes(t: Text, coded: Coded, block: int) -> None:
     """What a warpgroup multiplies, rows g and rows g + 8, of the words of one block along K."""
-    given = [f"gl.convert_layout(words{block}.reshape((4, 8, 4, 2, 2)), W, assert_trivial=True)"]
+    words, given = f"words{block}.reshape((4, 8, 4, 2, 2))", ["words"]
+    if coded.weights.kind.bits == 8:
+        words, given = f"words{block}.reshape((4, 2, 8, 4, 2, 2)).permute((0, 2, 3, 4, 5, 1)).split()", ["words", "more"]
+    t.do(f"{', '.join(given)} = {words}")
+    given = [f"gl.convert_layout({name}, W, assert_trivial=True)" for name in given]
     if coded.weights.zero is not None:
         own, at, of_rows = _part("zero", block, coded.deep), ":", "gl.SliceLayout(2, gl.SliceLayout(4, W))"
         if coded.subs == 1:

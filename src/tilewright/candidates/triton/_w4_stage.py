@@ -81,7 +81,7 @@ class Coded:
     def box(self, name: str, rows: int) -> list[int]:
         """Words that one copy brings: a step's codes, or what all of a tile's rows have for a step along K, or for some."""
         if name == NAMES[0]:
-            return [rows // BLOCK, 8 * self.deep, BLOCK]
+            return [rows // BLOCK, self.deep * self.weights.kind.bits * 2, BLOCK]
         return [rows // 16, 8 * self.run(name) * self.runs(name)]
 
     def choose(self, t: Text, own: str, name: str) -> None:
@@ -136,7 +136,7 @@ def allocate(t: Text, coded: Coded, rows: int, num_stages: int) -> None:
 def copies(t: Text, coded: Coded, rows: int) -> None:
     """Asks for the words of stage `s`, step `k` of a tile of so many rows."""
     for name, buffer in zip(coded.descriptors, coded.buffers, strict=True):
-        at = f"[pm * {rows // BLOCK}, k * {8 * coded.deep}, 0]"
+        at = f"[pm * {rows // BLOCK}, k * {coded.box(name, rows)[1]}, 0]"
         if name != NAMES[0]:
             run = coded.run(name)
             at = f"[pm * {rows // 16}, k * {coded.needed(name)} // {run} * {8 * run}]"

@@ -44,7 +44,7 @@ TILE_ROWS = 128  # of the weight, a block of codes to each of two warpgroups
 PRODUCT_CYCLES = 2.0  # of a column of a step along K and 64 rows
 HALVES_CYCLES = 540.0  # until a warpgroup has made those of a step, the words waited for and read (fitted on an H200)
 SHORT_SUMMED = (F8E4M3FN, F8E5M2)
-WORD_BYTES = 40  # of a row and block along K, scales included
+WORD_BYTES = 40  # of a row and block along K, scales included; of 8-bit codes less than twice as many
 # Of bytes, from the machine code, and not measured: a step's other instructions, and until products begin and have ended.
 OTHER_INSTRUCTIONS, WAITED_CYCLES = 45, 150.0
 L2_BYTES_PER_CYCLE = 40.0  # that each SM takes in, all at a time
@@ -60,7 +60,7 @@ def plan_of(problem: Problem) -> Plan | None:
     if (
         weights.second is not None
         or w.rounded == of_bytes
-        or w.kind.bits != 4
+        or not (w.kind.bits == 4 or (w.kind is S8 and w.zero is None and weights.operand.is_integer))
         or weights.rows < (FEWEST_ROWS_OF_BYTES if of_bytes else FEWEST_ROWS)
     ):
         return None
@@ -90,6 +90,8 @@ def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     widths = in_bytes.widths(_coded(problem, plan)) if of_bytes else WIDTHS
     able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
     able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
+    if of_bytes:  # a ring has room for more of them than of a step's numbers, or for fewer
+        able = [replace(p, num_stages=hopper_space.ring_stages(form_of(problem, plan, p), target)) for p in able]
     return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
 
 

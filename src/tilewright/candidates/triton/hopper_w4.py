@@ -50,7 +50,9 @@ class HopperW4:
         if plan.second is not None:
             return f"{plan.rows} rows are many for stores that read both halves of the columns together"
         if plan.operand.bits == 8:
-            return f"{plan.rows} rows are many: of activations in 8 bits that takes 4-bit weights, and one result in 16 bits"
+            return (
+                f"{plan.rows} rows of 8 bits are many: that takes 4-bit weights, or s8 by integers, and one result in 16 bits"
+            )
         return f"{plan.rows} rows are many: that takes 4-bit weights rounded once they are scaled, and one result in 16 bits"
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
