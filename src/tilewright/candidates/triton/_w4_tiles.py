@@ -60,7 +60,7 @@ def plan_of(problem: Problem) -> Plan | None:
     if (
         weights.second is not None
         or w.rounded == of_bytes
-        or not (w.kind.bits == 4 or (w.kind is S8 and w.zero is None and weights.operand.is_integer))
+        or not (w.kind.bits == 4 or (w.kind is S8 and w.scale and w.zero is None and weights.operand.is_integer))
         or weights.rows < (FEWEST_ROWS_OF_BYTES if of_bytes else FEWEST_ROWS)
     ):
         return None
@@ -122,8 +122,8 @@ def _coded(problem: Problem, plan: Plan) -> Coded:
 
 
 def form_of(problem: Problem, plan: Plan, point: Point) -> Form:
-    """What the text of a point's kernel depends on."""
-    return replace(hopper_space.form_of(problem, plan, point), coded=_coded(problem, plan))
+    """What the text of a point's kernel depends on; integers are added up in f32, which holds them (`_w4_plan.py`)."""
+    return replace(hopper_space.form_of(problem, plan, point), acc=F32, coded=_coded(problem, plan))
 
 
 def machine_code(problem: Problem, plan: Plan, schedule: Schedule, target: Target) -> tuple[Form, Built]:
