@@ -70,6 +70,14 @@ def grown_cache(dtype: DType = F32) -> Node:
     return Node(Concat(2), input_("cache", dtype, (2, 3, 7, 10)), input_("new", dtype, (2, 3, 1, 10)))
 
 
+def decoding_step(dtype: DType = BF16) -> tuple[Node, ...]:
+    """One token's queries and keys are turned, its keys and values put behind those of caches."""
+    queries, keys = of_queries_and_keys(dtype, 2, 1, 16)
+    values = transpose(input_("v", dtype, (2, 1, 2, 16)), (0, 2, 1, 3))
+    caches = (input_(n, dtype, (2, 2, 6, 16)) for n in ("keys", "values"))
+    return queries, *(Node(Concat(2), cache, new) for cache, new in zip(caches, (keys, values), strict=True))
+
+
 def joined_branches() -> tuple[Node, ...]:
     """Branches of several widths, activated and quantised together, and the norm of two of one width."""
     a, b, c = (input_(n, F32, (6, d)) for n, d in zip("abc", (24, 24, 7), strict=True))
@@ -101,6 +109,7 @@ FORMS = {
     "after a norm": lambda: (after_norm(),),
     "as ONNX writes it": lambda: (as_onnx_writes_it(),),
     "a cache that grows": lambda: (grown_cache(),),
+    "a decoding step": decoding_step,
     "branches": joined_branches,
     "across views": across_views,
     "extremes of halves": extremes_of_halves,

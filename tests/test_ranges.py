@@ -158,6 +158,39 @@ def test_rotations_of_every_type_at_odd_shapes(turn, dtype):
         right(turn(*heads(dtype, 2, 3, 5, head)))
 
 
+class Attending(torch.nn.Module):
+    """Llama's attention with grouped queries, as transformers writes it."""
+
+    def __init__(self, width, heads_, shared, length):
+        super().__init__()
+        self.head = head = width // heads_
+        self.q, self.out = (torch.nn.Linear(width, width, bias=False) for _ in range(2))
+        self.k, self.v = (torch.nn.Linear(width, shared * head, bias=False) for _ in range(2))
+        angles = torch.outer(torch.arange(length), 500_000.0 ** (-torch.arange(0, head, 2) / head)).repeat(1, 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def rotated(self, x):
+        one, other = x[..., : self.head // 2], x[..., self.head // 2 :]
+        return x * self.cos + torch.cat((-other, one), -1) * self.sin
+
+    def forward(self, x):
+        q, k, v = (f(x).view(*x.shape[:2], -1, self.head).transpose(1, 2) for f in (self.q, self.k, self.v))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        y = attend(self.rotated(q), self.rotated(k), v, is_causal=True, enable_gqa=True)
+        return self.out(y.transpose(1, 2).reshape(x.shape))
+
+
+def test_a_rotation_is_one_step_between_its_product_and_attention():
+    torch.manual_seed(0)
+    block, x = Attending(64, 4, 2, 9).eval(), torch.randn(2, 9, 64)
+    program = tilewright.compile(block, example_inputs=(x,), budget_s=0)
+    steps = [s for s in program.steps if not s.part.once]
+    assert [s.part.kind for s in steps] == ["gemm", "elementwise", "attention", "gemm"]
+    assert steps[1].decision.kernel.candidate == "llvm_rows" and len(steps[1].part.outputs) == 2
+    torch.testing.assert_close(torch.as_tensor(program(x)), block(x), atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("interleaved", [0, 1])
 def test_onnx_s_rotary_embedding_is_one_step(interleaved):
     """Of heads side by side, the cosines and sines picked by position, a part of each head left as it is."""
