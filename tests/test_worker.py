@@ -33,7 +33,7 @@ from tilewright.schedule.search import search
 from tilewright.schedule.worker import pickled
 
 CPU = detect("cpu")
-COST_S = 5.0
+COST_S = 8.0  # 4 until it is killed, a new process, the others; 5 where nothing else runs
 BUSY = ", while other programs had the processors"  # which may be so where tests run
 
 
@@ -130,12 +130,12 @@ LOST = {
 
 @pytest.mark.parametrize("how", LOST)
 def test_one_that_does_not_come_back_costs_itself_alone(drop, how):
-    """And under 5 s; it is refused, and not tried again."""
+    """Its patience and little more; it is refused, and not tried again."""
     what, why = LOST[how]
     before, sound, bad = drop(preference=19), drop(preference=30), drop(points=3, **what)
     posed = problem(20 + list(LOST).index(how))
     with Awake() as took:
-        d = search(posed, CPU, budget_s=0.02, candidates=[bad, sound, before])
+        d = search(posed, CPU, budget_s=0.3, candidates=[bad, sound, before])  # all are timed on a busy machine, too
     assert d.kernel.candidate in (before.name, sound.name) and d.measured
     lost = [r for r in d.rejected if r.candidate.startswith(bad.name)]
     assert [r.why.removesuffix(BUSY) for r in lost if r.fatal] == [why]
