@@ -57,6 +57,12 @@ KERNELS = {
         H200,
         {"tile_m": lambda m: m is not None},
     ),
+    "4-bit weights made fp8, in pairs": (
+        hopper_w4.CANDIDATE,
+        posed("f8e4m3fn[66,320] scale=channel @ u4[136,320]^T group=64 zero_point + bias -> bf16"),
+        FEW,
+        {"paired": True, "shared_tiles": 0},
+    ),
     "TMA and wgmma": (
         hopper.CANDIDATE,
         problem("bf16[70,712] @ bf16[712,72] + bias + residual, relu -> bf16"),
@@ -105,6 +111,11 @@ FAULTS = {
         ("one product more under way", without(r"(wgmma\.wait_group\.sync\.aligned) 0", r"\1 1"), {"late": True}),
         ("another swizzle", without("0x40000040", "0x80000040"), {}),
         ("no fence before products", without(r"fence\.proxy\.async[^;]*;"), {}),
+    ],
+    "4-bit weights made fp8, in pairs": [
+        ("no wait for products", without(r"wgmma\.wait_group[^;]*;"), {"late": True}),
+        ("codes of another row", without(r"shr\.u32 t, (%r\d+), 2;", r"shr.u32 t, \1, 6;", 0), {}),
+        ("sums of a group go on", without(r"(k32\.f32\.e4m3\.e4m3 [^;]*\}, %rd\d+), 0,", r"\1, 1,"), {}),
     ],
     "codes of 8 bits, SwiGLU": [
         ("codes are made halves before they came", without(r"cp\.async\.wait_group[^;]*;"), {"late": True}),
