@@ -265,8 +265,18 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
     from rich.console import Console
 
     from tilewright.errors import TilewrightError
+    from tilewright.files import require_writable, write_whole
     from tilewright.hardware.detect import detect
 
+    for start in only:
+        if not any(p.key.startswith(start) for p in PROGRAMS):
+            raise click.BadParameter(f"none of {', '.join(p.key for p in PROGRAMS)} starts with {start!r}", param_hint="--only")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if json_file is not None:
+            require_writable(json_file)
+    except (OSError, TilewrightError) as error:
+        raise click.UsageError(str(error)) from error
     console = Console() if sys.stdout.isatty() else Console(width=124)
     progress = Console(stderr=True)
     wanted = [p for p in PROGRAMS if not only or any(p.key.startswith(o) for o in only)]
@@ -284,7 +294,7 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
         if row.note:
             console.print(f"{row.program}: {row.note}", style="yellow", highlight=False)
     if json_file is not None:
-        json_file.write_text(json.dumps([asdict(r) for r in rows], indent=1))
+        write_whole(json_file, json.dumps([asdict(r) for r in rows], indent=1).encode())
     sys.exit(0 if len(rows) == len(wanted) and all(r.verified for r in rows) else 1)
 
 
