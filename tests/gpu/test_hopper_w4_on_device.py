@@ -38,6 +38,8 @@ LINES = [
     "f8e4m3fn[16,8192] scale=tensor @ u4[1000,8192]^T group=32 zero_point -> bf16",
     "f8e5m2[33,1024] scale=channel @ s4[1024,1016] group=128 + bias -> f16",
     "u8[60,2048] scale=channel @ s8[640,2048]^T group=64 -> f16",
+    "s8[5,4096] @ s4[520,4096]^T -> s32",
+    "s8[16,4096] scale=channel @ s4[4096,4096]^T scale=channel -> f16",
     "s8[300,4096] scale=channel @ s4[1000,4096]^T group=128 -> f16",
     "f8e4m3fn[1000,2048] scale=channel @ u4[2048,640] group=64 zero_point * residual -> bf16",
     "u8[200,1088] scale=tensor @ u4[520,1088]^T group=32 zero_point + bias, silu -> bf16",
