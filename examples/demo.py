@@ -272,9 +272,9 @@ def main(out: Path, only: tuple[str, ...], json_file: Path | None, peer: str | N
         if not any(p.key.startswith(start) for p in PROGRAMS):
             raise click.BadParameter(f"none of {', '.join(p.key for p in PROGRAMS)} starts with {start!r}", param_hint="--only")
     try:
-        out.mkdir(parents=True, exist_ok=True)
         if json_file is not None:
             require_writable(json_file)
+        out.mkdir(parents=True, exist_ok=True)
     except (OSError, TilewrightError) as error:
         raise click.UsageError(str(error)) from error
     console = Console() if sys.stdout.isatty() else Console(width=124)
