@@ -143,6 +143,12 @@ def test_random_pieces_are_the_results(root):
     torch.testing.assert_close(made[0], wanted[0])
 
 
+def test_results_without_concatenations_may_be_many():
+    roots = [map_("tanh", input_(f"x{i}", F32, (2, 8))) for i in range(MOST + 2)]
+    (region,) = regions_of_rows(problem_of(*roots).roots, check_node)
+    assert len(region.roots) == MOST + 2
+
+
 # -- kernels
 
 

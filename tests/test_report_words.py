@@ -304,3 +304,7 @@ def test_compiling_tells_which_kernel_it_is_choosing() -> None:
     norm = "layer_norm -> f32[4,8]"
     assert sorted(told, key=lambda t: t[0]) == told and [t[:2] for t in told] == [(0, 3), (1, 3), (2, 3)]
     assert {t[2] for t in told} == {plain, norm, turned}
+
+
+def test_names_that_are_no_text_are_found_in_tuples_too():
+    assert schema.encoded({"a\udc80": ("b\udcff", ["c"]), "d": 1.5}) == b'{"a?":["b?",["c"]],"d":1.5}'

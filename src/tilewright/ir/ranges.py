@@ -49,7 +49,7 @@ def pieces_of(roots: Sequence[Node]) -> list[Piece]:
         roots: the results, of elementwise operations, reductions, gathers, views and concatenations.
 
     Raises:
-        Unsupported: a sentence, where there are more than `MOST`.
+        Unsupported: a sentence, where concatenations make more than `MOST`.
     """
     made: dict[tuple[Node, Ranges], Node] = {}
     found: list[Piece] = []
@@ -62,7 +62,7 @@ def pieces_of(roots: Sequence[Node]) -> list[Piece]:
             parts = _parts(piece.root)
             if not parts:
                 found.append(piece)
-            if len(parts) + len(pending) + len(found) > MOST:
+            if len(parts) + len(pending) + len(found) > MOST + i:  # those before may be of one piece each
                 raise Unsupported(f"concatenations cut its results into more than {MOST} pieces")
             for part in reversed(parts):
                 ranges = tuple(all_[r.start : r.stop : r.step] for all_, r in zip(piece.ranges, part, strict=True))

@@ -366,4 +366,4 @@ def _sayable(value: object) -> object:
         return value.encode(errors="replace").decode()
     if isinstance(value, dict):
         return {_sayable(k): _sayable(v) for k, v in cast("dict[Any, Any]", value).items()}
-    return [_sayable(v) for v in cast("list[Any]", value)] if isinstance(value, list) else value
+    return [_sayable(v) for v in cast("list[Any]", value)] if isinstance(value, (list, tuple)) else value
