@@ -454,6 +454,15 @@ def test_what_it_does_not_do_it_refuses(line, why):
     assert why in str(CANDIDATE.refuse(posed(line), H200))
 
 
+def test_codes_are_read_through_conversions_that_keep_them():
+    problem = posed("s8[4,64] @ s4[64,64] -> s32")
+    for kind, wide, kept in ((S4, S8, True), (U4, S8, True), (U4, U8, True), (S4, U8, False)):
+        codes = Node(Param(1, TensorType(kind, (64, 64))))
+        seen = convert(codes, wide)
+        plan = plan_of(replace(problem, op=replace(problem.op, rhs=seen)))
+        assert isinstance(plan, Plan) and plan.weights.codes is (codes if kept else seen)
+
+
 def test_weights_must_be_constant_and_the_device_a_hopper():
     line = "f16[4,64] @ s4[64,64]^T group=64"
     assert "not constant" in str(CANDIDATE.refuse(posed(line, constant=False), H200))

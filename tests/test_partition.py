@@ -13,7 +13,7 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, gemm
 from tilewright.ir.verify import verify
-from tilewright.runtime.partition import ALONE, decided, partition, problem_of_part
+from tilewright.runtime.partition import ALONE, MOST_ALIKE, decided, partition, problem_of_part
 
 X, Y, _ = INPUTS
 
@@ -107,6 +107,9 @@ def test_regions_that_do_the_same_to_results_of_one_product_are_one_step():
     assert len(parts_of(queries, transpose(b, (1, 0)))) == 3, "a view copies nothing, and is to stay one"
     other = gemm(X, Y)
     assert len(parts_of(map_("relu", a), map_("relu", other))) == 4, "of two products"
+    ranges = [(i, j) for j in range(1, 4) for i in range(j)][: MOST_ALIKE + 1]
+    many = [turned(slice_(a, 0, i, j), cos, sin) for i, j in ranges]
+    assert [len(p.outputs) for p in parts_of(*many) if p.kind == "elementwise" and not p.once] == [MOST_ALIKE, 1]
 
 
 def test_a_product_between_two_halves_of_an_expression_separates_them():

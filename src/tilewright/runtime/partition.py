@@ -40,6 +40,7 @@ VIEW = (Reshape, Transpose, Slice, Broadcast, Item)
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
 ALONE = (Gemm, Attention, Call)
+MOST_ALIKE = 4  # regions that are made one step: each is code of its own in a kernel, of which there is only so much
 ARITHMETIC = ("add", "subtract", "multiply", "negate")
 # The first that a region holds names it.
 _NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
@@ -131,11 +132,17 @@ def partition(graph: Graph) -> list[Part]:
     for node in nodes:
         if node in group:
             members.setdefault(find(node), []).append(node)
-    alike: dict[object, list[Node]] = {}
+    alike: dict[object, tuple[list[Node], int]] = {}
     for first, several in list(members.items()):
         what = _what_it_does(several, level[first])
-        if what is not None and alike.setdefault(what, several) is not several:
-            alike[what].extend(members.pop(first))
+        if what is None:
+            continue
+        into, count = alike.get(what, (several, MOST_ALIKE))
+        if count < MOST_ALIKE:
+            into.extend(members.pop(first))
+            alike[what] = into, count + 1
+        else:
+            alike[what] = several, 1
     parts = [_part(m, readers, m[0].constant) for m in members.values()]
     index = {n: i for i, n in enumerate(nodes)}
     # Within a level what stands alone comes first; regions of one level do not depend on each other.

@@ -178,7 +178,7 @@ def _integers(problem: Problem, operand: DType) -> Weights:
     root = problem.op.rhs
     along = isinstance(root.op, Transpose)
     codes = root.src[0] if along else root
-    while isinstance(codes.op, Convert) and codes.src[0].dtype.is_integer and codes.src[0].dtype.bits < codes.dtype.bits:
+    while isinstance(codes.op, Convert) and _holds(codes.dtype, codes.src[0].dtype):
         codes = codes.src[0]
     kind = codes.dtype
     if not kind.is_integer or kind.bits not in (4, 8) or len(codes.shape) != 2 or problem.K % BLOCK:
@@ -188,6 +188,11 @@ def _integers(problem: Problem, operand: DType) -> Weights:
     if problem.K * max(-operand.min, operand.max) * max(-kind.min, kind.max) > 1 << 24:
         raise Unsupported(f"f32 does not hold every sum of {problem.K} products of {operand} and {kind}")
     return Weights(codes, None, None, kind, F16, problem.K, False, along)
+
+
+def _holds(wide: DType, narrow: DType) -> bool:
+    """Whether integers of one type are those of a wider one, too."""
+    return narrow.is_integer and narrow.bits < wide.bits and narrow.is_signed <= wide.is_signed
 
 
 def _weights(problem: Problem, operand: DType) -> Weights:
