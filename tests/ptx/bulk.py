@@ -114,7 +114,7 @@ def begin(u: Unit, block: Block, to: np.ndarray, data: Callable[[], np.ndarray],
         raise Fault("a copy tells no barrier")
     places = _bytes(block.shared, to)
     at = np.unique(places // PIECE)
-    block.watch.unfenced[at] = 0
+    block.watch.written[at] = 0
     block.watch.start(at, fenced=True)
     block.shared.data[places] = 255
 
@@ -160,7 +160,7 @@ def out(u: Unit, lane: int, of: np.ndarray, write: Callable[[np.ndarray], None])
     block = u.block
     places = _bytes(block.shared, of)
     at = np.unique(places // PIECE)
-    block.watch.hold(at)
+    block.watch.hold(at, u.threads[lane : lane + 1])
 
     def go(_: Unit) -> None:
         block.watch.free(at)
@@ -207,12 +207,24 @@ def copy_bytes(
         source_block, place = (None, here) if spaces[1] == "global" else barriers.block_of(u, here)
         region = memory.region(here) if source_block is None else source_block.shared
         source = _bytes(region, place + np.arange(n))
+        read = partial(region.data.__getitem__, source)
         if source_block is not None:
-            source_block.watch.use(np.unique(source // PIECE))
+            read = _held(source_block, np.unique(source // PIECE), u.threads[i : i + 1], read)
         block, to_place = barriers.block_of(u, there)
         assert barrier is not None
         told, told_at = barriers.block_of(u, int(barrier[i]))
-        begin(u, block, to_place + np.arange(n), partial(region.data.__getitem__, source), told, told_at)
+        begin(u, block, to_place + np.arange(n), read, told, told_at)
+
+
+def _held(block: Block, at: np.ndarray, threads: np.ndarray, read: Callable[[], np.ndarray]) -> Callable[[], np.ndarray]:
+    """What reads pieces of shared memory that must stay as they are until then."""
+    block.watch.hold(at, threads)
+
+    def now() -> np.ndarray:
+        block.watch.free(at)
+        return read()
+
+    return now
 
 
 def copy_bulk(p: Program, ins: Instruction, mods: list[str]) -> list[str]:

@@ -63,10 +63,10 @@ class Work:
 class Held:
     """Pieces of shared memory that a product reads, for as long as any part of a unit that parted has it under way."""
 
-    def __init__(self, watch: Watch, at: list[np.ndarray]) -> None:
+    def __init__(self, watch: Watch, at: list[np.ndarray], threads: np.ndarray) -> None:
         self.watch, self.at, self.parts = watch, at, 0
         for x in at:
-            watch.hold(x)
+            watch.hold(x, threads)
 
     def free(self) -> None:
         self.parts -= 1

@@ -192,7 +192,7 @@ def start_copy(u: Unit, mask: Mask, to: np.ndarray, of: np.ndarray, size: int, g
     near(u, to, cluster=False)
     watch, at = u.block.watch, pieces(to)
     if u.block.cluster.machine.how.fenced_copies:
-        watch.unfenced[at] = threads // WARP + 1
+        watch.wrote(at, threads)
     if not u.block.cluster.machine.late:
         copy(u, to, of, given, size)
         return

@@ -141,7 +141,6 @@ def operand_pieces(block: Block, descriptor: int, rows: int, kind: str, turned: 
 def operand(block: Block, descriptor: int, rows: int, kind: str, turned: bool) -> np.ndarray:
     """(rows, K) numbers in shared memory."""
     shared, at = block.shared, operand_pieces(block, descriptor, rows, kind, turned)
-    block.watch.use(at)
     width = bits_of(kind) // 8
     pieces = shared.data[: shared.size // 16 * 16].reshape(-1, 16)[at]
     raw = np.ascontiguousarray(pieces).reshape(at.shape[0], -1).view({1: u1, 2: u2, 4: u4}[width])
@@ -173,12 +172,15 @@ class Product:
         if before is not None and any(x is None for x in before):
             raise Fault("a product adds to registers that nobody wrote")
         read = tuple(u.R[i] for i in self.a) if self.a is not None else (a,)
+        at = self.reads(u, read, b)
         if not u.block.cluster.machine.late:
+            for x in at:
+                u.block.watch.use(x, u.threads)
             for i, x in zip(self.d, self.sums(u, read, b, before), strict=True):
                 u.R[i] = x
             return
         marks = tuple(np.full(u.n, 0xFFFFFFFF, u4) for _ in self.d)
-        held = Held(u.block.watch, self.reads(u, read, b))
+        held = Held(u.block.watch, at, u.threads)
         u.flight.products.open.append(Started(self, read, b, before, marks, held))
         for i, x in zip(self.d, marks, strict=True):
             u.R[i] = x

@@ -23,14 +23,16 @@ class Watch:
     """Of a block.
 
     Attributes:
-        unfenced: the warp that wrote a piece since the last fence, plus one.
-        coming: copies to it that are under way.
+        writer, written: the warp that wrote a piece last, and when; 0 where what products and copies read needs no fence.
+        fenced: when each warp's last `fence.proxy.async` was.
+        coming: copies to a piece that are under way.
         busy: products and copies under way that read it.
     """
 
     def __init__(self, size: int, *, late: bool) -> None:
-        self.late = late
-        self.unfenced = np.zeros(size // PIECE, np.int8)
+        self.late, self.now = late, 0
+        self.writer, self.written = np.zeros(size // PIECE, np.int8), np.zeros(size // PIECE, np.int64)
+        self.fenced = np.zeros(WARP, np.int64)
         self.coming, self.busy = (np.zeros(size // PIECE, np.int16) for _ in range(2))
 
     def read(self, at: np.ndarray) -> None:
@@ -42,31 +44,40 @@ class Watch:
         """By threads."""
         if self.late and (self.coming[at].any() or self.busy[at].any()):
             raise Fault("a write to shared memory where a copy or a product is under way")
-        self.unfenced[at] = threads // WARP + 1
+        self.wrote(at, threads)
+
+    def wrote(self, at: np.ndarray, threads: np.ndarray) -> None:
+        """Threads did, now or soon."""
+        self.now += 1
+        self.writer[at], self.written[at] = threads // WARP, self.now
 
     def fence(self, threads: np.ndarray) -> None:
-        """`fence.proxy.async`, by the threads that wrote."""
-        known = np.zeros(128, bool)
-        known[np.unique(threads // WARP) + 1] = True
-        self.unfenced[known[self.unfenced]] = 0
+        """`fence.proxy.async`."""
+        self.now += 1
+        self.fenced[np.unique(threads // WARP)] = self.now
 
-    def use(self, at: np.ndarray) -> None:
-        """By a product or a copy, which reads now."""
-        if self.coming[at].any():
-            raise Fault("a product or a copy reads shared memory where a copy is under way")
-        if self.unfenced[at].any():
-            warp = int(self.unfenced[at].max()) - 1
+    def use(self, at: np.ndarray, threads: np.ndarray) -> None:
+        """By a product or a copy of some threads, from now on. The fence is theirs or the writer's: it must stand between."""
+        self._unmoved(at)
+        own = self.fenced[np.unique(threads // WARP)].min()
+        bare = self.written[at] > np.maximum(self.fenced[self.writer[at]], own)
+        if bare.any():
+            warp = int(self.writer[at][bare][0])
             raise Fault(f"no fence.proxy.async since warp {warp} wrote to shared memory that a product or a copy reads")
 
-    def hold(self, at: np.ndarray) -> None:
-        """By a product or a copy, which may read from now on."""
-        self.use(at)
+    def hold(self, at: np.ndarray, threads: np.ndarray) -> None:
+        """The same, until `free`."""
+        self.use(at, threads)
         self.busy[at] += 1
 
     def free(self, at: np.ndarray) -> None:
         """It has read."""
-        self.use(at)
+        self._unmoved(at)
         self.busy[at] -= 1
+
+    def _unmoved(self, at: np.ndarray) -> None:
+        if self.coming[at].any():
+            raise Fault("a product or a copy reads shared memory where a copy is under way")
 
     def start(self, at: np.ndarray, *, fenced: bool) -> None:
         """A copy to it, `fenced` if not the threads' own."""
