@@ -191,7 +191,8 @@ def start_copy(u: Unit, mask: Mask, to: np.ndarray, of: np.ndarray, size: int, g
     threads, to, of, given = u.threads[some], to[some], of[some], given[some]
     near(u, to, cluster=False)
     watch, at = u.block.watch, pieces(to)
-    if u.block.cluster.machine.how.fenced_copies:
+    fenced = u.block.cluster.machine.how.fenced_copies
+    if fenced:
         watch.wrote(at, threads)
     if not u.block.cluster.machine.late:
         copy(u, to, of, given, size)
@@ -201,6 +202,8 @@ def start_copy(u: Unit, mask: Mask, to: np.ndarray, of: np.ndarray, size: int, g
 
     def come(unit: Unit, to: np.ndarray, of: np.ndarray, given: np.ndarray) -> None:
         watch.end(pieces(to))
+        if fenced:
+            watch.wrote(pieces(to), unit.threads[:1])
         copy(unit, to, of, given, size)
 
     u.flight.copies.open.append(Work(threads, (to, of, given), come))
