@@ -220,7 +220,7 @@ class Program:
         if isinstance(op, Special):
             return f'special(u, "{op.name}")' + (f".astype(u{bits // 8})" if bits != 32 else "") + self._seen(t)
         if isinstance(op, Sym):
-            return self.bound(UNSIGNED[bits](self.address(op)))
+            return self.bound(UNSIGNED[bits](self.address(op) & (1 << bits) - 1))  # 32 bits: of shared memory
         if isinstance(op, Vec):  # `mov.b32 d, {a, b}`
             each = bits // len(op.items)
             parts = [

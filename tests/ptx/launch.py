@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -19,7 +19,8 @@ from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
 from tilewright.schedule.sample import random_sources
 
-BEFORE_ARGUMENTS = 8  # of what Triton passes to its launcher: attributes, scratch memory, metadata, hooks
+BEFORE_ARGUMENTS = 8  # of what Triton passes to its launcher in C: attributes, scratch memory, metadata, hooks
+LISTED = 2  # from Triton 3.7 on: what types they are of, before them, who are one tuple
 SWIZZLE_BYTES = (0, 32, 64, 128)
 
 
@@ -58,14 +59,21 @@ def run(ptx: str, grid: Sequence[int], arguments: Sequence[Any], shared_bytes: i
     Machine(made, grid, given, memory, shared_bytes, how).run()
 
 
+@cache
+def _listed() -> bool:
+    """Whether Triton's launcher takes a kernel's arguments as one tuple, and what comes with that."""
+    from triton.backends.nvidia import driver
+
+    return hasattr(driver, "annotate_arguments")
+
+
 class _Driver:
     """What Triton asks of a device."""
 
     def __init__(self, how: How) -> None:
         self.how = how
-        self.utils = SimpleNamespace(
-            fill_tma_descriptor=self._descriptor,
-        )
+        made = "fill_tma_descriptor_tiled" if _listed() else "fill_tma_descriptor"
+        self.utils = SimpleNamespace(**{made: self._descriptor})
 
     @staticmethod
     def _descriptor(
@@ -92,12 +100,18 @@ class _Driver:
 
         def launcher(x: int, y: int, z: int, _stream: int, kernel: Any, *rest: Any) -> None:
             arguments = rest[BEFORE_ARGUMENTS:]
+            if _listed():
+                *_types, arguments = arguments
+                assert len(_types) == LISTED
             run(kernel.asm["ptx"], (x, y, z), arguments, kernel.metadata.shared, self.how)
 
         def start(*given: Any) -> None:
             launcher(*given)
 
-        return SimpleNamespace(launch=start, launch_cooperative_grid=False, launch_pdl=metadata.launch_pdl)
+        made = SimpleNamespace(launch=start, launch_cooperative_grid=False, launch_pdl=metadata.launch_pdl)
+        if _listed():
+            made.arg_annotations = made.kernel_signature = None
+        return made
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from ptx.watch import Watch
 
 WARP = 32
 EXIT = -1
-PARAMETERS = 1 << 60  # addresses of parameters
+PARAMETERS = 1 << 30  # addresses of parameters, of 32 bits in newer PTX
 PARAMETER_BYTES = 1 << 12
 PARTED = -2
 SLICE = 400  # steps that a unit takes before the next one has its turn

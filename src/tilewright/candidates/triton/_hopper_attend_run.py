@@ -9,9 +9,9 @@ import torch
 from tilewright.candidates.triton._call import addresses, dense, maker, on
 from tilewright.candidates.triton._heads import Heads
 from tilewright.candidates.triton._hopper_rows import brought
-from tilewright.candidates.triton._hopper_run import MOST_KEPT, expanded, of_view
+from tilewright.candidates.triton._hopper_run import MOST_KEPT, of_view
 from tilewright.candidates.triton._hopper_stream import streamed_arguments
-from tilewright.candidates.triton._module import Built
+from tilewright.candidates.triton._module import Built, launcher
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.problem import AttentionProblem
@@ -37,7 +37,7 @@ def streamed_caller(
     """
     operands = brought(heads)
     assert operands is not None
-    start = expanded(built.kernel, blocks, target.index)
+    start = launcher(built.kernel, (blocks,), target.index, built.numbers)
     metas = built.kernel.metadata.tensordesc_meta
     sizes = [o.dtype.bits // 8 for o in (heads.q, heads.k, heads.v)]
     arrays = [of_view(o.array, size, meta) for o, size, meta in zip(operands, sizes, metas, strict=True)]
@@ -57,7 +57,7 @@ def streamed_caller(
             if len(known) >= MOST_KEPT:
                 known.clear()
             descriptors = known[brought_from] = [x for a, at in zip(arrays, brought_from, strict=True) for x in a.at(at)]
-        start([*descriptors, *found[len(arrays) :], *[t.data_ptr() for t in made], *built.numbers])
+        start(*descriptors, *found[len(arrays) :], *[t.data_ptr() for t in made])
         return made
 
     return on(target.index, run)

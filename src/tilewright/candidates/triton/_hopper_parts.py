@@ -68,3 +68,11 @@ def share(t, D, begin, end, nk):
     k = first % nk
     return D + first // nk, k, gl.minimum(nk, k + end - first)
 '''
+
+STAGE_OF = '''\
+@gluon.jit
+def stage_of(s):
+    """A stage's number, where the PTX finds it."""
+    asm: gl.constexpr = "mov.b32 $0, $1; // stage"
+    return gl.inline_asm_elementwise(asm, "=r,r", [s], dtype=gl.int32, is_pure=True, pack=1)
+'''

@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock, get_ident
+from typing import Any
 
 # Of what is written here. A kernel's text names it, since Triton's cache knows a kernel by its text.
 EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
@@ -21,6 +22,8 @@ Rewrite = Callable[[str], str]
 _MMA = re.compile(
     r"(\twgmma\.mma_async\.sync\.aligned\.m64n)128(k32\.s32\.[su]8\.[su]8) \{([^}]*)\}, (%rd\d+), (%rd\d+), ([^;]*;)"
 )
+_STAGE = re.compile(r"mov\.b32 (%r\d+), %r\d+; // stage")
+ROW = 128  # bytes of an operand's row in a stage
 MARKED = 1000  # arrivals of what is no barrier and tells an address
 _LOCK = Lock()
 
@@ -54,7 +57,10 @@ def widest_products(ptx: str) -> str:
 
 
 def narrowed(ptx: str, columns: int) -> str:
-    """Products of fewer columns than Triton asks for, who knows powers of two alone: the last registers stay as they are."""
+    """Products of fewer columns than Triton asks for, who knows powers of two alone: the last registers stay as they are.
+
+    Where a text had to say `stage_of` (`_hopper_parts`), a stage of the right operand is as long as its own columns.
+    """
     whole = 1 << (columns - 1).bit_length()
     pattern = re.compile(rf"(wgmma\.mma_async\.sync\.aligned\.m64n){whole}(k\S+) \{{([^}}]*)\}}")
 
@@ -67,6 +73,11 @@ def narrowed(ptx: str, columns: int) -> str:
     text, count = pattern.subn(fewer, ptx)
     if not count:
         raise UnexpectedPtx(f"no products of {whole} columns")
+    for stage in set(_STAGE.findall(text)):
+        shift = (whole * ROW).bit_length() - 1
+        text, count = re.subn(rf"shl\.b32 \t(%r\d+), {stage}, {shift};", rf"mul.lo.s32 \t\1, {stage}, {columns * ROW};", text)
+        if count != len(re.findall(rf"{stage}\b", text)) - 1:
+            raise UnexpectedPtx("a stage's number is not what it was")
     return text
 
 
@@ -81,7 +92,7 @@ def unsigned(ptx: str, lhs: bool, rhs: bool) -> str:
 _INIT = re.compile(r"\t@%p\d+ mbarrier\.init\.shared::cta\.b64 \[(%r\d+)\], (\d+);")
 _ARRIVE = re.compile(r"\t(@%p\d+) mbarrier\.arrive\.shared::cta\.b64 _, \[(%r\d+)\];")
 _COPY = re.compile(
-    r"(\t@%p\d+ cp\.async\.bulk\.tensor\.\dd\.shared::cluster\.global\.mbarrier::complete_tx::bytes)"
+    r"(\t@%p\d+ cp\.async\.bulk\.tensor\.\dd\.shared::)(?:cluster|cta)(\.global\.mbarrier::complete_tx::bytes)"
     r"( \[%r\d+\], \[(%rd\d+), \{[^}]*\}\], \[%r\d+\]);"
 )
 
@@ -103,11 +114,13 @@ def paired(ptx: str, right: int) -> str:
     if len(descriptors) <= right:
         raise UnexpectedPtx("descriptors are not where they were")
     moved = set(re.findall(rf"mov\.b64 \t(%rd\d+), {descriptors[right]};", ptx))
+    short = set(re.findall(rf"mov\.b32 \t(%r\d+), {descriptors[right]};", ptx))  # since 3.9
+    moved |= {new for new, old in re.findall(r"cvt\.u64\.u32 \t(%rd\d+), (%r\d+);", ptx) if old in short}
     of_right = {new for new, old in re.findall(r"cvta\.param\.u64 \t(%rd\d+), (%rd\d+);", ptx) if old in moved}
-    copies = [m for m in _COPY.finditer(ptx) if m[3] in of_right]
+    copies = [m for m in _COPY.finditer(ptx) if m[4] in of_right]
     if not copies or not _ARRIVE.search(ptx):
         raise UnexpectedPtx("no copy of the right operand, or no stage that is given back")
-    ptx = _COPY.sub(lambda m: f"{m[1]}.multicast::cluster{m[2]}, %both;" if m[3] in of_right else m[0], ptx)
+    ptx = _COPY.sub(lambda m: f"{m[1]}cluster{m[2]}.multicast::cluster{m[3]}, %both;" if m[4] in of_right else m[0], ptx)
     ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _told_both(m), ptx)  # turns are a block's own, at a fixed place
     named = [
         "\t.reg .b16 %both;",
@@ -187,7 +200,11 @@ def _begun(ptx: str, size: int, barriers: list[tuple[int, int]], more: list[str]
 
 @contextmanager
 def rewriting(*rewrites: Rewrite) -> Generator[None]:
-    """While this lasts, what Triton compiles in this thread goes through these, in order. Its cache knows nothing of it."""
+    """While this lasts, what Triton compiles in this thread goes through these, in order. Its cache knows nothing of it.
+
+    From 3.7 on Triton first asks the hook, with no arguments, for what its cache is to add to the kernel's name: nothing, since
+    a text names `EDITION`.
+    """
     from triton import knobs
 
     if not rewrites:
@@ -195,9 +212,12 @@ def rewriting(*rewrites: Rewrite) -> Generator[None]:
         return
     mine = get_ident()
 
-    def hook(backend: object, stages: dict[str, Callable[..., str]], *_: object) -> None:
+    def hook(*given: Any) -> tuple[str, str] | None:
+        if not given:
+            return "", ""
+        stages: dict[str, Callable[..., str]] = given[1]
         if get_ident() != mine:  # somebody else's kernel
-            return
+            return None
         make = stages["ptx"]
 
         def made(source: object, metadata: object) -> str:
@@ -207,6 +227,7 @@ def rewriting(*rewrites: Rewrite) -> Generator[None]:
             return text
 
         stages["ptx"] = made
+        return None
 
     with _LOCK, knobs.runtime.scope():
         knobs.runtime.add_stages_inspection_hook = hook  # pyright: ignore[reportAttributeAccessIssue]

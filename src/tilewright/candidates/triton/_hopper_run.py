@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,8 @@ from tilewright.candidates.triton._call import Counters, addresses, dense, maker
 from tilewright.candidates.triton._hopper_form import Form, Side, size
 from tilewright.candidates.triton._hopper_plan import Matrix, Plan
 from tilewright.candidates.triton._hopper_view import TmaView
-from tilewright.candidates.triton._module import Built
+from tilewright.candidates.triton._module import Built, launcher
+from tilewright.candidates.triton._versions import tensor_map
 from tilewright.candidates.triton._w4_stage import as_cut
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Param
@@ -41,7 +41,7 @@ class Tma:
         from triton.runtime import driver
 
         m = self._meta
-        made = driver.active.utils.fill_tma_descriptor(  # pyright: ignore[reportAttributeAccessIssue]
+        made = tensor_map(driver.active.utils)(  # pyright: ignore[reportAttributeAccessIssue]
             address + self._offset,
             m["swizzle"],
             m["elem_size"],
@@ -71,25 +71,6 @@ def of_view(view: TmaView, bytes_each: int, meta: Mapping[str, Any]) -> Tma:
     return Tma(meta, view.shape, view.strides, view.offset * bytes_each)
 
 
-def expanded(kernel: Any, blocks: int, device: int) -> Callable[[Sequence[object]], None]:
-    """How to start a kernel on torch's current stream with descriptors that are made already.
-
-    Triton's own start of a kernel with descriptors makes them anew on each call; what it wraps takes them ready.
-    """
-    from triton.runtime import driver
-
-    with torch.cuda.device(device):
-        start = kernel.run
-    launch = inspect.getclosurevars(start.launch).nonlocals["launcher"]
-    function, packed, dependent = kernel.function, kernel.packed_metadata, start.launch_pdl
-    stream = driver.active.get_current_stream  # pyright: ignore[reportAttributeAccessIssue]
-
-    def run(arguments: Sequence[object]) -> None:
-        launch(blocks, 1, 1, stream(device), function, False, dependent, None, None, packed, None, None, None, *arguments)
-
-    return run
-
-
 def runner(
     problem: Problem,
     plan: Plan,
@@ -102,7 +83,7 @@ def runner(
 ) -> Runner:
     """What runs a form's kernel, with `shared_tiles` shared out among the blocks."""
     index, kernel = device.index or 0, built.kernel
-    start = expanded(kernel, blocks, index)
+    start = launcher(kernel, (blocks,), index)
     metas = kernel.metadata.tensordesc_meta
     operands = [*([] if form.coded else [(plan.lhs, form.lhs)]), (plan.rhs, form.rhs)]
     arrays: list[Tma] = [of_matrix(m, side, meta) for (m, side), meta in zip(operands, metas, strict=False)]
@@ -163,7 +144,7 @@ def runner(
                 arguments += array.at(address)
             arguments += [*found[len(arrays) :], *extents]
             known[key] = arguments
-        start(arguments)
+        start(*arguments)
         return out
 
     return on(index, run)

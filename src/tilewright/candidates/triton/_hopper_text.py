@@ -16,9 +16,10 @@ from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._hopper_brief import Brief
 from tilewright.candidates.triton._hopper_form import FRAGMENT, Blocks
 from tilewright.candidates.triton._hopper_loads import Loads
-from tilewright.candidates.triton._hopper_parts import PROLOGUE
+from tilewright.candidates.triton._hopper_parts import PROLOGUE, STAGE_OF
 from tilewright.candidates.triton._hopper_ptx import EDITION
 from tilewright.candidates.triton._text import Text, Written
+from tilewright.candidates.triton._versions import within
 from tilewright.candidates.triton._w4_stage import Coded
 
 PRODUCER_REGISTERS = 24
@@ -41,7 +42,8 @@ class Writer(Loads):
 
     def write(self) -> Written:
         """The module."""
-        first = [PROLOGUE]
+        narrow = within() and self.form.tile_n < self.form.shape_n
+        first = [PROLOGUE, *([STAGE_OF] if narrow else [])]
         if self.form.coded:
             first.append((in_bytes if self.form.coded.deep > 1 else stage).prologue(self.form.coded))
         text = "\n\n".join([*first, self._load(), self._math(), self._entry()]) + "\n"
@@ -209,7 +211,17 @@ class Writer(Loads):
         if f.units == 1:
             return b
         shape = [f.shape_n, f.tile_k] if f.rhs.along_k else [f.tile_k, f.shape_n]  # its parts follow one another
+        if within():
+            return self._within(s, shape)
         return f"{b}._reinterpret(b_bufs.dtype, {shape}, b_bufs.layout)"
+
+    def _within(self, s: str, shape: list[int]) -> str:
+        """The same as a part of the whole ring, as if it held as many stages of Triton's columns as fit: where a stage of fewer
+        columns begins is put right in the PTX."""
+        f = self.form
+        count = f.num_stages * f.tile_n // f.shape_n
+        at = s if f.tile_n == f.shape_n else f"stage_of({s})"
+        return f"b_bufs._reinterpret(b_bufs.dtype, {[count, *shape]}, b_bufs.layout).index({at})"
 
     def _finish(self, t: Text) -> None:
         """What remains of a tile once its products are asked for."""

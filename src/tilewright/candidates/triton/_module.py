@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tilewright.candidates.triton._text import Number, Written
+from tilewright.candidates.triton._versions import as_named, direct, named
 from tilewright.hardware.target import Target
 
 IMPORTS = """\
@@ -97,13 +98,16 @@ class _Text(InspectLoader):
 @lru_cache(maxsize=4096)
 def module(text: str) -> ModuleType:
     """The module that a text makes, imports included. Equal texts are one module; nothing is written to a disk."""
+    with named():
+        text = as_named(text)
     name = f"tilewright_kernel_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     linecache.cache[f"<{name}>"] = len(text), None, text.splitlines(keepends=True), f"<{name}>"  # where Triton reads it
     loader = _Text(text)
     made = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=f"<{name}>"))
     made.__file__ = f"<{name}>"
     sys.modules[name] = made
-    loader.exec_module(made)
+    with named():
+        loader.exec_module(made)
     return made
 
 
@@ -116,6 +120,9 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned
         arch: the architecture.
         aligned: all pointers are multiples of 16 bytes.
         options: `num_warps`, `num_stages`, `enable_fp_fusion` and the like.
+
+    Raises:
+        CompilerError: the installed Triton makes none of it.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -126,7 +133,8 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned
     pointers = [i for i, t in enumerate(signature.values()) if t.startswith("*")]
     attrs = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else {}
     source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
-    made = triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=dict(options))
+    with named():
+        made = triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=dict(options))
     for text in ("source", "llir"):  # up to megabytes, for as long as the kernel lives; they are in Triton's cache
         made.asm.pop(text, None)
     return made
@@ -228,25 +236,22 @@ Launch = Callable[..., None]
 def launcher(kernel: Any, grid: Sequence[int], device: int, numbers: Sequence[Number] = ()) -> Launch:
     """A function of the kernel's arguments that starts it on torch's current stream of a device; `numbers` come after them.
 
-    Pointers are passed as numbers (`data_ptr()`), which nothing checks. The device must be the current one. What Triton does on
-    every call (binding, hooks, looking the kernel up) is done here once.
+    Pointers are passed as numbers (`data_ptr()`), which nothing checks, and descriptors made already, with their extents and
+    strides. The device must be the current one. What Triton does on every call (binding, hooks, looking the kernel up) is done
+    here once.
     """
     import torch
     from triton.runtime import driver
 
     with torch.cuda.device(device):
         start = kernel.run  # loads the code
-    function, packed, ends = kernel.function, kernel.packed_metadata, tuple(numbers)
     x, y, z = (*grid, 1, 1)[:3]
-    stream: Callable[[int], int] = getattr(driver.active, "get_current_stream")  # noqa: B009 (Triton does not declare it)
     scratch = kernel.metadata.global_scratch_size or getattr(kernel.metadata, "profile_scratch_size", 0)
     if kernel.metadata.target.backend == "cuda" and not scratch:
-        launch, together, dependent = start.launch, start.launch_cooperative_grid, start.launch_pdl
-
-        def direct(*given: object) -> None:
-            launch(x, y, z, stream(device), function, together, dependent, None, None, packed, None, None, None, *given, *ends)
-
-        return direct
+        with named((AttributeError, KeyError, TypeError)):
+            return direct(kernel, start, (x, y, z), device, tuple(numbers))
+    function, packed, ends = kernel.function, kernel.packed_metadata, tuple(numbers)
+    stream: Callable[[int], int] = getattr(driver.active, "get_current_stream")  # noqa: B009 (Triton does not declare it)
 
     def general(*given: object) -> None:
         start(x, y, z, stream(device), function, packed, None, None, None, *given, *ends)

@@ -1,0 +1,112 @@
+"""What differs between the versions of Triton, from 3.6 on: names in Gluon, how a kernel is started, and a sentence where one
+makes nothing of what is written for these. What is there decides, not a number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from tilewright.errors import TilewrightError
+
+MADE_FOR = "3.6, 3.7 and 3.9"
+
+
+class CompilerError(TilewrightError):
+    """The installed Triton makes no machine code of a kernel."""
+
+
+@contextmanager
+def named(what: type[Exception] | tuple[type[Exception], ...] = Exception) -> Generator[None]:
+    """What Triton raises meanwhile becomes one sentence that says which Triton it is.
+
+    Raises:
+        CompilerError: for any of these exceptions.
+    """
+    import triton
+
+    try:
+        yield
+    except what as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # each function's call site wraps what happened in it
+            cause = cause.__cause__
+        said = [line.strip() for line in str(cause).splitlines() if line.strip(" ^")][-1:] or [type(cause).__name__]
+        raise CompilerError(f"Triton {triton.__version__} cannot compile this (made for {MADE_FOR}): {said[0]}") from error
+
+
+def as_named(text: str) -> str:
+    """A kernel's text, written with Gluon's names in 3.6, with those of the installed Triton."""
+    if "experimental.gluon" not in text:
+        return text
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia.ampere import async_copy
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    for holder, old, new in (
+        (language.shared_memory_descriptor, "._reinterpret(", ".reinterpret("),
+        (language, "gl.thread_barrier(", "gl.barrier("),
+        (async_copy, "async_copy.async_copy_global_to_shared(", "async_copy.async_load("),
+        (tma, "tma.async_copy_global_to_shared(", "tma.async_load("),
+        (tma, "tma.async_copy_shared_to_global(", "tma.async_store("),
+    ):
+        if hasattr(holder, new.partition(".")[2][:-1]):
+            text = text.replace(old, new)
+    return text
+
+
+@cache
+def within() -> bool:
+    """Whether a view of shared memory may not be larger than what it is a view of: since 3.8.
+
+    In 3.8 it may not be smaller, either, which most kernels for Hopper need.
+    """
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    return hasattr(tma, "async_load")
+
+
+def tensor_map(utils: Any) -> Callable[..., object]:
+    """What makes a TMA descriptor of an address, swizzle, bytes and kind of an element, box, extents, strides and padding."""
+    return utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
+
+
+def direct(kernel: Any, start: Any, grid: Sequence[int], device: int, ends: tuple[object, ...]) -> Callable[..., None]:
+    """A kernel's start past what Triton does on every call (binding, hooks, descriptors): its launcher in C.
+
+    Args:
+        kernel: Triton's compiled and loaded kernel, which has no scratch memory.
+        start: Triton's launcher of it.
+        grid: blocks along x, y and z.
+        device: on whose current stream it starts.
+        ends: its last arguments. The others are given on each call; descriptors with their extents and strides, made already.
+    """
+    from triton.runtime import driver
+
+    launch: Any = start.launch
+    if inspect.isfunction(launch):  # it makes descriptors, for the one that takes them
+        launch = inspect.getclosurevars(launch).nonlocals["launcher"]
+    x, y, z = grid
+    function, packed, together, dependent = (
+        kernel.function,
+        kernel.packed_metadata,
+        start.launch_cooperative_grid,
+        start.launch_pdl,
+    )
+    stream: Callable[[int], int] = getattr(driver.active, "get_current_stream")  # noqa: B009 (Triton does not declare it)
+    if not hasattr(start, "arg_annotations"):
+
+        def apart(*given: object) -> None:
+            launch(x, y, z, stream(device), function, together, dependent, None, None, packed, None, None, None, *given, *ends)
+
+        return apart
+    kinds, packing = start.arg_annotations, start.kernel_signature
+    rest = together, dependent, packed, None, None, None, None, None, kinds, packing
+
+    def listed(*given: object) -> None:  # since 3.7
+        launch(x, y, z, stream(device), function, *rest, (*given, *ends))
+
+    return listed

@@ -1,0 +1,93 @@
+"""What differs between versions of Triton: its hook, names in Gluon, PTX, launches, and the sentence of a refusal."""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("triton")
+
+import triton
+from triton import knobs
+
+from tilewright.candidates.triton import _hopper_ptx as ptx
+from tilewright.candidates.triton import _module as modules
+from tilewright.candidates.triton import _versions as versions
+from tilewright.schedule.bench import UNBUILT, failure
+
+UNKNOWN = f"{modules.GLUON_IMPORTS}\n\n@gluon.jit\ndef f(p0):\n    gl.of_the_year_2030(p0)\n"
+
+
+def test_a_hook_says_what_it_adds_to_a_name_and_rewrites():
+    stages = {"ptx": lambda source, metadata: source + " made"}
+    with ptx.rewriting(lambda t: t + " rewritten"):
+        hook = knobs.runtime.add_stages_inspection_hook
+        assert hook() == ("", "")
+        hook(None, stages, None, None, 90)
+    assert stages["ptx"]("text", None) == "text made rewritten"
+
+
+def test_what_triton_does_not_know_is_refused_in_a_sentence_that_names_it(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton, "__version__", "4.0.0")
+    with pytest.raises(versions.CompilerError) as refused:
+        modules.compiled(modules.module(UNKNOWN).f, {"p0": "*fp32"}, modules.Arch("cuda", 90, 32))
+    said = failure(UNBUILT, refused.value)
+    assert said.startswith(f"{UNBUILT}: Triton 4.0.0 cannot compile this (made for {versions.MADE_FOR}): ")
+    assert "of_the_year_2030" in said and "\n" not in said
+
+
+def test_a_module_that_is_not_there_any_more_is_refused_too():
+    with pytest.raises(versions.CompilerError, match=f"Triton {triton.__version__} cannot compile this"):
+        modules.module(f"{modules.GLUON_IMPORTS}\nfrom triton.experimental.gluon.of_old import language\n")
+
+
+def test_names_are_those_of_the_installed_gluon(monkeypatch):
+    from triton.experimental.gluon import language
+    from triton.experimental.gluon.language.nvidia.hopper import tma
+
+    text = modules.GLUON_IMPORTS + "x = y._reinterpret(a)\ntma.async_copy_global_to_shared(b)\n"
+    monkeypatch.setattr(language.shared_memory_descriptor, "reinterpret", None, raising=False)
+    monkeypatch.setattr(tma, "async_load", None, raising=False)
+    assert versions.as_named(text) == modules.GLUON_IMPORTS + "x = y.reinterpret(a)\ntma.async_load(b)\n"
+    assert versions.as_named("._reinterpret(") == "._reinterpret("  # no Gluon
+
+
+SUMS = ",".join(f"%r{i}" for i in range(100, 164))
+PRODUCT = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {{{SUMS}}}, %rd1, %rd2, p, 1, 1, 0, 0;"
+STAGE = "mov.b32 %r2, %r1; // stage\n\tshl.b32 \t%r3, %r2, 14;\n"
+
+
+def test_a_stage_of_fewer_columns_begins_where_it_does():
+    text = ptx.narrowed(STAGE + PRODUCT, 96)
+    assert "mul.lo.s32 \t%r3, %r2, 12288;" in text and "shl" not in text and "n96" in text
+
+
+@pytest.mark.parametrize("more", ["\tadd.s32 \t%r4, %r2, 1;\n", "\tshl.b32 \t%r5, %r2, 7;\n"])
+def test_a_stage_that_is_used_otherwise_is_not_rewritten(more):
+    with pytest.raises(ptx.UnexpectedPtx, match="stage's number"):
+        ptx.narrowed(STAGE + more + PRODUCT, 96)
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["3.6", "since 3.7"])
+@pytest.mark.parametrize("descriptors", [False, True])
+def test_a_launch_passes_what_tritons_launcher_takes(listed, descriptors, monkeypatch):
+    calls = []
+
+    def launcher(*given):
+        calls.append(given)
+
+    def made(*given):
+        launcher("with new descriptors", *given)
+
+    in_c = partial(launcher)  # no function of Python
+    start = SimpleNamespace(launch=made if descriptors else in_c, launch_cooperative_grid=False, launch_pdl=True)
+    if listed:
+        start.arg_annotations, start.kernel_signature = "kinds", b"signature"
+    monkeypatch.setattr(triton.runtime.driver, "_active", SimpleNamespace(get_current_stream=lambda device: 100 + device))
+    kernel = SimpleNamespace(function="f", packed_metadata=(4, 1, 0))
+    versions.direct(kernel, start, (3, 2, 1), 5, (0.5,))("a", "b")
+    before = (3, 2, 1, 105, "f", False, True)
+    old = (*before, None, None, (4, 1, 0), None, None, None, "a", "b", 0.5)
+    new = (*before, (4, 1, 0), None, None, None, None, None, "kinds", b"signature", ("a", "b", 0.5))
+    assert calls == [new if listed else old]
