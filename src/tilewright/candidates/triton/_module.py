@@ -134,7 +134,8 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned
     attrs = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else {}
     source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
     with named():
-        made = triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=dict(options))
+        given = {"enable_fp_fusion": True} | options  # the default until 3.9
+        made = triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=given)
     for text in ("source", "llir"):  # up to megabytes, for as long as the kernel lives; they are in Triton's cache
         made.asm.pop(text, None)
     return made
