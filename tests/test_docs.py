@@ -32,7 +32,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
             "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", str(Path(folder) / "cache")),
             "OMP_NUM_THREADS": "1",
         }
-        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+        return subprocess.run(["nice", *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
 
 
 def run_python(body: str) -> subprocess.CompletedProcess[str]:

@@ -14,7 +14,7 @@ FILES = sorted(p.name for p in HERE.glob("triton_interpreted*.py"))
 
 def interpreted(file):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", str(HERE / file)]
+    command = ["nice", sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", str(HERE / file)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=HERE.parent)
 
 
