@@ -9,13 +9,12 @@ warpgroups take turns, one is at its exponentials while the other one has the ma
 from __future__ import annotations
 
 from tilewright.candidates.triton._attend import LOG2_E, power
-from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._heads import Heads
 from tilewright.candidates.triton._hopper_attend import NONE, Writer, pointer_of
 from tilewright.candidates.triton._hopper_brief import NATIVE_FP8
 from tilewright.candidates.triton._hopper_rows import ROWS, WIDEST, Point, Ring, brought
-from tilewright.candidates.triton._hopper_stream import LOADING_REGISTERS, STREAMED, of_mask, streamed_arguments
+from tilewright.candidates.triton._hopper_stream import LOADING_REGISTERS, STREAMED, of_mask, operand_rooms, streamed_arguments
 from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import DType
 
@@ -335,10 +334,7 @@ class _Flash(Writer):
             ("kb", self.stages, WIDEST, h.depth, self.first),
             ("vb", self.stages, WIDEST, h.width, h.unit),
         ]
-        for name, count, rows, columns, dtype in rooms:
-            shape, kind = [rows, power(columns)], f"gl.{in_memory(dtype)}"
-            layout = f"gl.NVMMASharedLayout.get_default_for({shape}, {kind})"
-            t.do(f"{name} = gl.allocate_shared_memory({kind}, {[count, *shape]}, {layout})")
+        operand_rooms(t, rooms)
         if self.by_keys:
             layout = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
             t.do(f"ms = gl.allocate_shared_memory(gl.float32, [{self.stages}, {WIDEST}], {layout})")

@@ -8,6 +8,8 @@ keys that a mask hides to the last one are left out.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilewright.candidates.triton._attend import LOG2_E, power
 from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._emit import Emitter, Tile
@@ -42,6 +44,14 @@ def streamed_arguments(heads: Heads) -> list[str]:
     roots = [*([heads.mask.root] if heads.mask else []), *(s.root for s in heads.stores)]
     read = sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
     return [f"p{i}" for i in read] + [f"o{i}" for i in range(len(heads.stores))]
+
+
+def operand_rooms(t: Text, rooms: Sequence[tuple[str, int, int, int, DType]]) -> None:
+    """Shared memory for operands: of each its name, how many tiles of it, their rows and columns, and the type."""
+    for name, count, rows, columns, dtype in rooms:
+        shape, kind = [rows, power(columns)], f"gl.{in_memory(dtype)}"
+        layout = f"gl.NVMMASharedLayout.get_default_for({shape}, {kind})"
+        t.do(f"{name} = gl.allocate_shared_memory({kind}, {[count, *shape]}, {layout})")
 
 
 class Streamed(Writer):
@@ -245,10 +255,7 @@ class Streamed(Writer):
         count, rows = AHEAD * len(whole), whole[0].extent
         rooms = [("qs", GROUPS, ROWS, h.depth, self.first)]
         rooms += [("kb", count, rows, h.depth, self.first), ("vb", count, rows, h.width, h.unit)]
-        for name, count, rows, columns, dtype in rooms:
-            shape, kind = [rows, power(columns)], f"gl.{in_memory(dtype)}"
-            layout = f"gl.NVMMASharedLayout.get_default_for({shape}, {kind})"
-            t.do(f"{name} = gl.allocate_shared_memory({kind}, {[count, *shape]}, {layout})")
+        operand_rooms(t, rooms)
         if self.by_keys:
             layout = "gl.SwizzledSharedLayout(1, 1, 1, [0])"
             t.do(f"ms = gl.allocate_shared_memory(gl.float32, [{AHEAD * len(whole)}, {whole[0].extent}], {layout})")
