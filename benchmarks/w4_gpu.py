@@ -1,6 +1,7 @@
 """Weights of 4 bits on a CUDA device beside the libraries: products as decoding launches them, weights read from memory.
 
-    python benchmarks/w4_gpu.py [--shapes] [--rows 1,16] [--group 64] [--points 2] [--bytes 200000000] [--seconds 150] [--build]
+    python benchmarks/w4_gpu.py [--shapes] [--weights 4096x4096] [--rows 1,16] [--x f16,e4m3,s8] [--group 64] [--points 2]
+                                [--bytes 200000000] [--seconds 150] [--build]
 
 A call has a copy of the weight that no call before it in the graph had, so that it comes from memory and no cache. "chain":
 one product after the other; "alone" (few rows): between kernels that end before the next one begins, less what those take.
@@ -10,21 +11,23 @@ them ("copy"); "first" is the one that a layer takes unmeasured. Peers are cuBLA
 quantising, which rounds the activations to 8 bits: a ratio with it and one without it are given. The error is the largest of
 our kernels' relative ones, against float64 on the dequantised weights.
 
-With --shapes, the weights of Llama 3 8B and 70B. --build compiles what would be timed, notes it in the file --kept, and ends; a
-run with that file compiles nothing. --seconds begins no further weight once they are over.
+With --x e4m3 or s8 our kernels read 8-bit activations, too, whose values those are that errors are against. "whole" is the
+fastest one behind the quantising of x, as its peers pay it (e4m3: torch's cast for both; s8: the generated kernel that a layer
+has, before `torch._int_mm`, too), and what ratios are of; "bare" ratios are of products alone, codes given.
+
+With --shapes, the weights of Llama 3 8B and 70B, with --weights certain ones. --build compiles what would be timed, notes it in
+the file --kept, and ends; a run with that file compiles nothing. --seconds begins no further weight once they are over.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import math
 import pickle
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -33,15 +36,13 @@ from typing import Any
 import click
 import torch
 
-from tilewright.compiler import optimise
+import w4_activations as activations
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.ir.notation import parse
-from tilewright.ir.ops import Input
-from tilewright.linear.kernels import FEW_ROWS
 from tilewright.schedule.candidate import Candidate, discover
-from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
+from w4_verdict import Row, judged
 
 THREAD = ((3584, 8192),)
 LLAMA = (
@@ -54,19 +55,9 @@ REPLAYS = (5, 15)
 REPLAYED_US = 15_000.0  # about how long a graph is replayed
 ALONE = 32  # rows, up to which a call alone is timed as well
 SAMPLE = 1024  # columns of the result that are compared with float64
-TIE = 1.03
-LIMIT = {torch.float16: 3e-4, torch.bfloat16: 3e-3}
 Run = Callable[[], object]
 Point = tuple[str, Schedule]
-
-
-def problem(rows: int, outs: int, k: int, group: int) -> Problem:
-    """f16 x [rows, k] by codes [outs, k], as `tilewright.Linear` poses it: few rows leave the scaled weights unrounded."""
-    graph = optimise(parse(f"f16[{rows},{k}] @ s4[{outs},{k}]^T group={group} -> f16"), excess_precision=rows <= FEW_ROWS)
-    (node,) = graph.outputs
-    p = problem_of(node)
-    assert isinstance(p, Problem)
-    return Problem(p.op, p.types, tuple(isinstance(s.op, Input) and s.op.label.startswith("b") for s in node.src))
+Case = tuple[str, int, int, int, int]  # activations, rows, outs, k, group
 
 
 def generated() -> dict[str, Candidate]:
@@ -80,10 +71,11 @@ def points(p: Problem, target: Target, count: int) -> list[Point]:
     return [(c.name, s) for c in able for s in list(c.schedules(p, target))[:count]]
 
 
-def build(job: tuple[int, int, int, int, int, bool]) -> tuple[list[Point], list[str]]:
+def build(job: tuple[Case, int, bool]) -> tuple[list[Point], list[str]]:
     """The points of a case, compiled into Triton's cache; and what cannot be built."""
-    rows, outs, k, group, count, gemlite = job
-    p, target = problem(rows, outs, k, group), detect("cuda")
+    case, count, gemlite = job
+    kind, rows, outs, k, group = case
+    p, target = activations.problem(*case), detect("cuda")
     found, failed = list[Point](), list[str]()
     for name, schedule in points(p, target, count):
         try:
@@ -91,7 +83,9 @@ def build(job: tuple[int, int, int, int, int, bool]) -> tuple[list[Point], list[
             found.append((name, schedule))
         except Exception as error:
             failed.append(f"{p} {name} {schedule}: {str(error)[:200]}")
-    if gemlite:
+    for region in activations.regions(kind, rows, outs, k):
+        activations.compile_region(region, target)
+    if gemlite and kind == "f16":
         codes = torch.zeros((outs, k), dtype=torch.int8, device=DEVICE)
         layer = of_gemlite(codes, torch.ones((outs, k // group), dtype=torch.float16, device=DEVICE))
         if layer is not None:
@@ -121,6 +115,17 @@ def replay_us(calls: Sequence[Run]) -> float:
     return statistics.median(times[2:]) / len(calls)
 
 
+def timed(peers: dict[str, list[Run]]) -> dict[str, float]:
+    """Microseconds of those that can."""
+    found: dict[str, float] = {}
+    for name, runs in peers.items():
+        try:
+            found[name] = replay_us(runs)
+        except RuntimeError as why:
+            print(f"{name}: {str(why)[:200]}", flush=True)
+    return found
+
+
 def alone_us(calls: Sequence[Run]) -> float:
     """Microseconds of a call that begins when what is ahead of it has ended."""
     mark = torch.zeros(1, device=DEVICE)
@@ -138,7 +143,7 @@ def read_tbps() -> float:
 class Weights:
     """One weight in copies, as ours and the peers' kernels read it."""
 
-    def __init__(self, outs: int, k: int, group: int, at_least: int) -> None:
+    def __init__(self, outs: int, k: int, group: int, at_least: int, *, integers: bool) -> None:
         self.outs, self.k, self.group = outs, k, group
         self.copies = max(2, min(MOST_COPIES, -(-at_least // (outs * k // 2))))
         codes = torch.randint(-8, 8, (outs, k), device=DEVICE, dtype=torch.int8)
@@ -149,6 +154,8 @@ class Weights:
         dense = self._dense(codes.half(), scales)
         self.dense = [dense.clone() for _ in range(max(self.copies // 4, 2))]
         self.eight = [dense.to(torch.float8_e4m3fn) for _ in range(max(self.copies // 2, 2))] if outs % 16 == 0 else []
+        full = partial(torch.randint, -127, 128, (outs, k), device=DEVICE, dtype=torch.int8)
+        self.integers = [full() for _ in range(max(self.copies // 2, 2))] if integers else []
         pairs = (codes.to(torch.uint8) + 8) & 15
         packed = torch.ops.aten._convert_weight_to_int4pack((pairs[:, ::2] << 4 | pairs[:, 1::2]).contiguous(), 8)
         self.four = [packed.clone() for _ in range(self.copies)]
@@ -174,16 +181,20 @@ def of_gemlite(codes: torch.Tensor, scales: torch.Tensor) -> Any:
     return made.from_weights((codes + 8).to(torch.uint8), each, torch.full_like(each, 8))
 
 
-def peers(w: Weights, x: torch.Tensor) -> dict[str, list[Run]]:
-    """Calls of the libraries, one a copy of the weight."""
+def peers(w: Weights, x: torch.Tensor, target: Target) -> dict[str, list[Run]]:
+    """Calls of the libraries, one a copy of the weight; "bare" ones are given codes of x."""
     rows, one = x.shape[0], torch.ones((), device=DEVICE)
     calls: dict[str, list[Run]] = {"cuBLAS": [partial(torch.mm, x, m.T) for m in w.dense]}
 
-    def scaled(m: torch.Tensor) -> torch.Tensor:
-        return torch.ops.aten._scaled_mm(x.to(m.dtype), m.T, one, one, out_dtype=x.dtype, use_fast_accum=True)
+    def scaled(m: torch.Tensor, codes: torch.Tensor | None = None) -> torch.Tensor:
+        codes = x.to(m.dtype) if codes is None else codes
+        return torch.ops.aten._scaled_mm(codes, m.T, one, one, out_dtype=x.dtype, use_fast_accum=True)
 
     if w.eight and rows % 16 == 0:
         calls["fp8"] = [partial(scaled, m) for m in w.eight]
+        calls["fp8 bare"] = [partial(scaled, m, x.to(m.dtype)) for m in w.eight]
+    if w.integers and rows > 16:  # which torch insists on
+        calls |= activations.int8(activations.Activations.of("s8", x, target), w.integers, target)
     if rows <= 64:
         mm, narrow = torch.ops.aten._weight_int4pack_mm, x.bfloat16()
         calls["int4"] = [partial(mm, narrow, m, w.group, w.sides) for m in w.four]
@@ -197,96 +208,43 @@ def peers(w: Weights, x: torch.Tensor) -> dict[str, list[Run]]:
     return calls
 
 
-@dataclass
-class Row:
-    """What was measured of a case, in microseconds."""
-
-    rows: int
-    outs: int
-    k: int
-    ours: dict[str, float] = field(default_factory=dict[str, float])  # by kernel, the first one that a layer takes unmeasured
-    theirs: dict[str, float] = field(default_factory=dict[str, float])
-    alone: float = math.nan
-    error: float = 0.0
-
-    @property
-    def us(self) -> float:
-        return min(self.ours.values())
-
-    def ratio(self, *, eight: bool) -> float:
-        """The best peer's time by ours; with or without the one that rounds activations to 8 bits."""
-        return min(t for n, t in self.theirs.items() if eight or n != "fp8") / self.us
-
-    @property
-    def read_bytes(self) -> float:
-        return self.outs * self.k * (0.5 + 2 / 64) + 2.0 * self.rows * (self.k + self.outs)
-
-    def __str__(self) -> str:
-        best = min(self.ours, key=lambda n: self.ours[n])
-        flops = 2.0 * self.rows * self.outs * self.k
-        parts = [
-            f"{self.rows:5d} {self.outs:6d}x{self.k:<6d} ours {self.us:8.2f} alone {self.alone:7.2f}",
-            f"first {next(iter(self.ours.values())):8.2f} {self.read_bytes / self.us / 1e6:5.2f} TB/s",
-            f"{flops / self.us / 1e6:5.0f} T/s e{self.error:.1e} |",
-            *(f"{n} {t:.2f}" for n, t in self.theirs.items()),
-            f"| x16 {self.ratio(eight=False):.2f} x8 {self.ratio(eight=True):.2f} | {best}",
-        ]
-        return " ".join(parts)
-
-
-def measure(w: Weights, rows: int, found: Sequence[Point], target: Target) -> Row | None:
-    """A case; None where no kernel of ours is right."""
-    p, x = problem(rows, w.outs, w.k, w.group), torch.randn(rows, w.k, device=DEVICE).half()
-    row = Row(rows, w.outs, w.k)
-    want = x.double() @ w.sample.T
-    calls: dict[str, list[Run]] = {}
+def measure(w: Weights, kind: str, x: torch.Tensor, found: Sequence[Point], target: Target) -> Row | None:
+    """Our kernels for a case; None where none is right."""
+    p, given = activations.problem(kind, len(x), w.outs, w.k, w.group), activations.Activations.of(kind, x, target)
+    row = Row(kind, len(x), w.outs, w.k, w.group)
+    want = given.value @ w.sample.T
+    runs: dict[str, list[Any]] = {}
+    weights = range(len(given.given), len(given.given) + 2)
     for name, schedule in found:
-        kernel = generated()[name].build(p, schedule, target)
-        prepared = [kernel.prepare({1: c, 2: s}) for c, s in w.sources]
-        got = torch.as_tensor(prepared[0]([x, *w.sources[0]])[0])
-        error = float((got[:, w.chosen].double() - want).norm() / want.norm())
         label = f"{'copy' if name == 'hopper' else name} {schedule}"
-        if not error < LIMIT[x.dtype]:
+        try:
+            kernel = generated()[name].build(p, schedule, target)
+            prepared = [kernel.prepare(dict(zip(weights, s, strict=True))) for s in w.sources]
+            got = torch.as_tensor(prepared[0]([*given.given, *w.sources[0]])[0])
+        except Exception as why:
+            print(f"{p} {label}: {type(why).__name__}: {str(why)[:200]}", flush=True)
+            continue
+        error = float((got[:, w.chosen].double() - want).norm() / want.norm())
+        if not error < activations.LIMIT[kind]:
             print(f"{p} {label}: relative error {error:.1e}", flush=True)
             continue
         row.error = max(row.error, error)
-        calls[label] = [partial(run, [x, *s]) for run, s in zip(prepared, w.sources, strict=True)]
-        row.ours[label] = replay_us(calls[label])
+        runs[label] = prepared
+        row.ours[label] = replay_us([partial(run, [*given.given, *s]) for run, s in zip(prepared, w.sources, strict=True)])
     if not row.ours:
         return None
-    if rows <= ALONE:
-        row.alone = alone_us(calls[min(row.ours, key=lambda n: row.ours[n])])
-    row.theirs = {name: replay_us(runs) for name, runs in peers(w, x).items()}
+    best = list(zip(runs[min(row.ours, key=lambda n: row.ours[n])], w.sources, strict=True))
+    if len(x) <= ALONE:
+        row.alone = alone_us([partial(run, [*given.given, *s]) for run, s in best])
+    if kind != "f16":
+        row.whole = replay_us([lambda run=run, s=s: run([*given.quantise(), *s]) for run, s in best])
     return row
-
-
-def judged(found: Sequence[Row], read_tbps: float) -> None:
-    """The lines by which all of it is judged."""
-    for rows in sorted({r.rows for r in found}):
-        of = [r for r in found if r.rows == rows]
-        for eight in (False, True):
-            worst = min(of, key=lambda r: r.ratio(eight=eight))
-            slower = [f"{r.outs}x{r.k}" for r in of if r.ratio(eight=eight) * TIE < 1]
-            mean = math.exp(statistics.fmean(math.log(r.ratio(eight=eight)) for r in of))
-            print(
-                f"{rows:5d} rows, best peer {'with' if eight else 'without'} fp8: mean {mean:.2f}x,",
-                f"worst {worst.ratio(eight=eight):.2f}x ({worst.outs}x{worst.k});",
-                f"slower at {', '.join(slower) or 'none'}, of {len(of)}",
-            )
-        first = max(next(iter(r.ours.values())) / r.us for r in of)
-        print(f"{'':5s} the kernel that a layer takes unmeasured: at most {first:.2f} times the fastest one's time")
-        large = [r for r in of if r.outs * r.k > 100e6]
-        if rows <= 16 and large:
-            shares = ", ".join(f"{r.outs}x{r.k} {r.read_bytes / r.us / 1e6 / read_tbps:.0%}" for r in large)
-            print(f"{'':5s} of the rate of reading ({read_tbps:.2f} TB/s), weights over 50 MB: {shares}")
-        if rows >= 1024:
-            share = min(r.theirs["cuBLAS"] / r.us for r in of)
-            packed = min(r.theirs["cuBLAS"] / min((t for n, t in r.ours.items() if n[0] == "h"), default=math.inf) for r in of)
-            print(f"{'':5s} of cuBLAS f16: at least {share:.0%}; without a copy of the weight {packed:.0%}")
 
 
 @click.command()
 @click.option("--shapes", is_flag=True, help="Weights of Llama 3 instead of the thread's.")
+@click.option("--weights", default="", help="These weights instead, as OUTxIN, one after the other.")
+@click.option("--x", "kinds", default="f16", show_default=True, help="Activations: f16, e4m3, s8, or several of them.")
 @click.option("--rows", default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--group", default=64, show_default=True)
 @click.option("--points", "count", default=2, show_default=True, help="Kernels of each candidate, the most promising first.")
@@ -299,6 +257,8 @@ def judged(found: Sequence[Row], read_tbps: float) -> None:
 @torch.no_grad()
 def main(
     shapes: bool,
+    weights: str,
+    kinds: str,
     rows: str,
     group: int,
     count: int,
@@ -311,13 +271,17 @@ def main(
 ) -> None:
     """Time generated kernels for 4-bit weights beside their peers."""
     numbers = [int(n) for n in rows.split(",")]
-    shapes_of = LLAMA if shapes else THREAD
-    cases = [(n, outs, k, group) for outs, k in shapes_of for n in numbers]
+    given = [(int(outs), int(k)) for outs, _, k in (w.partition("x") for w in weights.split(",") if w)]
+    shapes_of = given or (LLAMA if shapes else THREAD)
+    if unknown := set(kinds.split(",")) - set(activations.KINDS):
+        raise click.BadParameter(f"{', '.join(sorted(unknown))}: not {', '.join(activations.KINDS)}", param_hint="--x")
+    of_x = [kind for kind in activations.KINDS if kind in kinds.split(",")]
+    cases: list[Case] = [(kind, n, outs, k, group) for outs, k in shapes_of for n in numbers for kind in of_x]
     if kept is not None and kept.exists() and not only_build:
         built = pickle.loads(kept.read_bytes())
     else:
         with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-            built = dict(zip(cases, pool.map(build, [(*c, count, gemlite) for c in cases]), strict=True))
+            built = dict(zip(cases, pool.map(build, [(c, count, gemlite) for c in cases]), strict=True))
         for _, failed in built.values():
             for why in failed:
                 print(why, flush=True)
@@ -330,16 +294,30 @@ def main(
         if time.perf_counter() - began > seconds:
             print(f"{outs}x{k}: no time left", flush=True)
             continue
-        w = Weights(outs, k, group, at_least)
+        w = Weights(outs, k, group, at_least, integers="s8" in of_x)
         layers = [of_gemlite(*s) for s in w.sources] if gemlite else []
         w.gemlite = [m for m in layers if m is not None]
         for n in numbers:
-            row = measure(w, n, built[n, outs, k, group][0], target)
-            print(row or f"{n} {outs}x{k}: no kernel of ours is right", flush=True)
-            done += [row] if row else []
+            x = torch.randn(n, k, device=DEVICE).half()
+            theirs = timed(peers(w, x, target))
+            for kind in of_x:
+                row = measure(w, kind, x, built[kind, n, outs, k, group][0], target)
+                if row:
+                    row.theirs = theirs
+                    done.append(row)
+                print(row or f"{kind} {n} {outs}x{k}: no kernel of ours is right", flush=True)
         del w
         torch.cuda.empty_cache()
-    judged(done, read_tbps())
+    tbps = read_tbps()
+    for kind in of_x:
+        print(f"{kind} activations:")
+        judged([r for r in done if r.kind == kind], tbps)
+    if len(of_x) > 1:
+        print(f"The fastest of {', '.join(of_x)}:")
+        fastest: dict[tuple[int, int, int], Row] = {}
+        for r in sorted(done, key=lambda r: -r.paid):
+            fastest[r.rows, r.outs, r.k] = r
+        judged(list(fastest.values()), tbps)
 
 
 if __name__ == "__main__":
