@@ -124,6 +124,19 @@ def test_what_is_cold_is_timed_call_by_call(monkeypatch):
     assert happened == ["cold", "run"] * (len(happened) // 2)
 
 
+def test_what_comes_before_a_cold_call_takes_the_host_longer_than_the_device(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+
+    def before():
+        gpu.host += 100.0
+        gpu.work(3.0)
+
+    runs = [gpu.kernel(5.0), gpu.kernel(7.0)]
+    assert time_interleaved(runs, "cuda", budget_s=0.0, before=before) == [
+        pytest.approx(us + EVENT_US + LAUNCH_US) for us in (5, 7)
+    ]
+
+
 def test_the_report_says_how_many_calls_were_timed_together(monkeypatch):
     graph = parse("f32[8,16] @ f32[16,8]")
     program, feeds = tilewright.compile(graph, budget_s=0, cache=False), make_feeds(graph)

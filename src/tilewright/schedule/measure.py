@@ -239,15 +239,15 @@ def busy_us(
 ) -> tuple[float, float]:
     """What a call kept a GPU busy in µs, by its own events around `calls` of them, and what launching one took the host.
 
-    The device idles for `ahead_us` a call first (MOST_AHEAD_US at most), so that it never waits for a host that launches more
-    slowly than it works: as in a CUDA graph. `before` is called first, untimed.
+    `before` is called first, untimed; then the device idles for `ahead_us` a call (MOST_AHEAD_US at most), so that it never
+    waits for a host that launches more slowly than it works: as in a CUDA graph.
     """
     with torch.cuda.device(device):
-        if ahead_us > 0:
-            ahead = min(SLACK * calls * ahead_us, MOST_AHEAD_US)
-            torch.cuda._sleep(int(ahead * CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage]
         if before is not None:
             before()
+        if ahead_us > 0:  # last, for the host may take longer to ask for what comes before than the device to do it
+            ahead = min(SLACK * calls * ahead_us, MOST_AHEAD_US)
+            torch.cuda._sleep(int(ahead * CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         began = time.perf_counter()

@@ -1,7 +1,8 @@
 """Sizes of a kernel with weights of few bits: which are legal, and what each makes an SM do.
 
-Cycles were fitted to 372 kernels for thirty problems, 1 to 64 rows, on an H200: predictions are within 10 % (root mean square),
-the first choice of those that were measured 4.1 % slower than the best.
+Cycles were fitted to 289 kernels for 15 problems of 1 to 32 rows on an H200, launched one after the other: predictions of what
+lies behind a launch are within 9 % (root mean square), the first choice of those that were measured 2.4 % slower than the best
+(10 % at most).
 """
 
 from __future__ import annotations
@@ -32,22 +33,26 @@ ALONE_COLUMNS = 32  # more of them than these make a block of 8 warps want an SM
 MOST_AHEAD = 8  # loads of a warp under way: with more of them the other operand waits
 EARLY = 4  # of those, before the other operand is asked for
 WARPS = 16  # of an SM, with as many registers as they need
-START_CYCLES = 3303.0  # from a launch until a block's first products, and from its last ones until its results are written
-ROUND_CYCLES = 1205.0  # of that, what no other block of the SM hides
-TURN_CYCLES = 754.0  # from a row tile's sums to the next one's, while loads are under way
+START_CYCLES = 2109.0  # from a launch until a block's first products, and from its last ones until its results are written
+ROUND_CYCLES = 3045.0  # of that, what no other block of the SM hides
+TURN_CYCLES = 963.0  # from a row tile's sums to the next one's, while loads are under way
 # Of 132 SMs, those that clusters of so many whole SMs find room on: they do not span the chip's parts, of 16 or 18 SMs each.
 REACHED = {1: 1.0, 2: 1.0, 4: 112 / 132, 8: 112 / 132}
-BYTES_PER_CYCLE = 31.9  # that one SM takes in
-TILE_CYCLES = 91.3  # of a scheduler, 16 rows by 64 columns made halves, and what goes with that
+BYTES_PER_CYCLE = 28.0  # that one SM takes in
+TILE_CYCLES = 87.6  # of a scheduler, 16 rows by 64 columns made halves, and what goes with that
 SCALE_CYCLES = 10.0  # more, if each code is scaled
-PRODUCT_CYCLES = 21.2  # of 8 columns of the other operand: fragments, four products, sums scaled; by mma.sync
-WIDE_CYCLES = 17.4  # by wgmma
-WAIT_CYCLES = 4.2  # more, for which a warp waits for wgmma
-LOOP_CYCLES = 19.6  # by wgmma in a loop
+PRODUCT_CYCLES = 22.5  # of 8 columns of the other operand: fragments, four products, sums scaled; by mma.sync
+FRAGMENT_CYCLES = 6.2  # of that, for a warp's first tile alone: the others read the same ones
+WIDE_CYCLES = 16.6  # by wgmma
+WAIT_CYCLES = 6.4  # more, for which a warp waits for wgmma
+LOOP_CYCLES = 19.8  # by wgmma in a loop
 LEAST_SOON = 4  # blocks of a cluster whose next kernel starts when it has: with fewer nothing was measured
-FEW_WARPS = 1.3  # times as many, if an SM has fewer than 16 warps at a time
-SOON_CYCLES = 1300.0  # fewer, if the next kernel starts when this one has
-CHUNK_CYCLES = 259.0  # from a chunk of the other operand to the next one
+FEW_WARPS = 1.38  # times as many, if an SM has fewer than 16 warps at a time
+ALL_WARPS_CYCLES = 689.0  # more, if a block takes a whole SM: no block of the next kernel begins beside it
+ALL_WARPS = 1.02  # times as many of a tile then: more warps wait for one another
+SUM_CYCLES = 1.11 / 64  # of a byte of sums in shared memory, or sent
+SOON_CYCLES = 1577.0  # fewer, if the next kernel starts when this one has
+CHUNK_CYCLES = 526.0  # from a chunk of the other operand to the next one
 
 
 def schedule_of(point: Point) -> Schedule:
@@ -104,11 +109,13 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
                     continue
             every = [c for c in range(1, depth + 1) if depth % c == 0]
             for whole in _written(plan, replace(point, clusters=row_tiles)):
-                fitting = [c for c in every if _fits(plan, replace(whole, chunks=c), target)]
+                if whole.together:
+                    fitting = [c for c in every if depth // c == whole.loop and _fits(plan, replace(whole, chunks=c), target)]
+                else:
+                    fitting = [c for c in every if _fits(plan, replace(whole, chunks=c), target)]
                 for chunks in fitting[: 1 if plan.rows <= FEW_COLUMNS else 2]:  # the fewest that fit
                     found = replace(whole, chunks=chunks)
-                    depth_of = Form(plan, found).chunk_depth
-                    if not found.loop or (depth_of == found.loop if found.together else depth_of % found.loop == 0):
+                    if not found.loop or Form(plan, found).chunk_depth % found.loop == 0:
                         yield found
                         if wide and cluster >= LEAST_SOON and found.warps < WARPS and not found.together:
                             yield replace(found, soon=1)
@@ -130,7 +137,10 @@ def _written(plan: Plan, point: Point) -> Iterable[Point]:
         fits = loop * each <= MOST_AHEAD and point.depth % loop == 0 and loop * form.product.subs % run == 0
         if point.wide and form.even and fits:
             looped = replace(point, loop=loop, lag=1, ahead=loop * each, early=min(EARLY, loop * each))
-            yield replace(looped, lag=2, together=1) if alone else looped
+            if alone:
+                yield from (replace(looped, lag=2, together=t) for t in ((1, 2) if plan.weights.rounded else (1,)))
+            else:
+                yield looped
 
 
 def _fits(plan: Plan, point: Point, target: Target) -> bool:
@@ -151,18 +161,21 @@ def work(form: Form, target: Target) -> Work:
     block = form.columns / 8
     tile = TILE_CYCLES * plan.weights.kind.bits / 4 + (SCALE_CYCLES if plan.weights.rounded else 0.0)
     if not p.wide:
-        tile += block * PRODUCT_CYCLES
+        tile += block * (PRODUCT_CYCLES - FRAGMENT_CYCLES * (1 - 1 / p.tiles))
     elif p.loop:
         tile += block * LOOP_CYCLES
     else:
         tile += block * WIDE_CYCLES + WAIT_CYCLES
     if min(each_sm, together) * p.warps < WARPS and not p.together:
         tile *= FEW_WARPS
+    if p.warps == WARPS:
+        tile *= ALL_WARPS
     tiles = p.warps * p.tiles * p.depth / 4  # of a block, on one of four schedulers
-    sums = form.sums * 4 * (p.k_warps + 2 * (p.cluster > 1)) / 64
+    sums = form.sums * 4 * (p.k_warps + 2 * (p.cluster > 1)) * SUM_CYCLES
     first = other_bytes / p.chunks * min(each_sm, together)  # before anything is multiplied
     further = each_sm * (tiles_of_block * code_bytes + other_bytes) - first
     cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES / together - (SOON_CYCLES if p.soon else 0.0)
+    cycles += ALL_WARPS_CYCLES if p.warps == WARPS else 0.0
     cycles += first / BYTES_PER_CYCLE + max(further / BYTES_PER_CYCLE, each_sm * tiles_of_block * tiles * tile)
     cycles += each_sm * tiles_of_block * sums + (tiles_of_block - 1) * TURN_CYCLES + (p.chunks - 1) * CHUNK_CYCLES
     read = plan.packed_bytes + plan.rows * plan.K * plan.operand.bits // 8 + plan.rows * plan.outs * 2
