@@ -46,11 +46,14 @@ FRAGMENT_CYCLES = 6.2  # of that, for a warp's first tile alone: the others read
 WIDE_CYCLES = 16.6  # by wgmma
 WAIT_CYCLES = 6.4  # more, for which a warp waits for wgmma
 LOOP_CYCLES = 19.8  # by wgmma in a loop
+FEWEST_NARROW_SOON = 5  # rows, from which that helps by mma.sync
 LEAST_SOON = 4  # blocks of a cluster whose next kernel starts when it has: with fewer nothing was measured
 FEW_WARPS = 1.38  # times as many, if an SM has fewer than 16 warps at a time
 ALL_WARPS_CYCLES = 689.0  # more, if a block takes a whole SM: no block of the next kernel begins beside it
 ALL_WARPS = 1.02  # times as many of a tile then: more warps wait for one another
+TWO_BLOCKS = 0.95  # times as many, if an SM has two blocks where there was room for one of more registers a thread
 SUM_CYCLES = 1.11 / 64  # of a byte of sums in shared memory, or sent
+NARROW_SOON_CYCLES = 300.0  # fewer by mma.sync, from 5 rows on
 SOON_CYCLES = 1577.0  # fewer, if the next kernel starts when this one has
 CHUNK_CYCLES = 526.0  # from a chunk of the other operand to the next one
 
@@ -115,9 +118,12 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
                     fitting = [c for c in every if _fits(plan, replace(whole, chunks=c), target)]
                 for chunks in fitting[: 1 if plan.rows <= FEW_COLUMNS else 2]:  # the fewest that fit
                     found = replace(whole, chunks=chunks)
+                    if found.together > 1 and Form(plan, found).grid <= _sms(cluster, target):
+                        continue  # there are no two blocks for an SM
                     if not found.loop or Form(plan, found).chunk_depth % found.loop == 0:
                         yield found
-                        if wide and cluster >= LEAST_SOON and found.warps < WARPS and not found.together:
+                        early = cluster >= LEAST_SOON and found.warps < WARPS and not (found.together or found.tiles > 2)
+                        if early and plan.rows > (0 if wide else FEWEST_NARROW_SOON - 1):
                             yield replace(found, soon=1)
 
 
@@ -148,11 +154,16 @@ def _fits(plan: Plan, point: Point, target: Target) -> bool:
     return Form(plan, point).shared_bytes <= room // (point.together or WARPS // point.warps)
 
 
+def _sms(cluster: int, target: Target) -> int:
+    """That blocks of such clusters run on."""
+    return int(target.cores * REACHED[cluster] + 0.5)
+
+
 def work(form: Form, target: Target) -> Work:
     """What a point makes the machine do."""
     p, plan = form.point, form.plan
     together = p.together or WARPS // p.warps
-    sms = int(target.cores * REACHED[p.cluster] + 0.5)
+    sms = _sms(p.cluster, target)
     each_sm = -(-form.grid // sms)  # blocks
     tiles_of_block = -(-form.row_tiles // p.clusters)
     rounds = -(-each_sm // together)
@@ -170,11 +181,13 @@ def work(form: Form, target: Target) -> Work:
         tile *= FEW_WARPS
     if p.warps == WARPS:
         tile *= ALL_WARPS
+    if p.together > 1:
+        tile *= TWO_BLOCKS
     tiles = p.warps * p.tiles * p.depth / 4  # of a block, on one of four schedulers
     sums = form.sums * 4 * (p.k_warps + 2 * (p.cluster > 1)) * SUM_CYCLES
     first = other_bytes / p.chunks * min(each_sm, together)  # before anything is multiplied
     further = each_sm * (tiles_of_block * code_bytes + other_bytes) - first
-    cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES / together - (SOON_CYCLES if p.soon else 0.0)
+    cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES / together - (SOON_CYCLES if p.wide else NARROW_SOON_CYCLES) * p.soon
     cycles += ALL_WARPS_CYCLES if p.warps == WARPS else 0.0
     cycles += first / BYTES_PER_CYCLE + max(further / BYTES_PER_CYCLE, each_sm * tiles_of_block * tiles * tile)
     cycles += each_sm * tiles_of_block * sums + (tiles_of_block - 1) * TURN_CYCLES + (p.chunks - 1) * CHUNK_CYCLES
