@@ -669,6 +669,31 @@ def test_repeated_heads_of_an_attention_are_grouped(quantised: bool):
     assert_no_growth(before, after)
 
 
+@pytest.mark.parametrize("kind", ["none", "for all heads", "a head", "lower"])
+def test_single_queries_that_share_keys_are_rows_of_one_head(kind: str):
+    _, k, v = qkv(kv_heads=2)
+    q, shape = input_("q", F32, (B, H, 1, D)), {"for all heads": (B, 1, 1, T), "a head": (1, H, 1, T)}.get(kind)
+    mask = [] if shape is None else [input_("m", F32, shape)]
+    before = graph_of(Node(Attention(0.25, "lower" if kind == "lower" else "no"), q, k, v, *mask))
+    after = assert_order_is_free(before, "recognise", orders=3)
+    found = attention_of(after)
+    assert found.src[0].shape == (B, 2, H // 2, D) and found.src[1:3] == (k, v) and attributes(found).causal == "no"
+    assert_close(before, after, 1e-6)
+    assert_no_growth(before, after)
+
+
+def test_queries_that_share_no_keys_or_see_different_ones_stay():
+    _, k, v = qkv(kv_heads=2)
+    one, two = (input_("q", F32, (B, H, n, D)) for n in (1, 2))
+    for node in (
+        Node(Attention(0.25), two, k, v),
+        Node(Attention(0.25, "upper"), one, k, v),  # sees the first key alone
+        Node(Attention(0.25), one, *qkv()[1:]),
+    ):
+        graph = graph_of(node)
+        assert staged(graph, "recognise").outputs == graph.outputs
+
+
 def test_heads_that_are_not_repeated_alike_stay():
     q, k, v = qkv(kv_heads=2)
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tilewright.dtype import F32, F64, DType
 from tilewright.ir.axes import Placed, axes_of, layout_of
-from tilewright.ir.build import const, convert
+from tilewright.ir.build import const, convert, reshape
 from tilewright.ir.constant import scalar_value, scaling
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, toposort
@@ -90,6 +90,28 @@ def causal_mask_is_causality(m: Match) -> Node | None:
     if left is mask or "no" not in (op.causal, causal):
         return None
     return Node(replace(op, causal=op.causal if causal == "no" else causal), q, k, v, *([] if left is None else [left]))
+
+
+@rule(Pat(Attention, where=lambda n: not n.op.regions()), stage="recognise")
+def single_queries_that_share_keys_are_rows_of_one_head(m: Match) -> Node | None:
+    """attention(q [B, H * g, 1, D], k [B, H, T, D], v) -> reshape(attention(reshape(q) [B, H, g, D], k, v))
+
+    As a model decodes one token: keys and values, of which there are far more, are then read once for a group and not once for
+    each of its heads. Where: one query a head; no causality, or one that hides nothing from it. Exact: yes.
+    Source: Ainslie et al. 2023 (arXiv 2305.13245).
+    """
+    op, (q, k, v, *mask) = m.node.op, m.node.src
+    assert isinstance(op, Attention)
+    batch, heads, queries, _ = q.shape
+    groups, keys = k.shape[1:3]
+    sees_all = op.causal == "no" or (op.causal == "lower" and keys > 0)
+    if queries != 1 or heads in (0, groups) or not sees_all:
+        return None
+    if mask and len(mask[0].shape) == 4 and mask[0].shape[1] == heads:
+        mask = [reshape(mask[0], (mask[0].shape[0], groups, heads // groups, mask[0].shape[3]))]
+    rows = reshape(q, (batch, groups, heads // groups, q.shape[3]))
+    made = Node(replace(op, causal="no"), rows, k, v, *mask)
+    return reshape(made, (batch, heads, 1, v.shape[3]))
 
 
 def _attention(found: Found, by_role: Slots, query: Operand, key: Operand, value: Operand) -> Node:
