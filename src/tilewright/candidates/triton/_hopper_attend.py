@@ -36,6 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 
 @gluon.jit
@@ -55,6 +56,12 @@ def kernel_text(heads: Heads, point: Point) -> Written:
 def arguments(heads: Heads) -> list[str]:
     """Of that function."""
     return [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
+
+
+def chained(t: Text) -> None:
+    """The next kernel may be launched, this one waits for the one before (NVIDIA's programmatic dependent launch)."""
+    t.do("gdc_launch_dependents()")
+    t.do("gdc_wait()")
 
 
 def pointer_of(leaf: Node) -> str:
@@ -92,6 +99,7 @@ class Writer:
 
     def body(self) -> Text:
         h, p, do = self.h, self.p, self.text.do
+        chained(self.text)
         self._layouts()
         do("program = gl.program_id(0)")
         do(f"head = program // {p.splits}")

@@ -11,7 +11,7 @@ from __future__ import annotations
 from tilewright.candidates.triton._attend import LOG2_E, power
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._heads import Heads
-from tilewright.candidates.triton._hopper_attend import NONE, Writer, pointer_of
+from tilewright.candidates.triton._hopper_attend import NONE, Writer, chained, pointer_of
 from tilewright.candidates.triton._hopper_brief import NATIVE_FP8
 from tilewright.candidates.triton._hopper_rows import ROWS, WIDEST, Point, Ring, brought
 from tilewright.candidates.triton._hopper_stream import LOADING_REGISTERS, STREAMED, of_mask, operand_rooms, streamed_arguments
@@ -19,7 +19,7 @@ from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import DType
 
 SCANNED = 512  # places of a mask that are read at once
-MATH_REGISTERS = {2: 240, 3: 160}  # by warpgroups
+MATH_REGISTERS = {1: 240, 2: 240, 3: 160}  # by warpgroups
 
 OVERLAPPED = '''
 
@@ -350,6 +350,7 @@ class _Flash(Writer):
                 t.do(f"mbarrier.init({name}.index(i), count={arrivals})")
         call, groups = ", ".join(given), self.ring.groups
         registers = [MATH_REGISTERS[groups]] * (groups - 1) + [LOADING_REGISTERS]
+        chained(t)
         parts = [*(f"(math, ({g}, {call},))" for g in range(self.ring.groups)), f"(load, ({call},))"]
         t.do(f"gl.warp_specialize([{', '.join(parts)}], {[4] * (groups - 1) + [1]}, {registers})")
         return t

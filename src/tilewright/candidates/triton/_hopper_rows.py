@@ -191,10 +191,11 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[Point]:
         if heads.queries > ROWS and heads.v.codes is None and brought(heads) is not None:  # a tile of every head for each group
             found.append(Point(1, ones=True, streamed=True))
         found = [p for p in found if shared_bytes(heads, p) <= shared]
-    groups = 3 if heads.width <= 64 and heads.causal == "no" else 2
+    groups = 1 if heads.queries <= ROWS else 3 if heads.width <= 64 and heads.causal == "no" else 2
     count = stages(heads, groups, shared)
     if heads.keys > ROWS and count > 1 and flows(heads):
         kinds = ((True, False), (True, True), (False, True), (False, False))  # turns, overlapped; sorting keeps this order
+        kinds = kinds[2:] if groups == 1 else kinds
         found += [Point(1, ones=False, ring=Ring(count, groups, *kind)) for kind in kinds]
     return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
 

@@ -14,7 +14,7 @@ from tilewright.candidates.triton._attend import LOG2_E, power
 from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._emit import Emitter, Tile
 from tilewright.candidates.triton._heads import Heads
-from tilewright.candidates.triton._hopper_attend import NATIVE_FP8, NONE, PROLOGUE, WARPS, Writer, pointer_of
+from tilewright.candidates.triton._hopper_attend import NATIVE_FP8, NONE, PROLOGUE, WARPS, Writer, chained, pointer_of
 from tilewright.candidates.triton._hopper_rows import AHEAD, GROUPS, ROWS, WIDEST, Chunk, Point, brought, chunks
 from tilewright.candidates.triton._text import Text, Written
 from tilewright.dtype import F32, PRED, DType
@@ -266,6 +266,7 @@ class Streamed(Writer):
             t.do(f"{name} = gl.allocate_shared_memory(gl.int64, [{n}, 1], mbarrier.MBarrierLayout())")
             with t.block(f"for i in gl.static_range({n}):"):
                 t.do(f"mbarrier.init({name}.index(i), count={GROUPS if name.endswith('empty') else 1})")
+        chained(t)
         parts = [*(f"(math, ({g}, {given},))" for g in range(GROUPS)), f"(load, ({given},))"]
         t.do(f"gl.warp_specialize([{', '.join(parts)}], [4, 1], [{MATH_REGISTERS}, {LOADING_REGISTERS}])")
         return t

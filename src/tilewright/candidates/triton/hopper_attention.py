@@ -145,7 +145,9 @@ def machine_code(heads: Heads, problem: AttentionProblem, point: Point, device: 
         boxes = {f"{n}_desc": descriptor(TMA_TYPES[o.dtype.name], b.array.box) for n, o, b in operands}
         signature = boxes | signature
     text = _text(heads, point)
-    return build(text, "kernel", signature, Arch("cuda", 90, 32), device, enable_fp_fusion=False, num_warps=WARPS)
+    return build(
+        text, "kernel", signature, Arch("cuda", 90, 32), device, enable_fp_fusion=False, num_warps=WARPS, launch_pdl=True
+    )
 
 
 def _text(heads: Heads, point: Point) -> Written:
