@@ -2,12 +2,14 @@
 
     python benchmarks/llama_decode.py [--layers 8] [--width 4096] [--batch 1 --batch 16] [--context 1024] [--scheme w4g64]
                                       [--device cuda] [--rounds 30] [--compiled / --no-compiled]
-                                      [--tuned / --no-tuned] [--json FILE]
+                                      [--tuned / --no-tuned] [--whole / --no-whole] [--budget 30] [--kernels]
+                                      [--json FILE]
 
 Layers of Llama 3 8B's proportions with random weights: RMS norm, joined Q, K and V, rotation, a cache of keys and values that
 is full, attention with grouped queries, SwiGLU with joined gate and up; no embedding and no vocabulary. On a GPU each contender
-is one CUDA graph, and graphs replay in turn; "compiled" ones went through torch.compile first, a layer at a time. `rest` is the
-same step without its matrix products. Results are checked against the model with the dequantised weights before any is timed.
+is one CUDA graph, and graphs replay in turn; "compiled" ones went through torch.compile first, a layer at a time, the "whole"
+one through tilewright.compile. `rest` is the same step without its matrix products. Results are checked against the model with
+the dequantised weights before any is timed. `--kernels` also prints what each kernel of the whole one takes.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from torch import _inductor
 from torch.nn import functional
 
 import tilewright
+from kernels import choices_of, kernels_of
 
 HEAD = 128
 PER_GROUP = 4  # query heads that share one of keys and values, as 32 do 8 in Llama 3 8B
@@ -154,12 +157,15 @@ class Row:
     batch: int
     contender: str
     us: float
-    rest_us: float
+    rest_us: float | None
     ratio: float  # of bf16 eager to it
     by: str
 
 
-def launched(model: Model, x: torch.Tensor) -> Callable[[], object]:
+Step = Callable[[torch.Tensor], object]
+
+
+def launched(model: Step, x: torch.Tensor) -> Callable[[], object]:
     """A step as it is timed: a CUDA graph, or the plain call on a CPU."""
     if x.device.type != "cuda":
         return lambda: model(x)
@@ -199,9 +205,19 @@ def taken(contenders: Sequence[Callable[[], object]], device: str, rounds: int) 
 
 
 def measured(
-    layers: int, width: int, batch: int, context: int, scheme: str, device: str, rounds: int, fused: bool, tuned: bool
+    layers: int,
+    width: int,
+    batch: int,
+    context: int,
+    scheme: str,
+    device: str,
+    rounds: int,
+    fused: bool,
+    tuned: bool,
+    budget_s: float | None,
+    kernels: bool,
 ) -> list[Row]:
-    """The contenders at one batch.
+    """The contenders at one batch; the one that is compiled as a whole if there is a budget for it.
 
     Raises:
         SystemExit: a result is wrong.
@@ -212,9 +228,13 @@ def measured(
     quantised = copy.deepcopy(plain)
     tilewright.quantize_(quantised, scheme)
     expected = dequantised(quantised)(x).double()
-    models = {"bf16 eager": plain, f"{scheme} eager": quantised}
+    models: dict[str, Step] = {"bf16 eager": plain, f"{scheme} eager": quantised}
     if fused:
         models |= {"bf16 compiled": compiled(plain, tuned), f"{scheme} compiled": compiled(quantised, tuned)}
+    whole = None
+    if budget_s is not None:
+        whole = tilewright.compile(quantised, example_inputs=(x,), device=device, budget_s=budget_s)
+        models[f"{scheme} whole"] = whole
     for name, model in models.items():
         if name.startswith(scheme):
             off = float((model(x).double() - expected).norm() / expected.norm())
@@ -226,19 +246,23 @@ def measured(
     if not rounds:
         return []
     us = dict(zip((*models, *rests), taken(runs, device, rounds), strict=True))
+    if kernels and whole is not None:
+        console = Console(width=150)
+        console.print(choices_of(whole))
+        if device != "cpu":
+            console.print(kernels_of(runs[list(models).index(f"{scheme} whole")], f"{scheme} whole at batch {batch}"))
     linears = [m for m in quantised.modules() if isinstance(m, tilewright.Linear)]
-    by = ", ".join(sorted({who for m in linears for who in m.doers(torch.bfloat16).values()}))
-    return [
-        Row(
-            batch,
-            name,
-            us[name],
-            us[name.split()[-1]],
-            us["bf16 eager"] / us[name],
-            by if name.startswith(scheme) else "torch",
-        )
-        for name in models
-    ]
+    by = dict.fromkeys(models, "torch")
+    by |= {n: _names(who for m in linears for who in m.doers(torch.bfloat16).values()) for n in by if n.startswith(scheme)}
+    if whole is not None:
+        gemms = [s.decision for s in whole.steps if s.part.kind == "gemm" and s.decision is not None]
+        by[f"{scheme} whole"] = _names(d.kernel.candidate for d in gemms)
+    eager_us = us["bf16 eager"]
+    return [Row(batch, n, us[n], us.get(n.split()[-1]), eager_us / us[n], by[n]) for n in models]
+
+
+def _names(found: Iterable[str]) -> str:
+    return ", ".join(sorted(set(found)))
 
 
 @click.command()
@@ -253,6 +277,11 @@ def measured(
 @click.option(
     "--tuned/--no-tuned", default=True, show_default=True, help="torch.compile takes its time, and dependent launches."
 )
+@click.option(
+    "--whole/--no-whole", default=True, show_default=True, help="The quantised model compiled as a whole, by Tilewright."
+)
+@click.option("--budget", "budget_s", default=30.0, show_default=True, help="Seconds for measuring its kernels.")
+@click.option("--kernels/--no-kernels", default=False, show_default=True, help="What each kernel of the whole one takes.")
 @click.option("--json", "file", type=click.Path(dir_okay=False), help="Write the figures there, too.")
 @torch.no_grad()
 def main(
@@ -265,13 +294,18 @@ def main(
     rounds: int,
     fused: bool,
     tuned: bool,
+    whole: bool,
+    budget_s: float,
+    kernels: bool,
     file: str | None,
 ) -> None:
     """Time one decoding step."""
-    rows = [r for b in batches for r in measured(layers, width, b, context, scheme, device, rounds, fused, tuned)]
+    given = (context, scheme, device, rounds, fused, tuned, budget_s if whole else None, kernels)
+    rows = [r for b in batches for r in measured(layers, width, b, *given)]
     table = Table("batch", "", "µs a step", "of that, rest", "x bf16 eager", "products by", title=f"{layers} layers of {width}")
     for r in rows:
-        table.add_row(str(r.batch), r.contender, f"{r.us:.1f}", f"{r.rest_us:.1f}", f"{r.ratio:.2f}", r.by)
+        rest = "" if r.rest_us is None else f"{r.rest_us:.1f}"
+        table.add_row(str(r.batch), r.contender, f"{r.us:.1f}", rest, f"{r.ratio:.2f}", r.by)
     if rows:
         Console(width=110 if not sys.stdout.isatty() else None).print(table)
     if file is not None:
