@@ -24,7 +24,7 @@ class Remembers(nn.Module):
         self.register_buffer("cache", torch.zeros(4, 3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.cache[1] = x[0]
+        self.cache += x
         return self.cache + 1
 
 

@@ -22,7 +22,6 @@ from tilewright.frontends import LoadOptions
 from tilewright.frontends._torch_registry import TRANSLATIONS
 
 _MUTATIONS = {
-    OutputKind.BUFFER_MUTATION: "buffer",
     OutputKind.PARAMETER_MUTATION: "parameter",
     OutputKind.USER_INPUT_MUTATION: "input",
 }
@@ -241,8 +240,10 @@ def _check_dims(program: ExportedProgram, options: LoadOptions) -> None:
 def _check_mutations(program: ExportedProgram) -> None:
     for spec in program.graph_signature.output_specs:
         if spec.kind in _MUTATIONS:
-            raise UnsupportedError(
-                f"the program changes its {_MUTATIONS[spec.kind]} {spec.target!r}",
-                where=program_name(program),
-                hint="model.eval() for batch norm; pass a cache in and return the new one",
-            )
+            raise changes(_MUTATIONS[spec.kind], spec.target, program_name(program))
+
+
+def changes(what: str, name: str | None, where: str) -> UnsupportedError:
+    """That a program changes something in a way that has no place in a graph, to be raised."""
+    hint = "model.eval() for batch norm; replace positions of a buffer, or pass a cache in and return the new one"
+    return UnsupportedError(f"the program changes its {what} {name!r}", where=where, hint=hint)

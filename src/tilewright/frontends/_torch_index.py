@@ -8,9 +8,10 @@ from math import prod
 from tilewright.dtype import S64
 from tilewright.frontends._torch_registry import Site, aten
 from tilewright.frontends._torch_types import cast
-from tilewright.ir.build import const, map_, reshape, transpose
+from tilewright.ir.build import broadcast, const, map_, reshape, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Gather, Select
+from tilewright.ir.kept import is_kept
+from tilewright.ir.ops import Gather, Select, Write
 from tilewright.ir.types import normalize_axis
 
 
@@ -56,6 +57,17 @@ def index_tensor(site: Site, self: Node, indices: Sequence[Node | None]) -> Node
     joined = (*x.shape[:front], prod(extents), *x.shape[front + len(axes) :])
     result = Node(Gather(front), reshape(x, joined), _joined_index(picked, extents))
     return reshape(result, site.out.shape)
+
+
+@aten("index_put.default")
+def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: Node, accumulate: bool = False) -> Node | None:
+    """A buffer that the program writes to, with the slices at some positions of one axis replaced (index_copy, too)."""
+    axes = [a for a, index in enumerate(indices) if index is not None]
+    index = indices[axes[0]] if len(axes) == 1 else None
+    if index is None or accumulate or not is_kept(self) or not index.dtype.is_integer or len(index.shape) != 1:
+        return None
+    shape = (*self.shape[: axes[0]], *index.shape, *self.shape[axes[0] + 1 :])
+    return Node(Write(axes[0]), self, index, broadcast(cast(values, self.dtype), shape))
 
 
 def _joined_index(indices: Sequence[Node], extents: Sequence[int]) -> Node:

@@ -16,12 +16,14 @@ from torch.utils import _pytree as pytree
 from tilewright.dtype import OPAQUE
 from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.frontends._torch_call import call, schema_of, tensors_in
+from tilewright.frontends._torch_export import changes
 from tilewright.frontends._torch_registry import TRANSLATIONS, Site
 from tilewright.frontends._torch_types import dtype_of, type_of
 from tilewright.ir.build import input_, items
 from tilewright.ir.graph import Graph, Node
+from tilewright.ir.kept import in_place
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Const, Convert
+from tilewright.ir.ops import Const, Convert, Input
 from tilewright.ir.types import TensorType
 
 
@@ -36,12 +38,14 @@ class Reader:
         self._origins: dict[Node, str] = {}
         self._notes: list[str] = []
         self._literals: dict[object, Literal] = {}
+        self._kept: dict[str, tuple[Node, torch.Tensor]] = {}  # buffers that change, by name
 
     def read(self) -> Graph:
         """The graph, with its notes.
 
         Raises:
-            UnsupportedError: control flow, shapes that depend on data, random numbers, types no graph can hold.
+            UnsupportedError: control flow, shapes that depend on data, random numbers, types no graph can hold; a buffer that
+                changes otherwise than by replacing some positions.
         """
         specs = {getattr(s.arg, "name", ""): s for s in self._program.graph_signature.input_specs}
         wanted = _live(self._program.graph)
@@ -52,7 +56,13 @@ class Reader:
                 self._env[node] = self._operator(node)
         outputs, names = self._outputs()
         self._note_conversions(outputs)
-        return Graph(self._name, tuple(self._inputs), tuple(outputs), tuple(names), self._origins, tuple(self._notes))
+        kept = [held for _, held in self._kept.values()]
+        inputs = (*self._inputs, *(made for made, _ in self._kept.values()))
+        made = Graph(self._name, inputs, tuple(outputs), tuple(names), self._origins, tuple(self._notes), tuple(kept))
+        written, failed = in_place(made)
+        if failed:
+            raise changes("buffer", failed[0], self._name)
+        return written
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> object:
         if spec.kind is not InputKind.USER_INPUT:
@@ -80,6 +90,11 @@ class Reader:
             held = self._program.constants.get(label)
         if not isinstance(held, torch.Tensor):
             raise UnsupportedError(f"a weight is a {type(held).__name__}, not a tensor", where=label)
+        if label in self._program.graph_signature.buffers_to_mutate.values():
+            found = type_of(held, label)
+            made = Node(Input(label, found, kept=True))
+            self._kept[label] = made, held.detach()
+            return made
         return self._constant(held, label)
 
     def _constant(self, held: torch.Tensor, label: str) -> Node:
@@ -175,8 +190,9 @@ class Reader:
     def _outputs(self) -> tuple[list[Node], list[str]]:
         signature = self._program.graph_signature
         (last,) = (n for n in self._program.graph.nodes if n.op == "output")
-        values = cast("Sequence[object]", self._resolved(last.args[0]))
+        every = cast("Sequence[object]", self._resolved(last.args[0]))
         specs = [s for s in signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
+        values = [v for s, v in zip(signature.output_specs, every, strict=True) if s.kind is OutputKind.USER_OUTPUT]
         names = _output_names(self._program, len(specs))
         nodes: list[Node] = []
         kept: list[str] = []
@@ -189,6 +205,12 @@ class Reader:
                 kept.append(name)
             elif value is not None:
                 self._notes.append(f"output {name!r} is {value!r}, no tensor, and is left out")
+        changed = {
+            s.target: v for s, v in zip(signature.output_specs, every, strict=True) if s.kind is OutputKind.BUFFER_MUTATION
+        }
+        for label in self._kept:
+            nodes.append(cast("Node", changed[label]))
+            kept.append(label)
         return nodes, kept
 
     def _note_conversions(self, outputs: Sequence[Node]) -> None:

@@ -230,6 +230,8 @@ class Graph:
         output_names: one a result, as the source calls it.
         origins: a node's name in the source ("layer.3/attention/query MatMul"), for reports.
         notes: sentences that the front end wants a reader to see (an op it could not model, a default it assumed).
+        kept: what the program keeps from call to call, in memory that it writes to: values of its last inputs, which no caller
+            gives; its last outputs, which no caller gets, are what becomes of them (`ir/kept.py`).
     """
 
     name: str
@@ -238,6 +240,7 @@ class Graph:
     output_names: tuple[str, ...]
     origins: Mapping[Node, str] = field(default_factory=dict[Node, str], compare=False, hash=False)
     notes: tuple[str, ...] = field(default=(), compare=False, hash=False)
+    kept: tuple[torch.Tensor, ...] = field(default=(), compare=False, hash=False, repr=False)
 
     def nodes(self) -> list[Node]:
         """Every node, sources first."""

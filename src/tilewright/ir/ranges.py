@@ -42,11 +42,26 @@ class Piece:
     ranges: Ranges
 
 
-def pieces_of(roots: Sequence[Node]) -> list[Piece]:
+@dataclass(frozen=True)
+class Room:
+    """Where a result is to lie: in an array of `shape` from `start` on along `axis`, all of the other axes."""
+
+    shape: Shape
+    axis: int
+    start: int
+
+    def ranges(self, extent: int) -> Ranges:
+        """Its elements there, of so many along the axis."""
+        own = range(self.start, self.start + extent)
+        return tuple(own if a == self.axis else range(d) for a, d in enumerate(self.shape))
+
+
+def pieces_of(roots: Sequence[Node], rooms: Sequence[Room | None] = ()) -> list[Piece]:
     """Results in pieces without concatenations on the way to them, in order; one piece a result where there are none.
 
     Args:
         roots: the results, of elementwise operations, reductions, gathers, views and concatenations.
+        rooms: for each result the array in which it lies, if it is not one of its own; none are where this is empty.
 
     Raises:
         Unsupported: a sentence, where concatenations make more than `MOST`.
@@ -54,9 +69,13 @@ def pieces_of(roots: Sequence[Node]) -> list[Piece]:
     made: dict[tuple[Node, Ranges], Node] = {}
     found: list[Piece] = []
     for i, root in enumerate(roots):
-        while isinstance(root.op, Reshape):
+        room = rooms[i] if rooms else None
+        while room is None and isinstance(root.op, Reshape):
             root = root.src[0]
-        pending = [Piece(_cut_early(root, made), i, root.shape, whole(root.shape))]
+        shape, ranges = root.shape, whole(root.shape)
+        if room is not None:
+            shape, ranges = room.shape, room.ranges(root.shape[room.axis])
+        pending = [Piece(_cut_early(root, made), i, shape, ranges)]
         while pending:
             piece = pending.pop()
             parts = _parts(piece.root)
@@ -67,7 +86,7 @@ def pieces_of(roots: Sequence[Node]) -> list[Piece]:
             for part in reversed(parts):
                 ranges = tuple(all_[r.start : r.stop : r.step] for all_, r in zip(piece.ranges, part, strict=True))
                 cut = _reduced_in_parts(cut_to(piece.root, part, made), piece.root.shape, parts, made)
-                pending.append(Piece(cut, i, root.shape, ranges))
+                pending.append(Piece(cut, i, shape, ranges))
     return found
 
 

@@ -31,7 +31,7 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
-from tilewright.ir.ranges import Piece, pieces_of
+from tilewright.ir.ranges import Piece, Room, pieces_of
 from tilewright.ir.written import apart, written_out
 
 COMBINED = ("add", "mean", "maximum", "minimum")
@@ -208,13 +208,16 @@ def _cost(n: Node) -> int:
     return 6 if isinstance(op, Quantize) else 2 if isinstance(op, (Convert, Dequantize)) else 1
 
 
-def regions_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> tuple[Region, ...]:
+def regions_of_rows(
+    roots: Sequence[Node], check: Callable[[Node], None], rooms: Sequence[Room | None] = ()
+) -> tuple[Region, ...]:
     """A problem's expressions as rows: one region, unless results, or the pieces into which concatenations cut them, are of
     several sizes; then one for each.
 
     Args:
         roots: the results.
         check: raises `Unsupported` where the generator has no form for a node, of any operation but reductions and gathers.
+        rooms: see `ranges.pieces_of`.
 
     Raises:
         Unsupported: a sentence why they have none.
@@ -224,7 +227,7 @@ def regions_of_rows(roots: Sequence[Node], check: Callable[[Node], None]) -> tup
     if any(0 in n.shape for n in toposort(roots)):
         raise Unsupported("an extent is zero")
     written = written_out(roots)
-    pieces = pieces_of(written)
+    pieces = pieces_of(written, rooms)
     sizes = dict.fromkeys(p.root.tensor.elements for p in pieces)
     by_size = [[p for p in pieces if p.root.tensor.elements == size] for size in sizes]
     first: Unsupported | None = None

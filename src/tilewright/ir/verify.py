@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.ops import Acc, Call, Input, Item, Param
+from tilewright.ir.kept import is_kept
+from tilewright.ir.ops import Acc, Call, Input, Item, Param, Write
 from tilewright.ir.types import TensorType, TupleType
 
 
@@ -26,8 +27,13 @@ def verify(graph: Graph) -> Graph:
     for output in graph.outputs:
         if isinstance(output.type, TupleType):
             raise TypeMismatchError("a graph output is a tuple", where=graph.origin(output), hint="item(index=…) first")
-    declared = set(graph.inputs)
+    given = [n for n in graph.inputs if isinstance(n.op, Input) and not n.op.kept]
+    if graph.inputs[: len(given)] != tuple(given) or len(graph.inputs) - len(given) > len(graph.outputs):
+        raise TypeMismatchError("inputs that a program keeps come last, and each has an output", where=graph.name)
+    declared, readers = set(graph.inputs), graph.users()
     for node in graph.nodes():
+        if isinstance(node.op, Write) and (len(readers[node.src[0]]) > 1 or not is_kept(node.src[0])):
+            raise TypeMismatchError("writes to what is read elsewhere, or is not kept", where=graph.origin(node))
         if isinstance(node.op, Input) and node not in declared:
             raise TypeMismatchError(f"reads input {node.op.label!r}, which the graph does not declare", where=graph.name)
         _verify_node(node, graph.origin(node))

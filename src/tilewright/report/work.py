@@ -10,7 +10,7 @@ from itertools import pairwise
 from tilewright.dtype import F32, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Call, Gather
+from tilewright.ir.ops import Call, Gather, Write
 from tilewright.ir.shown import VIEWS, show_region
 from tilewright.report.program import Part, Step, tensor_types
 from tilewright.schedule.problem import Problem, RegionProblem
@@ -86,6 +86,8 @@ def _read(part: Part) -> int:
                 total += needed[reader]
             elif isinstance(reader.op, Gather) and n is reader.src[0]:
                 total += _size(reader)
+            elif isinstance(reader.op, Write) and n is reader.src[0]:
+                total += 0  # what stays is not looked at
             else:
                 total += _size(n)
         needed[n] = min(total, _size(n))
@@ -99,7 +101,9 @@ def _written(part: Part) -> int:
     for n in part.outputs:
         while isinstance(n.op, VIEWS) and n in inside:
             n = n.src[0]
-        if n in inside:
+        if isinstance(n.op, Write):
+            made.add(n.src[2])
+        elif n in inside:
             made.add(n)
     return sum(_size(n) for n in made)
 

@@ -20,7 +20,8 @@ from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
 from tilewright.runtime.partition import Part, decided, partition, problem_of_part
 from tilewright.runtime.replay import Bound, OnDevice
-from tilewright.schedule.problem import AnyProblem
+from tilewright.runtime.writing import placing, written
+from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.search import Decision
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class Step:
         name: where it stands in the source.
         part: its nodes, inputs and outputs.
         run: values of the part's inputs in, values of its outputs out.
-        decision: how the kernel was chosen; None for calls into the source's own library.
+        decision: how the kernel was chosen; None for calls into the source's own library, and for writes to what is kept.
         unread: inputs that `run` has no use for any more, being packed.
     """
 
@@ -102,13 +103,15 @@ class Executable:
                 [slot[n] for n in step.part.inputs],
                 [slot[n] for n in step.part.outputs],
                 [s for s, at in last.items() if at == i and s not in kept],
-                "it runs in the source's own library, on the host" if step.decision is None else None,
+                "it runs in the source's own library, on the host"
+                if step.decision is None and step.part.kind != "write"
+                else None,
             )
             for i, step in enumerate(self.steps)
         ]
         self._wanted = [Wanted(name, t, self.target.device) for name, t in self.input_types.items()]
-        self._inputs = [slot[n] for n in self.graph.inputs]
-        self._outputs = [slot[n] for n in self.graph.outputs]
+        self._inputs = [slot[n] for n in _given(self.graph)]
+        self._outputs = [slot[n] for n in self.graph.outputs[: len(self.graph.outputs) - len(self.graph.kept)]]
         self._start = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
@@ -134,7 +137,13 @@ class Executable:
     @property
     def input_types(self) -> dict[str, TensorType]:
         """The inputs by name, in call order."""
-        return {cast("Input", n.op).label: n.tensor for n in self.graph.inputs}
+        return {cast("Input", n.op).label: n.tensor for n in _given(self.graph)}
+
+    @property
+    def kept(self) -> dict[str, torch.Tensor]:
+        """What calls write to for later ones, by name: memory of the module's own buffers where they are on the device."""
+        count = len(self._inputs)
+        return {cast("Input", n.op).label: cast("torch.Tensor", self._ready[n]) for n in self.graph.inputs[count:]}
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         """Run the program.
@@ -145,7 +154,7 @@ class Executable:
         values = self.bind(args, kwargs)
         results = separate(self.run(values), map(address, values), self._constant_memory)
         plain = all(map(is_numpy, (*args, *kwargs.values()))) and bool(args or kwargs)
-        shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=True)]
+        shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=not self.graph.kept)]
         return shown[0] if len(shown) == 1 else tuple(shown)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
@@ -234,13 +243,25 @@ def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: D
     for node in graph.nodes():
         if isinstance(node.op, Const):
             ready[node] = node.op.data.tensor().detach().to(target.device)
+    held = graph.inputs[len(_given(graph)) :]
+    if len(held) != len(graph.kept):
+        what = "what the program keeps from call to call is missing: a text holds none of it"
+        raise InputError(what, where=graph.name, hint="compile the module itself")
+    for node, kept in zip(held, graph.kept, strict=True):
+        ready[node] = kept.to(target.device)
     steps: list[Step] = []
     for part in parts:
         if part.once:
             ready.update(zip(part.outputs, _evaluate_once(part, ready, target), strict=True))
             continue
-        steps.append(_kernel_step(graph, part, ready, decide) if decided(part) else _call_step(graph, part, target))
-    used = {n for step in steps for n in step.part.inputs} | set(graph.outputs)
+        if decided(part):
+            steps.append(_kernel_step(graph, part, ready, decide))
+        else:
+            write = part.kind == "write"
+            steps.append(
+                Step(graph.origin(part.nodes[0]), part, written(part), None) if write else _call_step(graph, part, target)
+            )
+    used = {n for step in steps for n in step.part.inputs} | set(graph.outputs) | set(graph.inputs)
     return Executable(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
 
 
@@ -255,10 +276,12 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
     decision = decide(problem, weights)
     name = _name(graph, part)
     order = [part.inputs.index(s) for s in sources]
-    runner = decision.kernel.prepare(weights)
-    if problem.kind == "region":
+    if isinstance(problem, RegionProblem):
         picked = list(range(len(part.outputs)))
+        placed = any(problem.rooms)
+        runner = placing(problem, part, decision.kernel, weights, ready) if placed else decision.kernel.prepare(weights)
     else:
+        runner = decision.kernel.prepare(weights)
         picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
     as_given = order == list(range(len(part.inputs))) and picked == list(range(len(problem.outputs)))
 
@@ -295,6 +318,11 @@ def _call_step(graph: Graph, part: Part, target: Target) -> Step:
         return [_moved(v, target.device) for v in evaluate([_moved(v, "cpu") for v in values])]
 
     return Step(graph.origin(part.outputs[-1]), part, run, None)
+
+
+def _given(graph: Graph) -> tuple[Node, ...]:
+    """The inputs that a caller gives."""
+    return tuple(n for n in graph.inputs if not cast("Input", n.op).kept)
 
 
 def _moved(value: Value, device: str) -> Value:

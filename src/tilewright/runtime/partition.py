@@ -30,16 +30,19 @@ from tilewright.ir.ops import (
     Slice,
     Softmax,
     Transpose,
+    Write,
 )
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, problem_of, region_of
+from tilewright.schedule.problem import AnyProblem, problem_of, region_of, room_of
 
-Kind = Literal["gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view"]
+Kind = Literal[
+    "gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view", "write"
+]
 
 VIEW = (Reshape, Transpose, Slice, Broadcast, Item)
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
-ALONE = (Gemm, Attention, Call)
+ALONE = (Gemm, Attention, Call, Write)
 MOST_ALIKE = 4  # regions that are made one step: each is code of its own in a kernel, of which there is only so much
 ARITHMETIC = ("add", "subtract", "multiply", "negate")
 # The first that a region holds names it.
@@ -79,8 +82,8 @@ class Part:
 
 
 def decided(part: Part) -> bool:
-    """Whether kernels compete for a part: any that runs at every call, but for calls and what has no tensors."""
-    if part.once or any(isinstance(n.op, (Call, Iota)) for n in part.nodes):
+    """Whether kernels compete for a part: any that runs at every call, but for calls, writes and what has no tensors."""
+    if part.once or any(isinstance(n.op, (Call, Iota)) or (isinstance(n.op, Write) and _alone(n)) for n in part.nodes):
         return False
     if isinstance(part.nodes[0].op, CARRIERS):
         return True
@@ -116,7 +119,8 @@ def partition(graph: Graph) -> list[Part]:
         return n
 
     for node in nodes:
-        level[node] = max((level[s] for s in node.src), default=0) + (isinstance(node.op, ALONE) and not node.constant)
+        before = (level[s] + (isinstance(s.op, Write) and not _alone(s)) for s in node.src)
+        level[node] = max(before, default=0) + (_alone(node) and not node.constant)
     for node in reversed(nodes):
         reader = _waits_for(node, readers)
         if reader is not None:
@@ -146,8 +150,13 @@ def partition(graph: Graph) -> list[Part]:
     parts = [_part(m, readers, m[0].constant) for m in members.values()]
     index = {n: i for i, n in enumerate(nodes)}
     # Within a level what stands alone comes first; regions of one level do not depend on each other.
-    parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], not isinstance(p.nodes[0].op, ALONE), index[p.nodes[0]]))
+    parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], not _alone(p.nodes[0]), index[p.nodes[0]]))
     return parts
+
+
+def _alone(node: Node) -> bool:
+    """Whether a node is a step by itself: not a write that the region before it can do."""
+    return isinstance(node.op, ALONE) and not (isinstance(node.op, Write) and room_of(node) is not None)
 
 
 def _waits_for(node: Node, readers: Mapping[Node, set[Node | None]]) -> Node | None:
@@ -156,7 +165,7 @@ def _waits_for(node: Node, readers: Mapping[Node, set[Node | None]]) -> Node | N
     if not waits or node.constant or len(readers[node]) != 1:
         return None
     (reader,) = readers[node]
-    if reader is None or isinstance(reader.op, (*ALONE, Item)):
+    if reader is None or isinstance(reader.op, Item) or _alone(reader):
         return None
     for source in node.src:
         while isinstance(source.op, (*VIEW, *CAST)) and not isinstance(source.op, Item):
@@ -173,13 +182,13 @@ def _touch(node: Node, source: Node) -> bool:
     if isinstance(node.op, Item):
         return True
     alone = source.src[0] if isinstance(source.op, Item) else source
-    return not isinstance(alone.op, ALONE) and not isinstance(node.op, ALONE)
+    return not isinstance(alone.op, ALONE) and not _alone(node)
 
 
 def _what_it_does(members: Sequence[Node], level: int) -> object | None:
     """What regions that are one step have in common: the level, the product that they read, and the operations, whatever their
     extents. None for what is no region, does not read one product, or only looks at it otherwise, which nothing need do."""
-    if members[0].constant or any(isinstance(n.op, ALONE) for n in members) or all(isinstance(n.op, VIEW) for n in members):
+    if members[0].constant or any(map(_alone, members)) or all(isinstance(n.op, VIEW) for n in members):
         return None
     at = {n: i for i, n in enumerate(members)}
     if not all(isinstance(v.type, TensorType) for n in members for v in (n, *n.src)):
@@ -192,6 +201,8 @@ def _what_it_does(members: Sequence[Node], level: int) -> object | None:
 
 def _is_plain(n: Node) -> bool:
     """Whether every generator has a node's operation, so that no region that it joins is refused for it."""
+    if isinstance(n.op, Write):
+        n = n.src[2]
     moves = isinstance(n.op, (*VIEW, Concat, Convert)) or (isinstance(n.op, Map) and n.op.fn in ARITHMETIC)
     return moves and all(v.dtype.is_float and 16 <= v.dtype.bits <= 32 for v in (n, *n.src))
 
@@ -225,6 +236,8 @@ def _kind(members: Sequence[Node]) -> Kind:
     rest = [op for op in ops if not isinstance(op, (*VIEW, Const))]
     if not rest:
         return "view"
+    if any(isinstance(op, Write) for op in rest) and all(isinstance(op, (*CAST, *MOVE, Write)) for op in rest):
+        return "write"
     if all(isinstance(op, (*CAST, *MOVE)) for op in rest):
         return "quantize" if any(isinstance(op, CAST) for op in rest) else "move"
     return "elementwise"

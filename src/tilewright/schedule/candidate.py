@@ -37,6 +37,8 @@ class Kernel:
         schedule: the point it was built for.
         prepare: given the weights by source index, packs them and returns what runs: all the problem's sources in, one tensor
             a result out. Sources may have any strides; the runner must not write them nor return memory it will write again.
+        place: the same, for a program that has results of a region in larger arrays (`RegionProblem.rooms`), given by result
+            number: they are written there, and the arrays returned. None if they are to be copied.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
         unread: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
@@ -48,6 +50,7 @@ class Kernel:
     candidate: str
     schedule: Schedule
     prepare: Callable[[Mapping[int, torch.Tensor]], Runner]
+    place: Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], Runner] | None = None
     workspace_bytes: int = 0
     packed_bytes: int = 0
     unread: frozenset[int] = frozenset()

@@ -11,7 +11,8 @@ from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Attention, Convert, Dequantize, Gemm, Param, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Acc, Attention, Const, Convert, Dequantize, Gemm, Param, Slice, Transpose, Write
+from tilewright.ir.ranges import Room
 from tilewright.ir.shown import show_gemm, show_region
 from tilewright.ir.types import Shape, TensorType
 
@@ -210,11 +211,14 @@ class RegionProblem:
         roots: the results.
         types: of the sources.
         weights: which sources are constants.
+        rooms: for each result the array in which a program will have it, if that is not its own; none are where this is empty.
+            A kernel may write it there (`Kernel.place`).
     """
 
     roots: tuple[Node, ...]
     types: tuple[TensorType, ...]
     weights: tuple[bool, ...]
+    rooms: tuple[Room | None, ...] = ()
 
     kind: ClassVar[ProblemKind] = "region"
 
@@ -256,11 +260,25 @@ def problem_of(node: Node) -> CarrierProblem:
 def region_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[RegionProblem, tuple[Node, ...]]:
     """The problem of computing `outputs` from `inputs` (tensors both), and the inputs in the order of its sources.
 
-    That is the order in which the expressions come to them: equal regions are equal problems wherever they stand.
+    That is the order in which the expressions come to them: equal regions are equal problems wherever they stand. Of an output
+    that is a write, what is written is computed.
     """
+    rooms = tuple(room_of(n) for n in outputs)
+    outputs = [n if room is None else n.src[2] for n, room in zip(outputs, rooms, strict=True)]
     stand_in = {s: Node(Param(i, s.tensor)) for i, s in enumerate(inputs)}
     roots = substitute(outputs, stand_in)
     order = [n for n in toposort(roots) if isinstance(n.op, Param)]
     sources = tuple(inputs[n.op.index] for n in order if isinstance(n.op, Param))
     roots = substitute(roots, {n: Node(Param(i, n.tensor)) for i, n in enumerate(order)})
-    return RegionProblem(tuple(roots), tuple(s.tensor for s in sources), tuple(s.constant for s in sources)), sources
+    types, weights = tuple(s.tensor for s in sources), tuple(s.constant for s in sources)
+    return RegionProblem(tuple(roots), types, weights, rooms if any(rooms) else ()), sources
+
+
+def room_of(n: Node) -> Room | None:
+    """Where a write puts what it writes: constant positions, one after the other, of what the program keeps; None for any other
+    node."""
+    if not isinstance(n.op, Write) or isinstance(n.src[0].op, Write) or not isinstance(n.src[1].op, Const):
+        return None
+    positions = [int(p) for p in n.src[1].op.data.tensor().tolist()]
+    follow = bool(positions) and positions[0] >= 0 and positions == list(range(positions[0], positions[0] + len(positions)))
+    return Room(n.shape, n.op.axis, positions[0]) if follow else None

@@ -24,6 +24,7 @@ def caller(
     launch: Callable[..., None],
     weights: Mapping[int, torch.Tensor],
     target: Target,
+    places: Mapping[int, torch.Tensor] | None = None,
 ) -> Runner:
     """What runs a kernel.
 
@@ -33,11 +34,14 @@ def caller(
         launch: starts it on the current device, given all pointers.
         weights: sources that do not change, by number.
         target: the device.
+        places: memory for some results, by number, instead of new one at each call.
     """
     constant = {i: dense(t) for i, t in weights.items() if i in read}
     fixed = [constant[i].data_ptr() if i in constant else 0 for i in read]
     given = [(at, i) for at, i in enumerate(read) if i not in constant]
     make = maker(outputs, target.device)
+    if places:
+        make = _beside(outputs, places, target.device)
 
     def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
         pointers, _copies = addresses(fixed, given, sources)
@@ -46,6 +50,19 @@ def caller(
         return made
 
     return on(target.index, run)
+
+
+def _beside(outputs: Sequence[TensorType], places: Mapping[int, torch.Tensor], device: str) -> Callable[[], list[torch.Tensor]]:
+    """Results of which some have their place."""
+    make = maker([t for i, t in enumerate(outputs) if i not in places], device)
+
+    def made() -> list[torch.Tensor]:
+        found = make()
+        for i in sorted(places):
+            found.insert(i, places[i])
+        return found
+
+    return made
 
 
 def addresses(

@@ -45,12 +45,14 @@ class Tiles:
         tile_m: rows that are worked on at once; a power of two.
         tile_n: columns that are worked on at once; a power of two.
         chained: the kernel may be launched before the one ahead of it has ended (NVIDIA's programmatic dependent launch).
+        early: params of the region that are constants, and are read before that one has ended.
     """
 
     region: Region
     tile_m: int
     tile_n: int
     chained: bool = False
+    early: tuple[Node, ...] = ()
 
     @cached_property
     def chunks(self) -> int:
@@ -79,7 +81,6 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
     chained = any(tiles.chained for tiles in several)
     if chained:
         text.do("gdc_launch_dependents()")
-        text.do("gdc_wait()")
     total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
     text.do(f"program = {total - 1} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
     for i, tiles in enumerate(several):
@@ -169,13 +170,14 @@ class _Rows(Emitter):
 
     def write(self) -> None:
         """Every value, and the stores of the results."""
-        r = self._region
+        r, early = self._region, self._tiles.early
+        for n in early:
+            self._work_out(n)
+        if self._tiles.chained:
+            self.text.do("gdc_wait()")
         for n in r.nodes:
-            for tile, values in zip(self._here, self._done if n in r.across else self._done[:1], strict=False):
-                self.tile = tile
-                values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, r.access, values)
-            for values in self._done[1:]:
-                values.setdefault(n, self._done[0][n])
+            if n not in early:
+                self._work_out(n)
         seconds = {second for second, _ in r.written_in_pairs.values()}
         for i, (output, root, store) in enumerate(zip(r.outputs, r.roots, r.stores, strict=True)):
             if root not in r.across:
@@ -188,6 +190,15 @@ class _Rows(Emitter):
                     self._store_pairs(place, f"o{output}", values[root], values[r.roots[second]], root)
                 elif i not in seconds:
                     self.store(store, f"o{output}", values[root])
+
+    def _work_out(self, n: Node) -> None:
+        """A value, once what it is made of is known."""
+        r = self._region
+        for tile, values in zip(self._here, self._done if n in r.across else self._done[:1], strict=False):
+            self.tile = tile
+            values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, r.access, values)
+        for values in self._done[1:]:
+            values.setdefault(n, self._done[0][n])
 
     def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         if isinstance(n.op, Gather):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
+
+import torch
 
 from tilewright.candidates.triton._call import caller
 from tilewright.candidates.triton._casts import pointer_type
@@ -23,9 +26,12 @@ from tilewright.candidates.triton._module import (
 from tilewright.candidates.triton._rows import Tiles, arguments_of, kernel_text, sources_of
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Unsupported, or_why
+from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
+from tilewright.ir.ranges import Room
 from tilewright.ir.region import Region, regions_of_rows
-from tilewright.schedule.candidate import GPU, Kernel
+from tilewright.ir.types import TensorType
+from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
@@ -38,11 +44,12 @@ SHARES = (1 / 4, 1 / 2, *WARPS)  # of a row's chunk, in warps
 PROGRAMS = 4  # of an SM, so that one loads while others compute
 ROOM = 32  # of an SM for programs, and as one ends the next is not begun in no time
 POINTS = 12
+EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead still runs
 
 
 @or_why
 def _regions(problem: RegionProblem) -> tuple[Region, ...]:
-    regions = regions_of_rows(problem.roots, check_node)
+    regions = regions_of_rows(problem.roots, check_node, problem.rooms)
     for region in regions:
         if any(region.level.values()) and region.columns > MOST_COLUMNS:
             raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
@@ -79,21 +86,41 @@ class TritonRows:
     def _machine_code(problem: RegionProblem, schedule: Schedule, target: Target) -> tuple[tuple[Tiles, ...], Built]:
         regions, arch = _regions(problem), arch_of(target)
         assert not isinstance(regions, str) and arch is not None
-        several = _tiles(regions, schedule, arch, max(target.cores, 1))
+        several = _tiles(regions, schedule, arch, max(target.cores, 1), problem.weights)
         return several, machine_code(several, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
 
     def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
         several, built = self._machine_code(problem, schedule, target)
         found = needs(built.kernel)
         launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
+        read, arrays = sources_of(several), [t if r is None else t.with_shape(r.shape) for t, r in _with_rooms(problem)]
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            run = caller(read, arrays, launch, weights, target)
+            return run if not problem.rooms else lambda sources: _parts(problem, run(sources))
+
+        def place(weights: Mapping[int, torch.Tensor], places: Mapping[int, torch.Tensor]) -> Runner:
+            return caller(read, arrays, launch, weights, target, places)
+
         return Kernel(
             self.name,
             schedule,
-            lambda weights: caller(sources_of(several), problem.outputs, launch, weights, target),
+            prepare,
+            place,
             registers=found.registers,
             spills=found.spills,
             shared_bytes=found.shared_bytes,
         )
+
+
+def _with_rooms(problem: RegionProblem) -> list[tuple[TensorType, Room | None]]:
+    return list(zip(problem.outputs, problem.rooms or [None] * len(problem.outputs), strict=True))
+
+
+def _parts(problem: RegionProblem, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, of arrays in which some of them lie."""
+    each = zip(arrays, _with_rooms(problem), strict=True)
+    return [a if r is None else a.narrow(r.axis, r.start, t.shape[r.axis]) for a, (t, r) in each]
 
 
 def machine_code(several: Sequence[Tiles], problem: RegionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
@@ -112,14 +139,29 @@ def _largest(regions: Sequence[Region]) -> Region:
     return max(regions, key=lambda r: r.rows * r.columns)
 
 
-def _tiles(regions: Sequence[Region], schedule: Schedule, arch: Arch, cores: int) -> tuple[Tiles, ...]:
+def _tiles(
+    regions: Sequence[Region], schedule: Schedule, arch: Arch, cores: int, weights: Sequence[bool] = ()
+) -> tuple[Tiles, ...]:
     """What a schedule stands for."""
     named, num_warps = _largest(regions), int(schedule["num_warps"])
     found: list[Tiles] = []
     for region in regions:
         mine = schedule if region is named else _points(region, arch, cores, (num_warps,))[0]
-        found.append(Tiles(region, int(mine["tile_m"]), int(mine["tile_n"]), arch.capability == 90))
+        tiles = Tiles(region, int(mine["tile_m"]), int(mine["tile_n"]), arch.capability == 90)
+        found.append(replace(tiles, early=_early(tiles, weights, num_warps * arch.warp)) if any(weights) else tiles)
     return tuple(found)
+
+
+def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, ...]:
+    """Constants that are read before the kernel ahead has ended, while there are registers for them: what a row is scaled by
+    would else be asked for when the row is reduced."""
+    r = tiles.region
+    if not tiles.chained:
+        return ()
+    params = [n for n in r.nodes if isinstance(n.op, Param) and n not in r.tables and weights[r.sources[n.op.index]]]
+    each = tiles.tile_m * tiles.tile_n * tiles.chunks / threads
+    size = sum(each * n.dtype.bits / 8 for n in params if n in r.across)
+    return tuple(params) if size <= EARLY_BYTES else ()
 
 
 def _points(region: Region, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:

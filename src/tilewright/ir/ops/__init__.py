@@ -5,7 +5,7 @@ from tilewright.ir.ops.elementwise import Convert, Dequantize, Map, Overflow, Qu
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.ops.gemm import Gemm, gemm
 from tilewright.ir.ops.norm import LayerNorm, Reduce, Softmax
-from tilewright.ir.ops.shape import VIEWS, Broadcast, Concat, Gather, Iota, Pad, Reshape, Slice, Transpose
+from tilewright.ir.ops.shape import VIEWS, Broadcast, Concat, Gather, Iota, Pad, Reshape, Slice, Transpose, Write
 from tilewright.ir.ops.source import Acc, Call, Const, Input, Item, Param
 
 __all__ = [
@@ -36,5 +36,6 @@ __all__ = [
     "Slice",
     "Softmax",
     "Transpose",
+    "Write",
     "gemm",
 ]

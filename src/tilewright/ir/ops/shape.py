@@ -154,6 +154,34 @@ class Concat(Op):
 
 
 @dataclass(frozen=True)
+class Write(Op):
+    """Sources x, integer positions [n] and y: x with slice i of y for its slice positions[i] along `axis` (torch's index_copy).
+
+    x is an input that the program keeps (`Graph.kept`), or another write to one, and nothing else reads it: the result takes
+    its memory. Positions are distinct; negative ones count from the end.
+    """
+
+    arity = 3
+
+    axis: int
+
+    def infer(self, *src: TensorType) -> Type:
+        x, positions, y = src
+        axis = normalize_axis(self.axis, x.rank, "write")
+        if not positions.dtype.is_integer or positions.rank != 1:
+            raise TypeMismatchError(f"write takes a vector of integer positions, not {positions}")
+        if y != x.with_shape((*x.shape[:axis], positions.elements, *x.shape[axis + 1 :])):
+            raise TypeMismatchError(f"write of {y} to {positions.elements} positions of axis {axis} of {x}")
+        return x
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        x, positions, y = src
+        index = positions.to(torch.int64)
+        index = torch.where(index < 0, index + x.shape[self.axis], index)
+        return _moved(lambda x, y: x.index_copy(self.axis, index, y), x, y)
+
+
+@dataclass(frozen=True)
 class Broadcast(Op):
     """The source repeated to `shape`, by NumPy's rule (align right, stretch axes of 1)."""
 

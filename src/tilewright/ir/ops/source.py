@@ -22,12 +22,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Input(Op):
-    """A value given at run time, called `label`."""
+    """A value given at run time, called `label`; or `kept` by the program from call to call (`Graph.kept`)."""
 
     arity = 0
 
     label: str
     type: TensorType
+    kept: bool = False
 
     def infer(self, *src: TensorType) -> Type:
         return self.type

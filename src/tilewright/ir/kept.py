@@ -1,0 +1,55 @@
+"""Inputs that a program keeps from call to call and writes to, such as a cache of keys and values: found, and made writes.
+
+A front end reads `cache[:, :, at] = new` as a function: what was there, and what it becomes. Where the old value is read for
+nothing else, what it becomes may take its memory.
+"""
+
+from __future__ import annotations
+
+from tilewright.dtype import S64
+from tilewright.ir.build import const
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Concat, Input, Slice, Write
+
+
+def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
+    """The graph with what its kept inputs become as writes, and the names of those for which that cannot be: something else
+    reads the old value, or it is not replaced at some positions of one axis alone."""
+    count = len(graph.kept)
+    pairs = list(zip(graph.inputs[-count:], graph.outputs[-count:], strict=True)) if count else []
+    writes = {new: w for old, new in pairs if (w := _written(new, old)) is not None}
+    made = graph.replace({new: write for new, write in writes.items() if new is not write})
+    users = made.users()
+    failed = [n for n, (old, new) in enumerate(pairs) if new not in writes or len(users[old]) != 1]
+    return made, tuple(graph.output_names[n - count] for n in failed)
+
+
+def is_kept(node: Node) -> bool:
+    """Whether a node is an input that the program keeps, or what a write made of one."""
+    return isinstance(node.op, Write) or (isinstance(node.op, Input) and node.op.kept)
+
+
+def _written(new: Node, old: Node) -> Node | None:
+    """`new` as a write to `old`: old, some positions of one axis replaced."""
+    if isinstance(new.op, Write) and new.src[0] is old:
+        return new
+    if not isinstance(new.op, Concat):
+        return None
+    axis, at = new.op.axis % len(new.shape), 0
+    replaced: list[tuple[int, Node]] = []
+    for part in new.src:
+        if not _stays(part, old, axis, at):
+            replaced.append((at, part))
+        at += part.shape[axis]
+    if len(replaced) != 1:
+        return None
+    ((at, y),) = replaced
+    return Node(Write(axis), old, const(list(range(at, at + y.shape[axis])), S64), y)
+
+
+def _stays(part: Node, old: Node, axis: int, at: int) -> bool:
+    """Whether a piece of a concatenation is what lay at its place."""
+    if not isinstance(part.op, Slice) or part.src[0] is not old:
+        return False
+    start = tuple(at if a == axis else 0 for a in range(len(old.shape)))
+    return part.op.start == start and all(step == 1 for step in part.op.step)

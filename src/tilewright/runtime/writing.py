@@ -1,0 +1,55 @@
+"""Writes to what a program keeps (`Graph.kept`): results that a region's kernel puts into larger arrays, or copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Write
+from tilewright.runtime.partition import Part
+from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.problem import RegionProblem
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
+
+ALIGNED = 16  # bytes, as generated kernels take memory
+
+
+def placing(
+    problem: RegionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], kept: Mapping[Node, Value]
+) -> Runner:
+    """A region's kernel with those results that are writes in what is kept: it writes them there, or they are copied."""
+    arrays = {i: cast("torch.Tensor", kept[n.src[0]]) for i, n in enumerate(part.outputs) if isinstance(n.op, Write)}
+    if kernel.place is not None and all(a.is_contiguous() and a.data_ptr() % ALIGNED == 0 for a in arrays.values()):
+        return kernel.place(weights, arrays)
+    run = kernel.prepare(weights)
+
+    def copied(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        results = list(run(sources))
+        for i, array in arrays.items():
+            room = problem.rooms[i]
+            assert room is not None
+            array.narrow(room.axis, room.start, results[i].shape[room.axis]).copy_(results[i])
+            results[i] = array
+        return results
+
+    return copied
+
+
+def written(part: Part) -> Callable[[Sequence[Value]], Sequence[Value]]:
+    """A write that is a step by itself, as its positions are data: values of the part's inputs in, the array out."""
+    (node,) = part.nodes
+    assert isinstance(node.op, Write)
+    x, positions, y = (part.inputs.index(s) for s in node.src)
+    axis = node.op.axis
+
+    def run(values: Sequence[Value]) -> Sequence[Value]:
+        array, new = cast("torch.Tensor", values[x]), cast("torch.Tensor", values[y])
+        array[(slice(None),) * axis + (cast("torch.Tensor", values[positions]),)] = new
+        return [array]
+
+    return run

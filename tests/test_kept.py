@@ -1,0 +1,213 @@
+"""Buffers that a module writes to: inputs that the program keeps, written in place by the kernel that makes what is written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import tilewright
+from tilewright.dtype import F32, S64
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.frontends import LoadOptions, load
+from tilewright.ir.build import const, input_, map_
+from tilewright.ir.evaluate import evaluate
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Input, Write
+from tilewright.ir.ranges import Room
+from tilewright.ir.text import parse, print_graph
+from tilewright.ir.types import TensorType
+from tilewright.ir.verify import verify
+from tilewright.report.verify import compare_step
+from tilewright.report.work import work_of
+from tilewright.runtime.partition import partition, problem_of_part
+from tilewright.runtime.writing import placing
+from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.key import text_of
+from tilewright.schedule.schedule import Schedule
+
+
+class Decoder(nn.Module):
+    """One new token a call; it takes the last place of a cache [keys and values, batch, heads, tokens, depth]."""
+
+    def __init__(self, heads: int = 2, depth: int = 8) -> None:
+        super().__init__()
+        self.heads, self.depth = heads, depth
+        self.qkv = nn.Linear(32, 3 * heads * depth)
+        self.register_buffer("cache", torch.randn(2, 3, heads, 5, depth))
+        self.register_buffer("seen", torch.zeros(3, 32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = self.qkv(x).view(3, 3, self.heads, self.depth).unbind(1)
+        self.cache[:, :, :, -1] = torch.stack((torch.cat((-k[..., 4:], k[..., :4]), -1), v * 2))
+        self.seen[1:] = x[1:]
+        keys, values = self.cache
+        return functional.scaled_dot_product_attention(q[:, :, None], keys, values), keys
+
+
+def test_a_program_writes_to_the_buffers_of_its_module():
+    torch.manual_seed(0)
+    module, x = Decoder().eval(), torch.randn(3, 32)
+    program = tilewright.compile(module, example_inputs=(x,), budget_s=0)
+    assert list(program.input_types) == ["x"] and set(program.kept) == {"cache", "seen"}
+    assert program.kept["cache"].data_ptr() == module.cache.data_ptr()
+    for _ in range(2):
+        y = torch.randn(3, 32)
+        before = module.cache.clone()
+        with torch.no_grad():
+            wanted = [t.clone() for t in module(y)]
+        after = [module.cache.clone(), module.seen.clone()]
+        module.cache.copy_(before)
+        module.seen.zero_()
+        got = program(y)
+        for a, b in zip((*got, module.cache, module.seen[1:]), (*wanted, after[0], after[1][1:]), strict=True):
+            torch.testing.assert_close(a, b)
+        got[1].zero_()  # a result is the caller's own
+        torch.testing.assert_close(module.cache, after[0])
+    program.drop_weights()
+    torch.testing.assert_close(program(y)[0], wanted[0])
+
+
+def steps_of(module: nn.Module, *args: torch.Tensor):
+    return [p for p in partition(load(module.eval(), LoadOptions({}, None, args))) if not p.once]
+
+
+def test_a_write_is_done_by_the_region_that_makes_what_is_written():
+    program = tilewright.compile(Decoder().eval(), example_inputs=(torch.randn(3, 32),), budget_s=0)
+    by_write = {n.src[0].op.label: s for s in program.steps for n in s.part.outputs if isinstance(n.op, Write)}
+    cache = by_write["cache"]
+    assert cache.part.kind == "elementwise" and by_write["seen"].part.kind == "write"
+    assert Room((2, 3, 2, 5, 8), 3, 4) in cache.decision.problem.rooms
+    assert work_of(cache).bytes == 2 * 192 + 384 + 8  # k and v, what is written and where; not the whole cache
+    rows = []
+    program.run([torch.randn(3, 32)], lambda s, values: rows.append(compare_step(s, values)))
+    assert len(rows) == len(program.steps) and all(row.ok for row in rows)
+
+
+def test_where_a_result_goes_is_part_of_its_problem():
+    first, second = Decoder(), Decoder()
+    second.cache = torch.randn(2, 3, 2, 6, 8)
+    texts = []
+    for module in (first, second):
+        problems = [problem_of_part(p)[0] for p in steps_of(module, torch.randn(3, 32)) if p.kind == "elementwise"]
+        texts.append([text_of(p) for p in problems if any(p.rooms)])
+    assert len(texts[0]) == 1 and texts[0] != texts[1]
+
+
+class Reads(nn.Module):
+    def __init__(self, forward) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.zeros(4, 3))
+        self.change = forward
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        return self.change(self.cache, *args)
+
+
+def old_value(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    total = cache.sum()
+    cache[1] = x[0]
+    return total
+
+
+def of_itself(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache[1] = cache[0] + x[0]
+    return x
+
+
+def every_element(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache.mul_(0.5)
+    return x
+
+
+@pytest.mark.parametrize("change", [old_value, of_itself, every_element])
+def test_a_buffer_whose_old_value_is_needed_is_refused(change):
+    with pytest.raises(UnsupportedError, match=r"changes its buffer 'cache' \(Reads\)"):
+        load(Reads(change), LoadOptions({}, None, (torch.ones(4, 3),)))
+
+
+def at_positions(cache: torch.Tensor, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    cache[at] = x[:2] * 2
+    return cache + 1
+
+
+def copied(cache: torch.Tensor, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    return cache.index_copy_(1, at, x[:, :2]) + 1
+
+
+@pytest.mark.parametrize("change", [at_positions, copied])
+def test_positions_of_a_module_may_be_data(change):
+    module, x = Reads(change), torch.randn(4, 3)
+    program = tilewright.compile(module, example_inputs=(x, torch.tensor([0, 1])), budget_s=0)
+    for at in (torch.tensor([2, 0]), torch.tensor([0, 1])):
+        before = module.cache.clone()
+        wanted = module(x, at)
+        after = module.cache.clone()
+        module.cache.copy_(before)
+        torch.testing.assert_close(program(x, at), wanted)
+        torch.testing.assert_close(module.cache, after)
+
+
+X, Y = Node(Input("x", TensorType(F32, (4, 3)), kept=True)), input_("y", F32, (2, 3))
+AT = input_("at", S64, (2,))
+
+
+def kept(*outputs: Node, inputs: tuple[Node, ...] = (AT, Y, X)) -> Graph:
+    return Graph("g", inputs, outputs, tuple(f"o{i}" for i in range(len(outputs))), kept=(torch.zeros(4, 3),))
+
+
+def test_positions_may_be_data():
+    write = Node(Write(0), X, AT, map_("negate", Y))
+    graph = verify(kept(map_("negate", write), write))
+    assert [p.kind for p in partition(graph)] == ["elementwise", "write", "elementwise"]
+    program = tilewright.compile(graph, budget_s=0)
+    x, y = torch.zeros(4, 3), torch.randn(2, 3)
+    for at in ([3, 1], [0, -2]):
+        x[torch.tensor(at)] = -y
+        torch.testing.assert_close(program(torch.tensor(at), y), -x)
+        torch.testing.assert_close(program.kept["x"], x)
+    (_, wanted) = evaluate(graph, {"at": torch.tensor([0, -2]), "y": y, "x": torch.zeros(4, 3)})
+    assert wanted[0].equal(-y[0]) and wanted[2].equal(-y[1]) and not wanted[1].any()
+
+
+def test_what_a_write_takes():
+    with pytest.raises(TypeMismatchError, match=r"write takes a vector of integer positions, not f32\[2,3\]"):
+        Node(Write(0), X, Y, Y)
+    with pytest.raises(TypeMismatchError, match=r"write of f32\[2,3\] to 3 positions of axis 0 of f32\[4,3\]"):
+        Node(Write(0), X, const([0, 1, 2], S64), Y)
+    write = Node(Write(0), X, AT, Y)
+    with pytest.raises(TypeMismatchError, match="writes to what is read elsewhere"):
+        verify(kept(map_("negate", X), write))
+    with pytest.raises(TypeMismatchError, match="or is not kept"):
+        verify(kept(Node(Write(0), map_("negate", X), AT, Y)))
+
+
+def test_a_text_says_what_is_kept_and_holds_none_of_it():
+    graph = kept(Node(Write(0), X, AT, Y))
+    back = parse(print_graph(graph))
+    assert back.inputs == graph.inputs and back.outputs == graph.outputs
+    with pytest.raises(InputError, match="what the program keeps from call to call is missing"):
+        tilewright.compile(back, budget_s=0)
+    with pytest.raises(TypeMismatchError, match="inputs that a program keeps come last"):
+        verify(kept(Node(Write(0), X, AT, Y), inputs=(X, AT, Y)))
+
+
+def test_a_kernel_may_write_a_result_in_its_place_and_others_are_copied():
+    part = next(p for p in steps_of(Decoder(), torch.randn(3, 32)) if p.kind == "write")
+    problem, new = problem_of_part(part)[0], torch.randn(2, 32)
+    kernel = Kernel(
+        "any", Schedule(), lambda weights: lambda sources: [new], lambda weights, places: lambda sources: [places[0]]
+    )
+    copies = replace(kernel, place=None)
+    for memory, made, placed in (
+        (torch.zeros(3, 32), kernel, True),
+        (torch.zeros(3, 32), copies, False),
+        (torch.zeros(32, 3).T, kernel, False),
+        (torch.zeros(97)[1:].view(3, 32), kernel, False),  # on no multiple of 16 bytes
+    ):
+        run = placing(problem, part, made, {}, {part.outputs[0].src[0]: memory})
+        assert run([torch.zeros(3, 32)])[0] is memory
+        assert memory[1:].equal(torch.zeros(2, 32) if placed else new) and not memory[0].any()
