@@ -22,8 +22,9 @@ LAUNCH_US = 0.5
 class FakeGpu:
     """Stands for torch.cuda and for the host's clock: a launch takes the host `host_us`, and work follows work."""
 
-    def __init__(self, monkeypatch, host_us=12.0):
-        self.host_us, self.host, self.busy_until, self.spans, self.recorded = host_us, 0.0, 0.0, [], None
+    def __init__(self, monkeypatch, host_us=12.0, record_us=0.0):
+        self.host_us, self.record_us, self.host, self.busy_until = host_us, record_us, 0.0, 0.0
+        self.spans, self.recorded = [], None
         gpu = self
 
         class Event:
@@ -31,7 +32,11 @@ class FakeGpu:
                 assert enable_timing
 
             def record(self):
+                gpu.host += gpu.record_us
                 self.at = gpu.work(EVENT_US / 2)
+
+            def query(self):
+                return self.at <= gpu.host
 
             def elapsed_time(self, end):
                 gpu.spans.append(end.at - self.at)
@@ -135,6 +140,14 @@ def test_what_comes_before_a_cold_call_takes_the_host_longer_than_the_device(mon
     assert time_interleaved(runs, "cuda", budget_s=0.0, before=before) == [
         pytest.approx(us + EVENT_US + LAUNCH_US) for us in (5, 7)
     ]
+
+
+def test_a_cold_call_is_timed_again_if_the_device_waited_for_the_host(monkeypatch):
+    gpu = FakeGpu(monkeypatch, host_us=8.0, record_us=15.0)
+    first, then = gpu.kernel(2.0), gpu.kernel(4.0)
+    runs = [gpu.kernel(5.0), lambda: (first(), then())]
+    one, both = time_interleaved(runs, "cuda", budget_s=0.0, before=lambda: gpu.work(3.0))
+    assert (one, both) == (pytest.approx(5.0 + EVENT_US + LAUNCH_US), pytest.approx(6.0 + EVENT_US + 2 * LAUNCH_US))
 
 
 def test_the_report_says_how_many_calls_were_timed_together(monkeypatch):

@@ -29,7 +29,9 @@ SPAN_US = 200.0  # between two events of a GPU, so that the few µs that they ta
 MOST_TOGETHER = 100  # calls between them: those of several such spans fit into the queue of launches
 CYCLES_PER_US = 2000  # of a GPU's clock, at most
 SLACK = 1.5
+RECORD_US = 10.0  # of the host, about what it takes to record two events
 MOST_AHEAD_US = 20000.0
+LATE = 2  # times that a call is timed again because the device waited for the host
 SLOW_S, SLOWER = 0.25, 5.0  # a run that takes so long, and so many times that of the fastest kernel, is not examined further
 
 
@@ -240,22 +242,31 @@ def busy_us(
     """What a call kept a GPU busy in µs, by its own events around `calls` of them, and what launching one took the host.
 
     `before` is called first, untimed; then the device idles for `ahead_us` a call (MOST_AHEAD_US at most), so that it never
-    waits for a host that launches more slowly than it works: as in a CUDA graph.
+    waits for a host that launches more slowly than it works: as in a CUDA graph. If it had to wait nevertheless, as what
+    `ahead_us` says is of another call, all is done again with more time, LATE times at most.
     """
     with torch.cuda.device(device):
-        if before is not None:
-            before()
-        if ahead_us > 0:  # last, for the host may take longer to ask for what comes before than the device to do it
-            ahead = min(SLACK * calls * ahead_us, MOST_AHEAD_US)
-            torch.cuda._sleep(int(ahead * CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage]
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        began = time.perf_counter()
-        for _ in range(calls):
-            run()
-        launched = time.perf_counter() - began
-        end.record()
-        torch.cuda.synchronize(device)
+        for event in (start, end):
+            event.record()  # which makes it
+        ahead = min(SLACK * (calls * ahead_us + RECORD_US), MOST_AHEAD_US) if ahead_us > 0 else 0.0
+        again = LATE
+        while True:
+            if before is not None:
+                before()
+            if ahead > 0:  # last, for the host may take longer to ask for what comes before than the device to do it
+                torch.cuda._sleep(int(ahead * CYCLES_PER_US))  # pyright: ignore[reportPrivateUsage]
+            start.record()
+            began = time.perf_counter()
+            for _ in range(calls):
+                run()
+            launched = time.perf_counter() - began
+            end.record()
+            late = 0 < ahead < MOST_AHEAD_US and start.query()
+            torch.cuda.synchronize(device)
+            if not late or not again:
+                break
+            again, ahead = again - 1, min(2 * ahead, MOST_AHEAD_US)
     return 1e3 * start.elapsed_time(end) / calls, 1e6 * launched / calls
 
 
