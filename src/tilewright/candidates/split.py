@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -124,8 +125,9 @@ def _columns(root: Node, axis: int, start: int, stop: int) -> Node:
 
 
 class Split:
-    """Pieces are chosen by searches of their own, with random weights where the last call left them; the whole is then verified
-    and timed as any other candidate is. A kernel's schedule names its pieces, so that none of them is searched for twice.
+    """Pieces are chosen by searches of their own, with random weights, which a GPU reads from memory, as it does most models',
+    and a CPU where the last call left them. The whole is then verified and timed as any other candidate is. A kernel's schedule
+    names its pieces, so that none of them is searched for twice.
     """
 
     name = "split"
@@ -154,10 +156,11 @@ class Split:
         if _BY in dict(schedule.knobs):
             kernels = [_again(p, chosen, others, target) for p, chosen in zip(pieces, _chosen(schedule), strict=True)]
         else:
-            within_s = PART_WITHIN_S if target.kind != "cpu" else None
-            kernels = [
-                search(p.problem, target, budget_s=PART_BUDGET_S, candidates=others, within_s=within_s).kernel for p in pieces
-            ]
+            gpu = target.kind != "cpu"
+            chosen = partial(
+                search, budget_s=PART_BUDGET_S, candidates=others, within_s=PART_WITHIN_S if gpu else None, cold=gpu
+            )
+            kernels = [chosen(p.problem, target).kernel for p in pieces]
         count = len(problem.outputs)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
