@@ -71,6 +71,7 @@ class Point:
         blocks: that are started.
         shared_tiles: tiles at the end of which every block has an even share of K.
         split: blocks of a cluster that have a share of K each and finish a share of the columns.
+        turns: see `_hopper_form.Form`.
     """
 
     tile_m: int
@@ -84,9 +85,11 @@ class Point:
     blocks: int
     shared_tiles: int
     split: int = 1
+    turns: bool = False
 
     def schedule(self, tile_k: int) -> Schedule:
         """As reports print it."""
+        own = {"turns": True} if self.turns else {}  # of codes alone
         return Schedule.of(
             tile_m=self.tile_m,
             tile_n=self.tile_n,
@@ -100,6 +103,7 @@ class Point:
             blocks=self.blocks,
             shared_tiles=self.shared_tiles,
             split=self.split,
+            **own,
         )
 
 
@@ -125,6 +129,7 @@ def point_of(schedule: Schedule) -> Point:
         number("blocks"),
         number("shared_tiles"),
         number("split"),
+        bool(knobs.get("turns", False)),
     )
 
 
@@ -167,6 +172,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         plan.blocks,
         second=plan.second,
         split=point.split,
+        turns=point.turns,
     )
 
 
@@ -196,9 +202,9 @@ def _shared(stride: int, plan: Plan) -> bool:
     return plan.batch > 1 and stride == 0
 
 
-def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
+def points(problem: Problem, plan: Plan, target: Target, most_shared: int = MOST_SHARED) -> list[Point]:
     """The legal points, the most promising first."""
-    found = list(_legal(problem, plan, target))
+    found = list(_legal(problem, plan, target, most_shared))
     took = {p: float(predict_us(work(problem, plan, p, target), target)) for p in found}
     found.sort(key=lambda p: took[p])
     alike: dict[tuple[int, int, bool, int], int] = {}
@@ -210,7 +216,7 @@ def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     return sorted(found, key=lambda p: took[p])
 
 
-def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
+def _legal(problem: Problem, plan: Plan, target: Target, most_shared: int) -> Iterable[Point]:
     steps = -(-plan.K // plan.tile_k)
     for base in _bases(plan):
         pairs = 2 if base.paired else 1
@@ -229,7 +235,7 @@ def _legal(problem: Problem, plan: Plan, target: Target) -> Iterable[Point]:
                 or base.pingpong
                 or bool(plan.blocks)
                 or form.tile_n != form.shape_n
-                or form.rows * form.tile_n > MOST_SHARED
+                or form.rows * form.tile_n > most_shared
             )
             for blocks, shared in _partitions(_tiles(plan, base), steps, cores, whole):
                 if shared * steps * blocks >= 1 << 31:  # shares are worked out in 32 bits

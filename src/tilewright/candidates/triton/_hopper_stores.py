@@ -3,8 +3,9 @@ addresses of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from tilewright.candidates.triton import _w4_bytes as in_bytes
 from tilewright.candidates.triton._casts import in_memory
 from tilewright.candidates.triton._emit import Tile
 from tilewright.candidates.triton._hopper_alike import alike, leaves
@@ -31,6 +32,12 @@ class Stores:
         if self.alike:
             chosen = {n: f"s{k}" for k, n in enumerate(leaves(form.outs[0], form.second))}
             self.pointer = chosen.__getitem__
+
+    @property
+    def _sums(self) -> list[str]:
+        """What sums of a tile are called, parts of the columns each."""
+        f = self.form
+        return in_bytes.parts(f.shape_n) if f.coded and f.coded.deep > 1 else ["r"]
 
     def _choose(self, t: Text) -> None:
         """Which of stores that are alike a tile belongs to: where its leaves lie, and its first column there."""
@@ -81,7 +88,7 @@ class Stores:
 
     def _stores(self, t: Text, ahead: dict[tuple[int, int], Brief]) -> None:
         f = self.form
-        pieces = Pieces(t, f.own_shape_n, widened=f.rhs.widened)
+        pieces = Pieces(t, f.own_shape_n, self._sums, widened=f.rhs.widened)
         for i, out in enumerate(self.outs):
             count = f.own_n // out.columns
             for j in range(count):
@@ -187,17 +194,18 @@ class Stores:
 
 
 class Pieces:
-    """Sums, called r, in pieces of columns, halved as often as it takes.
+    """Sums in pieces of columns, halved as often as it takes.
 
     Args:
         t: the text.
         columns: of all, a power of two.
+        parts: what they are called.
         widened: they come as eight neighbours a thread.
     """
 
-    def __init__(self, t: Text, columns: int, *, widened: bool) -> None:
+    def __init__(self, t: Text, columns: int, parts: Sequence[str] = ("r",), *, widened: bool) -> None:
         self.t, self.widened = t, widened
-        self._known = {(0, columns): "in_order(r)" if widened else "r"}
+        self._known = {(i, columns // len(parts)): f"in_order({r})" if widened else r for i, r in enumerate(parts)}
         self._taken = set[tuple[int, int]]()
 
     def take(self, j: int, columns: int, layout: str = "") -> str:

@@ -55,7 +55,7 @@ class Writer(Loads):
         f, t = self.form, Text("gl")
         arguments = ["g: gl.constexpr", *self.descriptors[self._operands :], *self._left, "b_bufs", "c_bufs", *self._barriers]
         arguments += [*self.pointers, *self.scratch, *self.extents]
-        t.do(f"L: gl.constexpr = {f.fragment(f.shape_n)}")
+        t.do(f"L: gl.constexpr = {f.fragment(f.shape_n // len(self._sums))}")
         for columns in sorted({o.columns for o in f.outs}):
             t.do(f"L{columns}: gl.constexpr = {self._piece_layout(columns)}")
         self._tiles(t)
@@ -80,6 +80,7 @@ class Writer(Loads):
                 t.do(f"w{j} = pack(none)")
         if f.pingpong:
             t.do("at = g * nk")
+        if f.pingpong or f.turns:
             t.do("turn = 1 - g")
         with t.block(self._each_tile(pingpong=f.pingpong)):
             if f.pingpong:
@@ -166,9 +167,10 @@ class Writer(Loads):
         f = self.form
         self._which(t)
         self._where(t)
-        t.do(f"r = gl.zeros(({f.rows}, {f.shape_n}), gl.float32, L)")
+        for part in self._sums:
+            t.do(f"{part} = gl.zeros(({f.rows}, {f.shape_n // len(self._sums)}), gl.float32, L)")
         steps = ("k0", "k1") if f.streamed else ("0", "nk")
-        in_bytes.products(t, coded, f.tile_m, f.shape_n, f.num_stages, self._right("of"), steps)
+        in_bytes.products(t, coded, f.tile_m, f.shape_n, f.num_stages, self._right("of"), steps, turns=f.turns)
         if f.streamed:
             self._gather(t)
             with t.block("if done:"):
@@ -249,7 +251,7 @@ class Writer(Loads):
     def _gather(self, t: Text) -> None:
         """Of a tile that several blocks have shares of, the last one adds up all in order; the others are done with it."""
         f = self.form
-        element = "int32" if f.acc.is_integer else "float32"
+        element, columns = "int32" if f.acc.is_integer else "float32", f.shape_n // len(self._sums)
         t.do("done = True")
         with t.block("if j >= whole:"):
             t.do("q = t - D")
@@ -258,7 +260,9 @@ class Writer(Loads):
             with t.block("if c_last > c_first:"):
                 self._in_lanes(t)
                 t.do("slot = 2 * c + gl.where((c == c_first) & (begin // nk != q), 1, 0)")
-                t.do(f"gl.store(partial + {self._of_pair('slot')}.to(gl.int64) * {f.tile_m * f.shape_n} + inside, r)")
+                place = f"partial + {self._of_pair('slot')}.to(gl.int64) * {f.tile_m * f.shape_n} + inside"
+                for i, part in enumerate(self._sums):
+                    t.do(f"gl.store({place} + {i * f.rows * columns}, {part})")
                 t.do("gl.thread_barrier()")
                 counter = f"arrived + {self._of_pair('q')} * {f.groups} + g"
                 t.do(f'n = gl.atomic_add({counter}, 1, sem="acq_rel", scope="gpu")')
@@ -266,11 +270,13 @@ class Writer(Loads):
                 with t.block("if done:"):
                     t.do(f"gl.store({counter}, 0)")
                     t.do("gl.thread_barrier()")
-                    t.do(f"r = gl.zeros(({f.rows}, {f.shape_n}), gl.{element}, L)")
+                    for part in self._sums:
+                        t.do(f"{part} = gl.zeros(({f.rows}, {columns}), gl.{element}, L)")
                     with t.block("for p in range(c_first, c_last + 1):"):
                         t.do("at = 2 * p + gl.where((p == c_first) & ((p * total // G) // nk != q), 1, 0)")
                         source = f"partial + {self._of_pair('at')}.to(gl.int64) * {f.tile_m * f.shape_n} + inside"
-                        t.do(f'r += gl.load({source}, cache_modifier=".cg")')
+                        for i, part in enumerate(self._sums):
+                            t.do(f'{part} += gl.load({source} + {i * f.rows * columns}, cache_modifier=".cg")')
 
     def _in_lanes(self, t: Text) -> None:
         """Where elements of a part go: those that the threads hold in one register follow one another, thread by thread.
@@ -279,7 +285,7 @@ class Writer(Loads):
         """
         f = self.form
         t.do(f"y = gl.arange(0, {f.rows}, gl.SliceLayout(1, L))")
-        t.do(f"x = gl.arange(0, {f.shape_n}, gl.SliceLayout(0, L))")
+        t.do(f"x = gl.arange(0, {f.shape_n // len(self._sums)}, gl.SliceLayout(0, L))")
         own = f"(y & 7) * 4 + ((y >> 4) & 3) * 32 + ((y >> 3) & 1) * 256 + (y >> 6) * {64 * f.shape_n}"
         t.do(f"across = ((x >> 1) & 3) + (x & 1) * 128 + (x >> 3) * 512 + g * {f.rows * f.shape_n}")
         t.do(f"inside = ({own})[:, None] + across[None, :]")

@@ -9,12 +9,15 @@ f32.
 
 from __future__ import annotations
 
+from itertools import product
+
 from tilewright.candidates.triton._text import Text
 from tilewright.candidates.triton._w4_asm import Asm
 from tilewright.candidates.triton._w4_stage import BLOCK, ONE_OF, Coded
 from tilewright.dtype import BF16, F32, S4, DType
 
 STEP = 128  # of K: a row of a stage
+MOST_COLUMNS = 128  # that are multiplied at once: there are registers for sums of a group of so many, beside those of all
 WORDS = 4  # that one statement makes bytes of: 16 codes each of K for rows g and g + 8
 TURNS = (26, 30)  # bits to the left, round, that bring codes of row g to the low and to the high half of each byte
 
@@ -90,6 +93,8 @@ def factor(coded: Coded) -> float:
 
 def widths(coded: Coded) -> tuple[int, ...]:
     """Columns of a tile for which there are registers: beside sums of a group there are those of all."""
+    if every(coded) == STEP:
+        return 64, 128, 256
     return (64,) if every(coded) < BLOCK and not coded.operand.is_integer else (64, 128)
 
 
@@ -147,6 +152,12 @@ def half_of(x, i: gl.constexpr):
 
 
 @gluon.jit
+def added(part, rows, r):
+    asm: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
+    return gl.inline_asm_elementwise(asm, "=f,f,f,f", [part, rows, r], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def scales_of(x, L: gl.constexpr):
     rows = ({rows} * {factor(coded)}).permute((0, 2, 1)).reshape((64,))
     return gl.convert_layout(rows, gl.SliceLayout(1, L), assert_trivial=True)
@@ -167,9 +178,17 @@ def begin(t: Text, coded: Coded) -> None:
     t.do("blank = gl.zeros((4, 8, 4, 2, 2), gl.int32, W)")
 
 
-def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, right: str, steps: tuple[str, str]) -> None:
-    """Adds to `r` the products of warpgroup `g` in steps from one to another along K, from stage `s` of the ring on, with what
-    `right` names of stage `of`.
+def parts(columns: int) -> list[str]:
+    """What sums of so many columns are called: as many at a time as are multiplied at once."""
+    return ["r"] if columns <= MOST_COLUMNS else [f"r{i}" for i in range(columns // MOST_COLUMNS)]
+
+
+def products(
+    t: Text, coded: Coded, rows: int, columns: int, num_stages: int, right: str, steps: tuple[str, str], *, turns: bool
+) -> None:
+    """Adds to `parts` the products of warpgroup `g` in steps from one to another along K, from stage `s` of the ring on, with
+    what `right` names of stage `of`; where there are `turns`, warpgroups ask for those of a group one after the other, so that
+    one has its products done while the other one scales.
 
     While a block is multiplied the next one's codes are made bytes, and words of the next step are read, after the last one
     those that are there. (Bytes made for the next step would be moved on where products under way read theirs: ptxas would let
@@ -177,7 +196,7 @@ def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, ri
     """
     first, last = steps
     each, acc = every(coded), "int32" if coded.operand.is_integer else "float32"
-    width = min(each, BLOCK)
+    width, at_once = min(each, BLOCK), min(columns, MOST_COLUMNS)
     t.do("mbarrier.wait(ready.index(s), phase)")
     _read(t, coded, rows, "s", "")
     with t.block(f"for k in range({first}, {last}):"):
@@ -185,28 +204,39 @@ def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, ri
         _bytes(t, coded, 0)
         t.do("of = s")
         t.do(f"s, phase = advance(s, phase, {num_stages})")
-        for at in range(0, STEP, width):
+        for i, at in product(range(columns // at_once), range(0, STEP, width)):
             a = f"tile_of(a{at // BLOCK}, c{at // BLOCK}, F)"
             if width < BLOCK:
                 names = "a, other" if at % BLOCK == 0 else "other, a"
                 t.do(f"{names} = half({a})")
                 a = "gl.convert_layout(a, F, assert_trivial=True)"
             if at % each == 0:
-                t.do(f"acc = warpgroup_mma_init(gl.zeros((64, {columns}), gl.{acc}, L))")
-            b = f"{right}.slice({at}, {width}, dim=1).permute((1, 0))"
+                if turns:
+                    t.do("mbarrier.wait(turns.index(g), turn)")
+                    t.do("turn = turn ^ 1")
+                t.do(f"acc = warpgroup_mma_init(gl.zeros((64, {at_once}), gl.{acc}, L))")
+            b = right if at_once == columns else f"{right}.slice({i * at_once}, {at_once}, dim=0)"
+            b = f"{b}.slice({at}, {width}, dim=1).permute((1, 0))"
             t.do(f"acc = warpgroup_mma({a}, {b}, acc, use_acc={at % each > 0}, is_async=True)")
             end = at + width
-            if end == STEP:
+            last_of_all = end == STEP and i + 1 == columns // at_once
+            if end % each == 0 and turns:
+                t.do("mbarrier.arrive(turns.index(1 - g))")
+            if last_of_all:
                 t.do(f"mbarrier.wait(ready.index(s), phase, pred=k + 1 < {last})")
                 t.do(f"there = gl.where(k + 1 < {last}, s, of)")
                 _read(t, coded, rows, "there", "next_")
-            elif end % BLOCK == 0:
+            elif end % BLOCK == 0 and end < STEP and i == 0:
                 _bytes(t, coded, end // BLOCK)
             if end % each == 0:
                 t.do("part = warpgroup_mma_wait(0, deps=(acc,))")
-                if end == STEP:
+                if last_of_all:
                     t.do("mbarrier.arrive(empty.index(of))")
-                t.do(f"r = gl.fma(part.to(gl.float32), rows{at // each}[:, None], r)")
+                r = parts(columns)[i]
+                if at_once == columns:
+                    t.do(f"{r} = gl.fma(part.to(gl.float32), rows{at // each}[:, None], {r})")
+                else:
+                    t.do(f"{r} = added(part.to(gl.float32), rows{at // each}[:, None], {r})")
         for name in _held(coded):
             t.do(f"{name} = next_{name}")
 

@@ -85,13 +85,15 @@ def _of_codes(problem: Problem, weights: Weights) -> Problem:
 
 def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     """The legal points, the most promising first."""
-    found = hopper_space.points(problem, plan, target)
     of_bytes = size(plan.rhs.dtype) == 1
+    most = 2 * hopper_space.MOST_SHARED if of_bytes else hopper_space.MOST_SHARED  # of which half is added at a time
+    found = hopper_space.points(problem, plan, target, most)
     widths = in_bytes.widths(_coded(problem, plan)) if of_bytes else WIDTHS
     able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
     able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
     if of_bytes:  # a ring has room for more of them than of a step's numbers, or for fewer
         able = [replace(p, num_stages=hopper_space.ring_stages(form_of(problem, plan, p), target)) for p in able]
+        able = [replace(p, turns=turns) for p in able for turns in (True, False)]
     return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
 
 
