@@ -71,6 +71,15 @@ def made_bytes(operand: DType, kind: DType, *, zeros: bool, sub: int) -> Asm:
     return Asm("\n".join(lines), ",".join(["=&r"] * 2 * WORDS + ["r"] * given))
 
 
+def _made(coded: Coded) -> Asm:
+    w = coded.weights
+    if not coded.ready:
+        return made_bytes(coded.operand, w.kind, zeros=w.zero is not None, sub=w.sub)
+    # As they are, but for a bit: ptxas lets each product end before the next one where it finds its operand carried round a loop.
+    lines = [f"xor.b32 ${r}, ${2 * WORDS + r}, 0x80808080;" for r in range(2 * WORDS)]
+    return Asm("\n".join(lines), ",".join(["=&r"] * 2 * WORDS + ["r"] * 2 * WORDS))
+
+
 def held() -> Asm:
     """The same registers as bytes: those of a word's row are neighbours."""
     order = [WORDS * row + word for word in range(WORDS) for row in (0, 1)]
@@ -88,6 +97,8 @@ def factor(coded: Coded) -> float:
     w = coded.weights
     if not coded.operand.is_integer:
         return 512.0
+    if coded.ready:
+        return 1.0
     return 0.0625 if _sixteenfold(coded.operand, w.kind, zeros=w.zero is not None) else 1.0
 
 
@@ -101,7 +112,7 @@ def widths(coded: Coded) -> tuple[int, ...]:
 def step_instructions(coded: Coded, columns: int) -> int:
     """Of a warp and a step along K, but for what reads words: integers are made floats at half the rate."""
     w = coded.weights
-    made = made_bytes(coded.operand, w.kind, zeros=w.zero is not None, sub=w.sub).text.count(";") * coded.deep
+    made = _made(coded).text.count(";") * coded.deep
     return made + columns // 2 * STEP // every(coded) * (3 if coded.operand.is_integer else 1)
 
 
@@ -115,8 +126,8 @@ def prologue(coded: Coded) -> str:
     may wait for their turn), `tile_of`, such words to a tile [64, 64] as the matrix unit takes it,
     `half_of`, the first or second half of neighbours, and `scales_of`, words of scales to those of a tile's rows."""
     w = coded.weights
-    asm = made_bytes(coded.operand, w.kind, zeros=w.zero is not None, sub=w.sub)
-    given = ", ".join(["words", *["more"] * (w.kind.bits == 8), *["zero"] * (w.zero is not None)])
+    asm = _made(coded)
+    given = ", ".join(["words", *["more"] * (coded.bits == 8), *["zero"] * coded.zeros])
     results = ", ".join(f"x{i}" for i in range(8))
     kind = "gl.int8" if coded.operand.is_integer else "gl.float8e4nv"
     if w.scales is F32:
@@ -168,7 +179,7 @@ def scales_of(x, L: gl.constexpr):
 
 def begin(t: Text, coded: Coded) -> None:
     """How threads hold words, and what belongs to their rows."""
-    halves = coded.weights.kind.bits // 4
+    halves = coded.bits // 4
     t.do(f"V: gl.constexpr = gl.BlockedLayout([1, {halves}, 1, 4], [1, 1, 32, 1], [4, 1, 1, 1], [3, 2, 1, 0])")
     t.do("W: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])")
     for name in coded.descriptors[1:]:
@@ -249,7 +260,7 @@ def _held(coded: Coded) -> list[str]:
 def _read(t: Text, coded: Coded, rows: int, stage: str, prefix: str) -> None:
     """Words of a warpgroup that are in a stage."""
     groups = rows // BLOCK
-    shape = [groups * coded.deep, 4, coded.weights.kind.bits // 4, 32, 4]
+    shape = [groups * coded.deep, 4, coded.bits // 4, 32, 4]
     layout = "gl.SwizzledSharedLayout(1, 1, 1, [3, 2, 1, 0])"
     codes = f"{coded.buffers[0]}.index({stage})._reinterpret(gl.int32, {shape}, {layout})"
     for b in range(coded.deep):
@@ -273,11 +284,11 @@ def _beside(t: Text, coded: Coded) -> None:
 def _bytes(t: Text, coded: Coded, block: int) -> None:
     """What a warpgroup multiplies, rows g and rows g + 8, of the words of one block along K."""
     words, given = f"words{block}.reshape((4, 8, 4, 2, 2))", ["words"]
-    if coded.weights.kind.bits == 8:
+    if coded.bits == 8:
         words, given = f"words{block}.reshape((4, 2, 8, 4, 2, 2)).permute((0, 2, 3, 4, 5, 1)).split()", ["words", "more"]
     t.do(f"{', '.join(given)} = {words}")
     given = [f"gl.convert_layout({name}, W, assert_trivial=True)" for name in given]
-    if coded.weights.zero is not None:
+    if coded.zeros:
         own, at, of_rows = _part("zero", block, coded.deep), ":", "gl.SliceLayout(2, gl.SliceLayout(4, W))"
         if coded.subs == 1:
             own, at, of_rows = f"{own}.reshape((4, 8))", "None", "gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, W)))"

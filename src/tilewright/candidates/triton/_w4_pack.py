@@ -29,13 +29,19 @@ AT_ONCE = 1 << 24  # codes that are packed together: what stands between takes 2
 MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128), (8, "bf16"): (128, 128)}
 
 
-def packed_weights(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
-    """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them."""
-    form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, weights.paired, operand
-    return all_packed_once(sources, form, weights.tensors, lambda: _all_packed(sources, weights, operand))
+def packed_weights(
+    sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool = False
+) -> list[torch.Tensor]:
+    """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them. `ready`:
+    codes of 4 bits as the bytes that meet an operand of 8 bits, their zero points taken off."""
+    form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, weights.paired, operand, ready
+    count = 2 if ready else weights.tensors
+    return all_packed_once(sources, form, count, lambda: _all_packed(sources, weights, operand, ready=ready))
 
 
-def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType) -> list[torch.Tensor]:
+def _all_packed(
+    sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool
+) -> list[torch.Tensor]:
     codes, *sides = sources if weights.along else [t.T for t in sources]
     if weights.scale is None:
         sides.insert(0, torch.ones((codes.shape[0], 1), dtype=weights.scales.to_torch(), device=codes.device))
@@ -44,6 +50,10 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
     codes = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
     halves = 2 if weights.paired else 1
     step = max(AT_ONCE // codes.shape[1] // ROWS, 1) * ROWS // halves
+    if ready:
+        own = [z.split(step) for z in zeros]
+        found = [ready_bytes(part, [z[i] for z in own], operand) for i, part in enumerate(codes.split(step))]
+        return [torch.cat(found), paired_rows(scales.repeat_interleave(repeats, dim=1))]
     parts = codes.reshape(halves, -1, codes.shape[1]).split(step, dim=1)
     words = torch.cat([packed(in_turn(part), weights.kind, operand) for part in parts])
     scales, *zeros = (in_turn(s.reshape(halves, -1, s.shape[1])) for s in (scales, *zeros))
@@ -114,6 +124,23 @@ def packed(codes: torch.Tensor, kind: DType, operand: DType) -> torch.Tensor:
     word = torch.stack(words, -1)  # m64 k64 warp g t step half
     word = word.reshape(*word.shape[:3], 32, 2, 4).transpose(3, 4)
     return word.contiguous()
+
+
+def ready_bytes(codes: torch.Tensor, zeros: Sequence[torch.Tensor], operand: DType) -> torch.Tensor:
+    """Codes of 4 bits [M, K] less their zero points ([M, groups], or none) as words int32
+    [M' / 64, K / 64, 4 warps, rows g or g + 8, 32 lanes, 4 steps] of the bytes that are multiplied.
+
+    Those are numbers of two's complement for integers, and for fp8 a sign and a magnitude, which is that number by 2**-9. The
+    highest bit of each is stored as the other one.
+    """
+    v = codes.to(torch.int16)
+    for z in zeros:
+        v = v - z.to(torch.int16).repeat_interleave(v.shape[1] // z.shape[1], dim=1)
+    v = v if operand.is_integer else v.abs() | (v < 0).to(torch.int16) << 7
+    v = torch.nn.functional.pad((v & 255 ^ 128).to(torch.uint8), (0, 0, 0, -v.shape[0] % ROWS))
+    v = v.view(-1, 4, 2, 8, v.shape[1] // BLOCK, 4, 4, 4)  # m64 warp h g | k64 step t byte
+    v = v.permute(0, 4, 1, 2, 3, 6, 5, 7).contiguous()  # m64 k64 warp h g t step byte
+    return v.view(torch.int32).view(*v.shape[:4], 32, 4)
 
 
 def _word(v: torch.Tensor, parts: list[tuple[torch.Tensor, int]]) -> torch.Tensor:

@@ -123,6 +123,12 @@ class Plan:
         words = self.K // w.sub * (1 if w.zero is None else 2)
         return self.packed_rows * (self.K * w.kind.bits // 8 + words * max(w.scales.bits // 8, 2))
 
+    @property
+    def ready_bytes(self) -> int:
+        """Of codes as bytes that are multiplied, and scales."""
+        w = self.weights
+        return self.packed_rows * (self.K + self.K // w.sub * max(w.scales.bits // 8, 2))
+
 
 @or_why
 def plan_of(problem: Problem) -> Plan:

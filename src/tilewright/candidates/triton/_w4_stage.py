@@ -39,17 +39,29 @@ class Coded:
         operand: type of the other operand: f16, bf16, or one of 8 bits (`_w4_bytes.py`).
         first: the number of the source with the codes; scales and maybe zero points are the next ones.
         blocks: of 64 along K.
+        ready: codes are stored as the bytes that are multiplied, less their zero points.
     """
 
     weights: Weights
     operand: DType
     first: int
     blocks: int
+    ready: bool = False
+
+    @property
+    def bits(self) -> int:
+        """Of a code as it is stored."""
+        return 8 if self.ready else self.weights.kind.bits
+
+    @property
+    def zeros(self) -> bool:
+        """Zero points are stored, too."""
+        return self.weights.zero is not None and not self.ready
 
     @property
     def descriptors(self) -> tuple[str, ...]:
         """What the kernel calls them."""
-        return NAMES[: 2 if self.weights.zero is None else 3]
+        return NAMES[: 3 if self.zeros else 2]
 
     @property
     def buffers(self) -> list[str]:
@@ -81,7 +93,7 @@ class Coded:
     def box(self, name: str, rows: int) -> list[int]:
         """Words that one copy brings: a step's codes, or what all of a tile's rows have for a step along K, or for some."""
         if name == NAMES[0]:
-            return [rows // BLOCK, self.deep * self.weights.kind.bits * 2, BLOCK]
+            return [rows // BLOCK, self.deep * self.bits * 2, BLOCK]
         return [rows // 16, 8 * self.run(name) * self.runs(name)]
 
     def choose(self, t: Text, own: str, name: str) -> None:

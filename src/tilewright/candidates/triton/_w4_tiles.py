@@ -92,8 +92,10 @@ def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
     able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
     if of_bytes:  # a ring has room for more of them than of a step's numbers, or for fewer
-        able = [replace(p, num_stages=hopper_space.ring_stages(form_of(problem, plan, p), target)) for p in able]
         able = [replace(p, turns=turns) for p in able for turns in (True, False)]
+        if _coded(problem, plan).weights.kind.bits == 4:
+            able += [replace(p, ready=True) for p in able]
+        able = [replace(p, num_stages=hopper_space.ring_stages(form_of(problem, plan, p), target)) for p in able]
     return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
 
 
@@ -116,16 +118,17 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     return replace(others, phases=tuple(replace(p, cycles=p.cycles + cycles) for p in others.phases))
 
 
-def _coded(problem: Problem, plan: Plan) -> Coded:
+def _coded(problem: Problem, plan: Plan, *, ready: bool = False) -> Coded:
     """The packed left operand: codes, scales and zero points come after the problem's own sources."""
     weights = plan_of_weights(problem)
     assert isinstance(weights, PlanOfWeights)
-    return Coded(weights.weights, weights.operand, len(problem.types), plan.K // 64)
+    return Coded(weights.weights, weights.operand, len(problem.types), plan.K // 64, ready)
 
 
 def form_of(problem: Problem, plan: Plan, point: Point) -> Form:
     """What the text of a point's kernel depends on; integers are added up in f32, which holds them (`_w4_plan.py`)."""
-    return replace(hopper_space.form_of(problem, plan, point), acc=F32, coded=_coded(problem, plan))
+    coded = _coded(problem, plan, ready=point.ready)
+    return replace(hopper_space.form_of(problem, plan, point), acc=F32, coded=coded)
 
 
 def machine_code(problem: Problem, plan: Plan, schedule: Schedule, target: Target) -> tuple[Form, Built]:
@@ -143,7 +146,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: PlanOfWeights, sched
     w, device = weights.weights, torch.device(target.device)
 
     def prepare(given: Mapping[int, torch.Tensor]) -> Runner:
-        packed = packed_weights(w.values(given), w, weights.operand)
+        packed = packed_weights(w.values(given), w, weights.operand, ready=point.ready)
         torch.cuda.synchronize(device)  # a launch reads weights before what is ahead of it has ended
         held = {**given, **{len(problem.types) + i: t for i, t in enumerate(packed)}}
         return runner(problem, plan, form, built, point.blocks, point.shared_tiles, held, device)
@@ -154,7 +157,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: PlanOfWeights, sched
         schedule,
         prepare,
         workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
-        packed_bytes=weights.packed_bytes,
+        packed_bytes=weights.ready_bytes if point.ready else weights.packed_bytes,
         unread=w.sources - read,
         roundoff=SHORT_SUM_ROUNDOFF if weights.operand in SHORT_SUMMED else 0.0,
         registers=needs.registers,
