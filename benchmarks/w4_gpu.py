@@ -6,10 +6,10 @@
 A call has a copy of the weight that no call before it in the graph had, so that it comes from memory and no cache. "chain":
 one product after the other; "alone" (few rows): between kernels that end before the next one begins, less what those take.
 "ours" is the fastest of the points that `tilewright.Linear.tune` would time, those over a copy of the weight in 16 bits among
-them ("copy"); "first" is the one that a layer takes unmeasured. Peers are cuBLAS in f16, torch's kernel for 4-bit weights
-(bf16, few rows), gemlite where it is installed and brings tuned settings for the shape, and cuBLASLt in fp8 with its
-quantising, which rounds the activations to 8 bits: a ratio with it and one without it are given. The error is the largest of
-our kernels' relative ones, against float64 on the dequantised weights.
+them ("copy", and "library" for cuBLAS over such a copy); "first" is the one that a layer takes unmeasured. Peers are cuBLAS in
+f16, torch's kernel for 4-bit weights (bf16, few rows), gemlite where it is installed and brings tuned settings for the shape,
+and cuBLASLt in fp8 with its quantising, which rounds the activations to 8 bits: a ratio with it and one without it are given.
+The error is the largest of our kernels' relative ones, against float64 on the dequantised weights.
 
 With --x e4m3 or s8 our kernels read 8-bit activations, too, whose values those are that errors are against. "whole" is the
 fastest one behind the quantising of x, as its peers pay it (e4m3: torch's cast for both; s8: the generated kernel that a layer
@@ -37,6 +37,7 @@ import click
 import torch
 
 import w4_activations as activations
+from tilewright.dtype import F16
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Candidate, discover
@@ -51,6 +52,8 @@ LLAMA = (
 )
 DEVICE = "cuda"
 MOST_COPIES = 24
+LIBRARY = "aten"
+LABELS = {"hopper": "copy", LIBRARY: "library"}  # of kernels that read the weight in 16 bits
 REPLAYS = (5, 15)
 REPLAYED_US = 15_000.0  # about how long a graph is replayed
 ALONE = 32  # rows, up to which a call alone is timed as well
@@ -60,15 +63,16 @@ Point = tuple[str, Schedule]
 Case = tuple[str, int, int, int, int]  # activations, rows, outs, k, group
 
 
-def generated() -> dict[str, Candidate]:
-    """The candidates that generate kernels for such weights on GPUs, the preferred one first."""
-    return {c.name: c for c in discover() if c.preference < 10 and "gemm" in c.kinds and "cuda" in c.devices}
+def able() -> dict[str, Candidate]:
+    """The candidates that generate kernels for such weights on Hopper, the preferred one first, and the library."""
+    return {c.name: c for c in discover() if "gemm" in c.kinds and c.name in ("hopper_w4", "hopper", LIBRARY)}
 
 
 def points(p: Problem, target: Target, count: int) -> list[Point]:
-    """The first points of every generator for Hopper that can."""
-    able = [c for c in generated().values() if c.name.startswith("hopper") and c.refuse(p, target) is None]
-    return [(c.name, s) for c in able for s in list(c.schedules(p, target))[:count]]
+    """The first points of every generator that can, and the library's where it multiplies in x's type."""
+    of = [c for c in able().values() if c.refuse(p, target) is None]
+    found = [(c.name, s) for c in of for s in list(c.schedules(p, target))[: 1 if c.name == LIBRARY else count]]
+    return [(name, s) for name, s in found if name != LIBRARY or s["compute"] == F16.name]
 
 
 def build(job: tuple[Case, int, bool]) -> tuple[list[Point], list[str]]:
@@ -79,7 +83,7 @@ def build(job: tuple[Case, int, bool]) -> tuple[list[Point], list[str]]:
     found, failed = list[Point](), list[str]()
     for name, schedule in points(p, target, count):
         try:
-            generated()[name].build(p, schedule, target)
+            able()[name].build(p, schedule, target)
             found.append((name, schedule))
         except Exception as error:
             failed.append(f"{p} {name} {schedule}: {str(error)[:200]}")
@@ -216,9 +220,9 @@ def measure(w: Weights, kind: str, x: torch.Tensor, found: Sequence[Point], targ
     runs: dict[str, list[Any]] = {}
     weights = range(len(given.given), len(given.given) + 2)
     for name, schedule in found:
-        label = f"{'copy' if name == 'hopper' else name} {schedule}"
+        label = f"{LABELS.get(name, name)} {schedule}"
         try:
-            kernel = generated()[name].build(p, schedule, target)
+            kernel = able()[name].build(p, schedule, target)
             prepared = [kernel.prepare(dict(zip(weights, s, strict=True))) for s in w.sources]
             got = torch.as_tensor(prepared[0]([*given.given, *w.sources[0]])[0])
         except Exception as why:

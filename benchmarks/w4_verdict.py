@@ -82,7 +82,9 @@ def judged(found: Sequence[Row], read_tbps: float) -> None:
             print(f"{'':5s} of the rate of reading ({read_tbps:.2f} TB/s), weights over 50 MB: {shares}")
         if rows >= 1024:
             share = min(r.theirs["cuBLAS"] / r.us for r in of)
-            packed = min(r.theirs["cuBLAS"] / min((t for n, t in r.ours.items() if n[0] == "h"), default=math.inf) for r in of)
+            packed = min(
+                r.theirs["cuBLAS"] / min((t for n, t in r.ours.items() if n.startswith("hopper")), default=math.inf) for r in of
+            )
             print(f"{'':5s} of cuBLAS f16: at least {share:.0%}; without a copy of the weight {packed:.0%}")
 
 

@@ -1,6 +1,7 @@
 """One product for any number of rows: families, crossovers, packings, and the program that serves them."""
 
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import torch
 from click.testing import CliRunner
 
 import tilewright
+from ptx import H200
 from tilewright.cli import cli
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.detect import detect
@@ -17,9 +19,10 @@ from tilewright.ir.notation import parse
 from tilewright.schedule import regimes as module
 from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.problem import Problem, problem_of
-from tilewright.schedule.regimes import Family, regimes
+from tilewright.schedule.regimes import Family, Regime, regimes
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected
+from w4_problems import posed as w4_problem
 
 CPU = detect("cpu")
 
@@ -30,6 +33,7 @@ class Fake:
     kinds = frozenset({"gemm"})
     devices = frozenset({"cpu"})
     preference = 5
+    packing_knobs = ("nr",)
 
     def __init__(self, name, packings, most=10**9):
         self.name, self.packings, self.most = name, packings, most
@@ -112,7 +116,28 @@ def test_packings_that_depend_on_the_rows_take_no_part(monkeypatch):
     timed_by({"a": (0, 1), "b": (100, 2)}, monkeypatch)
     always = Fake("a", [0])
     always.build = lambda p, s, t: Kernel("a", s, lambda weights: None, packed_bytes=7)
-    assert spans(regimes(posed, CPU, last=10, candidates=[always, Fake("b", [0])])) == [(1, 10, "b")]
+    assert spans(regimes(posed, CPU, last=10, candidates=[always, Fake("b", [0])])) == [(1, 10, "a")]
+    one = SimpleNamespace(**{n: getattr(always, n) for n in dir(always) if n[0] != "_" and n != "packing_knobs"})
+    assert spans(regimes(posed, CPU, last=10, candidates=[one, Fake("b", [0])])) == [(1, 10, "b")]
+
+
+def test_generated_kernels_and_the_library_may_serve_4_bit_weights_on_a_hopper(monkeypatch):
+    pytest.importorskip("triton")
+    took = {"hopper_w4": (1, 1), "aten compute=f16": (50, 0.5), "hopper widened=True": (90, 0.5), "triton": (999, 9)}
+
+    def at(rows):
+        return w4_problem(f"f16[{rows},1024] @ s4[1024,1024]^T group=64 -> f16"), {}
+
+    def times(race, rows, families):
+        able = [f.name for f in families if f.name in took and next(iter(f.schedules(at(rows)[0], H200)), None)]
+        race.measured[rows] = {n: took[n][0] + took[n][1] * rows for n in able}
+        return race.measured[rows]
+
+    monkeypatch.setattr(module._Race, "times", times)
+    monkeypatch.setattr(module._Race, "packed_bytes", lambda race, rows, family: 0 if family.name == "triton" else 100)
+    monkeypatch.setattr(module._Race, "regime", lambda race, *place: Regime(*place, None, None))
+    table = regimes(at, H200, first=64, last=256)
+    assert spans(table) == [(64, 108, "hopper_w4"), (109, 256, "aten compute=f16")]
 
 
 def test_ranges_and_rows_that_nothing_serves(monkeypatch):

@@ -113,6 +113,17 @@ class Composed(Protocol):
 
 
 @runtime_checkable
+class PacksOnce(Protocol):
+    """A candidate whose packed weights serve any number of rows.
+
+    Attributes:
+        packing_knobs: names of knobs that a packing depends on: points that agree in them, or have none, share one.
+    """
+
+    packing_knobs: tuple[str, ...]
+
+
+@runtime_checkable
 class Precompiled(Protocol):
     """A candidate of whose kernels any process, with no device at hand, can make the machine code beforehand."""
 

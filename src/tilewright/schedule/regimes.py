@@ -16,7 +16,7 @@ import torch
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, PacksOnce, concerns, discover
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Knob, Schedule
@@ -26,7 +26,6 @@ MOST_PACKINGS = 2
 WORTH = 1.05  # times faster that a second packing must make some number of rows
 LOOKED_AT = 64  # points of a candidate's space, the best first, among which its families are found
 FAMILIES = 3  # of one candidate that are measured
-ORDER = ("nr", "instruction")  # knobs that the order of a packed weight depends on
 
 PosedAt = Callable[[int], tuple[Problem, Mapping[int, torch.Tensor]]]
 Progress = Callable[[int, int, str], None]
@@ -50,14 +49,15 @@ class Family:
         return self.candidate.refuse(problem, target)
 
     def schedules(self, problem: Any, target: Target) -> Iterable[Schedule]:
-        return (s for s in self.candidate.schedules(problem, target) if _order(s) == self.order)
+        return (s for s in self.candidate.schedules(problem, target) if _order(self.candidate, s) == self.order)
 
     def build(self, problem: Any, schedule: Schedule, target: Target) -> Kernel:
         return self.candidate.build(problem, schedule, target)
 
 
-def _order(schedule: Schedule) -> tuple[tuple[str, Knob], ...]:
-    return tuple((k, v) for k, v in schedule.knobs if k in ORDER)
+def _order(candidate: Candidate, schedule: Schedule) -> tuple[tuple[str, Knob], ...]:
+    known = candidate.packing_knobs if isinstance(candidate, PacksOnce) else ()
+    return tuple((k, v) for k, v in schedule.knobs if k in known)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ def regimes(
     served = {n: next(m for m in probes if n in times[m]) for t in times.values() for n in t}
     packed_bytes = {n: race.packed_bytes(m, families[n]) for n, m in served.items()}
     for name, size in packed_bytes.items():
-        if size and not families[name].order:
+        if size and not isinstance(families[name].candidate, PacksOnce):
             for race_times in times.values():
                 race_times.pop(name, None)
     kept = _kept(times, packed_bytes)
@@ -181,7 +181,7 @@ def _families(candidates: Sequence[Candidate], problem: Problem, target: Target)
         if not concerns(candidate, problem, target) or candidate.refuse(problem, target) is not None:
             continue
         points = itertools.islice(candidate.schedules(problem, target), LOOKED_AT)
-        orders = list(dict.fromkeys(_order(s) for s in points))
+        orders = list(dict.fromkeys(_order(candidate, s) for s in points))
         found += [Family(candidate, order) for order in orders[:FAMILIES]]
     return found
 
@@ -248,5 +248,5 @@ class _Race:
 
     @staticmethod
     def _name(kernel: Kernel, families: Sequence[Family]) -> str:
-        order = _order(kernel.schedule)
-        return next(f.name for f in families if f.candidate.name == kernel.candidate and f.order == order)
+        own = (f for f in families if f.candidate.name == kernel.candidate)
+        return next(f.name for f in own if f.order == _order(f.candidate, kernel.schedule))

@@ -7,7 +7,7 @@ the epilogue runs afterwards, op by op on torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -16,15 +16,17 @@ from tilewright.dtype import DType
 from tilewright.ir.carrier import acc_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import Acc, Convert, Param, Slice
+from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Slice
+from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
 
 Side = Callable[[Sequence[torch.Tensor]], torch.Tensor]
 Finish = Callable[[torch.Tensor], torch.Tensor]
 
 
-def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambda t: t) -> Side:
-    """How to get an operand from the gemm's sources; evaluated now, once, when it depends on weights alone."""
+def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambda t: t, form: Hashable = None) -> Side:
+    """How to get an operand from the gemm's sources; evaluated now, once, when it depends on weights alone. `form` says what
+    `finish` makes of it: where it is given, kernels for other rows share what was made of one weight's codes."""
     params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
     indices = [cast("Param", n.op).index for n in params]
 
@@ -35,7 +37,9 @@ def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambd
         return finish(cast("torch.Tensor", evaluate_nodes((root,), bound)[0]))
 
     if all(i in weights for i in indices):
-        ready = evaluate(weights)
+        shared = form is not None and _decoded(root)
+        read = [weights[i] for i in indices]
+        ready = packed_once(read, ("library", root, form), lambda: evaluate(weights)) if shared else evaluate(weights)
         return lambda sources: ready
     return evaluate
 
@@ -89,6 +93,21 @@ def _is_slice_of(node: Node, acc: Node) -> bool:
 def flat(t: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
     """[*batch, rows, columns] as [product of batch, rows, columns], broadcast over `batch`."""
     return t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:])
+
+
+def unread(problem: Problem) -> frozenset[int]:
+    """Weights that are not read again once operands that depend on them alone are made."""
+    made, read = set[int](), set[int]()
+    for root in (problem.op.lhs, problem.op.rhs, *problem.op.stores):
+        indices = {n.op.index for n in toposort((root,)) if isinstance(n.op, Param)}
+        once = root not in problem.op.stores and _decoded(root) and all(problem.weights[i] for i in indices)
+        (made if once else read).update(indices)
+    return frozenset(made - read)
+
+
+def _decoded(root: Node) -> bool:
+    """An operand has memory of its own: it was made of codes."""
+    return any(isinstance(n.op, Dequantize) for n in toposort((root,)))
 
 
 def one_matrix(problem: Problem) -> bool:

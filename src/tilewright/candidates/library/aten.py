@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tilewright.candidates.library._around import flat, side, stores
+from tilewright.candidates.library._around import flat, side, stores, unread
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
@@ -19,6 +19,7 @@ class Aten:
     kinds = frozenset[ProblemKind]({"gemm"})
     devices = CPU | GPU
     preference = 20
+    packing_knobs = ("compute",)
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         if not problem.acc.dtype.is_float:
@@ -48,15 +49,16 @@ class Aten:
         narrow = given.to_torch()
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            lhs = side(problem.op.lhs, weights, lambda t: t.to(storage))
-            rhs = side(problem.op.rhs, weights, lambda t: t.to(storage))
+            lhs = side(problem.op.lhs, weights, lambda t: t.to(storage), storage)
+            rhs = side(problem.op.rhs, weights, lambda t: t.to(storage), storage)
 
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 return finish(multiply(lhs(sources), rhs(sources)).to(narrow), sources)
 
             return run
 
-        return Kernel(self.name, schedule, prepare, packed_bytes=_converted_bytes(problem, compute))
+        packed = _converted_bytes(problem, compute)
+        return Kernel(self.name, schedule, prepare, packed_bytes=packed, unread=unread(problem))
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,7 @@ class LlvmGemm:
     kinds = frozenset[ProblemKind]({"gemm"})
     devices = CPU
     preference = 5
+    packing_knobs = ("nr", "instruction")
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         return engine.refusal(lambda: _plan(problem, target))

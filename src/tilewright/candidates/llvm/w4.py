@@ -103,6 +103,7 @@ class LlvmW4:
     kinds = frozenset[ProblemKind]({"gemm"})
     devices = CPU
     preference = 4
+    packing_knobs = ("nr", "instruction")
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         return engine.refusal(lambda: planned(problem, target))

@@ -75,7 +75,7 @@ def _made(coded: Coded) -> Asm:
     w = coded.weights
     if not coded.ready:
         return made_bytes(coded.operand, w.kind, zeros=w.zero is not None, sub=w.sub)
-    # As they are, but for a bit: ptxas lets each product end before the next one where it finds its operand carried round a loop.
+    # As they are but for a bit: ptxas lets each product end before the next one where an operand is carried round the loop.
     lines = [f"xor.b32 ${r}, ${2 * WORDS + r}, 0x80808080;" for r in range(2 * WORDS)]
     return Asm("\n".join(lines), ",".join(["=&r"] * 2 * WORDS + ["r"] * 2 * WORDS))
 
@@ -111,7 +111,6 @@ def widths(coded: Coded) -> tuple[int, ...]:
 
 def step_instructions(coded: Coded, columns: int) -> int:
     """Of a warp and a step along K, but for what reads words: integers are made floats at half the rate."""
-    w = coded.weights
     made = _made(coded).text.count(";") * coded.deep
     return made + columns // 2 * STEP // every(coded) * (3 if coded.operand.is_integer else 1)
 

@@ -39,9 +39,7 @@ def packed_weights(
     return all_packed_once(sources, form, count, lambda: _all_packed(sources, weights, operand, ready=ready))
 
 
-def _all_packed(
-    sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool
-) -> list[torch.Tensor]:
+def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool) -> list[torch.Tensor]:
     codes, *sides = sources if weights.along else [t.T for t in sources]
     if weights.scale is None:
         sides.insert(0, torch.ones((codes.shape[0], 1), dtype=weights.scales.to_torch(), device=codes.device))

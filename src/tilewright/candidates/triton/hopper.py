@@ -32,6 +32,7 @@ class Hopper:
     kinds = frozenset[ProblemKind]({"gemm"})
     devices = GPU
     preference = 4
+    packing_knobs = ("widened",)
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         if "sm_90" not in target.features:

@@ -35,6 +35,7 @@ class HopperW4:
     kinds = frozenset[ProblemKind]({"gemm"})
     devices = GPU
     preference = 3
+    packing_knobs = ("ready",)
 
     def refuse(self, problem: Problem, target: Target) -> str | None:
         if "sm_90" not in target.features:
