@@ -327,30 +327,45 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
 
 
 @pytest.mark.parametrize(
-    ("line", "products", "promoted"),
+    ("line", "products", "knobs"),
     [
-        ("s8[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16", "IGMMA.64x128x32.S8.S8", {"I2FP.F32.S32": 128}),
+        ("s8[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16", "IGMMA.64x128x32.S8.S8", {}),
         ("f8e4m3fn[512,4096] @ u4[4096,4096]^T group=64 zero_point + bias -> bf16", "QGMMA.64x128x32.F32.E4M3.E4M3", {}),
-        ("u8[1000,4096] scale=tensor @ s8[4096,4096]^T group=256 -> f16", "IGMMA.64x128x32.S8.U8", {"I2FP.F32.S32": 128}),
+        ("u8[1000,4096] scale=tensor @ s8[4096,4096]^T group=256 -> f16", "IGMMA.64x128x32.S8.U8", {}),
+        (
+            "f8e4m3fn[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16",
+            "QGMMA.64x128x32.F32.E4M3.E4M3",
+            {"tile_n": 256, "turns": True},
+        ),
+        (
+            "f8e4m3fn[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16",
+            "QGMMA.64x128x32.F32.E4M3.E4M3",
+            {"tile_n": 128, "turns": True, "ready": True},
+        ),
     ],
 )
-def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, products, promoted):
+def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, products, knobs, monkeypatch):
     """Words of the next step come while this one is multiplied, and ptxas lets products of a step follow one another."""
     problem = posed(line)
     large = tiles.plan_of(problem)
     assert large is not None
-    point = next(p for p in tiles.points(problem, large, H200) if p.tile_n == 128 and not p.paired)
+    for name in ("MOST_TRIED", "FEWER_TRIED"):
+        monkeypatch.setattr(tiles, name, 1000)
+    chosen = {"tile_n": 128, "turns": False, "ready": False, "paired": False} | knobs
+    found = tiles.points(problem, large, H200)
+    point = next(p for p in found if all(getattr(p, k) == v for k, v in chosen.items()) and not p.shared_tiles)
     schedule = point.schedule(large.tile_k)
     form, built = tiles.machine_code(problem, large, schedule, H200)
     text = assembly(built.kernel)
     assert form.coded is not None
-    groups = 128 // in_bytes.every(form.coded)
-    wanted = {products: 8, "FFMA": 128 * groups, "WARPGROUP.DEPBAR.LE": 2 * groups, "WARPGROUP.ARRIVE": 4, **promoted}
+    groups, halves = 128 // in_bytes.every(form.coded), point.tile_n // 128
+    wanted = {products: 8 * halves, "FFMA": 128 * groups * halves, "WARPGROUP.DEPBAR.LE": 2 * groups * halves}
+    wanted |= {"WARPGROUP.ARRIVE": 4 * halves, "I2FP.F32.S32": 128 * halves if form.coded.operand.is_integer else 0}
     for instruction, count in wanted.items():
         assert len(re.findall(rf"\b{re.escape(instruction)}\b", text)) == count, instruction
     assert needs(built.kernel).spills == 0
     loop = text[text.index("WARPGROUP.ARRIVE") : text.index("WARPGROUP.DEPBAR.LE")]
-    assert ("LDS.128" in loop) == (groups == 1)  # of a step of several sums, words come under the last of them
+    assert ("LDS.128" in loop) == (groups == halves == 1)  # of a step of several sums, words come under the last of them
 
 
 def integers(text, given):
@@ -433,6 +448,16 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
     want = codes[:64].double() - (zero[:64].double().repeat_interleave(sub, 1) if zeros else 0)
     coded = Coded(plan.weights, operand, 0, 1)
     assert torch.equal(numbers * in_bytes.factor(coded), want)
+    if kind.bits == 4:  # the same bytes made once, but for their highest bit
+        (ready,) = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand, ready=True)[:1]
+        made = ready[0].numpy().view(np.uint32).reshape(4, 2, 32, 4).transpose(1, 3, 0, 2).reshape(8, 128) ^ np.uint32(
+            0x80808080
+        )
+        coded = replace(coded, ready=True)
+        numbers = torch.from_numpy(made.copy().view(np.int8 if operand is S8 else np.uint8).reshape(2, 4, 4, 8, 4, 4))
+        numbers = numbers if operand is S8 else numbers.view(torch.float8_e4m3fn)
+        numbers = numbers.double().permute(2, 0, 3, 1, 4, 5).reshape(64, 64)
+        assert torch.equal(numbers * in_bytes.factor(coded), want)
 
 
 @pytest.mark.parametrize(

@@ -110,9 +110,9 @@ def widths(coded: Coded) -> tuple[int, ...]:
 
 
 def step_instructions(coded: Coded, columns: int) -> int:
-    """Of a warp and a step along K, but for what reads words: integers are made floats at half the rate."""
+    """Of a warp and a step along K, but for what reads words."""
     made = _made(coded).text.count(";") * coded.deep
-    return made + columns // 2 * STEP // every(coded) * (3 if coded.operand.is_integer else 1)
+    return made + columns // 2 * STEP // every(coded) * (2 if coded.operand.is_integer else 1)
 
 
 def every(coded: Coded) -> int:

@@ -37,7 +37,7 @@ from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 FEWEST_ROWS = 33
-MOST_TRIED = 8
+MOST_TRIED, FEWER_TRIED = 8, 2  # points, and those of a second packing
 FEWEST_ROWS_OF_BYTES = 17
 WIDTHS = (64, 128, 256)  # columns of a tile, as Triton knows them
 TILE_ROWS = 128  # of the weight, a block of codes to each of two warpgroups
@@ -45,8 +45,9 @@ PRODUCT_CYCLES = 2.0  # of a column of a step along K and 64 rows
 HALVES_CYCLES = 540.0  # until a warpgroup has made those of a step, the words waited for and read (fitted on an H200)
 SHORT_SUMMED = (F8E4M3FN, F8E5M2)
 WORD_BYTES = 40  # of a row and block along K, scales included; of 8-bit codes less than twice as many
-# Of bytes, from the machine code, and not measured: a step's other instructions, and until products begin and have ended.
-OTHER_INSTRUCTIONS, WAITED_CYCLES = 45, 150.0
+# Of bytes: a step's other instructions, from the machine code; how much of all of them stands between products where
+# warpgroups take no turns (fitted on an H200, within 5 %); and until products of a group begin and have ended.
+OTHER_INSTRUCTIONS, BETWEEN, WAITED_CYCLES = 45, 0.7, 100.0
 L2_BYTES_PER_CYCLE = 40.0  # that each SM takes in, all at a time
 
 
@@ -91,12 +92,14 @@ def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
     widths = in_bytes.widths(_coded(problem, plan)) if of_bytes else WIDTHS
     able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
     able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
-    if of_bytes:  # a ring has room for more of them than of a step's numbers, or for fewer
+    if of_bytes:
         able = [replace(p, turns=turns) for p in able for turns in (True, False)]
         if _coded(problem, plan).weights.kind.bits == 4:
             able += [replace(p, ready=True) for p in able]
+        # A ring has room for more codes than of a step's numbers, or for fewer.
         able = [replace(p, num_stages=hopper_space.ring_stages(form_of(problem, plan, p), target)) for p in able]
-    return sorted(able, key=lambda p: float(predict_us(work(problem, plan, p, target), target)))[:MOST_TRIED]
+    able.sort(key=lambda p: float(predict_us(work(problem, plan, p, target), target)))
+    return [p for ready in (False, True) for p in [p for p in able if p.ready is ready][: FEWER_TRIED if ready else MOST_TRIED]]
 
 
 def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
@@ -105,13 +108,18 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     others = hopper_space.work(problem, replace(plan, K=0), point, target)
     groups = point.tile_m // 64
     products = point.tile_n * groups * PRODUCT_CYCLES
-    through_shared = (groups + 1) * point.tile_n * 128 + 2 * point.tile_m * WORD_BYTES * plan.tile_k // 64
-    alone = HALVES_CYCLES
+    words = point.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if point.ready else 0))
+    through_shared = (groups + 1) * point.tile_n * 128 + 2 * words
     if size(plan.rhs.dtype) == 1:
-        made = in_bytes.step_instructions(_coded(problem, plan), point.tile_n) + OTHER_INSTRUCTIONS
-        come = point.tile_n * plan.tile_k // (2 if point.paired else 1) + 2 * point.tile_m * WORD_BYTES
-        products, alone = max(products, groups * made, come / L2_BYTES_PER_CYCLE), made + WAITED_CYCLES
-    step = max(products, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE, point.tile_n * PRODUCT_CYCLES + alone)
+        coded = _coded(problem, plan, ready=point.ready)
+        beside = in_bytes.step_instructions(coded, point.tile_n) + OTHER_INSTRUCTIONS
+        come = point.tile_n * plan.tile_k // (2 if point.paired else 1) + words
+        waits = WAITED_CYCLES * len(in_bytes.parts(point.tile_n)) * in_bytes.STEP // in_bytes.every(coded)
+        step = max(groups * beside, come / L2_BYTES_PER_CYCLE, point.tile_n * PRODUCT_CYCLES + beside + waits)
+        step = max(step, products) if point.turns else products + BETWEEN * groups * beside
+    else:
+        step = max(products, point.tile_n * PRODUCT_CYCLES + HALVES_CYCLES)
+    step = max(step, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE)
     tiles = -(-plan.M // point.tile_m) * -(-plan.N // point.tile_n)
     each = -(-(tiles - point.shared_tiles) // point.blocks) + point.shared_tiles / point.blocks
     cycles = each * -(-plan.K // plan.tile_k) * step
