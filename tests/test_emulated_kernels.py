@@ -81,13 +81,13 @@ KERNELS = {
         hopper_w4.CANDIDATE,
         posed("f8e4m3fn[66,320] scale=channel @ u4[136,320]^T group=64 zero_point + bias -> bf16"),
         FEW,
-        {"paired": True, "shared_tiles": 0},
+        {"paired": True, "shared_tiles": 0, "ready": None},
     ),
-    "4-bit weights made integers in turns, both halves of the columns": (
+    "4-bit weights made bytes in turns, both halves of the columns": (
         hopper_w4.CANDIDATE,
-        posed("s8[300,256] scale=channel @ s4[136,256]^T group=128 -> f16"),
+        posed("f8e4m3fn[300,256] scale=channel @ s4[136,256]^T group=128 -> f16"),
         replace(H200, cores=3),
-        {"tile_n": 256, "turns": True, "shared_tiles": lambda n: n, "ready": None},
+        {"tile_n": 256, "shared_tiles": lambda n: n, "ready": None},
     ),
     "4-bit weights as bytes": (
         hopper_w4.CANDIDATE,

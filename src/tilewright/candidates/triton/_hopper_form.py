@@ -102,7 +102,6 @@ class Form:
         second: what stands in the stores for sums of the right half of the right operand's columns, which meet those of the
             left half: a tile has as many of both.
         split: blocks of a cluster that have a share of K each, add up their sums, and finish a share of the columns each.
-        turns: warpgroups ask for products of a group of codes one after the other.
     """
 
     lhs: Side
@@ -126,7 +125,6 @@ class Form:
     coded: Coded | None = None
     second: Node | None = None
     split: int = 1
-    turns: bool = False
 
     @property
     def halves(self) -> int:

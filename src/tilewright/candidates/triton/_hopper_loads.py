@@ -48,7 +48,7 @@ class Loads(Stores):
     @property
     def _barriers(self) -> list[str]:
         own = split.BARRIERS if self.form.split > 1 else ()
-        return ["ready", "empty", *["fetched"] * self.form.fetches, *["turns"] * (self.form.pingpong or self.form.turns), *own]
+        return ["ready", "empty", *["fetched"] * self.form.fetches, *["turns"] * (self.form.pingpong or self._turns), *own]
 
     # -- what all warps need
 

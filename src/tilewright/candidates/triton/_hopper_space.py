@@ -32,7 +32,6 @@ BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns s
 SPLIT_TILES = ((128, 192), (128, 128), (128, 96), (128, 64))  # others lost wherever they were tried
 PINGPONG_TILES = ((128, 192), (128, 160), (128, 128), (64, 256))
 MOST_STAGES = 8
-OF_CODES = ("turns", "ready")  # names of knobs that kernels of codes alone have
 HALVED = 64  # columns of a tile, at least, both halves of which begin where 32 columns do
 BARRIERS_BYTES = 2048  # of shared memory, beside stages and results
 LONG = frozenset({"gelu", "gelu_tanh", "erf", "erfc", "tanh", "silu", "logistic"})
@@ -72,8 +71,7 @@ class Point:
         blocks: that are started.
         shared_tiles: tiles at the end of which every block has an even share of K.
         split: blocks of a cluster that have a share of K each and finish a share of the columns.
-        turns: see `_hopper_form.Form`.
-        ready: codes are stored as the bytes that are multiplied (`_w4_stage.Coded`).
+        ready: codes are stored as the bytes that are multiplied (`_w4_stage.Coded`); no knob of other kernels.
     """
 
     tile_m: int
@@ -87,12 +85,10 @@ class Point:
     blocks: int
     shared_tiles: int
     split: int = 1
-    turns: bool = False
     ready: bool = False
 
     def schedule(self, tile_k: int) -> Schedule:
         """As reports print it."""
-        own = {name: True for name in OF_CODES if getattr(self, name)}
         return Schedule.of(
             tile_m=self.tile_m,
             tile_n=self.tile_n,
@@ -106,7 +102,7 @@ class Point:
             blocks=self.blocks,
             shared_tiles=self.shared_tiles,
             split=self.split,
-            **own,
+            **({"ready": True} if self.ready else {}),
         )
 
 
@@ -132,7 +128,7 @@ def point_of(schedule: Schedule) -> Point:
         number("blocks"),
         number("shared_tiles"),
         number("split"),
-        **{name: bool(knobs.get(name, False)) for name in OF_CODES},
+        bool(knobs.get("ready", False)),
     )
 
 
@@ -175,7 +171,6 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         plan.blocks,
         second=plan.second,
         split=point.split,
-        turns=point.turns,
     )
 
 

@@ -39,6 +39,12 @@ class Stores:
         f = self.form
         return in_bytes.parts(f.shape_n) if f.coded and f.coded.deep > 1 else ["r"]
 
+    @property
+    def _turns(self) -> bool:
+        """Warpgroups ask for products of a group of codes one after the other."""
+        f = self.form
+        return f.coded is not None and f.coded.deep > 1 and in_bytes.in_turns(f.coded, f.shape_n)
+
     def _choose(self, t: Text) -> None:
         """Which of stores that are alike a tile belongs to: where its leaves lie, and its first column there."""
         if not self.alike:

@@ -80,7 +80,7 @@ class Writer(Loads):
                 t.do(f"w{j} = pack(none)")
         if f.pingpong:
             t.do("at = g * nk")
-        if f.pingpong or f.turns:
+        if f.pingpong or self._turns:
             t.do("turn = 1 - g")
         with t.block(self._each_tile(pingpong=f.pingpong)):
             if f.pingpong:
@@ -170,7 +170,7 @@ class Writer(Loads):
         for part in self._sums:
             t.do(f"{part} = gl.zeros(({f.rows}, {f.shape_n // len(self._sums)}), gl.float32, L)")
         steps = ("k0", "k1") if f.streamed else ("0", "nk")
-        in_bytes.products(t, coded, f.tile_m, f.shape_n, f.num_stages, self._right("of"), steps, turns=f.turns)
+        in_bytes.products(t, coded, f.tile_m, f.shape_n, f.num_stages, self._right("of"), steps)
         if f.streamed:
             self._gather(t)
             with t.block("if done:"):

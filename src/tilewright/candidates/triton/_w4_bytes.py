@@ -97,8 +97,6 @@ def factor(coded: Coded) -> float:
     w = coded.weights
     if not coded.operand.is_integer:
         return 512.0
-    if coded.ready:
-        return 1.0
     return 0.0625 if _sixteenfold(coded.operand, w.kind, zeros=w.zero is not None) else 1.0
 
 
@@ -109,10 +107,15 @@ def widths(coded: Coded) -> tuple[int, ...]:
     return (64,) if every(coded) < BLOCK and not coded.operand.is_integer else (64, 128)
 
 
+def in_turns(coded: Coded, columns: int) -> bool:
+    """Whether a warpgroup asks for products when the other one has asked for its own: where that was faster on an H200 (floats
+    in 256 columns: up to 5 %; integers are up to 10 % slower), and with codes as bytes, which were measured so alone."""
+    return coded.ready or (columns > MOST_COLUMNS and not coded.operand.is_integer)
+
+
 def step_instructions(coded: Coded, columns: int) -> int:
-    """Of a warp and a step along K, but for what reads words."""
-    made = _made(coded).text.count(";") * coded.deep
-    return made + columns // 2 * STEP // every(coded) * (2 if coded.operand.is_integer else 1)
+    """Of a warp and a step along K: bytes made, sums scaled. (That sums of integers are made floats was seen in no time.)"""
+    return _made(coded).text.count(";") * coded.deep + columns // 2 * STEP // every(coded)
 
 
 def every(coded: Coded) -> int:
@@ -193,12 +196,10 @@ def parts(columns: int) -> list[str]:
     return ["r"] if columns <= MOST_COLUMNS else [f"r{i}" for i in range(columns // MOST_COLUMNS)]
 
 
-def products(
-    t: Text, coded: Coded, rows: int, columns: int, num_stages: int, right: str, steps: tuple[str, str], *, turns: bool
-) -> None:
+def products(t: Text, coded: Coded, rows: int, columns: int, num_stages: int, right: str, steps: tuple[str, str]) -> None:
     """Adds to `parts` the products of warpgroup `g` in steps from one to another along K, from stage `s` of the ring on, with
-    what `right` names of stage `of`; where there are `turns`, warpgroups ask for those of a group one after the other, so that
-    one has its products done while the other one scales.
+    what `right` names of stage `of`; warpgroups that take turns ask for those of a group one after the other, so that one
+    has its products done while the other one scales.
 
     While a block is multiplied the next one's codes are made bytes, and words of the next step are read, after the last one
     those that are there. (Bytes made for the next step would be moved on where products under way read theirs: ptxas would let
@@ -206,7 +207,7 @@ def products(
     """
     first, last = steps
     each, acc = every(coded), "int32" if coded.operand.is_integer else "float32"
-    width, at_once = min(each, BLOCK), min(columns, MOST_COLUMNS)
+    width, at_once, turns = min(each, BLOCK), min(columns, MOST_COLUMNS), in_turns(coded, columns)
     t.do("mbarrier.wait(ready.index(s), phase)")
     _read(t, coded, rows, "s", "")
     with t.block(f"for k in range({first}, {last}):"):

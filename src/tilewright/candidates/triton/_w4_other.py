@@ -46,6 +46,9 @@ class Other:
         for r in range(-(-total // threads)):
             i = t.v(f"tid + {r * threads}" if r else "tid + 0")
             row, piece = t.v(f"{i} // {pieces}"), t.v(f"{i} % {pieces}")
+            if self.each < 8:  # eight threads have pieces of two rows, which lie in different banks
+                row = t.v(f"{i} // {self.each} % {f.plan.rows}")
+                piece = t.v(f"{i} // {self.each * f.plan.rows} * {self.each} + {i} % {self.each}")
             there = t.v(f"({i} < {total}).to(gl.int32)" if (r + 1) * threads > total else "tid * 0 + 1")
             if isinstance(chunk, str):
                 there = t.v(f"{there} * gl.where({chunk} < {p.chunks}, tid * 0 + 1, 0)")

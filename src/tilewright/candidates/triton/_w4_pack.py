@@ -33,7 +33,7 @@ def packed_weights(
     sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool = False
 ) -> list[torch.Tensor]:
     """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them. `ready`:
-    codes of 4 bits as the bytes that meet an operand of 8 bits, their zero points taken off."""
+    codes of 4 bits as the bytes that meet 8-bit floats, their zero points taken off."""
     form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, weights.paired, operand, ready
     count = 2 if ready else weights.tensors
     return all_packed_once(sources, form, count, lambda: _all_packed(sources, weights, operand, ready=ready))
@@ -50,7 +50,7 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
     step = max(AT_ONCE // codes.shape[1] // ROWS, 1) * ROWS // halves
     if ready:
         own = [z.split(step) for z in zeros]
-        found = [ready_bytes(part, [z[i] for z in own], operand) for i, part in enumerate(codes.split(step))]
+        found = [ready_bytes(part, [z[i] for z in own]) for i, part in enumerate(codes.split(step))]
         return [torch.cat(found), paired_rows(scales.repeat_interleave(repeats, dim=1))]
     parts = codes.reshape(halves, -1, codes.shape[1]).split(step, dim=1)
     words = torch.cat([packed(in_turn(part), weights.kind, operand) for part in parts])
@@ -124,18 +124,17 @@ def packed(codes: torch.Tensor, kind: DType, operand: DType) -> torch.Tensor:
     return word.contiguous()
 
 
-def ready_bytes(codes: torch.Tensor, zeros: Sequence[torch.Tensor], operand: DType) -> torch.Tensor:
+def ready_bytes(codes: torch.Tensor, zeros: Sequence[torch.Tensor]) -> torch.Tensor:
     """Codes of 4 bits [M, K] less their zero points ([M, groups], or none) as words int32
     [M' / 64, K / 64, 4 warps, rows g or g + 8, 32 lanes, 4 steps] of the bytes that are multiplied.
 
-    Those are numbers of two's complement for integers, and for fp8 a sign and a magnitude, which is that number by 2**-9. The
-    highest bit of each is stored as the other one.
+    Those are a sign and a magnitude, which in e4m3 is that number by 2**-9. The highest bit of each is stored as the other one.
     """
     v = codes.to(torch.int16)
     for z in zeros:
         v = v - z.to(torch.int16).repeat_interleave(v.shape[1] // z.shape[1], dim=1)
-    v = v if operand.is_integer else v.abs() | (v < 0).to(torch.int16) << 7
-    v = torch.nn.functional.pad((v & 255 ^ 128).to(torch.uint8), (0, 0, 0, -v.shape[0] % ROWS))
+    v = v.abs() | (v < 0).to(torch.int16) << 7
+    v = torch.nn.functional.pad((v ^ 128).to(torch.uint8), (0, 0, 0, -v.shape[0] % ROWS))
     v = v.view(-1, 4, 2, 8, v.shape[1] // BLOCK, 4, 4, 4)  # m64 warp h g | k64 step t byte
     v = v.permute(0, 4, 1, 2, 3, 6, 5, 7).contiguous()  # m64 k64 warp h g t step byte
     return v.view(torch.int32).view(*v.shape[:4], 32, 4)

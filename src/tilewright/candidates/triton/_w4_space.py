@@ -56,6 +56,7 @@ SUM_CYCLES = 1.11 / 64  # of a byte of sums in shared memory, or sent
 NARROW_SOON_CYCLES = 300.0  # fewer by mma.sync, from 5 rows on
 SOON_CYCLES = 1577.0  # fewer, if the next kernel starts when this one has
 CHUNK_CYCLES = 526.0  # from a chunk of the other operand to the next one
+WIDENED_CYCLES = 0.1  # of an element of 8 bits made 16 (0.03 to 0.14 where the same problem was measured with both)
 
 
 def schedule_of(point: Point) -> Schedule:
@@ -190,6 +191,8 @@ def work(form: Form, target: Target) -> Work:
     cycles = START_CYCLES + (rounds - 1) * ROUND_CYCLES / together - (SOON_CYCLES if p.wide else NARROW_SOON_CYCLES) * p.soon
     cycles += ALL_WARPS_CYCLES if p.warps == WARPS else 0.0
     cycles += first / BYTES_PER_CYCLE + max(further / BYTES_PER_CYCLE, each_sm * tiles_of_block * tiles * tile)
+    if plan.operand.bits == 8:
+        cycles += each_sm * plan.rows * form.local_blocks * 64 * WIDENED_CYCLES
     cycles += each_sm * tiles_of_block * sums + (tiles_of_block - 1) * TURN_CYCLES + (p.chunks - 1) * CHUNK_CYCLES
     read = plan.packed_bytes + plan.rows * plan.K * plan.operand.bits // 8 + plan.rows * plan.outs * 2
     return Work((Phase(cycles, 0.0, {"memory": float(read)}),))

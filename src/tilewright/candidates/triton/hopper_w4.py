@@ -61,7 +61,8 @@ class HopperW4:
         found = [schedule_of(p) for p in points(problem, target)]
         found += tiles.schedules(problem, large, target) if large else []
         ranked = sorted(found, key=lambda s: float(predict_us(self.work(problem, s, target), target)))
-        return _spilling_last(problem, ranked, target)
+        first = next((s for s in ranked if "ready" not in dict(s.knobs)), None)  # who measures nothing takes it: no more memory
+        return _spilling_last(problem, sorted(ranked, key=lambda s: s is not first), target)
 
     def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
         plan = _plan(problem)
