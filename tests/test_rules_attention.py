@@ -669,10 +669,13 @@ def test_repeated_heads_of_an_attention_are_grouped(quantised: bool):
     assert_no_growth(before, after)
 
 
-@pytest.mark.parametrize("kind", ["none", "for all heads", "a head", "lower"])
+MASKS = {"for all heads": (B, 1, 1, T), "a head": (1, H, 1, T), "a head of any batch": (H, 1, T), "for all": (T,)}
+
+
+@pytest.mark.parametrize("kind", ["none", "lower", *MASKS])
 def test_single_queries_that_share_keys_are_rows_of_one_head(kind: str):
     _, k, v = qkv(kv_heads=2)
-    q, shape = input_("q", F32, (B, H, 1, D)), {"for all heads": (B, 1, 1, T), "a head": (1, H, 1, T)}.get(kind)
+    q, shape = input_("q", F32, (B, H, 1, D)), MASKS.get(kind)
     mask = [] if shape is None else [input_("m", F32, shape)]
     before = graph_of(Node(Attention(0.25, "lower" if kind == "lower" else "no"), q, k, v, *mask))
     after = assert_order_is_free(before, "recognise", orders=3)

@@ -107,8 +107,9 @@ def single_queries_that_share_keys_are_rows_of_one_head(m: Match) -> Node | None
     sees_all = op.causal == "no" or (op.causal == "lower" and keys > 0)
     if queries != 1 or heads in (0, groups) or not sees_all:
         return None
-    if mask and len(mask[0].shape) == 4 and mask[0].shape[1] == heads:
-        mask = [reshape(mask[0], (mask[0].shape[0], groups, heads // groups, mask[0].shape[3]))]
+    if mask and len(mask[0].shape) >= 3 and mask[0].shape[-3] == heads:
+        *before, _, _, last = mask[0].shape
+        mask = [reshape(mask[0], (*before, groups, heads // groups, last))]
     rows = reshape(q, (batch, groups, heads // groups, q.shape[3]))
     made = Node(replace(op, causal="no"), rows, k, v, *mask)
     return reshape(made, (batch, heads, 1, v.shape[3]))
