@@ -41,6 +41,14 @@ from tilewright.candidates.triton.hopper_w4 import CANDIDATE, compiled
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 
 
+@pytest.mark.parametrize("cores", [1, 4, 9])
+def test_few_multiprocessors_hold_few_clusters(cores):
+    few = replace(H200, cores=cores)
+    for rows in (1, 16, 64):
+        found = points(posed(f"f16[{rows},1024] @ s4[1024,1024]^T group=64"), few)
+        assert found and all(p.cluster * p.warps <= 16 * cores for p in found)
+
+
 @pytest.mark.parametrize("operand", [F16, BF16, F8E4M3FN])
 @pytest.mark.parametrize("kind", [S4, U4, S8, U8])
 def test_codes_are_packed_and_back(kind, operand):

@@ -105,7 +105,10 @@ def _legal(plan: Plan, target: Target) -> Iterable[Point]:
             if point.out_tile > max(2 * plan.weight_rows, 64) or point.out_tile % (16 * cluster):
                 continue
             row_tiles = Form(plan, point).row_tiles
-            rounds = -(-row_tiles // int(target.cores * REACHED[cluster] / cluster * WARPS / point.warps))
+            at_once = int(target.cores * REACHED[cluster] / cluster * WARPS / point.warps)
+            if at_once == 0:
+                continue  # so few SMs hold no such cluster
+            rounds = -(-row_tiles // at_once)
             if rounds > 1 and depth * cluster * k_warps == blocks:
                 stay = [p for p in _written(plan, replace(point, clusters=-(-row_tiles // rounds))) if _fits(plan, p, target)]
                 yield from stay
