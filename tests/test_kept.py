@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -10,9 +11,11 @@ from torch import nn
 from torch.nn import functional
 
 import tilewright
-from tilewright.dtype import F32, S64
+from tilewright.dtype import F32, S64, U8
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
+from tilewright.frontends._torch_export import exported
+from tilewright.frontends._torch_reader import Reader
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
@@ -21,7 +24,9 @@ from tilewright.ir.ranges import Room
 from tilewright.ir.text import parse, print_graph
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
-from tilewright.report.verify import compare_step
+from tilewright.report.inputs import make_feeds
+from tilewright.report.perf import measure
+from tilewright.report.verify import compare_step, verify_program
 from tilewright.report.work import work_of
 from tilewright.runtime.partition import partition, problem_of_part
 from tilewright.runtime.writing import placing
@@ -157,6 +162,126 @@ AT = input_("at", S64, (2,))
 
 def kept(*outputs: Node, inputs: tuple[Node, ...] = (AT, Y, X)) -> Graph:
     return Graph("g", inputs, outputs, tuple(f"o{i}" for i in range(len(outputs))), kept=(torch.zeros(4, 3),))
+
+
+def written_twice(cache: torch.Tensor, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    cache[at] = x[:2]
+    return cache.index_copy(0, at, x[2:])
+
+
+def by_bytes(cache: torch.Tensor, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+    cache[(at % 2).to(torch.uint8).repeat(2)] = x[0]  # a mask, as torch has it
+    return x
+
+
+@pytest.mark.parametrize("change", [written_twice, by_bytes])
+def test_what_is_no_write_to_some_positions_is_refused(change):
+    with pytest.raises(UnsupportedError, match=r"changes its buffer 'cache' \(Reads\)"):
+        load(Reads(change), LoadOptions({}, None, (torch.ones(4, 3), torch.tensor([0, 1]))))
+
+
+def test_a_position_out_of_range_is_an_error():
+    program = tilewright.compile(Reads(at_positions), example_inputs=(torch.ones(4, 3), torch.tensor([0, 1])), budget_s=0)
+    with pytest.raises(TypeMismatchError, match=r"write: index 4 is out of bounds .*\(index_put\)"):
+        program(torch.ones(4, 3), torch.tensor([1, 4]))
+
+
+def test_positions_of_any_integer_type_are_positions():
+    at = input_("at", U8, (2,))
+    write = Node(Write(0), X, at, Y)
+    program = tilewright.compile(verify(kept(write, inputs=(at, Y, X))), budget_s=0)
+    y = torch.randn(2, 3)
+    program(torch.tensor([2, 0], dtype=torch.uint8), y)
+    torch.testing.assert_close(program.kept["x"], torch.stack((y[1], torch.zeros(3), y[0], torch.zeros(3))))
+
+
+class Shared(nn.Module):
+    """Buffers `a`, which is written to, and `b`, which is read."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("a", a)
+        self.register_buffer("b", b)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.a[1] = x[0]
+        return self.b + 1
+
+
+def test_a_buffer_that_shares_memory_is_refused():
+    memory, x = torch.zeros(8, 3), torch.ones(4, 3)
+    tilewright.compile(Shared(memory[:4], memory[4:]), example_inputs=(x,), budget_s=0)
+    with pytest.raises(InputError, match="shares memory with another tensor"):  # torch's own exporter fails
+        load(Shared(memory[:4], memory[2:6]), LoadOptions({}, None, (x,)))
+    program = exported(Shared(torch.zeros(4, 3), torch.zeros(4, 3)), LoadOptions({}, None, (x,)))
+    program.state_dict.update(a=memory[:4], b=memory[2:6])
+    with pytest.raises(UnsupportedError, match=r"buffer 'a', whose memory is that of 'b', too"):
+        Reader(program, "Shared").read()
+
+
+class Doubles(nn.Module):
+    """Its buffer is called as its argument is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.register_buffer("x", torch.arange(15.0).view(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.x[2:] = x[:-1] * 2
+        return self.inner(x)
+
+
+def test_a_buffer_may_be_called_as_an_input_is():
+    program = tilewright.compile(Doubles(), example_inputs=(torch.ones(4, 3),), budget_s=0)
+    assert list(program.input_types) == ["x"] and list(program.kept) == ["self.x"]
+
+
+@pytest.mark.parametrize("given", [lambda t: t[:4], lambda t: t[1:], lambda t: t[1:].numpy()])
+def test_an_input_in_a_buffers_memory_is_read_as_it_was(given):
+    module = Doubles()
+    x = given(module.x)
+    wanted = module.inner(torch.as_tensor(x).clone())
+    program = tilewright.compile(module, example_inputs=(torch.ones(4, 3),), budget_s=0)
+    torch.testing.assert_close(torch.as_tensor(program(x)), wanted)
+
+
+def test_a_program_that_writes_is_not_copied():
+    program = tilewright.compile(Doubles(), example_inputs=(torch.ones(4, 3),), budget_s=0)
+    with pytest.raises(InputError, match=r"writes to self.x cannot be copied"):
+        copy.deepcopy(program)
+    other = tilewright.compile(nn.Linear(3, 2), example_inputs=(torch.ones(4, 3),), budget_s=0)
+    x = torch.randn(4, 3)
+    assert copy.deepcopy(other)(x).equal(other(x))
+
+
+def test_reports_leave_buffers_as_they_were():
+    torch.manual_seed(0)
+    module = Decoder().eval()
+    module.register_buffer("places", torch.zeros(7, 3))
+    module.forward = lambda x, at: (module.places.index_copy_(0, at, x[:, :3]), Decoder.forward(module, x))[1]
+    program = tilewright.compile(module, example_inputs=(torch.ones(3, 32), torch.arange(3)), budget_s=0)
+    before = {name: t.clone() for name, t in program.kept.items()}
+    feeds = make_feeds(program.source)
+    assert sorted(set(feeds[1].value.tolist())) == sorted(feeds[1].value.tolist()) and feeds[1].value.max() < 7
+    report = verify_program(program, "d", feeds)
+    assert report.verified and {"cache", "seen", "places"} <= {row.name for row in report.end_to_end}
+    assert measure(program, "d", feeds, program.target, iterations=1).report.steps
+    assert all(program.kept[name].equal(t) for name, t in before.items())
+
+
+def test_a_module_that_writes_is_quantised():
+    torch.manual_seed(0)
+    module, x = Decoder().eval(), torch.randn(3, 32)
+    before = module.cache.clone()
+    scheme = tilewright.Quantization(tilewright.scheme("int8"), [{"x": x}])
+    program = tilewright.compile(module, example_inputs=(x,), budget_s=0, quantize=scheme)
+    assert module.cache.equal(before) and len(program.layers) == 1
+    with torch.no_grad():
+        wanted = [t.clone() for t in module(x)]
+    module.cache.copy_(before)
+    for a, b in zip(program(x), wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0.1, atol=0.1)
 
 
 def test_positions_may_be_data():

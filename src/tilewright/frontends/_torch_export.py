@@ -103,6 +103,8 @@ def _first_line(error: Exception) -> str:
 def _advice(message: str) -> str:
     if "register a pytree" in message:
         return "return tensors only; a transformers model wants use_cache=False"
+    if "expected compiled_fn" in message or "Aliased inputs" in message:
+        return "a buffer that is written to shares memory with another tensor of the module: give each its own"
     return "check that module(*example_inputs) runs, and see torch.export's notes on what it can trace"
 
 

@@ -21,7 +21,7 @@ from tilewright.frontends._torch_registry import TRANSLATIONS, Site
 from tilewright.frontends._torch_types import dtype_of, type_of
 from tilewright.ir.build import input_, items
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.kept import in_place
+from tilewright.ir.kept import in_place, share
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const, Convert, Input
 from tilewright.ir.types import TensorType
@@ -54,6 +54,7 @@ class Reader:
                 self._env[node] = self._placeholder(node, specs[node.name])
             elif node.op == "call_function" and node in wanted:
                 self._env[node] = self._operator(node)
+        self._check_apart()
         outputs, names = self._outputs()
         self._note_conversions(outputs)
         kept = [held for _, held in self._kept.values()]
@@ -92,10 +93,25 @@ class Reader:
             raise UnsupportedError(f"a weight is a {type(held).__name__}, not a tensor", where=label)
         if label in self._program.graph_signature.buffers_to_mutate.values():
             found = type_of(held, label)
-            made = Node(Input(label, found, kept=True))
+            made = Node(Input(self._name_of_kept(label), found, kept=True))
             self._kept[label] = made, held.detach()
             return made
         return self._constant(held, label)
+
+    def _name_of_kept(self, label: str) -> str:
+        """What a buffer is called as an input: by its name, unless an argument has that."""
+        specs = self._program.graph_signature.input_specs
+        taken = {getattr(s.arg, "name", "") for s in specs if s.kind is InputKind.USER_INPUT}
+        return label if label not in taken else f"self.{label}"
+
+    def _check_apart(self) -> None:
+        """See that what a buffer's writes change is nothing else's memory: a graph knows values, not memory."""
+        held = {**self._program.constants, **self._program.state_dict}
+        for label, (_, mine) in self._kept.items():
+            for other, t in held.items():
+                if other != label and isinstance(t, torch.Tensor) and share(mine, t):
+                    what = f"the program changes its buffer {label!r}, whose memory is that of {other!r}, too"
+                    raise UnsupportedError(what, where=self._name, hint="a buffer of its own for each")
 
     def _constant(self, held: torch.Tensor, label: str) -> Node:
         """A reference to somebody's tensor; tied weights are one."""

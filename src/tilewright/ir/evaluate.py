@@ -50,7 +50,8 @@ def evaluate(
 
     Args:
         graph: any verified graph.
-        feeds: a tensor for each input, by name or in order; shapes and storage dtypes must be the declared ones.
+        feeds: a tensor for each input, by name or in order; shapes and storage dtypes must be the declared ones. Those that
+            the program keeps may be left out: they are read where it has them, and not written to.
         float64: accumulate float gemms in float64; within `accumulate_in_float64` they are anyway.
         visit: called with every node and its value as soon as it is known.
         device: where to compute; inputs and constants are copied there.
@@ -59,10 +60,12 @@ def evaluate(
         InputError: an input is missing or of another type.
         TilewrightError: a node failed; says which.
     """
+    held = dict(zip([_label(n) for n in graph.inputs[len(graph.inputs) - len(graph.kept) :]], graph.kept, strict=True))
     by_name = feeds if isinstance(feeds, Mapping) else _by_order(graph, feeds)
+    by_name = {**{name: t.cpu() for name, t in held.items() if name not in by_name}, **by_name}
     bound: dict[Node, Value] = {}
     for node in graph.inputs:
-        name = str(getattr(node.op, "label", ""))
+        name = _label(node)
         if name not in by_name:
             raise InputError(f"no value for input {name!r}", where=graph.name, hint=f"it is {node.type}")
         bound[node] = check_value(by_name[name], node.tensor, f"input {name!r}")
@@ -79,9 +82,13 @@ def evaluate(
 
 
 def _by_order(graph: Graph, feeds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    if len(feeds) != len(graph.inputs):
+    if len(feeds) not in (len(graph.inputs), len(graph.inputs) - len(graph.kept)):
         raise InputError(f"{counted(len(graph.inputs), 'input')} wanted, {len(feeds)} given", where=graph.name)
-    return {str(getattr(n.op, "label", "")): t for n, t in zip(graph.inputs, feeds, strict=True)}
+    return {_label(n): t for n, t in zip(graph.inputs, feeds, strict=False)}
+
+
+def _label(node: Node) -> str:
+    return str(getattr(node.op, "label", ""))
 
 
 def check_value(value: torch.Tensor, type: TensorType, where: str) -> torch.Tensor:

@@ -6,10 +6,15 @@ nothing else, what it becomes may take its memory.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from tilewright.dtype import S64
 from tilewright.ir.build import const
-from tilewright.ir.graph import Graph, Node
+from tilewright.ir.graph import Graph, Node, Users
 from tilewright.ir.ops import Concat, Input, Slice, Write
+
+if TYPE_CHECKING:
+    import torch
 
 
 def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
@@ -20,8 +25,31 @@ def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     writes = {new: w for old, new in pairs if (w := _written(new, old)) is not None}
     made = graph.replace({new: write for new, write in writes.items() if new is not write})
     users = made.users()
-    failed = [n for n, (old, new) in enumerate(pairs) if new not in writes or len(users[old]) != 1]
+    can = [new in writes and len(users[old]) == 1 and not _written_again(new, users) for old, new in pairs]
+    failed = [n for n, possible in enumerate(can) if not possible]
     return made, tuple(graph.output_names[n - count] for n in failed)
+
+
+def _written_again(node: Node, users: Users) -> bool:
+    """Whether another write is to take the memory of what a buffer becomes."""
+    return any(reader is not None and isinstance(reader.op, Write) and reader.src[0] is node for reader in users[node])
+
+
+def callers(graph: Graph) -> tuple[Node, ...]:
+    """The inputs that a caller gives: those that the program does not keep."""
+    return tuple(n for n in graph.inputs if not is_kept(n))
+
+
+def share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether memory of two tensors may overlap: the spans of their elements do."""
+    (first, end), (start, last) = (_span(t) for t in (one, other))
+    return one.device == other.device and first < last and start < end
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte and of the one after its last; the same where it has none."""
+    reach = 1 + sum((d - 1) * s for d, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
+    return t.data_ptr(), t.data_ptr() + reach * t.element_size()
 
 
 def is_kept(node: Node) -> bool:

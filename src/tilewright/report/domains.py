@@ -2,7 +2,8 @@
 
 Random integers are no token ids and random scales may be zero or negative. The graph says what an input is for:
 
-- an integer of 32 bits or more that picks elements (the indices of a gather) stays within what it picks from;
+- an integer of 32 bits or more that picks elements (the indices of a gather) stays within what it picks from, and those that
+  say where something is written differ from one another;
 - one that is compared, converted to a float or truth value, or handed to an opaque call is a mask: each row of its last axis
   is ones and then zeros, as padding leaves it;
 - a float that scales a quantisation is positive;
@@ -34,6 +35,7 @@ from tilewright.ir.ops import (
     Select,
     Slice,
     Transpose,
+    Write,
 )
 from tilewright.schedule.sample import random_tensor
 
@@ -42,10 +44,11 @@ MOVES = (Reshape, Transpose, Slice, Broadcast, Item, Concat, Pad)
 
 @dataclass(frozen=True)
 class Domain:
-    """What an input's random values are drawn from; `below` is the end of a range of indices."""
+    """What an input's random values are drawn from; `below` is the end of a range of indices, `distinct` ones if possible."""
 
     kind: Literal["any", "index", "mask", "positive"] = "any"
     below: int = 0
+    distinct: bool = False
 
     def __str__(self) -> str:
         names = {"any": "random", "positive": "random, positive", "mask": "random padding mask of 0 and 1"}
@@ -54,6 +57,8 @@ class Domain:
     def draw(self, node: Node, generator: torch.Generator) -> torch.Tensor:
         """A random value for the input `node`."""
         t = node.tensor
+        if self.distinct and t.elements <= self.below:
+            return torch.randperm(self.below, generator=generator)[: t.elements].reshape(t.shape).to(t.dtype.to_torch())
         if self.kind == "index":
             return torch.randint(0, max(self.below, 1), t.shape, generator=generator).to(t.dtype.to_torch())
         if self.kind == "mask":
@@ -67,11 +72,14 @@ def domains(graph: Graph) -> dict[Node, Domain]:
     """The domain of every input of a program as it was read."""
     below: dict[Node, int] = {}
     masks: set[Node] = set()
+    places: set[Node] = set()
     positive: set[Node] = set()
     carried: dict[Node, frozenset[Node]] = {}  # inputs whose integers an integer value is made of
     floats: dict[Node, Node] = {}  # the input that a float value is a view or cast of
     for node in graph.nodes():
         carried[node] = _carried(node, carried, below, masks)
+        if isinstance(node.op, Write):
+            places.update(carried[node.src[1]])
         if isinstance(node.op, Input) and node.tensor.dtype.is_float:
             floats[node] = node
         elif isinstance(node.op, (Convert, *MOVES)) and node.src[0] in floats:
@@ -80,7 +88,7 @@ def domains(graph: Graph) -> dict[Node, Domain]:
     found: dict[Node, Domain] = {}
     for node in graph.inputs:
         if node in below:
-            found[node] = Domain("index", below[node])
+            found[node] = Domain("index", below[node], distinct=node in places)
         elif node in masks:
             found[node] = Domain("mask")
         else:
@@ -98,10 +106,10 @@ def _carried(node: Node, carried: dict[Node, frozenset[Node]], below: dict[Node,
     together = frozenset[Node]().union(*sources)
     if not together:
         return together
-    if isinstance(op, Gather):
+    if isinstance(op, (Gather, Write)):
         extent = node.src[0].shape[op.axis]
         below.update((i, min(extent, below.get(i, extent))) for i in sources[1])
-        return sources[0]
+        return sources[0] if isinstance(op, Gather) else frozenset()
     if isinstance(op, Call):
         masks.update(together)
         return frozenset()

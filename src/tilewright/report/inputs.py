@@ -16,6 +16,7 @@ from tilewright.files import whole_file
 from tilewright.ir.build import const
 from tilewright.ir.carrier import CARRIERS, acc_of, operands_of
 from tilewright.ir.graph import Graph, Node, substitute
+from tilewright.ir.kept import callers
 from tilewright.ir.ops import Input, Param
 from tilewright.ir.types import TensorType, no_numbers
 from tilewright.report.domains import domains
@@ -49,7 +50,7 @@ def make_feeds(
     fill1: Sequence[str] = (),
     given: Mapping[str, object] | None = None,
 ) -> list[Feed]:
-    """A value for each input of `graph`, in order: given, filled with 0 or 1, or random.
+    """A value for each input of `graph` that a caller gives, in order: given, filled with 0 or 1, or random.
 
     What random means stands in `domains`; a scale or side input of a gemm is sized to what it meets there (`schedule.sample`).
 
@@ -57,7 +58,7 @@ def make_feeds(
         InputError: a name is no input, or is filled twice; an input is no array of numbers.
     """
     given = given or {}
-    labels = {_label(n): n for n in graph.inputs}
+    labels = {_label(n): n for n in callers(graph)}
     for name in (*fill0, *fill1, *given):
         if name not in labels:
             raise no_input(name, labels)

@@ -14,7 +14,7 @@ from tilewright.report.choices import way_of, ways_of, ways_words
 from tilewright.report.doers import done_by, done_words
 from tilewright.report.findings import Reasons, dangling, fallback
 from tilewright.report.inputs import Feed
-from tilewright.report.program import Program, Step, target_name
+from tilewright.report.program import Program, Step, restored, target_name
 from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
 from tilewright.report.timing import Rounds, Times, device_us
@@ -73,7 +73,6 @@ def measure(
     inputs = bind(program, feeds)
     device = program.target.device
     alone = len(program.steps) == 1 and program.steps[0].decision is not None  # a kernel that is launched by itself
-    whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S), captured=alone)
     share = Rounds.of(iterations, STEPS_S / max(len(program.steps), 1))
     taken: list[Times] = []
 
@@ -82,7 +81,9 @@ def measure(
             progress(len(taken), len(program.steps), step.name)
         taken.append(device_us(lambda: step.run(values), device, share, captured=step.decision is not None))
 
-    program.run(inputs, time_step)
+    with restored(program):
+        whole = device_us(lambda: program.run(inputs), device, Rounds.of(iterations, WHOLE_S), captured=alone)
+        program.run(inputs, time_step)
     times = [t.median_us for t in taken]
     ceilings = ceilings if check is None else check(times)
     works = [work_of(step) for step in program.steps]

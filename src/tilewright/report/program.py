@@ -5,7 +5,8 @@ Reports and the runtime stand on one floor and do not import each other: these p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -63,12 +64,26 @@ class Program(Protocol):
     def trace(self) -> Trace: ...
     @property
     def launched(self) -> str | None: ...
+    @property
+    def kept(self) -> Mapping[str, torch.Tensor]: ...
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]: ...
 
     def run(
         self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None = None
     ) -> list[Value]: ...
+
+
+@contextlib.contextmanager
+def restored(program: Program) -> Generator[Mapping[str, torch.Tensor]]:
+    """Copies of what a program keeps from call to call; afterwards that is as it was before."""
+    before = {name: t.clone() for name, t in program.kept.items()}
+    try:
+        yield before
+    finally:
+        with torch.no_grad():
+            for name, t in program.kept.items():
+                t.copy_(before[name])
 
 
 def target_name(target: Target) -> str:

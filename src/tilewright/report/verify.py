@@ -15,7 +15,7 @@ from tilewright.ir.types import TensorType
 from tilewright.report.compare import Gap, Tolerances, element_gap, exact_gap, rms_gap, tolerated_gap
 from tilewright.report.inputs import Feed
 from tilewright.report.perf import PROGRESS, bind
-from tilewright.report.program import Program, Step, target_name, tensor_types
+from tilewright.report.program import Program, Step, restored, target_name, tensor_types
 from tilewright.report.schema import Comparison, Verify
 from tilewright.report.work import candidate_of, describe
 from tilewright.schedule.expected import check, expect
@@ -58,10 +58,11 @@ def verify_program(
             progress(len(rows), len(program.steps), step.name)
         rows.append(compare_step(step, values, tolerances))
 
-    results = program.run(inputs, compare if steps else None)
-    if program.target.kind != "cpu":  # as it is launched from the second call on, not step by step
-        results = [program.run(inputs) for _ in range(2)][-1]
-    ends = _end_to_end(program, inputs, results, tolerances)
+    with restored(program) as before:
+        results = program.run(inputs, compare if steps else None)
+        if program.target.kind != "cpu":  # as it is launched from the second call on, not step by step
+            results = [program.run(inputs) for _ in range(2)][-1]
+        ends = _end_to_end(program, [*inputs, *before.values()], [*results, *program.kept.values()], tolerances)
     first = next((r for r in (*rows, *ends) if not r.ok), None)
     return Verify(name, target_name(program.target), first is None, first, rows, ends, [f.shown for f in feeds])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
@@ -13,6 +14,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
+from tilewright.ir.kept import callers, share
 from tilewright.ir.ops import Const, Input, Item
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
@@ -55,6 +57,7 @@ class Executable:
 
     Takes torch tensors, NumPy arrays or anything with DLPack. Gives torch tensors, or NumPy arrays if it was given NumPy
     arrays alone; one result bare, several as a tuple. The results are the caller's own: never memory of an input or a constant.
+    An input in memory that calls write to (`kept`) is read as it was before the call.
 
     Attributes:
         source: the graph as read, and quantised if that was asked for.
@@ -110,7 +113,7 @@ class Executable:
             for i, step in enumerate(self.steps)
         ]
         self._wanted = [Wanted(name, t, self.target.device) for name, t in self.input_types.items()]
-        self._inputs = [slot[n] for n in _given(self.graph)]
+        self._inputs = [slot[n] for n in callers(self.graph)]
         self._outputs = [slot[n] for n in self.graph.outputs[: len(self.graph.outputs) - len(self.graph.kept)]]
         self._start = [None] * len(slot)
         for node, value in self._ready.items():
@@ -123,6 +126,19 @@ class Executable:
         """How calls reach the device, from the first call on."""
         device, given = self.target.device, (self._program, self._start, self._inputs, self._outputs)
         self._on_device = None if self.target.kind == "cpu" else OnDevice(device, *given, allowed=self.own_graphs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Executable:
+        """A copy with constants of its own.
+
+        Raises:
+            InputError: it keeps something from call to call, which kernels of both would write to.
+        """
+        if self.graph.kept:
+            what = f"a program that writes to {', '.join(self.kept)} cannot be copied"
+            raise InputError(what, where=self.graph.name, hint="compile a copy of the module")
+        made = memo[id(self)] = copy.copy(self)
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
 
     @property
     def launched(self) -> str | None:
@@ -137,7 +153,7 @@ class Executable:
     @property
     def input_types(self) -> dict[str, TensorType]:
         """The inputs by name, in call order."""
-        return {cast("Input", n.op).label: n.tensor for n in _given(self.graph)}
+        return {cast("Input", n.op).label: n.tensor for n in callers(self.graph)}
 
     @property
     def kept(self) -> dict[str, torch.Tensor]:
@@ -192,6 +208,8 @@ class Executable:
 
     def _run(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None) -> list[Value]:
         """With the device the current one."""
+        if self.graph.kept:
+            inputs = [t.clone() if any(share(t, k) for k in self.kept.values()) else t for t in inputs]
         if self._on_device is not None and observe is None:
             results = self._on_device(inputs)
             if results is not None:
@@ -243,7 +261,7 @@ def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: D
     for node in graph.nodes():
         if isinstance(node.op, Const):
             ready[node] = node.op.data.tensor().detach().to(target.device)
-    held = graph.inputs[len(_given(graph)) :]
+    held = graph.inputs[len(callers(graph)) :]
     if len(held) != len(graph.kept):
         what = "what the program keeps from call to call is missing: a text holds none of it"
         raise InputError(what, where=graph.name, hint="compile the module itself")
@@ -257,10 +275,9 @@ def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: D
         if decided(part):
             steps.append(_kernel_step(graph, part, ready, decide))
         else:
+            name = graph.origin(part.nodes[0])
             write = part.kind == "write"
-            steps.append(
-                Step(graph.origin(part.nodes[0]), part, written(part), None) if write else _call_step(graph, part, target)
-            )
+            steps.append(Step(name, part, written(part, name), None) if write else _call_step(graph, part, target))
     used = {n for step in steps for n in step.part.inputs} | set(graph.outputs) | set(graph.inputs)
     return Executable(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
 
@@ -318,11 +335,6 @@ def _call_step(graph: Graph, part: Part, target: Target) -> Step:
         return [_moved(v, target.device) for v in evaluate([_moved(v, "cpu") for v in values])]
 
     return Step(graph.origin(part.outputs[-1]), part, run, None)
-
-
-def _given(graph: Graph) -> tuple[Node, ...]:
-    """The inputs that a caller gives."""
-    return tuple(n for n in graph.inputs if not cast("Input", n.op).kept)
 
 
 def _moved(value: Value, device: str) -> Value:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
+from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Write
 from tilewright.runtime.partition import Part
@@ -40,16 +41,23 @@ def placing(
     return copied
 
 
-def written(part: Part) -> Callable[[Sequence[Value]], Sequence[Value]]:
-    """A write that is a step by itself, as its positions are data: values of the part's inputs in, the array out."""
+def written(part: Part, name: str) -> Callable[[Sequence[Value]], Sequence[Value]]:
+    """A write that is a step by itself, as its positions are data: values of the part's inputs in, the array out.
+
+    Raises:
+        TypeMismatchError: when it runs, on a CPU: a position is out of range.
+    """
     (node,) = part.nodes
     assert isinstance(node.op, Write)
     x, positions, y = (part.inputs.index(s) for s in node.src)
     axis = node.op.axis
 
     def run(values: Sequence[Value]) -> Sequence[Value]:
-        array, new = cast("torch.Tensor", values[x]), cast("torch.Tensor", values[y])
-        array[(slice(None),) * axis + (cast("torch.Tensor", values[positions]),)] = new
+        array, at, new = (cast("torch.Tensor", values[i]) for i in (x, positions, y))
+        try:
+            array[(slice(None),) * axis + (at.to(torch.int64),)] = new
+        except IndexError as error:
+            raise TypeMismatchError(f"write: {error}", where=name) from error
         return [array]
 
     return run
