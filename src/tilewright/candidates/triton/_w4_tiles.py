@@ -54,6 +54,8 @@ STEP_CYCLES = 194.0  # of a step while nothing is multiplied: words read, produc
 BETWEEN = 0.69  # of the instructions that make bytes and scale sums, of both warpgroups: the part that no product hides
 SHARE_CYCLES = 4860.0  # until a part of a tile is written and counted, and the last block may add up
 PART_CYCLES = 0.088  # of an element of each part, and of the sum, in tiles of 128 columns; in proportion to the columns
+MANY_PARTS = 8  # of a tile, from which each costs more: 16 of them took 3.5 us longer than what stands above says
+FURTHER_PART_CYCLES = 775.0
 UNEVEN = 1.15  # of a share's steps, where blocks have parts of two tiles: neighbours are elsewhere along K
 
 
@@ -126,6 +128,7 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
             parts = workers / point.shared_tiles
             uneven = not parts.is_integer()  # a block has parts of two tiles
             cycles += SHARE_CYCLES * (1 + uneven) + PART_CYCLES * (parts + 1) * point.tile_m * point.tile_n**2 / 128
+            cycles += FURTHER_PART_CYCLES * max(parts - MANY_PARTS, 0.0)
             shares *= UNEVEN if uneven else 1
     else:
         step = max(products, point.tile_n * PRODUCT_CYCLES + HALVES_CYCLES)

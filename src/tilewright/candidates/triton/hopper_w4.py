@@ -25,7 +25,8 @@ from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
-LOOKED_AT = 4  # points whose machine code is looked at before they are offered
+LOOKED_AT, SUFFICE = 8, 2  # points whose machine code is looked at before they are offered, until so many are
+MOST_SPILLED = 64  # bytes of a thread: with a few of them points were the fastest still
 
 
 class HopperW4:
@@ -113,16 +114,18 @@ class HopperW4:
 
 
 def _spilling_last(problem: Problem, ranked: Iterable[Schedule], target: Target) -> Iterable[Schedule]:
-    """The points in their order, but that of the first few those come last whose registers do not suffice: no rate that ranks
-    them tells."""
+    """The points in their order, but that those come last, of the first ones, whose registers do not suffice by far: no rate that
+    ranks them tells. They are looked at until a few suffice."""
     late: list[Schedule] = []
+    kept = 0
     for at, schedule in enumerate(ranked):
-        if at < LOOKED_AT and "tile_m" not in dict(schedule.knobs):
+        if kept < SUFFICE and at < LOOKED_AT and "tile_m" not in dict(schedule.knobs):
             form = Form(_plan(problem), point_of(schedule))
             built = compiled(form, tuple(t.dtype for t in problem.types), target.index)
-            if module.needs(built.kernel).spills:
+            if module.needs(built.kernel).spills > MOST_SPILLED:
                 late.append(schedule)
                 continue
+        kept += 1
         yield schedule
     yield from late
 
