@@ -114,8 +114,8 @@ class HopperW4:
 
 
 def _spilling_last(problem: Problem, ranked: Iterable[Schedule], target: Target) -> Iterable[Schedule]:
-    """The points in their order, but that those come last, of the first ones, whose registers do not suffice by far: no rate that
-    ranks them tells. They are looked at until a few suffice."""
+    """The points in their order, but that those come last, of the first ones, whose registers do not suffice by far: no rate
+    that ranks them tells. They are looked at until a few suffice."""
     late: list[Schedule] = []
     kept = 0
     for at, schedule in enumerate(ranked):
