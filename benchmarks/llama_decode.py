@@ -33,6 +33,7 @@ from torch.nn import functional
 import tilewright
 from kernels import choices_of, kernels_of
 
+COUNT, POSITIVE = click.IntRange(min=0), click.IntRange(min=1)
 HEAD = 128
 PER_GROUP = 4  # query heads that share one of keys and values, as 32 do 8 in Llama 3 8B
 MLP = 3.5
@@ -267,13 +268,15 @@ def _names(found: Iterable[str]) -> str:
 
 
 @click.command()
-@click.option("--layers", default=8, show_default=True)
-@click.option("--width", default=4096, show_default=True, help="A multiple of 128.")
-@click.option("--batch", "batches", multiple=True, type=int, default=(1, 16), show_default=True)
-@click.option("--context", default=1024, show_default=True, help="Tokens in the cache.")
+@click.option("--layers", default=8, type=POSITIVE, show_default=True)
+@click.option("--width", default=4096, type=POSITIVE, show_default=True, help=f"A multiple of {HEAD}.")
+@click.option("--batch", "batches", multiple=True, type=POSITIVE, default=(1, 16), show_default=True)
+@click.option("--context", default=1024, type=POSITIVE, show_default=True, help="Tokens in the cache.")
 @click.option("--scheme", default="w4g64", show_default=True)
 @click.option("--device", default="cuda" if torch.cuda.is_available() else "cpu", show_default=True)
-@click.option("--rounds", default=30, show_default=True, help="0 compiles and checks, and times nothing.")
+@click.option(
+    "--rounds", default=30, type=click.IntRange(min=0), show_default=True, help="0 compiles and checks, and times nothing."
+)
 @click.option("--compiled/--no-compiled", "fused", default=True, show_default=True)
 @click.option(
     "--tuned/--no-tuned", default=True, show_default=True, help="torch.compile takes its time, and dependent launches."
@@ -301,6 +304,8 @@ def main(
     file: str | None,
 ) -> None:
     """Time one decoding step."""
+    if width % HEAD:
+        raise click.BadParameter(f"{width} is no multiple of {HEAD}", param_hint="--width")
     given = (context, scheme, device, rounds, fused, tuned, budget_s if whole else None, kernels)
     rows = [r for b in batches for r in measured(layers, width, b, *given)]
     table = Table("batch", "", "µs a step", "of that, rest", "x bf16 eager", "products by", title=f"{layers} layers of {width}")

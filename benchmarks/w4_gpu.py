@@ -24,6 +24,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import pickle
+import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -274,8 +275,12 @@ def main(
     only_build: bool,
 ) -> None:
     """Time generated kernels for 4-bit weights beside their peers."""
+    if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", rows):
+        raise click.BadParameter(f"{rows}: numbers and commas, such as 1,16", param_hint="--rows")
+    if not re.fullmatch(r"(\d+x\d+(,\d+x\d+)*)?", weights):
+        raise click.BadParameter(f"{weights}: OUTxIN and commas, such as 4096x4096", param_hint="--weights")
     numbers = [int(n) for n in rows.split(",")]
-    given = [(int(outs), int(k)) for outs, _, k in (w.partition("x") for w in weights.split(",") if w)]
+    given = [(int(outs), int(k)) for outs, k in (w.split("x") for w in weights.split(",") if w)]
     shapes_of = given or (LLAMA if shapes else THREAD)
     if unknown := set(kinds.split(",")) - set(activations.KINDS):
         raise click.BadParameter(f"{', '.join(sorted(unknown))}: not {', '.join(activations.KINDS)}", param_hint="--x")

@@ -10,7 +10,9 @@ block; the cycles are means over blocks of 512 rounds, by each block's own clock
 
 from __future__ import annotations
 
+import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -98,6 +100,7 @@ def program() -> str:
     lines = "\n  ".join(calls)
     return f"""#include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 {"".join(kernels)}
 template <class F> void timed(F form, int groups, const char *where, int columns, float *out, long long *cycles) {{
   static long long each[1024];
@@ -106,7 +109,7 @@ template <class F> void timed(F form, int groups, const char *where, int columns
   cudaFuncSetAttribute(form, cudaFuncAttributeMaxDynamicSharedMemorySize, {SHARED});
   for (int i = 0; i < 2; i++) form<<<blocks, 128 * groups, {SHARED}>>>(out, cycles, 0x2c002c00u);
   cudaError_t error = cudaDeviceSynchronize();
-  if (error != cudaSuccess) {{ printf("%s\\n", cudaGetErrorString(error)); return; }}
+  if (error != cudaSuccess) {{ fprintf(stderr, "%s\\n", cudaGetErrorString(error)); exit(1); }}
   cudaMemcpy(each, cycles, blocks * sizeof(long long), cudaMemcpyDeviceToHost);
   double sum = 0;
   for (int i = 0; i < blocks; i++) sum += each[i];
@@ -128,12 +131,14 @@ int main() {{
 @click.option("--build", "only_build", is_flag=True, help="Compile, and run nothing.")
 def main(nvcc: str, only_build: bool) -> None:
     """Time warpgroup products."""
+    if shutil.which(nvcc) is None:
+        raise click.BadParameter(f"no such compiler: {nvcc}", param_hint="--nvcc")
     with tempfile.TemporaryDirectory() as folder:
         source, binary = Path(folder) / "rate.cu", Path(folder) / "rate"
         source.write_text(program(), encoding="utf-8")
         subprocess.run([nvcc, "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-o", binary, source], check=True)
         if not only_build:
-            subprocess.run([binary], check=True)
+            sys.exit(subprocess.run([binary], check=False).returncode)
 
 
 if __name__ == "__main__":
