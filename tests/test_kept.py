@@ -123,13 +123,18 @@ def of_itself(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def of_another_type(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache.copy_(x.double())
+    return x
+
+
 def every_element(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     cache.mul_(0.5)
     return x
 
 
-@pytest.mark.parametrize("change", [old_value, of_itself, every_element])
-def test_a_buffer_whose_old_value_is_needed_is_refused(change):
+@pytest.mark.parametrize("change", [old_value, of_itself, of_another_type, every_element])
+def test_a_buffer_that_changes_otherwise_is_refused(change):
     with pytest.raises(UnsupportedError, match=r"changes its buffer 'cache' \(Reads\)"):
         load(Reads(change), LoadOptions({}, None, (torch.ones(4, 3),)))
 
@@ -162,6 +167,34 @@ AT = input_("at", S64, (2,))
 
 def kept(*outputs: Node, inputs: tuple[Node, ...] = (AT, Y, X)) -> Graph:
     return Graph("g", inputs, outputs, tuple(f"o{i}" for i in range(len(outputs))), kept=(torch.zeros(4, 3),))
+
+
+def only_position(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache[:, :3] = x * 2
+    return cache.sum()
+
+
+def all_at_once(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    cache.copy_(torch.cat((x[2:], x[:2])))
+    return cache + 1
+
+
+def one_result_of_two(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    y = x @ x[:3]
+    cache.copy_(y)
+    return y * 2
+
+
+@pytest.mark.parametrize("change", [only_position, all_at_once, one_result_of_two])
+def test_all_of_a_buffer_may_be_replaced(change):
+    module, x = Reads(change), torch.randn(4, 3)
+    program = tilewright.compile(module, example_inputs=(x,), budget_s=0)
+    for x in (torch.randn(4, 3), torch.randn(4, 3)):
+        wanted = module(x)
+        after = module.cache.clone()
+        module.cache.zero_()
+        torch.testing.assert_close(program(x), wanted)
+        torch.testing.assert_close(module.cache, after)
 
 
 def written_twice(cache: torch.Tensor, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -19,15 +19,21 @@ if TYPE_CHECKING:
 
 def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
     """The graph with what its kept inputs become as writes, and the names of those for which that cannot be: something else
-    reads the old value, or it is not replaced at some positions of one axis alone."""
+    reads the old value, or it is not replaced at some positions of one axis, or as a whole by its own type."""
+    if not graph.kept:
+        return graph, ()
     count = len(graph.kept)
-    pairs = list(zip(graph.inputs[-count:], graph.outputs[-count:], strict=True)) if count else []
-    writes = {new: w for old, new in pairs if (w := _written(new, old)) is not None}
+    kept = graph.inputs[-count:]
+    writes = {new: w for old, new in zip(kept, graph.outputs[-count:], strict=True) if (w := _written(new, old)) is not None}
     made = graph.replace({new: write for new, write in writes.items() if new is not write})
+    ends = [_whole(new, old) for old, new in zip(kept, made.outputs[-count:], strict=True)]
+    made = made.with_outputs((*made.outputs[:-count], *ends))
     users = made.users()
-    can = [new in writes and len(users[old]) == 1 and not _written_again(new, users) for old, new in pairs]
-    failed = [n for n, possible in enumerate(can) if not possible]
-    return made, tuple(graph.output_names[n - count] for n in failed)
+    can = [
+        isinstance(new.op, Write) and new.src[0] is old and len(users[old]) == 1 and not _written_again(new, users)
+        for old, new in zip(kept, ends, strict=True)
+    ]
+    return made, tuple(name for name, possible in zip(graph.output_names[-count:], can, strict=True) if not possible)
 
 
 def _written_again(node: Node, users: Users) -> bool:
@@ -73,6 +79,13 @@ def _written(new: Node, old: Node) -> Node | None:
         return None
     ((at, y),) = replaced
     return Node(Write(axis), old, const(list(range(at, at + y.shape[axis])), S64), y)
+
+
+def _whole(new: Node, old: Node) -> Node:
+    """`new` written to all of `old`, if it is no write to it nor what it was."""
+    if new is old or new.type != old.type or isinstance(new.op, Write) or 0 in (len(new.shape), *new.shape):
+        return new
+    return Node(Write(0), old, const(list(range(new.shape[0])), S64), new)
 
 
 def _stays(part: Node, old: Node, axis: int, at: int) -> bool:

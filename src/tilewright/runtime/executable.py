@@ -157,7 +157,10 @@ class Executable:
 
     @property
     def kept(self) -> dict[str, torch.Tensor]:
-        """What calls write to for later ones, by name: memory of the module's own buffers where they are on the device."""
+        """What calls write to for later ones, by name: memory of the module's own buffers where they are on the device.
+
+        A tensor that the module is given for a buffer afterwards is not these.
+        """
         count = len(self._inputs)
         return {cast("Input", n.op).label: cast("torch.Tensor", self._ready[n]) for n in self.graph.inputs[count:]}
 

@@ -204,7 +204,8 @@ def _is_plain(n: Node) -> bool:
     if isinstance(n.op, Write):
         n = n.src[2]
     moves = isinstance(n.op, (*VIEW, Concat, Convert)) or (isinstance(n.op, Map) and n.op.fn in ARITHMETIC)
-    return moves and all(v.dtype.is_float and 16 <= v.dtype.bits <= 32 for v in (n, *n.src))
+    values = (n,) if isinstance(n.op, Item) else (n, *n.src)  # what an item picks from has several types
+    return moves and all(v.dtype.is_float and 16 <= v.dtype.bits <= 32 for v in values)
 
 
 def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]]:
