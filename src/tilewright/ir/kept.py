@@ -6,6 +6,7 @@ nothing else, what it becomes may take its memory.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tilewright.dtype import S64
@@ -48,12 +49,17 @@ def callers(graph: Graph) -> tuple[Node, ...]:
 
 def share(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether memory of two tensors may overlap: the spans of their elements do."""
-    (first, end), (start, last) = (_span(t) for t in (one, other))
-    return one.device == other.device and first < last and start < end
+    return meets(span(one), (span(other),))
 
 
-def _span(t: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte and of the one after its last; the same where it has none."""
+def meets(mine: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
+    """Whether a span overlaps another one."""
+    first, end = mine
+    return any(max(first, start) < min(end, last) for start, last in others)
+
+
+def span(t: torch.Tensor) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the one after its last; the same where it has none."""
     reach = 1 + sum((d - 1) * s for d, s in zip(t.shape, t.stride(), strict=True)) if t.numel() else 0
     return t.data_ptr(), t.data_ptr() + reach * t.element_size()
 

@@ -14,7 +14,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.kept import callers, share
+from tilewright.ir.kept import callers, meets, span
 from tilewright.ir.ops import Const, Input, Item
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
@@ -84,6 +84,7 @@ class Executable:
     _wanted: list[Wanted] = field(init=False, repr=False)
     _constant_memory: frozenset[int] = field(init=False, repr=False)
     _slots: dict[Node, int] = field(init=False, repr=False)
+    _written: list[tuple[int, int]] = field(init=False, repr=False)
     _on_device: OnDevice | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -120,6 +121,7 @@ class Executable:
             self._start[slot[node]] = value
         self._constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
         self._slots = slot
+        self._written = [span(t) for t in self.kept.values()]
         self._launch()
 
     def _launch(self) -> None:
@@ -211,8 +213,8 @@ class Executable:
 
     def _run(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None) -> list[Value]:
         """With the device the current one."""
-        if self.graph.kept:
-            inputs = [t.clone() if any(share(t, k) for k in self.kept.values()) else t for t in inputs]
+        if self._written:
+            inputs = [t.clone() if meets(span(t), self._written) else t for t in inputs]
         if self._on_device is not None and observe is None:
             results = self._on_device(inputs)
             if results is not None:
