@@ -25,6 +25,7 @@ from tilewright.ir.types import TensorType
 from tilewright.schedule import ahead as ahead_module
 from tilewright.schedule import nursery as nursery_module
 from tilewright.schedule import search as search_module
+from tilewright.schedule import worker as worker_module
 from tilewright.schedule.candidate import discover
 from tilewright.schedule.nursery import SWITCH, nursery
 from tilewright.schedule.problem import problem_of
@@ -427,3 +428,21 @@ def test_weights_of_8_bit_floats_reach_another_process(codes: torch.dtype) -> No
     part, one = pickle.loads(pickled([weight[::2, 1:4], weight[0, 0]]))
     for got, want in ((whole, weight), (part, weight[::2, 1:4]), (one, weight[0, 0])):
         assert got.dtype is codes and torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.skipif("amx_int8" not in CPU.features, reason="no AMX that this process may use")
+def test_workers_may_use_the_tiles_that_this_process_may(worker):
+    """Linux grants AMX's tiles to a process that asks, and to those it forks from then on: not to one that it starts."""
+    with worker.lock:
+        worker.end_worker()
+    nursery_module.nursery()
+    line = problem_of(parse("s8[64,64] @ s8[64,64] -> s32").outputs[0])
+    (generated,) = [c for c in discover() if c.name == "llvm"]
+    schedule = next(iter(generated.schedules(line, CPU)))
+    assert dict(schedule.knobs)["instruction"] == "tdpbssd"
+    hosted = worker_module.hosted(line, CPU, {}, [generated], cold=False)
+    assert hosted is not None
+    try:
+        assert hosted.attempt(0, generated, schedule).why is None
+    finally:
+        hosted.close()

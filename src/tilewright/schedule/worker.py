@@ -24,6 +24,7 @@ from typing import Any, cast
 
 import torch
 
+from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal
 from tilewright.schedule.bench import Attempt, Bench
@@ -240,6 +241,7 @@ def settings_here() -> dict[str, Any]:
 def main(fd: int) -> None:
     """What the nursery runs: workers that each serve a `HostedBench`."""
     discover()
+    cpu()  # asks the system for what a process has to ask for, AMX's tiles: what this one may use its workers may
     with Watch():  # loads what is slow to load
         torch.empty(1)
     nurse(fd, lambda connection, shared: _Host(connection, shared).serve())
