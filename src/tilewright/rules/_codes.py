@@ -1,0 +1,82 @@
+"""Operands read as codes and zero points, and what zero points add to a product of the codes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright.dtype import S32
+from tilewright.ir.build import const, convert, map_, reduce_, reshape
+from tilewright.ir.constant import constant_value
+from tilewright.ir.expression import REARRANGE, Sources, before_reshape, outside
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Broadcast, Convert, Map, Slice, Transpose
+
+
+@dataclass(frozen=True)
+class Coded:
+    """An operand read as codes: (codes - zero) * scale, all expressions over the gemm's sources; `scale` None is 1."""
+
+    codes: Node
+    scale: Node | None
+    zero: Node | None
+
+
+def viewed(t: Node, coded: Node, views: Sequence[Node]) -> Node | None:
+    """A scale or zero point of `coded` as it broadcasts against the operand after `views`; None if nothing does."""
+    if t.tensor.elements == 1:
+        return reshape(t, ())
+    t = reshape(t, (1,) * (len(coded.shape) - len(t.shape)) + t.shape)
+    for view in views:
+        op = view.op
+        if isinstance(op, Transpose):
+            t = Node(op, t)
+        elif isinstance(op, Slice):
+            cuts = zip(op.start, op.stop, op.step, t.shape, strict=True)
+            start, stop, step = zip(*((low, high, by) if d != 1 else (0, 1, 1) for low, high, by, d in cuts), strict=True)
+            t = Node(Slice(start, stop, step), t)
+        elif isinstance(op, Broadcast):
+            t = reshape(t, (1,) * (len(op.shape) - len(t.shape)) + t.shape)
+        else:
+            found = before_reshape(t, view.shape, view.src[0].shape)
+            if found is None:
+                return None
+            t = found
+    return t
+
+
+def varies(t: Node | None, summed_axis: int) -> bool:
+    """Whether a scale or zero point varies along K, which is axis -1 of the left operand and -2 of the right one."""
+    return t is not None and len(t.shape) >= -summed_axis and t.shape[summed_axis] != 1
+
+
+def corrections(lhs: Coded, rhs: Coded, src: Sequence[Node]) -> list[Node]:
+    """What to subtract from the product of the codes, as nodes of the graph: za colsum(b) - K za zb, and zb rowsum(a)."""
+    zero_a, zero_b = (None if o.zero is None else convert(outside(o.zero, src), S32) for o in (lhs, rhs))
+    found: list[Node] = []
+    if zero_a is not None:
+        columns = map_("multiply", zero_a, _sum(rhs.codes, -2, src))
+        if zero_b is not None:
+            both = map_("multiply", map_("multiply", zero_a, zero_b), const(lhs.codes.shape[-1], S32))
+            columns = map_("subtract", columns, both)
+        found.append(columns)
+    if zero_b is not None:
+        found.append(map_("multiply", zero_b, _sum(lhs.codes, -1, src)))
+    return found
+
+
+def beside_acc(node: Node, sources: Sources) -> Node:
+    """A node of the graph as a store reads it: computed in the store where it would be larger than what it is made of, else by
+    the graph; a constant vector is then one side input, computed once."""
+    known = constant_value(node, max_elements=1)
+    if known is not None:
+        return const(known, node.dtype)
+    grows = bool(node.src) and node.tensor.elements > max(s.tensor.elements for s in node.src)
+    if isinstance(node.op, (*REARRANGE, Broadcast, Convert)) or (isinstance(node.op, Map) and (grows or not node.constant)):
+        return Node(node.op, *(beside_acc(s, sources) for s in node.src))
+    return sources.param(node)
+
+
+def _sum(codes: Node, axis: int, src: Sequence[Node]) -> Node:
+    """The sum of codes along K: a node of the graph, computed once if the codes are constant."""
+    return reduce_("add", convert(outside(codes, src), S32), [axis], keepdims=True)
