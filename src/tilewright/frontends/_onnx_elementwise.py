@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from tilewright.dtype import F32, F64, PRED, S32, DType
+from tilewright.errors import InputError
 from tilewright.frontends._onnx_node import Converter, OpNode, Unmodelled, converts
 from tilewright.frontends._onnx_tensors import element_type
-from tilewright.ir.build import broadcast, const, convert, map_
+from tilewright.ir.build import broadcast, const, convert, map_, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Select
 from tilewright.ir.types import broadcast_shapes
@@ -57,12 +58,35 @@ _DIRECT = {
 }
 
 
+# Of these, versions before 7 repeat the second operand along axes of the first only where `broadcast` says so.
+_LAID_ALONG = frozenset({"Add", "And", "Div", "Equal", "Greater", "Less", "Mul", "Or", "Sub", "Xor"})
+
+
 def _direct(function: str) -> Converter:
     return lambda op: map_(function, *(op.input(i) for i in range(len(op.sources))))
 
 
+def _laid_along(op: OpNode, x: Node, y: Node) -> Node:
+    """y as versions before 7 lay it over x: the same shape, or axes of x from `axis` on (its last ones by default)."""
+    if not op.integer("broadcast", 0):
+        if x.shape != y.shape:
+            raise InputError(f"{op.op_type} of {x.type} and {y.type} without broadcast=1", where=op.where)
+        return y
+    axis = op.integer("axis", len(x.shape) - len(y.shape))
+    axis += len(x.shape) if axis < 0 else 0
+    if not 0 <= axis <= len(x.shape) - len(y.shape):
+        raise InputError(f"{op.op_type} of {x.type} and {y.type} from axis {axis}", where=op.where)
+    return reshape(y, (*y.shape, *[1] * (len(x.shape) - axis - len(y.shape))))
+
+
+def _direct_laid_along(function: str) -> Converter:
+    return lambda op: map_(function, op.input(0), _laid_along(op, op.input(0), op.input(1)))
+
+
 for _name, (_function, _since, _until) in _DIRECT.items():
-    converts(_name, _since, _until)(_direct(_function))
+    converts(_name, 1 if _since == 6 else _since, _until)(_direct(_function))
+    if _name in _LAID_ALONG:
+        converts(_name, 1, 6)(_direct_laid_along(_function))
 
 
 def _folded(function: str) -> Converter:
@@ -75,19 +99,19 @@ def _folded(function: str) -> Converter:
     return convert_all
 
 
-converts("Max", 8, 13)(_folded("maximum"))
-converts("Min", 8, 13)(_folded("minimum"))
-converts("Sum", 8, 13)(_folded("add"))
+converts("Max", 1, 13)(_folded("maximum"))
+converts("Min", 1, 13)(_folded("minimum"))
+converts("Sum", 1, 13)(_folded("add"))
 
 
-@converts("Mean", 8, 13)
+@converts("Mean", 1, 13)
 def _mean(op: OpNode) -> Node:
     total = _folded("add")(op)
     assert isinstance(total, Node)
     return map_("divide", total, const(len(op.sources), total.dtype))
 
 
-@converts("Reciprocal", 6, 13)
+@converts("Reciprocal", 1, 13)
 def _reciprocal(op: OpNode) -> Node:
     x = op.input(0)
     return map_("divide", const(1, x.dtype), x)
@@ -109,20 +133,20 @@ def _gelu(op: OpNode) -> Node:
     return map_("gelu" if form == "none" else "gelu_tanh", op.input(0))
 
 
-@converts("LeakyRelu", 6, 16)
+@converts("LeakyRelu", 1, 16)
 def _leaky_relu(op: OpNode) -> Node:
     x = op.input(0)
     slope = const(op.real("alpha", 0.01), x.dtype)
     return Node(Select(), map_("less", x, const(0, x.dtype)), map_("multiply", x, slope), x)
 
 
-@converts("PRelu", 9, 16)
+@converts("PRelu", 7, 16)
 def _prelu(op: OpNode) -> Node:
     x, slope = op.input(0), op.input(1)
     return Node(Select(), map_("less", x, const(0, x.dtype)), map_("multiply", x, slope), x)
 
 
-@converts("HardSigmoid", 6, 22)
+@converts("HardSigmoid", 1, 22)
 def _hard_sigmoid(op: OpNode) -> Node:
     x = op.input(0)
     line = map_("multiply", x, const(op.real("alpha", 0.2), x.dtype))
@@ -138,7 +162,7 @@ def _swish(op: OpNode) -> Node:
     return map_("multiply", x, map_("logistic", map_("multiply", x, const(alpha, x.dtype))))
 
 
-@converts("Clip", 6, 13)
+@converts("Clip", 1, 13)
 def _clip(op: OpNode) -> Node:
     x = op.input(0)
     low, high = op.optional(1), op.optional(2)
@@ -166,10 +190,12 @@ def _bit_shift(op: OpNode) -> Node:
     return map_("shift_right_arithmetic" if x.dtype.kind == "int" else "shift_right_logical", x, by)
 
 
-@converts("Pow", 7, 15)
+@converts("Pow", 1, 15)
 def _pow(op: OpNode) -> Node:
     """The result has the base's type; a fractional exponent of an integer is taken in f64."""
     base, exponent = op.input(0), op.input(1)
+    if op.version < 7:
+        exponent = _laid_along(op, base, exponent)
     if base.dtype.is_integer and (exponent.dtype.is_float or exponent.dtype.kind == "int"):
         if exponent.dtype.is_integer and base.dtype.bits > 32:
             return map_("power", base, convert(exponent, base.dtype))

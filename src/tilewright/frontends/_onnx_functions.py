@@ -62,7 +62,7 @@ def resolved(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto]
 
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
-    for inner in _with_inner_nodes(copy):
+    for inner in with_inner_nodes(copy):
         for i, name in enumerate(inner.input):
             if name in absent:
                 inner.input[i] = ""
@@ -97,7 +97,7 @@ def check_expansion(nodes: Sequence[onnx.NodeProto], functions: Mapping[Key, onn
         if len(inside) > DEEPEST:
             raise InputError(f"functions nested more than {DEEPEST} deep", where=where, hint="flatten the model")
         total = 0
-        for node in (inner for n in nodes for inner in _with_inner_nodes(n)):
+        for node in (inner for n in nodes for inner in with_inner_nodes(n)):
             key = (plain_domain(node.domain), node.op_type)
             function = functions.get(key)
             if function is not None and key in inside:
@@ -124,7 +124,7 @@ def self_contained(node: onnx.NodeProto, files: DataFiles, where: str) -> onnx.N
 
     copy = onnx.NodeProto()
     copy.CopyFrom(node)
-    for inner in _with_inner_nodes(copy):
+    for inner in with_inner_nodes(copy):
         for attribute in inner.attribute:
             tensors = [*([attribute.t] if attribute.HasField("t") else []), *attribute.tensors]
             for graph in _graphs(attribute):
@@ -151,22 +151,23 @@ def free_names(node: onnx.NodeProto) -> set[str]:
 
 def names_inside(node: onnx.NodeProto) -> set[str]:
     """Every name that the node's subgraphs mention."""
-    inner = [n for n in _with_inner_nodes(node) if n is not node]
+    inner = [n for n in with_inner_nodes(node) if n is not node]
     return {name for n in inner for name in (*n.input, *n.output)} | free_names(node)
 
 
 def operators_of(node: onnx.NodeProto) -> set[str]:
     """The operator types of the node and of those in its subgraphs."""
-    return {n.op_type for n in _with_inner_nodes(node)}
+    return {n.op_type for n in with_inner_nodes(node)}
 
 
 def _graphs(attribute: onnx.AttributeProto) -> list[onnx.GraphProto]:
     return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
 
 
-def _with_inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+def with_inner_nodes(node: onnx.NodeProto) -> Iterator[onnx.NodeProto]:
+    """The node, and those in its subgraphs, however deep."""
     yield node
     for attribute in list(node.attribute):
         for graph in _graphs(attribute):
             for inner in graph.node:
-                yield from _with_inner_nodes(inner)
+                yield from with_inner_nodes(inner)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from tilewright.dtype import F16, F32, F64, S64, DType
-from tilewright.errors import InputError
+from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends._onnx_node import Converter, OpNode, Unmodelled, converts
 from tilewright.frontends._onnx_tensors import element_type
 from tilewright.ir.build import const, convert, map_, reduce_, reshape, transpose
@@ -59,11 +59,19 @@ def _arg_extreme(op: OpNode) -> Node:
     return place if op.integer("keepdims", 1) else reshape(place, (*x.shape[:axis], *x.shape[axis + 1 :]))
 
 
-@converts("Hardmax", 13, 13)
+@converts("Hardmax", 1, 13)
 def _hardmax(op: OpNode) -> Node:
-    """1 at the first largest element along the axis, 0 elsewhere."""
+    """1 at the first largest element along the axis, 0 elsewhere; before version 13 along all axes from it on together."""
     x = op.input(0)
-    axis = op.axis("axis", -1, len(x.shape))
+    shape = x.shape
+    axis = op.axis("axis", -1 if op.version >= 13 else 1, len(shape))
+    if op.version < 13:
+        x, axis = reshape(x, (math.prod(shape[:axis]), math.prod(shape[axis:]))), 1
+    hot = _hot(x, axis)
+    return reshape(hot, shape)
+
+
+def _hot(x: Node, axis: int) -> Node:
     return convert(map_("equal", Node(Iota(S64, x.shape, axis)), _place_of(x, axis, "maximum", last=False)), x.dtype)
 
 
@@ -140,11 +148,15 @@ def _rms_normalization(op: OpNode) -> Node:
     return Node(LayerNorm(axis, op.real("epsilon", 1e-5), center=False), x, scale)
 
 
-@converts("BatchNormalization", 9, 15)
+@converts("BatchNormalization", 7, 15)
 def _batch_normalization(op: OpNode) -> Node:
     """(x - mean) / sqrt(variance + epsilon) * scale + bias, one of each a channel (axis 1)."""
     if op.integer("training_mode", 0) or any(op.wants(i) for i in range(1, 5)):
         raise Unmodelled("it is told to train")
+    if not op.integer("spatial", 1):
+        raise UnsupportedError(
+            "BatchNormalization with one mean for each place", where=op.where, hint="export it with operator set 9 or newer"
+        )
     x = op.input(0)
     dtype = _wide(x.dtype)
     channels = x.shape[1] if len(x.shape) > 1 else 1
@@ -155,7 +167,7 @@ def _batch_normalization(op: OpNode) -> Node:
     return convert(map_("add", map_("multiply", normal, scale), bias), x.dtype)
 
 
-@converts("InstanceNormalization", 6, 22)
+@converts("InstanceNormalization", 1, 22)
 def _instance_normalization(op: OpNode) -> Node:
     """Each channel of each sample to mean 0 and variance 1, then * scale + bias, one of each a channel."""
     x, scale, bias = op.input(0), op.input(1), op.input(2)

@@ -6,7 +6,7 @@ call. Local functions, and the branch that an `If` is known to take, are read in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -14,11 +14,19 @@ from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import _onnx_calls as calls
 from tilewright.frontends._onnx_files import SHOWN, DataFiles, Span, quoted
-from tilewright.frontends._onnx_functions import DEEPEST, definition, free_names, resolved, self_contained
+from tilewright.frontends._onnx_functions import (
+    DEEPEST,
+    definition,
+    free_names,
+    resolved,
+    self_contained,
+    with_inner_nodes,
+)
 from tilewright.frontends._onnx_known import KnownValues
 from tilewright.frontends._onnx_node import OpNode, Unmodelled, converter_of
 from tilewright.frontends._onnx_scope import Context, Scope, opsets_of, plain_domain
 from tilewright.frontends._onnx_tensors import checked_shape, embedded_tensor, tensor_literal
+from tilewright.frontends._onnx_versions import modern, refuse_changed
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const
 from tilewright.ir.types import TupleType
@@ -252,10 +260,17 @@ class Reader:
         proto = self_contained(site.proto, self._files, site.where)
         proto.domain = site.domain
         functions = tuple(self.functions.values())
+        sources, opsets = site.sources, site.context.opsets
+        schema = None if site.domain else self._schema(site)
+        if schema is not None:
+            proto, sources, opsets, version = modern(proto, schema.since_version, sources, known, opsets)
+            refuse_changed(proto, version, site.where)
+            for inner in with_inner_nodes(proto):
+                if inner is not proto and not plain_domain(inner.domain):
+                    refuse_changed(inner, _version_in(inner, opsets), site.where)
+            known.update({s: v for s in sources if s is not None and (v := self._known(s)) is not None})
         try:
-            results = calls.call(
-                calls.CallSite(proto, site.sources, captured, site.context.opsets, functions, site.where), known, self._declared
-            )
+            results = calls.call(calls.CallSite(proto, sources, captured, opsets, functions, site.where), known, self._declared)
         except InputError:
             if mismatch is None:
                 raise
@@ -263,3 +278,13 @@ class Reader:
         label = site.proto.op_type + (f" of domain {quoted(site.domain)}" if site.domain else "")
         self.notes.append(f"{label} (node {quoted(site.name)}) runs in onnx's reference evaluator: {reason}")
         return results
+
+
+def _version_in(node: onnx.NodeProto, opsets: Mapping[str, int]) -> int:
+    """Version of the definition of an operator of ONNX's own; 0 if there is none."""
+    from onnx import defs
+
+    try:
+        return defs.get_schema(node.op_type, max_inclusive_version=opsets.get("", 1)).since_version
+    except defs.SchemaError:
+        return 0

@@ -1,4 +1,4 @@
-"""ONNX models: operator sets 13 to 23 (older and newer ones as far as their operators mean the same).
+"""ONNX models: operator sets 13 to 28 (older and newer ones as far as their operators mean the same).
 
 Every operator that has a meaning in the graph is read as that; one that ONNX itself defines by others is read as those;
 any other becomes a `call`, run by onnx's reference evaluator. Weights stay in their files, mapped.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import onnx
     from onnx.backend.base import Backend
 
-OLDEST, NEWEST = 13, 23
+OLDEST, NEWEST = 13, 28
 _CONVERTERS = ("attention", "elementwise", "index", "matmul", "norm", "quantize", "shape")
 
 
