@@ -229,3 +229,20 @@ def test_what_stays_in_one_piece_says_why():
     y = map_("tanh", input_("x", F32, (4, 8)))
     twice = problem_of(map_("negate", y), map_("negate", slice_(y, 1, 2, 8)))
     assert "work values out again" in rows.CANDIDATE.refuse(twice, CPU)
+
+
+@pytest.mark.parametrize("extents", [(6,), (0, 6), (6, 0, 0)])
+def test_a_concatenation_with_one_source_of_all_its_elements_ends(extents):
+    sources = [input_(f"x{i}", F32, (2, n)) for i, n in enumerate(extents)]
+    pieces, _, made, wanted = put_together([map_("tanh", Node(Concat(1), *sources))])
+    assert len(pieces) == 1 and torch.equal(made[0], wanted[0])
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_a_recurrent_layer_of_one_level_compiles(kind):
+    layer, x = kind(8, 8).eval(), torch.randn(3, 2, 8)
+    compiled = tilewright.compile(layer, example_inputs=(x,), budget_s=0, cache=False)
+    for x in (x, torch.randn(3, 2, 8)):
+        wanted = torch.utils._pytree.tree_leaves(layer(x))
+        for got, meant in zip(compiled(x), wanted, strict=True):
+            torch.testing.assert_close(got, meant)

@@ -11,7 +11,7 @@ from tilewright.dtype import BF16, F32, PRED, S8, S32, U8
 from tilewright.ir.build import broadcast, const, input_, map_, reshape, slice_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Broadcast, Convert, Dequantize, Map, Quantize, Reshape, Select, Slice, Transpose
+from tilewright.ir.ops import Broadcast, Concat, Convert, Dequantize, Map, Quantize, Reshape, Select, Slice, Transpose
 from tilewright.ir.pattern import Rule, discover
 
 X = input_("x", F32, (2, 3, 4))
@@ -31,6 +31,8 @@ NOTHING = {
     "transpose": (lambda: node(Transpose((0, 1, 2)), X), "drop_transpose_in_order"),
     "slice": (lambda: node(Slice((0, 0, 0), (2, 3, 4), (1, 1, 1)), X), "drop_slice_of_everything"),
     "steps along an axis of one": (lambda: None, "drop_slice_of_everything"),
+    "concat of one": (lambda: node(Concat(1), X), "drop_concat_of_nothing"),
+    "concat with nothing": (lambda: node(Concat(2), input_("e", F32, (2, 3, 0)), X), "drop_concat_of_nothing"),
     "and back": (lambda: node(Transpose((1, 2, 0)), node(Transpose((2, 0, 1)), X)), "join_transposes"),
     "there and back": (lambda: node(Reshape((2, 3, 4)), node(Reshape((24,)), X)), "join_reshapes"),
 }
@@ -46,7 +48,7 @@ def test_what_changes_nothing_is_dropped(name):
         changed = node(Slice((0, 0), (1, 3), (5, 1)), x)
     before = graph_of(changed)
     after = staged(before, CANONICAL)
-    assert after.outputs == (x,) and fired(before, rule, CANONICAL) >= 1
+    assert after.outputs == (x,) and len(after.nodes()) < len(before.nodes()) and fired(before, rule, CANONICAL) >= 1
     assert_exact(before, after)
 
 
@@ -57,6 +59,7 @@ KEPT = {
     "another order": node(Transpose((0, 2, 1)), X),
     "part of it": node(Slice((0, 0, 0), (2, 3, 3), (1, 1, 1)), X),
     "every other": node(Slice((0, 0, 0), (2, 3, 4), (1, 1, 2)), X),
+    "two beside each other": node(Concat(-1), X, X),
     "a map that needs the broadcast": map_("add", broadcast(Y, (3, 4)), broadcast(input_("z", F32, (3, 1)), (3, 4))),
 }
 
@@ -69,6 +72,19 @@ def test_what_changes_something_is_kept(name):
     if name != "a map that needs the broadcast":
         assert after.outputs == before.outputs
     assert_exact(before, after)
+
+
+def test_a_concat_loses_what_has_no_extent():
+    e = input_("e", F32, (2, 0, 4))
+    for before, after in (
+        (node(Concat(-2), e, X, e, X), node(Concat(-2), X, X)),
+        (node(Concat(1), e, e), e),
+        (node(Concat(0), e, e), node(Concat(0), e, e)),  # four of nothing
+    ):
+        graph = graph_of(before)
+        found = staged(graph, CANONICAL)
+        assert found.outputs == (after,)
+        assert_exact(graph, found)
 
 
 def test_two_views_become_one():

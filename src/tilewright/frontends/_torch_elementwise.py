@@ -55,14 +55,12 @@ _BINARY = {
     "bitwise_and": ("and", ("Tensor", "Scalar", "Scalar_Tensor")),
     "bitwise_left_shift": ("shift_left", ("Tensor", "Tensor_Scalar", "Scalar_Tensor")),
     "bitwise_or": ("or", ("Tensor", "Scalar", "Scalar_Tensor")),
-    "bitwise_right_shift": ("shift_right_arithmetic", ("Tensor", "Tensor_Scalar", "Scalar_Tensor")),
     "bitwise_xor": ("xor", ("Tensor", "Scalar", "Scalar_Tensor")),
     "fmod": ("remainder", ("Tensor", "Scalar")),
     "__lshift__": ("shift_left", ("Tensor", "Scalar")),
     "maximum": ("maximum", ("default",)),
     "minimum": ("minimum", ("default",)),
     "remainder": ("modulo", ("Tensor", "Scalar", "Scalar_Tensor")),
-    "__rshift__": ("shift_right_arithmetic", ("Tensor", "Scalar")),
 }
 
 
@@ -103,6 +101,14 @@ def _register_binary() -> None:
 
 _register_unary()
 _register_binary()
+
+
+@aten("bitwise_right_shift.Tensor", "bitwise_right_shift.Tensor_Scalar", "bitwise_right_shift.Scalar_Tensor")
+@aten("__rshift__.Tensor", "__rshift__.Scalar")
+def shift_right(site: Site, self: Operand, other: Operand) -> Node:
+    """self's bits moved down by other: zeros come in above an unsigned number, the sign above a signed one."""
+    fn = "shift_right_logical" if site.dtype.kind == "uint" else "shift_right_arithmetic"
+    return mapped(fn, site.dtype, self, other)
 
 
 @aten("add.Tensor", "add.Scalar")

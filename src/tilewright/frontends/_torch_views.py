@@ -134,7 +134,8 @@ def stack(site: Site, tensors: Sequence[Node], dim: int = 0) -> Node:
     """Tensors side by side along a new axis."""
     axis = normalize_axis(dim, len(site.out.shape), site.target)
     shape = tuple(1 if a == axis else d for a, d in enumerate(site.out.shape))
-    return Node(Concat(axis), *(reshape(cast(t, site.dtype), shape) for t in tensors))
+    parts = [reshape(cast(t, site.dtype), shape) for t in tensors]
+    return Node(Concat(axis), *parts) if len(parts) > 1 else parts[0]
 
 
 @aten("repeat.default")

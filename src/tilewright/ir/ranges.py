@@ -102,6 +102,8 @@ def _cut_early(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
         n_ = moved[n] = n.with_src([moved[s] for s in n.src])
         if isinstance(n_.op, Slice):
             moved[n] = cut_to(n_.src[0], _of_slice(n_.op), made)
+        elif isinstance(n_.op, Concat):  # one source that is all of it would be cut into itself for ever
+            moved[n] = next((s for s in n_.src if s.shape == n_.shape), n_)
     return moved[root]
 
 
