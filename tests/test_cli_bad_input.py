@@ -146,7 +146,7 @@ def test_usage_errors_are_clicks_own(given: list[str], said: str, program: str) 
 def test_a_batch_that_no_input_can_take_is_refused(program: str) -> None:
     refused(
         invoke("read", program, "--batch", "77"),
-        "--batch 77 is for a first axis left open, and no input has one",
+        "a batch of 77 is for a first axis left open, and no input has one",
         "leave it out",
     )
 

@@ -98,6 +98,20 @@ class TestReading:
         given = evaluate(graph, {"x": torch.zeros(2, 3), "mask": torch.tensor([True, False, False])})
         assert given[0].tolist() == [[2.5, 0, 0]] * 2
 
+    @pytest.mark.parametrize("order", [("x", "y"), ("y", "x")])
+    def test_positions_are_those_of_forward_however_the_examples_were_named(self, order: tuple[str, str]) -> None:
+        class Apart(nn.Module):
+            def forward(self, x: torch.Tensor, /, y: torch.Tensor, *, z: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+                return x @ x.mT - y @ y.mT + z + more["w"]
+
+        given = {n: torch.randn(3, 3) for n in ("w", "z", *order)}
+        graph = load_with(Apart(), given)
+        assert labels(graph) == ["x", "y", "z", "w"]
+        x, y, z, w = (given[n] for n in "xyzw")
+        wanted = Apart()(x, y, z=z, w=w)
+        torch.testing.assert_close(evaluate(graph, [x, y, z, w])[0], wanted)
+        torch.testing.assert_close(evaluate(graph, given)[0], wanted)
+
     def test_one_tensor_alone_is_an_input(self) -> None:
         assert labels(load_with(Of(torch.neg), torch.ones(3))) == ["args_0"]
 
@@ -182,6 +196,19 @@ class TestExportedPrograms:
         rows = Dim("rows", min=1, max=64)
         program = export(nn.Linear(3, 2), (torch.ones(4, 3),), dynamic_shapes={"input": {0: rows}}, strict=False)
         assert load_with(program, None, batch=9).outputs[0].shape == (9, 2)
+
+    def test_what_is_asked_of_fixed_shapes_is_refused(self) -> None:
+        """For every front end: what a program fixes, no option changes in silence."""
+        text = "HloModule m\nENTRY e { x = f32[2,3] parameter(0)\n ROOT y = f32[2,3] negate(x) }"
+        graph = read(torch.neg, torch.ones(2, 3))
+        fixed: list[tuple[object, object]] = [(nn.Linear(3, 2), (torch.ones(2, 3),)), (text, None), (graph, None)]
+        for program, inputs in fixed:
+            with pytest.raises(InputError, match=r"a batch of 5 is for a first axis left open(.|\n)*inputs are f32\[2,3\]"):
+                load(program, LoadOptions(batch=5, example_inputs=inputs))  # type: ignore[arg-type]
+            assert load(program, LoadOptions(batch=2, example_inputs=inputs)).inputs[0].shape == (2, 3)  # type: ignore[arg-type]
+        for dims, message in (({"args_0": (5, 3)}, r"'args_0' cannot be \[5, 3\]"), ({"z": (1,)}, "no input is called 'z'")):
+            with pytest.raises(InputError, match=message):
+                load(graph, LoadOptions(input_dims=dims))
 
     def test_dims_that_bind_one_symbol_twice_must_agree(self) -> None:
         with pytest.raises(

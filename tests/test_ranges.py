@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 import tilewright
 from rotated import FORMS, every_other, heads, of_queries_and_keys, turned, turned_in_pairs
@@ -242,7 +243,6 @@ def test_a_concatenation_with_one_source_of_all_its_elements_ends(extents):
 def test_a_recurrent_layer_of_one_level_compiles(kind):
     layer, x = kind(8, 8).eval(), torch.randn(3, 2, 8)
     compiled = tilewright.compile(layer, example_inputs=(x,), budget_s=0, cache=False)
-    for x in (x, torch.randn(3, 2, 8)):
-        wanted = torch.utils._pytree.tree_leaves(layer(x))
-        for got, meant in zip(compiled(x), wanted, strict=True):
+    for given_ in (x, torch.randn(3, 2, 8)):
+        for got, meant in zip(compiled(given_), tree_leaves(layer(given_)), strict=True):
             torch.testing.assert_close(got, meant)

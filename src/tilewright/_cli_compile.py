@@ -154,16 +154,10 @@ def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequenc
         InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
     """
     from tilewright.frontends import LoadOptions, load
-    from tilewright.report.inputs import check_memory, check_shapes
+    from tilewright.report.inputs import check_memory
 
     with progress(f"reading {file.name}"):
         graph = load(file, LoadOptions({name: tuple(shape) for name, shape in input_dims.items()}, batch))
-    check_shapes(graph, input_dims)
-    if batch is not None and not any(n.shape[:1] == (batch,) for n in graph.inputs):
-        what = f"--batch {batch} is for a first axis left open, and no input has one"
-        raise InputError(
-            what, where="command line", hint=f"leave it out; the inputs are {', '.join(str(n.type) for n in graph.inputs)}"
-        )
     check_memory(graph)
     return graph
 

@@ -19,6 +19,8 @@ from types import ModuleType
 from tilewright.discovery import modules
 from tilewright.errors import InputError, check_type
 from tilewright.ir.graph import Graph
+from tilewright.ir.ops import Input
+from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 
 SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx or .tw"
@@ -62,23 +64,45 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     """Read a program: a path, HLO or StableHLO text, an ONNX ModelProto, an ExportedProgram or nn.Module, or a Graph.
 
     Raises:
-        InputError: no such file, or nothing reads it; malformed contents.
+        InputError: no such file, or nothing reads it; malformed contents; it fixes other shapes than those asked for.
     """
     check_type(options, (LoadOptions, type(None)), "options", "tilewright.frontends.LoadOptions(batch=1), or None")
     options = options or LoadOptions()
     if isinstance(program, str) and not program.strip():
         raise InputError("the program is empty", hint="a path, or HLO or StableHLO text")
     if isinstance(program, Graph):
-        return verify(program)
+        return as_asked(verify(program), options)
     if isinstance(program, Path) or (isinstance(program, str) and "\n" not in program and not _is_line(program)):
         program = _existing(Path(program))
     for module in discover():
         if module.accepts(program):
-            return verify(module.load(program, options))
+            return as_asked(verify(module.load(program, options)), options)
     if isinstance(program, Path):
         raise InputError(f"nothing here reads {program}", hint=f"a file is told by its suffix: {SUFFIXES}")
     hint = "HLO or StableHLO text, ONNX, a torch ExportedProgram or nn.Module"
     raise InputError(f"nothing here reads type {type(program).__name__}", hint=hint)
+
+
+def as_asked(graph: Graph, options: LoadOptions) -> Graph:
+    """The graph, seen to have the shapes that were asked for: a program may fix others.
+
+    Raises:
+        InputError: an input of that name is missing or of another shape, or `batch` is no input's first axis.
+    """
+    types = {n.op.label: n.type for n in graph.inputs if isinstance(n.op, Input) and isinstance(n.type, TensorType)}
+    for name, shape in options.input_dims.items():
+        if name not in types:
+            hint = f"one of {', '.join(types)}" if types else "there are none"
+            raise InputError(f"no input is called {name!r}", where="input_dims, --input-dim", hint=hint)
+        if types[name].shape != shape:
+            raise InputError(
+                f"input {name!r} cannot be {list(shape)}: the program fixes it to {types[name]}",
+                where="input_dims, --input-dim",
+            )
+    if options.batch is not None and not any(t.shape[:1] == (options.batch,) for t in types.values()):
+        hint = f"leave it out; the inputs are {', '.join(map(str, types.values())) or 'none'}"
+        raise InputError(f"a batch of {options.batch} is for a first axis left open, and no input has one", hint=hint)
+    return graph
 
 
 def _is_line(text: str) -> bool:

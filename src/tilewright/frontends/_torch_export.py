@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import itertools
 import logging
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -65,11 +67,24 @@ def _arguments(given: object, module: torch.nn.Module) -> tuple[tuple[object, ..
             hint="example_inputs=(tensor, …), or a dict of keyword arguments",
         )
     if isinstance(given, Mapping):
-        named = cast("Mapping[str, object]", given)
-        return (), {k: pytree.tree_map(_as_tensor, v) for k, v in named.items()}
+        named = {k: pytree.tree_map(_as_tensor, v) for k, v in cast("Mapping[str, object]", given).items()}
+        return _in_order(named, module)
     if isinstance(given, (list, tuple)):
         return tuple(pytree.tree_map(_as_tensor, v) for v in cast("Sequence[object]", given)), {}
     return (_as_tensor(given),), {}
+
+
+def _in_order(named: Mapping[str, object], module: torch.nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Keyword arguments in the order of the parameters of `forward`, which that of the inputs follows; those that cannot be
+    named are positional, those that it takes in `**kwargs` come last."""
+    try:
+        parameters = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):  # a callable that does not say
+        return (), dict(named)
+    unnamed = [n for n, p in parameters.items() if p.kind is p.POSITIONAL_ONLY]
+    positional = tuple(named[n] for n in itertools.takewhile(named.__contains__, unnamed))
+    order = [n for n in parameters if n in named] + [n for n in named if n not in parameters]
+    return positional, {n: named[n] for n in order if n not in unnamed[: len(positional)]}
 
 
 def _as_tensor(value: object) -> object:

@@ -135,22 +135,6 @@ def _label(node: Node) -> str:
     return str(getattr(node.op, "label", ""))
 
 
-def check_shapes(graph: Graph, input_dims: Mapping[str, Sequence[int]]) -> None:
-    """See that the shapes asked for by name are those the program was read with.
-
-    Raises:
-        InputError: no such input, or its source fixes another shape.
-    """
-    labels = {_label(n): n for n in graph.inputs}
-    for name, shape in input_dims.items():
-        if name not in labels:
-            raise no_input(name, labels)
-        if labels[name].shape != tuple(shape):
-            raise InputError(
-                f"input {name!r} cannot be {list(shape)}: the program fixes it to {labels[name].type}", where="--input-dim"
-            )
-
-
 def check_memory(graph: Graph) -> None:
     """See that the machine could hold the program's values, and what its largest product is checked against.
 

@@ -7,7 +7,20 @@ import torch
 from tilewright.ir.build import broadcast, reshape, transpose
 from tilewright.ir.constant import constant_value
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Broadcast, Concat, Const, Convert, Dequantize, Gather, Map, Quantize, Reshape, Select, Slice, Transpose
+from tilewright.ir.ops import (
+    Broadcast,
+    Concat,
+    Const,
+    Convert,
+    Dequantize,
+    Gather,
+    Map,
+    Quantize,
+    Reshape,
+    Select,
+    Slice,
+    Transpose,
+)
 from tilewright.ir.pattern import Match, Pat, rule
 
 LONGEST_RUN = 1 << 16  # indices looked at
@@ -22,7 +35,7 @@ def drop_what_changes_nothing(m: Match) -> Node | None:
     return m.node.src[0]
 
 
-@rule(Pat(Concat, where=lambda n: len(n.src) == 1 or any(s.shape[n.op.axis] == 0 for s in n.src)), stage="canonical")
+@rule(Pat(Concat, where=lambda n: len(n.src) == 1 or any(0 in s.shape for s in n.src)), stage="canonical")
 def drop_concat_of_nothing(m: Match) -> Node | None:
     """concat(x, nothing) -> x; concat(x) -> x; concat(x, nothing, y) -> concat(x, y)
 
@@ -31,6 +44,8 @@ def drop_concat_of_nothing(m: Match) -> Node | None:
     op, src = m.node.op, m.node.src
     assert isinstance(op, Concat)
     kept = [s for s in src if s.shape[op.axis]] or [src[0]]
+    if len(kept) == len(src) > 1:
+        return None
     return Node(op, *kept) if len(kept) > 1 else kept[0]
 
 
