@@ -17,24 +17,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 
-from tilewright.dtype import F32
-from tilewright.ir.carrier import acc_of, operands_of, stores_of
-from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
+from tilewright.ir.carrier import acc_of, stores_of
+from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_bf16
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, Dequantize, LayerNorm, Map, Param, Quantize, Reduce, Select, Softmax
+from tilewright.ir.ops import Dequantize, LayerNorm, Map, Param, Quantize, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
+from tilewright.schedule.attended import attended
 from tilewright.schedule.bands import Band, loosened, orderable, stepped
 from tilewright.schedule.pieces import by_pieces, most_at_once, part, pieces
-from tilewright.schedule.problem import AnyProblem, AttentionProblem, CarrierProblem, Problem, RegionProblem
+from tilewright.schedule.problem import AnyProblem, CarrierProblem, Problem, RegionProblem, params_of
 from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
-
-ATTENTION_ROUNDINGS = 64
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
     if isinstance(problem, RegionProblem):
         return _between(_region(problem, sources, usual=False), _region(problem, sources, usual=True), _inexact(problem))
     storage = problem.acc.dtype.to_torch()
-    params = {n: sources[cast("Param", n.op).index] for n in _params(problem)}
+    params = {n: sources[cast("Param", n.op).index] for n in params_of(problem)}
     if problem.acc.dtype.is_integer:
         assert isinstance(problem, Problem)
         a, b = _operands(problem, params)
@@ -74,7 +72,7 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
         if isinstance(problem, Problem):
             ends = _product(problem, params, roundoff)
         else:
-            ends = _around(*_attention(problem, sources), storage)
+            ends = _around(*attended(problem, sources), storage)
         worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]))
         typical = _bands(problem, params, Band(ends[3], ends[0], ends[4]), USUAL_COARSENESS)
         del ends
@@ -116,17 +114,8 @@ def _around(mid: torch.Tensor, bound: torch.Tensor, usual: torch.Tensor, storage
     return tuple(ends)
 
 
-def _params(problem: CarrierProblem) -> list[Node]:
-    node = problem.node
-    regions = [r for roots in node.op.regions().values() for r in roots]
-    return [n for n in toposort((*regions, *node.src)) if isinstance(n.op, Param)]
-
-
 def _operands(problem: Problem, params: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
     return cast("list[torch.Tensor]", evaluate_nodes((problem.op.lhs, problem.op.rhs), params))
-
-
-_Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _product(problem: Problem, params: Mapping[Node, torch.Tensor], roundoff: float) -> tuple[torch.Tensor, ...]:
@@ -158,68 +147,6 @@ def _product(problem: Problem, params: Mapping[Node, torch.Tensor], roundoff: fl
         for whole, r in zip(found, rows(a[..., some, :]), strict=True):
             whole[..., some, :] = r
     return tuple(found)
-
-
-def _attention(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> _Bounds:
-    """The same for an attention. Its weights are a convex combination, so errors scale with weights @ |v|: T roundings of the
-    sum, and those of the scores and of the weights, which a kernel may round to the operands' type."""
-    op = problem.op
-    operands = op.operands or problem.node.src
-    plain = replace(op, stores=())
-    sized = replace(op, operands=(*operands[:2], Node(Map("abs"), operands[2]), *operands[3:]), stores=())
-    bound = dict(zip(problem.node.src, sources, strict=True))
-    with accumulate_in_float64():
-        acc, size = cast("list[torch.Tensor]", evaluate_nodes([Node(o, *problem.node.src) for o in (plain, sized)], bound))
-    acc, size = acc.double(), size.double()
-    u, narrow = F32.epsilon / 2, max(t.dtype.epsilon for t in problem.operands[:3])
-    tokens = max(problem.operands[1].shape[2], 1)
-    usual = (SAFETY * math.sqrt(tokens) * u + ATTENTION_ROUNDINGS / 4 * narrow) * (acc.square() + size.square() / tokens).sqrt()
-    flips = _flips(problem, bound)
-    return acc, (tokens * u + ATTENTION_ROUNDINGS * narrow) * size + flips, usual + flips
-
-
-def _flips(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) -> torch.Tensor:
-    """How far results move when a score or a weight that lies within its rounding error of the edge between two codes takes the
-    other one: nothing where an attention does not round on the way. A score that jumps moves a row's weights by twice the jump
-    times the largest weight at most; each change of a weight moves the result by that times the value."""
-    op = problem.op
-    if op.scores is None and op.weights is None:
-        return torch.zeros((), dtype=torch.float64)
-    operands = cast("list[torch.Tensor]", evaluate_nodes(operands_of(problem.node), _as_params(problem, bound)))
-    q, k, v = (t.double() for t in operands[:3])
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    u, depth = F32.epsilon / 2, q.shape[3]
-    scores = q @ k.transpose(-1, -2) * op.scale
-    error = (depth + 2) * u * abs(op.scale) * (q.abs() @ k.abs().transpose(-1, -2))
-    scores, jump, jumped = _jumps(problem, op.scores, bound, scores, error)
-    weights = torch.softmax(op.masked(scores, operands[3] if len(operands) == 4 else None), -1).nan_to_num(0.0)
-    peak = weights.amax(-1, keepdim=True)
-    moved = jump * peak * (jumped > 0)
-    loose = weights * (ATTENTION_ROUNDINGS * F32.epsilon + 2 * error.amax(-1, keepdim=True) + moved)
-    _, step, counted = _jumps(problem, op.weights, bound, weights, loose)
-    largest = v.nan_to_num(0.0, 0.0, 0.0).abs().amax(-2, keepdim=True)
-    return (2 * jump * peak * jumped + step * counted) * largest
-
-
-def _jumps(
-    problem: AttentionProblem, root: Node | None, bound: Mapping[Node, torch.Tensor], values: torch.Tensor, error: torch.Tensor
-) -> tuple[torch.Tensor, float, torch.Tensor]:
-    """What an inner expression makes of values known up to an error, how far it jumps there at most, and how often in a row."""
-    if root is None:
-        return values, 0.0, torch.zeros(*values.shape[:-1], 1, dtype=torch.float64)
-    acc = Node(Acc(root.tensor))
-    params = _as_params(problem, bound)
-    middle, *ends = (
-        cast("torch.Tensor", evaluate_nodes((root,), {**params, acc: x})[0]).double()
-        for x in (values, values - error, values + error)
-    )
-    jump = torch.stack([(e - middle).abs() for e in ends]).amax(0)
-    return middle, float(jump.max()) if jump.numel() else 0.0, (jump > 0).double().sum(-1, keepdim=True)
-
-
-def _as_params(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor]) -> dict[Node, torch.Tensor]:
-    """The sources as the leaves of the problem's own expressions."""
-    return {n: bound[problem.node.src[cast("Param", n.op).index]] for n in _params(problem)}
 
 
 USUAL_COARSENESS = 1 / 4  # of the room for what is rounded at once: nearly all arguments are small ones, where it is nearer

@@ -248,6 +248,13 @@ CarrierProblem = Problem | AttentionProblem
 AnyProblem = CarrierProblem | RegionProblem
 
 
+def params_of(problem: CarrierProblem) -> list[Node]:
+    """The leaves that stand for the sources, in all expressions of a gemm or attention and around it."""
+    node = problem.node
+    regions = [r for roots in node.op.regions().values() for r in roots]
+    return [n for n in toposort((*regions, *node.src)) if isinstance(n.op, Param)]
+
+
 def problem_of(node: Node) -> CarrierProblem:
     """The problem that a gemm or attention node poses."""
     types, weights = tuple(s.tensor for s in node.src), tuple(s.constant for s in node.src)

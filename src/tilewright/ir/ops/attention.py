@@ -118,15 +118,20 @@ class Attention(Op):
         stored = self._region(self.stores, src, product) if self.stores else [product]
         return stored[0] if len(stored) == 1 else tuple(stored)
 
-    def masked(self, scores: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """Scores [B, Hq, S, T] with minus infinity where the mask or causality hides a key, a float mask added."""
+    def masked(
+        self, scores: torch.Tensor, mask: torch.Tensor | None, first: int = 0, queries: int | None = None
+    ) -> torch.Tensor:
+        """Scores [B, Hq, S, T] with minus infinity where the mask or causality hides a key, a float mask added; or those of the
+        rows from `first` on, of `queries` in all."""
         if mask is not None:
             keeps = mask.dtype == torch.bool
             scores = scores.masked_fill(~mask, float("-inf")) if keeps else scores + mask.to(scores.dtype)
         if self.causal != "no":
             s, t = scores.shape[-2:]
-            visible = torch.ones(s, t, dtype=torch.bool, device=scores.device)
-            scores = scores.masked_fill(~visible.tril(t - s if self.causal == "lower" else 0), float("-inf"))
+            last = torch.arange(first, first + s, device=scores.device)[:, None]
+            if self.causal == "lower":
+                last = last + t - (s if queries is None else queries)
+            scores = scores.masked_fill(torch.arange(t, device=scores.device) > last, float("-inf"))
         return scores
 
     def _region(
