@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
-from tilewright.dtype import BF16, F16, F32, F64, PRED, S4, S8, S16, S32, S64, U4, U8, U16, U32, U64
+from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, F64, PRED, S4, S8, S16, S32, S64, U4, U8, U16, U32, U64, DType
 from tilewright.errors import TypeMismatchError
-from tilewright.ir.build import input_, map_
+from tilewright.ir.build import input_, map_, reduce_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import FUNCTIONS, Map, Select
 from values import (
@@ -393,3 +393,14 @@ def test_every_function_takes_the_kinds_it_says_whatever_the_shape(d):
         else:
             with pytest.raises(TypeMismatchError, match=f"{fn} does not take {d}"):
                 map_(fn, *[input_("x", d, (2,))] * f.arity)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16, F32, F64, F8E4M3FN, F8E5M2], ids=str)
+@pytest.mark.parametrize("count", [1, 4, 33])
+def test_minus_zero_is_less_than_zero(dtype: DType, count: int) -> None:
+    signs = np.array([0.0, -0.0])
+    a, b = (np.tile(v, count)[: 4 * count].astype(dtype.to_numpy()) for v in (np.repeat(signs, 2), np.tile(signs, 2)))
+    least, most = np.signbit(a) | np.signbit(b), np.signbit(a) & np.signbit(b)
+    for fn, sign in {"minimum": least, "maximum": most}.items():
+        assert (np.signbit(run(Map(fn), (a, dtype), (b, dtype))) == sign).all()
+        assert (np.signbit(value_of(reduce_(fn, constant(np.stack([a, b], 1), dtype), [1]))) == sign).all()

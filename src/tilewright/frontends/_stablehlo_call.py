@@ -1,13 +1,16 @@
 """Operations that no node expresses: each becomes a `call` whose payload is a module of that operation alone.
 
-StableHLO's own reference interpreter, which jaxlib carries, evaluates the payload. The interpreter ends the process on what it
-does not know and on integer division by zero, so only the operations named here ever reach it.
+Torch computes what it has (`_stablehlo_torch`). What holds a region of scalar arithmetic is evaluated by StableHLO's own
+reference interpreter, which jaxlib carries. The interpreter ends the process on what it does not know and on integer division
+by zero, so only the operations named here ever reach it.
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,32 +20,22 @@ from tilewright.frontends import _jaxlib
 from tilewright.frontends._stablehlo_module import Operation, attribute_from, elements, tensor_type
 from tilewright.frontends._stablehlo_order import spelt_out
 from tilewright.frontends._stablehlo_registry import Site
+from tilewright.frontends._stablehlo_torch import COMPUTED, Kernel, maker
 from tilewright.ir.build import items
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import FUNCTIONS, Call
+from tilewright.ir.types import TensorType
 
-CALLABLE = frozenset(
-    {
-        "bitcast_convert",
-        "convolution",
-        "count_leading_zeros",
-        "map",
-        "popcnt",
-        "reduce",
-        "reduce_precision",
-        "reduce_window",
-        "scatter",
-        "select_and_scatter",
-        "shift_left",
-        "shift_right_arithmetic",
-        "shift_right_logical",
-        "sort",
-        "triangular_solve",
-    }
+# Operations with a region of scalar arithmetic, which the interpreter runs.
+INTERPRETED = frozenset({"map", "reduce", "reduce_window", "scatter", "select_and_scatter", "sort"})
+CALLABLE = INTERPRETED | COMPUTED
+# What may stand in such a region.
+_SCALAR = (
+    *("bitcast_convert", "count_leading_zeros", "popcnt", "reduce_precision", "round_nearest_afz", "round_nearest_even"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical"),
 )
-# What may stand in the body of one of those: scalar arithmetic.
 _NOT_FUNCTIONS = ["broadcast_in_dim", "compare", "constant", "convert", "reshape", "return", "select"]
-_IN_BODY = CALLABLE.union(FUNCTIONS, _NOT_FUNCTIONS, ["round_nearest_afz", "round_nearest_even"])
+_IN_BODY = INTERPRETED.union(FUNCTIONS, _NOT_FUNCTIONS, _SCALAR)
 _DIVISIONS = ("stablehlo.divide", "stablehlo.remainder")
 _BITCAST = re.compile(r'"mhlo\.bitcast"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
 _COPY = re.compile(r'"mhlo\.copy"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
@@ -145,27 +138,89 @@ def make_call(site: Site) -> list[Node]:
     """
     op = site.op
     payload = make_module(op, site.reader.function)
-    _runnable(_jaxlib.parse(payload, op.where, op.raw.context), op.where)
+    module = _jaxlib.parse(payload, op.where, op.raw.context)
+    if _program(module, op.where) is None:
+        _runnable(module, op.where)
     return items(Node(Call("stablehlo", op.name, payload, tuple(site.outs)), *site.nodes))
 
 
+@dataclass(frozen=True)
+class _Program:
+    """The straight line of torch's kernels that a payload's `main` is.
+
+    Attributes:
+        types: of its arguments.
+        steps: a kernel each, which values it reads, and which one it gives.
+        results: which values are returned.
+    """
+
+    types: tuple[TensorType, ...]
+    steps: tuple[tuple[Kernel, tuple[int, ...], int], ...]
+    results: tuple[int, ...]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        at = dict(enumerate(tensors))
+        for kernel, reads, gives in self.steps:
+            at[gives] = kernel(*(at[i] for i in reads))
+        return [at[i].contiguous() for i in self.results]
+
+
+def _program(module: Any, where: str) -> _Program | None:
+    """A payload as torch's kernels, or None if it holds something that the interpreter runs."""
+    functions = [Operation(raw) for raw in module.body.operations]
+    if len(functions) != 1 or functions[0].string("sym_name") != "main":
+        return None
+    block = functions[0].block()
+    at = {value: i for i, value in enumerate(block.arguments)}
+    types = tuple(tensor_type(a.type, where) for a in block.arguments)
+    steps: list[tuple[Kernel, tuple[int, ...], int]] = []
+    for op in block.operations():
+        reads = tuple(at[v] for v in op.operands)
+        if op.name in ("func.return", "stablehlo.return"):
+            return _Program(types, tuple(steps), reads)
+        make = maker(op)
+        if make is None:
+            return None
+        (result,) = op.results
+        at[result] = len(at)
+        steps.append((make(op), reads, at[result]))
+    return None
+
+
+@functools.lru_cache(maxsize=1024)
+def _program_of(payload: str, where: str) -> _Program | None:
+    return _program(_jaxlib.parse(payload, where), where)
+
+
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
-    """Run a `call` of this front end with StableHLO's reference interpreter, on the CPU.
+    """Run a `call` of this front end: by torch where it computes the operation, else by StableHLO's interpreter, on the CPU.
 
     Raises:
         InputError: the payload is no module with a `main` that takes these values.
-        UnsupportedError: the interpreter cannot run it.
+        UnsupportedError: neither can run it.
     """
+    tensors = [v for v in values if isinstance(v, torch.Tensor)]
+    program = _program_of(call.payload, call.target)
+    if program is not None:
+        _check_values(program.types, values, call.target)
+        return program.run(tensors)
     # A context keeps every constant it ever saw, inputs among them: one for each evaluation.
     module = _jaxlib.parse(call.payload, call.target)
     arguments = _runnable(module, call.target).block().arguments
-    tensors = [v for v in values if isinstance(v, torch.Tensor)]
-    if not len(arguments) == len(tensors) == len(values):
-        raise InputError(f"{len(values)} values for a payload that takes {len(arguments)} tensors", where=call.target)
+    types = [tensor_type(a.type, call.target) for a in arguments]
+    _check_values(types, values, call.target)
     with module.context:
-        types = [tensor_type(a.type, call.target) for a in arguments]
         inputs = [attribute_from(x, t.dtype) for x, t in zip(tensors, types, strict=True)]
     device = tensors[0].device if tensors else torch.device("cpu")
     results = _jaxlib.interpret(module, inputs)
     found = [elements(a, t, "", call.target).expand(t.shape) for a, t in zip(results, call.types, strict=True)]
     return [t.to(device) for t in found]
+
+
+def _check_values(types: Sequence[TensorType], values: Sequence[object], where: str) -> None:
+    if len(types) != len(values):
+        raise InputError(f"{len(values)} values for a payload that takes {len(types)} tensors", where=where)
+    for value, type in zip(values, types, strict=True):
+        given = (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else ()
+        if given != (type.shape, type.dtype.to_torch()):
+            raise InputError(f"a payload that takes {type} is given another value", where=where)

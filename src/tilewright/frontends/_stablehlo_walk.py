@@ -9,7 +9,7 @@ from typing import Any
 
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import _jaxlib
-from tilewright.frontends._stablehlo_call import CALLABLE, make_call, make_module
+from tilewright.frontends._stablehlo_call import CALLABLE, INTERPRETED, make_call, make_module
 from tilewright.frontends._stablehlo_module import Block, Operation, place, tensor_type
 from tilewright.frontends._stablehlo_registry import Site, Value, lowering
 from tilewright.ir.build import input_
@@ -81,7 +81,8 @@ class Walk:
         if self.elided:
             self.note(f"the text leaves out the values of {', '.join(self.elided)}: they are inputs here")
         for target, times in self.called.items():
-            self.note(f"{target} ({times} in all) is evaluated by StableHLO's reference interpreter, which is slow")
+            by = "StableHLO's reference interpreter, which is slow" if target[10:] in INTERPRETED else "torch"
+            self.note(f"{target} ({times} in all) is evaluated by {by}")
         said = self.module.operation.attributes
         return Graph(
             str(said["sym_name"].value) if "sym_name" in said else name,

@@ -1,8 +1,8 @@
 """The elementwise functions that `map` names: arity, operand kinds, and meaning on torch tensors.
 
 Meanings are the StableHLO specification's where it has the function: integers wrap, integer division truncates and gives
--1 for a zero divisor, `remainder` takes the dividend's sign, `maximum` and `minimum` propagate NaN, a shift by the width or
-more leaves zeros (or the sign).
+-1 for a zero divisor, `remainder` takes the dividend's sign, `maximum` and `minimum` propagate NaN and put -0 below +0 (IEEE
+754-2019, 9.6), a shift by the width or more leaves zeros (or the sign).
 """
 
 from __future__ import annotations
@@ -93,8 +93,29 @@ def _round_half_away(x: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.frac(x).abs() == 0.5, torch.trunc(x) + torch.sign(x), torch.round(x))
 
 
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _extreme(greater: bool) -> Callable[..., torch.Tensor]:
+    """torch's maximum or minimum, which give either of two zeros: equal numbers have equal bits but for a zero's sign, which
+    is minus in both (the bits' `and`) or in any (their `or`)."""
+    pick, join = (torch.maximum, torch.bitwise_and) if greater else (torch.minimum, torch.bitwise_or)
+
+    def apply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        picked = pick(a, b)
+        if not picked.is_floating_point():
+            return picked
+        bits = _BITS[a.dtype.itemsize]
+        return torch.where(a == b, join(a.view(bits), b.view(bits)).view(a.dtype), picked)
+
+    return apply
+
+
+_maximum, _minimum = _extreme(True), _extreme(False)
+
+
 def _clamp(low: torch.Tensor, x: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    return torch.minimum(torch.maximum(x, low), high)
+    return _minimum(_maximum(x, low), high)
 
 
 def _by_numpy(f: Callable[..., Any]) -> Callable[..., torch.Tensor]:
@@ -203,8 +224,8 @@ FUNCTIONS: dict[str, Function] = {
     "log": _unary(FLOAT, torch.log),
     "log_plus_one": _unary(FLOAT, torch.log1p),
     "logistic": _unary(FLOAT, torch.sigmoid),
-    "maximum": _binary(ANY, _logical(torch.logical_or, torch.maximum), integers.in_order_u64(torch.maximum, to_pred=False)),
-    "minimum": _binary(ANY, _logical(torch.logical_and, torch.minimum), integers.in_order_u64(torch.minimum, to_pred=False)),
+    "maximum": _binary(ANY, _logical(torch.logical_or, _maximum), integers.in_order_u64(torch.maximum, to_pred=False)),
+    "minimum": _binary(ANY, _logical(torch.logical_and, _minimum), integers.in_order_u64(torch.minimum, to_pred=False)),
     "modulo": _binary(NUMBER, _by_kind(_by_numpy(np.mod), integers.modulo), integers.remainder_u64),
     "multiply": _binary(ANY, _logical(torch.logical_and, torch.mul)),
     "negate": _unary(NUMBER, torch.neg),

@@ -74,7 +74,8 @@ class Reduce(Op):
                 worst = -1 if worst == U64.max else worst  # its bits, as s64
                 return torch.full(reduced_shape(tuple(x.shape), self.axes, False), worst, dtype=x.dtype, device=x.device)
             extreme = partial(torch.amax if self.fn == "maximum" else torch.amin, dim=axes)
-            return (in_order_u64(extreme, to_pred=False) if d is U64 else extreme)(x)
+            picked = (in_order_u64(extreme, to_pred=False) if d is U64 else extreme)(x)
+            return _signed_zeros(picked, x, axes, greater=self.fn == "maximum") if d.is_float else picked
         one_by_one = {"multiply": torch.mul, "and": torch.bitwise_and, "or": torch.bitwise_or}[self.fn]
         start = {"multiply": 1, "and": -1, "or": 0}[self.fn]
         for axis in reversed(axes):
@@ -83,6 +84,15 @@ class Reduce(Op):
                 total = one_by_one(total, part)
             x = total
         return x
+
+
+def _signed_zeros(picked: torch.Tensor, x: torch.Tensor, axes: list[int], *, greater: bool) -> torch.Tensor:
+    """Extremes over axes whose zeros are +0 (or, of a minimum, -0) if any among the elements is."""
+    zeros = picked == 0
+    if not zeros.any():
+        return picked
+    wanted = ((x == 0) & (x.signbit() != greater)).any(axes) == greater
+    return torch.where(zeros, torch.where(wanted, 0.0, -0.0).to(picked.dtype), picked)
 
 
 @dataclass(frozen=True)
