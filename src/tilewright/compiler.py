@@ -36,7 +36,7 @@ from tilewright.schedule.worker import begin
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
 # in any order and give the same graph.
-STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product", "siblings", "tails")
+STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product", "siblings", "tails", "computed")
 CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0

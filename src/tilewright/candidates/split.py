@@ -1,7 +1,9 @@
-"""Gemms taken apart again and timed as a whole against the folded form: joined ones by store, any by product and epilogue."""
+"""Gemms taken apart again and timed as a whole against the folded form: joined ones by store, any by product and epilogue, and
+those with a computed operand by prologue and product."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,9 +15,10 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import convert, slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Gemm, Param, Slice, Transpose
-from tilewright.schedule.candidate import CPU, GPU, Candidate, Kernel, Runner, concerns, discover
-from tilewright.schedule.problem import AnyProblem, Problem, ProblemKind, problem_of, region_of
+from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gemm, Param, Slice, Transpose
+from tilewright.schedule.candidate import CPU, GPU, LIBRARIES, Candidate, Kernel, Runner, concerns, discover
+from tilewright.schedule.cost import passes, predict, predict_us
+from tilewright.schedule.problem import AnyProblem, Problem, ProblemKind, RegionProblem, problem_of, region_of
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
 
@@ -93,6 +96,39 @@ def by_epilogue(problem: Problem) -> list[Piece]:
     return [product, Piece(replace(region, weights=weights), places)]
 
 
+def by_operands(problem: Problem) -> list[Piece]:
+    """What operands are computed from, each as a region that gives one result, and then the product of what lies in memory."""
+    op, own = problem.op, problem.node.src
+    pieces: list[Piece] = []
+    made: dict[Node, Node] = {}
+    for root in (op.lhs, op.rhs):
+        node = computed(root, problem.weights)
+        if node is None or node in made:
+            continue
+        region, order = region_of([n for n in toposort((node,)) if isinstance(n.op, Param)], (node,))
+        places = tuple(n.op.index for n in order if isinstance(n.op, Param))
+        pieces.append(Piece(replace(region, weights=tuple(problem.weights[i] for i in places)), places))
+        made[node] = Node(Param(len(own) + len(made), node.tensor))
+    lhs, rhs = substitute((op.lhs, op.rhs), made)
+    values = (*own, *made.values())
+    product = make_gemm(op.acc_dtype, lhs, rhs, op.stores, values)
+    places = tuple(values.index(s) for s in product.src)
+    weights = tuple(i < len(own) and problem.weights[i] for i in places)
+    return [*pieces, Piece(replace(problem_of(product), weights=weights), places)]
+
+
+def computed(root: Node, weights: Sequence[bool]) -> Node | None:
+    """The value of an operand that a function, a select or a narrowing cast of what is no weight gives, before it is viewed,
+    widened or dequantised; None if it is read as it lies."""
+    node = root
+    while isinstance(node.op, (*VIEWS, Dequantize)) or (
+        isinstance(node.op, Convert) and node.src[0].dtype.bits <= node.dtype.bits
+    ):
+        node = node.src[0]
+    given = [n.op.index for n in toposort((node,)) if isinstance(n.op, Param)]
+    return None if isinstance(node.op, Param) or not node.src or all(weights[i] for i in given) else node
+
+
 def _converted_first(stores: Sequence[Node], acc: Node, narrow: Node) -> tuple[Node, ...]:
     """Stores all of which convert `acc`, or ranges of it, to the type of `narrow` first, over that in its place."""
     raw, known = {acc: narrow}, dict[Node, Node]()
@@ -139,7 +175,10 @@ class Split:
         if not self._ways(problem):
             if len(problem.op.stores) > 1:
                 return "a store reads more than one range of columns"
-            return "the gemm has one store and nothing stands between product and store, so there is nothing to take apart"
+            return (
+                "the gemm has one store, nothing stands between product and store, and no operand is computed, so there is "
+                "nothing to take apart"
+            )
         return None
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
@@ -179,12 +218,31 @@ class Split:
 
         return Kernel(
             self.name,
-            _with_pieces(schedule["apart"], kernels),
+            _with_pieces(schedule["apart"], [(k.candidate, k.schedule) for k in kernels]),
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
             roundoff=max(k.roundoff for k in kernels),
         )
+
+    def leading(self, problem: Problem, target: Target) -> Schedule | None:
+        """The operands by steps of their own, where that is expected to take less than computing them in every tile that reads
+        them: unmeasured, each piece by the first kernel that takes it. None where it is not."""
+        if OPERANDS not in self._ways(problem):
+            return None
+        others = [c for c in discover() if c.name != self.name]
+        whole = _first(problem, others, target)
+        if whole is not None and target.kind == "cpu" and whole[0].preference < min(LIBRARIES):
+            return None  # packing computes each element once, as a step of its own would, and saves the pass
+        apart_us, kernels = 0.0, list[tuple[str, Schedule]]()
+        for piece in by_operands(problem):
+            first = _first(piece.problem, others, target)
+            if first is None:
+                return None
+            apart_us += _expected_us(*first, piece.problem, target)
+            kernels.append((first[0].name, first[1]))
+        fused_us = math.inf if whole is None else _expected_us(*whole, problem, target)
+        return _with_pieces(OPERANDS, kernels) if apart_us < fused_us else None
 
     def pieces(self, problem: Problem, target: Target) -> list[AnyProblem]:
         """What searches are made for."""
@@ -204,6 +262,8 @@ class Split:
         """How this gemm can be taken apart."""
         op = problem.op
         ways: list[str] = []
+        if any(computed(root, problem.weights) is not None for root in (op.lhs, op.rhs)):
+            ways.append(OPERANDS)
         if len(op.stores) > 1 and all(columns_read(s) is not None for s in op.stores):
             ways.append("stores")
         if any(not isinstance(n.op, (Acc, *VIEWS)) for s in op.stores for n in toposort((s,))):
@@ -211,17 +271,40 @@ class Split:
         return ways
 
 
+OPERANDS = "operands"
 _BY = "by"  # the knob that names each piece's candidate; those of piece 0's own point are called 0.NAME
 
 
 def _pieces(problem: Problem, schedule: Schedule) -> list[Piece]:
-    return (by_store if schedule["apart"] == "stores" else by_epilogue)(problem)
+    ways = {OPERANDS: by_operands, "stores": by_store, "epilogue": by_epilogue}
+    return ways[str(schedule["apart"])](problem)
 
 
-def _with_pieces(way: Knob, kernels: Sequence[Kernel]) -> Schedule:
-    """The point from which the same pieces are built again."""
-    own = [(f"{i}.{name}", value) for i, k in enumerate(kernels) for name, value in k.schedule.knobs]
-    return Schedule((("apart", way), (_BY, ", ".join(k.candidate for k in kernels)), *own))
+def _with_pieces(way: Knob, kernels: Sequence[tuple[str, Schedule]]) -> Schedule:
+    """The point from which the same pieces are built again, given the candidate and point of each."""
+    own = [(f"{i}.{name}", value) for i, (_, point) in enumerate(kernels) for name, value in point.knobs]
+    return Schedule((("apart", way), (_BY, ", ".join(name for name, _ in kernels)), *own))
+
+
+def _first(problem: AnyProblem, candidates: Sequence[Candidate], target: Target) -> tuple[Candidate, Schedule] | None:
+    """The candidate that comes first where nothing is measured, and its first point."""
+    for c in sorted(candidates, key=lambda c: c.preference):
+        if concerns(c, problem, target) and c.refuse(problem, target) is None:
+            point = next(iter(c.schedules(problem, target)), None)
+            if point is not None:
+                return c, point
+    return None
+
+
+def _expected_us(candidate: Candidate, point: Schedule, problem: AnyProblem, target: Target) -> float:
+    """What a kernel is expected to take. Those that are not generated for the problem compute its operands op by op."""
+    if isinstance(problem, RegionProblem):
+        return predict_us(passes(problem.roots, together=candidate.preference < min(LIBRARIES)), target)
+    us = predict(candidate, problem, point, target) or math.inf
+    if isinstance(problem, Problem) and candidate.preference >= min(LIBRARIES):
+        roots = [n for n in (computed(r, problem.weights) for r in (problem.op.lhs, problem.op.rhs)) if n is not None]
+        us += predict_us(passes(roots, together=False), target) if roots else 0.0
+    return us
 
 
 def _chosen(schedule: Schedule) -> list[tuple[str, Schedule]]:

@@ -30,6 +30,11 @@ from tilewright.ir.types import Shape
 
 ELEMENTWISE = (Map, Select, Convert, Quantize, Dequantize)
 REARRANGE = (Reshape, Transpose)
+# Functions of an instruction or two, that may be computed once more rather than kept.
+QUICK = frozenset({
+    "abs", "add", "and", "clamp", "divide", "equal", "greater", "greater_equal", "is_nan", "less", "less_equal", "maximum",
+    "minimum", "multiply", "negate", "not", "not_equal", "or", "relu", "subtract", "xor",
+})  # fmt: skip
 
 
 class Sources:

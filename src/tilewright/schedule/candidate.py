@@ -113,6 +113,15 @@ class Composed(Protocol):
 
 
 @runtime_checkable
+class Leading(Protocol):
+    """A candidate that may be the better choice where nothing may be measured, whatever its preference."""
+
+    def leading(self, problem: Any, target: Target) -> Schedule | None:
+        """The point to take before all other candidates', by its own expectations; None if there is none."""
+        ...
+
+
+@runtime_checkable
 class PacksOnce(Protocol):
     """A candidate whose packed weights serve any number of rows.
 

@@ -7,7 +7,7 @@ others take that does not hide behind it. Quantities may be NumPy arrays, one el
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 
 from tilewright.dtype import DType
 from tilewright.hardware.target import Target, widened
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Acc, Param
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import VIEWS, Acc, Param
 from tilewright.schedule.candidate import LIBRARIES, Accountable, Candidate
 from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.schedule import Schedule
@@ -127,6 +127,18 @@ def library_work(problem: AnyProblem, target: Target) -> Work | None:
     plain = Phase(cycles, 0.0, {"memory": float(problem.bytes - sum(t.size_bytes for t in problem.outputs) + between)})
     after = Phase(0.0, 0.0, {"memory": float(between + sum(t.size_bytes for t in problem.outputs))})
     return Work((plain, after), launches=1.0 + steps)
+
+
+def passes(roots: Sequence[Node], *, together: bool) -> Work:
+    """What elementwise expressions take: sources are read once and results written once, by all of them `together`
+    or by each operation."""
+    nodes = toposort(roots)
+    if together:
+        size = sum(n.tensor.size_bytes for n in nodes if isinstance(n.op, Param)) + sum(r.tensor.size_bytes for r in roots)
+        return Work((Phase(0.0, 0.0, {"memory": float(size)}),))
+    steps = [n for n in nodes if n.src and not isinstance(n.op, VIEWS)]
+    each = [float(n.tensor.size_bytes + sum(s.tensor.size_bytes for s in n.src)) for n in steps]
+    return Work(tuple(Phase(0.0, 0.0, {"memory": size}) for size in each), launches=float(len(steps)))
 
 
 def _multiplied(lhs: DType, rhs: DType, target: Target) -> str:

@@ -60,7 +60,8 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
     `roundoff` is that of a kernel that says it keeps fewer bits of its sums than the accumulator has (`Kernel.roundoff`).
     """
     if isinstance(problem, RegionProblem):
-        return _between(_region(problem, sources, usual=False), _region(problem, sources, usual=True), _inexact(problem))
+        worst, typical = (_worked_out(problem.roots, sources, usual=usual) for usual in (False, True))
+        return _between(worst, typical, _inexact(problem))
     storage = problem.acc.dtype.to_torch()
     params = {n: sources[cast("Param", n.op).index] for n in params_of(problem)}
     if problem.acc.dtype.is_integer:
@@ -70,7 +71,7 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
         worst = typical = _bands(problem, params, Band(exact, exact, exact))
     else:
         if isinstance(problem, Problem):
-            ends = _product(problem, params, roundoff)
+            ends = _product(problem, params, sources, roundoff)
         else:
             ends = _around(*attended(problem, sources), storage)
         worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]))
@@ -118,35 +119,53 @@ def _operands(problem: Problem, params: Mapping[Node, torch.Tensor]) -> list[tor
     return cast("list[torch.Tensor]", evaluate_nodes((problem.op.lhs, problem.op.rhs), params))
 
 
-def _product(problem: Problem, params: Mapping[Node, torch.Tensor], roundoff: float) -> tuple[torch.Tensor, ...]:
+def _product(
+    problem: Problem, params: Mapping[Node, torch.Tensor], sources: Sequence[torch.Tensor], roundoff: float
+) -> tuple[torch.Tensor, ...]:
     """The product worked out in float64, and the ends of the intervals of its errors' bound and of their typical size.
 
     The partial sums behind the typical size are taken to be as large as the result (data of one sign) or as a random walk of
     the products, estimated from the norms of row and column, whichever is more. A unit with fewer bits cuts products off below
-    the largest of a group: that adds a few of its roundoffs of |a|.|b|, whatever K is.
+    the largest of a group: that adds a few of its roundoffs of |a|.|b|, whatever K is. An operand that is computed on the way,
+    with an error e, adds e.|b|.
     """
-    a, b = (t.double() for t in _operands(problem, params))
+    roots = (problem.op.lhs, problem.op.rhs)
+    computed = _inexact_nodes(toposort(roots))
+    if computed:
+        (a, off_a), (b, off_b) = map(_with_error, _worked_out(roots, sources, usual=False))
+    else:
+        a, b = (t.double() for t in _operands(problem, params))
+        off_a, off_b = torch.zeros_like(a[..., :1]), torch.zeros_like(b[..., :1, :])
     storage = problem.acc.dtype.to_torch()
     u, k, tiny = problem.acc.dtype.epsilon / 2, max(problem.K, 1), torch.finfo(storage).tiny
     columns, square = b.abs(), b.square().sum(-2, keepdim=True)
 
-    def rows(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def rows(a: torch.Tensor, off_a: torch.Tensor) -> tuple[torch.Tensor, ...]:
         product = a @ b
         bound = ((k + 2) * u + SAFETY * roundoff) * (a.abs() @ columns) + tiny
         walk = a.square().sum(-1, keepdim=True) @ square / k
         usual = SAFETY * (math.sqrt(k) * u + roundoff) * (product.square() + walk).sqrt()
+        if computed:
+            off = off_a @ (columns + off_b) + a.abs() @ off_b
+            bound, usual = bound + off, usual + off
         return _around(product, bound, torch.minimum(bound, usual), storage)
 
     shape = problem.acc.shape
     at_once = max(1, most_at_once(a) * shape[-2] // max(math.prod(shape), 1))
     if at_once >= shape[-2]:
-        return rows(a)
+        return rows(a, off_a)
     found = [torch.empty(shape, dtype=storage) for _ in range(5)]
     for start in range(0, shape[-2], at_once):
         some = slice(start, start + at_once)
-        for whole, r in zip(found, rows(a[..., some, :]), strict=True):
+        for whole, r in zip(found, rows(a[..., some, :], off_a[..., some, :]), strict=True):
             whole[..., some, :] = r
     return tuple(found)
+
+
+def _with_error(band: Band) -> tuple[torch.Tensor, torch.Tensor]:
+    """A value in float64, and how far from it a right one may be; nothing where it is no number or infinite."""
+    low, mid, high = (t.double() for t in (band.low, band.mid, band.high))
+    return mid, torch.where(mid.isfinite(), torch.maximum(high - mid, mid - low), torch.zeros_like(mid))
 
 
 USUAL_COARSENESS = 1 / 4  # of the room for what is rounded at once: nearly all arguments are small ones, where it is nearer
@@ -155,10 +174,10 @@ PICKING = {"abs", "clamp", "maximum", "minimum", "negate", "relu"}
 UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "sign", "trunc"}
 
 
-def _inexact_nodes(problem: RegionProblem) -> set[Node]:
-    """The nodes of a region whose values round on the way in more than one right way."""
+def _inexact_nodes(nodes: Sequence[Node]) -> set[Node]:
+    """Of nodes, sources first, those whose values round on the way in more than one right way."""
     found: set[Node] = set()
-    for n in problem.nodes:
+    for n in nodes:
         op = n.op
         sums = isinstance(op, (Softmax, LayerNorm)) or (isinstance(op, Reduce) and op.fn in ("add", "mean", "multiply"))
         steps = isinstance(op, Map) and op.fn not in UNROUNDED
@@ -168,19 +187,20 @@ def _inexact_nodes(problem: RegionProblem) -> set[Node]:
 
 
 def _inexact(problem: RegionProblem) -> list[bool]:
-    found = _inexact_nodes(problem)
+    found = _inexact_nodes(problem.nodes)
     return [r in found for r in problem.roots]
 
 
-def _region(problem: RegionProblem, sources: Sequence[torch.Tensor], *, usual: bool) -> list[Band]:
-    """The results of a region with one of the two bounds."""
-    inexact = _inexact_nodes(problem)
+def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual: bool) -> list[Band]:
+    """Expressions over sources, with one of the two bounds."""
+    nodes = toposort(roots)
+    inexact = _inexact_nodes(nodes)
     values: dict[Node, Band] = {}
-    last = {s: n for n in problem.nodes for s in n.src}
-    for n in problem.nodes:
+    last = {s: n for n in nodes for s in n.src}
+    for n in nodes:
         src = [values[s] for s in n.src]
         for s in n.src:
-            if last[s] is n and s not in problem.roots:
+            if last[s] is n and s not in roots:
                 values.pop(s, None)
         if isinstance(n.op, Param):
             values[n] = Band.exact(sources[n.op.index])
@@ -192,7 +212,7 @@ def _region(problem: RegionProblem, sources: Sequence[torch.Tensor], *, usual: b
             values[n] = reduced(n, src, usual=usual)
         else:
             values[n] = _spread(n, _loosened(n, src, USUAL_COARSENESS if usual else 1.0))
-    return [values[r] for r in problem.roots]
+    return [values[r] for r in roots]
 
 
 def _loosened(n: Node, src: Sequence[Band], share: float) -> list[Band]:
@@ -215,7 +235,7 @@ def _spread(n: Node, src: Sequence[Band]) -> Band:
 def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band, share: float = 1.0) -> list[Band]:
     """The stores for an accumulator known up to its error; `share` of the room for what is rounded at once."""
     stores = stores_of(problem.node)
-    dependent = depends_on_acc(stores)
+    dependent = _moving(stores)
     values: dict[Node, Band] = {acc_of(problem.node): acc}
     del acc
     order = toposort(stores)
@@ -238,19 +258,19 @@ def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Ba
         elif isinstance(n.op, (Map, Select)):
             values[n] = stepped(n, src, dependent)
         else:
-            src = _loosened(n, src, share)
-            low, mid, high = (
-                cast("torch.Tensor", n.op.evaluate(n, parts))
-                for parts in ([b.low for b in src], [b.mid for b in src], [b.high for b in src])
-            )
-            values[n] = Band.spanning(mid, (low, high))
+            values[n] = _spread(n, _loosened(n, src, share))
     return [values[r] for r in stores]
+
+
+def _moving(stores: Sequence[Node]) -> set[Node]:
+    """What depends on the accumulator, or on a function of side inputs that rounds in more than one right way."""
+    return depends_on_acc(stores, _inexact_nodes(toposort(stores)))
 
 
 def _rounding(problem: CarrierProblem) -> list[bool]:
     """For each store whether something rounds on the way in more than one right way: a float sum, or a float step."""
     stores = stores_of(problem.node)
-    dependent = depends_on_acc(stores)
+    dependent = _moving(stores)
     found: set[Node] = set()
     for n in toposort(stores):
         starts = n is acc_of(problem.node) and n.dtype.is_float

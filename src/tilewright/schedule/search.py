@@ -14,7 +14,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
 from tilewright.schedule.bench import Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, concerns, discover
 from tilewright.schedule.nursery import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.schedule import Schedule
@@ -261,6 +261,10 @@ class _Search:
                 why = _refused.get(self._name(candidate)) or candidate.refuse(self._problem, self._target)
                 if why is None:
                     spaces.append(_Space(candidate, iter(candidate.schedules(self._problem, self._target))))
+                    if self._budget_s <= 0 and isinstance(candidate, Leading):
+                        point = candidate.leading(self._problem, self._target)
+                        if point is not None:
+                            spaces.insert(0, _Space(candidate, iter((point,))))
             except Exception as error:
                 why = failure("failed to consider it", error)
             if why is not None:

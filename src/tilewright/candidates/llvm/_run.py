@@ -15,7 +15,7 @@ from tilewright.candidates.llvm._vector import check
 from tilewright.ir.access import Access, Unsupported, of_operand
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param
+from tilewright.ir.ops import Map, Param, Select
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.problem import Problem
 
@@ -58,7 +58,8 @@ def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> Sid
             check((root,))
             return Side(of_operand(root, columns_last=columns_last), None)
         except Unsupported:
-            pass
+            if any(isinstance(n.op, (Map, Select)) for n in toposort((root,))):
+                raise  # a step of its own has kernels of its own
     shape = root.shape if columns_last else (*root.shape[:-2], root.shape[-1], root.shape[-2])
     stand_in = Node(Param(index, replace(root.tensor, shape=shape)))
     return Side(of_operand(stand_in, columns_last=True), root)

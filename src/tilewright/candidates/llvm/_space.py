@@ -18,7 +18,7 @@ from tilewright.candidates.llvm._run import ONE_THREAD_OPS, Plan
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Dequantize, Map, Param, Quantize
-from tilewright.schedule.problem import Problem
+from tilewright.schedule.problem import Operand, Problem
 
 # Operations that a function of `_math` takes.
 LONG = {
@@ -56,6 +56,7 @@ class Product:
         lhs_row, rhs_bytes, out_bytes: bytes of a row of the left operand as it lies in memory, of an element of the right one,
             and of what is written and read beside for an element of the result.
         lhs_steps, rhs_steps, steps: operations on a vector of an operand while it is packed, of the sums when they are stored.
+        lhs_computed, rhs_computed: of those on operands, what functions take, beside casts.
     """
 
     dot: Dot
@@ -74,6 +75,8 @@ class Product:
     lhs_steps: float = 1.0
     rhs_steps: float = 1.0
     steps: float = 0.0
+    lhs_computed: float = 0.0
+    rhs_computed: float = 0.0
 
     @classmethod
     def of(cls, problem: Problem, plan: Plan) -> Product:
@@ -87,12 +90,14 @@ class Product:
             correction=bool(plan.choice.correction),
             paired=plan.second is not None,
             threaded=problem.ops > ONE_THREAD_OPS,
-            lhs_row=-(-problem.K * problem.lhs.stored.dtype.bits // 8),
-            rhs_bytes=problem.rhs.stored.dtype.bits / 8,
+            lhs_row=-(-problem.K * _stored_bits(problem.lhs, op.lhs) // 8),
+            rhs_bytes=_stored_bits(problem.rhs, op.rhs) / 8,
             out_bytes=(written + beside) / max(1, problem.batch * problem.M * problem.N),
-            lhs_steps=1 + _steps((op.lhs,)),
-            rhs_steps=1 + _steps((op.rhs,)),
+            lhs_steps=1 + _steps((op.lhs,)) - _computed(op.lhs),
+            rhs_steps=1 + _steps((op.rhs,)) - _computed(op.rhs),
             steps=_steps(op.stores),
+            lhs_computed=_computed(op.lhs),
+            rhs_computed=_computed(op.rhs),
         )  # fmt: skip
 
     @property
@@ -112,6 +117,20 @@ def _steps(roots: Sequence[Node]) -> float:
         elif not isinstance(n.op, (*VIEWS, Param, Acc)):
             found += 1.0
     return found
+
+
+def _computed(root: Node) -> float:
+    """Of those of an operand, what functions take."""
+    return sum(LONG.get(n.op.fn, 1.0) for n in toposort((root,)) if isinstance(n.op, Map))
+
+
+def _stored_bits(operand: Operand, root: Node) -> int:
+    """Of an element as it lies in memory; of all sources of its size, where it is computed from several."""
+    if operand.source is not None:
+        return operand.stored.dtype.bits
+    sources = [n.tensor for n in toposort((root,)) if isinstance(n.op, Param)]
+    most = max((t.elements for t in sources), default=0)
+    return sum(t.dtype.bits for t in sources if t.elements == most) or root.dtype.bits
 
 
 @dataclass(frozen=True)

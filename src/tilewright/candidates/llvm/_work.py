@@ -42,6 +42,7 @@ class Rates:
     task: float = 180.0  # of taking one from the counter
     copied: float = 70.0  # of a vector of the left operand, packed as it lies
     turned: float = 10.0  # of a vector of the right one, interleaved or transposed
+    computed: float = 1.5  # of a step of a function on a vector of either, while it is packed
     conflict: float = 0.75  # of a broadcast element, if as many rows as the cache has ways lie in the same places
     restart: float = 720.0  # of a block's next piece of the right operand, that lies elsewhere than where it was read before
     near: float = 0.73  # of a cache that operands may fill and stay
@@ -184,8 +185,8 @@ def _reads(n: Product, p: Points, c: _Counts, target: Target, r: Rates, home: Qu
 def _packing(n: Product, p: Points, c: _Counts, cores: int, r: Rates) -> tuple[Quantity, Quantity, Quantity]:
     """Packing in each call: cycles of a thread if all share it, bytes that are moved, and whether threads wait for its end."""
     rows, columns = p.pack_lhs | n.correction, not n.constant
-    lhs = rows * r.copied * n.lhs_steps * n.batch * n.rows * -(-n.groups // n.dot.lanes)
-    rhs = columns * r.turned * n.rhs_steps * n.batch * c.panels * p.nv * n.groups
+    lhs = rows * (r.copied * n.lhs_steps + r.computed * n.lhs_computed) * n.batch * n.rows * -(-n.groups // n.dot.lanes)
+    rhs = columns * (r.turned * n.rhs_steps + r.computed * n.rhs_computed) * n.batch * c.panels * p.nv * n.groups
     tiles, panels = n.batch * c.tiles, n.batch * c.panels
     cycles = lhs * -(-tiles // cores) / tiles + rhs * -(-panels // cores) / panels
     packed = n.groups * c.nr * c.panels * n.dot.lane_bytes

@@ -59,9 +59,10 @@ def _plan(problem: Problem, target: Target) -> Plan:
 
 def _contiguous_along_k(problem: Problem) -> bool:
     """Whether the right operand's elements along K are neighbours in memory."""
-    source = next((n for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param) and len(n.shape) >= 2), None)
-    if source is None:
+    sources = [n for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param) and len(n.shape) >= 2]
+    if not sources:
         return False
+    source = max(sources, key=lambda n: n.tensor.elements)
     try:
         place = of_operand(problem.op.rhs, columns_last=False).of_leaf(source)
     except Unsupported:

@@ -17,8 +17,9 @@ from tilewright.candidates.triton._module import Arch, arch_of
 from tilewright.candidates.triton._write import Nest, Point
 from tilewright.hardware.target import Target, widened
 from tilewright.ir.access import Access
+from tilewright.ir.expression import QUICK
 from tilewright.ir.graph import toposort
-from tilewright.ir.ops import VIEWS, Param
+from tilewright.ir.ops import VIEWS, Const, Map, Param
 from tilewright.schedule.cost import Phase, Work, predict_us
 
 LANES = 128  # f32 operations a cycle and SM, of every architecture here but gfx9's 256
@@ -33,6 +34,7 @@ REGISTERS_BESIDE = 56  # of a thread, beside the accumulator
 DEFAULT_SHARED = 48 << 10
 NEAR_BYTES_PER_CYCLE = 40.0  # of an SM, from the last cache: 8192^3 and 4096^3 products in bf16 and s8 read 7 to 9 TB/s
 TAKES_TURNS = 1.45  # with two stages, loads of one wait for the dot of the other, which runs behind (wgmma)
+LONG = 24  # instructions of a function that is an approximation: exp, erf and the like
 STEP = 40.0  # cycles of a step for its own sake: barriers, addresses
 TIGHT = 1.08  # 128 sums a thread leave few registers
 MOST = 96  # points that are ranked
@@ -200,7 +202,8 @@ def _step(nest: Nest, p: _Points, arch: Arch, target: Target) -> tuple[Array, Ar
 
 def _conversions(access: Access) -> int:
     """Instructions for each element of an operand on the way to the dot."""
-    return 7 * sum(not isinstance(n.op, (Param, *VIEWS)) for n in toposort((access.root,)))
+    done = [n.op for n in toposort((access.root,)) if not isinstance(n.op, (Param, Const, *VIEWS))]
+    return sum(7 if not isinstance(op, Map) else 2 if op.fn in QUICK else LONG for op in done)
 
 
 def _operations(access: Access) -> int:
@@ -208,8 +211,7 @@ def _operations(access: Access) -> int:
 
 
 def _bytes(access: Access) -> float:
-    """Of memory that an element of an operand takes."""
-    return (
-        max((max(n.dtype.bits, 8) for n in toposort((access.root,)) if isinstance(n.op, Param) and len(n.shape) > 1), default=8)
-        / 8
-    )
+    """Of memory that an element of an operand takes, in all sources of its size."""
+    sources = [n.tensor for n in toposort((access.root,)) if isinstance(n.op, Param) and len(n.shape) > 1]
+    most = max((t.elements for t in sources), default=0)
+    return sum(max(t.dtype.bits, 8) for t in sources if t.elements == most) / 8 or 1.0
