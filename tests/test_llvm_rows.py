@@ -17,7 +17,7 @@ from rotated import turned, turned_in_pairs
 from test_llvm_random import KEPT, fenced, guarded
 from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm import _rows, rows
-from tilewright.dtype import BF16, F16, F32, F64, PRED, S8, S32, S64, U8
+from tilewright.dtype import BF16, F8E5M2, F16, F32, F64, PRED, S4, S8, S32, S64, U8
 from tilewright.errors import TypeMismatchError
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
@@ -119,6 +119,28 @@ def test_integers_and_tests():
     right(convert(convert(a, F32), BF16))
 
 
+@pytest.mark.parametrize("dtype", [S64, S32, U8], ids=str)
+def test_indices_are_computed(dtype):
+    a, b, n = input_("a", dtype, (5, 37)), input_("b", dtype, (37,)), const(3, dtype)
+    right(map_("add", map_("multiply", a, b), map_("modulo", a, n)), map_("divide", a, b), map_("less", a, b))
+    right(Node(Select(), map_("equal", a, b), map_("power", a, n), map_("shift_left", b, n)), map_("remainder", b, a))
+    right(*(reduce_(fn, a, (1,)) for fn in ("add", "maximum", "minimum", "multiply", "and", "or")))
+    right(convert(a, F32), convert(map_("not_equal", a, n), dtype), convert(convert(b, F32), dtype), convert(a, S64))
+
+
+def test_whether_any_or_all_hold():
+    p = input_("p", PRED, (6, 35))
+    right(*(reduce_(fn, p, (1,)) for fn in ("and", "or", "add", "multiply", "maximum", "minimum")))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_functions_that_softplus_elu_and_rotary_angles_need(dtype):
+    x = input_("x", dtype, (5, 70))
+    right(map_("log_plus_one", map_("exponential", x)), map_("exponential_minus_one", x))
+    right(map_("sine", x), map_("cosine", x), map_("power", map_("abs", x), const(0.37, dtype)))
+    right(Node(Softmax(1, True), x))
+
+
 def test_large_elementwise_regions_are_cut_into_pieces():
     a, b = input_("a", F32, (70, 1001)), input_("b", F32, (70, 1001))
     right(map_("gelu_tanh", map_("add", a, b)))
@@ -210,19 +232,18 @@ def test_bounds_catch_what_drops_precision():
 @pytest.mark.parametrize(
     ("roots", "why"),
     [
-        ((map_("sine", input_("x", F32, (4, 8))),), "sine has no vector form"),
+        ((map_("sine", input_("x", F8E5M2, (4, 8))),), "sine of f8e5m2 has no vector form"),
         ((reshape(input_("x", F32, (4, 8)), (8, 4)),), "nothing but views"),
         ((norm(input_("x", F64, (4, 8))),), "f64 has no vectors here"),
         ((map_("exponential", input_("x", F32, (0, 8))),), "an extent is zero"),
-        ((Node(Softmax(1, True), input_("x", F32, (4, 8))),), "a softmax's logarithm has no vector form"),
         ((reduce_("multiply", input_("x", F32, (4, 8)), (1,)),), "reducing f32 by multiply has no vector form"),
-        ((reduce_("or", input_("x", PRED, (4, 8)), (1,)),), "reducing pred by or has no vector form"),
+        ((reduce_("add", input_("x", S4, (4, 8)), (1,)),), "reducing s4 has no vector form"),
         ((norm(Node(Concat(1), input_("x", F32, (4, 8)), input_("y", F32, (4, 3)))),), "concat has no vector form"),
         ((norm(transpose(norm(input_("x", F32, (8, 8))), (1, 0))),), "it reduces along different axes"),
         ((map_("add", *(lambda y: (y, transpose(y, (1, 0))))(map_("tanh", input_("x", F32, (8, 8))))),), "two arrangements"),
         ((map_("exponential", input_("x", F32, ())),), "a handful of numbers"),
         ((map_("tanh", Node(Gather(1), input_("x", F32, (4, 8)), input_("i", S32, (3,)))),), "single elements of a row"),
-        ((map_("add", input_("x", S64, (4, 8)), input_("y", S64, (4, 8))),), "s64 has no vectors here"),
+        ((convert(map_("add", input_("x", S64, (4, 8)), input_("y", S64, (4, 8))), F16),), "s64 has no vectors here"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
@@ -447,9 +468,12 @@ def test_a_region_without_a_kernel_says_so():
     from tilewright.report.findings import fallback
 
     x = input_("x", F32, (40, 64))
-    program = tilewright.compile(Graph("g", (x,), (map_("sine", x),), ("y",)), budget_s=0)
+    by_blocks = Node(Quantize(S8, (1, 8)), x, input_("s", F32, (40, 8)))
+    program = tilewright.compile(Graph("g", by_blocks.src, (by_blocks,), ("y",)), budget_s=0)
     (found,) = fallback(program, {})
-    assert found.why.startswith("torch runs it operation by operation (llvm_rows: sine has no vector form")
+    assert found.why.startswith(
+        "torch runs it operation by operation (llvm_rows: quantizing to s8 by blocks has no vector form"
+    )
     assert fallback(tilewright.compile(Graph("g", (x,), (reshape(x, (64, 40)),), ("y",)), budget_s=0), {}) == []
 
 

@@ -174,6 +174,16 @@ def test_refusals(problem, target, why):
     assert rows.CANDIDATE.refuse(problem, target) == why
 
 
+def test_functions_in_f64_and_64_bit_integers_compile():
+    x, a, b = input_("x", F32, (8, 100)), input_("a", S64, (8, 100)), input_("b", S64, (100,))
+    floats = [map_(fn, x) for fn in ("log_plus_one", "exponential_minus_one", "tan", "atanh", "cbrt", "asin", "sinh")]
+    floats += [map_(fn, x, input_("y", F32, (100,))) for fn in ("power", "remainder", "atan2")]
+    integers = [map_(fn, a, b) for fn in ("divide", "modulo", "power", "shift_right_logical")]
+    for problem in (problem_of(*floats), problem_of(*integers, reduce_("and", a, (1,)), reduce_("multiply", a, (1,)))):
+        schedule = next(iter(rows.CANDIDATE.schedules(problem, gpu())))
+        rows.CANDIDATE.compile(problem, schedule, gpu())
+
+
 def test_without_triton_it_says_what_to_install(monkeypatch):
     monkeypatch.setattr(rows, "installed", lambda: False)
     assert rows.CANDIDATE.refuse(bert_norm(), gpu()) == "Triton is not installed: pip install tilewright[gpu]"

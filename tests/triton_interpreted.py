@@ -11,7 +11,8 @@ from test_llvm_casts import FP8, param, samples, table
 from tilewright.candidates.triton._emit import check
 from tilewright.candidates.triton._functions import ON_FLOATS, ON_INTEGERS
 from tilewright.candidates.triton._text import Text
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, PRED, S4, S8, S16, S32, U4, U8, U16, U32
+from tilewright.candidates.triton._wide import WIDE
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, PRED, S4, S8, S16, S32, S64, U4, U8, U16, U32
 from tilewright.ir.access import Unsupported, of_store
 from tilewright.ir.build import const, convert, map_, reshape, slice_, swap_last, transpose
 from tilewright.ir.evaluate import evaluate_nodes
@@ -25,9 +26,9 @@ from values import ALL, assert_same, from_numpy, random_array, specials, to_nump
 REACHED = [d for d in ALL if d.bits <= 32]
 EXACT = ("add", "subtract", "multiply", "maximum", "minimum", "clamp", "relu", "negate", "abs", "floor", "ceil", "trunc",
          "round_half_even", "sign", "is_nan", "is_inf", "is_finite", "and", "or", "xor", "not", "equal", "not_equal", "less",
-         "less_equal", "greater", "greater_equal")  # fmt: skip
+         "less_equal", "greater", "greater_equal", "round_half_away")  # fmt: skip
 CLOSE = ("exponential", "log", "sine", "cosine", "erf", "erfc", "gelu", "gelu_tanh", "logistic", "silu", "tanh", "rsqrt",
-         "sqrt", "divide")  # fmt: skip
+         "sqrt", "divide", "exponential_minus_one", "log_plus_one", *WIDE)  # fmt: skip
 
 
 def sparse(t):
@@ -105,7 +106,7 @@ def test_dequantize_is_exact(source):
 @pytest.mark.parametrize("fn", sorted(ON_FLOATS | ON_INTEGERS))
 def test_every_function_is_right_on_every_type_or_refused(fn):
     done = 0
-    for dtype in (d for d in REACHED if d.kind in FUNCTIONS[fn].kinds):
+    for dtype in (d for d in (*REACHED, S64) if d.kind in FUNCTIONS[fn].kinds):
         rng = np.random.default_rng(11)
         ends, arity = specials(dtype), FUNCTIONS[fn].arity
         columns = [np.concatenate([c.ravel(), random_array(dtype, (400,), rng)]) for c in np.meshgrid(*[ends] * arity)]

@@ -146,3 +146,16 @@ def test_rows_picked_from_a_table():
     picks[0, 3], picks[0, 4] = 33, -34  # ends the program on a GPU, and reads no memory beside the table anywhere
     (got,) = run(problem, sources, 4, piece=64)
     torch.testing.assert_close(got[0, 3:5], values[:1].tanh().expand(2, 50))
+
+
+@pytest.mark.parametrize("dtype", [S64, U8], ids=str)
+def test_indices_are_computed(dtype):
+    a, b, n = input_("a", dtype, (5, 37)), input_("b", dtype, (37,)), const(3, dtype)
+    right(map_("add", map_("multiply", a, b), map_("modulo", a, n)), map_("divide", a, b), map_("less", a, b))
+    right(*(reduce_(fn, a, (1,)) for fn in ("add", "maximum", "minimum", "multiply", "and", "or")))
+
+
+def test_whether_any_or_all_hold():
+    p = input_("p", PRED, (6, 35))
+    right(*(reduce_(fn, p, (1,)) for fn in ("and", "or", "add", "multiply", "maximum", "minimum")))
+    right(Node(Softmax(1, True), input_("x", F32, (5, 70))))

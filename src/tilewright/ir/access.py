@@ -57,13 +57,13 @@ def or_why(plan: Callable[P, T]) -> Callable[P, T | str]:
 
 
 def too_wide(n: Node) -> DType | None:
-    """The type of more than 32 bits in which a kernel would have to compute a node, else None: 64-bit integers may be
-    read, and converted to a narrower integer or to f32."""
-    wide = next((t for t in (n.dtype, *(s.dtype for s in n.src)) if t.bits > 32), None)
+    """The type of more than 32 bits in which a kernel would have to compute a node and cannot, else None: no f64, and no
+    64-bit integer that becomes a float narrower than f32, which would be rounded twice."""
     if isinstance(n.op, (*VIEWS, Param)):
         return None
-    narrows = isinstance(n.op, Convert) and n.dtype.bits <= 32 and (not n.dtype.is_float or n.dtype is F32)
-    return None if narrows else wide
+    types = (n.dtype, *(s.dtype for s in n.src))
+    rounds = n.dtype.is_float and n.dtype is not F32 and isinstance(n.op, Convert)
+    return next((t for t in types if t.bits > 32 and (t.is_float or rounds)), None)
 
 
 def contiguous(shape: Shape) -> tuple[int, ...]:

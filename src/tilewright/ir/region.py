@@ -34,7 +34,7 @@ from tilewright.ir.ops import (
 from tilewright.ir.ranges import Piece, Room, pieces_of
 from tilewright.ir.written import apart, written_out
 
-COMBINED = ("add", "mean", "maximum", "minimum")
+COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")
 KEPT_COLUMNS = 1 << 16  # of rows that are kept beside: past that they would leave the second-level cache
 MOST_AGAIN = 1.125  # times the work of expressions as they stand: of a mean in parts, a number a row is divided
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
@@ -297,9 +297,9 @@ def _check_gather(n: Node) -> None:
 
 def _check_reduction(n: Node) -> None:
     assert isinstance(n.op, Reduce)
-    if n.op.fn not in COMBINED or n.dtype is PRED:
+    if n.op.fn not in COMBINED or (n.op.fn == "multiply" and n.dtype.is_float):  # whose errors have no bound here
         raise Unsupported(f"reducing {n.dtype} by {n.op.fn} has no vector form")
-    if n.dtype.is_integer and (n.dtype.bits < 8 or n.dtype.bits > 32):
+    if n.dtype.is_integer and n.dtype.bits < 8:
         raise Unsupported(f"reducing {n.dtype} has no vector form")
 
 

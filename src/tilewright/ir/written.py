@@ -55,13 +55,14 @@ def _norm(op: LayerNorm, n: Node, src: Sequence[Node]) -> Node:
 
 
 def _softmax(op: Softmax, n: Node, x: Node) -> Node:
-    if op.log:
-        raise Unsupported("a softmax's logarithm has no vector form")
     if n.dtype.bits > 32:
         raise Unsupported(f"{n.dtype} has no vectors here")
     axes = (op.axis % len(n.shape),)
     x = convert(x, F32)
-    weight = map_("exponential", map_("subtract", x, _over(x, "maximum", axes)))
+    below = map_("subtract", x, _over(x, "maximum", axes))
+    weight = map_("exponential", below)
+    if op.log:
+        return convert(map_("subtract", below, map_("log", _over(weight, "add", axes))), n.dtype)
     return convert(map_("multiply", weight, map_("divide", const(1.0, F32), _over(weight, "add", axes))), n.dtype)
 
 

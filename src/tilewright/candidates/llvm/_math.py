@@ -38,6 +38,10 @@ ERFC = (-1.1283791065216064, 0.37612417340278625, -0.1128135621547699, 0.0267498
 # (erf(x) - x) / x in x^2 on |x| < 1: Cephes erff (Moshier), whose first coefficient is 1 more.
 ERF = (1.28379165726710e-1, -3.761262582423300e-1, 1.128358514861418e-1, -2.685381193529856e-2, 5.188327685732524e-3,
        -8.010193625184903e-4, 7.853861353153693e-5)  # fmt: skip
+# (log(1 + f) - f + f^2 / 2) / f^3 on sqrt(1/2) <= 1 + f < sqrt(2): Cephes logf (Moshier).
+LOG = (3.3333331174e-1, -2.4999993993e-1, 2.0000714765e-1, -1.6668057665e-1, 1.4249322787e-1, -1.2420140846e-1,
+       1.1676998740e-1, -1.1514610310e-1, 7.0376836292e-2)  # fmt: skip
+SQRT_HALF_BITS = 0x3F3504F3
 # Where gelu_tanh's exponent is 89, beyond f32; 89.5, which gives infinity; and -87.4, which gives zero.
 GELU_TANH_FROM, GELU_TANH_PAST, GELU_TANH_TO = -10.07244, -10.09427, 10.00380
 
@@ -140,6 +144,56 @@ class Math:
     def logistic(self, x: str) -> str:
         """1 / (1 + e^-x) within 2 ulp down to -88; below at most 2^-127 off."""
         return self.op("fdiv", self.const(0.5), self._half_of_one_more(self.negated(x)))
+
+    def exponential_minus_one(self, x: str) -> str:
+        """e^x - 1 within 2 ulp; a small x is itself."""
+        held = self.at_least(self.at_most(x, self.const(89.0)), self.const(-18.0))
+        beyond, n = self._reduced_exp(held)
+        power = self._power_of_2(n)  # half of it, which f32 has
+        value = self.op("fmul", self.fma(beyond, power, self.op("fsub", power, self.const(0.5))), self.const(2.0))
+        return self.select(self.compare("olt", self.call("fabs", x), self.const(2.0**-25)), x, value)
+
+    def log(self, x: str) -> str:
+        """Natural logarithm within 1 ulp."""
+        small = self.compare("olt", x, self.const(2.0**-126))
+        normal = self.select(small, self.op("fmul", x, self.const(2.0**24)), x)
+        f, n = self._part_and_exponent(normal)
+        n = self.op("fsub", n, self.select(small, self.const(24.0), self.const(0.0)))
+        return self._log_ends(x, self._log_of(f, n))
+
+    def log_plus_one(self, x: str) -> str:
+        """log(1 + x) within 2 ulp: what the sum has lost is carried along."""
+        one = self.const(1.0)
+        sum_ = self.op("fadd", x, one)
+        lost = self.op("fsub", x, self.op("fsub", sum_, one))
+        f, n = self._part_and_exponent(sum_)
+        i32 = vec(self.lanes, "i32")
+        exponent = self.f.v(f"fptosi {self.type} {self.at_most(n, self.const(126.0))} to {i32}")
+        back = self._power_of_2(self.f.v(f"sub {i32} zeroinitializer, {exponent}"))
+        value = self._log_ends(sum_, self._log_of(self.fma(lost, back, f), n))
+        return self.select(self.compare("olt", self.call("fabs", x), self.const(2.0**-25)), x, value)
+
+    def _part_and_exponent(self, x: str) -> tuple[str, str]:
+        """f and n: x = (1 + f) 2^n, sqrt(1/2) <= 1 + f < sqrt(2); of a normal number."""
+        v, i32 = self.f.v, vec(self.lanes, "i32")
+        raw = v(f"bitcast {self.type} {x} to {i32}")
+        n = v(f"ashr {i32} {v(f'sub {i32} {raw}, splat (i32 {SQRT_HALF_BITS})')}, splat (i32 23)")
+        part = v(f"sub {i32} {raw}, {v(f'shl {i32} {n}, splat (i32 23)')}")
+        return self.op("fsub", v(f"bitcast {i32} {part} to {self.type}"), self.const(1.0)), v(
+            f"sitofp {i32} {n} to {self.type}"
+        )
+
+    def _log_of(self, f: str, n: str) -> str:
+        square = self.op("fmul", f, f)
+        value = self.op("fmul", self.op("fmul", f, square), self.polynomial(f, LOG))
+        value = self.fma(square, self.const(-0.5), self.fma(n, self.const(LN2_LOW), value))
+        return self.fma(n, self.const(LN2_HIGH), self.op("fadd", f, value))
+
+    def _log_ends(self, x: str, value: str) -> str:
+        """What is the logarithm of zero, infinity, a number below and NaN."""
+        value = self.select(self.compare("oeq", x, self.const(0.0)), self.const(-float("inf")), value)
+        value = self.select(self.compare("oeq", x, self.const(float("inf"))), x, value)
+        return self.select(self.compare("oge", x, self.const(0.0)), value, self.const(float("nan")))
 
     def negated(self, x: str) -> str:
         return self.f.v(f"fneg {self.type} {x}")

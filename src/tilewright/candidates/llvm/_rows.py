@@ -16,12 +16,13 @@ from tilewright.candidates.llvm._math import Math
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm._text import Function, Int, Module, f32, suffix, vec
 from tilewright.candidates.llvm._vector import Columns, Lanes
-from tilewright.dtype import F32, DType
+from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
 from tilewright.ir.region import Region, is_named
 
 TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
+ALL = ("and", "multiply", "minimum")  # of pred: whether all hold
 LONG_BODY = 16  # instructions past which fewer vectors are worked out side by side, for want of registers
 
 
@@ -358,8 +359,14 @@ class Combine:
     def nothing(self) -> str:
         """What joining changes nothing."""
         d = self._dtype
-        if self._fn in ("add", "mean"):
+        if d is PRED:
+            return f"splat (i1 {str(self._fn in ALL).lower()})"
+        if self._fn in ("add", "mean", "or"):
             return f"splat (float {f32(-0.0)})" if d is F32 else "zeroinitializer"
+        if self._fn == "multiply":
+            return f"splat ({element(d)} 1)"
+        if self._fn == "and":
+            return f"splat ({element(d)} -1)"
         if self._sizes:
             return "zeroinitializer"
         worst = d.lowest if self._fn == "maximum" else d.highest
@@ -379,8 +386,13 @@ class Combine:
             return f.v(f"bitcast {bits} {f.intrinsic(f'llvm.umax.{suffix(bits)}', bits, *args)} to {t}")
         if not self._sees_nan:
             return Math(f, self._lanes).at_least(a, b)
-        if self._fn in ("add", "mean"):
-            return f.v(f"{'fadd' if self._dtype is F32 else 'add'} {t} {a}, {b}")
+        if self._dtype is PRED:
+            return f.v(f"{'and' if self._fn in ALL else 'or'} {t} {a}, {b}")
+        if self._fn in ("and", "or"):
+            return f.v(f"{self._fn} {t} {a}, {b}")
+        if self._fn in ("add", "mean", "multiply"):
+            name = "mul" if self._fn == "multiply" else "add"
+            return f.v(f"{'f' if self._dtype is F32 else ''}{name} {t} {a}, {b}")
         kind = "s" if self._dtype.kind == "int" else "u"
         name = self._fn if self._dtype is F32 else f"{kind}{self._fn[:3]}"
         return f.intrinsic(f"llvm.{name}.{suffix(t)}", t, (t, a), (t, b))

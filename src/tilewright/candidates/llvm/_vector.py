@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilewright.candidates.llvm._casts import FP8, Casts, constant, element, in_memory, size_bytes
+from tilewright.candidates.llvm._integers import SHIFTS, Integers
+from tilewright.candidates.llvm._math_wide import WideMath
 from tilewright.candidates.llvm._text import Function, Int, suffix, vec
 from tilewright.dtype import BF16, F32, PRED, DType
 from tilewright.ir.access import Access, Place, Unsupported, too_wide
@@ -16,11 +19,16 @@ from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param
 BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
 LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
 COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"}
-FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
+FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh", "exponential_minus_one", "log",
+                       "log_plus_one"})  # fmt: skip
+# In f64, `_math_wide.py`.
+WIDE = frozenset({"acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cosh", "cosine", "modulo", "power",
+                  "remainder", "sine", "sinh", "tan"})  # fmt: skip
 INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round_half_even": "rint", "abs": "fabs"}
-UNARY = FUNCTIONS | set(INTRINSICS) | {"exponential", "relu", "negate", "rsqrt", "is_nan", "not"}
-PICKED = frozenset({"negate", "abs", "relu", "maximum", "minimum", "clamp"})  # values that any type of the operands has
-KNOWN = UNARY | set(BINARY) | set(LOGIC) | set(COMPARE) | {"divide", "maximum", "minimum", "clamp"}
+TESTS = {"is_nan": "nan", "is_inf": "inf", "is_finite": "finite"}
+UNARY = FUNCTIONS | set(INTRINSICS) | set(TESTS) | {"exponential", "relu", "negate", "rsqrt", "not", "sign", "round_half_away"}
+PICKED = frozenset({"negate", "abs", "relu", "maximum", "minimum", "clamp", "sign"})  # values that any type of the operands has
+KNOWN = UNARY | WIDE | set(BINARY) | set(LOGIC) | set(COMPARE) | set(SHIFTS) | {"divide", "maximum", "minimum", "clamp"}
 
 
 def check(roots: Sequence[Node]) -> None:
@@ -48,7 +56,7 @@ def check_node(n: Node) -> None:
         if op.fn not in KNOWN:
             raise Unsupported(f"{op.fn} has no vector form")
         operand = n.src[0].dtype
-        if operand in FP8 or (operand.is_integer and op.fn in ("divide", "abs")) or operand.bits == 4:
+        if operand in FP8 or operand.bits == 4:
             raise Unsupported(f"{op.fn} of {operand} has no vector form")
     elif isinstance(op, Const):
         if n.tensor.elements != 1:
@@ -252,13 +260,21 @@ class Lanes(Casts):
         wide = [self.convert(a, dtype, F32) for a in args]
         if fn in COMPARE:
             return self.math.compare("une" if fn == "not_equal" else f"o{COMPARE[fn]}", *wide)
-        if fn == "is_nan":
-            return self.math.compare("uno", wide[0], wide[0])
+        if fn in TESTS:
+            return self._test(fn, wide[0])
         value = getattr(self.math, f"{fn}_to_bf16")(wide[0]) if coarse else self._floats(fn, wide)
         return self.cut(value) if dtype is BF16 and fn in PICKED else self.convert(value, F32, dtype)
 
+    def _test(self, fn: str, x: str) -> str:
+        m = self.math
+        if fn == "is_nan":
+            return m.compare("uno", x, x)
+        return m.compare("olt" if fn == "is_finite" else "oeq", m.call("fabs", x), m.const(math.inf))
+
     def _floats(self, fn: str, args: list[str]) -> str:
         m = self.math
+        if fn in WIDE:
+            return WideMath(self.f, self.lanes).call(fn, args)
         if fn in BINARY:
             return m.op(BINARY[fn][0], *args)
         if fn in FUNCTIONS or fn == "exponential":
@@ -276,6 +292,10 @@ class Lanes(Casts):
                 return m.at_least(args[0], m.const(0.0))
             case "negate":
                 return m.negated(args[0])
+            case "sign":
+                return m.select(m.compare("one", args[0], m.const(0.0)), m.call("copysign", m.const(1.0), args[0]), args[0])
+            case "round_half_away":
+                return m.call("round", args[0])
             case _:
                 assert fn == "rsqrt", fn
                 return m.op("fdiv", m.const(1.0), m.call("sqrt", args[0]))
@@ -309,7 +329,7 @@ class Lanes(Casts):
             case "not":
                 return f.v(f"xor {t} {args[0]}, splat ({element(dtype)} -1)")
             case _:
-                raise Unsupported(f"{fn} of {dtype} has no vector form")
+                return Integers(f, self.lanes, dtype).call(fn, args)
 
 
 class Vectors(Lanes):

@@ -20,7 +20,9 @@ from tilewright.candidates._approximations import (
     UPPER,
     UPPER_TO,
 )
-from tilewright.candidates.triton._casts import MOST_EXACT, Casts
+from tilewright.candidates.triton._casts import MOST_EXACT, Casts, in_registers
+from tilewright.candidates.triton._integers import Integers
+from tilewright.candidates.triton._wide import WIDE, WideFunctions
 from tilewright.dtype import F32, PRED, DType
 
 BINARY = {"add": "+", "subtract": "-", "multiply": "*"}
@@ -28,10 +30,13 @@ LOGIC = {"and": "&", "or": "|", "xor": "^", "add": "|", "multiply": "&", "maximu
 COMPARE = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}
 PLAIN = {"ceil": "ceil", "floor": "floor", "abs": "abs", "exponential": "exp", "log": "log", "sine": "sin", "cosine": "cos",
          "erf": "erf", "sqrt": "sqrt_rn"}  # fmt: skip
-OWN = {"clamp", "divide", "erfc", "gelu", "gelu_tanh", "is_finite", "is_inf", "is_nan", "logistic", "maximum", "minimum",
-       "negate", "relu", "round_half_even", "rsqrt", "sign", "silu", "tanh", "trunc"}  # fmt: skip
+SHIFTS = {"shift_left", "shift_right_logical", "shift_right_arithmetic"}
+OWN = {*WIDE, "clamp", "divide", "erfc", "exponential_minus_one", "gelu", "gelu_tanh", "is_finite", "is_inf", "is_nan",
+       "log_plus_one", "logistic", "maximum", "minimum", "negate", "relu", "round_half_away", "round_half_even", "rsqrt",
+       "sign", "silu", "tanh", "trunc"}  # fmt: skip
 ON_FLOATS = {*BINARY, *COMPARE, *PLAIN, *OWN}
-ON_INTEGERS = {*BINARY, *COMPARE, "and", "or", "xor", "not", "maximum", "minimum", "clamp", "relu", "negate"}
+ON_INTEGERS = {*BINARY, *COMPARE, *SHIFTS, "and", "or", "xor", "not", "maximum", "minimum", "clamp", "relu", "negate", "abs",
+               "sign", "divide", "remainder", "modulo", "power"}  # fmt: skip
 LOG2_E = 1.4426950408889634
 GELU_TO = 13.215  # beyond it Phi(-x) is below 2^-126
 # For values quantised to 8 bits at once: log2 of what x is multiplied by where it is negative, as a polynomial in |x|, and up
@@ -73,9 +78,10 @@ class Functions(Casts):
                 return args[0] if dtype.kind == "uint" else t.call("maximum", args[0], "0")
             case "negate":
                 return t.v(f"0 - {args[0]}")
-            case _:
-                assert fn == "not", fn
+            case "not":
                 return t.v(f"{args[0]} ^ {-1 if dtype.kind == 'int' else int(dtype.max)}")
+            case _:
+                return Integers(t, dtype, in_registers(dtype)).call(fn, args)
 
     def _floats(self, fn: str, args: list[str]) -> str:
         t, x = self.text, args[0]
@@ -83,6 +89,8 @@ class Functions(Casts):
             return t.v(f"{x} {BINARY[fn]} {args[1]}")
         if fn in PLAIN:
             return t.call(PLAIN[fn], x)
+        if fn in WIDE:
+            return WideFunctions(t).call(fn, args)
         size = f"{t.language}.abs({x})"
         match fn:
             case "divide":
@@ -120,6 +128,25 @@ class Functions(Casts):
                 return t.v(f"{size} < float('inf')")
             case "sign":
                 return self.where(t.v(f"{x} > 0"), "1.0", self.where(t.v(f"{x} < 0"), "-1.0", x))
+            case "exponential_minus_one":
+                # What the exponential is off, the logarithm of what it is takes back (Kahan).
+                more = t.call("exp", x)
+                ratio = t.v(f"{x} / {t.call('log', more)}")
+                near = t.v(f"{t.v(f'{more} - 1.0')} * {ratio}")
+                far = self.where(t.v(f"{x} > 80.0"), more, t.v(f"{more} - 1.0"))
+                held = self.where(t.v(f"{size} < 15.0"), near, far)
+                return self.where(t.v(f"{more} == 1.0"), x, held)
+            case "log_plus_one":
+                more = t.v(f"{x} + 1.0")
+                less = t.v(f"{more} - 1.0")
+                near = t.v(f"{t.call('log', more)} * {t.v(f'{x} / {less}')}")
+                held = self.where(t.v(f"{x} < {2.0**24!r}"), near, t.call("log", more))
+                held = self.where(t.v(f"{x} == -1.0"), "float('-inf')", held)
+                return self.where(t.v(f"{more} == 1.0"), x, held)
+            case "round_half_away":
+                near = t.call("floor", t.v(size))
+                near = self.where(t.v(f"{size} - {near} >= 0.5"), t.v(f"{near} + 1.0"), near)
+                return self.where(t.v(f"{x} < 0"), t.v(f"-{near}"), self.where(t.v(f"{x} == 0"), x, near))
             case "trunc":
                 down, up = t.call("floor", x), t.call("ceil", x)
                 return self.where(t.v(f"{x} < 0"), up, down)

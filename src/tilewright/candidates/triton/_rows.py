@@ -33,7 +33,24 @@ def highest(a, b):
 @triton.jit
 def lowest(a, b):
     return tl.minimum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def product(a, b):
+    return a * b
+
+
+@triton.jit
+def of_all(a, b):
+    return a & b
+
+
+@triton.jit
+def of_any(a, b):
+    return a | b
 """
+BY_PAIRS = {"multiply": ("product", "*"), "and": ("of_all", "&"), "or": ("of_any", "|")}
+OF_TESTS = {"multiply": "and", "minimum": "and", "add": "or", "maximum": "or"}  # what they are of pred
 
 
 @dataclass(frozen=True)
@@ -252,36 +269,44 @@ class _Rows(Emitter):
         """Chunk is combined with chunk before lanes and warps meet."""
         assert isinstance(n.op, Reduce)
         t, tiles, dtype = self.text, self._tiles, n.dtype
-        adds = n.op.fn in ("add", "mean")
+        fn = OF_TESTS.get(n.op.fn, n.op.fn) if dtype is PRED else n.op.fn
+        adds, name = fn in ("add", "mean"), "uint" if dtype.kind == "uint" else "int"
         parts: list[str] = []
         for tile, values in zip(self._here, self._done, strict=True):
             value = t.call("broadcast_to", values[n.src[0]], f"({tiles.tile_m}, {tiles.tile_n})")
-            if adds and dtype.is_integer:
-                value = self.cast(value, "uint32" if dtype.kind == "uint" else "int32")
+            if dtype is PRED or (adds and dtype.is_integer):
+                value = self.cast(value, f"{name}{max(dtype.bits, 32)}")
             if tile.column_mask is not None:
-                if adds:
+                if adds or fn == "or":
                     nothing = "-0.0" if dtype is F32 else "0"
+                elif fn in BY_PAIRS:
+                    nothing = "1" if fn == "multiply" or dtype is PRED else str(int(dtype.max) if name == "uint" else -1)
                 else:
-                    worst = dtype.lowest if n.op.fn == "maximum" else dtype.highest
+                    worst = dtype.lowest if fn == "maximum" else dtype.highest
                     nothing = f"float('{float(worst)}')" if dtype is F32 else str(int(worst))
                 value = self.where(t.v(f"{tile.column_mask}[None, :]"), value, nothing)
             parts.append(value)
-        most = n.op.fn == "maximum"
+        most = fn == "maximum"
         while len(parts) > 1:
             pairs = zip(parts[::2], parts[1::2], strict=False)
-            if adds:
-                parts = [t.v(f"{a} + {b}") for a, b in pairs] + parts[len(parts) & ~1 :]
+            if adds or fn in BY_PAIRS:
+                sign = "+" if adds else BY_PAIRS[fn][1]
+                parts = [t.v(f"{a} {sign} {b}") for a, b in pairs] + parts[len(parts) & ~1 :]
             else:
-                how = [n.op.fn, "tl.PropagateNan.ALL"] if dtype is F32 else [n.op.fn]
+                how = [fn, "tl.PropagateNan.ALL"] if dtype is F32 else [fn]
                 parts = [t.call(how[0], a, b, *how[1:]) for a, b in pairs] + parts[len(parts) & ~1 :]
         if adds:
             total = t.call("sum", parts[0], "axis=1", "keep_dims=True")
+        elif fn in BY_PAIRS:
+            total = t.call("reduce", parts[0], "1", BY_PAIRS[fn][0], "keep_dims=True")
         elif dtype is F32:
             total = t.call("reduce", parts[0], "1", "highest" if most else "lowest", "keep_dims=True")
         else:
-            total = t.call(n.op.fn[:3], parts[0], "axis=1", "keep_dims=True")
-        if n.op.fn == "mean":
+            total = t.call(fn[:3], parts[0], "axis=1", "keep_dims=True")
+        if fn == "mean":
             return self._mean(total)
+        if dtype is PRED:
+            return t.v(f"{total} != 0")
         return total if dtype is F32 else self.cast(total, in_registers(dtype))
 
     def _mean(self, total: str) -> str:
