@@ -1,4 +1,4 @@
-"""Functions of vectors of integers past one instruction: quotients, remainders, powers, shifts. Meanings: `ir/ops/integers.py`."""
+"""Functions of integer vectors past one instruction: quotients, remainders, powers, shifts, as `ir/ops/integers.py` has them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of f32 vectors that are worked out in f64, so that sums of a series, cut off past 2^-36, are right to the last place.
+"""Functions of f32 vectors, worked out in f64, so that sums of a series, cut off past 2^-36, are right to the last place.
 
 They are what models seldom ask for: powers, trigonometry and its inverses, remainders. Errors are in units in the last place of
 an f32 result (ulp), over all finite arguments. NaN gives NaN, infinities and zeros what C's functions of the names give.
