@@ -330,8 +330,8 @@ def test_matmul_nbits_of_a_weight_that_is_computed():
 def test_matmul_nbits_forms_that_are_refused():
     a = np.zeros((1, 32), np.float32)
     constants = {"b": np.zeros((3, 2, 4), np.uint8), "s": np.zeros((3, 2), np.float32)}
-    with pytest.raises(UnsupportedError, match="MatMulNBits of 2 bits"):
-        read(one("MatMulNBits", {"a": a}, constants, domain="com.microsoft", K=32, N=3, bits=2, block_size=16))
+    with pytest.raises(UnsupportedError, match="MatMulNBits of 3 bits"):
+        read(one("MatMulNBits", {"a": a}, constants, domain="com.microsoft", K=32, N=3, bits=3, block_size=16))
     with pytest.raises(InputError, match="MatMulNBits of N=3 K=32"):
         read(one("MatMulNBits", {"a": a}, constants, domain="com.microsoft", K=32, N=3, bits=4, block_size=16))
     more = {"b": np.zeros((3, 2, 8), np.uint8), "s": np.zeros((3, 2), np.float32), "g": np.zeros(32, np.int32)}

@@ -278,8 +278,8 @@ def test_a_name_as_long_as_a_book_or_full_of_lines():
 
 def test_operators_nobody_knows():
     refused(one("Wizardry", X), "no operator 'Wizardry' in ONNX's operator set 21", UnsupportedError)
-    m = one("FusedMatMul", X, {"w": np.ones((3, 2), np.float32)}, domain="com.microsoft")
-    refused(m, "operator FusedMatMul of domain 'com.microsoft' is not modelled, and", UnsupportedError)
+    m = one("MatMulBnb4", X, {"w": np.ones((3, 2), np.float32)}, domain="com.microsoft")
+    refused(m, "operator MatMulBnb4 of domain 'com.microsoft' is not modelled, and", UnsupportedError)
     m = one("Relu", X)
     m.graph.node[0].domain = "nowhere"
     refused(m, "does not say which version of domain 'nowhere' it uses")

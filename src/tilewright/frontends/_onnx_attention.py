@@ -37,7 +37,7 @@ def _attention(op: OpNode) -> list[Node | None]:
     if op.real("softcap", 0.0) or op.wants(3) or stated is F64:
         if causal != "no":
             visible = _visible(q, k, const(0 if causal == "upper" else k.shape[2] - q.shape[2], S64), -1, 0)
-            mask = visible if mask is None else _both(mask, visible)
+            mask = visible if mask is None else both(mask, visible)
         y, scores = _spelt_out(op, q, k, v, mask, scale, stated)
     else:
         sources = [q, k, v] if mask is None else [q, k, v, mask]
@@ -68,7 +68,7 @@ def _mask(op: OpNode, q: Node, k: Node, past: int) -> tuple[Literal["no", "upper
     if valid is not None:
         count = reshape(convert(valid, S64), (q.shape[0], 1, 1, 1))
         padding = map_("less", Node(Iota(S64, (1, 1, 1, total), 3)), count)
-        mask = padding if mask is None else _both(mask, padding)
+        mask = padding if mask is None else both(mask, padding)
         offset = map_("subtract", count, const(length, S64))
     left, right = op.integer("left_window_size", -1), op.integer("right_window_size", -1)
     causal: Literal["no", "upper", "lower"] = "no"
@@ -79,7 +79,7 @@ def _mask(op: OpNode, q: Node, k: Node, past: int) -> tuple[Literal["no", "upper
             right = 0
     if left >= 0 or right >= 0:
         window = _visible(q, k, offset, left, right)
-        mask = window if mask is None else _both(mask, window)
+        mask = window if mask is None else both(mask, window)
     return causal, mask
 
 
@@ -108,7 +108,7 @@ def _visible(q: Node, k: Node, offset: Node, left: int, right: int) -> Node:
     return seen
 
 
-def _both(mask: Node, seen: Node) -> Node:
+def both(mask: Node, seen: Node) -> Node:
     """A mask that also hides what is not `seen`."""
     if mask.dtype is PRED:
         return map_("and", mask, seen)
@@ -127,7 +127,7 @@ def _spelt_out(
 ) -> tuple[Node, Node | None]:
     """softmax(cap * tanh(scale * q @ k^T / cap) + mask) @ v, and the scores at the stage that the node asks for."""
     groups = q.shape[1] // k.shape[1]
-    k, v = (_repeated_heads(t, groups) for t in (k, v))
+    k, v = (repeated_heads(t, groups) for t in (k, v))
     wide = F64 if F64 in (q.dtype, precision) else F32
     scores = gemm(q, swap_last(k), acc_dtype=F64 if q.dtype is F64 else F32)
     stages = {_RAW: map_("multiply", scores, const(scale, scores.dtype))}
@@ -150,7 +150,7 @@ def _spelt_out(
     return gemm(weights, convert(v, q.dtype), out_dtype=q.dtype), convert(stages[mode], q.dtype)
 
 
-def _repeated_heads(x: Node, groups: int) -> Node:
+def repeated_heads(x: Node, groups: int) -> Node:
     """Each head `groups` times in a row."""
     if groups == 1:
         return x
@@ -169,24 +169,31 @@ def _rotary_embedding(op: OpNode) -> Node:
     if len(x.shape) == 3:
         heads = op.integer("num_heads")
         x = reshape(x, (*x.shape[:2], heads, x.shape[2] // heads))
-    size = x.shape[3]
-    turned = op.integer("rotary_embedding_dim", 0) or size
+    size = op.integer("rotary_embedding_dim", 0) or x.shape[3]
+    y = turned(x, cos, sin, positions, size, bool(op.integer("interleaved", 0)))
+    return transpose(y, (0, 2, 1, 3)) if len(given.shape) == 4 else reshape(y, given.shape)
+
+
+def turned(x: Node, cos: Node, sin: Node, positions: Node | None, size: int, interleaved: bool) -> Node:
+    """x [batch, length, heads, *] with the first `size` elements of each head turned.
+
+    cos and sin are [batch, length, size / 2], or tables [positions, size / 2] to read at `positions` [batch, length].
+    """
     if positions is not None:
         cos, sin = (Node(Gather(0), t, positions) for t in (cos, sin))
     cos, sin = (reshape(t, (*t.shape[:2], 1, t.shape[2])) for t in (cos, sin))
-    pairs = slice_(x, 3, 0, turned)
-    half = turned // 2
-    if op.integer("interleaved", 0):
+    pairs = slice_(x, 3, 0, size)
+    half = size // 2
+    if interleaved:
         apart = reshape(pairs, (*pairs.shape[:3], half, 2))
         a, b = (reshape(slice_(apart, 4, i, i + 1), (*pairs.shape[:3], half)) for i in (0, 1))
     else:
-        a, b = slice_(pairs, 3, 0, half), slice_(pairs, 3, half, turned)
+        a, b = slice_(pairs, 3, 0, half), slice_(pairs, 3, half, size)
     real = map_("subtract", map_("multiply", a, cos), map_("multiply", b, sin))
     imaginary = map_("add", map_("multiply", a, sin), map_("multiply", b, cos))
-    if op.integer("interleaved", 0):
+    if interleaved:
         ends = [reshape(t, (*t.shape, 1)) for t in (real, imaginary)]
         done = reshape(Node(Concat(4), *ends), pairs.shape)
     else:
         done = Node(Concat(3), real, imaginary)
-    y = done if turned == size else Node(Concat(3), done, slice_(x, 3, turned, size))
-    return transpose(y, (0, 2, 1, 3)) if len(given.shape) == 4 else reshape(y, given.shape)
+    return done if size == x.shape[3] else Node(Concat(3), done, slice_(x, 3, size, x.shape[3]))

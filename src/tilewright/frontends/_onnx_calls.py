@@ -33,6 +33,10 @@ if TYPE_CHECKING:
 
 # The shape of their result depends on data, and is never larger than that data.
 _SHRINKING = frozenset({"Compress", "NonZero", "Unique"})
+_REMEDIES = {
+    "com.microsoft": "save it from onnxruntime with fewer optimisations (ORT_ENABLE_BASIC), or quantise it as QDQ",
+    "com.microsoft.nchwc": "it was saved for one machine: save it with ORT_ENABLE_EXTENDED instead of ORT_ENABLE_ALL",
+}
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,7 @@ def _refuse_unknown(payload: str, site: CallSite) -> None:
         raise UnsupportedError(
             f"operator {what} is not modelled, and onnx's reference evaluator cannot run it: {detail}",
             where=site.where,
-            hint="export the model with standard ONNX operators",
+            hint=_REMEDIES.get(site.proto.domain, "export the model with standard ONNX operators"),
         ) from error
 
 

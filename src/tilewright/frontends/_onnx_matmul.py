@@ -1,4 +1,4 @@
-"""ONNX's matrix products: MatMul, Gemm, Einsum, and weights packed in 4 or 8 bits."""
+"""ONNX's matrix products: MatMul, Gemm, Einsum, and weights packed in 2, 4 or 8 bits."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def _matmul(op: OpNode) -> Node:
     return matmul(a, b, out_dtype=a.dtype)
 
 
-@converts("Gemm", 7, 13)
-def _gemm(op: OpNode) -> Node:
+def gemm_of(op: OpNode) -> Node:
     """alpha * A' @ B' + beta * C, rounded once to the operands' type."""
     a, b, c = op.input(0), op.input(1), op.optional(2)
     if len(a.shape) != 2 or len(b.shape) != 2:
@@ -63,6 +62,9 @@ def _gemm(op: OpNode) -> Node:
             c = map_("multiply", c, const(beta if dtype.is_float else int(beta), y.dtype))
         y = map_("add", y, broadcast(c, y.shape))
     return convert(y, dtype)
+
+
+converts("Gemm", 7, 13)(gemm_of)
 
 
 class _Term(NamedTuple):
@@ -150,8 +152,8 @@ def _matmul_nbits(op: OpNode) -> Node:
     a, packed, scales = op.input(0), op.input(1), op.input(2)
     n, k = op.integer("N"), op.integer("K")
     bits, block = op.integer("bits", 4), op.integer("block_size")
-    if bits not in (4, 8):
-        raise UnsupportedError(f"MatMulNBits of {bits} bits", where=op.where, hint="4 or 8 bits")
+    if bits not in (2, 4, 8):
+        raise UnsupportedError(f"MatMulNBits of {bits} bits", where=op.where, hint="2, 4 or 8 bits")
     if op.optional(4) is not None:
         raise UnsupportedError("MatMulNBits with g_idx", where=op.where, hint="quantize without reordering (act_order)")
     groups = -(-k // block) if block > 0 else 0
@@ -165,8 +167,8 @@ def _matmul_nbits(op: OpNode) -> Node:
     zero = op.optional(3)
     coded = op.integer("accuracy_level", 0) == EIGHT_BITS and bits == 4 and (zero is None or not zero.dtype.is_float)
     dtype = F32 if coded else a.dtype
-    plain = zero is None and bits == 4 and isinstance(packed.op, Const)  # then s4 codes: no zero points to keep
-    codes = _unpacked(reshape(packed, (n, groups * block * bits // 8)), bits, signed=plain)
+    plain = zero is None and bits < 8 and isinstance(packed.op, Const)  # then s4 codes: no zero points to keep
+    codes = unpacked(reshape(packed, (n, groups * block * bits // 8)), bits, signed=plain)
     scale = reshape(scales, (n, groups))
     if zero is not None and zero.dtype.is_float:
         apart = convert(convert(reshape(codes, (n, groups, block)), U8), F32)
@@ -178,7 +180,7 @@ def _matmul_nbits(op: OpNode) -> Node:
         zeros: list[Node] = []
         if zero is not None:
             held = -(-groups * bits // 8)
-            zeros = [slice_(_unpacked(reshape(zero, (n, held)), bits), 1, 0, groups)]
+            zeros = [slice_(unpacked(reshape(zero, (n, held)), bits), 1, 0, groups)]
         elif not plain:
             zeros = [broadcast(const(1 << bits - 1, codes.dtype), (n, groups))]
         weight = Node(Dequantize(dtype, (1, block)), codes, scale, *zeros)
@@ -205,22 +207,25 @@ def _quantized(a: Node, block: int) -> Node:
     return Node(Dequantize(F32, shape), slice_(codes, len(outer), 0, k), reshape(scale, (*outer, groups)))
 
 
-def _unpacked(packed: Node, bits: int, *, signed: bool = False) -> Node:
-    """u8 [rows, bytes] as codes [rows, bytes * 8 / bits]; a weight stays a weight, unpacked when first used, and may become s4:
-    each code less 8."""
+def unpacked(packed: Node, bits: int, *, signed: bool = False) -> Node:
+    """u8 [rows, bytes] as codes [rows, bytes * 8 / bits], those of 2 bits as u4 too.
+
+    A weight stays a weight, unpacked when first used, and may become s4: each code less half of how many there are.
+    """
     if bits == 8:
         return packed
-    shape = (packed.shape[0], packed.shape[1] * 2)
+    each, ones = 8 // bits, (1 << bits) - 1
+    shape = (packed.shape[0], packed.shape[1] * each)
     source = packed.src[0] if isinstance(packed.op, Reshape) else packed
     if isinstance(source.op, Const):
         data = source.op.data
 
         def load() -> torch.Tensor:
-            pairs = data.tensor().reshape(-1)
-            codes = torch.stack([pairs & 15, pairs >> 4], -1).reshape(shape)
-            return codes.to(torch.int8) - 8 if signed else codes
+            whole = data.tensor().reshape(-1)
+            codes = torch.stack([whole >> bits * i & ones for i in range(each)], -1).reshape(shape)
+            return codes.to(torch.int8) - (1 << bits - 1) if signed else codes
 
         return Node(Const(Literal(TensorType(S4 if signed else U4, shape), load, data.label)))
-    halves = [map_("and", packed, const(15, U8)), map_("shift_right_logical", packed, const(4, U8))]
-    apart = [reshape(h, (*packed.shape, 1)) for h in halves]
+    parts = [map_("and", map_("shift_right_logical", packed, const(bits * i, U8)), const(ones, U8)) for i in range(each)]
+    apart = [reshape(p, (*packed.shape, 1)) for p in parts]
     return convert(reshape(Node(Concat(2), *apart), shape), U4)

@@ -103,8 +103,14 @@ def _dequantize_linear(op: OpNode) -> Node:
 
 @converts("DynamicQuantizeLinear", 11, 11)
 def _dynamic_quantize_linear(op: OpNode) -> list[Node]:
-    """u8 over the range of x widened to contain 0: scale (max - min) / 255, 1 for an x of zeros as onnxruntime has it."""
-    x = op.input(0)
+    return dynamic_u8(op.input(0))
+
+
+def dynamic_u8(x: Node) -> list[Node]:
+    """Codes, scale and zero point: u8 over the range of x widened to contain 0.
+
+    The scale is (max - min) / 255, or 1 for an x of zeros as onnxruntime has it.
+    """
     every = list(range(len(x.shape)))
     nought = const(0.0, F32)
     low = map_("minimum", reduce_("minimum", x, every), nought)
@@ -112,12 +118,12 @@ def _dynamic_quantize_linear(op: OpNode) -> list[Node]:
     flat = map_("equal", low, high)
     ratio = map_("divide", map_("subtract", high, low), const(255.0, F32))
     scale = Node(Select(), flat, const(1.0, F32), ratio)
-    shifted = map_("divide", map_("subtract", nought, low), scale)
-    zero = convert(map_("round_half_even", map_("clamp", nought, shifted, const(255.0, F32))), U8)
+    offset = map_("divide", map_("subtract", nought, low), scale)
+    zero = convert(map_("round_half_even", map_("clamp", nought, offset, const(255.0, F32))), U8)
     return [Node(Quantize(U8), x, scale, zero), scale, zero]
 
 
-def _lined_up(parameter: Node, x: Node, rows: bool) -> Node:
+def lined_up(parameter: Node, x: Node, rows: bool) -> Node:
     """A scale or zero point ready to broadcast over the product: one in all, one a row of x, or one a column."""
     if parameter.tensor.elements == 1:
         return reshape(parameter, ())
@@ -126,16 +132,16 @@ def _lined_up(parameter: Node, x: Node, rows: bool) -> Node:
     return parameter
 
 
-def _shifted(x: Node, zero: Node | None, rows: bool) -> Node:
+def shifted(x: Node, zero: Node | None, rows: bool) -> Node:
     """x - zero point in s32; x itself without one."""
-    return x if zero is None else map_("subtract", convert(x, S32), convert(_lined_up(zero, x, rows), S32))
+    return x if zero is None else map_("subtract", convert(x, S32), convert(lined_up(zero, x, rows), S32))
 
 
 @converts("MatMulInteger", 10, 10)
 def _matmul_integer(op: OpNode) -> Node:
     """(A - a's zero point) @ (B - b's zero point), in s32, which wraps."""
-    a = _shifted(op.input(0), op.optional(2), rows=True)
-    b = _shifted(op.input(1), op.optional(3), rows=False)
+    a = shifted(op.input(0), op.optional(2), rows=True)
+    b = shifted(op.input(1), op.optional(3), rows=False)
     return matmul(a, b, acc_dtype=S32)
 
 
@@ -154,10 +160,10 @@ def _qlinear_matmul(op: OpNode) -> Node:
             raise Unmodelled("the zero point of an 8-bit float may not be 0")
         product = matmul(a, b, acc_dtype=F32)
     else:
-        product = convert(matmul(_shifted(a, a_zero, True), _shifted(b, b_zero, False), acc_dtype=S32), F32)
-    scales = [_lined_up(a_scale, a, True), _lined_up(b_scale, b, False), _lined_up(y_scale, product, True)]
+        product = convert(matmul(shifted(a, a_zero, True), shifted(b, b_zero, False), acc_dtype=S32), F32)
+    scales = [lined_up(a_scale, a, True), lined_up(b_scale, b, False), lined_up(y_scale, product, True)]
     by_a, by_b, by_y = (convert(s, F32) for s in scales)
     factor = map_("divide", map_("multiply", by_a, by_b), by_y)
     scaled = map_("multiply", product, factor)
-    zeros = [] if out.is_float else [_lined_up(y_zero, product, True)]
+    zeros = [] if out.is_float else [lined_up(y_zero, product, True)]
     return Node(Quantize(out), scaled, const(1.0, F32), *zeros)

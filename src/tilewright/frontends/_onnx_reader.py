@@ -24,6 +24,7 @@ from tilewright.frontends._onnx_functions import (
 )
 from tilewright.frontends._onnx_known import KnownValues
 from tilewright.frontends._onnx_node import OpNode, Unmodelled, converter_of
+from tilewright.frontends._onnx_rewritten import rewritten
 from tilewright.frontends._onnx_scope import Context, Scope, opsets_of, plain_domain
 from tilewright.frontends._onnx_tensors import checked_shape, embedded_tensor, tensor_literal
 from tilewright.frontends._onnx_versions import modern, refuse_changed
@@ -36,6 +37,10 @@ if TYPE_CHECKING:
 
 # What a malformed node trips in a converter, in torch, or in onnx's C++: one line for the user either way.
 _MALFORMED = (ArithmeticError, LookupError, MemoryError, RuntimeError, ValueError)
+
+# What onnxruntime's tools put into ONNX's own domain although it is not there, or not yet in the operator set that they name.
+_NOT_ONNXS = frozenset({"SimplifiedLayerNormalization"})
+_TAKEN_EARLY = frozenset({"LayerNormalization"})
 
 
 @dataclass(frozen=True)
@@ -154,6 +159,9 @@ class Reader:
             if chosen is not None:
                 return chosen
         schema = self._schema(site)
+        body = rewritten(self._op_node(site, 1))
+        if body is not None:
+            return self._function(site, body, opsets_of(body.opset_import))
         version = schema.since_version if schema is not None else site.context.version_of(site.domain, site.where)
         try:
             convert = converter_of(site.domain, site.proto.op_type, version)
@@ -188,8 +196,10 @@ class Reader:
         try:
             return defs.get_schema(site.proto.op_type, max_inclusive_version=opset, domain=site.domain)
         except defs.SchemaError:
-            if site.domain:
+            if site.domain or site.proto.op_type in _NOT_ONNXS:
                 return None
+            if site.proto.op_type in _TAKEN_EARLY:
+                return defs.get_schema(site.proto.op_type, domain="")
             raise UnsupportedError(
                 f"no operator {quoted(site.proto.op_type)} in ONNX's operator set {opset}",
                 where=site.where,

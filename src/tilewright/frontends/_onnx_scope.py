@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     import onnx
 
 
+# onnxruntime's own domains, which it takes without an import: they have one version.
+IMPLIED = frozenset({"com.microsoft", "com.microsoft.nchwc"})
+
+
 def plain_domain(domain: str) -> str:
     """The operator domain, its default under one spelling."""
     return "" if domain == "ai.onnx" else domain
@@ -42,7 +46,7 @@ class Context:
         Raises:
             InputError: the model does not say, or it is no version.
         """
-        found = self.opsets.get(domain)
+        found = self.opsets.get(domain, 1 if domain in IMPLIED else None)
         if found is None:
             raise InputError(
                 f"the model does not say which version of domain {quoted(domain)} it uses",

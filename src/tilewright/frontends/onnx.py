@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from onnx.backend.base import Backend
 
 OLDEST, NEWEST = 13, 28
-_CONVERTERS = ("attention", "elementwise", "index", "matmul", "norm", "quantize", "shape")
+_CONVERTERS = (
+    "attention",
+    "blocks",
+    "contrib",
+    "contrib_attention",
+    "elementwise",
+    "index",
+    "matmul",
+    "norm",
+    "qlinear",
+    "quantize",
+    "shape",
+)
 
 
 def accepts(program: object) -> bool:
