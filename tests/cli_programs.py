@@ -54,6 +54,7 @@ def install_fake_library(monkeypatch: pytest.MonkeyPatch) -> None:
     """A front end whose opaque operation doubles its operand, or gives a text."""
     module = types.ModuleType("tilewright.frontends.fake_library")
     module.evaluate_call = lambda call, values: ["text"] if call.target == "Strings" else [2 * values[0]]  # type: ignore[attr-defined]
+    module.check_call = lambda call, sources: []  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 

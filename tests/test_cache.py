@@ -310,6 +310,56 @@ def test_files_are_the_owners_alone(tmp_path):
     assert Cache(tmp_path / "new").get(KEY) is None
 
 
+def planted_link(folder, name, to):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(to)
+
+
+PLANTED = {
+    "a folder that all may write to": (lambda f, out: f.chmod(0o777), "x can be written by other users"),
+    "a folder that the group may write to": (lambda f, out: f.chmod(0o770), "x can be written by other users"),
+    "a log that others may write": (
+        lambda f, out: (f / "decisions-0.sqlite-wal").chmod(0o666),
+        "-wal can be written by other users",
+    ),
+    "an index of the log that others may write": (lambda f, out: (f / "decisions-0.sqlite-shm").chmod(0o662), "-shm can be"),
+    "another database by a link": (lambda f, out: planted_link(f, "decisions-0.sqlite", out / "other"), "sqlite is a link"),
+    "a new file by a link": (lambda f, out: planted_link(f, "opening", out / "made"), "opening"),
+    "a log by a link": (lambda f, out: planted_link(f, "decisions-0.sqlite-wal", out / "made"), "-wal is a link"),
+    "a journal by a link": (lambda f, out: planted_link(f, "decisions-0.sqlite-journal", out / "made"), "-journal is a link"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_others_could_have_planted_is_not_used_and_said_once(tmp_path, kept, capfd, name):
+    plant, said = PLANTED[name]
+    folder, out = tmp_path / "x", tmp_path / "out"
+    out.mkdir()
+    (out / "other").write_bytes(b"")
+    before = Cache(folder)
+    assert before.put(record("0"))
+    for suffix in ("-wal", "-shm"):  # which a process that was killed leaves
+        content = (folder / f"decisions-0.sqlite{suffix}").read_bytes()
+        (folder / f"kept{suffix}").write_bytes(content)
+    before.close()
+    for suffix in ("-wal", "-shm"):
+        (folder / f"kept{suffix}").rename(folder / f"decisions-0.sqlite{suffix}")
+        (folder / f"decisions-0.sqlite{suffix}").chmod(0o600)
+    plant(folder, out)
+    unusable(Cache(folder), capfd, said)
+    assert sorted(p.name for p in out.iterdir()) == ["other"] and (out / "other").read_bytes() == b""
+
+
+def test_a_folder_that_is_a_link_is_not_used(tmp_path, kept, capfd, monkeypatch):
+    (tmp_path / "there").mkdir(mode=0o700)
+    (tmp_path / "x").symlink_to(tmp_path / "there")
+    unusable(Cache(tmp_path / "x"), capfd, "x is a link")
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "x"))
+    assert recall.user_cache() is None
+    (line,) = lines_of(capfd)
+    assert "it is a link" in line and list((tmp_path / "there").iterdir()) == []
+
+
 def lines_of(capfd):
     return [line for line in capfd.readouterr().err.splitlines() if line.startswith("tilewright: ")]
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import getpass
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
+from tilewright.candidates.library import inductor
 from tilewright.candidates.library.inductor import CANDIDATE
 from tilewright.dtype import F16, F32
 from tilewright.hardware.chips.nvidia_h200 import CHIP
@@ -58,3 +65,26 @@ def test_what_it_compiles_means_what_the_region_means(monkeypatch: pytest.Monkey
         for mine, right in zip(got, want, strict=True):
             torch.testing.assert_close(mine, right, rtol=0, atol=0)
     assert schedule == Schedule() and asked[0]["options"] == {"emulate_precision_casts": True}
+
+
+@pytest.mark.parametrize("kind", ["none", "own", "open", "link"])
+def test_what_it_compiles_lies_where_nobody_else_writes(kind, tmp_path, monkeypatch):
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usual = tmp_path / f"torchinductor_{getpass.getuser()}"
+    assert Path(default_cache_dir()) == usual
+    if kind == "link":
+        (tmp_path / "elsewhere").mkdir()
+        usual.symlink_to(tmp_path / "elsewhere")
+    elif kind != "none":
+        usual.mkdir(mode=0o700)
+        usual.chmod(0o777 if kind == "open" else 0o700)
+    inductor.keep_folders_own()
+    if kind in ("none", "own"):
+        assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ and usual.stat().st_mode & 0o777 == 0o700
+    else:
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "inductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(usual))
+    inductor.keep_folders_own()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(usual), "what the user says holds"

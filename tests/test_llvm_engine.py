@@ -98,6 +98,28 @@ def test_a_damaged_object_is_made_again(folder, generated, at):
     assert bytes(content) != file.read_bytes(), "the damaged file stayed"
 
 
+def test_exchanged_objects_are_made_again(folder, generated):
+    good = [engine.object_code(text(n)) for n in (11, 12)]
+    one, other = folder.iterdir()
+    contents = one.read_bytes(), other.read_bytes()
+    one.write_bytes(contents[1])
+    other.write_bytes(contents[0])
+    assert [engine.object_code(text(n)) for n in (11, 12)] == good
+    assert len(generated) == 4
+
+
+def test_objects_behind_a_link_or_in_an_open_folder_are_not_read(folder, generated, tmp_path):
+    engine.object_code(text(13))
+    file = only(folder)
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    engine.object_code(text(13))
+    assert len(generated) == 2 and not only(folder).is_symlink()
+    folder.chmod(0o777)
+    engine.object_code(text(13))
+    assert len(generated) == 3
+
+
 @pytest.mark.parametrize("length", [0, 5, 32, 100])
 def test_a_truncated_object_is_made_again(folder, generated, length):
     good = engine.object_code(text(4))

@@ -40,6 +40,7 @@ class Case:
         seed, fill0, fill1, inputs: of the data.
         device: where it runs.
         threads: how many threads each contender may use.
+        calls: a `.tw` file may call any operator.
     """
 
     file: str
@@ -51,10 +52,11 @@ class Case:
     inputs: str | None
     device: str
     threads: int
+    calls: bool = False
 
     def load(self) -> tuple[Graph, list[Feed]]:
         """The program's graph as it was read, and a value for each input."""
-        graph = load_program(Path(self.file), self.batch, self.dims)
+        graph = load_program(Path(self.file), self.batch, self.dims, self.calls)
         given = None if self.inputs is None else Path(self.inputs)
         return graph, make_feeds_of(graph, self.seed, self.fill0, self.fill1, given)
 

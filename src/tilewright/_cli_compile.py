@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tilewright._cli_options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option
+from tilewright._cli_options import NOT_NEGATIVE, W4_GROUP, F, all_of, allow_calls, budget_option, cache_option, device_option
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
@@ -147,8 +147,8 @@ def _check(how: Compiling, rtol_compares: bool) -> None:
         raise InputError("--fp8-attention is for --fp8 without --per-row", where="command line", hint=hint)
 
 
-def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]]) -> Graph:
-    """The program in `file`, checked to have the shapes asked for and to fit in memory.
+def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], calls: bool = False) -> Graph:
+    """The program in `file`, checked to have the shapes asked for and to fit in memory. `calls`: as --allow-calls.
 
     Raises:
         InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
@@ -157,7 +157,8 @@ def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequenc
     from tilewright.report.inputs import check_memory
 
     with progress(f"reading {file.name}"):
-        graph = load(file, LoadOptions({name: tuple(shape) for name, shape in input_dims.items()}, batch))
+        dims = {name: tuple(shape) for name, shape in input_dims.items()}
+        graph = load(file, LoadOptions(dims, batch, allow_calls=calls or allow_calls()))
     check_memory(graph)
     return graph
 

@@ -119,6 +119,19 @@ def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...
     return merged
 
 
+_ALLOW_CALLS = "tilewright.allow_calls"
+
+
+def _remember_calls(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    ctx.meta[_ALLOW_CALLS] = value
+
+
+def allow_calls() -> bool:
+    """Whether the verb under way was given --allow-calls."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_ALLOW_CALLS))
+
+
 def all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """The decorators as one, the first outermost."""
 
@@ -161,6 +174,13 @@ file_options = all_of(
         multiple=True,
         callback=_merged,
         help="Shape of an input that the program leaves open; several may follow each other.",
+    ),
+    click.option(
+        "--allow-calls",
+        is_flag=True,
+        expose_value=False,
+        callback=_remember_calls,
+        help="Let a .tw file call any operator of torch: only if you trust it.",
     ),
 )
 fill_options = all_of(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tilewright._cli_options import WRITTEN, F, all_of
+from tilewright._cli_options import WRITTEN, F, all_of, allow_calls
 
 if TYPE_CHECKING:
     from tilewright.report.inputs import Feed
@@ -118,5 +118,5 @@ def beside(
     from tilewright._cli_against import Case, against
 
     seed, fill0, fill1, inputs = data
-    case = Case(file, batch, dims, seed, fill0, fill1, inputs, program.target.device, torch.get_num_threads())
+    case = Case(file, batch, dims, seed, fill0, fill1, inputs, program.target.device, torch.get_num_threads(), allow_calls())
     return replace(measured, report=replaced(measured.report, against=against(program, feeds, case, peers)))

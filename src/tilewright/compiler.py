@@ -101,6 +101,7 @@ def compile(
     excess_precision: bool = False,
     cache: bool | Recall = True,
     within_s: float | None = None,
+    allow_calls: bool = False,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
 ) -> Executable:
@@ -125,6 +126,7 @@ def compile(
             for this device says what else is known, and where decisions are kept.
         within_s: seconds by the clock for all of it, reading, building and checking included; the budget is then shared out of
             what is left of them. Once they are over, problems left take the first choice that passes its check.
+        allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem; on a GPU
             also before kernels are compiled for all of them.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
@@ -145,7 +147,7 @@ def compile(
     if budget_s > 0:
         begin()
     dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
-    source, layers = load(program, LoadOptions(dims, batch, example_inputs)), ()
+    source, layers = load(program, LoadOptions(dims, batch, example_inputs, allow_calls)), ()
     if quantize is not None:
         source = recognised(source) if quantize.scheme.attention is not None else source
         seen = calibrate(source, quantize.batches, target.device)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Files that appear whole or not at all, and folders that nobody else could have written to."""
 
 from __future__ import annotations
 
@@ -63,6 +63,36 @@ def require_writable(path: Path) -> None:
         if there is None or stat.S_ISREG(there.st_mode):
             with _draft(path) as draft:
                 draft.touch()
+
+
+def foreign(path: Path) -> str | None:
+    """Why a folder or file of this user's could hold what someone else wrote, as the end of a sentence; None if it could not.
+
+    It must be this user's own, writable by nobody else, and no link. What is not there is nobody's.
+    """
+    try:
+        there = path.lstat()
+    except FileNotFoundError:
+        return None
+    if stat.S_ISLNK(there.st_mode):
+        return "is a link"
+    if hasattr(os, "getuid") and there.st_uid != os.getuid():
+        return "is another user's"
+    return "can be written by other users" if there.st_mode & 0o022 else None
+
+
+def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
+    """A descriptor of a file that is this user's alone; no link is followed.
+
+    Raises:
+        OSError: it cannot be opened, or somebody else could have written it.
+    """
+    descriptor = os.open(path, flags | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), mode)
+    there = os.fstat(descriptor)
+    if hasattr(os, "getuid") and (there.st_uid != os.getuid() or there.st_mode & 0o022 or not stat.S_ISREG(there.st_mode)):
+        os.close(descriptor)
+        raise PermissionError(errno.EPERM, "could have been written by someone else", str(path))
+    return descriptor
 
 
 def _seen(path: Path) -> os.stat_result | None:

@@ -5,6 +5,9 @@ A front end module defines
     accepts(program: object) -> bool          is this mine? cheap; looks at a suffix, a magic number, a type
     load(program: object, options: LoadOptions) -> Graph
     evaluate_call(call: Call, values: Sequence[object]) -> Sequence[object]     only if it makes `call` nodes
+    check_call(call: Call, sources: Sequence[Tensor | None]) -> Sequence[Tensor]
+                                             raises unless a file may bring that call; tensors on the meta device, no data in
+                                             them; what it gives may be left out where no other call needs to know
 
 It reads and never optimises: what the source says is what the graph says.
 """
@@ -23,6 +26,7 @@ from tilewright.ir.ops import Input
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 
+ALLOW_CALLS = "if you trust the file: --allow-calls, or LoadOptions(allow_calls=True)"
 SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx or .tw"
 
 
@@ -34,6 +38,8 @@ class LoadOptions:
         input_dims: shape of an input by name, where the program leaves it open (or to override its symbolic extents).
         batch: value of a symbolic first axis that nothing else binds.
         example_inputs: tensors to trace a PyTorch module with: positional ones, or a mapping of keyword arguments.
+        allow_calls: let a `.tw` file name any operator of torch, and with any arguments: it can then read this process's memory
+            and end it. Without, it may name those that cannot.
 
     Raises:
         InputError: a shape is none, an extent no whole number, or negative.
@@ -42,6 +48,7 @@ class LoadOptions:
     input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     batch: int | None = None
     example_inputs: Sequence[object] | Mapping[str, object] | None = None
+    allow_calls: bool = False
 
     def __post_init__(self) -> None:
         check_type(self.input_dims, Mapping, "input_dims", '{"x": (1, 128)}')

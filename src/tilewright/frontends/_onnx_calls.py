@@ -18,7 +18,7 @@ import torch
 
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
-from tilewright.frontends._onnx_files import SHOWN, quoted
+from tilewright.frontends._onnx_files import SHOWN, has_external_data, quoted, with_text
 from tilewright.frontends._onnx_functions import names_inside, operators_of
 from tilewright.frontends._onnx_known import RANDOM
 from tilewright.frontends._onnx_loop import loop_operator
@@ -199,9 +199,15 @@ class _Session:
 @lru_cache(maxsize=512)
 def _session(payload: str) -> _Session:
     import onnx
+    from google.protobuf.message import DecodeError
     from onnx.reference import ReferenceEvaluator
 
-    model = onnx.ModelProto.FromString(base64.b64decode(payload))
+    try:
+        model = with_text(onnx.ModelProto.FromString(base64.b64decode(payload, validate=True)), "call")
+    except (ValueError, DecodeError) as error:
+        raise InputError("the payload of a call is no ONNX model", where="call") from error
+    if has_external_data(model):
+        raise InputError("the payload of a call has data outside itself", where="call", hint="embed the tensor's data")
     inputs = tuple((i.name, i.type.tensor_type.elem_type) for i in model.graph.input)
     return _Session(ReferenceEvaluator(model, new_ops=[loop_operator()]), inputs)
 
@@ -217,6 +223,24 @@ def _refuse_unknown(payload: str, site: CallSite) -> None:
             where=site.where,
             hint=_REMEDIES.get(site.proto.domain, "export the model with standard ONNX operators"),
         ) from error
+
+
+def check_payload(call: Call, operands: int) -> None:
+    """See that a payload is a model that stands for itself and that the evaluator can run.
+
+    Raises:
+        InputError: it is malformed, refers to files, or takes another number of operands.
+        UnsupportedError: the evaluator does not know an operator.
+    """
+    try:
+        session = _session(call.payload)
+    except InputError as error:
+        raise InputError(error.what, where=call.target, hint=error.hint) from error
+    except Exception as error:
+        detail = (str(error).splitlines() or [type(error).__name__])[0][:SHOWN]
+        raise UnsupportedError(f"onnx's reference evaluator cannot run it: {detail}", where=call.target) from error
+    if len(session.inputs) != operands:
+        raise InputError(f"{operands} operands for a payload that takes {len(session.inputs)}", where=call.target)
 
 
 def evaluate(call: Call, values: Sequence[object]) -> list[object]:

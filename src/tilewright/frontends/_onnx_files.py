@@ -112,6 +112,21 @@ def with_text(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
     return model
 
 
+def has_external_data(model: onnx.ModelProto) -> bool:
+    """Whether a tensor anywhere in a model, graphs within nodes and local functions included, lies in a file of its own."""
+    stack: list[Any] = [model]
+    while stack:
+        message = stack.pop()
+        if message.DESCRIPTOR.name == "TensorProto":
+            if message.external_data or message.data_location == message.EXTERNAL:
+                return True
+            continue
+        for field, value in message.ListFields():
+            if field.type == field.TYPE_MESSAGE:
+                stack.extend((value,) if hasattr(value, "ListFields") else value)
+    return False
+
+
 class DataFiles:
     """The files in a model's folder that its tensors refer to."""
 

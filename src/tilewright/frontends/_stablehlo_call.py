@@ -192,6 +192,18 @@ def _program_of(payload: str, where: str) -> _Program | None:
     return _program(_jaxlib.parse(payload, where), where)
 
 
+def check_payload(call: Call) -> None:
+    """See that the payload of a call is one that torch's kernels or the interpreter can run.
+
+    Raises:
+        InputError: it is no module, or holds no `main`.
+        UnsupportedError: the interpreter cannot run it.
+    """
+    module = _jaxlib.parse(call.payload, call.target)
+    if _program(module, call.target) is None:
+        _runnable(module, call.target)
+
+
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
     """Run a `call` of this front end: by torch where it computes the operation, else by StableHLO's interpreter, on the CPU.
 

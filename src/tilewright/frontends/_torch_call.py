@@ -108,7 +108,12 @@ def _decode(value: object, tensors: Sequence[torch.Tensor], where: str) -> objec
         return complex(real, imaginary)
     if kind == "device":
         # Where the operands are now, which need not be where they were when the program was traced.
-        return tensors[0].device if tensors else torch.device(str(content))
+        if tensors:
+            return tensors[0].device
+        try:
+            return torch.device(str(content))
+        except RuntimeError as error:
+            raise _malformed(where) from error
     found = getattr(torch, str(content), None)
     if kind != "torch" or not isinstance(found, _TORCH_CONSTANTS):
         raise _malformed(where)
@@ -129,21 +134,35 @@ def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
     if any(a.name == "filename" for a in schema_of(operator).arguments):
         raise InputError(f"{op.target} reads a file, which a program may not", where=op.target)
     tensors = [cast(torch.Tensor, v).contiguous() for v in values]
-    args, kwargs = _arguments(op, tensors)
+    args, kwargs = arguments(op, tensors)
     with torch.no_grad():
         result = operator(*args, **kwargs)
     results = list(tensors_in(result))
+    check_types(op, results)
+    return results
+
+
+def check_types(op: Call, results: Sequence[torch.Tensor]) -> None:
+    """See that results are of the types that the call declares.
+
+    Raises:
+        TypeMismatchError: they are not.
+    """
     types = [TensorType(dtype_of(t.dtype), tuple(t.shape)) for t in results]
     if len(types) != len(op.types) or any(w.dtype is not OPAQUE and t != w for t, w in zip(types, op.types, strict=True)):
         given, declared = ", ".join(map(str, types)), ", ".join(map(str, op.types))
         raise TypeMismatchError(f"{op.target} gave {given} where {declared} is declared", where=op.target)
-    return results
 
 
-def _arguments(op: Call, tensors: Sequence[torch.Tensor]) -> tuple[list[object], dict[str, object]]:
+def arguments(op: Call, tensors: Sequence[torch.Tensor]) -> tuple[list[object], dict[str, object]]:
+    """The operator's positional and keyword arguments.
+
+    Raises:
+        InputError: the payload is malformed.
+    """
     try:
         payload: object = json.loads(op.payload)
-    except ValueError:
+    except (ValueError, RecursionError):
         payload = None
     fields = cast("dict[str, object]", payload) if isinstance(payload, dict) else {}
     args, kwargs = fields.get("args"), fields.get("kwargs")

@@ -130,3 +130,11 @@ def _graph(file: object, name: str, options: LoadOptions) -> Graph:
     outputs = [scope.get(o.name, f"output {quoted(o.name)}") for o in graph.output]
     names = tuple(o.name for o in graph.output)
     return Graph(name, tuple(inputs), tuple(outputs), names, reader.origins, tuple(dict.fromkeys(reader.notes)))
+
+
+def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:
+    """See that a call that a file brings stands for itself and refers to no file (see `_onnx_calls`)."""
+    from tilewright.frontends._onnx_calls import check_payload
+
+    check_payload(call, len(sources))
+    return ()

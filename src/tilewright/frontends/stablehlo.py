@@ -19,6 +19,7 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
 
 _SUFFIXES = (".mlir", ".stablehlo")
+_OTHERS = re.compile(r'(?:\s|//[^\n]*+)*+(?:HloModule|graph\s+")')  # a graph's own text may hold StableHLO in a payload
 _SIGNS = re.compile(r"\b(stablehlo|chlo|func\.func)\b")
 
 
@@ -26,7 +27,7 @@ def accepts(program: object) -> bool:
     """Whether `program` is a path ending in .mlir or .stablehlo, or text that mentions a function or StableHLO."""
     if isinstance(program, Path):
         return program.suffix in _SUFFIXES
-    return isinstance(program, str) and not program.lstrip().startswith("HloModule") and bool(_SIGNS.search(program))
+    return isinstance(program, str) and not _OTHERS.match(program) and bool(_SIGNS.search(program))
 
 
 def load(program: object, options: LoadOptions) -> Graph:
@@ -47,3 +48,9 @@ def load(program: object, options: LoadOptions) -> Graph:
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
     """Run a `call` node of this front end with StableHLO's reference interpreter (see `_stablehlo_call`)."""
     return calls.evaluate_call(call, values)
+
+
+def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:
+    """See that the interpreter can run a call that a file brings (see `_stablehlo_call`)."""
+    calls.check_payload(call)
+    return ()

@@ -8,8 +8,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tilewright.errors import InputError
+from tilewright.errors import InputError, TilewrightError
 from tilewright.frontends import LoadOptions
+from tilewright.frontends._calls_in_files import check_calls
 from tilewright.ir.graph import Graph
 from tilewright.ir.literal import Literal
 from tilewright.ir.literal_file import FILE, read_literals
@@ -30,7 +31,8 @@ def load(program: object, options: LoadOptions) -> Graph:
     """The graph the text describes. Its shapes are written out, so `options` has nothing to bind.
 
     Raises:
-        InputError: not UTF-8, malformed, or it refers to a constant too large to stand in the text.
+        InputError: not UTF-8, malformed, it refers to a constant too large to stand in the text, or it calls what a file may
+            not and `options` do not allow it.
     """
     where = str(program) if isinstance(program, Path) else "text"
     try:
@@ -40,13 +42,19 @@ def load(program: object, options: LoadOptions) -> Graph:
     except OSError as error:
         raise InputError(f"cannot be read: {error.strerror}", where=where) from error
     try:
-        return parse(text, _constants(program, text))
+        graph = parse(text, _constants(program, text))
     except InputError as error:
         large = error.what.startswith("no data given for constant")
         hint = (
             f"text holds small constants only: {FILE} beside it holds the others, as --dump writes it" if large else error.hint
         )
         raise InputError(error.what, where=", ".join(p for p in (where, error.where) if p), hint=hint) from error
+    if not options.allow_calls:
+        try:
+            check_calls(graph)
+        except TilewrightError as error:
+            raise type(error)(error.what, where=", ".join(p for p in (where, error.where) if p), hint=error.hint) from error
+    return graph
 
 
 def _constants(program: object, text: str) -> dict[str, Literal]:

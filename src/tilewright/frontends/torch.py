@@ -26,10 +26,12 @@ from tilewright.frontends import (
     _torch_views,
 )
 from tilewright.frontends import _torch_call as calls
+from tilewright.frontends import _torch_file_call as file_calls
 from tilewright.frontends._torch_export import exported, program_name
 from tilewright.frontends._torch_reader import Reader
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
+from tilewright.tracing import TRACING
 
 # Each registers the translations of its topic as it is imported.
 TOPICS = (_torch_elementwise, _torch_few_bits, _torch_index, _torch_matmul, _torch_quantize, _torch_reduce, _torch_views)
@@ -60,10 +62,16 @@ def load(program: object, options: LoadOptions) -> Graph:
             hint="if you trust it: tilewright.compile(torch.export.load(path))",
         )
     assert isinstance(program, (torch.nn.Module, ExportedProgram))
-    ready = exported(program, options)
-    return Reader(ready, program_name(program)).read()
+    with TRACING:
+        ready = exported(program, options)
+        return Reader(ready, program_name(program)).read()
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
     """Run a `call` node of this front end with torch (see `_torch_call`)."""
     return calls.evaluate_call(call, values)
+
+
+def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
+    """See that a call is one that a file may bring with it (see `_torch_file_call`)."""
+    return file_calls.check_call(call, sources)

@@ -8,6 +8,7 @@ a kernel may exceed; reports then show a fraction above 1. Memory is read and co
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import statistics
 import time
@@ -21,6 +22,7 @@ import platformdirs
 import torch
 
 from tilewright.discovery import modules
+from tilewright.files import foreign, open_own
 from tilewright.hardware.target import Target
 
 ROUNDS = 7
@@ -57,13 +59,15 @@ def cache_folder() -> Path:
     """Where measurements are kept: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: it cannot be made, or somebody else could have written to it: it is a link, another user's, or open to others.
     """
     given = os.environ.get("TILEWRIGHT_CACHE")
     folder = Path(given) if given else Path(platformdirs.user_cache_dir("tilewright", appauthor=False))
     if folder.parts[:1] == ("~",):
         raise FileNotFoundError("this user has no home folder; TILEWRIGHT_CACHE names another one")
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if (why := foreign(folder)) is not None:
+        raise PermissionError(errno.EPERM, f"it {why}", str(folder))
     return folder
 
 
@@ -118,7 +122,8 @@ def _with(target: Target, record: Record) -> Target:
 
 def _load(key: str, kind: str) -> Record | None:
     try:
-        record = msgspec.json.decode((cache_folder() / f"ceilings-{kind}.json").read_bytes(), type=Record)
+        with os.fdopen(open_own(cache_folder() / f"ceilings-{kind}.json", os.O_RDONLY), "rb") as file:
+            record = msgspec.json.decode(file.read(), type=Record)
     except (OSError, msgspec.DecodeError):
         return None
     return record if record.key == key else None

@@ -9,7 +9,8 @@ medium (`synchronous=NORMAL`), since a lost record costs one measurement.
 
 Only one process measures a problem at a time (`alone`): the lock is the operating system's and ends with the process that holds
 it. The log needs memory shared between processes, and the lock one kernel: on a network file system nothing is kept, as on one
-that is full or cannot be written. That is said once, on standard error, and everything goes on.
+that is full or cannot be written, or in a folder that is a link, another user's, or open to others' writing: what stands there
+could be anybody's, and the log is replayed unasked. That is said once, on standard error, and everything goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
 
+from tilewright.files import foreign, open_own
 from tilewright.schedule.record import Key, Record, Refusal, sealed, unsealed
 
 BUSY_S = 20.0
@@ -48,6 +50,9 @@ _OF_THE_DISK = frozenset(
         sqlite3.SQLITE_READONLY,
     }
 )
+
+# Of the files that SQLite keeps for one database: itself, its log, the log's index, and a journal of older times.
+_SUFFIXES = ("", "-wal", "-shm", "-journal")
 
 T = TypeVar("T")
 
@@ -162,7 +167,8 @@ class Cache:
         with contextlib.suppress(OSError):
             folder = self.folder / "locks"
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(folder / key.digest()[:1].hex(), os.O_RDWR | os.O_CREAT, 0o600)
+            if foreign(self.folder) is None and foreign(folder) is None:
+                descriptor = open_own(folder / key.digest()[:1].hex(), os.O_RDWR | os.O_CREAT)
         if descriptor is None:
             yield False
             return
@@ -182,7 +188,7 @@ class Cache:
                 except _UnusableError as why:
                     self._stop(str(why))
                 except OSError as error:
-                    self._stop(f"{self.folder}: {error.strerror or error}")
+                    self._stop(f"{error.filename or self.folder}: {error.strerror or error}")
                 except sqlite3.Error as error:
                     self._failed(error)
                 except UnicodeDecodeError as error:  # SQLite's own message, which quotes a damaged name
@@ -216,6 +222,7 @@ class Cache:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if made_now:
             self.folder.chmod(0o700)
+        self._check_owned(self.folder)
         kind = file_system(self.folder)
         if NETWORK.fullmatch(kind):
             raise _UnusableError(f"{self.folder} is on a network file system ({kind}); TILEWRIGHT_CACHE names another folder")
@@ -227,9 +234,8 @@ class Cache:
     def _connected(self, path: Path) -> sqlite3.Connection:
         with contextlib.suppress(FileExistsError):  # never opened by hand if it is there: closing it would drop SQLite's locks
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-        status = path.stat()
-        if status.st_uid != os.getuid() or status.st_mode & 0o022:
-            raise _UnusableError(f"{path} could have been written by someone else")
+        for suffix in _SUFFIXES:  # SQLite opens all of them by their names, and replays what the log says
+            self._check_owned(Path(f"{path}{suffix}"))
         connection = sqlite3.connect(path, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
@@ -245,10 +251,14 @@ class Cache:
             raise
         return connection
 
+    def _check_owned(self, path: Path) -> None:
+        if (why := foreign(path)) is not None:
+            raise _UnusableError(f"{path} {why}; TILEWRIGHT_CACHE names another folder")
+
     @contextlib.contextmanager
     def _opening(self) -> Generator[None]:
         """One process at a time opens the file or sets it aside: two that turn the log on at once would fail."""
-        descriptor = os.open(self.folder / "opening", os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = open_own(self.folder / "opening", os.O_RDWR | os.O_CREAT)
         try:
             if not _locked(descriptor, BUSY_S, lambda: False):
                 raise _UnusableError(f"{self.folder}: another process has been opening the file for {BUSY_S:.0f} s")
@@ -280,7 +290,7 @@ class Cache:
     def _delete_before(self, generation: int) -> None:
         for number in self._generations():
             if number < generation:
-                for suffix in ("", "-wal", "-shm"):
+                for suffix in _SUFFIXES:
                     Path(f"{self._path(number)}{suffix}").unlink(missing_ok=True)
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
+import os
+import re
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 
+from tilewright.files import foreign
+from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
@@ -14,6 +22,9 @@ from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import GPU, LIBRARIES, Kernel, Runner, concerns, discover
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
+from tilewright.tracing import TRACING
+
+INDUCTORS = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class Inductor:
@@ -40,13 +51,35 @@ class Inductor:
         device = torch.device(target.device)
         compiled = _compiled(problem, device)
 
+        called: list[bool] = []
+
         def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            return compiled(*(s.contiguous() for s in sources))  # it would compile anew for other strides
+            with contextlib.nullcontext() if called else TRACING:  # the first call compiles
+                results = compiled(*(s.contiguous() for s in sources))  # it would compile anew for other strides
+            called[:] = [True]
+            return results
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             return run
 
         return Kernel(self.name, schedule, prepare)
+
+
+def keep_folders_own() -> None:
+    """See that Inductor writes what it compiles, and reads it back, where nobody else can write: unless the user names a
+    folder, torch takes one in the system's temporary folder, which somebody else may have made first.
+
+    Raises:
+        OSError: there is no folder of this user's to take in its place.
+    """
+    if os.environ.get(INDUCTORS):
+        return
+    user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+    usual = Path(tempfile.gettempdir()) / f"torchinductor_{user}"
+    with contextlib.suppress(OSError):
+        usual.mkdir(mode=0o700, exist_ok=True)
+    if not usual.is_dir() or foreign(usual) is not None:
+        os.environ[INDUCTORS] = str(cache_folder() / "inductor")
 
 
 def _compiled(problem: RegionProblem, device: torch.device) -> Callable[..., Sequence[torch.Tensor]]:
@@ -58,8 +91,9 @@ def _compiled(problem: RegionProblem, device: torch.device) -> Callable[..., Seq
     def region(*sources: torch.Tensor) -> list[torch.Tensor]:
         return cast("list[torch.Tensor]", evaluate(sources))
 
+    keep_folders_own()
     given = [torch.empty(t.shape, dtype=t.dtype.to_torch(), device=device) for t in problem.types]
-    with torch.no_grad():
+    with TRACING, torch.no_grad():
         traced = make_fx(region, tracing_mode="fake")(*given)
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return cast("Callable[..., Sequence[torch.Tensor]]", torch.compile(traced, fullgraph=True, dynamic=False, options=options))

@@ -1,7 +1,7 @@
 """From IR text to something Python calls: code generation, a cache of object code on disk, and the threads to run it on.
 
-Object code is kept under the hash of everything it depends on (the text names the processor and its features), so a process
-that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
+Object code is kept under the hash of everything it depends on (the text names the processor and its features) and sealed with
+it, so a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
 
 Kernels may be called from several Python threads at once. In a forked child GNU's OpenMP runtime has lost its threads and waits
 for them, in torch's own operations as well as here: call `torch.set_num_threads(1)` there first, or spawn instead of forking.
@@ -23,6 +23,7 @@ import llvmlite.binding as llvm
 
 from tilewright.candidates.llvm._text import PYTHON, THREADS
 from tilewright.errors import UnsupportedError
+from tilewright.files import foreign, open_own
 from tilewright.hardware.ceilings import cache_folder
 
 METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
@@ -90,44 +91,49 @@ def object_code(text: str) -> bytes:
     cpu, features = host()
     key = hashlib.sha256("\0".join((text, cpu, features, repr(llvm.llvm_version_info))).encode()).hexdigest()
     file = _folder() / f"{key}.o"
-    kept = _read(file)
+    kept = _read(file, key)
     if kept is not None:
         return kept
     machine, module = _parsed(text, llvm.get_process_triple(), cpu, features)
     code: bytes = machine.emit_object(module)
-    _write(file, code)
+    _write(file, key, code)
     return code
 
 
 def _folder() -> Path:
     try:
-        return cache_folder() / "kernels"
+        folder = cache_folder() / "kernels"
+        if foreign(folder) is None:
+            return folder
     except OSError:
-        return Path(os.devnull) / "kernels"  # nothing is found there, nothing kept
+        pass
+    return Path(os.devnull) / "kernels"  # nothing is found there, nothing kept
 
 
-def _read(file: Path) -> bytes | None:
-    """A cached object, unless it is missing, damaged, or could have been written by someone else."""
+def _seal(key: str, code: bytes) -> bytes:
+    """What binds code to the text and the processor it was made of: another kernel's object under this name is none."""
+    return hashlib.sha256(key.encode() + code).digest()
+
+
+def _read(file: Path, key: str) -> bytes | None:
+    """A cached object, unless it is missing, damaged, another key's, or could have been written by someone else."""
     try:
-        with file.open("rb") as opened:
-            status = os.fstat(opened.fileno())
-            if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
-                return None
+        with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
             content = opened.read()
     except OSError:
         return None
-    digest, code = content[:32], content[32:]
-    return code if hashlib.sha256(code).digest() == digest else None
+    seal, code = content[:32], content[32:]
+    return code if _seal(key, code) == seal else None
 
 
-def _write(file: Path, code: bytes) -> None:
+def _write(file: Path, key: str, code: bytes) -> None:
     """Whole or not at all; a cache that cannot be written is done without."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(dir=file.parent)  # readable by the owner alone
         try:
             with os.fdopen(descriptor, "wb") as out:
-                out.write(hashlib.sha256(code).digest() + code)
+                out.write(_seal(key, code) + code)
             Path(name).replace(file)
         except BaseException:
             Path(name).unlink(missing_ok=True)

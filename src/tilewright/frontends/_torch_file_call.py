@@ -1,0 +1,111 @@
+"""What a file may have torch do: operators of `_torch_allowed`, on arguments that their kernels for shapes alone accept.
+
+Such a kernel has neither storage nor values, so it has nothing to read past; what it gives must be what the call declares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import cast
+
+import torch
+
+from tilewright.dtype import OPAQUE
+from tilewright.errors import InputError, TilewrightError, TypeMismatchError
+from tilewright.frontends import ALLOW_CALLS
+from tilewright.frontends import _torch_call as calls
+from tilewright.frontends._torch_allowed import ALLOWED
+from tilewright.frontends._torch_types import dtype_of
+from tilewright.ir.ops import Call
+
+MOST_BYTES = 1 << 34  # of the results of one call
+
+
+def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    """What a file's call gives for operands of these shapes and types, as tensors without data.
+
+    Args:
+        call: as the file has it.
+        sources: of its operands, on the meta device; None where only the running program knows a shape.
+
+    Raises:
+        InputError: its operator is not allowed, the payload is malformed, an argument is none that a file may give, or the
+            results take more than `MOST_BYTES`.
+        TypeMismatchError: it fails, or gives other types than it declares.
+    """
+    if call.target not in ALLOWED:
+        raise InputError(f"calls torch's {call.target!r}, which is not among what a file may call", hint=ALLOW_CALLS)
+    known = [s for s in sources if s is not None]
+    if len(known) < len(sources):
+        raise InputError(f"calls torch's {call.target!r} on what has a shape only once the program runs", hint=ALLOW_CALLS)
+    return shapes_of_results(call, known)
+
+
+def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """What a call of torch gives for operands of these shapes and types, as tensors without data.
+
+    Raises as `check_call`.
+    """
+    operator = calls.find_operator(call.target, call.target)
+    args, kwargs = calls.arguments(call, sources)
+    schema = calls.schema_of(operator)
+    named = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
+    for value in _flat(list(named.values())):
+        _check_argument(value, call.target)
+        if isinstance(value, torch.device) and not sources and str(value) not in ("cpu", "cuda"):  # else it is where they are
+            raise InputError(f"a call on device {str(value)!r}", where=call.target, hint="cpu")
+    if named.get("pin_memory"):
+        raise InputError("a call that pins memory", where=call.target, hint=ALLOW_CALLS)
+    if any(a.name == "device" for a in schema.arguments):
+        positional = [a.name for a in schema.arguments][: len(args)]
+        if "device" in positional:
+            args[positional.index("device")] = torch.device("meta")
+        else:
+            kwargs["device"] = torch.device("meta")
+    try:
+        with torch.no_grad():
+            results = list(calls.tensors_in(operator(*args, **kwargs)))
+    except TilewrightError:
+        raise
+    except Exception as error:  # whatever a kernel for shapes says
+        said = (str(error).splitlines() or [""])[0][:160]
+        raise TypeMismatchError(f"cannot be evaluated: {type(error).__name__}: {said}", where=call.target) from error
+    if any(t.device.type != "meta" or t.layout is not torch.strided or t.is_quantized for t in results):
+        raise InputError("a call whose results are no plain tensors", where=call.target, hint=ALLOW_CALLS)
+    if any(_end(t) > t.untyped_storage().nbytes() for t in results):
+        raise InputError("a call whose results reach past their memory", where=call.target, hint=ALLOW_CALLS)
+    if sum(t.numel() * t.element_size() for t in results) > MOST_BYTES:
+        raise InputError(f"a call whose results take more than {MOST_BYTES >> 30} GiB", where=call.target, hint=ALLOW_CALLS)
+    calls.check_types(call, results)
+    return results
+
+
+def _end(t: torch.Tensor) -> int:
+    """Bytes of its storage up to the last element that a tensor's strides reach."""
+    last = sum((d - 1) * s for d, s in zip(t.shape, t.stride(), strict=True))
+    return (int(t.storage_offset()) + last + 1) * t.element_size() if t.numel() else 0
+
+
+def _flat(values: Sequence[object]) -> Iterator[object]:
+    for value in values:
+        if isinstance(value, (list, tuple)):
+            yield from _flat(cast("Sequence[object]", value))
+        else:
+            yield value
+
+
+def _check_argument(value: object, where: str) -> None:
+    """See that an argument names no foreign device, layout or type."""
+    odd_layout = isinstance(value, torch.layout) and value is not torch.strided
+    if odd_layout or (isinstance(value, torch.dtype) and value not in _dtypes()):
+        raise InputError(f"a call with {value} among its arguments", where=where, hint=ALLOW_CALLS)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 63:
+        raise InputError(f"a call with a number of {value.bit_length()} bits", where=where)
+
+
+@cache
+def _dtypes() -> frozenset[object]:
+    """Those of the graph, and complex ones, which opaque values have."""
+    every = (v for v in vars(torch).values() if isinstance(v, torch.dtype))
+    return frozenset(d for d in every if dtype_of(d) is not OPAQUE) | {torch.complex64, torch.complex128}
