@@ -1,20 +1,23 @@
 """Values known up to an error: intervals, and what elementwise operations make of them.
 
 A step may round its operands and its result a few times, since a kernel may order an expression its own way (contract a
-multiply and an add, raise 2 instead of e to a power).
+multiply and an add, raise 2 instead of e to a power). Most functions are at their least and largest at the ends of what their
+operands may be; those that turn, jump or wrap in between are told of here. Where nothing is known an interval says so: NaN for
+a float, all of its range for an integer. Nothing is unknown of an element whose operands are exact.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import cast
 
 import torch
 
-from tilewright.dtype import DType
+from tilewright.dtype import PRED, U64, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Map
 from tilewright.schedule.pieces import by_pieces
@@ -22,6 +25,20 @@ from tilewright.schedule.pieces import by_pieces
 STEP_ROUNDINGS = 4
 # 1 + erf(x), 1 + tanh(x) and the like: a rounding of the operand's size is left where the result is small.
 CANCELLING = frozenset({"erf", "erfc", "exponential_minus_one", "gelu", "gelu_tanh", "log_plus_one", "logistic", "silu"})
+# Where a function of one float turns.
+TURNS = {"abs": 0.0, "cosh": 0.0, "gelu": -0.7517915, "gelu_tanh": -0.7524614, "silu": -1.2784645}
+# Of integers: in order until they wrap, which is seen in float64.
+WRAPPING: dict[str, Callable[..., torch.Tensor]] = {
+    "abs": torch.abs,
+    "add": torch.add,
+    "divide": torch.div,
+    "multiply": torch.mul,
+    "negate": torch.neg,
+    "subtract": torch.sub,
+}
+# Of integers: neither in order nor near what they are at the ends of an interval.
+UNORDERED = frozenset({"and", "or", "xor", "power", "shift_left", "shift_right_logical", "shift_right_arithmetic"})
+_TOP = -(1 << 63)
 
 
 @dataclass(frozen=True)
@@ -43,33 +60,172 @@ class Band:
     @classmethod
     def spanning(cls, mid: torch.Tensor, others: Sequence[torch.Tensor]) -> Band:
         """The least and the largest of some values. NaN beside a number says that nothing is known there."""
-        low, high = (reduce(f, map(orderable, others), orderable(mid)) for f in (torch.minimum, torch.maximum))
-        return cls(low.to(mid.dtype), mid, high.to(mid.dtype))
+        low, high = (reduce(f, map(_in_order, others), _in_order(mid)) for f in (torch.minimum, torch.maximum))
+        return cls(_back(low, mid.dtype), mid, _back(high, mid.dtype))
+
+    def forgotten(self, where: torch.Tensor, dtype: DType) -> Band:
+        """The band with nothing known in some places, which broadcast to it."""
+        where = where.expand(self.mid.shape)
+        if not bool(where.any()):
+            return self
+        storage = self.mid.dtype
+        if dtype.is_float:
+            nothing = torch.full((), math.nan).to(storage)
+            least, largest = nothing, nothing
+        elif dtype is U64:
+            least, largest = (torch.tensor(v).view(storage) for v in (0, -1))
+        else:
+            least, largest = (torch.tensor(int(v)).to(storage) for v in (dtype.min, dtype.max))
+        return Band(picked(where, least, self.low), self.mid, picked(where, largest, self.high))
 
 
-def stepped(n: Node, src: Sequence[Band], dependent: set[Node]) -> Band:
+def unsure(b: Band) -> torch.Tensor:
+    """Where a band is more than a point."""
+    if b.is_exact:
+        return torch.zeros((), dtype=torch.bool)
+    low, high = _in_order(b.low), _in_order(b.high)
+    return ~((low == high) | (low.isnan() & _in_order(b.mid).isnan() & high.isnan()))
+
+
+def lost(b: Band) -> torch.Tensor:
+    """Where nothing is known of a float that is a number."""
+    if not b.mid.dtype.is_floating_point or b.is_exact:
+        return torch.zeros((), dtype=torch.bool)
+    return (orderable(b.low).isnan() | orderable(b.high).isnan()) & ~orderable(b.mid).isnan()
+
+
+def spans_zero(b: Band) -> torch.Tensor:
+    """Where a band is more than a point and zero may lie in it."""
+    low, high = b.low.double(), b.high.double()
+    return (low <= 0) & (high >= 0) & (low != high)
+
+
+def picked(where: torch.Tensor, on_true: torch.Tensor, on_false: torch.Tensor) -> torch.Tensor:
+    """`torch.where`, for types of which torch knows only the bits too."""
+    if on_false.dtype.is_floating_point and on_false.dtype.itemsize == 1:
+        return torch.where(where, on_true.view(torch.uint8), on_false.view(torch.uint8)).view(on_false.dtype)
+    return torch.where(where, on_true, on_false)
+
+
+def any_of(places: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Where any of some conditions holds."""
+    return reduce(torch.logical_or, places, torch.zeros((), dtype=torch.bool))
+
+
+def stepped(n: Node, src: Sequence[Band], dependent: Collection[Node]) -> Band:
     """An elementwise step over intervals: its least and largest value over their ends, and room for its roundings."""
+    fn = n.op.fn if isinstance(n.op, Map) else "select"
+    kind = n.src[-1].dtype
     rounded = isinstance(n.op, Map) and n.dtype.is_float
-    cancels = isinstance(n.op, Map) and n.op.fn in CANCELLING
 
     def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         here = [Band(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
-        ends: list[tuple[torch.Tensor, ...]] = [
-            _rounded(b, s.dtype) if s in dependent else (b.mid,) for s, b in zip(n.src, here, strict=True)
+        wide = [
+            Band(low, b.mid, high)
+            for s, b in zip(n.src, here, strict=True)
+            for low, high in (_rounded(b, s.dtype) if s in dependent else (b.mid, b.mid),)
         ]
-        if isinstance(n.op, Map) and n.op.fn == "abs":  # it turns at zero, which may lie inside
-            low, high = ends[0][0], ends[0][-1]
-            ends[0] = (low, high, torch.zeros_like(low).clamp(low, high))
+        ends: list[tuple[torch.Tensor, ...]] = [
+            (b.low, b.high) if s in dependent else (b.mid,) for s, b in zip(n.src, wide, strict=True)
+        ]
+        if rounded and (fn in TURNS or fn == "power"):
+            ends[0] = (*ends[0], _nearest(TURNS.get(fn, 0.0), ends[0][0], ends[0][-1]))
         mid = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in here]))
-        band = Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, list(corner))) for corner in itertools.product(*ends)])
+        corners = [list(corner) for corner in itertools.product(*ends)]
+        band = Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, corner)) for corner in corners])
+        if fn != "select":
+            band = (_known_float if kind.is_float else _known_integer)(fn, wide, corners, band, n.dtype)
         if not rounded:
             return band.low, mid, band.high
         left = torch.zeros((), dtype=torch.float64)
-        if cancels:
+        if fn in CANCELLING:
             left = STEP_ROUNDINGS * n.dtype.epsilon * size(here[0].mid)
         return _moved(band.low, n.dtype, -1, left), mid, _moved(band.high, n.dtype, 1, left)
 
     return Band(*by_pieces(n.shape, step, *(t for b in src for t in (b.low, b.mid, b.high))))
+
+
+def _known_float(fn: str, src: Sequence[Band], corners: object, band: Band, result: DType) -> Band:
+    """What is known of a function of floats whose ends are those of `band`."""
+    x, y = src[0], src[-1]
+    if fn in ("sine", "cosine"):
+        room = (x.high.double() - x.low.double()).nan_to_num(2.0)
+        mid = band.mid.double()
+        ends = ((mid + sign * room).clamp(-1.0, 1.0).to(band.mid.dtype) for sign in (-1, 1))
+        return Band.spanning(band.mid, [band.low, band.high, *(picked(mid.isnan(), band.mid, e) for e in ends)])
+    if fn == "tan":
+        low, high = (torch.floor(t.double() / math.pi + 0.5) for t in (x.low, x.high))
+        return band.forgotten(low != high, result)
+    if fn == "divide":
+        return band.forgotten(spans_zero(y), result)
+    if fn in ("remainder", "modulo"):
+        whole = torch.floor if fn == "modulo" else torch.trunc
+        times = [whole(a.double() / b.double()) for a in (x.low, x.high) for b in (y.low, y.high)]
+        jumps = any_of([t != times[0] for t in times[1:]]) & (unsure(x) | unsure(y))
+        largest = torch.maximum(y.low.double().abs(), y.high.double().abs())
+        least, most = ((sign * largest).to(band.mid.dtype) for sign in (-1, 1))
+        band = Band(picked(jumps, least, band.low), band.mid, picked(jumps, most, band.high))
+        return band.forgotten(spans_zero(y), result)
+    if fn == "power":
+        negative, loose = x.low.double() < 0, unsure(y)
+        return band.forgotten((negative & loose) | (spans_zero(x) & (y.low.double() < 0)), result)
+    if fn == "atan2":
+        turns = (src[1].low.double() <= 0) & spans_zero(x)
+        least, most = (torch.tensor(sign * math.pi).to(band.mid.dtype) for sign in (-1, 1))
+        return Band(picked(turns, least, band.low), band.mid, picked(turns, most, band.high))
+    if result is PRED:
+        places = [lost(b) for b in src]
+        if fn in ("equal", "not_equal"):
+            meet = (x.low.double() <= y.high.double()) & (y.low.double() <= x.high.double())
+            places.append(meet & (unsure(x) | unsure(y)))
+        return band.forgotten(any_of(places), result)
+    return band
+
+
+def _known_integer(fn: str, src: Sequence[Band], corners: Sequence[Sequence[torch.Tensor]], band: Band, result: DType) -> Band:
+    """The same for integers, which wrap, and pred."""
+    kind = band.mid.dtype if result is not PRED else src[0].mid.dtype
+    if kind == torch.bool:  # all there is was tried
+        return band
+    loose = any_of([unsure(b) for b in src])
+    if not bool(loose.any()):
+        return band
+    x, y = src[0], src[-1]
+    if result is PRED:
+        if fn not in ("equal", "not_equal"):
+            return band
+        xl, xh, yl, yh = (_in_order(t) for t in (x.low, x.high, y.low, y.high))
+        return band.forgotten((xl <= yh) & (yl <= xh) & loose, result)
+    if fn in UNORDERED:
+        return band.forgotten(loose, result)
+    if fn in WRAPPING:
+        values = [WRAPPING[fn](*(t.double() for t in corner)) for corner in corners]
+        slack = 2048.0 if result.bits == 64 else 0.0  # of float64 around 2^64
+        outside = [(v < float(result.min) + slack * (result.min != 0)) | (v > float(result.max) - slack) for v in values]
+        if fn == "divide":
+            outside.append((_in_order(y.low) <= _zero(y)) & (_in_order(y.high) >= _zero(y)))
+        return _turned(fn, x, band).forgotten(any_of(outside) & loose, result)
+    if fn in ("remainder", "modulo"):
+        return band.forgotten(loose, result)
+    return band
+
+
+def _turned(fn: str, x: Band, band: Band) -> Band:
+    """The size of an integer, whose least is zero where that lies between."""
+    if fn != "abs" or not x.mid.dtype.is_signed:
+        return band
+    inside = (x.low <= 0) & (x.high >= 0)
+    return Band(torch.where(inside, torch.zeros_like(band.low), band.low), band.mid, band.high)
+
+
+def _nearest(value: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """What comes nearest to a value between two tensors of floats."""
+    a, b = orderable(low), orderable(high)
+    return torch.minimum(torch.maximum(torch.full_like(a, value), a), b).to(low.dtype)
+
+
+def _zero(b: Band) -> int:
+    return _TOP if b.mid.dtype == torch.uint64 else 0
 
 
 def loosened(band: Band, fraction: float) -> Band:
@@ -94,8 +250,21 @@ def size(t: torch.Tensor) -> torch.Tensor:
     return t.double().abs().nan_to_num(0.0, 0.0, 0.0)
 
 
+def _in_order(t: torch.Tensor) -> torch.Tensor:
+    """The same order in a type that torch can compare, from which `_back` comes back."""
+    if t.dtype == torch.uint64:
+        return t.view(torch.int64) ^ _TOP
+    return orderable(t)
+
+
+def _back(t: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
+    return (t ^ _TOP).view(torch.uint64) if storage == torch.uint64 else t.to(storage)
+
+
 def orderable(t: torch.Tensor) -> torch.Tensor:
     """In a type that torch can compare."""
     if t.dtype.is_floating_point:
         return t.float() if t.dtype.itemsize == 1 else t
-    return t.to(torch.int64) if t.dtype in (torch.uint16, torch.uint32, torch.uint64) else t
+    if t.dtype == torch.uint64:
+        return t.double()  # to 53 bits, in order
+    return t.to(torch.int64) if t.dtype in (torch.uint16, torch.uint32) else t

@@ -14,7 +14,6 @@ rounds as the graph says, to the last bit: codes may differ by one only where th
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,13 +25,14 @@ from tilewright.ir.carrier import acc_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_bf16
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Dequantize, LayerNorm, Map, Param, Quantize, Reduce, Select, Softmax
+from tilewright.ir.ops import LayerNorm, Map, Param, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
 from tilewright.schedule.attended import attended
 from tilewright.schedule.bands import Band, loosened, orderable, stepped
 from tilewright.schedule.pieces import by_pieces, most_at_once, part, pieces
 from tilewright.schedule.problem import AnyProblem, CarrierProblem, Problem, RegionProblem, params_of
 from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
+from tilewright.schedule.spreads import spread
 
 
 @dataclass(frozen=True)
@@ -211,7 +211,7 @@ def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual
         elif isinstance(n.op, REDUCING):
             values[n] = reduced(n, src, usual=usual)
         else:
-            values[n] = _spread(n, _loosened(n, src, USUAL_COARSENESS if usual else 1.0))
+            values[n] = spread(n, _loosened(n, src, USUAL_COARSENESS if usual else 1.0))
     return [values[r] for r in roots]
 
 
@@ -219,17 +219,6 @@ def _loosened(n: Node, src: Sequence[Band], share: float) -> list[Band]:
     """The operands of a node, the first with room for a function whose value is rounded at once, or a share of that."""
     room = ROUNDED_AT_ONCE if rounds_to_bf16(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
     return [loosened(src[0], share * room), *src[1:]] if room else list(src)
-
-
-def _spread(n: Node, src: Sequence[Band]) -> Band:
-    """What rounds nothing, or as the graph says: at the ends of its operands' intervals, for a scale's and a value's each with
-    each."""
-    if isinstance(n.op, (Quantize, Dequantize)):
-        corners = itertools.product(*((b.mid,) if b.is_exact else (b.low, b.high) for b in src))
-    else:
-        corners = iter(([b.low for b in src], [b.high for b in src]))
-    mid = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-    return Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, list(c))) for c in corners])
 
 
 def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band, share: float = 1.0) -> list[Band]:
@@ -258,7 +247,7 @@ def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Ba
         elif isinstance(n.op, (Map, Select)):
             values[n] = stepped(n, src, dependent)
         else:
-            values[n] = _spread(n, _loosened(n, src, share))
+            values[n] = spread(n, _loosened(n, src, share))
     return [values[r] for r in stores]
 
 

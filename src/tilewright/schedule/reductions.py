@@ -18,11 +18,10 @@ from typing import cast
 
 import torch
 
-from tilewright.dtype import F32, F64, DType
-from tilewright.errors import UnsupportedError
+from tilewright.dtype import F32, F64, PRED, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import LayerNorm, Reduce, Softmax
-from tilewright.schedule.bands import STEP_ROUNDINGS, Band, size
+from tilewright.schedule.bands import STEP_ROUNDINGS, Band, any_of, size, unsure
 from tilewright.schedule.pieces import by_pieces, most_at_once
 
 SAFETY = 16.0
@@ -34,18 +33,14 @@ _Row = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def reduced(n: Node, src: Sequence[Band], *, usual: bool) -> Band:
-    """The result of a reduction, softmax or norm over intervals; `usual` takes the typical size of rounding errors.
-
-    Raises:
-        UnsupportedError: no bound is known for it.
-    """
+    """The result of a reduction, softmax or norm over intervals; `usual` takes the typical size of rounding errors."""
     op, x = n.op, src[0]
     if isinstance(op, Reduce):
-        if op.fn in ("maximum", "minimum", "and", "or") or not op.axes:  # nothing rounds, and order is kept
+        if op.fn in ("maximum", "minimum") or not op.axes or n.dtype is PRED:  # nothing rounds, and order is kept
             return Band.spanning(_value(n, x.mid), (_value(n, x.low), _value(n, x.high)))
-        if not n.dtype.is_float or op.fn not in ("add", "mean"):
-            raise UnsupportedError(f"no error bound for {op.fn} over {n.src[0].tensor}")
-        row = _sum(n.dtype, op.fn == "mean", usual)
+        if n.dtype.is_integer:
+            return _integers(n, op, x)
+        row = _product(n.dtype, usual) if op.fn == "multiply" else _sum(n.dtype, op.fn == "mean", usual)
         mid, room = _by_rows(x, op.axes, row, keep=False)
         return _around(mid.reshape(n.shape), room.reshape(n.shape), n.dtype)
     if isinstance(op, Softmax):
@@ -54,6 +49,27 @@ def reduced(n: Node, src: Sequence[Band], *, usual: bool) -> Band:
     axes = tuple(range(op.axis % len(n.shape), len(n.shape)))
     mid, room = _by_rows(x, axes, _norm(op, n.dtype, usual), keep=True)
     return _scaled(n, mid, room, src[1:])
+
+
+def _integers(n: Node, op: Reduce, x: Band) -> Band:
+    """Sums of integers are in order until they wrap; of their products and bits nothing is known unless all are exact."""
+    band = Band.spanning(_value(n, x.mid), (_value(n, x.low), _value(n, x.high)))
+    loose = unsure(x).expand(x.mid.shape)
+    unknown = loose.to(torch.int8).amax(op.axes, keepdim=op.keepdims).bool() if loose.numel() else loose.any()
+    if op.fn == "add":
+        ends = [t.double().sum(op.axes, keepdim=op.keepdims) for t in (x.low, x.high)]
+        unknown = unknown & any_of([(e < 0.999 * float(n.dtype.min)) | (e > 0.999 * float(n.dtype.max)) for e in ends])
+    return band.forgotten(unknown, n.dtype)
+
+
+def _product(dtype: DType, usual: bool) -> _Row:
+    u = _roundoff(dtype)
+
+    def row(x: torch.Tensor, off: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        most = (x.abs() + off).prod(-1, keepdim=True)
+        return x.prod(-1, keepdim=True), most - x.abs().prod(-1, keepdim=True) + _growth(x.shape[-1], usual) * u * most
+
+    return row
 
 
 def _value(n: Node, x: torch.Tensor) -> torch.Tensor:

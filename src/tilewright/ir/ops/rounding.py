@@ -16,7 +16,8 @@ def to_float(x: torch.Tensor, target: DType, *, saturate: bool = False) -> torch
     if x.dtype is storage and not saturate:
         return x
     if target.bits > 16:
-        return (x.clamp(target.min, target.max) if saturate else x).to(storage)  # clamp keeps NaN
+        wide = x if x.dtype is torch.float64 else x.to(storage)
+        return (wide.clamp(target.min, target.max) if saturate else x).to(storage)  # clamp keeps NaN
     narrow = _sticky_f32(x)
     if saturate:
         narrow = narrow.clamp(target.min, target.max)
