@@ -151,3 +151,15 @@ def test_operations_that_older_and_dynamic_programs_hold_are_read() -> None:
     np.testing.assert_allclose(normed.numpy(), (a - b) / np.sqrt(b + 0.5) * b + b, rtol=1e-6, atol=1e-6)
     assert like.unique().tolist() == [2.5]
     assert extent.item() == 3
+
+
+def test_quantised_types_are_read_as_plain_arithmetic() -> None:
+    program = """
+    func.func @main(%x: tensor<4xf32>) -> tensor<4xf32> {
+      %q = stablehlo.uniform_quantize %x : (tensor<4xf32>) -> tensor<4x!quant.uniform<i8:f32, 0.5:-1>>
+      %s = stablehlo.add %q, %q : tensor<4x!quant.uniform<i8:f32, 0.5:-1>>
+      %r = stablehlo.uniform_dequantize %s : (tensor<4x!quant.uniform<i8:f32, 0.5:-1>>) -> tensor<4xf32>
+      return %r : tensor<4xf32>
+    }"""
+    (got,) = run(load(program), np.array([1.0, -2.2, 0.3, 400.0], np.float32))
+    np.testing.assert_array_equal(got.numpy(), [2.0, -4.0, 1.0, 64.0])

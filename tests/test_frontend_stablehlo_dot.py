@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from jax import lax
 
@@ -104,7 +104,10 @@ def test_any_dot_general_agrees_with_jax(case: tuple[np.ndarray, np.ndarray, obj
 
     with jax.enable_x64(True):
         lowered = jax.jit(f).lower(a, b)
-        wanted = np.asarray(jax.jit(f)(a, b))
+        try:
+            wanted = np.asarray(jax.jit(f)(a, b))
+        except jax.errors.JaxRuntimeError:  # a product that XLA has no code for on this machine
+            reject()
         sizes = (
             np.asarray(jax.jit(f)(*(np.abs(v.astype(np.float64)) for v in (a, b)))) if wanted.dtype.kind not in "biu" else None
         )

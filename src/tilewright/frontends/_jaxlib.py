@@ -29,6 +29,8 @@ _BRACKETS = re.compile(r'[(\[{<]+|[)\]}]+|(?<!-)>+|"(?:[^"\\\n]|\\.)*"')
 _EXPAND_CHLO = "builtin.module(func.func(chlo-legalize-to-stablehlo))"
 _PLAIN_CALLS = "func.func(stablehlo-legalize-composite-to-call)"
 _CANONICAL = "stablehlo-refine-shapes,func.func(stablehlo-canonicalize-dynamism),canonicalize,symbol-dce"
+_QUANT_TO_MATH = "builtin.module(func.func(stablehlo-legalize-quant-to-math,chlo-legalize-to-stablehlo))"
+_QUANTISED = re.compile(r"!quant\.")
 _AGAIN = "mend it there, or print the module again, whole"
 _HINT = "pip install 'tilewright[jax]'"
 
@@ -108,14 +110,17 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
 
     Raises:
         InputError: malformed, and where; or nested so deep that the parser would exhaust the stack.
-        UnsupportedError: it uses a dialect that is not read.
+        UnsupportedError: it uses a dialect that is not read, or quantised types that StableHLO itself cannot lower.
     """
     if isinstance(program, str) and _nests_too_deep(program):
         raise InputError(f"brackets nest more than {MAX_NESTING} deep", where=where)
     context = context or new_context()
     with context:
+        quantised = isinstance(program, str) and _QUANTISED.search(program) is not None
         try:
-            return api().ir.Module.parse(program)
+            if quantised:
+                _load_quant(context)
+            module = api().ir.Module.parse(program)
         except Exception as error:
             what, place = _diagnosis(error)
             at = f"{where}, {place}" if place else where
@@ -124,6 +129,17 @@ def parse(program: str | bytes, where: str, context: Any = None) -> Any:
                 name = f"the dialect {dialect.group(1)!r}" if dialect else "a dialect other than StableHLO"
                 raise UnsupportedError(f"{name} is not read", where=at, hint="lower it to plain StableHLO first") from None
             raise InputError(f"malformed StableHLO: {what}", where=at, hint=_AGAIN) from None
+    problem = run_passes(module, _QUANT_TO_MATH) if quantised else None
+    if problem:
+        what = problem.partition(": %")[0]
+        raise UnsupportedError(f"its quantised types have no lowering to plain ones: {what}", where=where)
+    return module
+
+
+def _load_quant(context: Any) -> None:
+    """Make a context read quantised types, whose dialect has no binding: a pass that depends on it loads it."""
+    empty = api().ir.Module.parse("module {}", context)
+    run_passes(empty, "builtin.module(vhlo-legalize-to-stablehlo)")
 
 
 def _nests_too_deep(text: str) -> bool:

@@ -17,9 +17,17 @@ import torch
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import _jaxlib
-from tilewright.frontends._stablehlo_module import Operation, attribute_from, elements, tensor_type
+from tilewright.frontends._stablehlo_module import (
+    MLIR_NAMES,
+    Operation,
+    attribute_from,
+    carried_types,
+    component,
+    elements,
+    tensor_type,
+)
 from tilewright.frontends._stablehlo_order import spelt_out
-from tilewright.frontends._stablehlo_registry import Site
+from tilewright.frontends._stablehlo_registry import Complex, Site, Value
 from tilewright.frontends._stablehlo_torch import COMPUTED, Kernel, maker
 from tilewright.ir.build import items
 from tilewright.ir.graph import Node
@@ -29,10 +37,12 @@ from tilewright.ir.types import TensorType
 # Operations with a region of scalar arithmetic, which the interpreter runs.
 INTERPRETED = frozenset({"map", "reduce", "reduce_window", "scatter", "select_and_scatter", "sort"})
 CALLABLE = INTERPRETED | COMPUTED
+# Functions of complex numbers that torch lacks.
+_COMPLEX_ONLY = frozenset({"stablehlo.atan2", "stablehlo.maximum", "stablehlo.minimum"})
 # What may stand in such a region.
 _SCALAR = (
-    *("bitcast_convert", "count_leading_zeros", "popcnt", "reduce_precision", "round_nearest_afz", "round_nearest_even"),
-    *("shift_left", "shift_right_arithmetic", "shift_right_logical"),
+    *("bitcast_convert", "count_leading_zeros", "popcnt", "reduce_precision", "complex", "imag", "real"),
+    *("shift_left", "shift_right_arithmetic", "shift_right_logical", "round_nearest_afz", "round_nearest_even"),
 )
 _NOT_FUNCTIONS = ["broadcast_in_dim", "compare", "constant", "convert", "reshape", "return", "select"]
 _IN_BODY = INTERPRETED.union(FUNCTIONS, _NOT_FUNCTIONS, _SCALAR)
@@ -42,10 +52,11 @@ _COPY = re.compile(r'"mhlo\.copy"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\
 _FUNCTIONS = ("func.func", "func.call", "func.return")
 
 
-def make_module(op: Operation, function: Callable[[str, str], Operation]) -> str:
+def make_module(op: Operation, function: Callable[[str, str], Operation], *, split: bool = True) -> str:
     """The text of a module whose `main` is the one operation, with the functions that its regions call.
 
-    Made by way of text: a clone of an operation outlives the module it is put in, and jaxlib does not keep that alive.
+    With `split`, it takes and gives complex numbers as their real and imaginary parts. Made by way of text: a clone of an
+    operation outlives the module it is put in, and jaxlib does not keep that alive.
 
     Raises:
         UnsupportedError: a region reads more than constants from outside.
@@ -53,21 +64,41 @@ def make_module(op: Operation, function: Callable[[str, str], Operation]) -> str
     printed = _generic(op)
     head = printed.index(f'"{op.name}"(') + len(op.name) + 2
     rest = printed[printed.index(")", head) + 1 :]
-    arguments = ", ".join(f"%in{i}: {v.type}" for i, v in enumerate(op.operands))
     names = ", ".join(f"%in{i}" for i in range(len(op.operands)))
-    types = ", ".join(str(r.type) for r in op.results)
-    count = len(op.results)
-    results = ", ".join(f"%out#{i}" for i in range(count))
-    constants = "\n".join(_generic(c) for c in _captured_constants(op))
-    text = (
-        f"func.func @main({arguments}) -> ({types}) {{\n{constants}\n"
-        f'%out:{count} = "{op.name}"({names}){rest}\nfunc.return {results} : {types}\n}}\n'
-    )
+    takes: list[str] = []
+    gives: list[tuple[str, str]] = []
+    before = [_generic(c) for c in _captured_constants(op)]
+    after: list[str] = []
+    for i, v in enumerate(op.operands):
+        part = _part(v.type) if split else None
+        if part is None:
+            takes.append(f"%in{i}: {v.type}")
+            continue
+        takes += [f"%re{i}: {part}", f"%im{i}: {part}"]
+        before.append(f'%in{i} = "stablehlo.complex"(%re{i}, %im{i}) : ({part}, {part}) -> {v.type}')
+    for i, r in enumerate(op.results):
+        part = _part(r.type) if split else None
+        if part is None:
+            gives.append((f"%out#{i}", str(r.type)))
+            continue
+        for name in ("real", "imag"):
+            gives.append((f"%{name}{i}", part))
+            after.append(f'%{name}{i} = "stablehlo.{name}"(%out#{i}) : ({r.type}) -> {part}')
+    types, results = ", ".join(t for _, t in gives), ", ".join(n for n, _ in gives)
+    lines = [*before, f'%out:{len(op.results)} = "{op.name}"({names}){rest}', *after]
+    body = "\n".join(lines)
+    text = f"func.func @main({', '.join(takes)}) -> ({types}) {{\n{body}\nfunc.return {results} : {types}\n}}\n"
     called = [_generic(function(n, op.where)) for n in sorted(_callees(op, function, set()))]
     try:
         return str(_jaxlib.parse("\n".join([text, *called]), op.where, op.raw.context))
     except InputError as error:
         raise UnsupportedError(f"it cannot stand alone: {error.what}", where=op.where) from None
+
+
+def _part(raw: Any) -> str | None:
+    """The MLIR type of the parts of complex numbers."""
+    dtype = component(raw)
+    return str(raw).replace(f"complex<{MLIR_NAMES[dtype]}>", MLIR_NAMES[dtype]) if dtype is not None else None
 
 
 def _generic(op: Operation) -> str:
@@ -122,7 +153,7 @@ def _runnable(module: Any, where: str) -> Operation:
         if inner.name not in _FUNCTIONS and not (dialect == "stablehlo" and name in _IN_BODY):
             raise UnsupportedError(f"{inner.name} in a region cannot be interpreted", where=where)
         for value in (*inner.operands, *inner.results):
-            t = tensor_type(value.type, where)
+            t = carried_types(value.type, where)[0]
             if inner.name in _DIVISIONS and not t.dtype.is_float:
                 raise UnsupportedError("an integer division in a region cannot be interpreted", where=where)
     if "main" not in named:
@@ -130,7 +161,15 @@ def _runnable(module: Any, where: str) -> Operation:
     return named["main"]
 
 
-def make_call(site: Site) -> list[Node]:
+def is_callable(op: Operation) -> bool:
+    """Whether torch or the interpreter can run the operation."""
+    dialect, _, name = op.name.partition(".")
+    if dialect != "stablehlo":
+        return False
+    return name in CALLABLE or maker(op) is not None or (op.name in _COMPLEX_ONLY and _part(op.operands[0].type) is not None)
+
+
+def make_call(site: Site) -> list[Value]:
     """A `call` for the operation: its results.
 
     Raises:
@@ -141,7 +180,10 @@ def make_call(site: Site) -> list[Node]:
     module = _jaxlib.parse(payload, op.where, op.raw.context)
     if _program(module, op.where) is None:
         _runnable(module, op.where)
-    return items(Node(Call("stablehlo", op.name, payload, tuple(site.outs)), *site.nodes))
+    sources = [n for v in site.values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
+    types = site.carried
+    made = iter(items(Node(Call("stablehlo", op.name, payload, tuple(t for group in types for t in group)), *sources)))
+    return [next(made) if len(group) == 1 else Complex(next(made), next(made)) for group in types]
 
 
 @dataclass(frozen=True)

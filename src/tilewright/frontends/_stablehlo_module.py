@@ -25,6 +25,7 @@ def _mlir_name(d: DType) -> str:
 
 DTYPES: dict[str, DType] = {_mlir_name(d): d for d in BY_NAME.values() if d is not OPAQUE}
 MLIR_NAMES: dict[DType, str] = {d: name for name, d in DTYPES.items()}
+_COMPONENTS = {"complex<f32>": F32, "complex<f64>": F64}
 _PLACES = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -43,13 +44,30 @@ def tensor_type(raw: Any, where: str) -> TensorType:
         raise UnsupportedError(
             f"the element type {element} cannot be carried",
             where=where,
-            hint=f"one of {' '.join(DTYPES)}; split complex numbers",
+            hint=f"one of {' '.join(DTYPES)}, complex<f32> or complex<f64>",
         )
     if not raw.has_static_shape:
         raise UnsupportedError(
             f"{text} has an extent known only at run time", where=where, hint="lower it with concrete shapes"
         )
     return TensorType(DTYPES[element], tuple(int(d) for d in raw.shape))
+
+
+def component(raw: Any) -> DType | None:
+    """The type of the parts of complex elements, or None of any other MLIR type."""
+    return _COMPONENTS.get(str(getattr(raw, "element_type", "")))
+
+
+def carried_types(raw: Any, where: str) -> list[TensorType]:
+    """The types of the tensors that carry a value of an MLIR tensor type: two for complex numbers, else one.
+
+    Raises:
+        UnsupportedError: see `tensor_type`.
+    """
+    dtype = component(raw)
+    if dtype is None or not raw.has_static_shape:
+        return [tensor_type(raw, where)]
+    return [TensorType(dtype, tuple(int(d) for d in raw.shape))] * 2
 
 
 def mlir_type(t: TensorType) -> str:
@@ -129,9 +147,30 @@ def _from_bytes(data: bytearray, type: TensorType, where: str) -> torch.Tensor:
 def _from_text(attribute: Any, type: TensorType, where: str) -> torch.Tensor:
     """An attribute whose memory jaxlib does not lend: bf16, the 8-bit floats and the 4-bit integers."""
     text = str(attribute)
-    body = text[len("dense<") : text.rindex(">", 0, text.rindex(" : "))]
+    return _parsed(text[len("dense<") : text.rindex(">", 0, text.rindex(" : "))], type, where, is_splat(attribute))
+
+
+def complex_elements(op: Operation, type: TensorType) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real and imaginary parts of a constant, whose attribute jaxlib only prints: of shape [] where it repeats one number.
+
+    Raises:
+        UnsupportedError: no dense attribute.
+    """
+    printed = str(op.raw.operation.get_asm(print_generic_op_form=True, use_local_scope=True))
+    found = re.search(r"value = dense<(.*?)> : tensor<", printed, re.DOTALL)
+    if found is None:
+        raise UnsupportedError("a complex constant that is not written out is not read", where=op.where)
+    body = found.group(1)
+    splat = body.startswith("(")
+    pairs = _parsed(body, TensorType(type.dtype, (2,) if splat else (*type.shape, 2)), op.where, False)
+    pairs = pairs.reshape((2,) if splat else (*type.shape, 2))
+    return pairs[..., 0].contiguous(), pairs[..., 1].contiguous()
+
+
+def _parsed(body: str, type: TensorType, where: str, splat: bool) -> torch.Tensor:
+    """What stands within `dense<…>`: bytes in hexadecimal, or numbers in order."""
     if body.startswith('"0x'):
-        return _from_bytes(bytearray.fromhex(body[3:-1]), type.with_shape(() if is_splat(attribute) else type.shape), where)
+        return _from_bytes(bytearray.fromhex(body[3:-1]), type.with_shape(() if splat else type.shape), where)
     storage = type.dtype.to_torch()
     tokens = cast("list[str]", re.findall(r"[-+.\w]+", body))
     if type.dtype.is_integer:
@@ -139,10 +178,10 @@ def _from_text(attribute: Any, type: TensorType, where: str) -> torch.Tensor:
     # A literal in hexadecimal is the element's bits (NaN, infinities); anything else is exact in decimal.
     bits = [int(x, 16) if x.startswith("0x") else None for x in tokens]
     decimal = torch.tensor([0.0 if b is not None else float(x) for x, b in zip(tokens, bits, strict=True)], dtype=torch.float64)
-    value = decimal.to(torch.float32).to(storage)
+    value = decimal.to(storage) if type.dtype is F64 else decimal.to(torch.float32).to(storage)
     for i, b in enumerate(bits):
         if b is not None:
-            wide = torch.tensor([b], dtype=torch.int64).to(_BITS[storage.itemsize])
+            wide = torch.tensor([b - (b >> 63 << 64)], dtype=torch.int64).to(_BITS[storage.itemsize])
             value[i : i + 1] = wide.view(storage)
     return value
 

@@ -11,15 +11,29 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from tilewright.errors import UnsupportedError
-from tilewright.frontends._stablehlo_module import Operation, tensor_type
+from tilewright.frontends._stablehlo_module import Operation, carried_types, tensor_type
 from tilewright.ir.graph import Node
-from tilewright.ir.types import TensorType
+from tilewright.ir.types import Shape, TensorType
 
 if TYPE_CHECKING:
     from types import NotImplementedType
 
+
+@dataclass(frozen=True, slots=True)
+class Complex:
+    """A tensor of complex numbers: the tensors of their real and imaginary parts, of one type."""
+
+    re: Node
+    im: Node
+
+    @property
+    def shape(self) -> Shape:
+        """Extents of either."""
+        return self.re.shape
+
+
 # A tuple is a list; a token (an order of effects, no data) is None.
-Value = Node | list["Value"] | None
+Value = Node | Complex | list["Value"] | None
 Lowering = Callable[["Site"], "Value | NotImplementedType"]
 
 LOWERINGS: dict[str, Lowering] = {}
@@ -39,7 +53,7 @@ class Reader(Protocol):
         """Results of the operation's only region."""
         ...
 
-    def expand(self, text: str, args: Sequence[Node], op: Operation) -> list[Value]:
+    def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
         """Results of another module's `main`, which stands for `op`, with its CHLO operations decomposed."""
         ...
 
@@ -84,14 +98,25 @@ class Site:
         return self._outs
 
     @property
+    def carried(self) -> list[list[TensorType]]:
+        """Types of what carries each result: one, or two for complex numbers.
+
+        Raises:
+            UnsupportedError: one is no tensor that the graph can carry.
+        """
+        return [carried_types(r.type, self.op.where) for r in self.op.results]
+
+    @property
     def nodes(self) -> list[Node]:
         """The operands, all of them tensors.
 
         Raises:
-            UnsupportedError: one is a tuple or a token.
+            UnsupportedError: one is a tuple, a token or complex.
         """
         found = [v for v in self.values if isinstance(v, Node)]
         if len(found) != len(self.values):
+            if any(isinstance(v, Complex) for v in self.values):
+                raise self.refuse("it has no meaning for complex numbers here", hint="write it with real and imaginary parts")
             raise self.refuse("it reads a tuple or a token where tensors are expected")
         return found
 

@@ -19,7 +19,7 @@ from tilewright.ir.ops.elementwise import convert_tensor
 from tilewright.ir.ops.functions import narrow_integer
 
 Kernel = Callable[..., torch.Tensor]
-_CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_COMPLEX_STORAGE = {"complex<f32>": torch.complex64, "complex<f64>": torch.complex128}
 _SPATIAL = {1: functional.conv1d, 2: functional.conv2d, 3: functional.conv3d}
 
 
@@ -173,36 +173,32 @@ def _fft(op: Operation) -> Kernel:
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if 0 in x.shape or 0 in shape:
-            return torch.zeros(shape, dtype=x.dtype if kind != "IRFFT" else x.real.dtype)
+            return torch.zeros(shape, dtype=x.real.dtype if kind == "IRFFT" else x.dtype.to_complex(), device=x.device)
         return transform(x, s=list(lengths), dim=axes)
 
     return run
 
 
 def _bitcast(op: Operation) -> Kernel:
-    """The same bits: a wider type takes the last axis in, a narrower one adds an axis, low bits first."""
+    """The same bytes in row-major order: a wider type takes the last axis in, a narrower one adds an axis, low bits first."""
     source, target = element(op.operands[0]), element(op.results[0])
     shape = tuple(int(d) for d in op.results[0].type.shape)
-    if source is None or target is None or (PRED in (source, target) and source is not target):
-        raise UnsupportedError("a bitcast of complex numbers or truth values is not read", where=op.where)
+    four = [d is not None and d.bits == 4 for d in (source, target)]
+    storage = target.to_torch() if target is not None else _COMPLEX_STORAGE[str(op.results[0].type.element_type)]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         if 0 in shape:
-            return torch.empty(shape, dtype=target.to_torch())
-        if source.bits == target.bits == 4:
-            return narrow_integer(x.to(torch.int64), target)
-        if source.bits == 4:
-            pieces = x.to(torch.int64) & 15
-            pieces = pieces.unflatten(-1, (-1, 2))
-            x = (pieces[..., 0] | pieces[..., 1] << 4).to(torch.uint8)
-        else:
-            x = x.contiguous().view(_CARRIERS[source.bits // 8])
-        if target.bits == 4:
-            pieces = x.contiguous().unsqueeze(-1).view(torch.uint8).to(torch.int64)
-            return narrow_integer(torch.stack([pieces & 15, pieces >> 4], -1), target).reshape(shape)
-        if target.bits < x.dtype.itemsize * 8:
-            x = x.unsqueeze(-1)
-        return x.contiguous().view(target.to_torch()).reshape(shape)
+            return torch.empty(shape, dtype=storage, device=x.device)
+        flat = x.contiguous().reshape(-1)
+        if four[0] and not four[1]:
+            low, high = (flat.to(torch.int64) & 15).unflatten(0, (-1, 2)).unbind(1)
+            flat = (low | high << 4).to(torch.uint8)
+        if target is not None and four[1]:
+            codes = flat if four[0] else flat.view(torch.uint8)
+            pieces = codes.to(torch.int64)
+            pieces = pieces if four[0] else torch.stack([pieces & 15, pieces >> 4], 1)
+            return narrow_integer(pieces.reshape(shape), target)
+        return flat.view(torch.uint8).view(storage).reshape(shape)
 
     return run
 
@@ -281,8 +277,8 @@ def _reduce_precision(op: Operation) -> Kernel:
             small = rounded.abs() < 2.0 ** (1 - bias) if bias < 1023 else torch.zeros_like(wide, dtype=torch.bool)
             rounded = torch.where(small, torch.copysign(torch.zeros_like(wide), wide), rounded)
         rounded = torch.where(torch.isfinite(wide) & (wide != 0), rounded, wide)
-        if mantissa == 0:
-            rounded = torch.where(torch.isnan(wide), torch.nan, rounded)
+        if mantissa == 0:  # which leaves NaN nothing to tell it from infinity
+            rounded = torch.where(torch.isnan(wide), torch.copysign(torch.full_like(wide, torch.inf), wide), rounded)
         return convert_tensor(rounded, F64, dtype, "wrap") if dtype is not F64 else rounded.reshape(given.shape)
 
     return run

@@ -9,9 +9,10 @@ from typing import Any
 
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import _jaxlib
-from tilewright.frontends._stablehlo_call import CALLABLE, INTERPRETED, make_call, make_module
-from tilewright.frontends._stablehlo_module import Block, Operation, place, tensor_type
-from tilewright.frontends._stablehlo_registry import Site, Value, lowering
+from tilewright.frontends._stablehlo_call import INTERPRETED, is_callable, make_call, make_module
+from tilewright.frontends._stablehlo_complex import is_complex, joined, lower_complex, parts
+from tilewright.frontends._stablehlo_module import Block, Operation, carried_types, place
+from tilewright.frontends._stablehlo_registry import Complex, Site, Value, lowering
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph, Node
 
@@ -71,11 +72,15 @@ class Walk:
         """
         name, entry = self._entry()
         inputs: list[Node] = []
+        values: list[Value] = []
         for label, argument in zip(labels, entry.block().arguments, strict=True):
-            t = tensor_type(argument.type, f"input {label!r}")
-            inputs.append(input_(label, t.dtype, t.shape))
+            t, *others = carried_types(argument.type, f"input {label!r}")
+            inputs.append(input_(label, t.dtype, (*t.shape, 2) if others else t.shape))
+            values.append(parts(inputs[-1]) if others else inputs[-1])
             self._origins[inputs[-1]] = label
-        results = self._flat(self._run(name, entry.block(), list(inputs)), entry.where)
+            if others:
+                self.note(f"input {label!r} is complex in its source: real and imaginary parts are its last axis here")
+        results = self._flat(self._run(name, entry.block(), values), entry.where)
         names = output_names if len(output_names) == len(results) else _result_names(entry, len(results))
         self._note_annotations(entry, labels)
         if self.elided:
@@ -110,7 +115,7 @@ class Walk:
     def region(self, op: Operation, args: Sequence[Value]) -> list[Value]:
         return self._run(None, op.block(), args, self._scopes[-1])
 
-    def expand(self, text: str, args: Sequence[Node], op: Operation) -> list[Value]:
+    def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
         module = _jaxlib.parse(text, op.where, self.module.context)
         problem = _jaxlib.expand_chlo(module)
         if problem:
@@ -190,7 +195,10 @@ class Walk:
         site = Site(op, operands, self)
         try:
             lower = lowering(op.name)
-            value = lower(site) if lower is not None else NotImplemented
+            if is_complex(site):
+                value = lower_complex(site, lower)
+            else:
+                value = lower(site) if lower is not None else NotImplemented
             if value is NotImplemented:
                 value = self._unmodelled(site)
         except TypeMismatchError as error:
@@ -200,10 +208,11 @@ class Walk:
         if len(values) != len(op.results):
             raise UnsupportedError(f"it has {len(op.results)} results, {len(values)} were found", where=op.where)
         for result, v in zip(op.results, values, strict=True):
-            if isinstance(v, Node):
-                self._credit(v, op)
-                if v.type != tensor_type(result.type, op.where):
-                    raise UnsupportedError(f"its result is {v.type} where the text says {result.type}", where=op.where)
+            carriers = [v] if isinstance(v, Node) else [v.re, v.im] if isinstance(v, Complex) else []
+            for node in carriers:
+                self._credit(node, op)
+            if carriers and [n.type for n in carriers] != carried_types(result.type, op.where):
+                raise UnsupportedError(f"its result is {carriers[0].type} where the text says {result.type}", where=op.where)
         return values
 
     def _unmodelled(self, site: Site) -> Value:
@@ -211,16 +220,16 @@ class Walk:
         op = site.op
         dialect, _, name = op.name.partition(".")
         if dialect == "chlo":
-            return _as_value(self.expand(make_module(op, self.function), site.nodes, op))
+            return _as_value(self.expand(make_module(op, self.function, split=False), site.values, op))
         if dialect in ("stablehlo", "mhlo") and name in _CONTROL_FLOW:
             hint = "unroll it, or trace with concrete values"
             raise UnsupportedError(f"control flow ({name}) cannot be expressed", where=op.where, hint=hint)
         if dialect in ("stablehlo", "mhlo") and _COLLECTIVES.match(name):
             hint = "read the program as it is before partitioning"
             raise UnsupportedError(f"{name} needs several devices, and a program runs on one", where=op.where, hint=hint)
-        if dialect == "stablehlo" and name in CALLABLE:
+        if is_callable(op):
             self.called[op.name] += 1
-            return _as_value(list(make_call(site)))
+            return _as_value(make_call(site))
         what = f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it"
         raise UnsupportedError(what, where=op.where, hint="compute it outside, and make its result an input")
 
@@ -239,7 +248,9 @@ class Walk:
         for v in values:
             if v is None:
                 raise UnsupportedError("a token leaves the program", where=where)
-            out.extend(self._flat(v, where) if isinstance(v, list) else [v])
+            if isinstance(v, Complex):
+                self.note("results that are complex have real and imaginary parts as their last axis here")
+            out.extend(self._flat(v, where) if isinstance(v, list) else [joined(v) if isinstance(v, Complex) else v])
         return out
 
     def _note_annotations(self, entry: Operation, labels: Sequence[str]) -> None:

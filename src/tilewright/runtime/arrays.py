@@ -101,6 +101,7 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     where = f"input {name!r}"
     if type.dtype.kind == "opaque":
         raise no_numbers(name)
+    value = _parts(value)
     if isinstance(value, torch.Tensor):
         tensor = value.detach().resolve_neg()  # a lazy minus sign is not in its memory, which kernels read
     elif is_numpy(value):
@@ -125,6 +126,13 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     if type.dtype.bits == 4 and tensor.numel() and not _are_codes(tensor, type.dtype):
         raise InputError(f"values outside {type.dtype.min}…{type.dtype.max}, {type} wanted", where=where)
     return tensor.to(device)
+
+
+def _parts(value: object) -> object:
+    """Complex numbers as their real and imaginary parts on a last axis, as programs take them; anything else as it is."""
+    if is_numpy(value) and np.iscomplexobj(value):
+        value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
+    return torch.view_as_real(value.resolve_conj()) if isinstance(value, torch.Tensor) and value.is_complex() else value
 
 
 def from_dlpack(value: object, where: str) -> torch.Tensor:
