@@ -7,13 +7,14 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
+from computed_problems import problem
 from gated import CASES, of_ranges
 from random_carriers import gemms
 from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._module import module
 from tilewright.candidates.triton._run import operands_outside
 from tilewright.candidates.triton._write import Point, write
-from tilewright.dtype import F16, F32, S8, S32
+from tilewright.dtype import BF16, F16, F32, S8, S32
 from tilewright.hardware.chips.nvidia_a100 import CHIP as A100
 from tilewright.hardware.chips.nvidia_h100 import CHIP as H100
 from tilewright.hardware.target import Target
@@ -157,3 +158,21 @@ def test_both_halves_of_the_columns_meet_in_a_store(name, point):
 def test_ranges_of_what_both_halves_give_are_written_whole(cuts, point):
     problem = of_ranges(cuts=cuts)
     assert_right(problem, random_sources(problem), point, TARGETS["nvidia_h100"])
+
+
+COMPUTED = [
+    (BF16, "silu", "beta", None),
+    (F16, "masked", "masked", "relu"),
+    (F32, "by a row", "turned", "by a column"),
+    (F32, "exponential", "biases", "turned"),
+    (BF16, "narrowed", "a column", None),
+    (S8, "bounded", None, "masked"),
+]
+
+
+@pytest.mark.parametrize(("d", "name", "side", "right"), COMPUTED, ids=str)
+def test_operands_are_computed_while_they_are_loaded(d, name, side, right):
+    """A function of zero is not zero: past the ends of K there must be zeros all the same."""
+    for (m, k, n), point in zip(((33, 70, 17), (5, 131, 40)), (POINTS[0], POINTS[2]), strict=True):
+        p = problem(d, name, m, k, n, side, right)
+        assert_right(p, random_sources(p), point, TARGETS["nvidia_h100"])
