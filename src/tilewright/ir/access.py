@@ -27,6 +27,7 @@ from tilewright.ir.ops import (
     Map,
     Param,
     Quantize,
+    Reduce,
     Reshape,
     Select,
     Slice,
@@ -275,6 +276,23 @@ def of_store(root: Node) -> Access:
     for leaf in (n for n in access.views if isinstance(n.op, (Param, Const))):
         access.of_leaf(leaf)
     return access
+
+
+def largest_of(root: Node) -> Node | None:
+    """What a store keeps the largest element of and nothing else: magnitudes in f32, none below 0, so that their bits order as
+    integers, NaN's above all. None for any other store.
+
+    Raises:
+        Unsupported: it reduces otherwise.
+    """
+    if not isinstance(root.op, Reduce):
+        return None
+    inner = root.src[0]
+    size = inner.src[0] if isinstance(inner.op, Convert) else inner
+    magnitudes = isinstance(size.op, Map) and size.op.fn == "abs" and size.dtype.is_float
+    if root.op.fn != "maximum" or len(root.op.axes) != len(inner.shape) or inner.dtype is not F32 or not magnitudes:
+        raise Unsupported("a store reduces, but not to the largest magnitude of all in f32")
+    return inner
 
 
 def two_halves(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node] | None:

@@ -28,7 +28,7 @@ class Micro(Packing):
         missed, and each is all that is made of its tile."""
         n = self.nest
         (store, *others), d = n.stores, n.dot
-        if others or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
+        if others or any(n.largest) or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
             return False
         if n.columns % n.nr and d.lanes < MASKED:
             return False

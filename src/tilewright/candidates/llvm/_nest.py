@@ -62,6 +62,7 @@ class Nest:
         blocks: the sizes.
         second: what stands in the stores for sums of the right half of `rhs`'s columns, that they read beside those of the left
             half: a panel holds as many of both, those of the left half first.
+        largest: for each store whether it keeps the largest of its values alone; empty: none does.
     """
 
     batch: int
@@ -77,6 +78,7 @@ class Nest:
     sources: int
     blocks: Blocks
     second: Node | None = None
+    largest: tuple[bool, ...] = ()
 
     @property
     def dot(self) -> Dot:

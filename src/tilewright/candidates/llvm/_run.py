@@ -49,6 +49,7 @@ class Plan:
     stores: tuple[Access, ...]
     in_place: bool
     second: Node | None = None  # see `Nest`
+    largest: tuple[bool, ...] = ()  # see `Nest`; empty: of no store
     beside: tuple[Access, ...] = ()  # what else kernels read: scales and zero points of the left operand's codes
 
 
@@ -104,7 +105,7 @@ def unread(problem: Problem, plan: Plan) -> frozenset[int]:
 def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
     """What runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept alive."""
     count = len(problem.types)
-    makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in plan.stores]
+    makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
     outside = [i for i, node in ((count, left), (count + 1, right)) if node is not None]
     read = [*sorted(_pointers(plan) & set(range(count))), *outside]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from tilewright.candidates.llvm import _tiles as tiles
 from tilewright.candidates.llvm._micro import Micro
 from tilewright.candidates.llvm._nest import CACHE_LINE, rounded
-from tilewright.candidates.llvm._text import Function, Int, Module, vec
+from tilewright.candidates.llvm._text import Function, Int, Module, suffix, vec
 from tilewright.candidates.llvm._vector import Columns, Vectors
 from tilewright.dtype import F32
 from tilewright.ir.access import Access
@@ -78,15 +78,33 @@ class Writer(Micro):
         vectors = Vectors(f, store, lanes, columns, self._sources(f, store), n.second)
         target = self._given(f, n.sources + index)
         type_ = vec(lanes, "float" if n.dot.acc is F32 else "i32")
-        with f.loop(0, "%rows") as loop:
+        words, largest = vec(lanes, "i32"), bool(n.largest) and n.largest[index]
+        with f.loop(0, "%rows", 1, [(words, "zeroinitializer")] if largest else []) as loop:
             row = f.add("%row", loop.index)
             sums: list[str] = []
             for half in range(0, n.nr, lanes):
                 place = f.at(f.at("%tile", f.mul(loop.index, n.nr * 4)), half * 4)
                 acc = self._corrected(f, lanes, f.load(type_, place, math.gcd(lanes * 4, CACHE_LINE)), row)
                 sums.append(self._accumulated(vectors, acc))
-            vectors.store(row, vectors.row(row, *sums), target)
+            value = vectors.row(row, *sums)
+            if largest:
+                bits = f.v(f"bitcast {vec(lanes, 'float')} {value} to {words}")
+                if mask is not None:
+                    bits = f.v(f"select {vec(lanes, 'i1')} {mask}, {words} {bits}, {words} zeroinitializer")
+                more = ((words, loop.carried[0]), (words, bits))
+                loop.next = [f.intrinsic(f"llvm.umax.{suffix(words)}", words, *more)]
+            else:
+                vectors.store(row, value, target)
+        if largest:
+            self._keep_largest(f, lanes, loop.carried[0], target)
         f.finish()
+
+    def _keep_largest(self, f: Function, lanes: int, bits: str, target: str) -> None:
+        """The largest of a tile's magnitudes, as bits, into the one of all: threads rarely have to agree on who writes."""
+        most = f.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", "i32", (vec(lanes, "i32"), bits))
+        before = f.v(f"load atomic i32, ptr {target} monotonic, align 4")
+        with f.when(f.v(f"icmp ugt i32 {most}, {before}")):
+            f.v(f"atomicrmw umax ptr {target}, i32 {most} monotonic")
 
     def _accumulated(self, vectors: Vectors, acc: str) -> str:
         """The accumulator as the stores' expressions take it."""
@@ -280,6 +298,10 @@ class Writer(Micro):
         f = Function(self.module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
         for i in range(3):
             f.store("i64", "0", f.at("%d", counters + CACHE_LINE * i), 8)
+        if any(n.largest):
+            with f.when(f.compare("eq", "%pack", 0)):
+                for i in (i for i, largest in enumerate(n.largest) if largest):
+                    f.store("i32", "0", self._given(f, n.sources + i), 4)
         which = f.v(f"select i1 {f.compare('ne', '%pack', 0)}, ptr @pack_rhs, ptr @worker")
         alone = f.compare("eq", "%threads", 1)
         with f.when(alone):

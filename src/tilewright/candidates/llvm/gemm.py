@@ -18,7 +18,7 @@ from tilewright.candidates.llvm._work import ranked, work
 from tilewright.candidates.llvm._write import Writer
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Unsupported, of_operand, of_store, or_why, two_halves
+from tilewright.ir.access import Unsupported, largest_of, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
@@ -40,8 +40,10 @@ def _plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported("the result is empty")
     batch_shape = problem.acc.shape[:-2]
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
-    check(problem.op.stores)
-    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    largest = tuple(largest_of(root) for root in problem.op.stores)
+    kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
+    check(kept)
+    roots, second = two_halves(kept, len(problem.types)) or (kept, None)
     stores = tuple(of_store(root) for root in roots)
     lhs_root, rhs_root = problem.op.lhs, problem.op.rhs
     if lhs_root.shape[:-2] != batch_shape:
@@ -54,7 +56,8 @@ def _plan(problem: Problem, target: Target) -> Plan:
     rhs = side_of(rhs_root, len(problem.types) + 1, columns_last=not along, outside=constant)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
     in_place = lhs.outside is None and lies_right(lhs.access, problem, choice, rows)
-    return Plan(choice, batch, rows, lhs, rhs, along, constant, stores, in_place, second)
+    reduced = tuple(inner is not None for inner in largest)
+    return Plan(choice, batch, rows, lhs, rhs, along, constant, stores, in_place, second, reduced if any(reduced) else ())
 
 
 def _contiguous_along_k(problem: Problem) -> bool:
@@ -147,6 +150,7 @@ def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest,
         sources,
         blocks,
         plan.second,
+        plan.largest,
     )
     return nest, plan
 

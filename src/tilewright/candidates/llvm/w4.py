@@ -81,7 +81,7 @@ def planned(problem: Problem, target: Target) -> Plan:
     if coded is not None:
         choice, left = coded
         lhs = side_of(left.codes, count, columns_last=True, outside=False)
-        return Plan(choice, 1, rows, lhs, rhs, along, True, stores, False, second, left.sides)
+        return Plan(choice, 1, rows, lhs, rhs, along, True, stores, False, second, beside=left.sides)
     choice = choose(F32, F32, F32, target.chip)
     pairs = choose(BF16, BF16, F32, target.chip)
     whole = not group % (2 * CODES) and not problem.K % (2 * CODES)
@@ -176,6 +176,7 @@ def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
         len(problem.types) + 2,
         Blocks(mr, nr // dot.lanes, -(-problem.K // (dot.lanes * dot.k)) * dot.lanes * dot.k, 1, nc // nr, not plan.in_place),
         plan.second,
+        plan.largest,
     )
     signed, zeros = found.src[0].dtype.kind == "int", len(found.src) == 3
     if dot.acc is F32:
