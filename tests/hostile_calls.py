@@ -21,7 +21,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call
 from tilewright.ir.types import TensorType
 
-TRIES = 25
+TRIES = 15
 _torch_file_call.MOST_BYTES = 1 << 26  # larger ones take time, and show no more
 _PAGE = mmap.PAGESIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -36,11 +36,9 @@ def at_a_page(t: torch.Tensor, *, end: bool) -> torch.Tensor:
     pages = max(1, -(-size // _PAGE))
     memory = mmap.mmap(-1, (pages + 2) * _PAGE)
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    flat = torch.frombuffer(memory, dtype=torch.uint8)
     start = _PAGE + (pages * _PAGE - size if end else 0)
-    made = flat[start : start + size].view(t.dtype).view(t.shape) if size else t.clone()
-    if size:
-        made.copy_(t)
+    made = t.clone() if not size else torch.frombuffer(memory, dtype=torch.uint8, offset=start, count=size).view(t.dtype)
+    made = made.view(t.shape).copy_(t)
     for guard in (base, base + (pages + 1) * _PAGE):
         _libc.mprotect(guard, _PAGE, mmap.PROT_NONE if hasattr(mmap, "PROT_NONE") else 0)
     return made

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import click
 
 from tilewright._cli_options import NOT_NEGATIVE, W4_GROUP, F, all_of, allow_calls, budget_option, cache_option, device_option
-from tilewright.errors import InputError
+from tilewright.errors import InputError, visible
 
 if TYPE_CHECKING:
     import torch
@@ -274,7 +274,7 @@ def measured_ceilings(program: Executable, times_us: Sequence[float | None] | No
             times_us = [None if s.decision is None else s.decision.time_us for s in program.steps]
         target, said = corrected(target, rates_seen(program.steps, times_us, target))
     for sentence in said:
-        click.echo(f"note: {sentence}", err=True)
+        click.echo(f"note: {visible(sentence)}", err=True)
     return target
 
 

@@ -10,7 +10,7 @@ import traceback
 
 import click
 
-from tilewright.errors import TilewrightError
+from tilewright.errors import TilewrightError, visible
 
 DIFFERS = 1
 BAD_INPUT = 2
@@ -33,7 +33,10 @@ class Group(click.Group):
             result = super().invoke(ctx)
             sys.stdout.flush()
             return result
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
+        except click.ClickException as error:
+            vars(error)["message"] = visible(error.message)
+            raise
+        except (click.exceptions.Exit, click.Abort):
             raise
         except TilewrightError as error:
             _say(ctx, str(error))
@@ -62,8 +65,8 @@ class Group(click.Group):
 
 def _say(ctx: click.Context, message: str) -> None:
     if ctx.meta.get(_TRACEBACK):
-        click.echo(traceback.format_exc(), err=True, nl=False)
-    click.echo(f"{click.style('error:', fg='red', bold=True)} {message}", err=True)
+        click.echo(visible(traceback.format_exc()), err=True, nl=False)
+    click.echo(f"{click.style('error:', fg='red', bold=True)} {visible(message)}", err=True)
 
 
 def _remember(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:

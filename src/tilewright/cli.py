@@ -67,6 +67,7 @@ def cli() -> None:
 @common_options
 def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], as_json: bool) -> None:
     """Print a program's graph as text, with counts."""
+    from tilewright.errors import visible
     from tilewright.ir.text import print_graph
     from tilewright.report.summary import comments, summarise
 
@@ -75,7 +76,7 @@ def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]],
     if as_json:
         print_json(report)
         return
-    click.echo(comments(report) + print_graph(graph), nl=False)
+    click.echo(visible(comments(report) + print_graph(graph)), nl=False)
 
 
 @cli.command(cls=Command)

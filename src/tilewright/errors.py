@@ -20,7 +20,7 @@ class TilewrightError(Exception):
     def __str__(self) -> str:
         place = f" ({self.where})" if self.where else ""
         advice = f"\n  try: {self.hint}" if self.hint else ""
-        return f"{self.what}{place}{advice}"
+        return visible(f"{self.what}{place}{advice}")
 
 
 class InputError(TilewrightError):
@@ -33,6 +33,17 @@ class TypeMismatchError(TilewrightError):
 
 class UnsupportedError(TilewrightError):
     """Well-formed input that Tilewright cannot express at all, not even as an opaque call."""
+
+
+def visible(text: str) -> str:
+    """Text with every character that has no shape of its own written out by its code; lines and tabs stay.
+
+    What stands in files (names, above all) is printed: controls would steer the terminal, and marks of direction would show
+    something else than what is there.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def check_type(value: object, of: type | tuple[Any, ...], where: str, hint: str) -> None:

@@ -8,12 +8,16 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Column
 from rich.text import Text
+
+from tilewright.errors import visible
 
 PIPE_WIDTH = 160
 NARROWEST = 32  # nothing readable fits in less: a narrower terminal wraps the lines
@@ -24,10 +28,26 @@ LINE_EVERY_S = 15.0
 
 
 class _Console(Console):
-    """A console that leaves a closed pipe to the command line, as any other printing does."""
+    """A console that leaves a closed pipe to the command line, as any other printing does, and shows what has no shape of its
+    own as what it is: no name in a report steers the terminal."""
+
+    def render_str(self, text: str, **how: Any) -> Text:
+        return super().render_str(visible(text), **how)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        if isinstance(renderable, Text) and not renderable.plain.isprintable():
+            renderable = _seen(renderable)
+        yield from super().render(renderable, options)
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
+
+
+def _seen(text: Text) -> Text:
+    """A text, its styles where they are, with a mark for each character that has no shape."""
+    shown = text.copy()
+    shown.plain = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text.plain)
+    return shown
 
 
 def console() -> Console:
@@ -60,7 +80,7 @@ def _lines(what: str) -> Callable[[int, int, str], None]:
         now = time.monotonic()
         if now - last >= LINE_EVERY_S:
             last = now
-            Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(
+            _Console(stderr=True, markup=False, highlight=False, soft_wrap=True).print(
                 f"{what}: {done} of {total} after {now - started:.0f} s, {following}"
             )
 
@@ -84,7 +104,7 @@ def progress(what: str, within_s: float | None = None) -> Generator[Callable[[in
     bar = Progress(
         *columns,
         TextColumn("{task.fields[next]}", table_column=label, markup=False),
-        console=Console(stderr=True, markup=False, highlight=False),
+        console=_Console(stderr=True, markup=False, highlight=False),
         transient=True,
     )
     with bar:

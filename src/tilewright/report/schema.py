@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, cast
 
 import msgspec
@@ -349,8 +350,21 @@ class CacheInfo(msgspec.Struct, frozen=True):
 
 
 def to_json(report: msgspec.Struct) -> str:
-    """The report as indented JSON text; not-a-number and infinities become null."""
-    return msgspec.json.format(encoded(report), indent=2).decode()
+    """The report as indented JSON text; not-a-number and infinities become null, controls and marks of direction escapes."""
+    text = msgspec.json.format(encoded(report), indent=2).decode()
+    return _UNSHOWN.sub(_escaped, text)
+
+
+# What may be no character to show; all of it stands in strings.
+_UNSHOWN = re.compile(r"[^\n -~]")
+
+
+def _escaped(found: re.Match[str]) -> str:
+    c = found[0]
+    if c.isprintable():
+        return c
+    units = c.encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[i]:02x}{units[i + 1]:02x}" for i in range(0, len(units), 2))
 
 
 def encoded(document: object) -> bytes:

@@ -27,6 +27,7 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
 
+from tilewright.errors import visible
 from tilewright.files import foreign, open_own
 from tilewright.schedule.record import Key, Record, Refusal, sealed, unsealed
 
@@ -69,7 +70,7 @@ def say(line: str) -> None:
     if line not in _said and sys.stderr is not None:
         _said.add(line)
         with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stderr.write(f"tilewright: {line}\n")
+            sys.stderr.write(f"tilewright: {visible(line)}\n")
 
 
 class Cache:

@@ -34,6 +34,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, cast
 
+from tilewright.errors import visible
+
 START_S = 60.0  # for the nursery to import torch
 SLICE_S = 0.05
 HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
@@ -311,7 +313,7 @@ def nursery() -> Nursery:
 def say(line: str) -> None:
     if line and line not in _lines and sys.stderr is not None:
         _lines.add(line)
-        sys.stderr.write(f"tilewright: {line}\n")
+        sys.stderr.write(f"tilewright: {visible(line)}\n")
 
 
 STOPPED, RUNNING = frozenset("Tt"), frozenset("R")
