@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from random_graphs import CONSTANTS, INPUTS, ONE, SHAPE, TWO, graphs, joined, quantised, split_by_sign
 from rotated import turned
 from rule_checks import graph_of
-from tilewright.dtype import BF16, F32, S8
+from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.ir.build import const, convert, input_, items, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, gemm
+from tilewright.ir.ops import Call, Concat, Const, Dequantize, Gather, Input, Item, LayerNorm, Pad, Quantize, Softmax, gemm
 from tilewright.ir.verify import verify
 from tilewright.runtime.partition import ALONE, MOST_ALIKE, decided, partition, problem_of_part
 
@@ -241,3 +241,25 @@ def test_kernels_compete_for_what_runs_at_every_call_but_for_opaque_calls(graph)
             assert set(sources) == set(part.inputs) and problem.types == tuple(s.tensor for s in sources)
             if problem.kind == "region":
                 assert problem.outputs == tuple(n.tensor for n in part.outputs)
+
+
+def test_other_reductions_of_what_was_reduced_are_regions_of_their_own():
+    """A norm's rows, then the range of all of it and what that quantises, then the rows of the codes: three kernels, none of
+    which reduces along different axes."""
+    x = input_("x", F32, (4, 8))
+    normed = Node(LayerNorm(-1, 1e-5), x)
+    span = reduce_("maximum", map_("abs", normed), [0, 1])
+    codes = Node(Quantize(S8), normed, map_("divide", span, const(127.0, F32)))
+    sums = reduce_("add", convert(codes, S32), [1], keepdims=True)
+    graph = Graph("g", (x,), (normed, codes, sums), ("n", "c", "s"))
+    parts = [p for p in partition(graph) if not p.once]
+    assert [p.kind for p in parts] == ["norm", "quantize", "reduce"]
+    assert [p.outputs for p in parts] == [(normed,), (codes,), (sums,)]
+
+
+def test_one_kind_of_reduction_is_one_region():
+    x = input_("x", F32, (4, 8))
+    mean = reduce_("mean", x, [1], keepdims=True)
+    apart = map_("subtract", x, mean)
+    y = map_("divide", apart, reduce_("maximum", map_("abs", apart), [1], keepdims=True))
+    assert len(partition(Graph("g", (x,), (Node(Softmax(-1), y),), ("y",)))) == 1

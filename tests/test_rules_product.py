@@ -271,10 +271,13 @@ def test_one_float_operand_keeps_the_other_dequantised():
     assert kinds(after) == ["gemm"]
 
 
-@pytest.mark.parametrize(("shape", "scales"), [((3, 2 * K), (3, 1)), ((M, 3, 4), (M, 3, 1))])
-def test_a_scale_along_an_axis_that_a_reshape_splits_or_merges_with_k_stays(shape, scales):
+@pytest.mark.parametrize(
+    ("shape", "scales", "why"),
+    [((3, 2 * K), (3, 1), "a scale varies along K"), ((M, 3, 4), (M, 3, 1), "a scale is given per block along K")],
+)
+def test_a_scale_along_an_axis_that_a_reshape_splits_or_merges_with_k_stays(shape, scales, why):
     x = reshape(dequantized(input_("x", S8, shape), const(torch.rand(scales))), (M, K))
-    refused(x, WEIGHT, "a scale varies along K")
+    refused(x, WEIGHT, why)
 
 
 @pytest.mark.parametrize(("a", "b"), [(S8, F8E4M3FN), (S16, S8), (S16, S16), (S32, S8)], ids=lambda d: str(d))

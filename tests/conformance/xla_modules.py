@@ -104,38 +104,20 @@ def outcome(text: str) -> Outcome:
 
 
 def main() -> None:
-    """Count the files named on the command line, all by default; list what is more than products."""
+    """Count the files whose path holds a word of the command line, all by default, and list what is more than products."""
     root = checkout()
     if root is None:
         sys.exit("XLA_CHECKOUT names no folder that holds xla/")
-    show = sys.argv[sys.argv.index("--show") + 1] if "--show" in sys.argv else None
-    chosen = [f for f in FILES if any(a in f for a in sys.argv[1:])] or FILES
-    for file in chosen:
-        good = bad = refused = 0
+    for file in [f for f in FILES if any(a in f for a in sys.argv[1:])] or FILES:
+        counted = {True: 0, False: 0}
+        lines: list[str] = []
         for module in modules(root, file):
-            if show is not None and show not in module.name:
-                continue
             found = outcome(module.text)
-            if found.refused:
-                refused += 1
-                print(f"    refused {module.name}: {found.refused}")
-            elif found.one_product if file in (FP8, INT4) else found.only_products:
-                good += 1
-            else:
-                bad += 1
-                print(f"    {module.name}: {' '.join(found.kinds)}")
-            if show is not None:
-                print(
-                    module.text,
-                    found.graph and "\n".join(str(p.nodes[0]) for p in partition(found.graph)),
-                    *found.why,
-                    sep="\n",
-                )
-                if found.graph is not None:
-                    from tilewright.ir.text import print_graph
-
-                    print(print_graph(found.graph))
-        print(f"{file}: {good} products alone, {bad} with more, {refused} refused", flush=True)
+            good = found.one_product if file in (FP8, INT4) else found.only_products
+            counted[good] += 1
+            if not good:
+                lines.append(f"    {module.name}: {found.refused or ' '.join(found.kinds)}")
+        sys.stdout.write("\n".join([f"{file}: {counted[True]} of {sum(counted.values())} are products alone", *lines, ""]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from tilewright.dtype import S32
@@ -50,30 +50,39 @@ def varies(t: Node | None, summed_axis: int) -> bool:
     return t is not None and len(t.shape) >= -summed_axis and t.shape[summed_axis] != 1
 
 
-def corrections(lhs: Coded, rhs: Coded, src: Sequence[Node]) -> list[Node]:
-    """What to subtract from the product of the codes, as nodes of the graph: za colsum(b) - K za zb, and zb rowsum(a)."""
+def corrected(value: Node, lhs: Coded, rhs: Coded, src: Sequence[Node], sources: Sources) -> Node:
+    """A product of codes less za colsum(b) - K za zb and zb rowsum(a), in a store over `sources`.
+
+    Zero points and sums are sources as the graph has them, and multiplied in the store; what is constant is computed once.
+    """
     zero_a, zero_b = (None if o.zero is None else convert(outside(o.zero, src), S32) for o in (lhs, rhs))
-    found: list[Node] = []
+    sums: list[Node] = []
     if zero_a is not None:
-        columns = map_("multiply", zero_a, _sum(rhs.codes, -2, src))
+        columns = _sum(rhs.codes, -2, src)
         if zero_b is not None:
-            both = map_("multiply", map_("multiply", zero_a, zero_b), const(lhs.codes.shape[-1], S32))
-            columns = map_("subtract", columns, both)
-        found.append(columns)
+            columns = map_("subtract", columns, map_("multiply", zero_b, const(lhs.codes.shape[-1], S32)))
+        sums.append(map_("multiply", zero_a, columns))
     if zero_b is not None:
-        found.append(map_("multiply", zero_b, _sum(lhs.codes, -1, src)))
-    return found
+        sums.append(map_("multiply", zero_b, _sum(lhs.codes, -1, src)))
+    leaves = {z for z in (zero_a, zero_b) if z is not None}
+    for one in sums:
+        value = map_("subtract", value, _beside_acc(one, sources, leaves))
+    return value
 
 
-def beside_acc(node: Node, sources: Sources) -> Node:
-    """A node of the graph as a store reads it: computed in the store where it would be larger than what it is made of, else by
-    the graph; a constant vector is then one side input, computed once."""
+def _beside_acc(node: Node, sources: Sources, leaves: Set[Node]) -> Node:
+    """A node of the graph as a store reads it: computed in the store down to `leaves` and sums, unless it is constant and no
+    larger than what it is made of; a constant vector is then one side input, computed once."""
     known = constant_value(node, max_elements=1)
     if known is not None:
         return const(known, node.dtype)
     grows = bool(node.src) and node.tensor.elements > max(s.tensor.elements for s in node.src)
-    if isinstance(node.op, (*REARRANGE, Broadcast, Convert)) or (isinstance(node.op, Map) and (grows or not node.constant)):
-        return Node(node.op, *(beside_acc(s, sources) for s in node.src))
+    views = isinstance(node.op, (*REARRANGE, Broadcast))
+    if views or (isinstance(node.op, Convert) and node.src[0].dtype.is_integer):
+        within = {*leaves, node.src[0]} if node in leaves else leaves
+        return Node(node.op, *(_beside_acc(s, sources, within) for s in node.src))
+    if isinstance(node.op, Map) and node not in leaves and (grows or not node.constant):
+        return Node(node.op, *(_beside_acc(s, sources, leaves) for s in node.src))
     return sources.param(node)
 
 

@@ -23,8 +23,9 @@ LARGEST_ZEROS = 1 << 20  # elements of a constant zero point that are looked at
 def codes_times_a_scale_are_dequantised(m: Match) -> Node | None:
     """convert(codes) * scale | (convert(codes) - zero_point) * scale -> dequantize(codes, scale[, zero_point])
 
-    Where: codes are integers or floats of at most 8 bits, through views and casts that hold them; the scale is of fewer elements,
-    maybe repeated by group; zero points are codes, or numbers that are; a product reads the result, through views and casts.
+    Where: codes are integers or floats of at most 8 bits, through views and casts that hold them; the scale is of fewer
+    elements, maybe repeated by group; zero points are codes, or numbers that are; a product reads the result, through views and
+    casts.
     Exact: yes, codes and their differences are exact in every float of 16 bits, and the product is rounded once.
     """
     node = m.node

@@ -10,7 +10,7 @@ from tilewright.ir.expression import Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute
 from tilewright.ir.ops import VIEWS, Acc, Convert, Dequantize, Gemm, Map
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import Coded, beside_acc, corrections, varies, viewed
+from tilewright.rules._codes import Coded, corrected, varies, viewed
 
 
 @rule(Pat(Gemm, where=lambda n: getattr(n.op, "acc_dtype", None) is S32), stage="product")
@@ -36,9 +36,7 @@ def multiply_shifted_integers_as_stored(m: Match) -> Node | None:
     sources = Sources(node.src)
     a, b = as_operand(lhs.codes, sources), as_operand(rhs.codes, sources)
     acc = Node(Acc(op.acc_type))
-    value = acc
-    for correction in corrections(lhs, rhs, ()):
-        value = map_("subtract", value, beside_acc(correction, sources))
+    value = corrected(acc, lhs, rhs, (), sources)
     return make_gemm(S32, a, b, substitute(op.stores, {acc: value}), sources.nodes)
 
 

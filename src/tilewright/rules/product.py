@@ -9,7 +9,7 @@ from tilewright.ir.expression import Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Dequantize, Gemm, Param
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import Coded, beside_acc, corrections, varies, viewed
+from tilewright.rules._codes import Coded, corrected, varies, viewed
 
 
 def read_codes(root: Node, summed_axis: int, src: tuple[Node, ...]) -> Coded | str:
@@ -75,8 +75,7 @@ def multiply_codes_and_scale_the_accumulator(m: Match) -> Node | None:
     acc_dtype = S32 if a.is_integer else exact
     value = Node(Acc(Gemm(acc_dtype, lhs.codes, rhs.codes, ()).acc_type))
     if a.is_integer:
-        for correction in corrections(lhs, rhs, node.src):
-            value = map_("subtract", value, beside_acc(correction, sources))
+        value = corrected(value, lhs, rhs, node.src, sources)
     value = convert(value, exact)
     for scale in (s for s in (lhs.scale, rhs.scale) if s is not None):
         value = map_("multiply", value, convert(scale, exact))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -103,13 +104,15 @@ def partition(graph: Graph) -> list[Part]:
     """The graph's parts in an order in which they can run.
 
     Gemms, attentions and calls stand alone, with the items that pick their results. A node's level is the number of such
-    before it on the longest path; other nodes of one level that touch each other form one region. A region reads what stands
-    alone at its own level or lower and feeds only higher ones, so no cycle can arise. What only casts or moves a value that is
-    there anyway waits for the one region that reads it.
+    before it on the longest path, and then the number of times that what is reduced along some axes is reduced along others;
+    other nodes of one level that touch each other form one region. A region reads what stands alone at its own level or lower
+    and feeds only higher ones, so no cycle can arise. What only casts or moves a value that is there anyway waits for the one
+    region that reads it.
     """
     nodes = graph.nodes()
     readers = _readers(graph, nodes)
-    level: dict[Node, int] = {}
+    level: dict[Node, tuple[int, int]] = {}
+    reduced: dict[Node, frozenset[tuple[int, int]]] = {}
     group: dict[Node, Node] = {}
 
     def find(n: Node) -> Node:
@@ -119,12 +122,15 @@ def partition(graph: Graph) -> list[Part]:
         return n
 
     for node in nodes:
-        before = (level[s] + (isinstance(s.op, Write) and not _alone(s)) for s in node.src)
-        level[node] = max(before, default=0) + (_alone(node) and not node.constant)
+        before = (level[s][0] + (isinstance(s.op, Write) and not _alone(s)) for s in node.src)
+        at = max(before, default=0) + (_alone(node) and not node.constant)
+        level[node], reduced[node] = _passes(node, at, level, reduced)
     for node in reversed(nodes):
         reader = _waits_for(node, readers)
         if reader is not None:
             level[node] = level[reader]
+        elif _of_what_is_stored(node, readers, level):
+            level[node] = min(level[r] for r in readers[node] if r is not None)
     for node in nodes:
         if isinstance(node.op, (Input, Const)):
             continue
@@ -152,6 +158,55 @@ def partition(graph: Graph) -> list[Part]:
     # Within a level what stands alone comes first; regions of one level do not depend on each other.
     parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], not _alone(p.nodes[0]), index[p.nodes[0]]))
     return parts
+
+
+def _passes(
+    node: Node,
+    at: int,
+    level: Mapping[Node, tuple[int, int]],
+    reduced: Mapping[Node, frozenset[tuple[int, int]]],
+) -> tuple[tuple[int, int], frozenset[tuple[int, int]]]:
+    """A node's level, of which `at` is the first part, and the reductions before it at that level: how many sums, of how much.
+
+    A kernel walks rows of one length: a range over a whole tensor, a scale by group or a norm that follows another kind of
+    reduction starts a region of its own.
+    """
+    within = [s for s in node.src if level[s][0] == at and not s.constant]
+    part = max((level[s][1] for s in within), default=0)
+    before = frozenset[tuple[int, int]]().union(*(reduced[s] for s in within if level[s][1] == part))
+    kind = None if node.constant else _reduction(node)
+    if kind is None:
+        return (at, part), before
+    if before - {kind}:
+        return (at, part + 1), frozenset({kind})
+    return (at, part), before | {kind}
+
+
+def _of_what_is_stored(node: Node, readers: Mapping[Node, set[Node | None]], level: Mapping[Node, tuple[int, int]]) -> bool:
+    """Whether only later reductions of its level read a function of a value that is stored for them anyway: they compute it."""
+    at, part = level[node]
+    later = all(r is not None and level[r][0] == at and level[r][1] > part for r in readers[node])
+    if node.constant or not later or not readers[node] or not isinstance(node.op, (Map, Convert, *VIEW)):
+        return False
+    if any(not isinstance(s.type, TensorType) for s in node.src) or not isinstance(node.type, TensorType):
+        return False
+    whole = [s for s in node.src if not s.constant and s.tensor.elements >= node.tensor.elements]
+    return len(whole) == 1 and any(r is None or level[r] > level[node] for r in readers[whole[0]] - {node})
+
+
+def _reduction(node: Node) -> tuple[int, int] | None:
+    """How many results a reduction has and of how many values each is; None for another node, or one that reduces nothing."""
+    op = node.op
+    if isinstance(op, Reduce):
+        (source, *_), results = node.src, node.tensor.elements if isinstance(node.type, TensorType) else 0
+        length = math.prod(source.shape[a] for a in op.axes)
+    elif isinstance(op, (LayerNorm, Softmax)):
+        axis = op.axis % len(node.shape)
+        length = math.prod(node.shape[axis:]) if isinstance(op, LayerNorm) else node.shape[axis]
+        results = node.tensor.elements // max(length, 1)
+    else:
+        return None
+    return (results, length) if length > 1 and results > 0 else None
 
 
 def _alone(node: Node) -> bool:
@@ -185,7 +240,7 @@ def _touch(node: Node, source: Node) -> bool:
     return not isinstance(alone.op, ALONE) and not _alone(node)
 
 
-def _what_it_does(members: Sequence[Node], level: int) -> object | None:
+def _what_it_does(members: Sequence[Node], level: tuple[int, int]) -> object | None:
     """What regions that are one step have in common: the level, the product that they read, and the operations, whatever their
     extents. None for what is no region, does not read one product, or only looks at it otherwise, which nothing need do."""
     if members[0].constant or any(map(_alone, members)) or all(isinstance(n.op, VIEW) for n in members):
