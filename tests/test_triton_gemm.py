@@ -10,17 +10,19 @@ import torch
 
 pytest.importorskip("triton")
 
+from computed_problems import problem as computed
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._run import operands_outside
+from tilewright.compiler import optimise
 from tilewright.dtype import F16, F32
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
 from tilewright.ir.access import of_operand
-from tilewright.ir.build import input_, map_, reshape, slice_, transpose
-from tilewright.ir.graph import Node
+from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
+from tilewright.ir.graph import Graph, Node
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Acc, Gemm, Param
+from tilewright.ir.ops import Acc, Gemm, Param, Reduce, gemm
 from tilewright.ir.types import TensorType
 from tilewright.schedule.cost import predict
 from tilewright.schedule.problem import Problem, problem_of
@@ -109,6 +111,20 @@ def test_several_stores_of_one_product_compile_on_every_generation():
         first = triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(problem(line), target(chip)))))
         for point in (replace(first, split_k=2), replace(first, tile_m=16, tile_n=64, swap_ab=True)):
             assert modules.needs(machine_code(line, target(chip), point)).registers > 0
+
+
+def test_operands_computed_on_the_way_and_the_largest_compile():
+    at = target("nvidia_h100")
+    y = map_("multiply", gemm(input_("a", F16, (256, 512)), input_("b", F16, (512, 384))), const(0.5))
+    kept = (convert(y, F16), Node(Reduce("maximum", (0, 1)), map_("abs", y)))
+    graph = optimise(Graph("g", y.src[0].src, kept, ("out", "amax")))
+    largest = problem_of(next(n for n in graph.nodes() if isinstance(n.op, Gemm)))
+    for p in (largest, computed(F16, "silu", 256, 512, 384, "beta")):
+        plan, first = triton_gemm.plan_of(p, at), triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(p, at))))
+        for parts in (1, 2):
+            nest = triton_gemm.nest_of(p, at, replace(first, split_k=parts))
+            needs = modules.needs(triton_gemm.compile_for(nest, plan.arch, p, plan.outside).kernel)
+            assert needs.spills == 0 and needs.registers > 0
 
 
 @pytest.mark.parametrize(

@@ -14,14 +14,15 @@ from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._module import module
 from tilewright.candidates.triton._run import operands_outside
 from tilewright.candidates.triton._write import Point, write
+from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F16, F32, S8, S32
 from tilewright.hardware.chips.nvidia_a100 import CHIP as A100
 from tilewright.hardware.chips.nvidia_h100 import CHIP as H100
 from tilewright.hardware.target import Target
-from tilewright.ir.build import broadcast, input_, reshape
-from tilewright.ir.graph import Node
+from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape
+from tilewright.ir.graph import Graph, Node
 from tilewright.ir.notation import parse
-from tilewright.ir.ops import Acc, Gemm, Param
+from tilewright.ir.ops import Acc, Gemm, Param, Reduce, gemm
 from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, problem_of
@@ -47,15 +48,15 @@ def run(problem: Problem, sources, point, target, weights=()):
     results = [torch.full(t.shape, 77).to(t.dtype.to_torch()) for t in problem.outputs]
     given = [in_memory(outside[i] if i in outside else sources[i]) for i in nest.sources]
     given += [in_memory(t) for t in results]
-    if point.split_k > 1:
-        counters = torch.zeros(nest.tiles, dtype=torch.int32)
-        kind = torch.float32 if problem.acc.dtype is F32 else torch.int32
-        given += [torch.full((nest.workspace_bytes // 4 - nest.tiles,), 1 << 20, dtype=kind), counters]
+    kind = torch.float32 if problem.acc.dtype is F32 else torch.int32
+    counters = torch.zeros(nest.counters, dtype=torch.int32)
+    given += [torch.full((nest.sums,), 1 << 20, dtype=kind)] if nest.sums else []
+    given += [torch.full((nest.peaks,), 1 << 20, dtype=torch.int32)] if nest.peaks else []
+    given += [counters] if nest.counters else []
     with np.errstate(all="ignore"):
         written = write(nest)
         module(written.text).gemm[(nest.tiles * point.split_k,)](*given, *scalars(written.numbers))
-    if point.split_k > 1:
-        assert not counters.any()
+    assert not counters.any()
     return results
 
 
@@ -176,3 +177,19 @@ def test_operands_are_computed_while_they_are_loaded(d, name, side, right):
     for (m, k, n), point in zip(((33, 70, 17), (5, 131, 40)), (POINTS[0], POINTS[2]), strict=True):
         p = problem(d, name, m, k, n, side, right)
         assert_right(p, random_sources(p), point, TARGETS["nvidia_h100"])
+
+
+@pytest.mark.parametrize("point", POINTS, ids=str)
+@pytest.mark.parametrize("special", [None, float("nan"), -float("inf")], ids=str)
+def test_the_largest_magnitude_is_found_beside_the_result(point, special):
+    m, k, n = 77, 70, 130
+    y = map_("multiply", gemm(input_("a", BF16, (m, k)), input_("b", BF16, (k, n))), const(0.25))
+    largest = Node(Reduce("maximum", (0, 1)), map_("abs", y))
+    graph = optimise(Graph("g", y.src[0].src, (convert(y, BF16), largest), ("out", "amax")))
+    (node,) = (x for x in graph.nodes() if isinstance(x.op, Gemm))
+    p = problem_of(node)
+    assert len(p.op.stores) == 2
+    sources = random_sources(p)
+    if special is not None:
+        sources[0][-1, -1] = special
+    assert_right(p, sources, point, TARGETS["nvidia_h100"])

@@ -175,10 +175,7 @@ class Split:
         if not self._ways(problem):
             if len(problem.op.stores) > 1:
                 return "a store reads more than one range of columns"
-            return (
-                "the gemm has one store, nothing stands between product and store, and no operand is computed, so there is "
-                "nothing to take apart"
-            )
+            return "nothing stands between product and store, and no operand is computed, so there is nothing to take apart"
         return None
 
     def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:

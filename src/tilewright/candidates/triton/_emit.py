@@ -141,6 +141,14 @@ class Emitter(Functions):
         mask = self._mask(access, rows=True, columns=True)
         t.do(f"{t.language}.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
 
+    def largest_bits(self, access: Access) -> str:
+        """The largest of the root's values, f32 and none below zero, as the integer that its bits are."""
+        bits = self.text.v(f"{self.value(access)}.to(tl.int32, bitcast=True)")
+        mask = self._mask(access, rows=True, columns=True)
+        if mask is not None:
+            bits = self.where(mask, bits, "0")
+        return self.text.v(f"tl.max(tl.max({bits}, axis=1), axis=0)")
+
     # -- addresses
 
     def hoist(self, access: Access) -> None:

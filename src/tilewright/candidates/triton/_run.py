@@ -10,11 +10,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tilewright.candidates.triton._call import Counters, caller
 from tilewright.candidates.triton._module import Built, Launch, launcher
 from tilewright.candidates.triton._write import Nest
+from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.access import Access
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param
+from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.packed import packed_once
 
@@ -55,20 +57,19 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool)
 
 def runner(nest: Nest, built: Built, constant: Mapping[int, torch.Tensor], target: Target) -> Runner:
     """What runs a kernel on sources; `constant`: weights, and operands that stand for some of them."""
-    split = nest.point.split_k
-    launch = launcher(built.kernel, (nest.tiles * split,), target.index, built.numbers)
-    outputs = [s.root.tensor for s in nest.stores]
-    return caller(nest.sources, outputs, launch if split == 1 else _with_sums(nest, launch, target), constant, target)
+    launch = launcher(built.kernel, (nest.tiles * nest.point.split_k,), target.index, built.numbers)
+    outputs = [TensorType(F32, ()) if i in nest.largest else s.root.tensor for i, s in enumerate(nest.stores)]
+    return caller(nest.sources, outputs, _with_room(nest, launch, target) if nest.counters else launch, constant, target)
 
 
-def _with_sums(nest: Nest, launch: Launch, target: Target) -> Launch:
-    """A launch that is given room for the sums of the parts of K, and counters of those that are done."""
-    p, device = nest.point, torch.device(target.device)
-    count = nest.tiles * p.split_k * p.tile_m * p.tile_n
-    counters = Counters(nest.tiles, device)
+def _with_room(nest: Nest, launch: Launch, target: Target) -> Launch:
+    """A launch that is given room for the sums of the parts of K and the largest of each tile, and counters of what is done."""
+    device = torch.device(target.device)
+    counters = Counters(nest.counters, device)
+    sizes = [size for size in (nest.sums, nest.peaks) if size]
 
     def start(*pointers: object) -> None:
-        sums, done = torch.empty(count, dtype=torch.float32, device=device), counters.take()
-        launch(*pointers, sums.data_ptr(), done.data_ptr())
+        room, done = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes], counters.take()
+        launch(*pointers, *(t.data_ptr() for t in room), done.data_ptr())
 
     return start

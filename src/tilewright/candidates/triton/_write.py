@@ -19,6 +19,8 @@ from tilewright.ir.access import Access
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Param
 
+PEAKS = 256  # of tiles, that are compared at a time
+
 
 @dataclass(frozen=True)
 class Point:
@@ -49,6 +51,7 @@ class Nest:
         point: sizes.
         second: what stands in the stores for sums of the right half of `rhs`, whose columns they read beside those of the left
             half: a tile has as many of both.
+        largest: stores, by number, that keep the largest of their values alone.
     """
 
     batch: int
@@ -63,6 +66,7 @@ class Nest:
     fp8: frozenset[str]
     point: Point
     second: Node | None = None
+    largest: tuple[int, ...] = ()
 
     @property
     def stored(self) -> int:
@@ -95,15 +99,30 @@ class Nest:
 
     @property
     def workspace_bytes(self) -> int:
-        """Sums of the parts of K, and a counter for each tile."""
+        """Sums of the parts of K and the largest of each tile, and counters."""
+        return 4 * (self.sums + self.peaks + self.counters)
+
+    @property
+    def sums(self) -> int:
+        """Of all parts of K, where there are several."""
         p = self.point
-        return 0 if p.split_k == 1 else 4 * self.tiles * (p.split_k * p.tile_m * p.tile_n + 1)
+        return 0 if p.split_k == 1 else self.tiles * p.split_k * p.tile_m * p.tile_n
+
+    @property
+    def peaks(self) -> int:
+        """The largest of each tile, for each store that keeps that."""
+        return self.tiles * len(self.largest)
+
+    @property
+    def counters(self) -> int:
+        """Of parts that are done, for each tile, and of tiles that are."""
+        return self.tiles * (self.point.split_k > 1) + bool(self.largest)
 
     @property
     def arguments(self) -> list[str]:
         """Of the kernel, but for numbers."""
         names = [f"p{i}" for i in self.sources] + [f"o{i}" for i in range(len(self.stores))]
-        return names + (["sums", "counters"] if self.point.split_k > 1 else [])
+        return names + [n for n in ("sums", "peaks", "counters") if getattr(self, n)]
 
 
 def write(nest: Nest) -> Written:
@@ -285,6 +304,10 @@ class _Writer:
         for i, access in enumerate(n.stores):
             tile = Tile("rows", "n", n.stored, self._row_mask, self._column_mask, "acc", p.swap_ab, near=near)
             emitter = Emitter(t, tile, _pointer, n.fp8)
+            if i in n.largest:
+                peak = emitter.largest_bits(access)
+                t.do(f"tl.store(peaks + {n.largest.index(i) * n.tiles} + block, {peak})")
+                continue
             if access.first == 0 and access.columns_extent == n.stored:
                 emitter.store(access, f"o{i}")
                 continue
@@ -292,6 +315,24 @@ class _Writer:
             start = f"tile_column * {n.width}"
             with t.block(f"if ({start} < {last}) & ({start} + {n.width} > {access.first}):"):
                 emitter.store(access, f"o{i}")
+        if n.largest:
+            self._largest()
+
+    def _largest(self) -> None:
+        """The block whose tile is the last to be done finds the largest of all, in an order that makes no difference."""
+        n, t = self.nest, self.text
+        done = f"counters + {n.counters - 1}"
+        t.do("tl.debug_barrier()")
+        t.do(f'came = tl.atomic_add({done}, 1, sem="acq_rel")')
+        with t.block(f"if came == {n.tiles - 1}:"):
+            for at, i in enumerate(n.largest):
+                t.do(f"most = tl.zeros(({PEAKS},), dtype=tl.int32)")
+                with t.block(f"for of_tiles in range(0, {n.tiles}, {PEAKS}):"):
+                    t.do(f"at_peaks = of_tiles + tl.arange(0, {PEAKS})")
+                    here = f"peaks + {at * n.tiles} + at_peaks, mask=at_peaks < {n.tiles}"
+                    t.do(f'most = tl.maximum(most, tl.load({here}, other=0, cache_modifier=".cg"))')
+                t.do(f"tl.store(o{i}, tl.max(most, axis=0).to(tl.float32, bitcast=True))")
+            t.do(f"tl.store({done}, 0)")
 
 
 def _pointer(n: Node) -> str:

@@ -16,7 +16,7 @@ from tilewright.candidates.triton._run import operands_outside, runner
 from tilewright.candidates.triton._space import ranked, work
 from tilewright.candidates.triton._write import Nest, Point, write
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
+from tilewright.ir.access import Access, Unsupported, largest_of, of_operand, of_store, or_why, two_halves
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
@@ -37,7 +37,7 @@ class Plan:
         lhs, rhs: where the operands lie, K as columns.
         stores: where the results go.
         outside: operands that torch evaluates once, by the number of the argument that stands for them.
-        second: see `Nest`.
+        second, largest: see `Nest`.
     """
 
     arch: modules.Arch
@@ -49,6 +49,7 @@ class Plan:
     stores: tuple[Access, ...]
     outside: Mapping[int, Node]
     second: Node | None
+    largest: tuple[int, ...]
 
 
 def plan_of(problem: Problem, target: Target) -> Plan | str:
@@ -66,16 +67,22 @@ def _plan(problem: Problem, target: Target, tf32: bool) -> Plan:
     if problem.batch * max(problem.M, problem.N) > NUMBERED:
         raise Unsupported("its rows are not counted in 31 bits")
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
-    check(problem.op.stores, blocks=True)
-    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    largest = [largest_of(root) for root in problem.op.stores]
+    kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
+    check(kept, blocks=True)
+    roots, second = two_halves(kept, len(problem.types)) or (kept, None)
     stores = tuple(of_store(root) for root in roots)
+    columns = problem.N if second is None else problem.N // 2
+    if any(inner and (s.first, s.columns_extent) != (0, columns) for inner, s in zip(largest, stores, strict=True)):
+        raise Unsupported("the largest of a range of columns")
     batch_shape = problem.acc.shape[:-2]
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
     outside: dict[int, Node] = {}
     lhs = _operand(problem, problem.op.lhs, batch_shape, len(problem.types), outside, columns_last=True)
     rhs = _operand(problem, problem.op.rhs, () if shared else batch_shape, len(problem.types) + 1, outside, columns_last=False)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
-    return Plan(arch, batch, rows, dot, lhs, rhs, stores, outside, second)
+    found = tuple(i for i, inner in enumerate(largest) if inner)
+    return Plan(arch, batch, rows, dot, lhs, rhs, stores, outside, second, found)
 
 
 def _operand(
@@ -177,6 +184,7 @@ def nest_of(problem: Problem, target: Target, point: Point | None = None) -> Nes
         modules.exact_fp8(plan.arch),
         point or Point(16, 16, 32, 4, 1),
         plan.second,
+        plan.largest,
     )
 
 
@@ -187,8 +195,8 @@ def compile_for(
     types = {f"p{i}": (outside[i].dtype if i in outside else problem.types[i].dtype) for i in nest.sources}
     signature = {name: pointer_type(t) for name, t in types.items()}
     signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(nest.stores)}
-    if nest.point.split_k > 1:
-        signature |= {"sums": "*fp32" if nest.dot.acc.is_float else "*i32", "counters": "*i32"}
+    room = {"sums": "*fp32" if nest.dot.acc.is_float else "*i32", "peaks": "*i32", "counters": "*i32"}
+    signature |= {name: kind for name, kind in room.items() if name in nest.arguments}
     fused = nest.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
     warps, stages = nest.point.num_warps, nest.point.num_stages
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
