@@ -24,6 +24,7 @@ T = TypeVar("T")
 LARGE_BYTES = 16 << 20  # of a problem, from which a GPU draws its data and works out its right results
 OPS_A_BYTE = 64
 UNBUILT = "failed to build"  # begins the sentence on a point that could not be
+UNCHECKED = "its results cannot be checked"  # begins the sentence where the oracle gives none on random data
 GENERATED = 10  # candidates of a lower preference are generated here, and promise results to the bit on any number of threads
 
 
@@ -80,7 +81,7 @@ class Bench:
         self._problem, self._target, self._watched, self._counts = problem, target, watched, counts
         self._pulse, self._at = pulse, at
         given = {i: t.to(target.device) for i, t in weights.items() if problem.weights[i]}
-        sources = self._on_device(lambda: random_sources(problem)) or random_sources(problem)
+        sources = self._on_device(lambda: random_sources(problem, given=given)) or random_sources(problem, given=given)
         drawn = {i: guarded(t.to(target.device)) for i, t in enumerate(sources) if i not in given}
         self._sources = [drawn[i] if i in drawn else given[i] for i in range(len(problem.types))]
         self._guarded = list(drawn.values())
@@ -99,7 +100,10 @@ class Bench:
         attempt = self.build(key, candidate, schedule)
         if attempt.why is None and candidate.preference < LAST_RESORT:
             assert attempt.kernel is not None
-            self.expect(attempt.kernel.roundoff)
+            try:
+                self.expect(attempt.kernel.roundoff)
+            except Exception as error:
+                return Attempt(attempt.schedule, failure(UNCHECKED, error))
         return attempt if attempt.why is not None else Attempt(attempt.schedule, self.verify(key), attempt.kernel)
 
     def build(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:

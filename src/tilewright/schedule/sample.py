@@ -6,8 +6,9 @@ with a scale of 1 is the largest code everywhere. So scales and side inputs are 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from tilewright.ir.carrier import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Dequantize, Gather, Map, Param, Quantize
+from tilewright.ir.ops import VIEWS, Convert, Dequantize, Gather, Map, Param, Quantize, Write
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType
 from tilewright.schedule.problem import AnyProblem, CarrierProblem, Operand, Problem, RegionProblem
@@ -43,20 +44,25 @@ def random_tensor(t: TensorType, generator: torch.Generator, *, positive: bool =
     return wide.to(d.to_torch())
 
 
-def random_sources(problem: AnyProblem, seed: int = 0) -> list[torch.Tensor]:
+def random_sources(problem: AnyProblem, seed: int = 0, given: Mapping[int, torch.Tensor] | None = None) -> list[torch.Tensor]:
     """Random sources of a problem, drawn where torch makes new tensors.
 
     Integer operands take their full range, two rows (columns) its ends alone; integer side inputs take it where only integers
-    follow. Scales are positive; other side inputs are as large as what they are added to.
+    follow. Scales are positive; other side inputs are as large as what they are added to. Indices are in range, however they
+    are made. Those in `given`, by index, are what they are.
     """
-    return _Sampler(problem, seed).sources
+    return _Sampler(problem, seed, given or {}).sources
 
 
 class _Sampler:
-    def __init__(self, problem: AnyProblem, seed: int) -> None:
+    def __init__(self, problem: AnyProblem, seed: int, given: Mapping[int, torch.Tensor]) -> None:
         self._generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
         self._settled: set[int] = set()
-        self.sources = [random_tensor(t, self._generator) for t in problem.types]
+        self._given = frozenset(given)
+        device = torch.get_default_device()
+        self.sources = [
+            given[i].to(device) if i in given else random_tensor(t, self._generator) for i, t in enumerate(problem.types)
+        ]
         if isinstance(problem, RegionProblem):
             self._params = [n for n in problem.nodes if isinstance(n.op, Param)]
             self._settle_region(problem)
@@ -76,26 +82,73 @@ class _Sampler:
             code = n.src[0].dtype
             self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
 
-    def _settle_indices(self, picks: Node, extent: int) -> None:
-        while len(picks.src) == 1:
-            picks = picks.src[0]
-        if isinstance(picks.op, Param):
-            drawn = self.sources[picks.op.index]
-            self.sources[picks.op.index] = drawn.to(torch.int64).remainder(max(extent, 1)).to(drawn.dtype)
+    def _settle_indices(self, problem: RegionProblem) -> None:
+        """Indices inside what they pick from, however they are made of the sources: those are drawn as small numbers, smaller
+        each time until every index is in range. Where none are (the oracle then fails), the last draw stands."""
+        settled: list[Node] = []
+        for n in problem.nodes:
+            if not isinstance(n.op, (Gather, Write)):
+                continue
+            settled.append(n)
+            under = [m for m in toposort((n.src[1],)) if isinstance(m.op, Param)]
+            leaves = [m for m in under if cast("Param", m.op).index not in self._given]
+            plain = all(isinstance(m.op, (Param, Convert, *VIEWS)) for m in toposort((n.src[1],)))
+            if not leaves or not (plain or not self._in_range(settled)):
+                continue
+            extent = max(n.src[0].shape[n.op.axis], 1)
+            for bound in [extent] if plain else _bounds(extent):
+                for leaf in leaves:
+                    self.sources[cast("Param", leaf.op).index] = self._small(leaf.tensor, bound, isinstance(n.op, Write))
+                if self._in_range(settled):
+                    break
+
+    def _small(self, t: TensorType, bound: int, distinct: bool) -> torch.Tensor:
+        """Numbers from 0 up to `bound`, of floats halves among them; each once where there are enough."""
+        count = t.elements
+        if t.dtype.kind == "pred":
+            return torch.rand(t.shape, generator=self._generator) < 0.5 if bound > 1 else torch.zeros(t.shape, dtype=torch.bool)
+        top = max(1, min(bound, int(t.dtype.max)))
+        if distinct and count <= top:
+            drawn = torch.randperm(top, generator=self._generator)[:count].reshape(t.shape)
+        else:
+            drawn = torch.randint(0, top, t.shape, generator=self._generator)
+        if t.dtype.is_float and top > 1:
+            drawn = drawn + torch.rand(t.shape, generator=self._generator)
+        return drawn.to(t.dtype.to_torch())
+
+    def _in_range(self, picking: Sequence[Node]) -> bool:
+        """Whether each of these reads and writes inside what it picks from."""
+        for n in picking:
+            try:
+                index = self._value(n.src[1]).to(torch.int64)
+            except (IndexError, RuntimeError):  # of what an index inside it picks
+                return False
+            extent = n.src[0].shape[cast("Gather | Write", n.op).axis]
+            if index.numel() and not -extent <= int(index.min()) <= int(index.max()) < extent:
+                return False
+            if isinstance(n.op, Write) and index.remainder(max(extent, 1)).unique().numel() < index.numel():
+                return False
+        return True
 
     def _settle_region(self, problem: RegionProblem) -> None:
         """Indices inside what they pick from, values of about 1, scales so that codes spread over their range."""
+        self._settle_indices(problem)
         for n in problem.nodes:
-            if isinstance(n.op, Gather):
-                self._settle_indices(n.src[1], n.src[0].shape[n.op.axis])
             self._settle_codes(n)
             if isinstance(n.op, Quantize):
-                self._settle(n.src[1], 3 * _rms(self._value(n.src[0])) / float(n.dtype.max), positive=True)
+                with contextlib.suppress(IndexError, RuntimeError):  # an index that could not be settled
+                    self._settle(n.src[1], 3 * _rms(self._value(n.src[0])) / float(n.dtype.max), positive=True)
 
     def _reach_extremes(self, operand: Operand, axis: int) -> None:
         """Two rows of the left (columns of the right) at the ends of the range: the largest sums there can be."""
         as_stored = operand.plain and len(operand.views) == int(operand.transposed)
-        if operand.source is None or not as_stored or not operand.dtype.is_integer or operand.shape[axis] < ENOUGH:
+        if (
+            operand.source is None
+            or operand.source in self._given
+            or not as_stored
+            or not operand.dtype.is_integer
+            or operand.shape[axis] < ENOUGH
+        ):
             return
         matrix = self.sources[operand.source]
         across = matrix.transpose(-1, -2) if operand.transposed else matrix
@@ -151,7 +204,7 @@ class _Sampler:
     def _settle(self, expression: Node, size: float, *, positive: bool = False) -> None:
         """Give the one source under an expression values about as large as `size`, unless an earlier use decided that."""
         leaves = [n.op for n in toposort((expression,)) if isinstance(n.op, Param)]
-        if len(leaves) != 1 or leaves[0].index in self._settled or not 0 < size < math.inf:
+        if len(leaves) != 1 or leaves[0].index in self._settled | self._given or not 0 < size < math.inf:
             return
         index, t = leaves[0].index, leaves[0].type
         self._settled.add(index)
@@ -164,6 +217,11 @@ class _Sampler:
             self.sources[index] = (
                 wide.clamp(max(t.dtype.min, -LIMIT), min(t.dtype.max, LIMIT)).to(torch.int64).to(t.dtype.to_torch())
             )
+
+
+def _bounds(extent: int) -> list[int]:
+    """Below which the sources of an index are drawn in turn, for what has so many slices: a division may want more of them."""
+    return [8 * extent >> i for i in range((8 * extent).bit_length())]
 
 
 def _rounds_later(node: Node, stores: Sequence[Node]) -> bool:

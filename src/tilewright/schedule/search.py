@@ -13,7 +13,7 @@ import torch
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
-from tilewright.schedule.bench import Attempt, Bench, failure
+from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, concerns, discover
 from tilewright.schedule.nursery import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, RegionProblem
@@ -186,11 +186,19 @@ class _Search:
         if region and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
             only = spaces[0]
             return self._decision(only.candidate.build(self._problem, next(only.points), self._target))
-        self._bench = self._opened(spaces)
+        try:
+            self._bench = self._opened(spaces)
+        except UnavailableError:
+            raise
+        except Exception as error:  # random data for it cannot be made
+            self._reject("the check", failure(UNCHECKED, error))
+            return self._unchecked(spaces)
         try:
             winner = self._found(spaces, depth)
         finally:
             self._bench.close()
+        if winner is None:
+            return self._unchecked(spaces)
         for space in spaces:
             left = space.left()
             if left and any(t.space is space for t in self._trials):
@@ -203,8 +211,16 @@ class _Search:
         apart = hosted(*given, [s.candidate for s in spaces], cold=self._cold) if self._apart else None
         return apart or Bench(*given, cold=self._cold)
 
-    def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial:
-        """The winner among all spaces."""
+    def _unchecked(self, spaces: Sequence[_Space]) -> Decision:
+        """The reference, unexamined, where it fails on random data: what a program computes of its own it may well do."""
+        for space in spaces:
+            if space.candidate.preference >= LAST_RESORT:
+                schedules = iter(space.candidate.schedules(self._problem, self._target))
+                return self._decision(space.candidate.build(self._problem, next(schedules), self._target))
+        raise self._nothing()
+
+    def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial | None:
+        """The winner among all spaces; None if the oracle cannot work out what is right on random data."""
         region = isinstance(self._problem, RegionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:
@@ -214,6 +230,8 @@ class _Search:
             else:
                 self._enter(space, depth)
         if not self._trials:
+            if any(r.why.startswith(UNCHECKED) for r in self._rejected):
+                return None
             raise self._nothing()
         if self._budget_s > 0 and time.perf_counter() < self._until:
             return self._timed()
@@ -290,6 +308,8 @@ class _Search:
                 self._lose(space, attempt)
             else:
                 self._reject(_label(space.candidate, attempt.schedule), attempt.why)
+                if attempt.why.startswith(UNCHECKED):  # no point of any candidate can be
+                    space.points = iter(())
             return None
         trial = _Trial(space, attempt, key, took_s)
         self._trials.append(trial)

@@ -27,7 +27,7 @@ import torch
 from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal
-from tilewright.schedule.bench import Attempt, Bench
+from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover
 from tilewright.schedule.guard import Watch
 from tilewright.schedule.nursery import KEY, PULSE, DiedError, UnavailableError, memory_file, nurse, nursery, say
@@ -120,14 +120,22 @@ class HostedBench:
             built, why, roundoff = self._ask(("build", key, where, schedule), self._limit_s)
             if why is not None:
                 return Attempt(built, why)
-            if not trusted:
-                self.expect_s = self._ask(("expect", roundoff), None)
+            if not trusted and (why := self._expected(roundoff)) is not None:
+                return Attempt(built, why)
             why = self._ask(("verify", key), None if trusted else self._limit_s)
         except DiedError as died:
             return _lost(schedule, died)
         if why is None:
             self._passed[key] = where, built
         return Attempt(built, why)
+
+    def _expected(self, roundoff: float) -> str | None:
+        """None once the right results are known, else the sentence why they are not: that is no fault of a kernel's."""
+        try:
+            self.expect_s, why = self._ask(("expect", roundoff), None)
+        except DiedError as died:
+            return f"{UNCHECKED}: {died}"
+        return why
 
     def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
         """Medians in µs; infinity for one that did not come back, in place of which the others are timed again."""
@@ -318,10 +326,13 @@ class _Host:
         attempt = self._bench.build(key, _find(where), schedule)
         return attempt.schedule, attempt.why, 0.0 if attempt.kernel is None else attempt.kernel.roundoff
 
-    def _expect(self, roundoff: float) -> float:
+    def _expect(self, roundoff: float) -> tuple[float, str | None]:
         assert self._bench is not None
-        self._bench.expect(roundoff)
-        return self._bench.expect_s
+        try:
+            self._bench.expect(roundoff)
+        except Exception as error:
+            return self._bench.expect_s, failure(UNCHECKED, error)
+        return self._bench.expect_s, None
 
     def _verify(self, key: int) -> str | None:
         assert self._bench is not None
