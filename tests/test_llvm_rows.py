@@ -22,7 +22,7 @@ from tilewright.errors import TypeMismatchError
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.ops import Concat, Dequantize, Gather, Input, LayerNorm, Quantize, Select, Softmax, gemm
+from tilewright.ir.ops import Concat, Dequantize, Gather, Input, LayerNorm, Pad, Quantize, Select, Softmax, gemm
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.problem import RegionProblem, region_of
@@ -117,6 +117,76 @@ def test_integers_and_tests():
     mask = input_("m", S64, (1, 130))
     right(Node(Select(), map_("and", convert(mask, PRED), input_("p", PRED, (7, 1))), input_("x", F32, ()), const(-1e9, F32)))
     right(convert(convert(a, F32), BF16))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, S64, PRED], ids=str)
+def test_single_elements_are_picked(dtype):
+    table, one, each = input_("t", dtype, (3, 41)), input_("i", S64, (29,)), input_("e", S32, (2, 29))
+    right(Node(Gather(1), table, one))
+    right(Node(Gather(1, True), table, each), Node(Gather(0, True), table, input_("f", S64, (5, 20))))
+    right(Node(Gather(0), input_("v", dtype, (17,)), input_("j", U8, (4, 33))))
+    left, by = input_("l", dtype, (3, 4, 41)), input_("k", S64, (3, 4, 30))
+    right(Node(Gather(2, True), left, by))
+
+
+def test_an_index_is_computed_beside_what_it_picks():
+    """As positions are, and the rows of a mixture of experts."""
+    order, hidden, scale = input_("o", S64, (30,)), input_("h", F32, (7, 40)), input_("s", F32, (30, 1))
+    rows_ = Node(Gather(0), hidden, map_("modulo", order, const(7, S64)))
+    right(map_("multiply", rows_, scale), norm(rows_))
+    right(Node(Gather(0), map_("multiply", input_("m", F32, (30, 40)), scale), map_("modulo", order, const(30, S64))))
+    right(Node(Gather(1), hidden, map_("remainder", map_("abs", order), const(40, S64))))
+    picked = Node(Gather(0), hidden, map_("modulo", reduce_("add", input_("n", S64, (9, 40)), (1,)), const(7, S64)))
+    right(map_("add", picked, input_("r", F32, (9, 40))))
+    right(map_("add", *(Node(Gather(0), hidden, map_("modulo", order, const(n, S64))) for n in (5, 6))))
+
+
+def test_positions_as_sums_of_a_mask_are_sampled_in_range():
+    sums, mask, table = input_("c", S64, (2, 9)), input_("m", S64, (2, 9)), input_("t", F32, (12, 40))
+    ids = map_("add", map_("multiply", convert(convert(sums, S32), S64), mask), const(1, S64))
+    right(norm(map_("add", Node(Gather(0), table, ids), input_("x", F32, (2, 9, 40)))))
+
+
+def test_constants_that_indices_are_made_with_are_sampled_as_they_are():
+    order, by, table = input_("o", S64, (30,)), const([1, 2, 3] * 10, S64), input_("t", F32, (40, 20))
+    picked = Node(Gather(0), table, map_("add", map_("divide", order, by), const(7, S64)))
+    program = tilewright.compile(Graph("g", (table, order), (map_("tanh", picked),), ("y",)), budget_s=0, cache=False)
+    assert [s.decision.kernel.candidate for s in program.steps if s.decision is not None] == ["llvm_rows"]
+    values, at = torch.randn(40, 20), torch.arange(30)
+    torch.testing.assert_close(program(values, at), values[at // torch.tensor([1, 2, 3] * 10) + 7].tanh())
+
+
+def test_an_index_out_of_range_is_an_error_in_every_lane():
+    ids, table = input_("i", S64, (3, 21)), input_("t", F32, (3, 50))
+    problem = problem_of(map_("tanh", Node(Gather(1, True), table, ids)))
+    run, sources = runner(problem), random_sources(problem)
+    picks = next(t for t in sources if t.dtype == torch.int64)
+    values = next(t for t in sources if t.dtype == torch.float32)
+    picks[1, 20], picks[2, 0] = -50, -1
+    (got,) = run(sources)
+    torch.testing.assert_close(got, values.gather(1, picks % 50).tanh())
+    for wrong in (50, -51, 1 << 62, -(1 << 63)):
+        picks[1, 20] = wrong
+        with pytest.raises(TypeMismatchError, match="out of bounds"):
+            run(sources)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, S64, PRED], ids=str)
+def test_numbers_around_what_is_worked_out(dtype):
+    x, fill = input_("x", dtype, (3, 5, 18)), input_("f", dtype, ())
+    y = map_("maximum", x, input_("y", dtype, (18,)))
+    right(Node(Pad((0, 0, 1), (0, 0, 0), (0, 0, 0)), y, fill))
+    right(Node(Pad((0, 1, 2), (0, 2, 1), (0, 0, 0)), y, fill))
+    right(Node(Pad((0, -1, 2), (1, 0, -3), (0, 0, 0)), y, fill))
+    right(Node(Pad((0, 0, 0), (0, 0, 0), (0, 0, 0)), y, fill))
+    right(Node(Pad((1,), (2,), (0,)), map_("maximum", input_("v", dtype, (4,)), input_("w", dtype, (4,))), fill))
+
+
+def test_a_norm_that_is_padded():
+    x = input_("x", F32, (6, 40))
+    y = norm(x)
+    right(y, Node(Pad((0, 0), (2, 0), (0, 0)), y, const(0.0, F32)))
+    right(reshape(Node(Pad((0, 0), (2, 0), (0, 0)), y, const(0.0, F32)), (2, 4, 40)))
 
 
 @pytest.mark.parametrize("dtype", [S64, S32, U8], ids=str)
@@ -242,7 +312,8 @@ def test_bounds_catch_what_drops_precision():
         ((norm(transpose(norm(input_("x", F32, (8, 8))), (1, 0))),), "it reduces along different axes"),
         ((map_("add", *(lambda y: (y, transpose(y, (1, 0))))(map_("tanh", input_("x", F32, (8, 8))))),), "two arrangements"),
         ((map_("exponential", input_("x", F32, ())),), "a handful of numbers"),
-        ((map_("tanh", Node(Gather(1), input_("x", F32, (4, 8)), input_("i", S32, (3,)))),), "single elements of a row"),
+        ((Node(Gather(1, True), norm(input_("x", F32, (4, 8))), input_("i", S32, (4, 3))),), "from what is worked out here"),
+        ((Node(Pad((1,), (0,), (1,)), map_("tanh", input_("x", F32, (8,))), const(0.0, F32)),), "numbers between elements"),
         ((convert(map_("add", input_("x", S64, (4, 8)), input_("y", S64, (4, 8))), F16),), "s64 has no vectors here"),
     ],
     ids=lambda x: x if isinstance(x, str) else "",

@@ -12,7 +12,7 @@ from tilewright.candidates.triton.rows import _power
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S32, S64, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Dequantize, Gather, Quantize, Select, Softmax
+from tilewright.ir.ops import Dequantize, Gather, Pad, Quantize, Select, Softmax
 from tilewright.ir.region import regions_of_rows
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.sample import random_sources
@@ -159,3 +159,18 @@ def test_whether_any_or_all_hold():
     p = input_("p", PRED, (6, 35))
     right(*(reduce_(fn, p, (1,)) for fn in ("and", "or", "add", "multiply", "maximum", "minimum")))
     right(Node(Softmax(1, True), input_("x", F32, (5, 70))))
+
+
+def test_single_elements_are_picked():
+    table, order = input_("t", F32, (3, 41)), input_("o", S64, (30,))
+    right(Node(Gather(1), table, input_("i", S64, (29,))), forms=((2, 4),))
+    right(Node(Gather(1, True), table, input_("e", S32, (2, 29))), forms=((2, 4),))
+    right(Node(Gather(0), input_("p", PRED, (17,)), input_("j", U8, (4, 33))), forms=((2, 4),))
+    hidden = input_("h", F32, (7, 40))
+    right(norm(Node(Gather(0), hidden, map_("modulo", order, const(7, S64)))), forms=((2, 4),))
+    right(map_("tanh", Node(Gather(1), hidden, map_("modulo", order, const(40, S64)))), forms=((2, 4),))
+
+
+def test_numbers_around_what_is_worked_out():
+    x, fill = input_("x", F32, (3, 5, 18)), input_("f", F32, ())
+    right(Node(Pad((0, 1, 2), (0, 2, 1), (0, 0, 0)), map_("tanh", x), fill), forms=((2, 4),))

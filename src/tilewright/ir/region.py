@@ -71,6 +71,13 @@ class Region:
         return frozenset(n.src[0] for n in self.nodes if isinstance(n.op, Gather))
 
     @cached_property
+    def by_lanes(self) -> frozenset[Node]:
+        """What picks anew in every column, or by an index that a pass over the row comes to; other tables are one row of them
+        for the whole row."""
+        picks = [n for n in self.nodes if isinstance(n.op, Gather)]
+        return frozenset(n for n in picks if n.src[1] in self.across or self.level[n.src[1]])
+
+    @cached_property
     def rows(self) -> int:
         return math.prod(a.extent for a in axes_of((self.access.rows,)))
 
@@ -226,6 +233,8 @@ def regions_of_rows(
         raise Unsupported("nothing but views: no element need move")
     if any(0 in n.shape for n in toposort(roots)):
         raise Unsupported("an extent is zero")
+    if not any(n.tensor.elements > 1 for n in toposort(roots)):
+        raise Unsupported("a handful of numbers")
     written = written_out(roots)
     pieces = pieces_of(written, rooms)
     sizes = dict.fromkeys(p.root.tensor.elements for p in pieces)
@@ -261,8 +270,6 @@ def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> Region:
         else:
             check(n)
     views = _Places(written, order).views
-    if not any(n.tensor.elements > 1 for n in order):
-        raise Unsupported("a handful of numbers")
     access = Access(written[0], views)
     within = [None if p.shape == p.root.shape else (p.shape, p.ranges) for p in pieces]
     stores = tuple(replace(access, root=r, within=w) for r, w in zip(written, within, strict=True))
@@ -270,11 +277,6 @@ def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> Region:
     for store in stores:
         store.rows, store.columns = access.rows, access.columns
     whole, across = set(axes_of((access.rows,))), set(axes_of((access.columns,)))
-    picks = [n for n in order if isinstance(n.op, Gather)]
-    if any(across & set(axes_of(views[n.src[1]].layout)) for n in picks):
-        raise Unsupported("it picks single elements of a row")
-    if len({n.src[0] for n in picks}) < len(picks):
-        raise Unsupported("it picks from one table twice")
     for n in order:
         if not set(axes_of(views[n].layout)) <= whole | across:
             raise Unsupported("its values do not share rows")
@@ -288,11 +290,8 @@ def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> Region:
 
 def _check_gather(n: Node) -> None:
     assert isinstance(n.op, Gather)
-    table, index = n.src
-    while isinstance(index.op, (*VIEWS, Convert)):
-        index = index.src[0]
-    if n.op.elementwise or not isinstance(table.op, Param) or not isinstance(index.op, Param):
-        raise Unsupported("a gather of single elements, or from what is worked out here")
+    if not isinstance(n.src[0].op, Param):
+        raise Unsupported("a gather from what is worked out here")
 
 
 def _check_reduction(n: Node) -> None:
@@ -365,12 +364,14 @@ class _Places:
             return against(source.shape, layout)
         if isinstance(n.op, Gather):  # the axis that is picked along is none of the rows': it is an offset
             axis, rank = n.op.axis % len(n.src[0].shape), len(n.src[1].shape)
+            if n.op.elementwise:
+                return layout if source is n.src[1] else (*layout[:axis], (), *layout[axis + 1 :])
             return layout[axis : axis + rank] if source is n.src[1] else (*layout[:axis], (), *layout[axis + rank :])
         return above(n, layout) if isinstance(n.op, (Reshape, Transpose, Broadcast)) else None
 
     def _up(self, source: Node, n: Node) -> Layout | None:
         layout = self._layouts[source]
-        if isinstance(n.op, (*ELEMENTWISE, Broadcast)):
+        if isinstance(n.op, (*ELEMENTWISE, Broadcast)) or (isinstance(n.op, Gather) and source is n.src[1]):
             return layout if source.shape == n.shape else None
         if isinstance(n.op, Reduce):
             dims = [() if a in n.op.axes else d for a, d in enumerate(layout)]

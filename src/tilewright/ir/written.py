@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from tilewright.dtype import F32
 from tilewright.ir.access import Unsupported
-from tilewright.ir.build import const, convert, map_, reshape
-from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, LayerNorm, Param, Reduce, Reshape, Softmax
+from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import (
+    VIEWS,
+    Concat,
+    Convert,
+    Gather,
+    LayerNorm,
+    Map,
+    Pad,
+    Param,
+    Reduce,
+    Reshape,
+    Select,
+    Softmax,
+)
 
 
 def written_out(roots: Sequence[Node]) -> list[Node]:
@@ -23,6 +37,10 @@ def written_out(roots: Sequence[Node]) -> list[Node]:
             made[n] = _softmax(op, n, src[0])
         elif isinstance(op, Reduce):
             made[n] = _reduction(op, n, src[0])
+        elif isinstance(op, Pad):
+            made[n] = _padded(op, src[0], src[1])
+        elif isinstance(op, Gather) and not op.elementwise:
+            made[n] = _picked(op.axis % len(src[0].shape), src[0], src[1])
         else:
             made[n] = n.with_src(src)
     return [made[r] for r in roots]
@@ -34,6 +52,38 @@ def _reduction(op: Reduce, n: Node, x: Node) -> Node:
     if n.dtype.is_float and n.dtype.bits < 32:
         return convert(Node(op, convert(x, F32)), n.dtype)
     return Node(op, x)
+
+
+def _padded(op: Pad, x: Node, fill: Node) -> Node:
+    """What is padded beside numbers that are repeated."""
+    if any(i and d > 1 for i, d in zip(op.interior, x.shape, strict=True)):
+        raise Unsupported("numbers between elements have no vector form")
+    fill = reshape(fill, (1,) * len(x.shape))
+    for axis, (low, high) in enumerate(zip(op.low, op.high, strict=True)):
+        x = slice_(x, axis, max(-low, 0), x.shape[axis] + min(high, 0))
+        edges = [
+            broadcast(fill, (*x.shape[:axis], count, *x.shape[axis + 1 :])) if count > 0 else None for count in (low, high)
+        ]
+        parts = [part for part in (edges[0], x, edges[1]) if part is not None]
+        x = Node(Concat(axis), *parts) if len(parts) > 1 else x
+    return x
+
+
+def _picked(axis: int, table: Node, index: Node) -> Node:
+    """Elements of a table by index, picked from what it is worked out from, where no more is worked out then."""
+    grows = math.prod(index.shape) > table.shape[axis]
+    if grows or not isinstance(table.op, (Map, Convert, Select)):
+        return Node(Gather(axis), table, index)
+    found: list[Node] = []
+    for s in table.src:
+        mine = axis - (len(table.shape) - len(s.shape))
+        if mine < 0:
+            found.append(s)
+        elif s.shape[mine] != table.shape[axis]:
+            found.append(reshape(s, (*s.shape[:mine], *(1 for _ in index.shape), *s.shape[mine + 1 :])))
+        else:
+            found.append(_picked(mine, s, index))
+    return table.with_src(found)
 
 
 def _over(x: Node, fn: str, axes: tuple[int, ...]) -> Node:
@@ -76,12 +126,11 @@ def apart(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
         if isinstance(n.op, Param) or (isinstance(n.op, VIEWS) and n.src[0] in chains):
             chains.add(n)
         else:
-            tops.update(dict.fromkeys(n.src))
-    replaced: dict[Node, Node] = {}
+            tops.update(dict.fromkeys(n.src[1:] if isinstance(n.op, Gather) else n.src))
     sources: list[int] = []
-    for top in tops:
-        if top not in chains:
-            continue
+
+    def source(top: Node) -> Node:
+        """A new param under the views of another."""
         leaf, views = top, list[Node]()
         while leaf.src:
             views.append(leaf)
@@ -92,5 +141,14 @@ def apart(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
         for view in reversed(views):
             reshapes = isinstance(view.op, Reshape) and isinstance(value.op, Param)
             value = Node(Param(len(sources) - 1, view.tensor)) if reshapes else Node(view.op, value)
-        replaced[top] = value
-    return substitute(roots, replaced), tuple(sources)
+        return value
+
+    moved: dict[Node, Node] = {}
+    for n in order:
+        if n in chains:
+            if n in tops:
+                moved[n] = source(n)
+            continue
+        picks = isinstance(n.op, Gather) and n.src[0] in chains  # a table of its own
+        moved[n] = n.with_src([source(s) if picks and i == 0 else moved[s] for i, s in enumerate(n.src)])
+    return [moved[r] for r in roots], tuple(sources)

@@ -1,4 +1,4 @@
-"""Functions of integer vectors past one instruction: quotients, remainders, powers, shifts, as `ir/ops/integers.py` has them."""
+"""Functions of integer vectors past one instruction: quotients, remainders, powers, shifts, as in `ir/ops/integers.py`."""
 
 from __future__ import annotations
 

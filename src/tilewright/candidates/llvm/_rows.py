@@ -221,7 +221,7 @@ class _LoopsWriter:
         one = Columns(0, True, None)
         for pass_ in range(region.passes + 1):
             for n in region.nodes:
-                if isinstance(n.op, Gather) and pass_ == 0:
+                if isinstance(n.op, Gather) and pass_ == 0 and n not in region.by_lanes:
                     self._pick(n, known[n.src[1]])
                 apart = n in region.across or n in region.tables or isinstance(n.op, Reduce)
                 if not apart and n not in known and region.level[n] <= pass_:
@@ -236,6 +236,8 @@ class _LoopsWriter:
     def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
         if n in self.region.of_softmaxes:
             return lanes.math.bounded_exp(values[n.src[0]])
+        if n in self.region.by_lanes:
+            return lanes.picked(n, values[n.src[1]], row, self._missed)
         return lanes.value(n.src[0] if isinstance(n.op, Gather) else n, values, row)
 
     def _pick(self, n: Node, index: str) -> None:
@@ -317,7 +319,7 @@ class _LoopsWriter:
                 if n in region.kept and region.level[n] < pass_:
                     values[n] = f.load(*self._kept(n, column))
                 else:
-                    for s in () if isinstance(n.op, Gather) else n.src:
+                    for s in (n.src[1:] if n in region.by_lanes else ()) if isinstance(n.op, Gather) else n.src:
                         value(s)
                     values[n] = self._value(lanes, n, values, row)
             return values[n]

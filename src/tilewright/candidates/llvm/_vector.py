@@ -14,7 +14,7 @@ from tilewright.dtype import BF16, F32, PRED, DType
 from tilewright.ir.access import Access, Place, Unsupported, too_wide
 from tilewright.ir.expression import COARSE, rounded_at_once
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Gather, Map, Param, Quantize, Select
 
 BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
 LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
@@ -162,13 +162,13 @@ class Lanes(Casts):
         alone = len(place.columns) == 1 and extent * inner >= self.access.columns_extent
         return (inner, stride) == (1, 1) and (alone or (self.columns.aligned and extent % self.lanes == 0))
 
-    def _address(self, place: Place, row: Int, pointer: str, size: int) -> str:
-        """Of lane 0, or of what is common to all lanes where they do not lie one after the other."""
+    def _address(self, place: Place, row: Int, pointer: str, size: int, *, common: bool = False) -> str:
+        """Of lane 0, or of what is `common` to all lanes: always where they do not lie one after the other."""
         f, offset = self.f, place.offset
         total: Int = offset
         for t in place.rows:
             total = f.add(total, f.mul(self._digit(row, t.extent, t.inner), t.stride))
-        apart = set() if self._consecutive(place) else set(self._spread(place))
+        apart = set() if self._consecutive(place) and not common else set(self._spread(place))
         for t in place.columns:
             if (t.extent, t.inner, t.stride) not in apart:
                 total = f.add(total, f.mul(self._digit(self.columns.first, t.extent, t.inner, columns=True), t.stride))
@@ -190,14 +190,14 @@ class Lanes(Casts):
             extent *= axis.extent
         return extent
 
-    def _lanes_apart(self, place: Place, base: str, element_type: str) -> str:
-        """A pointer for each lane."""
+    def _lanes_apart(self, place: Place, base: str, element_type: str, further: str = "zeroinitializer") -> str:
+        """A pointer for each lane, so many elements `further`."""
         f, i32, i64 = self.f, vec(self.lanes, "i32"), vec(self.lanes, "i64")
         first = (
             f.v(f"trunc i64 {self.columns.first} to i32") if isinstance(self.columns.first, str) else str(self.columns.first)
         )
         column = f.v(f"add {i32} {f.splat(self.lanes, 'i32', first)}, {f.iota(self.lanes)}")
-        total = "zeroinitializer"
+        total = further
         for extent, inner, stride in self._spread(place):
             digit = f.v(f"udiv {i32} {column}, splat (i32 {inner})") if inner > 1 else column
             digit = f.v(f"urem {i32} {digit}, splat (i32 {extent})")
@@ -220,15 +220,42 @@ class Lanes(Casts):
         elif self._consecutive(place):
             value = f.load_where(type_, at, self.columns.mask)
         else:
-            value = f.intrinsic(
-                f"llvm.masked.gather.{suffix(type_)}.{suffix(self._pointers)}",
-                type_,
-                (self._pointers, self._lanes_apart(place, at, memory)),
-                ("i32 immarg", "1"),
-                (vec(self.lanes, "i1"), self.columns.mask or "splat (i1 true)"),
-                (type_, "zeroinitializer"),
-            )
+            value = self._gathered(type_, self._lanes_apart(place, at, memory))
         return f.v(f"icmp ne {type_} {value}, zeroinitializer") if n.dtype is PRED else value
+
+    def _gathered(self, type_: str, pointers: str) -> str:
+        return self.f.intrinsic(
+            f"llvm.masked.gather.{suffix(type_)}.{suffix(self._pointers)}",
+            type_,
+            (self._pointers, pointers),
+            ("i32 immarg", "1"),
+            (vec(self.lanes, "i1"), self.columns.mask or "splat (i1 true)"),
+            (type_, "zeroinitializer"),
+        )
+
+    def picked(self, n: Node, index: str, row: Int, missed: str) -> str:
+        """What a gather picks for each lane; where an index says none, the first element, and a note in `missed`."""
+        assert isinstance(n.op, Gather)
+        f, (table, picks), axis = self.f, n.src, n.op.axis % len(n.src[0].shape)
+        extent, i64, i1 = table.shape[axis], vec(self.lanes, "i64"), vec(self.lanes, "i1")
+        signed, from_ = picks.dtype.kind == "int", vec(self.lanes, element(picks.dtype))
+        at = index if from_ == i64 else f.v(f"{'sext' if signed else 'zext'} {from_} {index} to {i64}")
+        if signed:
+            wrapped = f.v(f"add {i64} {at}, splat (i64 {extent})")
+            at = f.v(f"select {i1} {f.v(f'icmp slt {i64} {at}, zeroinitializer')}, {i64} {wrapped}, {i64} {at}")
+        inside = f.v(f"icmp ult {i64} {at}, splat (i64 {extent})")
+        outside = f.v(f"xor {i1} {inside}, splat (i1 true)")
+        if self.columns.mask is not None:
+            outside = f.v(f"and {i1} {outside}, {self.columns.mask}")
+        with f.when(f.intrinsic(f"llvm.vector.reduce.or.v{self.lanes}i1", "i1", (i1, outside))):
+            f.store("i64", "1", missed, 8)
+        at = f.v(f"select {i1} {inside}, {i64} {at}, {i64} zeroinitializer")
+        further = f.v(f"mul {i64} {at}, splat (i64 {math.prod(table.shape[axis + 1 :])})")
+        place, memory = self.access.of_leaf(table), in_memory(table.dtype)
+        base = self._address(place, row, self.pointer(table), size_bytes(table.dtype), common=True)
+        type_ = vec(self.lanes, memory)
+        value = self._gathered(type_, self._lanes_apart(place, base, memory, further))
+        return f.v(f"icmp ne {type_} {value}, zeroinitializer") if table.dtype is PRED else value
 
     # -- operations
 

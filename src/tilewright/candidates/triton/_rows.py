@@ -337,9 +337,11 @@ class _Rows(Emitter):
         if picks.dtype.kind == "int":
             at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
         inside = t.v(f"({at} >= 0) & ({at} < {extent})")
-        t.do(f"tl.device_assert({inside}, 'an index out of range')")
-        at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
         place = access.of_leaf(table)
+        mask = self._mask(access, rows=True, columns=bool(place.columns) or n.src[1] in self._region.across)
+        fine = inside if mask is None else t.v(f"{inside} | ({mask} == 0)")  # what is not there has no index
+        t.do(f"tl.device_assert({fine}, 'an index out of range')")
+        at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
         at = self._sum(at, *self._spread(access, place))
-        mask = self._mask(access, rows=True, columns=bool(place.columns))
-        return t.call("load", f"{self.pointer(table)} + {at}", *([f"mask={mask}", "other=0"] if mask else []))
+        value = t.call("load", f"{self.pointer(table)} + {at}", *([f"mask={mask}", "other=0"] if mask else []))
+        return t.v(f"{value} != 0") if table.dtype is PRED else value
