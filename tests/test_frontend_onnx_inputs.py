@@ -65,7 +65,7 @@ def test_dims_that_contradict_the_model_or_each_other():
         read(m, batch=-1)
 
 
-@pytest.mark.parametrize(("opset", "noted"), [(11, "older"), (13, ""), (23, ""), (25, "newer")])
+@pytest.mark.parametrize(("opset", "noted"), [(11, "older"), (13, ""), (23, ""), (29, "newer")])
 def test_other_operator_sets_are_noted(opset, noted):
     x = {"x": tame(2, 3)}
     graph = read(one("Softmax", x, opset=opset, axis=1))

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tilewright.compiler import Quantization, compile
+    from tilewright.errors import TilewrightError
     from tilewright.frontends import load
     from tilewright.linear.module import Linear
     from tilewright.linear.replace import quantize_
@@ -23,6 +24,7 @@ __all__ = [
     "Linear",
     "Quantization",
     "QuantizedWeight",
+    "TilewrightError",
     "__version__",
     "compile",
     "compile_rows",
@@ -45,6 +47,7 @@ _HOME = {
     "AnyRows": "tilewright.rows",
     "Executable": "tilewright.runtime.executable",
     "Linear": "tilewright.linear.module",
+    "TilewrightError": "tilewright.errors",
     "QuantizedWeight": "tilewright.runtime.packing",
     "pack": "tilewright.runtime.packing",
     "quantize_": "tilewright.linear.replace",

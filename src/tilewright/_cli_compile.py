@@ -158,9 +158,23 @@ def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequenc
 
     with progress(f"reading {file.name}"):
         dims = {name: tuple(shape) for name, shape in input_dims.items()}
-        graph = load(file, LoadOptions(dims, batch, allow_calls=calls or allow_calls()))
+        graph = load(file, LoadOptions(dims, batch, allow_calls=calls or allow_calls(), **_kept_aside()))
     check_memory(graph)
     return graph
+
+
+def _kept_aside() -> dict[str, Any]:
+    """What the command line says about reading a program beside its shapes."""
+    from tilewright.report.inputs import npz_shapes
+
+    context = click.get_current_context(silent=True)
+    meta = {} if context is None else context.meta
+    inputs = meta.get("tilewright.inputs")
+    return {
+        "fixed": dict(meta.get("tilewright.fixed", ())),
+        "follow_links": meta.get("tilewright.follow_links", False),
+        "seen_dims": {} if inputs is None else npz_shapes(inputs),
+    }
 
 
 def make_feeds_of(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], inputs: Path | None) -> list[Feed]:

@@ -164,6 +164,33 @@ everything_option = click.option(
     "--all", "everything", is_flag=True, help="List views, every step of a long program, and long problems whole."
 )
 
+
+class _Fixed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
+    """`NAME=VALUE`, the value true, false or a number."""
+
+    name = "value"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "NAME=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, bool | float]:
+        name, _, text = str(value).rpartition("=")
+        words = {"true": True, "false": False}
+        try:
+            number = words[text.lower()] if text.lower() in words else int(text) if text.lstrip("+-").isdigit() else float(text)
+        except ValueError:
+            number = None
+        if not name or number is None:
+            self.fail(f"{value!r} is no NAME=VALUE with true, false or a number", param, ctx)
+        return name, number
+
+
+def _kept_aside(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Keep what only the reading of a program needs where `load_program` finds it."""
+    ctx.meta[f"tilewright.{param.name}"] = value
+    return value
+
+
 file_options = all_of(
     click.argument("file", type=_PATH),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Value of a symbolic first axis."),
@@ -182,6 +209,22 @@ file_options = all_of(
         callback=_remember_calls,
         help="Let a .tw file call any operator of torch: only if you trust it.",
     ),
+    click.option(
+        "--fix",
+        "fixed",
+        type=_Fixed(),
+        multiple=True,
+        expose_value=False,
+        callback=_kept_aside,
+        help="Value of an input of one element of an ONNX model, true, false or a number; repeatable.",
+    ),
+    click.option(
+        "--follow-links",
+        is_flag=True,
+        expose_value=False,
+        callback=_kept_aside,
+        help="Read an ONNX model's data through symbolic links that leave its folder.",
+    ),
 )
 fill_options = all_of(
     click.option("--fill0", multiple=True, metavar="NAME", help="Fill an input with 0 instead of random data; repeatable."),
@@ -190,5 +233,11 @@ fill_options = all_of(
         "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", default=0, show_default=True, help="Of the random data."
     ),
 )
-inputs_option = click.option("--inputs", type=_PATH, metavar="F.npz", help="Take inputs from an .npz file, by name.")
+inputs_option = click.option(
+    "--inputs",
+    type=_PATH,
+    callback=_kept_aside,
+    metavar="F.npz",
+    help="Take inputs, and sizes that are left open, from an .npz file, by name.",
+)
 common_options = all_of(json_option, traceback_option)

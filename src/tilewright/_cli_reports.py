@@ -117,6 +117,8 @@ def beside(
 
     from tilewright._cli_against import Case, against
 
+    if click.get_current_context().meta.get("tilewright.fixed"):
+        raise click.UsageError("--against runs the file as it is, with all its inputs: leave --fix out")
     seed, fill0, fill1, inputs = data
     case = Case(file, batch, dims, seed, fill0, fill1, inputs, program.target.device, torch.get_num_threads(), allow_calls())
     return replace(measured, report=replaced(measured.report, against=against(program, feeds, case, peers)))

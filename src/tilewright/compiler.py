@@ -95,6 +95,7 @@ def compile(
     device: str | torch.device = "cpu",
     batch: int | None = None,
     input_dims: Mapping[str, Sequence[int]] | None = None,
+    fixed: Mapping[str, bool | float] | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     quantize: Quantization | None = None,
     half: str | None = None,
@@ -114,6 +115,7 @@ def compile(
         device: "cpu", "cuda" or "cuda:1", or a torch device.
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
+        fixed: value of an input of one element of an ONNX model by name; it is no input any more.
         budget_s: seconds that measuring kernels may take in all; 0 takes what was measured before, or the first verified choice
             of a heuristic.
         quantize: quantise a float model on the way; `Executable.layers` then says what each product lost.
@@ -147,7 +149,7 @@ def compile(
     if budget_s > 0:
         begin()
     dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
-    source, layers = load(program, LoadOptions(dims, batch, example_inputs, allow_calls)), ()
+    source, layers = load(program, LoadOptions(dims, batch, example_inputs, allow_calls, fixed or {})), ()
     if quantize is not None:
         source = recognised(source) if quantize.scheme.attention is not None else source
         seen = calibrate(source, quantize.batches, target.device)

@@ -40,18 +40,29 @@ class LoadOptions:
         example_inputs: tensors to trace a PyTorch module with: positional ones, or a mapping of keyword arguments.
         allow_calls: let a `.tw` file name any operator of torch, and with any arguments: it can then read this process's memory
             and end it. Without, it may name those that cannot.
+        fixed: value of an input of one element by name: it becomes a constant of the program (ONNX), so that an `If` on it is
+            read as the branch it takes.
+        seen_dims: shape of an array at hand for an input by name: it binds what nothing else binds.
+        follow_links: read data beside an ONNX model through any symbolic link; else only through those that stay in the model's
+            folder, or in the Hugging Face cache that holds it.
 
     Raises:
-        InputError: a shape is none, an extent no whole number, or negative.
+        InputError: a shape is none, an extent no whole number, or negative; a fixed value is no number.
     """
 
     input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     batch: int | None = None
     example_inputs: Sequence[object] | Mapping[str, object] | None = None
     allow_calls: bool = False
+    fixed: Mapping[str, bool | float] = field(default_factory=dict[str, "bool | float"])
+    seen_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    follow_links: bool = False
 
     def __post_init__(self) -> None:
         check_type(self.input_dims, Mapping, "input_dims", '{"x": (1, 128)}')
+        check_type(self.fixed, Mapping, "fixed", '{"use_cache_branch": True}')
+        for name, value in self.fixed.items():
+            check_type(value, (bool, int, float), f"fixed value of {name!r}", "True, False or a number")
         for name, shape in self.input_dims.items():
             check_type(shape, Iterable, f"input_dims of {name!r}", "an extent for each axis")
         given = {name: tuple(shape) for name, shape in self.input_dims.items()}
@@ -97,6 +108,11 @@ def as_asked(graph: Graph, options: LoadOptions) -> Graph:
         InputError: an input of that name is missing or of another shape, or `batch` is no input's first axis.
     """
     types = {n.op.label: n.type for n in graph.inputs if isinstance(n.op, Input) and isinstance(n.type, TensorType)}
+    left = sorted(set(options.fixed) & set(types))
+    if left:
+        raise InputError(
+            f"the input {left[0]!r} cannot be fixed here", where="fixed, --fix", hint="only inputs of ONNX models can"
+        )
     for name, shape in options.input_dims.items():
         if name not in types:
             hint = f"one of {', '.join(types)}" if types else "there are none"

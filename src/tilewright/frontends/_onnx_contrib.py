@@ -14,7 +14,6 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Iota, LayerNorm, Select
 
 MICROSOFT = "com.microsoft"
-_ANY = (1 << 31) - 1
 
 
 def _activated(function: str) -> Converter:
@@ -41,7 +40,6 @@ def _quick_gelu(op: OpNode) -> Node:
     return map_("multiply", x, map_("logistic", map_("multiply", x, const(alpha, x.dtype))))
 
 
-@converts("SimplifiedLayerNormalization", 1, _ANY)
 @converts("SimplifiedLayerNormalization", 1, 1, MICROSOFT)
 def _simplified_layer_normalization(op: OpNode) -> list[Node | None]:
     """RMS norm, in the type of the scale; onnxruntime has it in ONNX's domain."""

@@ -11,6 +11,7 @@ import mmap
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     import onnx
 
 DEEPEST_MESSAGE = 100  # protobuf's own limit when it parses
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 SHOWN = 60  # characters of a name from a file that a message repeats
 
 
@@ -49,8 +51,8 @@ class ModelFile:
     files: DataFiles
 
 
-def open_model(path: Path) -> ModelFile:
-    """The model at `path`, its weights left in the file.
+def open_model(path: Path, *, follow_links: bool = False) -> ModelFile:
+    """The model at `path`, its weights left in the file; `follow_links` as `LoadOptions` has it.
 
     Raises:
         InputError: missing, not a regular file, empty, or not an ONNX model.
@@ -58,10 +60,12 @@ def open_model(path: Path) -> ModelFile:
     data = _mapped(path.name, _opened(path), str(path))
     if data is None:
         raise InputError(f"the file is empty: {path}", hint="export the model again")
+    if data[: len(_LFS_POINTER)] == _LFS_POINTER:
+        raise InputError(f"a git-lfs pointer, not the model it stands for: {path}", hint="git lfs pull")
     stripped = strip_weights(memoryview(data))
     model = parsed(stripped.model, str(path))
     embedded = tuple(Span(data, s[0], s[1] - s[0]) if s else None for s in stripped.spans)
-    return ModelFile(model, embedded, DataFiles(path.parent))
+    return ModelFile(model, embedded, DataFiles(path.parent, follow_links=follow_links))
 
 
 def parsed(data: bytes | memoryview, where: str) -> onnx.ModelProto:
@@ -130,8 +134,9 @@ def has_external_data(model: onnx.ModelProto) -> bool:
 class DataFiles:
     """The files in a model's folder that its tensors refer to."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, follow_links: bool = False) -> None:
         self._folder = folder
+        self._follow_links = follow_links
         self._maps: dict[str, mmap.mmap | None] = {}
 
     def span(self, tensor: onnx.TensorProto, size: int, where: str) -> Span | None:
@@ -151,6 +156,8 @@ class DataFiles:
         data = self._map(location, where)
         held = len(data) if data is not None else 0
         if offset + size > held:
+            if data is not None and data[: len(_LFS_POINTER)] == _LFS_POINTER:
+                raise InputError(f"{quoted(location)} is a git-lfs pointer, not the data", where=where, hint="git lfs pull")
             raise InputError(
                 f"bytes {offset} to {offset + size} wanted from {quoted(location)}, which has {held}",
                 where=where,
@@ -164,7 +171,11 @@ class DataFiles:
         return self._maps[location]
 
     def _inside(self, location: str, where: str) -> int:
-        """A descriptor of a file under the folder, reached without following any symbolic link."""
+        """A descriptor of a file under the folder.
+
+        A symbolic link is followed if it ends in the model's own tree, or as the Hugging Face cache has them; the end is then
+        opened without following any.
+        """
         if self._folder is None:
             raise InputError(
                 f"the model's weights are in {quoted(location)} but its folder is not known",
@@ -180,7 +191,10 @@ class DataFiles:
                 where=where,
                 hint="only files beside the model are read: export it again, or move the data there",
             )
-        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        if self._follow_links:
+            return _opened(self._folder / location)
+        root, parts = _without_links(self._folder, parts)
+        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
         try:
             for part in parts[:-1]:
                 inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
@@ -191,6 +205,22 @@ class DataFiles:
             raise _cannot_open(error, location, where) from error
         finally:
             os.close(folder)
+
+
+def _without_links(folder: Path, parts: Sequence[str]) -> tuple[Path, Sequence[str]]:
+    """Where a file of the folder really is: a folder that may be read and a path in it, where links lead to one.
+
+    These are the folder itself, and of a Hugging Face cache (…/snapshots/REVISION, its files links into …/blobs) the blobs.
+    """
+    try:
+        end, root = (folder / Path(*parts)).resolve(), folder.resolve()
+    except (OSError, RuntimeError):  # a loop of links
+        return folder, parts
+    blobs = [p.parent / "blobs" for p in (root, *root.parents) if p.name == "snapshots"]
+    for allowed in (root, *(b.resolve() for b in blobs if not b.is_symlink())):
+        if end.is_relative_to(allowed) and end != allowed:
+            return allowed, end.relative_to(allowed).parts
+    return folder, parts
 
 
 def _number(text: str, what: str, where: str) -> int:
@@ -208,8 +238,9 @@ def _opened(path: Path) -> int:
 
 def _cannot_open(error: OSError, name: str, where: str) -> InputError:
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        what = f"{quoted(name)} is or passes through a symbolic link or is not a file"
-        return InputError(what, where=where or None, hint="put the file itself beside the model")
+        what = f"{quoted(name)} is or passes through a symbolic link that leaves the model's folder, or is not a file"
+        hint = "put the file itself beside the model, or follow_links=True (--follow-links)"
+        return InputError(what, where=where or None, hint=hint)
     what = f"cannot open {quoted(name)}: {error.strerror or error}"
     return InputError(what, where=where or None, hint="is it there, and may you read it?")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -147,6 +148,30 @@ def free_names(node: onnx.NodeProto) -> set[str]:
             defined.update(inner.output)
         free |= used - defined - {""}
     return free
+
+
+def in_order(nodes: Sequence[onnx.NodeProto]) -> Sequence[onnx.NodeProto]:
+    """The nodes with each after those it reads, in their own order as far as that goes; as they are if they form a cycle."""
+    maker = {o: i for i, n in enumerate(nodes) for o in n.output if o}
+    needs = [{maker[name] for name in (*n.input, *free_names(n)) if name in maker} for n in nodes]
+    if all(j < i for i, found in enumerate(needs) for j in found):
+        return nodes
+    readers: dict[int, list[int]] = {}
+    for i, found in enumerate(needs):
+        for j in found:
+            readers.setdefault(j, []).append(i)
+    missing = [len(found) for found in needs]
+    ready = [i for i, count in enumerate(missing) if not count]
+    heapq.heapify(ready)
+    order: list[onnx.NodeProto] = []
+    while ready:
+        i = heapq.heappop(ready)
+        order.append(nodes[i])
+        for reader in readers.get(i, ()):
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+    return order if len(order) == len(nodes) else nodes
 
 
 def names_inside(node: onnx.NodeProto) -> set[str]:

@@ -91,8 +91,11 @@ def _einsum(op: OpNode) -> Node:
         spread = sorted({label for label in named if label.startswith(".")}, key=lambda label: -int(label[1:]))
         result = (*spread, *sorted(label for label in set(named) if named.count(label) == 1 and label.isalpha()))
     for label in named:
-        if len({t.node.shape[t.labels.index(label)] for t in terms if label in t.labels}) > 1:
+        extents = {t.node.shape[t.labels.index(label)] for t in terms if label in t.labels}
+        if len(extents - {1}) > 1:
             raise Unmodelled(f"the axes called {label!r} differ in extent")
+        if len(extents) > 1:  # an axis of 1 stands for all of a longer one
+            terms = [_without(t, label) if label in t.labels and t.node.shape[t.labels.index(label)] == 1 else t for t in terms]
     total = terms[0]
     for i, term in enumerate(terms[1:], 1):
         later = {label for t in terms[i + 1 :] for label in t.labels}
@@ -111,6 +114,13 @@ def _labels(text: str, rank: int, op: OpNode) -> tuple[str, ...]:
     if len(set(labels)) != len(labels):
         raise Unmodelled("it takes a diagonal")
     return labels
+
+
+def _without(term: _Term, label: str) -> _Term:
+    """The term less an axis of extent 1."""
+    at = term.labels.index(label)
+    shape = term.node.shape
+    return _Term(reshape(term.node, (*shape[:at], *shape[at + 1 :])), (*term.labels[:at], *term.labels[at + 1 :]))
 
 
 def _summed(term: _Term, wanted: set[str]) -> _Term:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from tilewright.dtype import OPAQUE
-from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
+from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError, counted
 from tilewright.frontends import _onnx_calls as calls
 from tilewright.frontends._onnx_files import SHOWN, DataFiles, Span, quoted
 from tilewright.frontends._onnx_functions import (
     DEEPEST,
     definition,
     free_names,
+    in_order,
     resolved,
     self_contained,
     with_inner_nodes,
@@ -28,8 +29,8 @@ from tilewright.frontends._onnx_rewritten import rewritten
 from tilewright.frontends._onnx_scope import Context, Scope, opsets_of, plain_domain
 from tilewright.frontends._onnx_tensors import checked_shape, embedded_tensor, tensor_literal
 from tilewright.frontends._onnx_versions import modern, refuse_changed
-from tilewright.ir.graph import Node
-from tilewright.ir.ops import Const
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Const, Input
 from tilewright.ir.types import TupleType
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 _MALFORMED = (ArithmeticError, LookupError, MemoryError, RuntimeError, ValueError)
 
 # What onnxruntime's tools put into ONNX's own domain although it is not there, or not yet in the operator set that they name.
-_NOT_ONNXS = frozenset({"SimplifiedLayerNormalization"})
+_NOT_ONNXS = frozenset({("", "SimplifiedLayerNormalization")})
 _TAKEN_EARLY = frozenset({"LayerNormalization"})
 
 
@@ -104,7 +105,7 @@ class Reader:
         if len(context.inside) > DEEPEST:
             place = " in ".join(quoted(name) for _, name in context.inside[:3])
             raise InputError(f"functions or branches nested more than {DEEPEST} deep", where=place, hint="flatten the model")
-        for position, proto in enumerate(nodes):
+        for position, proto in enumerate(in_order(nodes)):
             name = proto.name or next((o for o in proto.output if o), f"number {position}")
             where = f"{proto.op_type} node {quoted(name)}"
             try:
@@ -158,6 +159,8 @@ class Reader:
             chosen = self._branch(site)
             if chosen is not None:
                 return chosen
+        if site.key in _NOT_ONNXS:
+            site = replace(site, domain="com.microsoft")
         schema = self._schema(site)
         body = rewritten(self._op_node(site, 1))
         if body is not None:
@@ -173,7 +176,8 @@ class Reader:
             return self._call(site, error.what, error)
         except Unmodelled as unmodelled:
             expanded = self._by_definition(site, schema) if schema is not None else None
-            return expanded if expanded is not None else self._call(site, unmodelled.reason, None)
+            reason = _why_open(site) if site.key == ("", "If") else unmodelled.reason
+            return expanded if expanded is not None else self._call(site, reason, None)
 
     def _op_node(self, site: _Site, version: int) -> OpNode:
         return OpNode(
@@ -196,7 +200,7 @@ class Reader:
         try:
             return defs.get_schema(site.proto.op_type, max_inclusive_version=opset, domain=site.domain)
         except defs.SchemaError:
-            if site.domain or site.proto.op_type in _NOT_ONNXS:
+            if site.domain:
                 return None
             if site.proto.op_type in _TAKEN_EARLY:
                 return defs.get_schema(site.proto.op_type, domain="")
@@ -298,3 +302,14 @@ def _version_in(node: onnx.NodeProto, opsets: Mapping[str, int]) -> int:
         return defs.get_schema(node.op_type, max_inclusive_version=opsets.get("", 1)).since_version
     except defs.SchemaError:
         return 0
+
+
+def _why_open(site: _Site) -> str:
+    """Why neither branch of an `If` is read, and what to do about it."""
+    condition = site.sources[0] if site.sources else None
+    inputs = [n.op.label for n in toposort([condition]) if isinstance(n.op, Input)] if condition is not None else []
+    if not inputs:
+        return "its condition is known only at run time"
+    named = ", ".join(quoted(name) for name in inputs[:3])
+    advice = f"; a plan for one branch: --fix {inputs[0]}=true (fixed=…)" if len(inputs) == 1 else ""
+    return f"its condition depends on {counted(len(inputs), 'input')} ({named}){advice}".replace("\n", " ")

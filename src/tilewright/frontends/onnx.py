@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, cast
 
 from tilewright.errors import InputError, MissingDependencyError
@@ -37,11 +37,24 @@ _CONVERTERS = (
 
 
 def accepts(program: object) -> bool:
-    """A path that ends in .onnx, or a ModelProto."""
+    """A path that ends in .onnx or .ONNX, or in .pb or nothing if the file begins as a model does; or a ModelProto."""
     if isinstance(program, (str, Path)):
-        return str(program).endswith(".onnx")
+        suffix = PurePath(program).suffix.lower() if "\n" not in str(program)[:4096] else "?"
+        return suffix == ".onnx" or (suffix in ("", ".pb") and _begins_as_model(Path(program)))
     kind = type(program)
     return kind.__name__ == "ModelProto" and kind.__module__.partition(".")[0] == "onnx"
+
+
+def _begins_as_model(path: Path) -> bool:
+    """Whether a file's first fields are a ModelProto's: ir_version, then producer, operator sets or graph (onnx.proto)."""
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            start = file.read(3)
+    except (OSError, ValueError):
+        return False
+    return len(start) == 3 and start[0] == 0x08 and 3 <= start[1] < 64 and start[2] in (0x12, 0x3A, 0x42)
 
 
 def load(program: object, options: LoadOptions | None = None) -> Graph:
@@ -62,7 +75,8 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
 
     if isinstance(program, (str, Path)):
         path = Path(program)
-        return _graph(open_model(path), path.stem, options or LoadOptions())
+        options = options or LoadOptions()
+        return _graph(open_model(path, follow_links=options.follow_links), path.stem, options)
     model = with_text(cast("onnx.ModelProto", program), "the ModelProto")
     return _graph(ModelFile(model, (), DataFiles(None)), model.graph.name or "model", options or LoadOptions())
 
@@ -95,7 +109,7 @@ def _require_onnx() -> None:
 def _graph(file: object, name: str, options: LoadOptions) -> Graph:
     from tilewright.frontends._onnx_files import ModelFile, quoted
     from tilewright.frontends._onnx_functions import check_expansion
-    from tilewright.frontends._onnx_inputs import input_types
+    from tilewright.frontends._onnx_inputs import check_fixed, fixed_value, input_types
     from tilewright.frontends._onnx_reader import Reader
     from tilewright.frontends._onnx_scope import Context, Scope, opsets_of
 
@@ -116,7 +130,12 @@ def _graph(file: object, name: str, options: LoadOptions) -> Graph:
     constants = {t.name for t in graph.initializer}
     given = [i for i in graph.input if i.name not in constants]
     inputs: list[Node] = []
+    check_fixed(given, options)
     for info, type in zip(given, input_types(given, options), strict=True):
+        if info.name in options.fixed:
+            value = fixed_value(info.name, type, options.fixed[info.name])
+            reader.bind(scope, info.name, value, info.name)
+            continue
         node = Node(Input(info.name, type))
         reader.bind(scope, info.name, node, info.name)
         reader.declare(node, info.type)

@@ -197,6 +197,22 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
     return dict(arrays)
 
 
+def npz_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes of the arrays in an .npz file by name, without reading their data; none of a file that `read_npz` refuses."""
+    from numpy.lib import format as npy
+
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in archive.namelist():
+                with archive.open(name) as member:
+                    read = npy.read_array_header_1_0 if npy.read_magic(member) == (1, 0) else npy.read_array_header_2_0
+                    found[name.removesuffix(".npy")] = tuple(read(member)[0])
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):
+        return {}
+    return found
+
+
 def write_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write an .npz; either all of it appears under `path` or nothing changes. Types NumPy lacks are raw bytes of their width.
 

@@ -120,7 +120,10 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
         what = "no data" if tensor.is_meta else f"layout {tensor.layout}"
         raise InputError(f"a tensor with {what} given, {type} wanted", where=where, hint="pass a dense tensor")
     if tuple(tensor.shape) != type.shape:
-        raise InputError(f"shape {list(tensor.shape)} given, {type} wanted", where=where)
+        hint = None
+        if tensor.dim() == len(type.shape):
+            hint = "a compiled program has the sizes it was compiled for: compile another with these (batch=, input_dims=)"
+        raise InputError(f"shape {list(tensor.shape)} given, {type} wanted", where=where, hint=hint)
     if tensor.dtype != type.dtype.to_torch():
         raise InputError(f"{dtype_of(tensor, where)} given, {type} wanted", where=where, hint=f"pass {type.dtype.to_torch()}")
     if type.dtype.bits == 4 and tensor.numel() and not _are_codes(tensor, type.dtype):
