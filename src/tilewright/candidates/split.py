@@ -220,6 +220,7 @@ class Split:
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
             roundoff=max(k.roundoff for k in kernels),
+            parts=tuple((p.problem.kind, k.candidate) for k, p in zip(kernels, pieces, strict=True)),
         )
 
     def leading(self, problem: Problem, target: Target) -> Schedule | None:

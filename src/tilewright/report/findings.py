@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
 from tilewright.ir.carrier import CARRIERS
@@ -12,9 +12,12 @@ from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.program import Program, Step
 from tilewright.report.schema import Finding
 from tilewright.report.work import describe
+from tilewright.schedule.bench import UNCHECKED
 from tilewright.schedule.candidate import LAST_RESORT, discover
 from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.search import Decision
 
+_PARTS = {"gemm": "product", "attention": "attention", "region": "epilogue"}
 FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)
 
 
@@ -145,23 +148,14 @@ def _representative(step: Step) -> Node:
 
 
 def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
-    """Products on the reference, regions that no generated kernel takes, operations in the source's own library, and the front
-    end's notes."""
+    """Products on the reference, whole or in part, regions that no generated kernel takes, kernels that were called wrong,
+    operations in the source's own library, and the front end's notes."""
     last_resort = {c.name for c in discover() if c.preference >= LAST_RESORT}
     found: list[Finding] = []
     for i, step in enumerate(program.steps):
-        problem = step.decision.problem if step.decision is not None else None
-        if step.decision is None or step.decision.kernel.candidate not in last_resort:
-            pass
-        elif isinstance(problem, RegionProblem):
-            refused = "; ".join(f"{r.candidate}: {r.why}" for r in step.decision.rejected if r.time_us is None)
-            if refused and not problem.only_views and program.target.kind == "cpu":
-                why = f"torch runs it operation by operation ({refused})"
-                found.append(Finding(describe(step), step.name, why, cost_us.get(i)))
-        else:
-            refused = "; ".join(f"{r.candidate}: {r.why}" for r in step.decision.rejected)
-            why = f"no kernel takes it ({refused})" if refused else "no kernel takes it"
-            found.append(Finding(describe(step), step.name, why, cost_us.get(i)))
+        if step.decision is not None:
+            whys = [_last_resort(step.decision, last_resort, program.target.kind), _wrong(step.decision)]
+            found += [Finding(describe(step), step.name, why, cost_us.get(i)) for why in whys if why is not None]
         calls = [n.op for n in step.part.nodes if isinstance(n.op, Call)]
         if calls:
             op = ", ".join(dict.fromkeys(c.target for c in calls))
@@ -169,3 +163,27 @@ def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
             found.append(Finding(op, step.name, f"no operation of the graph expresses it; {libraries} runs it", cost_us.get(i)))
     found += [Finding("note", program.source.name, note, None) for note in program.source.notes]
     return found
+
+
+def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) -> str | None:
+    """What a step leaves to the reference, and what kept all others from it; None if nothing."""
+    problem, kernel = decision.problem, decision.kernel
+    said = [(r.candidate, r.why) for r in decision.rejected if r.time_us is None or not isinstance(problem, RegionProblem)]
+    refused = "; ".join(f"{name}: {why}" for name, why in said)
+    if kernel.candidate not in last_resort:
+        slow = [_PARTS[what] for what, who in kernel.parts if who in last_resort]
+        return (
+            f"{kernel.candidate} leaves its {' and '.join(dict.fromkeys(slow))} to the reference ({refused})" if slow else None
+        )
+    if not isinstance(problem, RegionProblem):
+        return f"no kernel takes it ({refused})" if refused else "no kernel takes it"
+    unchecked = any(why.startswith(UNCHECKED) for _, why in said)
+    if refused and not problem.only_views and (kind == "cpu" or unchecked):
+        return f"torch runs it operation by operation ({refused})"
+    return None
+
+
+def _wrong(decision: Decision) -> str | None:
+    """That kernels which could have been faster were refused for their results, or for not coming back."""
+    said = [f"{r.candidate}: {r.why}" for r in decision.rejected if r.fatal or " is wrong: " in r.why]
+    return f"kernels were refused that gave other results than the reference; report this ({'; '.join(said)})" if said else None

@@ -44,6 +44,7 @@ class Kernel:
         unread: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
         roundoff: of the sums, where the hardware keeps fewer bits of them than the accumulator has; it is verified with room
             for that, and its schedule says so, since precision never drops without a word.
+        parts: of one that is made of others' kernels, the kind of each one's problem and its candidate.
         registers, spills, shared_bytes: of the machine code, where there is any of our own.
     """
 
@@ -55,6 +56,7 @@ class Kernel:
     packed_bytes: int = 0
     unread: frozenset[int] = frozenset()
     roundoff: float = 0.0
+    parts: tuple[tuple[ProblemKind, str], ...] = ()
     registers: int | None = None
     spills: int | None = None
     shared_bytes: int | None = None

@@ -1,0 +1,51 @@
+"""What is left to the reference, or refused as wrong, is said."""
+
+import pytest
+import torch
+
+import tilewright
+from tilewright.candidates import split as split_module
+from tilewright.report.findings import fallback
+from tilewright.schedule import search as search_module
+from tilewright.schedule.candidate import LAST_RESORT
+from tilewright.schedule.search import Rejected, search
+
+
+class Layer(torch.nn.Module):
+    def forward(self, x, w, b):
+        return torch.tanh(x @ w + b)
+
+
+def compiled():
+    given = torch.randn(8, 16), torch.randn(16, 8), torch.randn(8)
+    return tilewright.compile(Layer(), example_inputs=given, budget_s=0, cache=False)
+
+
+@pytest.fixture
+def only_split(monkeypatch):
+    """A search that knows the candidate that takes gemms apart, and the reference."""
+    found = [c for c in search_module.discover() if c.name == "split" or c.preference >= LAST_RESORT]
+    for module in (search_module, split_module):
+        monkeypatch.setattr(module, "discover", lambda *a: found)
+    assert search is search_module.search
+
+
+def test_a_part_that_the_reference_does_is_no_secret(only_split):
+    program = compiled()
+    (step,) = program.steps
+    assert step.decision.kernel.candidate == "split"
+    assert dict(step.decision.kernel.parts) == {"gemm": "reference", "region": "reference"}
+    assert any(f.why.startswith("split leaves its product and epilogue to the reference") for f in fallback(program, {}))
+
+
+def test_kernels_that_were_called_wrong_are_told_of():
+    program = compiled()
+    (step,) = program.steps
+    assert fallback(program, {}) == []
+    wrong = Rejected("fast", "the result is wrong: 3 of 64 elements differ, first at [0, 0]: 1 for 2")
+    object.__setattr__(step.decision, "rejected", (wrong, Rejected("slow", "slower: 3.0 µs", 3.0)))
+    (found,) = fallback(program, {})
+    assert found.why.startswith(
+        "kernels were refused that gave other results than the reference; report this (fast: the result is"
+    )
+    assert "slow" not in found.why
