@@ -1,5 +1,6 @@
 """Machine code in the process and on disk: kept, checked, shared between processes and threads, never trusted blindly."""
 
+import gc
 import mmap
 import os
 import stat
@@ -297,3 +298,40 @@ def test_a_process_without_a_known_openmp_runtime_is_told_so(monkeypatch):
         engine._threads.cache_clear()
         monkeypatch.undo()
     assert engine.available() is None
+
+
+def maps() -> int:
+    return len(Path("/proc/self/maps").read_text().splitlines())
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="Linux lists maps")
+def test_the_memory_of_kernels_that_nobody_holds_is_given_back(folder):
+    seen = []
+    held = engine.function(text(-1))
+    for n in range(300):
+        call = engine.function(text(1000 + n))
+        assert stored(call) == 1000 + n
+        del call
+        seen.append(maps())
+    assert seen[-1] <= seen[engine.RECENT + 8] + 8, (seen[0], seen[engine.RECENT + 8], seen[-1])
+    assert seen[-1] - seen[0] <= 4 * engine.RECENT
+    assert stored(held) == -1 and engine.function(text(-1)) is held, "what somebody holds stays"
+    assert stored(engine.function(text(1000))) == 1000, "what was given back is loaded again"
+
+
+def test_a_bound_kernel_keeps_its_code(folder):
+    from tilewright.candidates.llvm._call import Call, bound
+
+    kernels = [weakref.ref(engine.function(text(2000 + n))) for n in range(engine.RECENT + 2)]
+    gc.collect()
+    assert kernels[0]() is None and kernels[-1]() is not None
+    kernel = engine.function(text(3000))
+    run = bound(Call(kernel, 1, (), 0, (), 0, 0, True, 0), None)
+    alive = weakref.ref(kernel)
+    del kernel
+    engine._recent.clear()
+    gc.collect()
+    assert alive() is not None
+    del run
+    gc.collect()
+    assert alive() is None

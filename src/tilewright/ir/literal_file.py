@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import zipfile
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,6 +43,34 @@ def arrays_of(constant: Literal, name: str) -> tuple[str, np.ndarray]:
     return f"{dtype} {name}", t.numpy() if _native(dtype) else _viewed(t, _BITS[t.element_size()]).numpy()
 
 
+def check_sizes(archive: np.lib.npyio.NpzFile, most: Mapping[str, int] | None = None) -> None:
+    """See what the arrays of an archive say of themselves before one is unpacked: some bytes can stand for very many.
+
+    Args:
+        archive: an opened .npz.
+        most: bytes that an array of a name may take; all together may take what the machine has.
+
+    Raises:
+        ValueError: they take more, or one is no array.
+    """
+    total = 0
+    for name in archive.files:
+        member = f"{name}.npy" if f"{name}.npy" in archive.zip.namelist() else name
+        with archive.zip.open(member) as file:
+            version = np.lib.format.read_magic(file)
+            header = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, _, dtype = header(file)
+        size = math.prod(shape) * dtype.itemsize
+        total += size
+        if size > (most or {}).get(name, size):
+            raise ValueError(
+                f"{name!r} is {dtype}{list(shape)}, {size:,} bytes, where {(most or {})[name]:,} at most are wanted"
+            )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else total
+    if total > memory:
+        raise ValueError(f"arrays of {total / 2**30:,.0f} GiB in all, and the machine has {memory / 2**30:,.0f} GiB")
+
+
 def read_literals(path: Path) -> dict[str, Literal]:
     """The constants of a file by name.
 
@@ -49,6 +80,7 @@ def read_literals(path: Path) -> dict[str, Literal]:
     found: dict[str, Literal] = {}
     try:
         with np.load(path, allow_pickle=False) as archive:
+            check_sizes(archive)
             for key in archive.files:
                 word, _, name = key.partition(" ")
                 found[name] = _literal(BY_NAME[word], archive[key], name)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewright.errors import TypeMismatchError
+from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.kept import is_kept
 from tilewright.ir.ops import Acc, Call, Input, Item, Param, Write
 from tilewright.ir.types import TensorType, TupleType
+
+MOST_AXES = 64  # that torch's kernels walk
 
 
 def verify(graph: Graph) -> Graph:
@@ -16,6 +18,7 @@ def verify(graph: Graph) -> Graph:
 
     Raises:
         TypeMismatchError: says which node breaks which rule.
+        UnsupportedError: a value has more axes than `MOST_AXES`.
     """
     if len(graph.outputs) != len(graph.output_names):
         raise TypeMismatchError(f"{len(graph.outputs)} outputs but {len(graph.output_names)} names", where=graph.name)
@@ -48,6 +51,8 @@ def _verify_node(node: Node, where: str) -> None:
     for tensor in node.type.items if isinstance(node.type, TupleType) else (node.type,):
         if any(d < 0 for d in tensor.shape):
             raise TypeMismatchError(f"{node.op.name} has a negative extent: {tensor}", where=where)
+        if tensor.rank > MOST_AXES:
+            raise UnsupportedError(f"{node.op.name} has {tensor.rank} axes", where=where, hint=f"{MOST_AXES} at most")
     for label, roots in node.op.regions().items():
         _verify_region(roots, f"{where}: {label}")
 

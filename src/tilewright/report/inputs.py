@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 # Swap, and memory that a virtual machine is given only as it is used, hold more than the machine reports at first.
 MEMORY_GROWS = 2
+WIDEST = 16  # bytes of an element that an .npz may hold for an input of any type
 # A product is checked against its result, both ends of the intervals of two error bounds, and what those become.
 CHECKED_BYTES = 8 * 4
 
@@ -131,6 +132,10 @@ def no_input(name: str, labels: Collection[str], where: str | None = None) -> In
     )
 
 
+def _opaque(node: Node) -> bool:
+    return not isinstance(node.type, TensorType) or node.dtype.kind == "opaque"
+
+
 def _label(node: Node) -> str:
     return str(getattr(node.op, "label", ""))
 
@@ -173,10 +178,12 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
     """
     import numpy as np
 
-    from tilewright.ir.literal_file import UNREADABLE
+    from tilewright.ir.literal_file import UNREADABLE, check_sizes
 
     try:
         with np.load(path, allow_pickle=False) as archive:
+            if isinstance(archive, np.lib.npyio.NpzFile):
+                check_sizes(archive, {_label(n): max(4096, WIDEST * n.tensor.elements) for n in graph.inputs if not _opaque(n)})
             arrays = {name: np.asarray(cast("object", archive[name])) for name in archive.files}  # or bytes, for another file
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"no such file: {path}", where=option, hint="an .npz file: numpy.savez(path, name=array, …)") from None

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.dtype import DType, from_torch
 from tilewright.dtype import from_numpy as numpy_dtype
-from tilewright.errors import InputError
+from tilewright.errors import InputError, UnsupportedError
 from tilewright.ir.types import TensorType, no_numbers
 
 if TYPE_CHECKING:
@@ -173,11 +173,25 @@ def separate(results: Sequence[Value], borrowed: Iterable[int], constant: Collec
         if isinstance(value, torch.Tensor) and value.numel():
             at = address(value)
             if at in taken or at in constant or (not value.is_contiguous() and _repeats(value)):
-                value = value.clone(memory_format=torch.contiguous_format)
+                value = _copied(value)
                 at = address(value)
             taken.add(at)
         found.append(value)
     return found
+
+
+def _copied(value: torch.Tensor) -> torch.Tensor:
+    """A dense copy.
+
+    Raises:
+        UnsupportedError: there is no memory for it.
+    """
+    try:
+        return value.clone(memory_format=torch.contiguous_format)
+    except (MemoryError, RuntimeError) as error:
+        size = value.numel() * value.element_size()
+        hint = "smaller shapes, or another device"
+        raise UnsupportedError(f"no memory for a result of {size / 2**30:,.1f} GiB", where="the result", hint=hint) from error
 
 
 def _repeats(t: torch.Tensor) -> bool:

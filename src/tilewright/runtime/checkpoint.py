@@ -149,6 +149,8 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         shards = _json(index).get("weight_map")
         if not isinstance(shards, dict):
             raise InputError("an index without a weight_map", where=str(index), hint=FETCH)
+        if not shards:
+            raise InputError("an index whose weight_map names no file", where=str(index), hint=FETCH)
         names = sorted({str(n) for n in cast("dict[str, object]", shards).values()})
         wrong = [n for n in names if Path(n).name != n or not (folder / n).is_file()]
         if wrong:

@@ -1,8 +1,10 @@
-"""Files in the safetensors format, read in place: a length, a table in JSON, and the tensors' bytes (no code, so nothing in one
-can run). Source: the format's description in the safetensors project, version 0.8."""
+"""Files in the safetensors format, read in place: a length, a table in JSON, and the tensors' bytes, one after the other
+without overlap or hole (no code, so nothing in one can run). Source: the format's description in the safetensors project,
+version 0.8."""
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Annotated
@@ -42,6 +44,19 @@ class _Entry(msgspec.Struct):
     data_offsets: tuple[_Extent, _Extent]
 
 
+def _named_twice(header: bytes) -> str | None:
+    """A name that stands twice in an object of a header that was read as JSON."""
+    found: list[str] = []
+
+    def pairs(items: list[tuple[str, object]]) -> None:
+        names = [name for name, _ in items]
+        if len(set(names)) < len(names):
+            found.append(next(n for i, n in enumerate(names) if n in names[:i]))
+
+    json.loads(header, object_pairs_hook=pairs)
+    return found[0] if found else None
+
+
 class TensorFile:
     """The tensors of one file by name; each is read when asked for, and its memory is the file's until somebody writes to it.
 
@@ -74,6 +89,9 @@ class TensorFile:
             self._entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in table.items()}
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self._broken(f"its header is no table of tensors: {error}") from error
+        twice = _named_twice(header)
+        if twice is not None:
+            raise self._broken(f"{twice!r} stands in its header twice")
         self._start, self._held = 8 + length, held - 8 - length
         for name, entry in self._entries.items():
             begin, end = entry.data_offsets
@@ -82,6 +100,16 @@ class TensorFile:
             of = _TYPES.get(entry.dtype)
             if of is not None and math.prod(entry.shape) * of.itemsize != end - begin:
                 raise self._broken(f"{name!r} is {entry.dtype}{entry.shape} in {end - begin} bytes")
+        at = 0
+        for name, entry in sorted(self._entries.items(), key=lambda e: e[1].data_offsets):
+            begin, end = entry.data_offsets
+            if begin != at:
+                raise self._broken(
+                    f"{name!r} begins at byte {begin}, where {'others end' if begin > at else 'others lie'} at {at}"
+                )
+            at = end
+        if at != self._held:
+            raise self._broken(f"{self._held - at} bytes behind its last tensor")
 
     def _broken(self, why: str) -> InputError:
         return InputError(f"no safetensors file: {why}", where=str(self.path), hint="fetch it again")

@@ -63,6 +63,8 @@ def from_gptq(
             f"qweight {list(qweight.shape)}, qzeros {list(qzeros.shape)} and scales {list(scales.shape)} are no layer of GPTQ",
             hint=f"[in/{held}, out], [groups, out/{held}] and [groups, out]",
         )
+    if not qweight.numel() or not scales.numel():
+        raise TypeMismatchError(f"qweight {list(qweight.shape)} and scales {list(scales.shape)} hold no weight")
     codes = _fields(qweight.t(), bits)
     # whole words plus one in each field: where a zero of 0 was stored less one, it borrowed from its neighbour
     as_version = {1: _fields(qzeros + ONES[bits], bits).t(), 2: _fields(qzeros, bits).t()}
@@ -177,6 +179,8 @@ def from_compressed_tensors(
     bits = next((b for b in (4, 8) if -(-count * b // 32) == words), None)
     if bits is None:
         raise UnsupportedError(f"{count} codes in {words} words of 32 bits", hint="4 or 8 bits a code")
+    if not weight_packed.numel() or not weight_scale.numel():
+        raise TypeMismatchError(f"weight_packed {list(weight_packed.shape)}, scale {list(weight_scale.shape)} hold no weight")
     middle = 1 << bits - 1
     codes = _fields(weight_packed, bits)[:, :count]
     scale = weight_scale.reshape(1, 1).expand(out, 1) if weight_scale.numel() == 1 else weight_scale

@@ -66,7 +66,7 @@ def bound(call: Call, keep: object) -> Callable[[Sequence[torch.Tensor]], list[t
         stack, call.packed, *call.read,
     )  # fmt: skip
     table = struct.pack(f"={len(numbers)}q", *numbers)
-    return engine.loaded(_text()).bound(engine.METH_O, (table, *USED, *call.makers, keep))
+    return engine.loaded(_text()).bound(engine.METH_O, (table, *USED, *call.makers, (keep, call.kernel)))
 
 
 @cache

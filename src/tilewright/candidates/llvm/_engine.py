@@ -14,10 +14,12 @@ import hashlib
 import importlib.util
 import os
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import llvmlite.binding as llvm
 
@@ -175,7 +177,9 @@ def _loaded_openmp() -> list[str]:
     return list(dict.fromkeys([*mapped, *map(str, folder.glob("lib*omp*.so*")), *map(str, folder.glob("lib*omp*.dylib"))]))
 
 
-_kept: list[_Loaded] = []
+RECENT = 64  # functions that stay loaded though nobody holds them: the next program often asks for them again
+_recent: deque[Any] = deque(maxlen=RECENT)
+_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
 class _MethodDef(ctypes.Structure):
@@ -184,22 +188,25 @@ class _MethodDef(ctypes.Structure):
 
 @cache
 def loaded(text: str) -> _Loaded:
-    """A module's machine code. It stays in the process: callers come and go."""
+    """A module's machine code, for as long as the process lives."""
     return _Loaded(object_code(text))
 
 
-@cache
 def function(text: str) -> Any:
-    """A module's `@python` function, taking integers and giving None.
+    """A module's `@python` function, taking integers and giving None. With the last reference to it its code goes.
 
-    Its `__self__` is the address of the module's `@run`, for callers in machine code; 0 if it has none.
+    Its `__self__` is the address of the module's `@run`, for callers in machine code, who keep the function; 0 if it has none.
     """
-    code = loaded(text)
-    return code.bound(METH_FASTCALL, code.address("run"))
+    found = _alive.get(text)
+    if found is None:
+        code = _Loaded(object_code(text))
+        found = _alive[text] = code.bound(METH_FASTCALL, code.address("run"))
+    _recent.append(found)
+    return found
 
 
 class _Loaded:
-    """Machine code in this process, kept alive by `_kept`."""
+    """Machine code in this process, kept alive by the functions made of it."""
 
     def __init__(self, code: bytes):
         _threads()
@@ -208,7 +215,6 @@ class _Loaded:
         self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         self._engine.finalize_object()
         self._definitions: dict[int, _MethodDef] = {}
-        _kept.append(self)
 
     def address(self, name: str) -> int:
         """Of a function; 0 if there is none of that name."""
@@ -220,5 +226,5 @@ class _Loaded:
         assert address, "the module has no @python"
         definition = self._definitions.setdefault(flags, _MethodDef(b"kernel", address, flags, None))
         make = ctypes.pythonapi.PyCFunction_NewEx
-        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.c_void_p]
-        return make(ctypes.byref(definition), to, None)
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.py_object]
+        return make(ctypes.byref(definition), to, self)  # as its module, which it holds as long as it lives

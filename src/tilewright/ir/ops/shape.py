@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.dtype import DType
-from tilewright.errors import TypeMismatchError
+from tilewright.errors import InputError, TypeMismatchError
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.ops.rounding import to_float
@@ -229,9 +229,17 @@ class Gather(Op):
         axis = self.axis % x.dim()
         index = index.to(torch.int64)
         index = torch.where(index < 0, index + x.shape[axis], index)
-        if self.elementwise:
-            return _moved(lambda t: torch.gather(t, axis, index), x)
-        picked = _moved(lambda t: torch.index_select(t, axis, index.reshape(-1)), x)
+        try:
+            if self.elementwise:
+                return _moved(lambda t: torch.gather(t, axis, index), x)
+            picked = _moved(lambda t: torch.index_select(t, axis, index.reshape(-1)), x)
+        except (IndexError, RuntimeError) as error:
+            if index.numel() and (int(index.min()) < 0 or int(index.max()) >= x.shape[axis]):
+                wrong = next(i for i in (int(index.min()), int(index.max())) if not 0 <= i < x.shape[axis])
+                raise InputError(
+                    f"index out of range: {wrong} of {x.shape[axis]}", where=f"gather along axis {axis}"
+                ) from error
+            raise
         return picked.reshape(node.shape)
 
 
