@@ -33,12 +33,6 @@ DIVIDING = """%i = stablehlo.convert %a : (tensor<f32>) -> tensor<i32>
 LOOKING_OUT = """%z = stablehlo.slice %x [0:1] : (tensor<2xf32>) -> tensor<1xf32>
 %y = stablehlo.reshape %z : (tensor<1xf32>) -> tensor<f32>
 """ + sorting("%c = stablehlo.compare LT, %a, %y : (tensor<f32>, tensor<f32>) -> tensor<i1>")
-WHILE = """%r = stablehlo.while(%i = %x) : tensor<2xf32> cond {
-%p = stablehlo.constant dense<false> : tensor<i1>
-stablehlo.return %p : tensor<i1>
-} do {
-stablehlo.return %i : tensor<2xf32>
-}"""
 REFUSED = {
     "truncated": (main("%r = stablehlo.abs %x : tensor<2xf32>")[:80], InputError, r"malformed StableHLO: .*line 2\)"),
     "no function": ("module @stablehlo.x {\n}\n", InputError, "0 are public: none"),
@@ -68,7 +62,6 @@ REFUSED = {
     "open extents": ("func.func @main(%x: tensor<?xf32>) {\nreturn\n}\n", UnsupportedError, r"tensor<\?xf32>.*are open"),
     "unranked": ("func.func @main(%x: tensor<*xf32>) {\nreturn\n}\n", UnsupportedError, r"tensor<\*xf32> cannot be carried"),
     "no tensor": ("func.func @main(%x: f32) {\nreturn\n}\n", UnsupportedError, "a value of type f32 cannot be carried"),
-    "while": (main(WHILE), UnsupportedError, r"control flow \(while\) cannot be expressed \(stablehlo.while at line 2\)"),
     "custom call": (
         main("%r = stablehlo.custom_call @lapack_sgetrf(%x) : (tensor<2xf32>) -> tensor<2xf32>"),
         UnsupportedError,

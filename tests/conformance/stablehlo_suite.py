@@ -132,7 +132,7 @@ def _with_inputs(name: str, text: str) -> Program:
 
 
 def judge(program: Program) -> tuple[str, str]:
-    """What became of a program: "pass", "refused", "wrong" or "untyped", and why."""
+    """What became of a program: "pass", "refused", "wrong", "zero" (right but for a zero's sign) or "untyped", and why."""
     import torch
 
     from tilewright.compiler import optimise
@@ -152,7 +152,7 @@ def judge(program: Program) -> tuple[str, str]:
     for i in range(0, len(results), 2):
         problem = _differ(results[i], results[i + 1])
         if problem:
-            return "wrong", problem
+            return ("zero" if problem == "sign of zero" else "wrong"), problem
     return "pass", f"{len(results) // 2}"
 
 

@@ -46,9 +46,14 @@ _SCALAR = (
 )
 _NOT_FUNCTIONS = ["broadcast_in_dim", "compare", "constant", "convert", "reshape", "return", "select"]
 _IN_BODY = INTERPRETED.union(FUNCTIONS, _NOT_FUNCTIONS, _SCALAR)
+_CONTROL = ("stablehlo.while", "stablehlo.if", "stablehlo.case")
 _DIVISIONS = ("stablehlo.divide", "stablehlo.remainder")
 _BITCAST = re.compile(r'"mhlo\.bitcast"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
 _COPY = re.compile(r'"mhlo\.copy"\((?P<operand>%[\w#]+)\)[^\n]*? : (?=\(tensor<\w+>\) -> tensor<\w+>)')
+_STRING = re.compile(r'"(?:[^"\\\n]|\\.)*"')
+_NAME = re.compile(r"%[\w$.\-]+(?:#\d+)?")
+_DEFINED = re.compile(r"^\s*(%[\w$.\-]+)(?::\d+)? = ", re.MULTILINE)
+_BLOCK = re.compile(r"^\s*\^\w+\((.*)\):", re.MULTILINE)
 _FUNCTIONS = ("func.func", "func.call", "func.return")
 
 
@@ -69,13 +74,22 @@ def make_module(op: Operation, function: Callable[[str, str], Operation], *, spl
     gives: list[tuple[str, str]] = []
     before = [_generic(c) for c in _captured_constants(op)]
     after: list[str] = []
-    for i, v in enumerate(op.operands):
+    given = [(f"in{i}", v) for i, v in enumerate(op.operands)]
+    outside, undefined = _outside(op), _undefined(rest)
+    names_outside = dict(zip(outside, undefined, strict=False))
+    reads = captured(op)
+    if reads and len(outside) != len(undefined):
+        raise UnsupportedError("what its regions read cannot be told by name", where=op.where)
+    for i, v in enumerate(reads):
+        rest = re.sub(rf"{re.escape(names_outside[v])}(?![\w#.$-])", f"%captured{i}", rest)
+        given.append((f"captured{i}", v))
+    for name, v in given:
         part = _part(v.type) if split else None
         if part is None:
-            takes.append(f"%in{i}: {v.type}")
+            takes.append(f"%{name}: {v.type}")
             continue
-        takes += [f"%re{i}: {part}", f"%im{i}: {part}"]
-        before.append(f'%in{i} = "stablehlo.complex"(%re{i}, %im{i}) : ({part}, {part}) -> {v.type}')
+        takes += [f"%re_{name}: {part}", f"%im_{name}: {part}"]
+        before.append(f'%{name} = "stablehlo.complex"(%re_{name}, %im_{name}) : ({part}, {part}) -> {v.type}')
     for i, r in enumerate(op.results):
         part = _part(r.type) if split else None
         if part is None:
@@ -110,25 +124,45 @@ def _generic(op: Operation) -> str:
 
 def _captured_constants(op: Operation) -> list[Operation]:
     """Constants that regions of `op` read and that stand outside it, where canonicalisation puts them."""
-    known = {v for inner in (op, *_inside(op)) for r in inner.raw.regions for b in r.blocks for v in b.arguments}
-    known.update(v for inner in _inside(op) for v in inner.results)
-    outside = {v: v.owner for inner in _inside(op) for v in inner.operands if v not in known}
-    makers = [Operation(owner) for owner in outside.values() if hasattr(owner, "operation")]
-    return [m for m in makers if m.name == "stablehlo.constant"]
+    makers = {v: Operation(v.owner) for v in _outside(op) if hasattr(v.owner, "operation")}
+    return list({m.raw: m for m in makers.values() if m.name == "stablehlo.constant"}.values())
 
 
-def _inside(op: Operation) -> Iterator[Operation]:
+def captured(op: Operation) -> list[Any]:
+    """What regions of a loop or conditional read from outside, constants left out; of other operations they may read none."""
+    if op.name not in _CONTROL:
+        return []
+    return [v for v in _outside(op) if not (hasattr(v.owner, "operation") and Operation(v.owner).name == "stablehlo.constant")]
+
+
+def _undefined(text: str) -> list[str]:
+    """The names that generic text uses and does not define, in the order of their first use, which is that of `_outside`."""
+    text = _STRING.sub('""', text)
+    defined = set(_DEFINED.findall(text))
+    defined.update(name for arguments in _BLOCK.findall(text) for name in _NAME.findall(arguments))
+    return [n for n in dict.fromkeys(_NAME.findall(text)) if n.partition("#")[0] not in defined]
+
+
+def _outside(op: Operation) -> list[Any]:
+    """Values that regions of `op` read and that are made outside it, in the order they are met."""
+    nested = list(inside(op))
+    known = {v for inner in (op, *nested) for r in inner.raw.regions for b in r.blocks for v in b.arguments}
+    known.update(v for inner in nested for v in inner.results)
+    return list(dict.fromkeys(v for inner in nested for v in inner.operands if v not in known))
+
+
+def inside(op: Operation) -> Iterator[Operation]:
     """Operations in the regions of `op`, at any depth."""
     for region in op.raw.regions:
         for block in region.blocks:
             for raw in block.operations:
                 inner = Operation(raw)
                 yield inner
-                yield from _inside(inner)
+                yield from inside(inner)
 
 
 def _callees(op: Operation, function: Callable[[str, str], Operation], seen: set[str]) -> set[str]:
-    for inner in _inside(op):
+    for inner in inside(op):
         name = inner.string("callee") if inner.name == "func.call" else ""
         if name and name not in seen:
             seen.add(name)
@@ -148,7 +182,7 @@ def _runnable(module: Any, where: str) -> Operation:
     for name, f in named.items():
         if name in _callees(f, lambda callee, _: named[callee], set()):
             raise UnsupportedError(f"function {name!r} calls itself", where=where)
-    for inner in (i for f in functions for i in _inside(f)):
+    for inner in (i for f in functions for i in inside(f)):
         dialect, _, name = inner.name.partition(".")
         if inner.name not in _FUNCTIONS and not (dialect == "stablehlo" and name in _IN_BODY):
             raise UnsupportedError(f"{inner.name} in a region cannot be interpreted", where=where)
@@ -177,10 +211,14 @@ def make_call(site: Site) -> list[Value]:
     """
     op = site.op
     payload = make_module(op, site.reader.function)
-    module = _jaxlib.parse(payload, op.where, op.raw.context)
-    if _program(module, op.where) is None:
-        _runnable(module, op.where)
-    sources = [n for v in site.values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
+    if op.name not in _CONTROL:
+        module = _jaxlib.parse(payload, op.where, op.raw.context)
+        if _program(module, op.where) is None:
+            _runnable(module, op.where)
+    values = [*site.values, *(site.reader.outer(v) for v in captured(op))]
+    if not all(isinstance(v, (Node, Complex)) for v in values):
+        raise site.refuse("it reads a tuple or a token where tensors are expected")
+    sources = [n for v in values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
     types = site.carried
     made = iter(items(Node(Call("stablehlo", op.name, payload, tuple(t for group in types for t in group)), *sources)))
     return [next(made) if len(group) == 1 else Complex(next(made), next(made)) for group in types]

@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import cast
+
+import torch
 
 from tilewright.dtype import S32, S64, DType
 from tilewright.frontends._stablehlo_registry import Site, Value, lowers
 from tilewright.frontends._stablehlo_shape import concat, strided_slice
 from tilewright.ir.build import broadcast, const, convert, expand_dims, map_, reshape, slice_, transpose
-from tilewright.ir.graph import Node
-from tilewright.ir.ops import Const, Gather, Iota, Select
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Call, Const, Gather, Iota, Select
 from tilewright.ir.types import Shape
+
+_MAKERS, _ELEMENTS = 64, 4096  # of a scalar that is worked out as the program is read
 
 
 def _clamped(index: Node, highest: int) -> Node:
@@ -32,11 +38,24 @@ def _index_type(extent: int) -> DType:
     return S32 if extent <= S32.max else S64
 
 
+def known_number(node: Node) -> int | float | bool | None:
+    """The value of a scalar that constants alone make, cheaply; None of any other."""
+    if isinstance(node.op, Const):
+        return node.op.data.scalar()
+    if not node.constant or node.tensor.elements != 1:
+        return None
+    made = toposort([node])
+    if len(made) > _MAKERS or any(isinstance(n.op, Call) or n.tensor.elements > _ELEMENTS for n in made):
+        return None
+    (value,) = evaluate_nodes([node], {})
+    return cast(torch.Tensor, value).item()
+
+
 def _known(starts: Sequence[Node]) -> list[int] | None:
-    """The values of scalar constants, or None if one is no constant."""
+    """The values of scalars that constants make, or None if one is none."""
     out: list[int] = []
     for s in starts:
-        value = s.op.data.scalar() if isinstance(s.op, Const) else None
+        value = known_number(s)
         if value is None:
             return None
         out.append(int(value))

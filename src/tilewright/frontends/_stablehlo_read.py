@@ -10,6 +10,7 @@ from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import (
     LoadOptions,
     _jaxlib,
+    _stablehlo_control,
     _stablehlo_dot,
     _stablehlo_elementwise,
     _stablehlo_index,
@@ -22,6 +23,7 @@ from tilewright.ir.graph import Graph
 
 # Each registers the lowerings of its topic as it is imported.
 TOPICS = (
+    _stablehlo_control,
     _stablehlo_dot,
     _stablehlo_elementwise,
     _stablehlo_index,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tilewright.errors import UnsupportedError
 from tilewright.frontends._stablehlo_module import Operation, carried_types, tensor_type
@@ -34,6 +34,7 @@ class Complex:
 
 # A tuple is a list; a token (an order of effects, no data) is None.
 Value = Node | Complex | list["Value"] | None
+T = TypeVar("T")
 Lowering = Callable[["Site"], "Value | NotImplementedType"]
 
 LOWERINGS: dict[str, Lowering] = {}
@@ -49,8 +50,20 @@ class Reader(Protocol):
         """Results of the function called `name`."""
         ...
 
-    def region(self, op: Operation, args: Sequence[Value]) -> list[Value]:
-        """Results of the operation's only region."""
+    def region(self, op: Operation, args: Sequence[Value], index: int = 0) -> list[Value]:
+        """Results of one of the operation's regions."""
+        ...
+
+    def outer(self, value: Any) -> Value:
+        """What stands for an MLIR value that is known where the operation stands."""
+        ...
+
+    def count(self) -> int:
+        """How many operations were read so far."""
+        ...
+
+    def attempt(self, read: Callable[[], T | None]) -> T | None:
+        """What `read` gives; if that is None, as if nothing had been read."""
         ...
 
     def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap, Counter
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import _jaxlib
@@ -20,8 +21,27 @@ MAX_OPERATIONS = 1_000_000
 MAX_DEPTH = 100
 _Scope = ChainMap[Any, Value]
 _RETURNS = ("func.return", "stablehlo.return", "mhlo.return")
-_CONTROL_FLOW = ("while", "if", "case")
 _COLLECTIVES = re.compile(r"(all_|reduce_scatter|collective_|partition_id|replica_id|send|recv|infeed|outfeed|cross_replica)")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A loop or conditional and its regions.
+
+    Attributes:
+        op: the operation.
+        inputs: of the function it stands in.
+        operands: what it reads, computed from the inputs.
+        regions: of each, what it is given and what it gives; it may read the inputs besides.
+    """
+
+    op: Operation
+    inputs: list[Node]
+    operands: list[Node]
+    regions: list[tuple[list[Node], list[Node]]]
 
 
 class Walk:
@@ -71,15 +91,7 @@ class Walk:
             UnsupportedError: an operation or a type that cannot be expressed.
         """
         name, entry = self._entry()
-        inputs: list[Node] = []
-        values: list[Value] = []
-        for label, argument in zip(labels, entry.block().arguments, strict=True):
-            t, *others = carried_types(argument.type, f"input {label!r}")
-            inputs.append(input_(label, t.dtype, (*t.shape, 2) if others else t.shape))
-            values.append(parts(inputs[-1]) if others else inputs[-1])
-            self._origins[inputs[-1]] = label
-            if others:
-                self.note(f"input {label!r} is complex in its source: real and imaginary parts are its last axis here")
+        inputs, values = self._arguments(labels, entry.block().arguments)
         results = self._flat(self._run(name, entry.block(), values), entry.where)
         names = output_names if len(output_names) == len(results) else _result_names(entry, len(results))
         self._note_annotations(entry, labels)
@@ -112,8 +124,58 @@ class Walk:
     def call(self, name: str, args: Sequence[Value], where: str) -> list[Value]:
         return self._run(name, self.function(name, where).block(), args)
 
-    def region(self, op: Operation, args: Sequence[Value]) -> list[Value]:
-        return self._run(None, op.block(), args, self._scopes[-1])
+    def region(self, op: Operation, args: Sequence[Value], index: int = 0) -> list[Value]:
+        return self._run(None, op.block(index), args, self._scopes[-1])
+
+    def outer(self, value: Any) -> Value:
+        return self._scopes[-1][value]
+
+    def count(self) -> int:
+        return self._count
+
+    def attempt(self, read: Callable[[], T | None]) -> T | None:
+        kept = (dict(self.notes), self.called.copy(), dict(self.elided))
+        found = read()
+        if found is None:
+            self.notes, self.called, self.elided = kept
+        return found
+
+    def regions(self, wanted: Collection[str]) -> Regions:
+        """The regions of the one operation in `main` whose name is wanted, as graphs.
+
+        Raises:
+            InputError: there is none.
+        """
+        _, entry = self._entry()
+        block = entry.block()
+        inputs, values = self._arguments([f"given{i}" for i in range(len(block.arguments))], block.arguments)
+        scope: _Scope = ChainMap(dict(zip(block.arguments, values, strict=True)))
+        self._scopes.append(scope)
+        try:
+            for op in block.operations():
+                operands = [scope[v] for v in op.operands]
+                if op.name in wanted:
+                    return self._regions(op, inputs, operands, scope)
+                if op.name in _RETURNS:
+                    break
+                scope.update(zip(op.results, self._results(op, operands), strict=True))
+        finally:
+            self._scopes.pop()
+        raise InputError("the payload of a call holds no loop or conditional", where=self.where)
+
+    def _regions(self, op: Operation, inputs: list[Node], operands: list[Value], scope: _Scope) -> Regions:
+        made: list[tuple[list[Node], list[Node]]] = []
+        for i in range(len(list(op.raw.regions))):
+            arguments = op.block(i).arguments
+            carried: list[Node] = []
+            values: list[Value] = []
+            for n, argument in enumerate(arguments):
+                types = carried_types(argument.type, op.where)
+                nodes = [input_(f"carried{n}.{k}", t.dtype, t.shape) for k, t in enumerate(types)]
+                carried += nodes
+                values.append(nodes[0] if len(nodes) == 1 else Complex(*nodes))
+            made.append((carried, _carriers(self._run(None, op.block(i), values, scope))))
+        return Regions(op, inputs, _carriers(operands), made)
 
     def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
         module = _jaxlib.parse(text, op.where, self.module.context)
@@ -221,17 +283,30 @@ class Walk:
         dialect, _, name = op.name.partition(".")
         if dialect == "chlo":
             return _as_value(self.expand(make_module(op, self.function, split=False), site.values, op))
-        if dialect in ("stablehlo", "mhlo") and name in _CONTROL_FLOW:
-            hint = "unroll it, or trace with concrete values"
-            raise UnsupportedError(f"control flow ({name}) cannot be expressed", where=op.where, hint=hint)
         if dialect in ("stablehlo", "mhlo") and _COLLECTIVES.match(name):
             hint = "read the program as it is before partitioning"
             raise UnsupportedError(f"{name} needs several devices, and a program runs on one", where=op.where, hint=hint)
+        if name == "ragged_dot":
+            hint = "a product for each group, or every row by every group's matrix and a select"
+            raise UnsupportedError("ragged-dot, a product of groups of rows, is not read", where=op.where, hint=hint)
         if is_callable(op):
             self.called[op.name] += 1
             return _as_value(make_call(site))
         what = f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it"
         raise UnsupportedError(what, where=op.where, hint="compute it outside, and make its result an input")
+
+    def _arguments(self, labels: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Node], list[Value]]:
+        """An input for each argument, and what it stands for: [..., 2] for complex numbers."""
+        inputs: list[Node] = []
+        values: list[Value] = []
+        for label, argument in zip(labels, arguments, strict=True):
+            t, *others = carried_types(argument.type, f"input {label!r}")
+            inputs.append(input_(label, t.dtype, (*t.shape, 2) if others else t.shape))
+            values.append(parts(inputs[-1]) if others else inputs[-1])
+            self._origins[inputs[-1]] = label
+            if others:
+                self.note(f"input {label!r} is complex in its source: real and imaginary parts are its last axis here")
+        return inputs, values
 
     def _credit(self, root: Node, op: Operation) -> None:
         """Name the nodes that `op` made: those under its results that have no name yet."""
@@ -276,6 +351,11 @@ def _functions(module: Any) -> dict[str, Operation]:
             op = Operation(raw)
             found[op.string("sym_name")] = op
     return found
+
+
+def _carriers(values: Sequence[Value]) -> list[Node]:
+    """The tensors that carry values, complex ones as two."""
+    return [n for v in values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
 
 
 def _as_value(values: list[Value]) -> Value:

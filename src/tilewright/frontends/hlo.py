@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.errors import InputError
+from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions, _jaxlib
 from tilewright.frontends._stablehlo_read import read_module, source_text
 from tilewright.frontends._stablehlo_structure import ELIDED
@@ -19,23 +19,38 @@ from tilewright.ir.graph import Graph
 
 _HEADER = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*HloModule\b", re.DOTALL)
 _PEEK = 4096
+# A computation without a module around it, which XLA's parser takes as well.
+_BARE = re.compile(
+    r"(?:\s|//[^\n]*\n|/\*.*?\*/)*(?:ENTRY\s+)?%?[\w.\-]+\s*(?:\([^\n]*\)\s*->[^\n]*)?\{[^\n]*(?:\n|$)", re.DOTALL
+)
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT\s+)?%?[\w.\-]+\s*=\s*\(?\w+\[[^\n]*\s[\w\-]+\(", re.MULTILINE)
 # `%constant.1 = f32[64,64]{1,0} constant({...})`: XLA reads the dots as made-up values.
 _ELIDED = re.compile(
     r"^(?P<head>\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*[^=\n]*?)\bconstant\(\s*\{\s*\.\.\.\s*\}\s*\)", re.MULTILINE
 )
 _ENTRY = re.compile(r"^ENTRY\b.*?^\}", re.MULTILINE | re.DOTALL)
+_UNCONVERTED = ("scaled-dot", "scan")
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)")
 
 
 def accepts(program: object) -> bool:
-    """Whether `program` is a path ending in .hlo, or text (or a .txt file) that begins with `HloModule`."""
+    """Whether `program` is a path ending in .hlo, or text (or a .txt file) that begins with `HloModule` or a computation."""
     if isinstance(program, Path):
         if program.suffix != ".txt":
             return program.suffix == ".hlo"
         with program.open("rb") as file:
-            return _HEADER.match(file.read(_PEEK).decode(errors="replace")) is not None
-    return isinstance(program, str) and _HEADER.match(program[:_PEEK]) is not None
+            return _is_hlo(file.read(_PEEK).decode(errors="replace"))
+    return isinstance(program, str) and _is_hlo(program)
+
+
+def _is_hlo(text: str) -> bool:
+    return _HEADER.match(text[:_PEEK]) is not None or _is_bare(text[:_PEEK])
+
+
+def _is_bare(text: str) -> bool:
+    """Whether text is computations with no `HloModule` line: a name, a brace, instructions."""
+    return _BARE.match(text) is not None and _INSTRUCTION.search(text) is not None
 
 
 def load(program: object, options: LoadOptions) -> Graph:
@@ -47,20 +62,37 @@ def load(program: object, options: LoadOptions) -> Graph:
 
     Raises:
         InputError: malformed or truncated text.
-        UnsupportedError: control flow, custom calls, collectives, or types that nothing expresses.
+        UnsupportedError: custom calls, collectives, or types that nothing expresses.
         MissingDependencyError: no jaxlib.
     """
     text, where = source_text(program)
     if _HEADER.match(text) is None:
-        raise InputError("HLO text begins with HloModule", where=where, hint="StableHLO goes in a .mlir file")
+        if not _is_bare(text):
+            what = "HLO text begins with HloModule or a computation"
+            raise InputError(what, where=where, hint="StableHLO goes in a .mlir file")
+        text = f"HloModule main {text}"  # on the same line, so that places in messages are the text's own
     prepared = _ELIDED.sub(rf'\g<head>custom-call(), custom_call_target="{ELIDED}\g<name>"', text)
     if re.search(r"\bconstant\([^)\n]*\.\.\.", prepared):
         hint = "print it with XLA_FLAGS=--xla_dump_large_constants"
         raise InputError("a constant is left out in part of the text", where=where, hint=hint)
-    module = _jaxlib.parse(_jaxlib.hlo_to_stablehlo(prepared, where), where)
+    try:
+        module = _jaxlib.parse(_jaxlib.hlo_to_stablehlo(prepared, where), where)
+    except InputError as error:
+        raise _unknown(error, text, where) or error from None
     entry = _ENTRY.search(prepared)
     instructions = _instructions(entry.group(0) if entry else prepared)
     return read_module(module, "", where, options, _parameters(instructions), _results(instructions))
+
+
+def _unknown(error: InputError, text: str, where: str) -> UnsupportedError | None:
+    """The operation by name, where XLA's converter has none for it and calls it unknown."""
+    found = re.search(r"(?:\"(?P<name>[^\"]+)\": )?unregistered operation 'mhlo\.unknown'", error.what)
+    if found is None:
+        return None
+    made = {i.name: i.opcode for i in _instructions(text)}
+    opcode = made.get(found["name"] or "") or next((o for o in made.values() if o in _UNCONVERTED), "an operation")
+    hint = "multiply the operands by their scales first" if opcode == "scaled-dot" else "write it with other operations"
+    return UnsupportedError(f"{opcode} has no form in StableHLO and is not read", where=f"{where}, {found['name']}", hint=hint)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from tilewright.frontends import LoadOptions, _jaxlib
 from tilewright.frontends import _stablehlo_call as calls
+from tilewright.frontends._stablehlo_control import CONTROL, run_control
 from tilewright.frontends._stablehlo_read import read_module, source_text
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
@@ -38,7 +39,7 @@ def load(program: object, options: LoadOptions) -> Graph:
 
     Raises:
         InputError: malformed text, no entry function, or dimensions for an input that is not there.
-        UnsupportedError: control flow, shapes known only at run time, an element type or operation that nothing expresses.
+        UnsupportedError: collectives, shapes known only at run time, an element type or operation that nothing expresses.
         MissingDependencyError: no jaxlib.
     """
     text, where = source_text(program)
@@ -46,7 +47,9 @@ def load(program: object, options: LoadOptions) -> Graph:
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
-    """Run a `call` node of this front end with StableHLO's reference interpreter (see `_stablehlo_call`)."""
+    """Run a `call` node of this front end: control flow, or what torch or StableHLO's interpreter computes."""
+    if call.target in CONTROL:
+        return run_control(call.payload, call.target, values)
     return calls.evaluate_call(call, values)
 
 
