@@ -1,6 +1,7 @@
 """Kernels that compute operands while packing and side inputs while storing, and the steps they are timed against."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,6 +75,17 @@ def test_steps_of_their_own_are_offered_and_right(way):
         assert kernel.schedule["by"].count(",") == 2  # two operands and the product
         assert split.CANDIDATE.offers(p, kernel.schedule, HOST)
         assert_right(split.CANDIDATE.build(p, kernel.schedule, HOST), p, random_sources(p))
+
+
+def test_a_weight_that_the_product_has_packed_is_not_read_again():
+    p = problem(F32, "silu", 8, 47, 20)
+    p = replace(p, weights=tuple(t.shape == (47, 20) for t in p.types))
+    sources = random_sources(p)
+    kernel = split.CANDIDATE.build(p, next(iter(split.CANDIDATE.schedules(p, HOST))), HOST)
+    run = kernel.prepare({i: sources[i] for i, w in enumerate(p.weights) if w})
+    assert kernel.unread or "llvm" not in str(kernel.schedule["by"]).split(", ")[-1:]
+    got = run([None if i in kernel.unread else t for i, t in enumerate(sources)])
+    assert check(p, expect(p, sources), got) is None
 
 
 def test_both_forms_are_timed():

@@ -45,6 +45,7 @@ BESIDE = {
     "alone": (lambda: [amax(Y)], 1),
     "beside the result": (lambda: [Y, amax(Y)], 2),
     "of a narrow result": (lambda: [half(), amax(half())], 2),
+    "narrow, asked for wide": (lambda: [half(), convert(amax(half()), F32)], 2),
     "viewed": (lambda: [swap_last(Y), amax(swap_last(Y))], 2),
     "flat": (lambda: [amax(reshape(Y, (M * N,)))], 1),
     "scaled first": (lambda: [codes(Y), amax(map_("multiply", Y, reshape(input_("s", F32, (1,)), ())))], 2),

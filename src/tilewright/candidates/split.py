@@ -198,6 +198,11 @@ class Split:
             )
             kernels = [chosen(p.problem, target).kernel for p in pieces]
         count = len(problem.outputs)
+        unread = frozenset(
+            i
+            for i, weight in enumerate(problem.weights)
+            if weight and all(p.places.index(i) in k.unread for k, p in zip(kernels, pieces, strict=True) if i in p.places)
+        )
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             runners = [
@@ -219,6 +224,7 @@ class Split:
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
+            unread=unread,
             roundoff=max(k.roundoff for k in kernels),
             parts=tuple((p.problem.kind, k.candidate) for k, p in zip(kernels, pieces, strict=True)),
         )

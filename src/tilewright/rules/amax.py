@@ -10,7 +10,7 @@ from tilewright.ir.build import convert, items
 from tilewright.ir.carrier import operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
-from tilewright.ir.ops import Gemm, Input, Item, Map, Quantize, Reduce
+from tilewright.ir.ops import Convert, Gemm, Input, Item, Map, Quantize, Reduce
 from tilewright.ir.pattern import Step, Trace, graph_pass
 
 RULE = "find_the_largest_in_the_store"
@@ -52,7 +52,9 @@ def _with_largest(node: Node, users: Users, present: AbstractSet[Node], trace: T
     made = dict(zip((*own, *roots), items(one), strict=True))
     for n in roots:
         trace.steps.append(Step(RULE, "computed", n, made[n]))
-    return {n: made[n] if n in own else convert(made[n], n.dtype) for n in made}
+    found = {n: made[n] if n in own else convert(made[n], n.dtype) for n in made}
+    wide = ((n, r) for n in roots for r in users[n] if r is not None and isinstance(r.op, Convert) and r.dtype is F32)
+    return found | {r: made[n] for n, r in wide}
 
 
 def _path(result: Node, store: Node, reader: Node | None, users: Users) -> list[Node]:
