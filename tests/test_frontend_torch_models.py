@@ -237,3 +237,23 @@ def test_the_example_prints_what_became_of_each() -> None:
     assert "bf16  TN bias-gelu  steps 1  by " in result.output
     refused = CliRunner().invoke(nvfuser_linear.main, ["--epilogue", "relu", "--size", "16", "64", "32", "--device", "cuda:99"])
     assert refused.exit_code == 2 and "error: " in refused.output
+
+
+def test_a_cache_that_grows_is_results_by_name() -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+    }
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, **sizes)).eval()
+    graph = read(model, torch.arange(6)[None])
+    assert graph.output_names == ("logits", "past_key_values.key_cache.0", "past_key_values.value_cache.0")
+    ids = torch.tensor([[5, 1, 60, 2, 2, 9]])
+    with torch.no_grad():
+        wanted = model(ids)
+    layer = wanted.past_key_values.layers[0]
+    for got, meant in zip(evaluate(graph, [ids]), (wanted.logits, layer.keys, layer.values), strict=True):
+        torch.testing.assert_close(got, meant, atol=1e-5, rtol=1e-4)

@@ -11,21 +11,12 @@ import pytest
 import torch
 from torch import nn
 from torch.export import export, save
+from torch.nn.attention.flex_attention import flex_attention
 
 from against_torch import Of, read
 from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
 from tilewright.frontends import torch as frontend
-
-
-class Remembers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("cache", torch.zeros(4, 3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.cache += x
-        return self.cache + 1
 
 
 class Meta(nn.Module):
@@ -49,33 +40,39 @@ class Cache:
 
 X = torch.randn(4, 3)
 REFUSED: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], type[TilewrightError], str, str]] = {
-    "a branch on data": (
-        lambda x: x + 1 if x.sum() > 0 else x,
-        *((X,), UnsupportedError, r"branches or takes a shape on the data: .*Eq", r"torch\.where instead of `if`"),
+    "a branch on what has no shape": (
+        lambda x: x + 1 if torch.unique(x).numel() > 2 else x,
+        *((X,), UnsupportedError, r"branches or takes a shape on the data: .*u0", r"torch\.where instead of `if`"),
     ),
     "control flow": (
         lambda x: torch.cond(x.sum() > 0, lambda v: v + 1, lambda v: v - 1, (x,)),
         *((X,), UnsupportedError, r"control flow \(cond\) has no place in a graph \(cond\)", r"torch\.where over both"),
     ),
-    "a mask that picks": (
-        lambda x: x[x > 0],
+    "attention with a function of scores": (
+        lambda q: flex_attention(q, q, q, score_mod=lambda s, b, h, i, j: s + (i - j)),
+        *(
+            (torch.randn(1, 2, 16, 16),),
+            UnsupportedError,
+            r"\(flex_attention\) has no place in a graph",
+            r'implementation="sdpa"',
+        ),
+    ),
+    "as many elements as there are different ones": (
+        torch.unique,
         *((X,), UnsupportedError, r"a shape depends on the data: \[u0\]", r"torch\.where"),
     ),
-    "a number from data": (
-        lambda x: x * x.sum().item(),
-        *((X,), UnsupportedError, "makes a number that depends on the data", r"\.item\(\)"),
-    ),
-    "a buffer that changes": (
-        Remembers(),
-        *((X,), UnsupportedError, r"changes its buffer 'cache' \(Remembers\)", r"return the new one"),
+    "a nested tensor": (
+        lambda x: x + 1,
+        *(
+            (torch.nested.nested_tensor([X, X[:2]]),),
+            UnsupportedError,
+            "nested tensor, which no graph holds",
+            "to_padded_tensor",
+        ),
     ),
     "an input that changes": (
         lambda x: x.add_(1),
         *((X,), UnsupportedError, r"changes its input 'args_0'", r"pass a cache in"),
-    ),
-    "batch norm in training": (
-        nn.Sequential(nn.BatchNorm1d(3)),
-        *((X,), UnsupportedError, r"changes its buffer '0\.running_mean'", r"model\.eval\(\) for batch norm"),
     ),
     "dropout in training": (
         nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)),
@@ -95,7 +92,7 @@ REFUSED: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], type[T
     ),
     "a result of no known type": (
         lambda x: (x, Cache()),
-        *((X,), InputError, r"torch\.export fails: .*Cache", "return tensors only; a transformers model wants use_cache=False"),
+        *((X,), InputError, r"torch\.export fails: .*Cache", r"register_dataclass\(its class\)"),
     ),
     "weights without data": (
         Meta(),

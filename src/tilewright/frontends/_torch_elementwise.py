@@ -60,7 +60,6 @@ _BINARY = {
     "__lshift__": ("shift_left", ("Tensor", "Scalar")),
     "maximum": ("maximum", ("default",)),
     "minimum": ("minimum", ("default",)),
-    "remainder": ("modulo", ("Tensor", "Scalar", "Scalar_Tensor")),
 }
 
 
@@ -109,6 +108,18 @@ def shift_right(site: Site, self: Operand, other: Operand) -> Node:
     """self's bits moved down by other: zeros come in above an unsigned number, the sign above a signed one."""
     fn = "shift_right_logical" if site.dtype.kind == "uint" else "shift_right_arithmetic"
     return mapped(fn, site.dtype, self, other)
+
+
+@aten("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
+def remainder(site: Site, self: Operand, other: Operand) -> Node:
+    """What the quotient rounded down leaves, with other's sign; a zero of floats has self's."""
+    d = site.compute_dtype
+    if d.is_integer:
+        return mapped("modulo", d, self, other)
+    a, b = cast(cast(self, site.dtype), d), cast(cast(other, site.dtype), d)
+    rest, zero = map_("remainder", a, b), cast(0, d)
+    crossed = map_("and", map_("not_equal", rest, zero), map_("not_equal", map_("less", rest, zero), map_("less", b, zero)))
+    return cast(_select(crossed, map_("add", rest, b), rest), site.dtype)
 
 
 @aten("add.Tensor", "add.Scalar")
@@ -188,6 +199,7 @@ def floor_divide(site: Site, self: Operand, other: Operand) -> Node:
     down = map_("floor", near)
     off = map_("greater", map_("subtract", near, down), cast(0.5, d))
     whole = _select(off, map_("add", down, cast(1, d)), down)
+    whole = _select(map_("equal", near, zero), map_("multiply", map_("divide", a, b), zero), whole)  # a zero has its sign
     return cast(_select(map_("equal", b, zero), map_("divide", a, b), whole), site.dtype)
 
 

@@ -7,6 +7,7 @@ import inspect
 import io
 import itertools
 import logging
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from itertools import chain, zip_longest
@@ -17,12 +18,14 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions
-from tilewright.frontends._torch_registry import TRANSLATIONS
+from tilewright.frontends._torch_registry import TRANSLATIONS, DependsOnDataError
 
+_ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
 _MUTATIONS = {
     OutputKind.PARAMETER_MUTATION: "parameter",
     OutputKind.USER_INPUT_MUTATION: "input",
@@ -38,27 +41,101 @@ def exported(program: ExportedProgram | torch.nn.Module, options: LoadOptions) -
         InputError: example inputs are missing or do not fit; a symbolic extent is not bound.
         UnsupportedError: control flow or shapes depend on data; the program changes its buffers or inputs.
     """
+    table = torch.export.default_decompositions()
+    kept = {op: f for op, f in table.items() if str(op) not in TRANSLATIONS}
     if isinstance(program, torch.nn.Module):
         _check_weights(chain(program.named_parameters(), program.named_buffers()))
-        program = _export(program, *_arguments(options.example_inputs, program), where=program_name(program))
-    elif symbolic := _symbolic_inputs(program):
+        args, kwargs = arguments(options.example_inputs, program)
+        module, where = program, program_name(program)
+        try:
+            return _functional(_export(module, args, kwargs, where), options, kept)
+        except InputError as error:
+            if _ALIASED not in str(error):
+                raise
+        # Buffers that are also attributes of objects, as a cache's are, are told apart by a trace of the Python code alone.
+        return _functional(_export(module, args, kwargs, where, strict=True), options, kept)
+    if symbolic := _symbolic_inputs(program):
         program = _bound(program, symbolic, options)
+    return _functional(program, options, kept)
+
+
+def _functional(program: ExportedProgram, options: LoadOptions, decompositions: dict[Any, Any]) -> ExportedProgram:
     _check_weights(chain(program.state_dict.items(), program.constants.items()))
     _check_dims(program, options)
     _check_mutations(program)
-    table = torch.export.default_decompositions()
-    kept = {op: f for op, f in table.items() if str(op) not in TRANSLATIONS}
-    source = program
-    functional = _translated_errors(lambda: source.run_decompositions(kept), program_name(source))
+
+    def run() -> ExportedProgram:
+        with _NothingMade():
+            return program.run_decompositions(decompositions)
+
+    functional = _translated_errors(run, program_name(program))
     _check_mutations(functional)
     return functional
 
 
-def _export(module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], where: str) -> ExportedProgram:
-    return _translated_errors(lambda: torch.export.export(module, args, kwargs, strict=False), where)
+def _export(
+    module: torch.nn.Module, args: tuple[object, ...], kwargs: dict[str, object], where: str, *, strict: bool = False
+) -> ExportedProgram:
+    """The module traced: what a cache of transformers holds are results by name."""
+
+    def run() -> ExportedProgram:
+        with _casts_that_change_nothing(), _NothingMade():
+            return torch.export.export(module, args, kwargs, strict=strict)
+
+    try:
+        return _translated_errors(run, where)
+    except InputError as error:
+        if "DynamicCache" not in error.what or not _register_cache():
+            raise
+    return _translated_errors(run, where)
 
 
-def _arguments(given: object, module: torch.nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
+def _register_cache() -> bool:
+    """Tell torch what transformers' growing cache is made of; whether that can be told."""
+    try:
+        from transformers.integrations import executorch  # pyright: ignore
+    except Exception:
+        return False
+    register = getattr(executorch, "register_dynamic_cache_export_support", None)
+    if register is None:
+        return False
+    register()
+    return True
+
+
+class _NothingMade(TorchFunctionMode):
+    """`torch.tensor([])`, with which a cache of transformers begins, as an operator's result: torch loses such constants as it
+    decomposes."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and len(args) == 1 and args[0] == []:
+            return torch.empty(0, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _casts_that_change_nothing() -> Generator[None]:
+    """`self.router.to(self.dtype)` in `forward` leaves a module as it is; torch cannot exchange weights that it traces."""
+    own = torch.nn.Module.to
+
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
+        held = [*module.parameters(), *module.buffers()]
+        same = all(
+            (dtype is None or not t.is_floating_point() or t.dtype is dtype) and device in (None, t.device) for t in held
+        )
+        return module if same and layout is None else own(module, *args, **kwargs)
+
+    torch.nn.Module.to = to  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.nn.Module.to = own
+
+
+def arguments(given: object, module: torch.nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
     """Positional and keyword arguments from example inputs: a tensor, a sequence, or a mapping of keywords."""
     if given is None:
         raise InputError(
@@ -88,6 +165,9 @@ def _in_order(named: Mapping[str, object], module: torch.nn.Module) -> tuple[tup
 
 
 def _as_tensor(value: object) -> object:
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        hint = "torch.nested.to_padded_tensor, and a mask"
+        raise UnsupportedError("an input is a nested tensor, which no graph holds", where="example inputs", hint=hint)
     return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
 
 
@@ -101,13 +181,30 @@ def _translated_errors(run: Callable[[], ExportedProgram], where: str) -> Export
         with _quiet(), torch.no_grad():
             return run()
     except depends as error:
-        raise UnsupportedError(
-            f"the program branches or takes a shape on the data: {_first_line(error)}",
+        raise DependsOnDataError(
+            f"the program branches or takes a shape on the data: {_first_line(error)}{_cause(error)}",
             where=where,
             hint="torch.where instead of `if`, no .item(), no masks that pick elements",
         ) from error
+    except TilewrightError:
+        raise
     except Exception as error:
+        if "unbacked symbol" in str(error).lower():
+            raise DependsOnDataError(
+                f"a shape depends on the data: {_first_line(error)}{_cause(error)}",
+                where=where,
+                hint="select with a mask (torch.where) instead of picking elements (x[x > 0], nonzero, unique)",
+            ) from error
         raise InputError(f"torch.export fails: {_first_line(error)}", where=where, hint=_advice(str(error))) from error
+
+
+def _cause(error: Exception) -> str:
+    """The line of the program's own source that torch names: "; caused by models/longformer/modeling_longformer.py:549"."""
+    found = re.search(r"Caused by:[^\n]*?\(([^\s():]+):(\d+) in (\w+)\)", str(error))
+    if found is None:
+        return ""
+    path, line, function = found.groups()
+    return f"; caused by {'/'.join(path.split('/')[-3:])}:{line} in {function}"
 
 
 def _first_line(error: Exception) -> str:
@@ -117,7 +214,13 @@ def _first_line(error: Exception) -> str:
 
 def _advice(message: str) -> str:
     if "register a pytree" in message:
-        return "return tensors only; a transformers model wants use_cache=False"
+        if "cache_utils" in message:
+            return "return tensors only; a transformers model wants use_cache=False"
+        return (
+            "return tensors, in tuples or dicts; a dataclass is one of those after torch.export.register_dataclass(its class)"
+        )
+    if "Guard failed" in message or "Expected input" in message:
+        return "extents within the range that the program was exported with (torch.export.Dim)"
     if "expected compiled_fn" in message or "Aliased inputs" in message:
         return "a buffer that is written to shares memory with another tensor of the module: give each its own"
     return "check that module(*example_inputs) runs, and see torch.export's notes on what it can trace"
@@ -160,7 +263,7 @@ def _bound(program: ExportedProgram, inputs: Mapping[str, object], options: Load
     """The program traced again with every symbolic extent bound, from example inputs, `input_dims` or `batch`."""
     given = options.example_inputs
     if given is not None and not isinstance(given, Mapping):
-        args, kwargs = _arguments(given, program.graph_module)
+        args, kwargs = arguments(given, program.graph_module)
         return _export(program.module(), args, kwargs, where=program_name(program))
     if given is not None:
         if missing := [name for name in inputs if name not in given]:

@@ -64,7 +64,14 @@ def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: No
     """A buffer that the program writes to, with the slices at some positions of one axis replaced (index_copy, too)."""
     axes = [a for a, index in enumerate(indices) if index is not None]
     index = indices[axes[0]] if len(axes) == 1 else None
-    if index is None or accumulate or not is_kept(self) or index.dtype not in (S32, S64) or len(index.shape) != 1:
+    if (
+        index is None
+        or accumulate
+        or not site.in_place
+        or not is_kept(self)
+        or index.dtype not in (S32, S64)
+        or len(index.shape) != 1
+    ):
         return None
     shape = (*self.shape[: axes[0]], *index.shape, *self.shape[axes[0] + 1 :])
     return Node(Write(axes[0]), self, index, broadcast(cast(values, self.dtype), shape))

@@ -17,9 +17,11 @@ from tilewright.dtype import OPAQUE
 from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.frontends._torch_call import call, schema_of, tensors_in
 from tilewright.frontends._torch_export import changes
-from tilewright.frontends._torch_registry import TRANSLATIONS, Site
+from tilewright.frontends._torch_registry import TRANSLATIONS, DependsOnDataError, Site
+from tilewright.frontends._torch_taken import COMPARED
+from tilewright.frontends._torch_types import cast as as_type
 from tilewright.frontends._torch_types import dtype_of, type_of
-from tilewright.ir.build import input_, items
+from tilewright.ir.build import broadcast, input_, items
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.kept import in_place, share
 from tilewright.ir.literal import Literal
@@ -30,8 +32,10 @@ from tilewright.ir.types import TensorType
 class Reader:
     """Builds the graph of one program; used once."""
 
-    def __init__(self, program: ExportedProgram, name: str) -> None:
+    def __init__(self, program: ExportedProgram, name: str, *, in_place: bool = True) -> None:
+        """`in_place`: positions of a buffer that are data are replaced where it lies; else by torch, in a copy."""
         self._program = program
+        self._in_place = in_place
         self._name = name
         self._env: dict[fx.Node, object] = {}
         self._inputs: list[Node] = []
@@ -61,9 +65,11 @@ class Reader:
         inputs = (*self._inputs, *(made for made, _ in self._kept.values()))
         made = Graph(self._name, inputs, tuple(outputs), tuple(names), self._origins, tuple(self._notes), tuple(kept))
         written, failed = in_place(made)
-        if failed:
-            raise changes("buffer", failed[0], self._name)
-        return written
+        if not failed:
+            return written
+        if self._in_place:  # what it held before is read elsewhere, too
+            return Reader(self._program, self._name, in_place=False).read()
+        raise changes("buffer", failed[0], self._name)
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> object:
         if spec.kind is not InputKind.USER_INPUT:
@@ -139,13 +145,18 @@ class Reader:
         if isinstance(value, (bool, int, float)) and not isinstance(node.target, HigherOrderOperator):
             return value
         if isinstance(node.target, HigherOrderOperator):
+            attends = node.target.name().startswith("flex_attention")
             raise UnsupportedError(
-                f"control flow ({node.target.name()}) has no place in a graph",
+                f"{'a function of scores' if attends else 'control flow'} ({node.target.name()}) has no place in a graph",
                 where=where,
-                hint="torch.where over both branches",
+                hint='attn_implementation="sdpa", or scaled_dot_product_attention with a mask'
+                if attends
+                else "torch.where over both branches",
             )
         if not isinstance(node.target, OpOverload) or not any(True for _ in tensors_in(value)):
-            raise UnsupportedError(f"{node.target} makes a number that depends on the data", where=where, hint="avoid .item()")
+            raise DependsOnDataError(
+                f"{node.target} makes a number that depends on the data", where=where, hint="avoid .item()"
+            )
         return self._apply(node, node.target, where)
 
     def _apply(self, node: fx.Node, target: OpOverload, where: str) -> object:
@@ -154,7 +165,7 @@ class Reader:
         kwargs = {name: self._resolved(a) for name, a in named.items()}
         value = node.meta["val"]
         types = tuple(type_of(t, where) for t in tensors_in(value))
-        site = Site(str(target), where, types, _used(node, value))
+        site = Site(str(target), where, types, _used(node, value), self._in_place)
         results = self._translate(site, args, kwargs)
         if results is None:
             results = self._call(node, site, args, kwargs)
@@ -191,7 +202,8 @@ class Reader:
             if not cast(torch.Tensor, source).is_contiguous():
                 raise site.refuse("reads memory by strides that a graph does not keep", "reshape or index instead")
         made = call(site.target, args, kwargs, site.outs, site.where)
-        self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
+        if site.target != COMPARED:  # of which there are notes
+            self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
         return [*items(made)]
 
     def _remember(self, results: Sequence[Node | None], where: str) -> None:
@@ -225,7 +237,8 @@ class Reader:
             s.target: v for s, v in zip(signature.output_specs, every, strict=True) if s.kind is OutputKind.BUFFER_MUTATION
         }
         for label in self._kept:
-            nodes.append(cast("Node", changed[label]))
+            made, _ = self._kept[label]
+            nodes.append(broadcast(as_type(cast("Node", changed[label]), made.dtype), made.shape))  # as copy_ does it
             kept.append(label)
         return nodes, kept
 
@@ -299,11 +312,26 @@ def _output_names(program: ExportedProgram, count: int) -> list[str]:
     spec = program.call_spec.out_spec
     if spec is None or spec.num_leaves != count:
         return [f"output_{i}" for i in range(count)]
-    paths, _ = pytree.tree_flatten_with_path(pytree.tree_unflatten(list(range(count)), spec))
     names: list[str] = []
-    for path, _ in paths:
-        parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    for parts in _paths(spec):
         if not parts or parts[0].isdigit():
             parts = ["_".join(["output", *parts[:1]]), *parts[1:]]
         names.append(".".join(parts))
     return names
+
+
+def _paths(spec: pytree.TreeSpec) -> list[list[str]]:
+    """Where each leaf of a result lies: keys and positions, read off what it is made of, as nothing is made of it here."""
+    if spec.is_leaf():
+        return [[]]
+    children = spec.children()
+    known: object = spec.context
+    if isinstance(known, list) and known and isinstance(known[0], list):  # a cache's: its keys, and more
+        known = cast("list[object]", known)[0]
+    known = list(getattr(known, "_fields", ())) if isinstance(known, type) else known  # of a named tuple
+    keys = (
+        cast("list[object]", known)
+        if isinstance(known, list) and len(cast("list[object]", known)) == len(children)
+        else range(len(children))
+    )
+    return [[str(key), *path] for key, child in zip(keys, children, strict=True) for path in _paths(child)]

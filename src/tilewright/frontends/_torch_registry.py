@@ -25,6 +25,10 @@ T = TypeVar("T", bound=Translation)
 TRANSLATIONS: dict[str, Translation] = {}
 
 
+class DependsOnDataError(UnsupportedError):
+    """That Python branches on, or takes a shape from, what only a call knows."""
+
+
 @dataclass(frozen=True)
 class Site:
     """One operator in its program.
@@ -34,12 +38,14 @@ class Site:
         where: the module and name it goes by in the program, for messages.
         outs: types of its results, as torch's own shape and type rules give them.
         used: which of several results anything reads.
+        in_place: whether a buffer that the program keeps may be written to where it lies.
     """
 
     target: str
     where: str
     outs: tuple[TensorType, ...]
     used: frozenset[int] = frozenset({0})
+    in_place: bool = True
 
     @property
     def out(self) -> TensorType:

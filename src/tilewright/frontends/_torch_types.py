@@ -12,8 +12,8 @@ from typing import cast as narrow
 import torch
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, OPAQUE, PRED, DType, from_torch
-from tilewright.errors import InputError, UnsupportedError
-from tilewright.frontends._torch_registry import Operand, Scalar
+from tilewright.errors import InputError
+from tilewright.frontends._torch_registry import DependsOnDataError, Operand, Scalar
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.types import TensorType
@@ -36,7 +36,7 @@ def type_of(value: torch.Tensor, where: str) -> TensorType:
     """
     shape = tuple(value.shape)
     if not all(type(d) is int for d in shape):
-        raise UnsupportedError(
+        raise DependsOnDataError(
             f"a shape depends on the data: [{', '.join(map(str, shape))}]",
             where=where,
             hint="select with a mask (torch.where) instead of picking elements (x[x > 0], nonzero, unique)",

@@ -9,6 +9,7 @@ integer's range) XLA's rule holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,8 +28,10 @@ from tilewright.frontends import (
 )
 from tilewright.frontends import _torch_call as calls
 from tilewright.frontends import _torch_file_call as file_calls
-from tilewright.frontends._torch_export import exported, program_name
+from tilewright.frontends._torch_export import arguments, exported, program_name
 from tilewright.frontends._torch_reader import Reader
+from tilewright.frontends._torch_registry import DependsOnDataError
+from tilewright.frontends._torch_taken import as_taken, note
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
 from tilewright.tracing import TRACING
@@ -49,7 +52,8 @@ def load(program: object, options: LoadOptions) -> Graph:
     """The graph of a module or an exported program.
 
     An input is called as the export calls its placeholder, an output by its place in what the module returns, a node by the
-    module it stands in. Symbolic extents of an exported program are bound by `input_dims`, `batch` or example inputs.
+    module it stands in. Symbolic extents of an exported program are bound by `input_dims`, `batch` or example inputs. Where
+    a module's Python branches on data, the graph is of the way that the example inputs take, and compares it at each call.
 
     Raises:
         InputError: example inputs are missing, torch cannot export the module, or a symbolic extent is not bound.
@@ -63,8 +67,27 @@ def load(program: object, options: LoadOptions) -> Graph:
         )
     assert isinstance(program, (torch.nn.Module, ExportedProgram))
     with TRACING:
-        ready = exported(program, options)
-        return Reader(ready, program_name(program)).read()
+        return _traced(program, options)
+
+
+def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
+    try:
+        return _read(program, options)
+    except DependsOnDataError as refused:
+        if not isinstance(program, torch.nn.Module):
+            hint = "give the module itself, and example inputs"
+            raise UnsupportedError(refused.what, where=refused.where, hint=hint) from refused
+        try:
+            with as_taken(program, *arguments(options.example_inputs, program)) as places:
+                graph = _read(program, options)
+        except Exception as error:  # of a trace that nobody asked for: what was refused stays the message
+            raise UnsupportedError(refused.what, where=refused.where, hint=refused.hint) from error
+    return replace(graph, notes=(*graph.notes, *map(note, places)))
+
+
+def _read(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
+    ready = exported(program, options)
+    return Reader(ready, program_name(program)).read()
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:

@@ -19,22 +19,59 @@ if TYPE_CHECKING:
 
 
 def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """The graph with what its kept inputs become as writes, and the names of those for which that cannot be: something else
-    reads the old value, or it is not replaced at some positions of one axis, or as a whole by its own type."""
+    """The graph with what its kept inputs become as writes, where nothing else reads the old value and it is replaced at some
+    positions of one axis, or as a whole; any other new value is a result like others, copied over the old one as a call ends.
+
+    Returns:
+        tuple: the graph, and the names of those for which neither can be: their positions are data and something else reads the
+        old value, or the new one is of another type.
+    """
     if not graph.kept:
         return graph, ()
     count = len(graph.kept)
-    kept = graph.inputs[-count:]
-    writes = {new: w for old, new in zip(kept, graph.outputs[-count:], strict=True) if (w := _written(new, old)) is not None}
-    made = graph.replace({new: write for new, write in writes.items() if new is not write})
-    ends = [_whole(new, old) for old, new in zip(kept, made.outputs[-count:], strict=True)]
+    kept, new = graph.inputs[-count:], graph.outputs[-count:]
+    made, can = _with_writes(graph, set(range(count)))
+    if not all(can):  # those that cannot be are left as they were read
+        made, can = _with_writes(graph, {i for i, possible in enumerate(can) if possible})
+    users = made.users()
+    shared = {
+        _root(n)
+        for n in made.nodes()
+        if isinstance(n.op, Write) and (len(users[n.src[0]]) > 1 or (_root(n) in kept and _root(n) not in _written_ones(made)))
+    }
+    failed = [old in shared or n.type != old.type for old, n in zip(kept, new, strict=True)]
+    return made, tuple(name for name, bad in zip(graph.output_names[-count:], failed, strict=True) if bad)
+
+
+def _root(node: Node) -> Node:
+    """What a chain of writes begins with."""
+    while isinstance(node.op, Write):
+        node = node.src[0]
+    return node
+
+
+def _written_ones(graph: Graph) -> set[Node]:
+    """The kept inputs whose new value is a write to them."""
+    count = len(graph.kept)
+    pairs = zip(graph.inputs[-count:], graph.outputs[-count:], strict=True)
+    return {old for old, end in pairs if isinstance(end.op, Write) and _root(end) is old}
+
+
+def _with_writes(graph: Graph, chosen: set[int]) -> tuple[Graph, list[bool]]:
+    """The graph with the chosen new values as writes, and of which values that is so and may be."""
+    count = len(graph.kept)
+    kept, new = graph.inputs[-count:], graph.outputs[-count:]
+    pairs = [(i, old, n) for i, (old, n) in enumerate(zip(kept, new, strict=True)) if i in chosen]
+    writes = {n: w for _, old, n in pairs if (w := _written(n, old)) is not None}
+    made = graph.replace({n: write for n, write in writes.items() if n is not write})
+    ends = [_whole(n, old) if i in chosen else n for i, (old, n) in enumerate(zip(kept, made.outputs[-count:], strict=True))]
     made = made.with_outputs((*made.outputs[:-count], *ends))
     users = made.users()
     can = [
-        isinstance(new.op, Write) and new.src[0] is old and len(users[old]) == 1 and not _written_again(new, users)
-        for old, new in zip(kept, ends, strict=True)
+        isinstance(end.op, Write) and end.src[0] is old and len(users[old]) == 1 and not _written_again(end, users)
+        for old, end in zip(kept, ends, strict=True)
     ]
-    return made, tuple(name for name, possible in zip(graph.output_names[-count:], can, strict=True) if not possible)
+    return made, can
 
 
 def _written_again(node: Node, users: Users) -> bool:

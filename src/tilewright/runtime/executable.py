@@ -15,7 +15,7 @@ from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.kept import callers, meets, span
-from tilewright.ir.ops import Const, Input, Item
+from tilewright.ir.ops import Const, Input, Item, Write
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
@@ -85,6 +85,7 @@ class Executable:
     _constant_memory: frozenset[int] = field(init=False, repr=False)
     _slots: dict[Node, int] = field(init=False, repr=False)
     _written: list[tuple[int, int]] = field(init=False, repr=False)
+    _copied: list[torch.Tensor] = field(init=False, repr=False)
     _on_device: OnDevice | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -115,7 +116,11 @@ class Executable:
         ]
         self._wanted = [Wanted(name, t, self.target.device) for name, t in self.input_types.items()]
         self._inputs = [slot[n] for n in callers(self.graph)]
-        self._outputs = [slot[n] for n in self.graph.outputs[: len(self.graph.outputs) - len(self.graph.kept)]]
+        count = len(self.graph.outputs) - len(self.graph.kept)
+        ends = zip(self.graph.outputs[count:], self.graph.inputs[len(self._inputs) :], strict=True)
+        copied = [(new, old) for new, old in ends if new is not old and not isinstance(new.op, Write)]
+        self._outputs = [slot[n] for n in (*self.graph.outputs[:count], *(new for new, _ in copied))]
+        self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in copied]
         self._start = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
@@ -218,7 +223,7 @@ class Executable:
         if self._on_device is not None and observe is None:
             results = self._on_device(inputs)
             if results is not None:
-                return results
+                return self._kept_from(results)
         values = self._start.copy()
         for slot, tensor in zip(self._inputs, inputs, strict=True):
             values[slot] = tensor
@@ -229,7 +234,19 @@ class Executable:
             for step, bound in zip(self.steps, self._program, strict=True):
                 observe(step, [values[s] for s in bound.inputs])
                 bound(values)
-        return [values[s] for s in self._outputs]
+        return self._kept_from([values[s] for s in self._outputs])
+
+    def _kept_from(self, results: list[Value]) -> list[Value]:
+        """The caller's results, once the others have been copied over what is kept."""
+        if not self._copied:
+            return results
+        memory = [span(t) for t in self._copied]
+        # A result or a new value that is what an array held is not to change with it.
+        apart = [r.clone() if isinstance(r, torch.Tensor) and meets(span(r), memory) else r for r in results]
+        count = len(results) - len(self._copied)
+        for array, new in zip(self._copied, apart[count:], strict=True):
+            array.copy_(cast("torch.Tensor", new))
+        return apart[:count]
 
     @property
     def packed_bytes(self) -> int:

@@ -1,0 +1,274 @@
+"""Programs whose Python branches on data, traced on the way that the example inputs take, with that way checked at each call.
+
+torch.export refuses `if x.sum() > 0`, `.tolist()` and `x[mask]`. Here the module runs once on its example inputs, and what
+Python learns from tensors is written down; then it is exported with Python told the same again. Each tensor that was asked
+becomes an operand of one operator, `tilewright::as_traced`, that compares it at every call with what the trace knew: a call
+that would go another way ends in an error, never in the result of a way that is not its own.
+
+A number that is a float stays a tensor as long as Python only calculates with it or compares it; a selection by a mask stays a
+selection of as many elements.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch._subclasses import FakeTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from tilewright.errors import InputError, UnsupportedError
+
+COMPARED = "tilewright.as_traced.default"  # the operator that compares
+ANOTHER_WAY = "compile again with such inputs as examples, and call the program whose way it is"
+_TORCH = str(Path(torch.__file__).parent)
+_T = cast(Any, torch.Tensor)
+_LEARNS = (_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__)
+_PICKS = (torch.nonzero, _T.nonzero, torch.argwhere, _T.argwhere)
+_MASKED = (torch.masked_select, _T.masked_select)
+# These take sizes and bounds, where a tensor of one element is a number.
+_SIZED = {
+    *(torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.narrow, torch.linspace, torch.tril, torch.triu),
+    *(_T.new_zeros, _T.new_ones, _T.new_full, _T.new_empty, _T.view, _T.reshape, _T.expand, _T.narrow, _T.repeat, _T.unflatten),
+    *(_T.split, _T.chunk, torch.split, torch.chunk, torch.reshape, _T.tril, _T.triu, torch.nn.functional.pad),
+}
+
+
+class Ways(TorchFunctionMode):
+    """What Python learns from tensors, written down; told again where `known` holds what was.
+
+    Attributes:
+        told: of each place in the source, as file and line, what was learnt there, in order.
+        seen: the tensors that were asked, and what of them is compared; places; values.
+    """
+
+    def __init__(self, known: Mapping[str, Sequence[object]] | None = None) -> None:
+        super().__init__()
+        self._left = None if known is None else {place: deque(values) for place, values in known.items()}
+        self.told: dict[str, list[object]] = defaultdict(list)
+        self.seen: list[tuple[torch.Tensor, str, object]] = []
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in _LEARNS and isinstance(args[0], torch.Tensor):
+            return self.learnt(func, args[0])
+        if func in _PICKS or (func is torch.where and len(args) + len(named) == 1):
+            x = args[0] if args else next(iter(named.values()))
+            picked = self._positions(x)
+            apart = func is torch.where or named.get("as_tuple", False)
+            return (picked.unbind(1) if x.dim() else (picked.reshape(-1),)) if apart else picked
+        if func in _MASKED:
+            x, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else named["mask"])
+            return x[self._positions(mask).unbind(1)]
+        if func is _T.__getitem__:
+            return func(args[0], self._index(args[1]))
+        if func is _T.__setitem__:
+            return func(args[0], self._index(args[1], masks=isinstance(args[2], torch.Tensor) and args[2].dim() > 0), args[2])
+        if func in (torch.bincount, _T.bincount):
+            return self._counts(*args, **named)
+        if func in _SIZED:
+            keep = args[:1] if func not in (torch.arange, torch.zeros, torch.ones, torch.full, torch.empty) else ()
+            args = (*keep, *pytree.tree_map(self._whole, tuple(args[len(keep) :])))
+            named = {k: v if k == "fill_value" else pytree.tree_map(self._whole, v) for k, v in named.items()}
+        return func(*args, **named)
+
+    def learnt(self, func: Callable[..., Any], x: torch.Tensor) -> object:
+        """What a method of a tensor gives Python, or gave when it was written down."""
+        if func is _T.item and x.dtype is torch.get_default_dtype() and x.numel() == 1:
+            return x.reshape(())  # Python goes on with the tensor: a comparison is asked for in its turn
+        return self._told(x, lambda: func(x))
+
+    def _told(self, x: torch.Tensor, ask: Callable[[], object]) -> Any:
+        place = _place()
+        if self._left is None:
+            value = ask()
+        elif self._left.get(place):
+            value = self._left[place].popleft()
+        else:
+            raise UnsupportedError(f"what Python learns from a tensor differs as it is exported ({place})", hint=_HINT)
+        if isinstance(value, complex):
+            raise UnsupportedError(f"the program asks for a complex number ({place})", hint=_HINT)
+        self.told[place].append(value)
+        self.seen.append((x, place, value))
+        return value
+
+    def _positions(self, mask: torch.Tensor) -> torch.Tensor:
+        """Where a mask is true, as rows of positions, with their number checked."""
+        truth = mask != 0
+        count = truth.sum()
+        size = cast(int, self._told(count, lambda: int(count)))
+        return torch.nonzero_static(truth, size=size)
+
+    def _index(self, index: Any, masks: bool = True) -> Any:
+        """An index with its masks as positions, and tensors as the ends of slices as numbers."""
+        several = isinstance(index, tuple)
+        found: list[Any] = []
+        for i in cast("tuple[Any, ...]", index if several else (index,)):
+            if isinstance(i, slice):
+                i = slice(*(self._whole(b) for b in (i.start, i.stop, i.step)))
+            if masks and isinstance(i, torch.Tensor) and i.dtype in (torch.bool, torch.uint8) and i.dim() > 0:
+                found += self._positions(i).unbind(1)
+                several = several or i.dim() > 1
+            else:
+                found.append(i)
+        return tuple(found) if several else found[0]
+
+    def _counts(self, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
+        """torch.bincount with its length checked."""
+        most = x.max() + 1 if x.numel() else x.sum()
+        length = max(cast(int, self._told(most, lambda: int(most))), minlength)
+        ones = torch.ones_like(x, dtype=torch.int64) if weights is None else weights
+        return torch.zeros(length, dtype=ones.dtype).scatter_add(0, x.to(torch.int64), ones)
+
+    def _whole(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_floating_point():
+            return self._told(x, lambda: int(x))
+        return x
+
+
+_HINT = "torch.where instead of `if`, no .item(), no masks that pick elements"
+
+
+def _place() -> str:
+    """The line of the program that asks: the first that is neither torch's nor this file's."""
+    frame = inspect.currentframe()
+    assert frame is not None
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or frame.f_code.co_filename.startswith(_TORCH)):
+        frame = frame.f_back
+    parts = frame.f_code.co_filename.replace("\\", "/").split("/")
+    return f"{'/'.join(parts[-3:])}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+@contextmanager
+def as_taken(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Generator[list[str]]:
+    """While it is open, `module` goes the way that these inputs take, and compares at each call what that depends on.
+
+    The module runs once here, and its buffers are then as they were.
+
+    Yields:
+        list: the places in its source that learn from data, once it was traced.
+    """
+    held = [(b, b.clone()) for b in module.buffers()]
+    own, places = module.forward, list[str]()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), _as_exported(), Ways() as first:
+            own(*pytree.tree_map(_own, tuple(args)), **pytree.tree_map(_own, dict(kwargs)))
+    finally:
+        with torch.no_grad():
+            for buffer, before in held:
+                buffer.copy_(before)
+
+    @functools.wraps(own)
+    def forward(*args: object, **kwargs: object) -> object:
+        with Ways(first.told) as ways, _lists_by(ways):
+            out = own(*args, **kwargs)
+        places[:] = dict.fromkeys(place for _, place, _ in ways.seen)
+        return _compared(out, ways)
+
+    instance = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield places
+    finally:
+        if instance is None:
+            del module.forward
+        else:
+            module.forward = instance
+
+
+def _compared(out: object, ways: Ways) -> object:
+    """The module's results, the smallest of them only once what was learnt is seen to be the same."""
+    if not ways.seen:
+        return out
+    leaves, tree = pytree.tree_flatten(out)
+    sizes = {i: t.numel() for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and not t.is_complex()}
+    if not sizes:
+        raise UnsupportedError("the program returns no tensor that holds numbers", hint=_HINT)
+    alike: dict[tuple[int, str], tuple[torch.Tensor, str, object]] = {}
+    for x, place, value in ways.seen:  # asked twice, a tensor says the same
+        alike.setdefault((id(x), json.dumps(value)), (x, place, value))
+    tensors = [x.detach() for x, _, _ in alike.values()]
+    said = [json.dumps([place, value]) for _, place, value in alike.values()]
+    first = min(sizes, key=sizes.__getitem__)
+    leaves[first] = torch.ops.tilewright.as_traced(leaves[first], tensors, said)
+    return pytree.tree_unflatten(leaves, tree)
+
+
+@contextmanager
+def _lists_by(ways: Ways) -> Generator[None]:
+    """A traced tensor makes a list of itself by asking each element; here it asks once for all of them."""
+    own = FakeTensor.tolist
+
+    def tolist(x: torch.Tensor) -> object:
+        return ways.learnt(_T.tolist, x)
+
+    FakeTensor.tolist = tolist  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        FakeTensor.tolist = own
+
+
+def _own(value: object) -> object:
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _as_exported() -> Generator[None]:
+    """What asks whether it is being exported is told so, as it is later."""
+    held = {name: getattr(torch.compiler, name, None) for name in ("_is_compiling_flag", "_is_exporting_flag")}
+    try:
+        for name in held:
+            setattr(torch.compiler, name, True)
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(torch.compiler, name, value)
+
+
+def note(place: str) -> str:
+    """What a report says of a place that learns from data."""
+    return f"what {place} learns from the data is fixed to what the example inputs gave, and compared at each call"
+
+
+_Traced = torch.library.Library("tilewright", "FRAGMENT")
+_Traced.define("as_traced(Tensor x, Tensor[] seen, str[] said) -> Tensor")
+
+
+def _as_traced(x: torch.Tensor, seen: Sequence[torch.Tensor], said: Sequence[str]) -> torch.Tensor:
+    """x, once each tensor was seen to be what the trace knew of it.
+
+    Raises:
+        InputError: one is another, so that the program would go another way than the one that was traced.
+    """
+    for t, one in zip(seen, said, strict=True):
+        place, known = cast("tuple[str, object]", json.loads(one))
+        value: object = t.tolist() if isinstance(known, list) else t.reshape(()).item()
+        if not isinstance(known, list):
+            value = bool(value) if isinstance(known, bool) else value
+        if value != known and not (value != value and known != known):  # NaN is no other way
+            shown = json.dumps(value)[:80], json.dumps(known)[:80]
+            raise InputError(
+                f"these inputs take another way: {shown[0]}, and {shown[1]} was traced", where=place, hint=ANOTHER_WAY
+            )
+    return x.clone()
+
+
+_Traced.impl("as_traced", _as_traced, "CompositeExplicitAutograd")
+
+
+def _of_shapes(x: torch.Tensor, seen: Sequence[torch.Tensor], said: Sequence[str]) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+_Traced.impl("as_traced", _of_shapes, "Meta")

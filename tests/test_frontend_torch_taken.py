@@ -1,0 +1,115 @@
+"""Modules whose Python branches on data: right on the way that was traced, an error on any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import tilewright
+from against_torch import Of
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends import LoadOptions, load
+
+X = torch.tensor([[1.0, -1.0, 2.0], [3.0, 4.0, -5.0]])
+Y = torch.tensor([[2.0, -3.0, 1.0], [0.5, 9.0, -1.0]])  # goes X's way in all that follow
+Z = torch.tensor([[-7.0, 1.0, -2.0], [-3.0, -4.0, 5.0]])  # another way
+
+
+def of_a_loop(x: torch.Tensor) -> torch.Tensor:
+    total = x
+    for i, sign in enumerate(x[0].sign().long().tolist()):
+        total = total + i * sign
+    return total
+
+
+def of_sizes(x: torch.Tensor) -> torch.Tensor:
+    count = (x > 0).sum()
+    return torch.zeros(count) + x[x > 0] + torch.arange(count) + x.flatten()[:count]
+
+
+def of_positions(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rows, columns = torch.where(x > 0)
+    again = x.clone()
+    again[x > 0] = x[rows, columns] * 2
+    return rows, columns, x.gt(0).nonzero(), again, torch.masked_select(x, x > 0)
+
+
+WAYS: dict[str, Callable[[torch.Tensor], object]] = {
+    "a branch": lambda x: x + 1 if x.sum() > 0 else x - 1,
+    "a branch on a number": lambda x: x + 1 if x.sum().item() > 0 else x - 1,
+    "several branches": lambda x: (x.exp() if x[0, 0] > 0 else x) + (1 if bool((x < -6).any()) else 2),
+    "a loop over numbers": of_a_loop,
+    "numbers as sizes": of_sizes,
+    "a mask that picks": of_positions,
+    "counts": lambda x: torch.bincount((x > 0).long().flatten(), minlength=4) + (x > 0).sum().item(),
+    "an index": lambda x: [x.sum(), x.prod()][int(x[0, 0] > 0)],
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_way_that_was_traced_is_right_and_any_other_an_error(name: str) -> None:
+    way = WAYS[name]
+    program = tilewright.compile(Of(way), example_inputs=(X,), budget_s=0, cache=False)
+    for x in (X, Y):
+        for got, wanted in zip(pytree.tree_leaves(program(x)), pytree.tree_leaves(way(x)), strict=True):
+            torch.testing.assert_close(got, wanted)
+    assert any("test_frontend_torch_taken.py" in n and "compared at each call" in n for n in program.source.notes)
+    if name != "counts":
+        with pytest.raises(
+            InputError, match=r"these inputs take another way: .* was traced \(.*taken\.py:\d+ in .*\)\n  try: comp"
+        ):
+            program(Z)
+
+
+def test_a_number_that_is_only_calculated_with_may_be_another() -> None:
+    program = tilewright.compile(
+        Of(lambda x: x * x.sum().item() + x.max().item() ** 2), example_inputs=(X,), budget_s=0, cache=False
+    )
+    for x in (X, Y, Z):
+        torch.testing.assert_close(program(x), x * x.sum() + x.max() ** 2)
+
+
+class Counts(nn.Module):
+    """Branches on a buffer that it changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.linear = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.linear(x) if x.sum() > 0 else x
+
+
+def test_names_and_buffers_are_those_of_the_module() -> None:
+    module = Counts()
+    program = tilewright.compile(module, example_inputs={"x": X}, budget_s=0, cache=False)
+    assert int(module.calls) == 0 and list(program.input_types) == ["x"] and "forward" not in vars(module)
+    torch.testing.assert_close(program(Y), module.linear(Y))
+    assert int(module.calls) == 1 and set(program.kept) == {"calls"}
+
+
+def test_an_exported_program_that_asks_is_refused_with_what_to_give() -> None:
+    program = torch.export.export(Of(lambda x: x * (x > 0).sum().item()), (X,), strict=False)
+    with pytest.raises(UnsupportedError, match=r"depends on the data(.|\n)*give the module itself"):
+        load(program, LoadOptions())
+
+
+def test_a_cast_that_changes_nothing_leaves_a_module_as_it_is() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.router = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.router = self.router.to(torch.float32)
+            return self.router(x)
+
+    module = Casts()
+    program = tilewright.compile(module, example_inputs=(X,), budget_s=0, cache=False)
+    torch.testing.assert_close(program(Y), module(Y))
