@@ -133,7 +133,10 @@ def _linear(
     if order is not None:
         rows = rows.index_select(1, order)
     result = kernels(rows, bias)
-    return result if x.dim() == 2 else result.reshape(*x.shape[:-1], packed.shape[0])
+    if x.dim() == 2 and not result._is_view():  # pyright: ignore[reportPrivateUsage]
+        return result
+    # Not as a view: autograd lets nobody write to one that an operation of ours made, and models add to it in place.
+    return torch.ops.aten._unsafe_view.default(result, (*x.shape[:-1], packed.shape[0]))
 
 
 def _check(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,6 +24,10 @@ SCHEMES = (
 )
 _SCHEME = re.compile(r"(?P<coded>a8)?w(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)
 
+# Classes that compute what torch.nn.Linear does, by module and name, and those whose weight is [in, out].
+LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
+TRANSPOSED = frozenset({("transformers.pytorch_utils", "Conv1D")})
+
 Filter = Callable[[str, torch.nn.Linear], bool]
 _Make = Callable[[str, torch.nn.Linear], "Linear | str"]  # what stands for a layer, or why nothing does
 
@@ -37,6 +42,9 @@ class Replaced:
         bytes_before, bytes_after: of the weights of the quantised layers, each counted once.
         kept: those whose float weight something else in the model holds, too, so that its memory is not given back.
         unused: names of the weights that were given and that no layer of the model took.
+        left: every float parameter of two axes or more that the model holds now (embeddings, experts, layers that are not
+            quantised), with its bytes, each counted once.
+        total: bytes of all such parameters and of the codes and scales of the quantised layers.
     """
 
     layers: Mapping[str, str]
@@ -45,17 +53,33 @@ class Replaced:
     bytes_after: int
     kept: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
+    left: Mapping[str, int] = field(default_factory=dict[str, int])
+    total: int = 0
 
     def __str__(self) -> str:
         if not self.layers and not self.skipped:
-            return "0 layers quantised: the model holds no torch.nn.Linear"
+            return "\n".join(["0 layers quantised: the model holds no torch.nn.Linear", *self._left()])
         saved = f"{self.bytes_before / 1e6:.1f} MB of weights are {self.bytes_after / 1e6:.1f} MB now"
         lines = [f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)} quantised, {len(self.skipped)} not; {saved}"]
         lines += [f"  {name}: {why}" for name, why in self.skipped.items()]
         lines += [f"  {name}: the float weight stays in memory, since another module holds it, too" for name in self.kept]
         if self.unused:
             lines.append(f"  no layer of the model took {some(self.unused)}")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._left()])
+
+    def _left(self) -> list[str]:
+        """What is in float still, parameters of one name in several layers together, the largest share first."""
+        if not self.left:
+            return []
+        alike: dict[str, list[int]] = {}
+        for name, size in self.left.items():
+            alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(size)
+        whole = max(self.total, 1)
+        lines = [f"  left in float: {sum(self.left.values()) / whole:.0%} of the bytes of all matrices"]
+        for name, sizes in sorted(alike.items(), key=lambda item: -sum(item[1])):
+            times = f" x{len(sizes)}" if len(sizes) > 1 else ""
+            lines.append(f"    {name}{times}: {sum(sizes) / 1e6:.1f} MB, {sum(sizes) / whole:.0%}")
+        return lines
 
 
 def quantize_(
@@ -110,7 +134,15 @@ def quantize_(
     kept = {floats[p]: p.nbytes for p in model.parameters() if p in floats}
     after = sum({m.packed: m.weight.nbytes for m in layers.values()}.values()) + sum(kept.values())
     schemes = {name: m.scheme for name, m in layers.items()}
-    return Replaced(schemes, skipped, before, after, tuple(kept), tuple(n for n in given if n not in layers))
+    left = _left_in_float(model)
+    held = sum({m.packed: m.weight.nbytes for m in model.modules() if isinstance(m, Linear)}.values())
+    unused = tuple(n for n in given if n not in layers)
+    return Replaced(schemes, skipped, before, after, tuple(kept), unused, left, held + sum(left.values()))
+
+
+def _left_in_float(model: torch.nn.Module) -> dict[str, int]:
+    """Every float parameter that is a matrix or several, with its bytes."""
+    return {n: p.nbytes for n, p in model.named_parameters() if p.dim() >= 2 and p.is_floating_point() and p.element_size() > 1}
 
 
 def _names(weights: Checkpoint | Mapping[str, QuantizedWeight], layers: Sequence[str]) -> tuple[str, ...]:
@@ -138,9 +170,19 @@ def _linears(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str
     """Every place where one stands, a module in several places as often: its name, its owner, the owner's name for it."""
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, module in owners.items():
-        if isinstance(module, torch.nn.Linear):
+        if isinstance(module, torch.nn.Linear) or (_kind(module) in TRANSPOSED and name):
             path, _, attribute = name.rpartition(".")
-            yield name, owners[path], attribute, module
+            yield name, owners[path], attribute, cast("torch.nn.Linear", module)
+
+
+def _kind(module: torch.nn.Module) -> tuple[str, str]:
+    return type(module).__module__, type(module).__name__
+
+
+def _matrix(module: torch.nn.Module) -> torch.Tensor:
+    """The weight [out, in] of what is a linear layer, in whatever order it holds it."""
+    weight = cast("torch.Tensor", module.weight)
+    return weight.detach().t() if _kind(module) in TRANSPOSED else weight
 
 
 def _alike(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
@@ -148,12 +190,14 @@ def _alike(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
     for name, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):
+            if _kind(module) in TRANSPOSED:
+                continue
             yield name, f"a {type(module).__name__}, no torch.nn.Linear"
 
 
 def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter: Filter | None) -> str | None:
     """Why a layer stays as it is, whatever there is to put in its place; None if it need not."""
-    if type(module) is not torch.nn.Linear:
+    if type(module) is not torch.nn.Linear and _kind(module) not in LINEAR | TRANSPOSED:
         return f"a {type(module).__name__}, whose owner may read its weight"
     if isinstance(parent, torch.nn.TransformerEncoderLayer):
         return "torch.nn.TransformerEncoderLayer reads its weight itself"
@@ -182,7 +226,9 @@ def _quantised(scheme: str) -> _Make:
             return "its weight is empty"
         if module.weight not in packed:
             try:
-                packed[module.weight] = pack(module.weight, f"{'u' if zero else 's'}{bits}", group_size=group, zero_point=zero)
+                packed[module.weight] = pack(
+                    _matrix(module), f"{'u' if zero else 's'}{bits}", group_size=group, zero_point=zero
+                )
             except InputError as error:
                 raise InputError(error.what, where=name, hint=error.hint) from error
         return Linear(packed[module.weight], module.bias, quantize_activations=coded).train(module.training)
@@ -200,11 +246,12 @@ def _given(weights: Checkpoint | Mapping[str, QuantizedWeight]) -> _Make:
             if name not in weights:
                 return "no weight of that name is given"
             weight, bias = weights[name], None
-        if weight.shape != tuple(module.weight.shape):
-            shapes = f"{list(weight.shape)} for a layer of {list(module.weight.shape)}"
+        own = tuple(_matrix(module).shape)
+        if weight.shape != own:
+            shapes = f"{list(weight.shape)} for a layer of {list(own)}"
             raise TypeMismatchError(f"a weight of shape {shapes}", where=name, hint="the model that the checkpoint is of")
         device = module.weight.device
-        own = module.bias if bias is None else torch.nn.Parameter(bias.to(device), requires_grad=False)
-        return Linear(weight if module.weight.is_meta else weight.to(device), own).train(module.training)
+        with_ = module.bias if bias is None else torch.nn.Parameter(bias.to(device), requires_grad=False)
+        return Linear(weight if module.weight.is_meta else weight.to(device), with_).train(module.training)
 
     return make
