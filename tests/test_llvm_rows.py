@@ -182,6 +182,21 @@ def test_numbers_around_what_is_worked_out(dtype):
     right(Node(Pad((1,), (2,), (0,)), map_("maximum", input_("v", dtype, (4,)), input_("w", dtype, (4,))), fill))
 
 
+def test_codes_of_a_rotation_and_their_sums():
+    """As a quantised model rotates queries: each value is a code in between, and the product asks for sums of codes."""
+    x, turn, step = input_("x", F32, (2, 6, 64)), input_("c", F32, (6, 64)), const(0.02, F32)
+
+    def coded(value):
+        return Node(Dequantize(F32), Node(Quantize(U8), value, step, const(120, U8)), step, const(120, U8))
+
+    x = coded(x)
+    halves = [coded(map_("negate", coded(slice_(x, 2, 32, 64)))), coded(slice_(x, 2, 0, 32))]
+    turned_ = coded(map_("multiply", coded(Node(Concat(2), *halves)), turn))
+    code = Node(Quantize(U8), coded(map_("add", coded(map_("multiply", x, turn)), turned_)), step, const(128, U8))
+    right(code, reduce_("add", convert(code, S32), (2,), True))
+    right(code, reduce_("maximum", convert(code, S32), (2,)))
+
+
 def test_a_norm_that_is_padded():
     x = input_("x", F32, (6, 40))
     y = norm(x)
@@ -209,6 +224,16 @@ def test_functions_that_softplus_elu_and_rotary_angles_need(dtype):
     right(map_("log_plus_one", map_("exponential", x)), map_("exponential_minus_one", x))
     right(map_("sine", x), map_("cosine", x), map_("power", map_("abs", x), const(0.37, dtype)))
     right(Node(Softmax(1, True), x))
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0, 3.0, 4.0, -0.5, -1.0, -2.0, 0.0, 1.5])
+def test_powers_that_products_and_roots_give(exponent):
+    x = input_("x", F32, (3, 50))
+    right(map_("power", x, const(exponent, F32)))
+    infinity, nan = float("inf"), float("nan")
+    ends = torch.tensor([0.0, -0.0, infinity, -infinity, nan, 1.0, -1.0, 2.0, -2.0, 1e-45]).repeat(15).reshape(3, 50)
+    (got,) = runner(problem_of(map_("power", x, const(exponent, F32))))([ends])
+    torch.testing.assert_close(got, ends.pow(torch.full_like(ends, exponent)), equal_nan=True)
 
 
 def test_large_elementwise_regions_are_cut_into_pieces():

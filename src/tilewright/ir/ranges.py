@@ -75,7 +75,7 @@ def pieces_of(roots: Sequence[Node], rooms: Sequence[Room | None] = ()) -> list[
         shape, ranges = root.shape, whole(root.shape)
         if room is not None:
             shape, ranges = room.shape, room.ranges(root.shape[room.axis])
-        pending = [Piece(_cut_early(root, made), i, shape, ranges)]
+        pending = [Piece(_sums_of_parts(_cut_early(root, made), made), i, shape, ranges)]
         while pending:
             piece = pending.pop()
             parts = _parts(piece.root)
@@ -281,15 +281,35 @@ def _reduced_in_parts(root: Node, shape: Shape, parts: Sequence[Ranges], made: d
     for n in toposort((root,)):
         n_ = moved[n] = n.with_src([moved[s] for s in n.src])
         op = n_.op
-        if not isinstance(op, Reduce) or len(op.axes) != 1 or n_.src[0].shape[op.axes[0]] != shape[axis] or n_.dtype is not F32:
-            continue
-        x, fn = n_.src[0], "add" if op.fn == "mean" else op.fn
-        if fn not in ("add", "maximum", "minimum"):
-            continue
-        around = whole(x.shape[: op.axes[0]]), whole(x.shape[op.axes[0] + 1 :])
-        each = [cut_to(x, (*around[0], p[axis], *around[1]), made) for p in parts]
-        total, *more = (Node(Reduce(fn, op.axes, op.keepdims), part) for part in each)
-        for one in more:
-            total = map_(fn, total, one)
-        moved[n] = map_("divide", total, const(float(shape[axis]), F32)) if op.fn == "mean" else total
+        if isinstance(op, Reduce) and len(op.axes) == 1 and n_.src[0].shape[op.axes[0]] == shape[axis]:
+            moved[n] = _joined(n_, [p[axis] for p in parts], made)
     return moved[root]
+
+
+def _sums_of_parts(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
+    """An expression with what is reduced along a concatenation of equal parts reduced part by part."""
+    moved: dict[Node, Node] = {}
+    for n in toposort((root,)):
+        n_ = moved[n] = n.with_src([moved[s] for s in n.src])
+        if not isinstance(n_.op, Reduce) or len(n_.op.axes) != 1:
+            continue
+        axis, every, parts = n_.op.axes[0], whole(n_.src[0].shape), _parts(n_.src[0])
+        alone = all(p[:axis] == every[:axis] and p[axis + 1 :] == every[axis + 1 :] for p in parts)
+        if len(parts) > 1 and alone and len({len(p[axis]) for p in parts}) == 1:
+            moved[n] = _joined(n_, [p[axis] for p in parts], made)
+    return moved[root]
+
+
+def _joined(n: Node, parts: Sequence[range], made: dict[tuple[Node, Ranges], Node]) -> Node:
+    """A reduction along one axis as those of its parts; itself where they cannot be joined."""
+    op, x = n.op, n.src[0]
+    assert isinstance(op, Reduce)
+    fn = "add" if op.fn == "mean" else op.fn
+    if fn not in ("add", "maximum", "minimum") or not (n.dtype is F32 or n.dtype.is_integer):
+        return n
+    before, after = whole(x.shape[: op.axes[0]]), whole(x.shape[op.axes[0] + 1 :])
+    each = [cut_to(x, (*before, part, *after), made) for part in parts]
+    total, *more = (Node(Reduce(fn, op.axes, op.keepdims), part) for part in each)
+    for one in more:
+        total = map_(fn, total, one)
+    return map_("divide", total, const(float(x.shape[op.axes[0]]), F32)) if op.fn == "mean" else total

@@ -11,7 +11,9 @@ from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     VIEWS,
+    Broadcast,
     Concat,
+    Const,
     Convert,
     Gather,
     LayerNorm,
@@ -23,6 +25,8 @@ from tilewright.ir.ops import (
     Select,
     Softmax,
 )
+
+POWERS = (0.5, 1.0, 2.0, 3.0, 4.0)
 
 
 def written_out(roots: Sequence[Node]) -> list[Node]:
@@ -39,6 +43,8 @@ def written_out(roots: Sequence[Node]) -> list[Node]:
             made[n] = _reduction(op, n, src[0])
         elif isinstance(op, Pad):
             made[n] = _padded(op, src[0], src[1])
+        elif isinstance(op, Map) and op.fn == "power":
+            made[n] = _power(n, src)
         elif isinstance(op, Gather) and not op.elementwise:
             made[n] = _picked(op.axis % len(src[0].shape), src[0], src[1])
         else:
@@ -52,6 +58,26 @@ def _reduction(op: Reduce, n: Node, x: Node) -> Node:
     if n.dtype.is_float and n.dtype.bits < 32:
         return convert(Node(op, convert(x, F32)), n.dtype)
     return Node(op, x)
+
+
+def _power(n: Node, src: Sequence[Node]) -> Node:
+    """A float to the power of a small whole number, of 1/2 or of -1/2, in products, a root and a quotient."""
+    x, exponent = src
+    while isinstance(exponent.op, (Broadcast, Reshape)):
+        exponent = exponent.src[0]
+    if not isinstance(exponent.op, Const) or exponent.tensor.elements != 1 or n.dtype is not F32 or x.shape != n.shape:
+        return n.with_src(src)
+    y = float(exponent.op.data.tensor().reshape(()).item())
+    if abs(y) not in POWERS:
+        return n.with_src(src)
+    if abs(y) == 0.5:  # of minus infinity a root is none
+        value = map_("sqrt", map_("abs", x)) if y > 0 else map_("rsqrt", map_("abs", x))
+        outside = map_("and", map_("less", x, const(0.0, F32)), map_("greater", x, const(-math.inf, F32)))
+        return Node(Select(), outside, const(math.nan, F32), value)
+    value = x
+    for _ in range(int(abs(y)) - 1):
+        value = map_("multiply", value, x)
+    return value if y > 0 else map_("divide", const(1.0, F32), value)
 
 
 def _padded(op: Pad, x: Node, fill: Node) -> Node:
