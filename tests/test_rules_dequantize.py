@@ -19,8 +19,8 @@ from rule_checks import (
 )
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, F64, S4, S8, S32, U4, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, transpose
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Dequantize, gemm
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Concat, Dequantize, gemm
 
 RULE, ROUNDED, JOINED = (
     "codes_times_a_scale_are_dequantised",
@@ -117,6 +117,62 @@ def test_groups_along_k(spelling, shifted):
     before = graph_of(gemm(x, transpose(weight, (1, 0)) if spelling == "transposed" else weight))
     (node,) = dequantisations(one_gemm(before))
     assert node.op.block == ((1, g) if spelling == "transposed" else (g, 1)) and len(node.src) == 2 + shifted
+
+
+def test_codes_divided_by_a_scale_are_multiplied_and_the_sum_is_divided():
+    x, w = input_("x", F8E4M3FN, (M, K)), input_("w", S8, (N, K))
+    divided = map_("divide", convert(x, F32), input_("sx", F32, (M, 1)))
+    before = graph_of(gemm(divided, map_("divide", convert(input_("v", F8E5M2, (K, N)), F32), input_("sv", F32, ()))))
+    after = one_gemm(before, 1e-5)
+    assert gemms(after)[0].op.lhs.dtype is F8E4M3FN and gemms(after)[0].op.rhs.dtype is F8E5M2
+    mixed = graph_of(
+        gemm(
+            times(input_("y", S8, (M, K)), input_("sy", F32, ())),
+            transpose(map_("divide", convert(w, F32), const(3.0)), (1, 0)),
+        )
+    )
+    assert gemms(one_gemm(mixed, 1e-5))[0].op.rhs.dtype is S8
+    along_k = graph_of(
+        gemm(
+            times(x, input_("sx", F32, ())),
+            transpose(map_("divide", convert(input_("v", F8E5M2, (N, K)), F32), input_("s", F32, (1, K))), (1, 0)),
+        )
+    )
+    assert "a scale varies along K" in refusals(along_k, "multiply_codes_and_scale_the_accumulator")
+
+
+NIBBLES = "constant_codes_of_four_bits_are_kept_so"
+
+
+def nibbles(packed, low, high):
+    """The lower nibbles beside the upper ones, [K, 2 N] of [K, N] bytes."""
+    return Node(Concat(1), map_("and", packed, const(low, U8)), map_("shift_right_logical", packed, const(high, U8)))
+
+
+@pytest.mark.parametrize("spelling", ["float", "integer", "shifted"])
+def test_constant_nibbles_stay_four_bits(spelling):
+    x = input_("x", F32, (M, K))
+    codes = nibbles(const(torch.arange(K * N // 2).reshape(K, N // 2).to(torch.uint8) * 5), 15, 4)
+    made = {
+        "float": lambda: map_("subtract", convert(codes, F32), const(8.0, F32)),
+        "integer": lambda: map_("subtract", convert(codes, S32), const(8, S32)),
+        "shifted": lambda: convert(map_("subtract", convert(codes, S8), const(8, S8)), F32),
+    }[spelling]()
+    before = graph_of(gemm(x, times(made, const(torch.rand(N)))))
+    after = one_gemm(before)
+    (node,) = dequantisations(after)
+    assert node.src[0].dtype is (S4 if spelling == "shifted" else U4) and fired(before, NIBBLES) == 1
+
+
+def test_what_may_take_more_than_four_bits_stays_eight():
+    x, packed = input_("x", F32, (M, K)), const(torch.full((K, N // 2), 255, dtype=torch.uint8))
+    scale = input_("s", F32, ())
+    for codes in (nibbles(packed, 31, 4), nibbles(packed, 15, 3), nibbles(input_("w", U8, (K, N // 2)), 15, 4)):
+        before = graph_of(gemm(x, times(codes, scale)))
+        assert fired(before, NIBBLES) == 0
+        assert_exact(before, staged(before))
+    far = graph_of(gemm(x, times(map_("subtract", convert(nibbles(packed, 15, 4), F32), const(16.0, F32)), scale)))
+    assert refusals(far, NIBBLES, "recognise") == ["its zero point takes more than 4 bits"]
 
 
 def test_where_it_stays():

@@ -20,8 +20,8 @@ from rule_checks import (
 )
 from tilewright.dtype import F32, S4, S8, S16, S32, S64, U8, U32
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, swap_last, transpose
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Reduce, gemm
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Quantize, Reduce, gemm
 from tilewright.ir.ops.functions import narrow_integer
 
 RULE = "multiply_shifted_integers_as_stored"
@@ -98,7 +98,7 @@ def test_a_zero_point_that_is_added_is_one():
 
 def test_constant_zeros_leave_the_codes_alone():
     x, w = input_("x", S8, (M, K)), const(drawn(S8, (K, N)), S8)
-    before = graph_of(gemm(shifted(x, const(0, S8)), shifted(w, const(0, S8))))
+    before = graph_of(gemm(shifted(x, const(0, S8)), shifted(w, const(torch.zeros(N, dtype=torch.int8)))))
     after = on_codes(before)
     (node,) = gemms(after)
     assert len(node.src) == 2 and not any(isinstance(n.op, Reduce) for n in after.nodes())
@@ -110,6 +110,15 @@ def test_sums_over_a_weight_are_made_once_and_stand_in_the_store():
     before = graph_of(convert(gemm(shifted(x, input_("z", U8, ())), convert(w, S32)), F32))
     after = on_codes(before)
     assert kinds(after) == ["gemm"] and len(steps(after)) < len(steps(before))
+
+
+def test_a_difference_stays_with_the_product_that_reads_it():
+    """A product before it would else take the difference into its store, and leave s32 behind."""
+    x, u, w = input_("x", U8, (M, K)), const(drawn(S8, (K, K), 1), S8), const(drawn(S8, (K, N)), S8)
+    first = Node(Quantize(U8), convert(gemm(shifted(x, const(9, U8)), convert(u, S32)), F32), const(300.0, F32), const(128, U8))
+    after = assert_order_is_free(graph_of(gemm(shifted(first, const(128, U8)), convert(w, S32))), orders=4)
+    assert kinds(after) == ["gemm", "gemm"] and [g.op.lhs.dtype for g in gemms(after)] == [U8, U8]
+    assert_exact(graph_of(gemm(shifted(first, const(128, U8)), convert(w, S32))), after)
 
 
 def test_through_views():

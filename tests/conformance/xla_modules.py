@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 from tilewright.compiler import optimise
@@ -85,11 +86,40 @@ def modules(root: Path, file: str) -> Iterator[Module]:
         text = found.group(2)
         for what, by in REPLACED.items():
             text = text.replace(what, by)
-        if "CHECK" in text or not re.search(r"\bdot\(", text) or "{\n" not in text or re.search(r"\$\d|<<", text):
+        if "CHECK" in text or not re.search(r"\bdot\(", text) or "{\n" not in text:
             continue
         name = next((n for at, n in reversed(tests) if at < found.start()), "top")
-        count[name] = count.get(name, 0) + 1
-        yield Module(file, f"{name}#{count[name]}", text if "HloModule" in text else f"HloModule m\n{text}")
+        for filled in _layouts(text):
+            if re.search(r"\$\d|\$\{|<<", filled):
+                continue
+            count[name] = count.get(name, 0) + 1
+            yield Module(file, f"{name}#{count[name]}", filled if "HloModule" in filled else f"HloModule m\n{filled}")
+
+
+def _layouts(text: str) -> list[str]:
+    """A template of the fp8 tests for each layout and contracted axis of both operands, as they loop over them; any other text
+    as it is. Batched ones are filled in plainly."""
+    if "<<Ashape>>" not in text:
+        return [text]
+    filled: list[str] = []
+    batch = "2," if "[2," in text else ""
+    for left, right, by_column in product((0, 1), (0, 1), (False, True)):
+        order = ("{1,2,0}" if by_column else "{2,1,0}") if batch else ("{0,1}" if by_column else "{1,0}")
+        axis = len(batch) // 2
+        values = {
+            "<<Lcd>>": f"{{{left + axis}}}",
+            "<<Rcd>>": f"{{{right + axis}}}",
+            "<<Ashape>>": f"[{batch}{'64,32' if left else '32,64'}]",
+            "<<Bshape>>": f"[{batch}{'16,32' if right else '32,16'}]",
+            "<<Alayout>>": order,
+            "<<Blayout>>": order,
+            "<<Olayout>>": order,
+        }
+        one = text
+        for what, by in values.items():
+            one = one.replace(what, by)
+        filled.append(one)
+    return filled
 
 
 def outcome(text: str) -> Outcome:

@@ -5,21 +5,36 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from tilewright.dtype import S32
+from tilewright.dtype import S32, DType
 from tilewright.ir.build import const, convert, map_, reduce_, reshape
 from tilewright.ir.constant import constant_value
 from tilewright.ir.expression import REARRANGE, Sources, before_reshape, outside
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Broadcast, Convert, Map, Slice, Transpose
+from tilewright.ir.ops import VIEWS, Broadcast, Convert, Dequantize, Map, Slice, Transpose
 
 
 @dataclass(frozen=True)
 class Coded:
-    """An operand read as codes: (codes - zero) * scale, all expressions over the gemm's sources; `scale` None is 1."""
+    """An operand read as codes: (codes - zero) * scale, or divided by it, all expressions over the gemm's sources; `scale` None
+    is 1."""
 
     codes: Node
     scale: Node | None
     zero: Node | None
+    divided: bool = False
+
+
+def as_operand(node: Node, sources: Sources) -> Node:
+    """A node of the graph as an operand: what only rearranges or widens is read where it is multiplied."""
+    widens = isinstance(node.op, Convert) and are_codes(node.src[0].dtype) and node.src[0].dtype.bits <= node.dtype.bits
+    if isinstance(node.op, VIEWS) or widens or isinstance(node.op, Dequantize):
+        return Node(node.op, *(as_operand(s, sources) for s in node.src))
+    return sources.param(node)
+
+
+def are_codes(dtype: DType) -> bool:
+    """Whether a type is an integer or a float of at most 8 bits."""
+    return dtype.kind in ("int", "uint", "float") and dtype.bits <= 8
 
 
 def viewed(t: Node, coded: Node, views: Sequence[Node]) -> Node | None:

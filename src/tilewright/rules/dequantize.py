@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.dtype import BF16, F16, F32, S4, S8, U4, U8, DType
 from tilewright.ir.build import const, convert, reshape
-from tilewright.ir.constant import constant_value
+from tilewright.ir.constant import constant_value, scalar_value
 from tilewright.ir.expression import reshape_groups
 from tilewright.ir.graph import Node, Users
 from tilewright.ir.ops import VIEWS, Broadcast, Concat, Convert, Dequantize, Gemm, Map, Reshape
 from tilewright.ir.pattern import Match, Pat, rule
 from tilewright.ir.types import Shape
-from tilewright.rules._codes import viewed
+from tilewright.rules._codes import are_codes, viewed
 from tilewright.rules.casts import holds
 
 LARGEST_ZEROS = 1 << 20  # elements of a constant zero point that are looked at
@@ -90,6 +90,58 @@ def groups_that_are_joined_are_blocks(m: Match) -> Node | None:
     return Node(Dequantize(inner.op.dtype, block), reshape(inner.src[0], m.node.shape), *(reshape(t, fewer) for t in beside))
 
 
+@rule(Pat(Dequantize, where=lambda n: n.src[0].constant and n.src[0].dtype in (S8, U8)), stage="recognise")
+def constant_codes_of_four_bits_are_kept_so(m: Match) -> Node | None:
+    """dequantize(codes, scale[, zero_point]) of s8 or u8 -> dequantize(convert(codes, s4 or u4), scale[, convert(zero_point)])
+
+    Where: the codes are constant and made by `and` or shifts, as nibbles of a byte are taken apart, so that 4 bits hold them; a
+    zero point is a constant that they hold, too. Exact: yes. Half the bytes of a byte a code are then read at every call.
+    """
+    codes, *rest = m.node.src
+    low, high = value_range(codes)
+    for dtype in (U4, S4):
+        if dtype.min <= low and high <= dtype.max:
+            zeros = [_as_codes(z, dtype, negated=False) for z in rest[1:]]
+            if any(z is None for z in zeros):
+                m.refuse("its zero point takes more than 4 bits")
+                return None
+            return Node(m.node.op, convert(codes, dtype), rest[0], *(z for z in zeros if z is not None))
+    return None
+
+
+def value_range(node: Node) -> tuple[int, int]:
+    """Numbers between which all values of an integer node lie, as far as the operations that made it tell: what is given may be
+    all that its type holds."""
+    op, dtype = node.op, node.dtype
+    whole = int(dtype.min), int(dtype.max)
+    if isinstance(op, (*VIEWS, Concat)):
+        ranges = [value_range(s) for s in node.src]
+        return min(r[0] for r in ranges), max(r[1] for r in ranges)
+    if isinstance(op, Convert) and node.src[0].dtype.is_integer:
+        low, high = value_range(node.src[0])
+        return (low, high) if whole[0] <= low and high <= whole[1] else whole
+    if not isinstance(op, Map) or len(node.src) != 2:
+        return whole
+    number = scalar_value(node.src[1])
+    if op.fn == "and" and number is None:
+        number = scalar_value(node.src[0])
+    if number is None:
+        return whole
+    by = int(number)
+    if op.fn == "and":
+        return (0, by) if by >= 0 else whole
+    low, high = value_range(node.src[0])
+    if op.fn in ("add", "subtract"):
+        low, high = (low + by, high + by) if op.fn == "add" else (low - by, high - by)
+        return (low, high) if whole[0] <= low and high <= whole[1] else whole
+    if not 0 <= by < dtype.bits or op.fn not in ("shift_right_logical", "shift_right_arithmetic"):
+        return whole
+    arithmetic = op.fn == "shift_right_arithmetic" and dtype.kind == "int"
+    if low < 0 and not arithmetic:
+        return (0, ((1 << dtype.bits) - 1) >> by) if by else whole
+    return (low >> by, high >> by) if arithmetic or dtype.kind == "int" or op.fn == "shift_right_logical" else whole
+
+
 def _joined(groups: list[tuple[list[int], list[int]]], before: Shape, sizes: Shape) -> Shape | None:
     """The block over which a scale of `sizes` repeats once the axes are joined; None if it is none, or one axis is split."""
     block: list[int] = []
@@ -145,7 +197,7 @@ def _read(node: Node) -> tuple[Node, Node | None] | None:
         zero = viewed(zero, node, views)
         if zero is None:
             return None
-    elif not _are_codes(node.dtype):
+    elif not are_codes(node.dtype):
         return None
     for view in views:
         codes = Node(view.op, codes)
@@ -185,10 +237,6 @@ def _as_codes(t: Node, dtype: DType, *, negated: bool) -> Node | None:
     if value.numel() == 0 or bool((value != value.round()).any()) or value.min() < dtype.min or value.max() > dtype.max:
         return None
     return const(value.to(dtype.to_torch()), dtype)
-
-
-def _are_codes(dtype: DType) -> bool:
-    return dtype.kind in ("int", "uint", "float") and dtype.bits <= 8
 
 
 def _unrepeated(t: Node, shape: Shape) -> tuple[Node, Shape | None]:

@@ -6,21 +6,24 @@ from collections.abc import Sequence
 
 from tilewright.dtype import S32, DType
 from tilewright.ir.build import map_
+from tilewright.ir.constant import constant_value, scalar_value
 from tilewright.ir.expression import Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute
-from tilewright.ir.ops import VIEWS, Acc, Convert, Dequantize, Gemm, Map
+from tilewright.ir.ops import VIEWS, Acc, Convert, Gemm, Map
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import Coded, corrected, varies, viewed
+from tilewright.rules._codes import Coded, as_operand, corrected, varies, viewed
+
+LARGEST_ZEROS = 1 << 20  # elements of a constant zero point that are looked at
 
 
-@rule(Pat(Gemm, where=lambda n: getattr(n.op, "acc_dtype", None) is S32), stage="product")
+@rule(Pat(Gemm, where=lambda n: getattr(n.op, "acc_dtype", None) is S32), stage="recognise")
 def multiply_shifted_integers_as_stored(m: Match) -> Node | None:
     """gemm(convert(a, s32) - za, convert(b, s32) - zb) {acc = s32}
     -> gemm(a, b) {acc = s32, store over acc - za colsum(b) - zb rowsum(a) + K za zb}
 
     Where: a and b are integers of at most 8 bits, each with or without a zero point, of whatever value and type, that does not
     vary along K. Exact: yes, modulo 2**32, in which the program adds up too. Zero points that are constant zero vanish; sums
-    over constants are computed once.
+    over constants are computed once. Done before a product before it can take the difference into its store.
     Source: Jacob et al. 2018, arXiv 1712.05877, eq. 7.
     """
     node, op = m.node, m.node.op
@@ -40,14 +43,6 @@ def multiply_shifted_integers_as_stored(m: Match) -> Node | None:
     return make_gemm(S32, a, b, substitute(op.stores, {acc: value}), sources.nodes)
 
 
-def as_operand(node: Node, sources: Sources) -> Node:
-    """A node of the graph as an operand: what only rearranges or widens is read where it is multiplied."""
-    widens = isinstance(node.op, Convert) and _small(node.src[0].dtype) and node.src[0].dtype.bits <= node.dtype.bits
-    if isinstance(node.op, VIEWS) or widens or isinstance(node.op, Dequantize):
-        return Node(node.op, *(as_operand(s, sources) for s in node.src))
-    return sources.param(node)
-
-
 def _read(root: Node, summed_axis: int) -> Coded | str:
     """An integer operand as codes and a zero point in nodes of the graph, or a sentence why it is none."""
     views: list[Node] = []
@@ -60,12 +55,19 @@ def _read(root: Node, summed_axis: int) -> Coded | str:
     if found is None:
         return f"an operand of {node.dtype} is no integer of 8 bits with or without a zero point"
     codes, zero = found
+    zero = None if zero is None or _is_nought(zero) else zero
     shift = None if zero is None else viewed(zero, node, views)
     if zero is not None and shift is None:
         return "a zero point varies along an axis that a reshape splits"
     if varies(shift, summed_axis):
         return "a zero point varies along K"
     return Coded(_under(codes, views), None, shift)
+
+
+def _is_nought(zero: Node) -> bool:
+    """Whether a zero point is constant zero, a vector of them included, as symmetric weights have."""
+    value = constant_value(zero, LARGEST_ZEROS)
+    return scalar_value(zero) == 0 or (value is not None and not bool(value.any()))
 
 
 def _under(codes: Node, views: Sequence[Node]) -> Node:

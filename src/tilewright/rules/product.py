@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tilewright.dtype import F32, F64, S32
 from tilewright.ir.build import convert, map_
 from tilewright.ir.constant import scalar_value
-from tilewright.ir.expression import Sources, make_gemm, outside
+from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Const, Dequantize, Gemm, Param
+from tilewright.ir.ops import VIEWS, Acc, Broadcast, Const, Convert, Dequantize, Gemm, Map, Param
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import Coded, corrected, varies, viewed
+from tilewright.rules._codes import Coded, are_codes, as_operand, corrected, varies, viewed
 
 
-def read_codes(root: Node, summed_axis: int, src: tuple[Node, ...]) -> Coded | str:
+def read_codes(root: Node, summed_axis: int, sources: Sources) -> Coded | str:
     """The operand as codes with a scale that does not vary along the summed axis, or a sentence why it is not one."""
     views: list[Node] = []
     node = root
     while isinstance(node.op, VIEWS):
         views.append(node)
         node = node.src[0]
+    divided = _quotient(node, sources)
+    node = node if divided is None else divided
     if not isinstance(node.op, Dequantize):
         return "an operand is not quantised"
     if node.op.block is not None:
         return "a scale is given per block along K"
     views.reverse()
     scale = viewed(node.src[1], node, views)
-    shifted = len(node.src) == 3 and node.src[0].dtype.is_integer and not _is_zero(node.src[2], src)
+    shifted = len(node.src) == 3 and node.src[0].dtype.is_integer and not _is_zero(node.src[2], sources.nodes)
     zero = viewed(node.src[2], node, views) if shifted else None
     if scale is None or (shifted and zero is None):
         return "a scale varies along an axis that a reshape splits"
@@ -35,10 +39,31 @@ def read_codes(root: Node, summed_axis: int, src: tuple[Node, ...]) -> Coded | s
     codes = node.src[0]
     for view in views:
         codes = Node(view.op, codes)
-    return Coded(codes, scale, zero)
+    return Coded(codes, scale, zero, divided is not None)
 
 
-def _is_zero(t: Node, src: tuple[Node, ...]) -> bool:
+def _quotient(node: Node, sources: Sources) -> Node | None:
+    """A source that divides codes by a scale, as if it dequantised them by it; None for any other operand.
+
+    A quotient is no dequantisation, which multiplies: where one stands alone it stays. Here the sum is divided.
+    """
+    source = sources.nodes[node.op.index] if isinstance(node.op, Param) else node
+    if not isinstance(source.op, Map) or source.op.fn != "divide" or not source.dtype.is_float:
+        return None
+    codes, scale = source.src
+    while isinstance(codes.op, (*VIEWS, Convert)) and not are_codes(codes.dtype) and codes.shape == source.shape:
+        codes = codes.src[0]
+    if not are_codes(codes.dtype) or codes.shape != source.shape or scale.tensor.elements >= max(codes.tensor.elements, 2):
+        return None
+    return Node(Dequantize(source.dtype), as_operand(codes, sources), _beside(scale, sources))
+
+
+def _beside(scale: Node, sources: Sources) -> Node:
+    views = isinstance(scale.op, (*REARRANGE, Broadcast))
+    return Node(scale.op, _beside(scale.src[0], sources)) if views else sources.param(scale)
+
+
+def _is_zero(t: Node, src: Sequence[Node]) -> bool:
     source = src[t.op.index] if isinstance(t.op, Param) else t
     return isinstance(source.op, Const) and not bool(source.op.data.tensor().any())
 
@@ -52,13 +77,16 @@ def multiply_codes_and_scale_the_accumulator(m: Match) -> Node | None:
     sum can exceed 32 bits. Exact: the integer sum is; the product in floats, which it replaces, was rounded at every step, so
     results agree within the rounding of an f32 gemm of this K. Zero points that are constant zero vanish; sums over constants
     are computed once.
+    An operand of codes divided by a scale is one, too: the sum is divided.
     Source: Jacob et al. 2018, arXiv 1712.05877, eq. 7.
     """
     node, op = m.node, m.node.op
     assert isinstance(op, Gemm)
-    if not any(isinstance(n.op, Dequantize) for n in toposort((op.lhs, op.rhs))):
+    sources = Sources(node.src)
+    quantised = any(isinstance(n.op, Dequantize) for n in toposort((op.lhs, op.rhs)))
+    if not quantised and not any(_quotient(s, sources) is not None for s in node.src):
         return None
-    lhs, rhs = read_codes(op.lhs, -1, node.src), read_codes(op.rhs, -2, node.src)
+    lhs, rhs = read_codes(op.lhs, -1, sources), read_codes(op.rhs, -2, sources)
     if isinstance(lhs, str) or isinstance(rhs, str):
         m.refuse(lhs if isinstance(lhs, str) else str(rhs))
         return None
@@ -67,24 +95,24 @@ def multiply_codes_and_scale_the_accumulator(m: Match) -> Node | None:
         m.refuse(f"the codes are {a} and {b}, which no matrix unit multiplies")
         return None
     k = lhs.codes.shape[-1]
-    if a.is_integer and k * _largest(lhs, node.src) * _largest(rhs, node.src) > S32.max:
+    if a.is_integer and k * _largest(lhs, sources.nodes) * _largest(rhs, sources.nodes) > S32.max:
         m.refuse(f"sums over K = {k} may not fit 32 bits")
         return None
-    sources = Sources(node.src)
     exact = F64 if op.acc_dtype is F64 else F32
     acc_dtype = S32 if a.is_integer else exact
     value = Node(Acc(Gemm(acc_dtype, lhs.codes, rhs.codes, ()).acc_type))
     if a.is_integer:
-        value = corrected(value, lhs, rhs, node.src, sources)
+        value = corrected(value, lhs, rhs, tuple(sources.nodes), sources)
     value = convert(value, exact)
-    for scale in (s for s in (lhs.scale, rhs.scale) if s is not None):
-        value = map_("multiply", value, convert(scale, exact))
+    for side in (lhs, rhs):
+        if side.scale is not None:
+            value = map_("divide" if side.divided else "multiply", value, convert(side.scale, exact))
     old = Node(Acc(op.acc_type))
     stores = substitute(op.stores, {old: convert(value, op.acc_dtype)})
     return make_gemm(acc_dtype, lhs.codes, rhs.codes, stores, sources.nodes)
 
 
-def _largest(operand: Coded, src: tuple[Node, ...]) -> int:
+def _largest(operand: Coded, src: Sequence[Node]) -> int:
     """The largest magnitude that a code less its zero point can have."""
     low, high = int(operand.codes.dtype.min), int(operand.codes.dtype.max)
     if operand.zero is None:

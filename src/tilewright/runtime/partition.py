@@ -45,6 +45,7 @@ MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
 ALONE = (Gemm, Attention, Call, Write)
 MOST_ALIKE = 4  # regions that are made one step: each is code of its own in a kernel, of which there is only so much
+_JOINED = (0, 0)  # stands for a concatenation among reductions
 ARITHMETIC = ("add", "subtract", "multiply", "negate")
 # The first that a region holds names it.
 _NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
@@ -168,15 +169,16 @@ def _passes(
 ) -> tuple[tuple[int, int], frozenset[tuple[int, int]]]:
     """A node's level, of which `at` is the first part, and the reductions before it at that level: how many sums, of how much.
 
-    A kernel walks rows of one length: a range over a whole tensor, a scale by group or a norm that follows another kind of
-    reduction starts a region of its own.
+    A kernel walks rows of one length, and writes what is joined piece by piece: a range over a whole tensor, a scale by group or
+    a norm that follows another kind of reduction, and any reduction of what is joined, starts a region of its own.
     """
     within = [s for s in node.src if level[s][0] == at and not s.constant]
     part = max((level[s][1] for s in within), default=0)
     before = frozenset[tuple[int, int]]().union(*(reduced[s] for s in within if level[s][1] == part))
     kind = None if node.constant else _reduction(node)
     if kind is None:
-        return (at, part), before
+        joined = isinstance(node.op, Concat) and not node.constant
+        return (at, part), before | {_JOINED} if joined else before
     if before - {kind}:
         return (at, part + 1), frozenset({kind})
     return (at, part), before | {kind}
