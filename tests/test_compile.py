@@ -186,3 +186,28 @@ def test_arguments_that_mean_nothing(options, said):
         compile(two_layers(), **options)
     with pytest.raises(InputError, match=r'an argument of type str \(scheme\)\n  try: tilewright.scheme\("int8"\)'):
         Quantization("int8", [])
+
+
+class _Elsewhere(torch.Tensor):
+    """A tensor that says it lies on a GPU."""
+
+    where = "cuda:0"
+
+    @property
+    def device(self):
+        return torch.device(self.where)
+
+
+def test_a_program_runs_where_its_weights_lie():
+    from tilewright import compiler
+
+    w = torch.randn(64, 64)
+    x = input_("x", F32, (4, 64))
+    here = Graph("g", (x,), (gemm(x, const(w)),), ("y",))
+    assert compiler._home(here, None) == "cpu"
+    there = Graph("g", (x,), (gemm(x, const(w.as_subclass(_Elsewhere))),), ("y",))
+    assert compiler._home(there, (torch.randn(4, 64),)) == "cuda:0"
+    assert compiler._home(here, {"x": [torch.randn(4, 64).as_subclass(_Elsewhere)]}) == "cuda:0"
+    other = type("Other", (_Elsewhere,), {"where": "cuda:1"})
+    with pytest.raises(InputError, match=r'weights and inputs lie on cuda:0 and cuda:1[\s\S]*device="cuda:0"'):
+        compiler._home(there, (torch.randn(4, 64).as_subclass(other),))

@@ -11,12 +11,14 @@ from numbers import Real
 from typing import cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tilewright.errors import InputError, check_type
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
+from tilewright.ir.ops import Const
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
@@ -92,7 +94,7 @@ def compile(
     program: object,
     *,
     example_inputs: Sequence[object] | Mapping[str, object] | None = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     batch: int | None = None,
     input_dims: Mapping[str, Sequence[int]] | None = None,
     fixed: Mapping[str, bool | float] | None = None,
@@ -112,7 +114,7 @@ def compile(
         program: path of an .hlo, .mlir, .stablehlo or .onnx file; HLO or StableHLO text; an ONNX ModelProto; a torch
             ExportedProgram or nn.Module; a Graph.
         example_inputs: to trace an nn.Module with.
-        device: "cpu", "cuda" or "cuda:1", or a torch device.
+        device: "cpu", "cuda" or "cuda:1", or a torch device; None is where the weights and example inputs lie.
         batch: value of a symbolic first axis.
         input_dims: shape of an input by name, where the program leaves it open.
         fixed: value of an input of one element of an ONNX model by name; it is no input any more.
@@ -137,7 +139,8 @@ def compile(
         Executable: call it with arrays.
 
     Raises:
-        InputError: the program cannot be read, the device is not there, `half` is no float of 16 bits, or the budget no time.
+        InputError: the program cannot be read, the device is not there, weights lie on several, `half` is no float of 16 bits,
+            or the budget no time.
         UnsupportedError: it holds control flow or types no graph can express.
     """
     check_type(quantize, (Quantization, type(None)), "quantize", 'tilewright.Quantization(tilewright.scheme("int8"), batches)')
@@ -145,11 +148,12 @@ def compile(
     if not budget_s >= 0:  # or NaN
         raise InputError(f"a budget of {budget_s} seconds", hint="0 or more; 0 measures none")
     ends = None if within_s is None else time.monotonic() + within_s
-    target = detect(device)
+    target = None if device is None else detect(device)
     if budget_s > 0:
         begin()
     dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
     source, layers = load(program, LoadOptions(dims, batch, example_inputs, allow_calls, fixed or {})), ()
+    target = target or detect(_home(source, example_inputs))
     if quantize is not None:
         source = recognised(source) if quantize.scheme.attention is not None else source
         seen = calibrate(source, quantize.batches, target.device)
@@ -166,6 +170,20 @@ def compile(
     recall = Recall(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
     executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, ends))
     return replace(executable, layers=tuple(layers))
+
+
+def _home(source: Graph, example_inputs: object) -> str:
+    """The device on which a program's weights, buffers and example inputs lie; the CPU's beside a GPU's are moved there.
+
+    Raises:
+        InputError: they lie on several GPUs.
+    """
+    found = {n.op.data.device for n in source.nodes() if isinstance(n.op, Const)}
+    found |= {str(t.device) for t in (*source.kept, *tree_leaves(example_inputs)) if isinstance(t, torch.Tensor)}
+    gpus = sorted(d for d in found if d.startswith("cuda"))
+    if len(gpus) > 1:
+        raise InputError(f"weights and inputs lie on {' and '.join(gpus)}", hint=f'say where to run: device="{gpus[0]}"')
+    return gpus[0] if gpus else "cpu"
 
 
 class _decider:  # noqa: N801 - a function with memory

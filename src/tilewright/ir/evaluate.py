@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, counted
 from tilewright.ir.graph import Graph, Node, toposort
+from tilewright.ir.literal import Literal
 from tilewright.ir.types import TensorType
 
 if TYPE_CHECKING:
@@ -115,7 +116,13 @@ def evaluate_nodes(
     visit: Callable[[Node, Value], None] | None = None,
     origin: Callable[[Node], str] | None = None,
 ) -> list[Value]:
-    """The roots' values, given those of `bound` nodes. A value is dropped once its last reader has run."""
+    """The roots' values, given those of `bound` nodes. A value is dropped once its last reader has run.
+
+    Where nothing is bound, constants that lie on a GPU are copied to the CPU, where what the program writes as numbers lies.
+    """
+    if not bound:
+        held = ((n, getattr(n.op, "data", None)) for n in toposort(roots))
+        bound = {n: data.tensor().cpu() for n, data in held if isinstance(data, Literal) and data.device != "cpu"}
     return evaluator(roots, list(bound), origin)(list(bound.values()), visit)
 
 

@@ -63,6 +63,11 @@ class Literal:
             self._checked = True
         return self._tensor
 
+    @property
+    def device(self) -> str:
+        """Where the value lies, such as "cuda:1"; "cpu" if it is still to be read from a file."""
+        return "cpu" if self._tensor is None else str(self._tensor.device)
+
     def drop(self) -> None:
         """Let go of the memory. A value from a file is read again when it is next asked for."""
         if self._key is None:

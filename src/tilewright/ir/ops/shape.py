@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.dtype import DType
-from tilewright.errors import InputError, TypeMismatchError
+from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.ops.rounding import to_float
@@ -236,9 +236,7 @@ class Gather(Op):
         except (IndexError, RuntimeError) as error:
             if index.numel() and (int(index.min()) < 0 or int(index.max()) >= x.shape[axis]):
                 wrong = next(i for i in (int(index.min()), int(index.max())) if not 0 <= i < x.shape[axis])
-                raise InputError(
-                    f"index out of range: {wrong} of {x.shape[axis]}", where=f"gather along axis {axis}"
-                ) from error
+                raise IndexError(f"index out of range: {wrong} of {x.shape[axis]} along axis {axis}") from error
             raise
         return picked.reshape(node.shape)
 
