@@ -6,17 +6,31 @@ import numpy as np
 import pytest
 
 from against_jax import close, run, xla
-from stablehlo_cases import CASES
+from stablehlo_cases import CASES, merged
+from tilewright.compiler import optimise
 from tilewright.frontends import load
 
 COUNT = 12
 
 
+def check(name: str, seeds: range) -> None:
+    """Compare programs, written as one, with XLA: as read and after the rules."""
+    cases = [CASES[name](np.random.default_rng([seed, len(name)])) for seed in seeds]
+    whole = merged(cases)
+    wanted = xla(whole.text, *whole.arrays)
+    graph = load(whole.text)
+    for read in (graph, optimise(graph)):
+        for case, got, value in zip(cases, run(read, *whole.arrays), wanted, strict=True):
+            close(got, value, ulps=case.ulps, depth=case.depth, what=case.body)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_an_operation_agrees_with_xla(name: str) -> None:
-    for seed in range(COUNT):
-        case = CASES[name](np.random.default_rng([seed, len(name)]))
-        wanted = xla(case.text, *case.arrays)
-        got = run(load(case.text), *case.arrays)
-        for result, value in zip(got, wanted, strict=True):
-            close(result, value, ulps=case.ulps, depth=case.depth, what=f"seed {seed} of\n{case.text}")
+    check(name, range(COUNT))
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("name", CASES)
+def test_many_programs_of_an_operation_agree_with_xla(name: str) -> None:
+    for start in range(1000, 3500, 25):
+        check(name, range(start, start + 25))

@@ -189,7 +189,8 @@ def _bitcast(op: Operation) -> Kernel:
     def run(x: torch.Tensor) -> torch.Tensor:
         if 0 in shape:
             return torch.empty(shape, dtype=storage, device=x.device)
-        flat = x.contiguous().reshape(-1)
+        x = x.contiguous()
+        flat = x.as_strided((x.numel(),), (1,))  # of one element, too, whatever its stride says
         if four[0] and not four[1]:
             low, high = (flat.to(torch.int64) & 15).unflatten(0, (-1, 2)).unbind(1)
             flat = (low | high << 4).to(torch.uint8)
