@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from tilewright._cli_errors import traceback_option
+from tilewright._cli_untrusted import GIB, SECONDS, is_supervised, limit_this_process, supervise
 from tilewright.files import require_writable
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -19,11 +20,36 @@ INPUT_DIM = "--input-dim"
 W4_GROUP = 64
 
 
+_ARGUMENTS, _ALLOW_CALLS = "tilewright.arguments", "tilewright.allow_calls"
+_UNTRUSTED, _SECONDS, _GIB = "tilewright.untrusted", "tilewright.seconds", "tilewright.gib"
+
+
+def _remembered(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """A callback that keeps what an option was given, if it was."""
+
+    def remember(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value is not None:
+            ctx.meta[key] = value
+
+    return remember
+
+
 class Command(click.Command):
     """A verb. `--input-dim @NAME D D …` takes every name and number that follows it; `--w4` takes none."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = list(args)
         return super().parse_args(ctx, gather_dims(bare_w4(args, ctx)))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.meta.get(_UNTRUSTED):
+            if not is_supervised():
+                limits = ctx.meta.get(_SECONDS, SECONDS), ctx.meta.get(_GIB, GIB)
+                ctx.exit(supervise(str(ctx.info_name), ctx.meta[_ARGUMENTS], *limits))
+            limit_this_process()
+        elif ctx.meta.get(_SECONDS) is not None or ctx.meta.get(_GIB) is not None:
+            raise click.UsageError("--time-limit and --memory-limit belong to --untrusted", ctx)
+        return super().invoke(ctx)
 
 
 def bare_w4(args: Sequence[str], ctx: click.Context) -> list[str]:
@@ -119,13 +145,6 @@ def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...
     return merged
 
 
-_ALLOW_CALLS = "tilewright.allow_calls"
-
-
-def _remember_calls(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
-    ctx.meta[_ALLOW_CALLS] = value
-
-
 def allow_calls() -> bool:
     """Whether the verb under way was given --allow-calls."""
     context = click.get_current_context(silent=True)
@@ -203,10 +222,33 @@ file_options = all_of(
         help="Shape of an input that the program leaves open; several may follow each other.",
     ),
     click.option(
+        "--untrusted",
+        is_flag=True,
+        expose_value=False,
+        callback=_remembered(_UNTRUSTED),
+        help="Read and run it in a process of its own, with limits on time and memory.",
+    ),
+    click.option(
+        "--time-limit",
+        type=_NotNegative(min=0),
+        metavar="SECONDS",
+        expose_value=False,
+        callback=_remembered(_SECONDS),
+        help=f"With --untrusted: by the clock, for all of it; {SECONDS:.0f} if not given.",
+    ),
+    click.option(
+        "--memory-limit",
+        type=_NotNegative(min=0),
+        metavar="GIB",
+        expose_value=False,
+        callback=_remembered(_GIB),
+        help=f"With --untrusted: address space; {GIB:.0f} if not given.",
+    ),
+    click.option(
         "--allow-calls",
         is_flag=True,
         expose_value=False,
-        callback=_remember_calls,
+        callback=_remembered(_ALLOW_CALLS),
         help="Let a .tw file call any operator of torch: only if you trust it.",
     ),
     click.option(

@@ -105,6 +105,7 @@ def compile(
     cache: bool | Recall = True,
     within_s: float | None = None,
     allow_calls: bool = False,
+    untrusted: bool = False,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
 ) -> Executable:
@@ -131,6 +132,7 @@ def compile(
         within_s: seconds by the clock for all of it, reading, building and checking included; the budget is then shared out of
             what is left of them. Once they are over, problems left take the first choice that passes its check.
         allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
+        untrusted: the program is a stranger's: few operations and bytes, and nothing that an interpreter runs (`LoadOptions`).
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem; on a GPU
             also before kernels are compiled for all of them.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
@@ -152,7 +154,8 @@ def compile(
     if budget_s > 0:
         begin()
     dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
-    source, layers = load(program, LoadOptions(dims, batch, example_inputs, allow_calls, fixed or {})), ()
+    options = LoadOptions(dims, batch, example_inputs, allow_calls=allow_calls, untrusted=untrusted, fixed=fixed or {})
+    source, layers = load(program, options), ()
     target = target or detect(_home(source, example_inputs))
     if quantize is not None:
         source = recognised(source) if quantize.scheme.attention is not None else source

@@ -15,18 +15,22 @@ It reads and never optimises: what the source says is what the graph says.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 
 from tilewright.discovery import modules
-from tilewright.errors import InputError, check_type
+from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Input
-from tilewright.ir.types import TensorType
+from tilewright.ir.types import TensorType, TupleType
 from tilewright.ir.verify import verify
 
 ALLOW_CALLS = "if you trust the file: --allow-calls, or LoadOptions(allow_calls=True)"
+MOST_OPERATIONS = 50_000
+MOST_BYTES = 1 << 33
+_UNTRUSTED: ContextVar[bool] = ContextVar("untrusted", default=False)
 SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx or .tw"
 
 
@@ -40,6 +44,8 @@ class LoadOptions:
         example_inputs: tensors to trace a PyTorch module with: positional ones, or a mapping of keyword arguments.
         allow_calls: let a `.tw` file name any operator of torch, and with any arguments: it can then read this process's memory
             and end it. Without, it may name those that cannot.
+        untrusted: read what a stranger wrote: fewer operations (`MOST_OPERATIONS`), fewer bytes (`MOST_BYTES` for all values
+            together), and no operation that the source's own interpreter would run, since nothing bounds its time.
         fixed: value of an input of one element by name: it becomes a constant of the program (ONNX), so that an `If` on it is
             read as the branch it takes.
         seen_dims: shape of an array at hand for an input by name: it binds what nothing else binds.
@@ -54,6 +60,7 @@ class LoadOptions:
     batch: int | None = None
     example_inputs: Sequence[object] | Mapping[str, object] | None = None
     allow_calls: bool = False
+    untrusted: bool = False
     fixed: Mapping[str, bool | float] = field(default_factory=dict[str, "bool | float"])
     seen_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     follow_links: bool = False
@@ -73,6 +80,42 @@ class LoadOptions:
                     raise InputError(f"{extent!r} is no extent", where=name, hint="a whole number, 0 or more")
 
 
+def untrusted() -> bool:
+    """Whether the program that is being read is a stranger's (`LoadOptions.untrusted`)."""
+    return _UNTRUSTED.get()
+
+
+def refuse_interpreted(what: str, where: str | None = None) -> None:
+    """See that a stranger's program needs no interpreter.
+
+    Raises:
+        UnsupportedError: it is such a program.
+    """
+    if untrusted():
+        hint = "if you trust the program: without untrusted; on the command line --untrusted runs it in a process with limits"
+        raise UnsupportedError(f"{what} is run by an interpreter, whose time nothing bounds", where=where, hint=hint)
+
+
+def _within_limits(graph: Graph) -> Graph:
+    """The graph of a stranger's program, if it is small enough.
+
+    Raises:
+        InputError: it is not.
+    """
+    if untrusted():
+        count = total = 0
+        for node in graph.nodes():
+            count += 1
+            types = node.type.items if isinstance(node.type, TupleType) else (node.type,)
+            total += sum(t.size_bytes for t in types)
+        if count > MOST_OPERATIONS:
+            raise InputError(f"{count:,} operations, and an untrusted program may have {MOST_OPERATIONS:,}", where=graph.name)
+        if total > MOST_BYTES:
+            what = f"values of {total / 2**30:,.1f} GiB, and an untrusted program may have {MOST_BYTES >> 30}"
+            raise InputError(what, where=graph.name, hint="smaller shapes")
+    return graph
+
+
 def discover(extra: Sequence[Path] = ()) -> list[ModuleType]:
     """Every front end module, in file-name order; `extra` folders are searched after the package's own."""
     return [m for m in modules(__name__, extra) if hasattr(m, "accepts")]
@@ -86,6 +129,16 @@ def load(program: object, options: LoadOptions | None = None) -> Graph:
     """
     check_type(options, (LoadOptions, type(None)), "options", "tilewright.frontends.LoadOptions(batch=1), or None")
     options = options or LoadOptions()
+    if options.untrusted and options.allow_calls:
+        raise InputError("untrusted and allow_calls exclude each other", hint="leave one out")
+    token = _UNTRUSTED.set(options.untrusted)
+    try:
+        return _within_limits(_read(program, options))
+    finally:
+        _UNTRUSTED.reset(token)
+
+
+def _read(program: object, options: LoadOptions) -> Graph:
     if isinstance(program, str) and not program.strip():
         raise InputError("the program is empty", hint="a path, or HLO or StableHLO text")
     if isinstance(program, Graph):

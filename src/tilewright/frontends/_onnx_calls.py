@@ -18,6 +18,7 @@ import torch
 
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.frontends import refuse_interpreted
 from tilewright.frontends._onnx_files import SHOWN, has_external_data, quoted, with_text
 from tilewright.frontends._onnx_functions import names_inside, operators_of
 from tilewright.frontends._onnx_known import RANDOM
@@ -72,6 +73,8 @@ def call(site: CallSite, known: Mapping[Node, torch.Tensor], declared: dict[Node
         UnsupportedError: the reference evaluator does not know the operator.
         InputError: the node is malformed.
     """
+    if site.proto.op_type != "Constant":
+        refuse_interpreted(f"operator {quoted(site.proto.op_type)}", site.where)
     model, sources = _model_of(site, declared)
     payload = base64.b64encode(model.SerializeToString(deterministic=True)).decode()
     _refuse_unknown(payload, site)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.frontends import _jaxlib
+from tilewright.frontends import _jaxlib, refuse_interpreted
 from tilewright.frontends._stablehlo_module import (
     MLIR_NAMES,
     Operation,
@@ -211,9 +211,12 @@ def make_call(site: Site) -> list[Value]:
     """
     op = site.op
     payload = make_module(op, site.reader.function)
-    if op.name not in _CONTROL:
+    if op.name in _CONTROL:
+        refuse_interpreted(op.name, op.where)
+    else:
         module = _jaxlib.parse(payload, op.where, op.raw.context)
         if _program(module, op.where) is None:
+            refuse_interpreted(op.name, op.where)
             _runnable(module, op.where)
     values = [*site.values, *(site.reader.outer(v) for v in captured(op))]
     if not all(isinstance(v, (Node, Complex)) for v in values):
@@ -281,6 +284,7 @@ def check_payload(call: Call) -> None:
     """
     module = _jaxlib.parse(call.payload, call.target)
     if _program(module, call.target) is None:
+        refuse_interpreted(call.target, call.target)
         _runnable(module, call.target)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
-from tilewright.frontends import _jaxlib
+from tilewright.frontends import MOST_OPERATIONS, _jaxlib, untrusted
 from tilewright.frontends._stablehlo_call import INTERPRETED, is_callable, make_call, make_module
 from tilewright.frontends._stablehlo_complex import is_complex, joined, lower_complex, parts
 from tilewright.frontends._stablehlo_module import Block, Operation, carried_types, place
@@ -252,8 +252,9 @@ class Walk:
 
     def _results(self, op: Operation, operands: list[Value]) -> list[Value]:
         self._count += 1
-        if self._count > MAX_OPERATIONS:
-            raise InputError(f"the program is more than {MAX_OPERATIONS} operations once inlined", where=self.where)
+        most = MOST_OPERATIONS if untrusted() else MAX_OPERATIONS
+        if self._count > most:
+            raise InputError(f"the program is more than {most} operations once inlined", where=self.where)
         site = Site(op, operands, self)
         try:
             lower = lowering(op.name)

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, cast
 
 from tilewright.errors import InputError, MissingDependencyError
-from tilewright.frontends import LoadOptions
+from tilewright.frontends import LoadOptions, refuse_interpreted
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Input
 
@@ -155,5 +155,6 @@ def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:
     """See that a call that a file brings stands for itself and refers to no file (see `_onnx_calls`)."""
     from tilewright.frontends._onnx_calls import check_payload
 
+    refuse_interpreted(f"operator {call.target!r}", call.target)
     check_payload(call, len(sources))
     return ()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tilewright.frontends import LoadOptions, _jaxlib
+from tilewright.frontends import LoadOptions, _jaxlib, refuse_interpreted
 from tilewright.frontends import _stablehlo_call as calls
 from tilewright.frontends._stablehlo_control import CONTROL, run_control
 from tilewright.frontends._stablehlo_read import read_module, source_text
@@ -55,5 +55,9 @@ def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
 
 def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:
     """See that the interpreter can run a call that a file brings (see `_stablehlo_call`)."""
-    calls.check_payload(call)
+    if call.target in CONTROL:  # its regions are read as a program is
+        refuse_interpreted(call.target, call.target)
+        _jaxlib.parse(call.payload, call.target)
+    else:
+        calls.check_payload(call)
     return ()

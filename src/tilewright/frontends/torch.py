@@ -66,6 +66,8 @@ def load(program: object, options: LoadOptions) -> Graph:
             hint="if you trust it: tilewright.compile(torch.export.load(path))",
         )
     assert isinstance(program, (torch.nn.Module, ExportedProgram))
+    if options.untrusted:
+        raise UnsupportedError("a module is code of this process, which nothing limits", where=program_name(program))
     with TRACING:
         return _traced(program, options)
 

@@ -55,6 +55,7 @@ def check_sizes(archive: np.lib.npyio.NpzFile, most: Mapping[str, int] | None = 
     """
     total = 0
     for name in archive.files:
+        assert archive.zip is not None
         member = f"{name}.npy" if f"{name}.npy" in archive.zip.namelist() else name
         with archive.zip.open(member) as file:
             version = np.lib.format.read_magic(file)
