@@ -133,11 +133,23 @@ def _gelu(op: OpNode) -> Node:
     return map_("gelu" if form == "none" else "gelu_tanh", op.input(0))
 
 
+_F32_HUNDREDTH = 0.009999999776482582  # attributes are f32, their defaults too
+
+
 @converts("LeakyRelu", 1, 16)
 def _leaky_relu(op: OpNode) -> Node:
     x = op.input(0)
-    slope = const(op.real("alpha", 0.01), x.dtype)
+    slope = const(op.real("alpha", _F32_HUNDREDTH), x.dtype)
     return Node(Select(), map_("less", x, const(0, x.dtype)), map_("multiply", x, slope), x)
+
+
+@converts("Celu", 12, 28)
+def _celu(op: OpNode) -> Node:
+    """max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0)."""
+    x = op.input(0)
+    alpha, zero = const(op.real("alpha", 1.0), x.dtype), const(0, x.dtype)
+    bent = map_("multiply", alpha, map_("exponential_minus_one", map_("divide", x, alpha)))
+    return map_("add", map_("relu", x), map_("minimum", bent, zero))
 
 
 @converts("PRelu", 7, 16)
@@ -146,10 +158,13 @@ def _prelu(op: OpNode) -> Node:
     return Node(Select(), map_("less", x, const(0, x.dtype)), map_("multiply", x, slope), x)
 
 
+_F32_FIFTH = 0.20000000298023224
+
+
 @converts("HardSigmoid", 1, 22)
 def _hard_sigmoid(op: OpNode) -> Node:
     x = op.input(0)
-    line = map_("multiply", x, const(op.real("alpha", 0.2), x.dtype))
+    line = map_("multiply", x, const(op.real("alpha", _F32_FIFTH), x.dtype))
     line = map_("add", line, const(op.real("beta", 0.5), x.dtype))
     return map_("clamp", const(0, x.dtype), line, const(1, x.dtype))
 

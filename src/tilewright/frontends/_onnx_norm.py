@@ -8,9 +8,9 @@ from tilewright.dtype import F16, F32, F64, S64, DType
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends._onnx_node import Converter, OpNode, Unmodelled, converts
 from tilewright.frontends._onnx_tensors import element_type
-from tilewright.ir.build import const, convert, map_, reduce_, reshape, transpose
+from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Iota, LayerNorm, Select, Softmax, gemm
+from tilewright.ir.ops import Iota, LayerNorm, Pad, Select, Softmax, gemm
 
 
 def _axes(op: OpNode, x: Node) -> list[int] | None:
@@ -40,6 +40,44 @@ for _name, _function, _until in (
     ("ReduceProd", "multiply", 18),
 ):
     converts(_name, 1, _until)(_reduction(_function))
+
+
+@converts("ReduceL1", 1, 18)
+@converts("ReduceL2", 1, 18)
+@converts("ReduceSumSquare", 1, 18)
+@converts("ReduceLogSum", 1, 28)
+@converts("ReduceLogSumExp", 1, 28)
+def _reduction_of_a_function(op: OpNode) -> Node:
+    """Sums of |x|, x * x, x and exp(x), of which the second also under a root and the last two as logarithms.
+
+    ONNX's own definition of some goes by way of f32, also for f64.
+    """
+    x = op.input(0)
+    axes, keep = _axes(op, x), bool(op.integer("keepdims", 1))
+    if not x.dtype.is_float:
+        raise Unmodelled(f"it reduces {x.dtype}")
+    wide = convert(x, _wide(x.dtype))
+
+    def summed(y: Node) -> Node:
+        return y if axes is None else reduce_("add", y, axes, keep)
+
+    kind = op.op_type.removeprefix("Reduce")
+    if kind == "L1":
+        y = summed(map_("abs", wide))
+    elif kind in ("L2", "SumSquare"):
+        y = summed(map_("multiply", wide, wide))
+        y = map_("sqrt", y) if kind == "L2" else y
+    elif kind == "LogSum":
+        y = map_("log", summed(wide))
+    elif axes is None or any(x.shape[a] == 0 for a in axes):
+        y = map_("log", summed(map_("exponential", wide)))
+    else:
+        top = reduce_("maximum", wide, axes, keepdims=True)
+        finite = map_("is_finite", top)
+        top = Node(Select(), finite, top, broadcast(const(0.0, top.dtype), top.shape))
+        total = summed(map_("exponential", map_("subtract", wide, top)))
+        y = map_("add", map_("log", total), reshape(top, total.shape))
+    return convert(y, x.dtype)
 
 
 @converts("GlobalAveragePool", 1, 22)
@@ -190,6 +228,26 @@ def _lp_normalization(op: OpNode) -> Node:
     zero = const(0.0, x.dtype)
     safe = Node(Select(), map_("equal", norm, zero), const(1.0, x.dtype), norm)
     return map_("divide", x, safe)
+
+
+@converts("LRN", 1, 13)
+def _local_response_normalization(op: OpNode) -> Node:
+    """x / (bias + alpha / size * s) ** beta, s the sum of squares over `size` channels around each."""
+    x, size = op.input(0), op.integer("size")
+    if len(x.shape) < 3 or size < 1:
+        raise InputError(f"LRN of {x.type} over {size} channels", where=op.where, hint="it takes [N, C, D1, …]")
+    dtype = _wide(x.dtype)
+    wide = convert(x, dtype)
+    before = (size - 1) // 2
+    rest = (0,) * (len(x.shape) - 2)
+    none = (0,) * len(x.shape)
+    padded = Node(Pad((0, before, *rest), (0, size - 1 - before, *rest), none), map_("multiply", wide, wide), const(0, dtype))
+    total = slice_(padded, 1, 0, x.shape[1])
+    for i in range(1, size):
+        total = map_("add", total, slice_(padded, 1, i, i + x.shape[1]))
+    scaled = map_("multiply", total, const(op.real("alpha", 1e-4) / size, dtype))
+    base = map_("add", scaled, const(op.real("bias", 1.0), dtype))
+    return convert(map_("divide", wide, map_("power", base, const(op.real("beta", 0.75), dtype))), x.dtype)
 
 
 def _wide(dtype: DType) -> DType:
