@@ -14,6 +14,7 @@ from transformers import (
 )
 
 import tilewright
+from tilewright.errors import InputError
 
 SMALL = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 2}
 IDS = torch.arange(6)[None]
@@ -60,3 +61,46 @@ def test_linear_layers_of_other_classes_are_quantised(make, classes):
     assert classes not in {type(m).__name__ for m in model.modules()}
     after = model(IDS).logits
     assert float((after - before).norm() / before.norm()) < 0.03
+
+
+def test_a_model_that_reads_its_layers_weights_runs():
+    torch.manual_seed(0)
+    model = mamba().eval()
+    before = model(IDS).logits
+    tilewright.quantize_(model, "w8")
+    after = model(IDS).logits
+    assert float((after - before).norm() / before.norm()) < 0.03
+    model.tie_weights()
+    assert torch.equal(model(IDS).logits, after)
+
+
+def test_a_quantised_weight_answers_as_a_matrix():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(70, 5).half(), "s4", group_size=32)
+    weight, dense, x = layer.weight, layer.weight.dequantize(torch.float16), torch.randn(3, 70).half()
+    assert weight.dtype is torch.float16 and weight.device == layer.packed.device and weight.code_type.name == "s4"
+    assert weight.shape == weight.size() == dense.shape and weight.size(1) == 70 and weight.dim() == weight.ndim == 2
+    assert weight.numel() == 350 and not weight.requires_grad and weight.data is weight and len(weight) == 5
+    for got, wanted in (
+        (weight.T, dense.T),
+        (weight @ x.T, dense @ x.T),
+        (x @ weight.t(), x @ dense.t()),
+        (x.T[:, :3].T @ weight.T, x @ dense.T),
+        (torch.nn.functional.linear(x, weight), torch.nn.functional.linear(x, dense)),
+        (torch.matmul(weight, x.T), dense @ x.T),
+        (weight[1:3], dense[1:3]),
+        (weight.to(torch.float32), dense.float()),
+        (weight.data.to(dtype=torch.float64), dense.double()),
+    ):
+        assert torch.equal(got, wanted)
+    assert isinstance(weight.to("cpu"), type(weight)) and weight.to("cpu").scheme == layer.scheme
+    assert torch.equal(tilewright.Linear(weight)(x), tilewright.Linear(weight.plain())(x))
+    with pytest.raises(AttributeError, match="a quantised weight has no 'weight_loader'"):
+        _ = weight.weight_loader
+
+
+def test_another_weight_for_a_quantised_layer_is_refused():
+    layer = tilewright.Linear.from_float(torch.nn.Linear(64, 4))
+    layer.weight = torch.nn.Parameter(layer.weight.dequantize())
+    for other in (torch.nn.Parameter(torch.ones(4, 64)), torch.ones(4, 63), torch.ones(4, 64, device="meta"), None):
+        with pytest.raises(InputError, match=r"another weight for a quantised layer\n  try: load or tie weights before"):
+            layer.weight = other

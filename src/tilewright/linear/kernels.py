@@ -70,7 +70,7 @@ class Form:
                 raise InputError(f"{what} of {t} for a quantised weight", hint="f16, bf16, f32 or f64")
         return Form(
             weight.shape,
-            weight.dtype,
+            weight.code_type,
             from_torch(weight.scales.dtype),
             weight.group_size,
             (weight.zero_points is not None, weight.offsets is not None),

@@ -12,6 +12,7 @@ from tilewright.dtype import dtype, from_torch
 from tilewright.errors import InputError, check_type
 from tilewright.linear.kernels import Form, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
+from tilewright.linear.weight import LayerWeight
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.packing import QuantizedWeight, pack
 from tilewright.schedule.regimes import Progress, Regimes
@@ -52,7 +53,7 @@ class Linear(torch.nn.Module):
         if bias is not None and tuple(bias.shape) != (weight.out_features,):
             raise InputError(f"a bias of shape {list(bias.shape)}", hint=f"[{weight.out_features}], one a row of the weight")
         self.in_features, self.out_features = weight.in_features, weight.out_features
-        self.code_type, self.group_size = weight.dtype.name, weight.group_size
+        self.code_type, self.group_size = weight.code_type.name, weight.group_size
         self.scheme = f"{'a8' if quantize_activations else ''}{weight.scheme}"
         self.quantize_activations = quantize_activations
         self.register_buffer("packed", weight.packed)
@@ -100,10 +101,28 @@ class Linear(torch.nn.Module):
         return cls(read.weight(layer), read.bias(layer))
 
     @property
-    def weight(self) -> QuantizedWeight:
-        """The weight, over the module's own memory."""
+    def weight(self) -> LayerWeight:
+        """The weight, over the module's own memory; a tensor [out, in] to code that reads one."""
         sides = (self.zero_points, self.offsets, self.order)
-        return QuantizedWeight(dtype(self.code_type), self.packed, self.scales, self.in_features, self.group_size, *sides)
+        return LayerWeight(dtype(self.code_type), self.packed, self.scales, self.in_features, self.group_size, *sides)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """As torch does it. A float weight is taken as this one where it is what was quantised: models tie their weights again.
+
+        Raises:
+            InputError: the weight is another one.
+        """
+        if name == "weight":
+            own = self.weight
+            shaped = isinstance(value, torch.Tensor) and value.shape == own.shape and not value.is_meta
+            step = float(self.scales.abs().max()) if shaped and value.numel() else 0.0
+            if not shaped or float((value.detach().to(own.device, torch.float32) - own.dequantize()).abs().max()) > step:
+                raise InputError(
+                    "another weight for a quantised layer",
+                    hint="load or tie weights before tilewright.quantize_, or put a new tilewright.Linear in its place",
+                )
+            return
+        super().__setattr__(name, value)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out].

@@ -45,7 +45,9 @@ def kernels_for(weight: QuantizedWeight, activations: torch.dtype, bias: torch.d
     Raises:
         InputError: activations or bias are no floats of 16, 32 or 64 bits.
     """
-    made_of = _made_of(weight.packed, weight.scales, weight.zero_points, weight.offsets, weight.dtype.name, weight.group_size)
+    made_of = _made_of(
+        weight.packed, weight.scales, weight.zero_points, weight.offsets, weight.code_type.name, weight.group_size
+    )
     use = activations, bias, coded
     with _holding:
         held = _held.get(weight.packed)
@@ -89,7 +91,7 @@ def forget(weight: QuantizedWeight) -> None:
 def _again(weight: QuantizedWeight) -> Callable[[], QuantizedWeight]:
     """The weight while its codes live: a kernel that held them would keep them alive for good."""
     codes = TensorWeakRef(weight.packed)
-    code_type, columns, group = weight.dtype, weight.in_features, weight.group_size
+    code_type, columns, group = weight.code_type, weight.in_features, weight.group_size
     sides = weight.scales, columns, group, weight.zero_points, weight.offsets
 
     def read() -> QuantizedWeight:

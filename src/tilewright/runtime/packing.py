@@ -54,19 +54,19 @@ class QuantizedWeight:
     order: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_type(self.dtype, DType, "dtype", 'tilewright.dtype.S4, U4, S8 or U8; tilewright.pack takes "s4"')
-        if self.dtype not in CODES:
-            raise TypeMismatchError(f"a weight of {self.dtype} codes", hint="s4, u4, s8 or u8")
+        check_type(self.code_type, DType, "dtype", 'tilewright.dtype.S4, U4, S8 or U8; tilewright.pack takes "s4"')
+        if self.code_type not in CODES:
+            raise TypeMismatchError(f"a weight of {self.code_type} codes", hint="s4, u4, s8 or u8")
         if self.group_size < 1:
             raise InputError(f"a group of {self.group_size} codes", hint="32, 64, 128 or the whole row")
         rows = self.packed.shape[0] if self.packed.dim() == 2 else -1
-        held = -(-self.in_features * self.dtype.bits // 8)
-        storage = torch.uint8 if self.dtype.bits == 4 else self.dtype.to_torch()
+        held = -(-self.in_features * self.code_type.bits // 8)
+        storage = torch.uint8 if self.code_type.bits == 4 else self.code_type.to_torch()
         _fits("codes", self.packed, (rows, held), (storage,))
         groups = (rows, -(-self.in_features // self.group_size))
         _fits("scales", self.scales, groups, tuple(s.to_torch() for s in SCALES))
         if self.zero_points is not None:
-            _fits("zero points", self.zero_points, groups, (self.dtype.to_torch(),))
+            _fits("zero points", self.zero_points, groups, (self.code_type.to_torch(),))
         if self.offsets is not None:
             _fits("offsets", self.offsets, groups, (torch.float32,))
         if self.order is not None:
@@ -104,6 +104,11 @@ class QuantizedWeight:
         return QuantizedWeight(code_type, packed, scales.contiguous(), codes.shape[1], group_size, zeros, offsets, order)
 
     @property
+    def code_type(self) -> DType:
+        """Of the codes: `dtype`."""
+        return self.dtype
+
+    @property
     def out_features(self) -> int:
         """Rows of the matrix."""
         return self.packed.shape[0]
@@ -125,13 +130,13 @@ class QuantizedWeight:
     @property
     def codes(self) -> torch.Tensor:
         """The codes one to a byte, [out, in], in the type that a graph keeps them in."""
-        return unpack_halves(self.packed, self.in_features, self.dtype) if self.dtype.bits == 4 else self.packed
+        return unpack_halves(self.packed, self.in_features, self.code_type) if self.code_type.bits == 4 else self.packed
 
     @cached_property
     def scheme(self) -> str:
         """How it is spelt where a scheme is asked for: w4g64, w4g64z, w8."""
         group = "" if self.group_size >= self.in_features else f"g{self.group_size}"
-        return f"w{self.dtype.bits}{group}{'z' if self.zero_points is not None or self.offsets is not None else ''}"
+        return f"w{self.code_type.bits}{group}{'z' if self.zero_points is not None or self.offsets is not None else ''}"
 
     def dequantize(self, to: torch.dtype = torch.float32) -> torch.Tensor:
         """The matrix [out, in] in the inputs' own order: computed in f32, each step rounded to it, then rounded to `to`."""
@@ -159,7 +164,7 @@ class QuantizedWeight:
         extras = [n for n in ("zero_points", "offsets", "order") if getattr(self, n) is not None]
         with_ = f" with {', '.join(extras)}" if extras else ""
         scales = from_torch(self.scales.dtype)
-        return f"QuantizedWeight({self.dtype}{list(self.shape)}, {scales} scales per {self.group_size}{with_})"
+        return f"QuantizedWeight({self.code_type}{list(self.shape)}, {scales} scales per {self.group_size}{with_})"
 
 
 def _fits(what: str, t: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
