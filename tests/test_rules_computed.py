@@ -20,8 +20,8 @@ from rule_checks import (
 from tilewright.compiler import compile, optimise
 from tilewright.dtype import BF16, F16, F32, PRED, S4, S8, S32
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_, swap_last, transpose
-from tilewright.ir.graph import Node
-from tilewright.ir.ops import Convert, Dequantize, LayerNorm, Map, Quantize, Reduce, Select, gemm
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Convert, Dequantize, Gemm, Iota, LayerNorm, Map, Quantize, Reduce, Select, gemm
 
 OPERAND = "compute_operand_where_it_is_read"
 SIDE = "compute_side_input_in_the_store"
@@ -227,3 +227,13 @@ def test_bits_of_integers():
 def test_only_functions_stay_in_an_expression():
     node = one_gemm(graph_of(gemm(map_("relu", convert(convert(input_("x", F16, (M, K)), F32), F32)), B)))
     assert isinstance(node.op.lhs.op, Map) and node.src[0].dtype is F16
+
+
+def test_a_constant_that_is_only_widened_is_read_narrow():
+    """The graph does not change when rules see it again."""
+    x = input_("x", F32, (4, 4))
+    columns = convert(Node(Iota(S32, (4, 4), 1)), F32)
+    after = optimise(Graph("g", (x,), (gemm(x, map_("add", x, columns)),), ("y",)))
+    assert optimise(after).outputs == after.outputs
+    (node,) = (n for n in after.nodes() if isinstance(n.op, Gemm))
+    assert {s.dtype for s in node.src} == {F32, S32}

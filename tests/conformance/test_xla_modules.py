@@ -1,7 +1,6 @@
 """XLA's own tests: how many modules become products alone, and that what they compute stays the same."""
 
 import pytest
-
 from xla_modules import FILES, FP8, INT4, checkout, modules, outcome
 
 pytestmark = [

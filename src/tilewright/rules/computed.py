@@ -10,6 +10,7 @@ from tilewright.ir.expression import ELEMENTWISE, QUICK, Sources
 from tilewright.ir.graph import Node, Users, substitute, toposort
 from tilewright.ir.ops import VIEWS, Call, Convert, Dequantize, Gemm, Input, Item, Map, Param, Quantize, Select, Write
 from tilewright.ir.pattern import Match, Pat, rule
+from tilewright.rules.prologue import readable
 
 LONG_WAY = 64  # nodes of one prologue
 
@@ -124,10 +125,11 @@ def prologue_of(top: Node) -> list[Node] | None:
 
 
 def _in_memory(n: Node) -> bool:
-    """A value is there whoever reads it."""
+    """A value is there whoever reads it; of a constant that is only viewed or widened, what it is made of."""
     if isinstance(n.op, Item):
         n = n.src[0]
-    return n.constant or isinstance(n.op, (Input, Call, Write, *CARRIERS))
+    made = n.constant and (isinstance(n.op, Dequantize) or not readable(n))
+    return made or isinstance(n.op, (Input, Call, Write, *CARRIERS))
 
 
 def _read_elsewhere(found: Sequence[Node], reader: Node, users: Users) -> Node | None:

@@ -24,7 +24,7 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
         if not isinstance(leaf.op, Param):
             continue
         source = node.src[leaf.op.index]
-        if not _readable(source) or (leaf in beside and isinstance(source.op, Slice)):
+        if not readable(source) or (leaf in beside and isinstance(source.op, Slice)):
             continue  # a store that reads the same part would have to cut it out again
         sources = Sources(node.src)
         inner = {leaf: Node(source.op, *(sources.param(s) for s in source.src))}
@@ -32,7 +32,8 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
     return None
 
 
-def _readable(source: Node) -> bool:
+def readable(source: Node) -> bool:
+    """Whether a node is a view, a dequantisation or a widening cast, which a kernel does as it reads."""
     op = source.op
     if isinstance(op, (*VIEWS, Dequantize)):
         return True
@@ -56,7 +57,7 @@ def read_side_inputs_unbroadcast(m: Match) -> Node | None:
         if not isinstance(leaf.op, Param) or leaf in in_operands:
             continue
         source = node.src[leaf.op.index]
-        if isinstance(source.op, Slice) or not _readable(source):
+        if isinstance(source.op, Slice) or not readable(source):
             continue
         sources = Sources(node.src)
         inner = Node(source.op, *(sources.param(s) for s in source.src))
