@@ -26,8 +26,9 @@ from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
+from tilewright.runtime.cutting import parts_for
 from tilewright.runtime.executable import Executable, prepare
-from tilewright.runtime.partition import decided, partition, problem_of_part
+from tilewright.runtime.partition import decided, problem_of_part
 from tilewright.schedule.ahead import compile_ahead
 from tilewright.schedule.key import text_of
 from tilewright.schedule.measure import last_cache_bytes
@@ -206,7 +207,7 @@ class _decider:  # noqa: N801 - a function with memory
         ends: float | None = None,
     ) -> None:
         """`ends`: when all must be chosen, by `time.monotonic`."""
-        parts = [p for p in partition(graph) if decided(p)]
+        parts = [p for p in parts_for(graph, target) if decided(p)]
         problems = {problem_of_part(p)[0] for p in parts}
         weights = {n for p in parts for n in p.inputs if n.constant}
         self._cold = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType)) > last_cache_bytes(target)

@@ -20,7 +20,8 @@ from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
-from tilewright.runtime.partition import Part, decided, partition, problem_of_part
+from tilewright.runtime.cutting import parts_for
+from tilewright.runtime.partition import Part, decided, problem_of_part
 from tilewright.runtime.replay import Bound, OnDevice
 from tilewright.runtime.writing import placing, written
 from tilewright.schedule.problem import AnyProblem, RegionProblem
@@ -278,7 +279,7 @@ class Executable:
 
 def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide) -> Executable:
     """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm."""
-    parts = partition(graph)
+    parts = parts_for(graph, target)
     ready: dict[Node, Value] = {}
     for node in graph.nodes():
         if isinstance(node.op, Const):

@@ -154,7 +154,7 @@ def partition(graph: Graph) -> list[Part]:
             alike[what] = into, count + 1
         else:
             alike[what] = several, 1
-    parts = [_part(m, readers, m[0].constant) for m in members.values()]
+    parts = [part_of(m, readers, m[0].constant) for m in members.values()]
     index = {n: i for i, n in enumerate(nodes)}
     # Within a level what stands alone comes first; regions of one level do not depend on each other.
     parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], not _alone(p.nodes[0]), index[p.nodes[0]]))
@@ -265,6 +265,11 @@ def _is_plain(n: Node) -> bool:
     return moves and all(v.dtype.is_float and 16 <= v.dtype.bits <= 32 for v in values)
 
 
+def readers_of(graph: Graph) -> dict[Node, set[Node | None]]:
+    """Who reads each node; None for a result of the graph."""
+    return _readers(graph, graph.nodes())
+
+
 def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]]:
     readers: dict[Node, set[Node | None]] = {n: set() for n in nodes}
     for node in nodes:
@@ -275,10 +280,11 @@ def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]
     return readers
 
 
-def _part(members: Sequence[Node], readers: dict[Node, set[Node | None]], once: bool) -> Part:
+def part_of(members: Sequence[Node], readers: Mapping[Node, set[Node | None]], once: bool) -> Part:
+    """Nodes, sources first, as a part; what nobody among `readers` reads is a result, too."""
     inside = set(members)
     inputs = dict.fromkeys(s for n in members for s in n.src if s not in inside)
-    outputs = [n for n in members if not readers[n] <= inside]
+    outputs = [n for n in members if not readers[n] or not readers[n] <= inside]
     if all(isinstance(n.op, Item) for n in outputs):
         outputs.sort(key=lambda n: n.op.index if isinstance(n.op, Item) else 0)
     return Part(_kind(members), tuple(members), tuple(inputs), tuple(outputs), once)
