@@ -36,6 +36,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/thread.py
 	$(BIN)/python benchmarks/w4.py
 	$(BIN)/python benchmarks/models.py
+	$(BIN)/python benchmarks/computed.py
 	$(BIN)/python benchmarks/idle.py
 
 $(STAMP): pyproject.toml constraints.txt
