@@ -148,7 +148,10 @@ def _more_unary(op: str, r: Random, opset: int) -> Node:
 @_operators(["Sinh", "Cosh", "Asinh", "Acosh", "Atanh", "Erf", "Sign", "IsNaN"], (9, 13, 20, 22))
 def _nine_unary(op: str, r: Random, opset: int) -> Node:
     kinds = {"Sign": NUMBERS, "Erf": (np.float32,)}.get(op, FLOATS)  # onnxruntime's erf of f64 is one of f32
-    return Node(op, [values(r, r.choice(kinds), shape_of(r))], out=bool if op == "IsNaN" else None)
+    x = values(r, r.choice(kinds), shape_of(r))
+    if op == "Sign" and x.dtype.kind == "f":  # onnxruntime gives 0 or NaN for a NaN, by type
+        x = np.where(np.isnan(x), 1, x).astype(x.dtype)
+    return Node(op, [x], out=bool if op == "IsNaN" else None)
 
 
 @_operators(["Swish"], (24,))
@@ -617,6 +620,7 @@ def _pools(op: str, r: Random, opset: int) -> Node:
         more["pads"] = [int(r.integers(0, k)) for k in (*more["kernel_shape"], *more["kernel_shape"])]
     elif r.random() < 0.4:
         more["auto_pad"] = str(r.choice(["SAME_UPPER", "SAME_LOWER", "VALID"]))
+        more.pop("strides", None)  # longer than a window, onnxruntime refuses them
     if opset >= 10 and op != "LpPool" and r.random() < 0.4 and "auto_pad" not in more:
         more["ceil_mode"] = 1
     if op == "AveragePool":

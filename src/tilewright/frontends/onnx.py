@@ -30,6 +30,7 @@ _CONVERTERS = (
     "index",
     "matmul",
     "norm",
+    "pool",
     "qlinear",
     "quantize",
     "shape",
