@@ -223,3 +223,16 @@ def test_the_command_line_refuses_and_allows(verb: str, tmp_path: Path) -> None:
     assert refused.exit_code == 2 and "'aten.relu6.default'" in refused.stderr and "--allow-calls" in refused.stderr
     if verb in ("read", "run"):
         assert invoke(verb, str(program), *options, "--allow-calls").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    "rest",
+    ["[-2],0,true", "[0,0],0,true", "[2],0,true", "[],0,true", "[1],1000,true", "[1],-1,true", '[{"float":"nan"}],0,true'],
+)
+def test_a_transform_over_axes_that_are_not_there_is_refused(rest: str) -> None:
+    payload = f'{{"args":[{{"tensor":0}},{rest}],"kwargs":{{}}}}'
+    x = input_("x", F32, (3, 8))
+    bins = Node(Call("torch", "aten._fft_r2c.default", payload, (TensorType(OPAQUE, ()),)), x)
+    real = Node(Call("torch", "aten.view_as_real.default", ONE, (TensorType(F32, (3, 5, 2)),)), bins)
+    with pytest.raises(InputError, match="no Fourier transform has"):
+        load(print_graph(Graph("fft", (x,), (real,), ("y",))))

@@ -5,7 +5,7 @@ Such a kernel has neither storage nor values, so it has nothing to read past; wh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import cast
 
@@ -55,6 +55,8 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
         _check_argument(value, call.target)
         if isinstance(value, torch.device) and not sources and str(value) not in ("cpu", "cuda"):  # else it is where they are
             raise InputError(f"a call on device {str(value)!r}", where=call.target, hint="cpu")
+    if call.target.startswith("aten._fft_") and not _transforms(named):
+        raise InputError("a call whose axes, length or scaling no Fourier transform has", where=call.target, hint=ALLOW_CALLS)
     if named.get("pin_memory"):
         raise InputError("a call that pins memory", where=call.target, hint=ALLOW_CALLS)
     if any(a.name == "device" for a in schema.arguments):
@@ -79,6 +81,18 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
         raise InputError(f"a call whose results take more than {MOST_BYTES >> 30} GiB", where=call.target, hint=ALLOW_CALLS)
     calls.check_types(call, results)
     return results
+
+
+def _transforms(named: Mapping[str, object]) -> bool:
+    """Whether a Fourier transform's arguments are such as torch's public functions hand on: kernels look at none."""
+    x, dims, scaling = named.get("self"), named.get("dim"), named.get("normalization", 0)
+    if not isinstance(x, torch.Tensor) or not isinstance(dims, list) or not dims or scaling not in (0, 1, 2):
+        return False
+    axes = cast("list[object]", dims)
+    if not all(type(d) is int and 0 <= d < x.dim() for d in axes) or len(set(axes)) < len(axes) or not x.numel():
+        return False
+    length = named.get("last_dim_size", 1)
+    return type(length) is int and 1 <= length <= 2 * x.shape[cast(int, axes[-1])]
 
 
 def _end(t: torch.Tensor) -> int:
