@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from rule_checks import assert_exact, fired, graph_of, same_bits, staged
 from tilewright.compiler import CANONICAL, EXCESS_PRECISION, STAGES
-from tilewright.dtype import BF16, F32, PRED, S8, S32, U8
-from tilewright.ir.build import broadcast, const, input_, map_, reshape, slice_
+from tilewright.dtype import BF16, F8E5M2, F32, PRED, S8, S16, S32, U8, U16
+from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, slice_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Concat, Convert, Dequantize, Map, Quantize, Reshape, Select, Slice, Transpose
@@ -195,3 +195,61 @@ def test_what_is_repeated_is_computed_once():
         map_("add", input_("f", F32, (4, 4)), broadcast(row, (4, 4))),
     ):
         assert fired(graph_of(stays), "function_before_the_broadcast", CANONICAL) == 0
+
+
+ALIKE = "quantising_what_was_dequantised_alike_gives_the_codes"
+
+
+def there_and_back(codes, scale, *zero, view=lambda x: x, to=F32, again=None):
+    return Node(Quantize(codes.dtype), view(Node(Dequantize(to), codes, scale, *zero)), *(again or (scale, *zero)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    scale=st.floats(2.0**-64, 2.0**64, width=32),
+    dtype=st.sampled_from([S8, U8, S16, U16]),
+    zero=st.integers(0, 127),
+    negative=st.booleans(),
+)
+def test_codes_that_go_and_come_back_are_themselves(scale, dtype, zero, negative):
+    """Every code of the type, by any scale."""
+    count = 1 << dtype.bits
+    codes = (torch.arange(count) + int(dtype.min)).to(dtype.to_torch())
+    x = input_("x", dtype, (count,))
+    before = graph_of(there_and_back(x, const(-scale if negative else scale), const(zero, dtype)))
+    assert fired(before, ALIKE, CANONICAL) == 1
+    after = staged(before, CANONICAL)
+    assert after.outputs == (x,)
+    assert same_bits(evaluate(before, {"x": codes})[0], evaluate(after, {"x": codes})[0])
+
+
+def test_codes_come_back_through_views():
+    x = input_("x", U8, (2, 6))
+    turned = lambda v: node(Transpose((1, 0)), node(Reshape((3, 4)), v))  # noqa: E731
+    before = graph_of(there_and_back(x, const(0.1), const(3, U8), view=turned))
+    after = staged(before, CANONICAL)
+    assert after.outputs == (turned(x),)
+    assert_exact(before, after)
+    by_channel = graph_of(there_and_back(x, const([0.1] * 6)))
+    assert staged(by_channel, CANONICAL).outputs == (x,)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        lambda x: there_and_back(x, const(0.1), again=(const(0.2),)),
+        lambda x: there_and_back(x, const(0.1), const(1, U8), again=(const(0.1), const(2, U8))),
+        lambda x: there_and_back(x, const(0.1), const(1, U8), again=(const(0.1),)),
+        lambda x: there_and_back(x, const(2.0**-80)),
+        lambda x: there_and_back(x, const(0.0)),
+        lambda x: there_and_back(x, const(float("inf"))),
+        lambda x: there_and_back(x, input_("s", F32, ())),
+        lambda x: there_and_back(x, const(0.1), to=BF16),
+        lambda x: there_and_back(x, const([[0.1, 0.2]] * 2), view=lambda v: node(Transpose((1, 0)), v)),
+        lambda x: there_and_back(convert(x, F8E5M2), const(0.1)),  # whose infinities saturate
+        lambda x: Node(Quantize(S8), Node(Dequantize(F32), x, const(0.1)), const(0.1)),
+    ],
+)
+def test_codes_that_come_back_otherwise_stay(kept):
+    before = graph_of(kept(input_("x", U8, (2, 2))))
+    assert fired(before, ALIKE, CANONICAL) == 0

@@ -1,13 +1,15 @@
-"""One spelling for what can be spelt several ways: operations that change nothing, and two where one does."""
+"""One spelling for what can be spelt several ways: operations that change nothing, and several where one does."""
 
 from __future__ import annotations
 
 import torch
 
+from tilewright.dtype import F32
 from tilewright.ir.build import broadcast, reshape, transpose
 from tilewright.ir.constant import constant_value
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import (
+    VIEWS,
     Broadcast,
     Concat,
     Const,
@@ -140,3 +142,30 @@ def drop_zero_point_of_zero(m: Match) -> Node | None:
     if not isinstance(zero.op, Const) or bool(zero.op.data.tensor().to(torch.float32).any()):
         return None
     return Node(m.node.op, *m.node.src[:2])
+
+
+@rule(Pat(Quantize, where=lambda n: getattr(n.op, "block", None) is None and n.src[0].dtype is F32), stage="canonical")
+def quantising_what_was_dequantised_alike_gives_the_codes(m: Match) -> Node | None:
+    """quantize(dequantize(codes, s, z), s, z) -> codes; through views if s and z are one value each.
+
+    Where: the same type of integers of at most 16 bits; s is constant, each value between 2**-64 and 2**64 in magnitude. Exact:
+    yes, the quotient is within 2**-22 of codes - z, by its size, and rounds to it. Quantisers write this around what moves data.
+    """
+    value, views = m.node.src[0], list[Node]()
+    while isinstance(value.op, VIEWS):
+        views.append(value)
+        value = value.src[0]
+    op, (scale, *_) = value.op, m.node.src[1:]
+    if not isinstance(op, Dequantize) or op.block is not None or value.src[1:] != m.node.src[1:]:
+        return None
+    if value.src[0].dtype is not m.node.dtype or not m.node.dtype.is_integer or m.node.dtype.bits > 16:
+        return None
+    if views and any(t.tensor.elements != 1 for t in m.node.src[1:]):
+        return None
+    known = constant_value(scale, LONGEST_RUN)
+    if known is None or not bool(((known.abs() >= 2.0**-64) & (known.abs() <= 2.0**64)).all()):
+        return None
+    codes = value.src[0]
+    for view in reversed(views):
+        codes = Node(view.op, codes)
+    return codes

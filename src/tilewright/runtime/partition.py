@@ -167,10 +167,10 @@ def _passes(
     level: Mapping[Node, tuple[int, int]],
     reduced: Mapping[Node, frozenset[tuple[int, int]]],
 ) -> tuple[tuple[int, int], frozenset[tuple[int, int]]]:
-    """A node's level, of which `at` is the first part, and the reductions before it at that level: how many sums, of how much.
+    """A node's level, of which `at` is the first part, and the reductions before it there: how many sums, of how much.
 
-    A kernel walks rows of one length and writes what is joined piece by piece: a range over a whole tensor, a scale by group or
-    a norm that follows another kind of reduction, and any reduction of what is joined, starts a region of its own.
+    A kernel walks rows of one length, and writes what is joined piece by piece: a range over a whole tensor, a scale by group
+    or a norm that follows another kind of reduction, and any reduction of what is joined, starts a region of its own.
     """
     within = [s for s in node.src if level[s][0] == at and not s.constant]
     part = max((level[s][1] for s in within), default=0)
