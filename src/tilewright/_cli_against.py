@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 
     from tilewright.ir.graph import Graph
     from tilewright.report.inputs import Feed
-    from tilewright.report.schema import Peer
+    from tilewright.report.schema import Comparison, Peer
     from tilewright.runtime.executable import Executable
 
 ROUNDS = 7
 WARM_S, TIMED_S = 0.1, 0.3
+SOURCE_RMS = 1e-3  # what results of floats may differ by from another library's, relative, in norm
 LIBRARY = 10  # preferences from here on are libraries'
 
 
@@ -123,6 +124,19 @@ def onnxruntime_peer(case: Case) -> Callable[[], object]:
     return lambda: session.run(None, values)
 
 
+def onnx_peer(case: Case) -> Callable[[], object]:
+    """onnx's own evaluator, operator by operator."""
+    if not case.file.endswith(".onnx"):
+        raise UnsupportedError("it reads ONNX files alone")
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    session = ReferenceEvaluator(onnx.load(case.file))
+    _, feeds = case.load()
+    values = {f.shown.name: _numpy(f.value) for f in feeds}
+    return lambda: session.run(None, values)
+
+
 def xla_peer(case: Case) -> Callable[[], object]:
     """XLA on the CPU, compiled from the same text."""
     if case.device != "cpu":
@@ -174,6 +188,7 @@ PEERS: dict[str, Callable[[Case], Callable[[], object]]] = {
     "onnxruntime": onnxruntime_peer,
     "xla": xla_peer,
 }
+READERS = {**PEERS, "onnx": onnx_peer}
 
 
 def against(program: Executable, feeds: Sequence[Feed], case: Case, peers: Sequence[str]) -> list[Peer]:
@@ -210,6 +225,62 @@ def against(program: Executable, feeds: Sequence[Feed], case: Case, peers: Seque
     return [_row(name, times, refused, found) for name in peers]
 
 
+def by_source(program: Executable, feeds: Sequence[Feed], case: Case) -> tuple[str, Comparison | None]:
+    """A sentence on who else ran the program, and how far its results lie from ours; nothing without such a library.
+
+    It is the source's own: onnxruntime, or onnx's evaluator, for ONNX; XLA's CPU client for HLO and StableHLO, in a process of
+    its own. So what a front end misreads shows, which the oracle cannot see: it runs the program as it was read.
+    """
+    import numpy as np
+
+    from tilewright.report.perf import bind
+    from tilewright.report.rounds import Here, Process
+
+    inputs = bind(program, feeds)
+    refused: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        Here("tilewright", lambda: program.run(inputs)).take(None, Path(folder) / "ours.npy")
+        ours = np.load(Path(folder) / "ours.npy").reshape(-1)
+        for name in ("onnxruntime", "onnx") if case.file.endswith(".onnx") else ("xla",):
+            peer = Process(name, [sys.executable, "-m", __spec__.name, name], {"TOKENIZERS_PARALLELISM": "false"})
+            try:
+                why = peer.take(asdict(case), Path(folder) / f"{name}.npy")
+            finally:
+                peer.stop()
+            if why is None:
+                theirs = np.load(Path(folder) / f"{name}.npy").reshape(-1)
+                return f"the source's own library, {name}, ran the program, too", _compared(name, ours, theirs, program)
+            refused.append(f"{name}: {why}")
+    return f"no library of the source's own ran the program ({'; '.join(refused)})", None
+
+
+def _compared(name: str, ours: np.ndarray, theirs: np.ndarray, program: Executable) -> Comparison:
+    """One row of `verify`: the error is relative, of all results together; of integers alone it must be none."""
+    import numpy as np
+
+    from tilewright.report.schema import Comparison
+
+    floats = any(n.tensor.dtype.is_float for n in program.source.outputs)
+    bound = SOURCE_RMS if floats else 0.0
+    error, why = float("inf"), None
+    if ours.size != theirs.size:
+        why = f"{theirs.size} numbers from {name}, {ours.size} here"
+    else:
+        with np.errstate(invalid="ignore"):
+            differ = ~((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)))
+            unequal = ours[differ] - theirs[differ]
+        size = float(np.linalg.norm(theirs[np.isfinite(theirs)]))
+        error = float(np.linalg.norm(unequal)) / (size or 1.0) if np.isfinite(unequal).all() else float("inf")
+        if error > bound:
+            at = int(np.flatnonzero(differ)[0])
+            why = (
+                f"{int(differ.sum())} of {ours.size} numbers differ, the first {ours[at]:g} for {theirs[at]:g}: read otherwise"
+            )
+    return Comparison(
+        f"the whole program by {name}", "output", "every output", "the whole program", error, bound, why is None, why
+    )
+
+
 def _row(name: str, times: Mapping[str, Sequence[float]], refused: Mapping[str, str], found: Mapping[str, np.ndarray]) -> Peer:
     import statistics
 
@@ -232,7 +303,7 @@ def _row(name: str, times: Mapping[str, Sequence[float]], refused: Mapping[str, 
 def _main() -> None:
     from tilewright.report.rounds import serve
 
-    serve(lambda case: PEERS[sys.argv[1]](Case(**case)))
+    serve(lambda case: READERS[sys.argv[1]](Case(**case)))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from tilewright._cli_options import WRITTEN, F, all_of, allow_calls
 if TYPE_CHECKING:
     from tilewright.report.inputs import Feed
     from tilewright.report.perf import Measured
+    from tilewright.report.schema import Verify
     from tilewright.report.trace_events import Phases
     from tilewright.runtime.executable import Executable
 
@@ -122,3 +123,32 @@ def beside(
     seed, fill0, fill1, inputs = data
     case = Case(file, batch, dims, seed, fill0, fill1, inputs, program.target.device, torch.get_num_threads(), allow_calls())
     return replace(measured, report=replaced(measured.report, against=against(program, feeds, case, peers)))
+
+
+def with_source(
+    report: Verify,
+    program: Executable,
+    feeds: Sequence[Feed],
+    file: str,
+    batch: int | None,
+    dims: Mapping[str, Sequence[int]],
+    data: tuple[int, Sequence[str], Sequence[str], Path | None],
+) -> Verify:
+    """The report with what the source's own library made of the program, which may change the verdict."""
+    import torch
+    from msgspec.structs import replace as replaced
+
+    from tilewright._cli_against import Case, by_source
+
+    if click.get_current_context().meta.get("tilewright.fixed"):
+        raise click.UsageError("--source runs the file as it is, with all its inputs: leave --fix out")
+    seed, fill0, fill1, inputs = data
+    given = None if inputs is None else str(inputs)
+    case = Case(file, batch, dims, seed, fill0, fill1, given, "cpu", torch.get_num_threads(), allow_calls())
+    said, row = by_source(program, feeds, case)
+    if row is None:
+        return replaced(report, source=said)
+    first = report.first_difference or (None if row.ok else row)
+    return replaced(
+        report, source=said, end_to_end=[*report.end_to_end, row], verified=report.verified and row.ok, first_difference=first
+    )

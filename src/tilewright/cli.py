@@ -40,7 +40,7 @@ from tilewright._cli_options import (
     inputs_option,
     iterations_option,
 )
-from tilewright._cli_reports import Reports, beside, report_options
+from tilewright._cli_reports import Reports, beside, report_options, with_source
 from tilewright._cli_show import measure_program, print_json, show_perf
 
 if TYPE_CHECKING:
@@ -136,6 +136,9 @@ def run(
     help="Allow floats this error relative to the element, not the derived one; with --int8, --fp8, --w4: leave layers that "
     "lose more in float.",
 )
+@click.option(
+    "--source", is_flag=True, help="Have the source's own library run the program, too: onnxruntime or onnx, or XLA on the CPU."
+)
 @click.option("--atol", type=NOT_NEGATIVE, help="Allow floats this absolute error, not the derived one.")
 @click.option("--rms-tol", type=NOT_NEGATIVE, help="Allow floats this root mean square of the error, relative to theirs.")
 @common_options
@@ -150,6 +153,7 @@ def verify(
     seed: int,
     inputs: Path | None,
     quantized: bool,
+    source: bool,
     atol: float | None,
     rms_tol: float | None,
     as_json: bool,
@@ -167,12 +171,18 @@ def verify(
 
     if quantized and how.scheme is None:
         raise InputError("--quantized compares a quantised program with its float model", hint="add --int8, --fp8 or --w4")
+    if source and (how.scheme is not None or how.half is not None):
+        raise InputError(
+            "--source compares the program as it is written", hint="leave out --int8, --fp8, --w4, --fp16 and --bf16"
+        )
     graph = load_program(file, batch, input_dims)
     feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
     program, choices = compile_program(graph, how)
     tolerances = Tolerances(how.rtol if how.scheme is None else None, atol, rms_tol)
     with progress("comparing") as show:
         report = replace(verify_program(program, str(file), feeds, tolerances, show), quantized=choices)
+    if source:
+        report = with_source(report, program, feeds, str(file), batch, input_dims, (seed, fill0, fill1, inputs))
     if quantized:
         from tilewright.report.accuracy import accuracy
 

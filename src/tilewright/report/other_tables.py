@@ -61,6 +61,8 @@ def print_verify(out: Console, report: Verify) -> None:
         steps, outputs = count(len(report.steps), "step"), count(len(report.end_to_end), "output")
         model = " for the quantised model" if report.quantized is not None else ""
         line(out, f"Verified: {steps} and {outputs} agree with the oracle{model}.")
+    if report.source is not None:
+        line(out, f"{report.source[0].upper()}{report.source[1:]}.")
     first = report.first_difference
     if first is not None:
         _difference(out, first, [c for c in (*report.steps, *report.end_to_end) if not c.ok])

@@ -180,7 +180,10 @@ class Accuracy(msgspec.Struct, frozen=True):
 
 
 class Verify(msgspec.Struct, frozen=True):
-    """`verify --json`."""
+    """`verify --json`.
+
+    `source`: with `--source`, which library of the source's own ran the program, too; its row is the last of `end_to_end`.
+    """
 
     program: str
     target: str
@@ -191,6 +194,7 @@ class Verify(msgspec.Struct, frozen=True):
     inputs: list[Input]
     quantized: Quantized | None = None
     accuracy: Accuracy | None = None
+    source: str | None = None
 
 
 class Choice(msgspec.Struct, frozen=True):
