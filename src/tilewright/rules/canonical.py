@@ -149,7 +149,7 @@ def quantising_what_was_dequantised_alike_gives_the_codes(m: Match) -> Node | No
     """quantize(dequantize(codes, s, z), s, z) -> codes; through views if s and z are one value each.
 
     Where: the same type of integers of at most 16 bits; s is constant, each value between 2**-64 and 2**64 in magnitude. Exact:
-    yes, the quotient is within 2**-22 of codes - z, by its size, and rounds to it. Quantisers write this around what moves data.
+    yes, the quotient is within 2**-22 of codes - z, by its size, and rounds to it. Quantisers write it around what moves data.
     """
     value, views = m.node.src[0], list[Node]()
     while isinstance(value.op, VIEWS):
