@@ -1,0 +1,269 @@
+"""Samples of torch's operators from torch's own database of them, with numbers of the full range put in, read and compared.
+
+torch's tests describe each operator by the types it takes and samples of its arguments (`OpInfo`). A sample is a small program
+of its tensors; many are read as one program, so that tracing costs little for each.
+"""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tilewright.compiler import optimise
+from tilewright.dtype import from_torch
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends import LoadOptions
+from tilewright.frontends import torch as frontend
+from tilewright.ir.evaluate import evaluate
+from tilewright.ir.verify import verify
+
+INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.uint16, torch.uint32, torch.uint64)
+
+# Operators whose result is not a function of the arguments, or is no tensor of a shape that they fix.
+NO_FUNCTIONS = """bernoulli cauchy empty empty_like empty_permuted empty_strided exponential geometric log_normal multinomial
+    new_empty new_empty_strided normal rand_like randint randint_like randn randn_like resize_ resize_as_ uniform
+    nn.functional.alpha_dropout nn.functional.dropout nn.functional.dropout2d nn.functional.dropout3d nn.functional.rrelu
+    nn.functional.feature_alpha_dropout nn.functional.fractional_max_pool2d nn.functional.fractional_max_pool3d
+    svd_lowrank pca_lowrank to_sparse item nonzero unique unique_consecutive masked_select argwhere equal allclose
+    combinations corrcoef cov complex polar view_as_complex stft linspace"""
+# torch's vectors give NaN for what a large quotient leaves, its scalars do not: of floats there is nothing to agree with.
+OF_INTEGERS = ("floor_divide", "fmod", "remainder")
+
+# Of one tensor and of two, taken with numbers of the full range of each type that torch takes.
+UNARY = """abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc exp exp2 expm1 floor frac
+    isfinite isinf isnan lgamma log log10 log1p log2 logical_not nan_to_num neg positive rad2deg reciprocal relu round rsqrt sgn
+    sigmoid sign signbit sin sinh sqrt square tan tanh trunc"""
+BINARY = """add atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor div eq fmax fmin fmod ge gt le
+    logaddexp logical_and logical_or logical_xor lt maximum minimum mul ne pow remainder sub true_divide xlogy"""
+REDUCTIONS = "all amax amin any argmax argmin cumsum max mean min prod std sum var"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call of an operator."""
+
+    name: str
+    f: Any
+    tensors: tuple[torch.Tensor, ...]
+    tree: Any
+    places: tuple[int, ...]
+    leaves: tuple[Any, ...]
+
+    def __call__(self, *tensors: torch.Tensor) -> Any:
+        filled = list(self.leaves)
+        for place, t in zip(self.places, tensors, strict=True):
+            filled[place] = t
+        args, kwargs = pytree.tree_unflatten(filled, self.tree)
+        return self.f(*args, **kwargs)
+
+    def described(self) -> str:
+        """The call as text."""
+        filled: list[Any] = list(self.leaves)
+        for place, t in zip(self.places, self.tensors, strict=True):
+            filled[place] = f"{str(t.dtype)[6:]}{list(t.shape)}"
+        args, kwargs = pytree.tree_unflatten(filled, self.tree)
+        return f"{self.name}{args}{kwargs or ''}"
+
+
+def sample(name: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sample:
+    """A call of `f`, its tensors apart from its other arguments."""
+    leaves, tree = pytree.tree_flatten((tuple(args), kwargs))
+    places = tuple(i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor))
+    return Sample(name, f, tuple(leaves[i].detach() for i in places), tree, places, tuple(leaves))
+
+
+def specials(dtype: torch.dtype) -> list[float | int]:
+    """Numbers of a type at which operators differ."""
+    if dtype is torch.bool:
+        return [0, 1]
+    if dtype.is_floating_point:
+        i = torch.finfo(dtype)
+        some = [0.0, 0.5, 1.0, 1.5, 2.0, 2.5, 3.0, 7.0, 30.0, 100.0, i.max, i.tiny, i.eps, 0.1, float("inf")]
+        return [*some, *(-x for x in some), float("nan")]
+    i = torch.iinfo(dtype)
+    return [
+        x for x in (i.min, i.min + 1, i.max, i.max - 1, 0, 1, 2, 3, 5, 7, 8, 31, 32, 33, -1, -2, -3, -7) if i.min <= x <= i.max
+    ]
+
+
+def filled(t: torch.Tensor, dice: random.Random) -> torch.Tensor:
+    """A tensor of the same kind whose elements are of the full range, a half of them special ones."""
+    if t.dtype not in DTYPES or t.numel() == 0:
+        return t
+    g = torch.Generator().manual_seed(dice.randrange(1 << 30))
+    count = t.numel()
+    if t.dtype is torch.bool:
+        return (torch.rand(count, generator=g) > 0.5).reshape(t.shape)
+    if t.dtype.is_floating_point:
+        plain = (torch.randn(count, generator=g) * 2.0 ** torch.randint(-4, 5, (count,), generator=g)).to(t.dtype)
+    else:
+        i = torch.iinfo(t.dtype)
+        low, high = max(i.min, -(1 << 62)), min(i.max, 1 << 62)
+        plain = torch.randint(low, high, (count,), generator=g).to(t.dtype)
+    values = [dice.choice(specials(t.dtype)) for _ in range(count)]
+    special = torch.tensor(values, dtype=t.dtype if t.dtype is not torch.uint64 else torch.float64).to(t.dtype)
+    bits, chosen = _bits(t.dtype), torch.rand(count, generator=g) < 0.5
+    return torch.where(chosen, special.view(bits), plain.view(bits)).view(t.dtype).reshape(t.shape)
+
+
+def _bits(dtype: torch.dtype) -> torch.dtype:
+    return {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(dtype, dtype)
+
+
+def elementwise(op: Any) -> bool:
+    """Whether any number may be put in for any other: the arguments are no indices, sizes or the like."""
+    from torch.testing._internal.opinfo.core import BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo
+
+    return isinstance(op, (BinaryUfuncInfo, ReductionOpInfo, UnaryUfuncInfo)) or op.name in (
+        "clamp",
+        "where",
+        "lerp",
+        "addcmul",
+    )
+
+
+def samples_of(op: Any, dtype: torch.dtype, most: int, seed: int = 0) -> Iterator[Sample]:
+    """Calls of an operator with tensors of a type: torch's own samples, and with other numbers where any will do."""
+    dice = random.Random(f"{op.name} {op.variant_test_name} {dtype} {seed}")
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            given = list(op.sample_inputs("cpu", dtype, requires_grad=False))
+        except Exception:  # a sample maker that needs what is not here
+            return
+    dice.shuffle(given)
+    name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+    for s in given[:most]:
+        one = sample(name, op.op, (s.input, *s.args), s.kwargs)
+        if any(t.layout is not torch.strided or t.is_complex() or t.is_quantized for t in one.tensors) or not one.tensors:
+            continue
+        yield one
+        if elementwise(op) and not (op.name in OF_INTEGERS and dtype.is_floating_point):
+            full = tuple(filled(t, dice) for t in one.tensors)
+            yield Sample(name, one.f, full, one.tree, one.places, one.leaves)
+
+
+def own_samples(count: int, seed: int = 0) -> Iterator[Sample]:
+    """Calls of elementwise operators and reductions, by random types, shapes and axes, with numbers of the full range."""
+    dice = random.Random(seed)
+    names = [(n, 1) for n in UNARY.split()] + 2 * [(n, 2) for n in BINARY.split()] + [(n, 0) for n in REDUCTIONS.split()]
+    while count:
+        name, arity = dice.choice(names)
+        dtype, f = dice.choice(DTYPES), getattr(torch, name)
+        shape = [dice.choice((0, 1, 2, 3, 5, 7)) for _ in range(dice.randrange(4))]
+        if name in OF_INTEGERS and dtype.is_floating_point:
+            continue
+        x = filled(torch.zeros(shape, dtype=dtype), dice)
+        if arity == 1:
+            yield sample(name, f, (x,), {})
+        elif arity == 2:
+            like = [d if dice.random() < 0.7 else 1 for d in shape]
+            other = dtype if dice.random() < 0.6 or name in OF_INTEGERS else dice.choice(DTYPES)
+            y = filled(torch.zeros(like, dtype=other), dice)
+            yield sample(name, f, (x, dice.choice(specials(dtype)) if dice.random() < 0.2 else y), {})
+        else:
+            axis = dice.randrange(-len(shape), len(shape)) if shape else 0
+            keeps = {"keepdim": True} if name != "cumsum" and dice.random() < 0.5 else {}
+            yield sample(name, f, (x, axis), keeps)
+        count -= 1
+
+
+def results(value: Any) -> list[torch.Tensor]:
+    """The tensors of a result."""
+    return [t for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+def difference(given: torch.Tensor, wanted: torch.Tensor, ulps: float = 8.0, depth: float = 64.0) -> str | None:
+    """What is wrong with a result: floats within `ulps` of their own rounding step and `depth` steps of the largest value."""
+    if given.dtype != wanted.dtype or given.shape != wanted.shape:
+        return f"{given.dtype}{list(given.shape)} for {wanted.dtype}{list(wanted.shape)}"
+    if wanted.is_complex():
+        given, wanted = torch.view_as_real(given.resolve_conj()), torch.view_as_real(wanted.resolve_conj())
+    if not wanted.dtype.is_floating_point:
+        bits = _bits(wanted.dtype)
+        off = given.view(bits) != wanted.view(bits)
+        return f"{_at(given, wanted, off)}" if off.any() else None
+    a, b = given.to(torch.float64), wanted.to(torch.float64)
+    step = from_torch(wanted.dtype).epsilon
+    off = (a.isnan() != b.isnan()) | (b.isinf() & (a != b)) | (a.isinf() & (a != b))
+    finite = b.isfinite() & a.isfinite()
+    if finite.any():
+        largest = b[finite].abs().max().clamp(max=1e3)
+        bound = ulps * step * b.abs() + depth * step * largest + float(torch.finfo(wanted.dtype).tiny)
+        off |= finite & ((a - b).abs() > bound)
+    off |= (a == 0) & (b == 0) & (a.signbit() != b.signbit())
+    return _at(given, wanted, off) if off.any() else None
+
+
+def _at(given: torch.Tensor, wanted: torch.Tensor, off: torch.Tensor) -> str:
+    place = tuple(int(i) for i in off.nonzero()[0])
+    return f"{int(off.sum())} of {off.numel()} differ; at {place} {given[place].item()}, not {wanted[place].item()}"
+
+
+class _Calls(torch.nn.Module):
+    def __init__(self, samples: Sequence[Sample]) -> None:
+        super().__init__()
+        self.samples = samples
+
+    def forward(self, inputs: list[tuple[torch.Tensor, ...]]) -> list[list[torch.Tensor]]:
+        return [results(s(*own)) for s, own in zip(self.samples, inputs, strict=True)]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What came of a sample: "right", "wrong", "refused" or "crash"."""
+
+    sample: Sample
+    status: str
+    said: str = ""
+
+
+def compared(samples: Sequence[Sample], rules: bool = False) -> list[Finding]:
+    """Samples read as one program and compared with eager torch; halves of them where the whole cannot be read."""
+    runnable: list[tuple[Sample, list[torch.Tensor]]] = []
+    for s in samples:
+        try:
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                wanted = [t.clone() for t in results(s(*(t.clone() for t in s.tensors)))]
+        except Exception:  # torch refuses it
+            continue
+        if wanted and all(t.layout is torch.strided and not t.is_quantized for t in wanted):
+            runnable.append((s, wanted))
+    return _compared(runnable, rules)
+
+
+def _compared(runnable: Sequence[tuple[Sample, list[torch.Tensor]]], rules: bool) -> list[Finding]:
+    if not runnable:
+        return []
+    samples = [s for s, _ in runnable]
+    inputs = [s.tensors for s in samples]
+    try:
+        graph = verify(frontend.load(_Calls(samples), LoadOptions(example_inputs=(inputs,))))
+        if rules:
+            graph = optimise(graph)
+        given = iter(evaluate(graph, pytree.tree_leaves(inputs)))
+        found: list[Finding] = []
+        names = list(graph.output_names)
+        if len(names) != sum(len(w) for _, w in runnable):
+            raise RuntimeError(f"{len(names)} results for {sum(len(w) for _, w in runnable)}")
+        for s, wanted in runnable:
+            said = [d for w in wanted if (d := difference(next(given), w)) is not None]
+            found.append(Finding(s, "wrong" if said else "right", "; ".join(said)[:300]))
+        return found
+    except Exception as error:
+        if len(runnable) > 1:
+            half = len(runnable) // 2
+            return _compared(runnable[:half], rules) + _compared(runnable[half:], rules)
+        typed = isinstance(error, (UnsupportedError, InputError))
+        status = "refused" if typed else "crash"
+        return [Finding(samples[0], status, f"{type(error).__name__}: {error}".replace("\n", " ")[:300])]
