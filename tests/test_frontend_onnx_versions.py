@@ -75,6 +75,14 @@ def test_resize_10_that_shrinks_rounds_up_as_onnxruntime_does():
         read(mixed)
 
 
+@pytest.mark.parametrize("mode", ["linear", "cubic"])
+def test_resize_by_scales_aligns_corners_of_whole_extents(mode):
+    x, scales = tame(2, 1, 3, 7), np.array([1, 1, 1.5, 0.5], np.float32)
+    constants = {"roi": np.zeros(0, np.float32), "s": scales}
+    m = one("Resize", {"x": x}, constants, opset=13, mode=mode, coordinate_transformation_mode="align_corners")
+    np.testing.assert_allclose(ours(m, {"x": x})[0], theirs(m, {"x": x})[0], rtol=1e-4, atol=1e-5)
+
+
 def test_selu_1_has_its_own_constants():
     x = tame(5)
     got = ours(one("Selu", {"x": x}, opset=1), {"x": x})[0]
