@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from jax import lax
 
 from against_jax import agree, calls, close, normal, program, run, xla
-from tilewright.dtype import BY_NAME, F32, OPAQUE, DType
+from tilewright.dtype import BY_NAME, F32, OPAQUE, S64, DType
+from tilewright.errors import UnsupportedError
 from tilewright.frontends import load
 from tilewright.frontends._stablehlo_module import mlir_type
 from tilewright.ir.types import TensorType
@@ -145,3 +146,24 @@ def test_a_reduction_that_widens_inside_is_one_reduction() -> None:
 }
 """
     assert [n.op.name for n in load(text).nodes()] == ["input", "reduce"]
+
+
+def test_widths_that_constants_make_are_read() -> None:
+    def widths(*names: str) -> str:
+        given = {"a": [1, 0], "b": [3, 5], "c": [1, 2]}
+        return "\n".join(f"%{n} = stablehlo.constant dense<{given[n]}> : tensor<2xi64>" for n in names)
+
+    w, t = "tensor<2xi64>", "tensor<3x5xf32>"
+    cut = f"%r = stablehlo.real_dynamic_slice %x, %a, %b, %c : ({t}, {w}, {w}, {w}) -> tensor<2x3xf32>"
+    fill = f"%r = stablehlo.dynamic_pad %x, %v, %a, %b, %c : ({t}, tensor<f32>, {w}, {w}, {w}) -> tensor<9x18xf32>"
+    x = np.arange(15, dtype=np.float32).reshape(3, 5)
+    text = program(f"{widths('a', 'b', 'c')}\n{cut}", {"x": TensorType(F32, (3, 5))}, {"r": TensorType(F32, (2, 3))})
+    (got,) = run(load(text), x)
+    assert got.tolist() == x[1:3, 0:5:2].tolist()
+    given = {"x": TensorType(F32, (3, 5)), "v": TensorType(F32, ())}
+    text = program(f"{widths('a', 'b', 'c')}\n{fill}", given, {"r": TensorType(F32, (9, 18))})
+    (got,) = run(load(text), x, np.float32(-1))
+    np.testing.assert_array_equal(got.numpy(), np.asarray(lax.pad(x, np.float32(-1), [(1, 3, 1), (0, 5, 2)])))
+    takes = {"x": TensorType(F32, (3, 5)), **{n: TensorType(S64, (2,)) for n in "abc"}}
+    with pytest.raises(UnsupportedError, match=r"its widths are known only at run time .*\n  try: make them constants"):
+        load(program(cut, takes, {"r": TensorType(F32, (2, 3))}))

@@ -75,6 +75,12 @@ def _convert(site: Site) -> Value:
     return convert(x, site.out.dtype, overflow_to(site.out.dtype))
 
 
+@lowers("stablehlo.imag")
+def _imag(site: Site) -> Value:
+    """Of real numbers: none."""
+    return broadcast(const(0, site.out.dtype), site.out.shape)
+
+
 def overflow_to(dtype: DType) -> Overflow:
     """XLA's rule past the range of `dtype`: an 8-bit float becomes infinite or NaN, integers keep their low bits."""
     return "ieee" if dtype.is_float and dtype.bits == 8 else "wrap"

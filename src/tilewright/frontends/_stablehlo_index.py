@@ -13,7 +13,7 @@ import torch
 
 from tilewright.dtype import S32, S64, DType
 from tilewright.frontends._stablehlo_registry import Site, Value, lowers
-from tilewright.frontends._stablehlo_shape import concat, strided_slice
+from tilewright.frontends._stablehlo_shape import concat, pad, strided_slice
 from tilewright.ir.build import broadcast, const, convert, expand_dims, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -82,6 +82,25 @@ def _dynamic_slice(site: Site) -> Value:
             first = convert(_clamped(start, extent - size), dtype)
             x = Node(Gather(axis), x, map_("add", _iota(size, dtype), first))
     return x
+
+
+@lowers("stablehlo.real_dynamic_slice", "stablehlo.dynamic_pad")
+def _with_known_extents(site: Site) -> Value:
+    """A slice or a pad whose widths are vectors that constants make."""
+    x, *rest = site.nodes
+    value, widths = (rest[0], rest[1:]) if site.op.name.endswith("pad") else (None, rest)
+    known = [_known_vector(w) for w in widths]
+    if any(k is None for k in known):
+        raise site.refuse("its widths are known only at run time", hint="make them constants")
+    a, b, c = cast("list[list[int]]", known)
+    return strided_slice(x, a, b, c) if value is None else pad(x, value, a, b, c)
+
+
+def _known_vector(node: Node) -> list[int] | None:
+    if not node.constant or any(isinstance(n.op, Call) or n.tensor.elements > _ELEMENTS for n in toposort([node])):
+        return None
+    (value,) = evaluate_nodes([node], {})
+    return [int(v) for v in cast(torch.Tensor, value).tolist()]
 
 
 @lowers("stablehlo.dynamic_update_slice")

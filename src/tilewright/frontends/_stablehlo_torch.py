@@ -183,7 +183,7 @@ def _bitcast(op: Operation) -> Kernel:
     """The same bytes in row-major order: a wider type takes the last axis in, a narrower one adds an axis, low bits first."""
     source, target = element(op.operands[0]), element(op.results[0])
     shape = tuple(int(d) for d in op.results[0].type.shape)
-    four = [d is not None and d.bits == 4 for d in (source, target)]
+    widths = [1 if d is PRED else d.bits if d is not None else 8 for d in (source, target)]
     storage = target.to_torch() if target is not None else _COMPLEX_STORAGE[str(op.results[0].type.element_type)]
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -191,17 +191,22 @@ def _bitcast(op: Operation) -> Kernel:
             return torch.empty(shape, dtype=storage, device=x.device)
         x = x.contiguous()
         flat = x.as_strided((x.numel(),), (1,))  # of one element, too, whatever its stride says
-        if four[0] and not four[1]:
-            low, high = (flat.to(torch.int64) & 15).unflatten(0, (-1, 2)).unbind(1)
-            flat = (low | high << 4).to(torch.uint8)
-        if target is not None and four[1]:
-            codes = flat if four[0] else flat.view(torch.uint8)
-            pieces = codes.to(torch.int64)
-            pieces = pieces if four[0] else torch.stack([pieces & 15, pieces >> 4], 1)
-            return narrow_integer(pieces.reshape(shape), target)
+        if widths[0] == widths[1] < 8:
+            return _codes(flat.to(torch.int64), cast(DType, target)).reshape(shape)
+        if widths[0] < 8:
+            pieces = (flat.to(torch.int64) & (1 << widths[0]) - 1).unflatten(0, (-1, 8 // widths[0]))
+            flat = (pieces << torch.arange(0, 8, widths[0], device=x.device)).sum(1).to(torch.uint8)
+        if widths[1] < 8:
+            whole = flat.view(torch.uint8).to(torch.int64)[:, None]
+            pieces = whole >> torch.arange(0, 8, widths[1], device=x.device) & (1 << widths[1]) - 1
+            return _codes(pieces, cast(DType, target)).reshape(shape)
         return flat.view(torch.uint8).view(storage).reshape(shape)
 
     return run
+
+
+def _codes(x: torch.Tensor, dtype: DType) -> torch.Tensor:
+    return x != 0 if dtype is PRED else narrow_integer(x, dtype)
 
 
 def _popcnt(op: Operation) -> Kernel:

@@ -90,7 +90,8 @@ def _unknown(error: InputError, text: str, where: str) -> UnsupportedError | Non
     if found is None:
         return None
     made = {i.name: i.opcode for i in _instructions(text)}
-    opcode = made.get(found["name"] or "") or next((o for o in made.values() if o in _UNCONVERTED), "an operation")
+    known = next((o for o in made.values() if o in _UNCONVERTED), None)  # within a fusion, too, which the message names
+    opcode = known or made.get(found["name"] or "", "an operation")
     hint = "multiply the operands by their scales first" if opcode == "scaled-dot" else "write it with other operations"
     return UnsupportedError(f"{opcode} has no form in StableHLO and is not read", where=f"{where}, {found['name']}", hint=hint)
 
