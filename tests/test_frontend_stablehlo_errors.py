@@ -81,6 +81,14 @@ REFUSED = {
         UnsupportedError,
         r"(?s)stablehlo.rng has no meaning here.*try: compute it outside, and make its result an input",
     ),
+    "a scan from the end": (
+        "func.func @main(%x: tensor<4xi32>, %i: tensor<i32>) -> tensor<4xi32> {\n"
+        "%r:2 = chlo.scan(%x) inits(%i) dimension=0 attributes {is_reverse = true} {\n^bb0(%a: tensor<i32>, %b: tensor<i32>):\n"
+        "%s = stablehlo.add %a, %b : tensor<i32>\nstablehlo.return %s, %s : tensor<i32>, tensor<i32>\n"
+        "} : (tensor<4xi32>, tensor<i32>) -> (tensor<4xi32>, tensor<i32>)\nreturn %r#0 : tensor<4xi32>\n}\n",
+        UnsupportedError,
+        "a scan from the end is not read",
+    ),
     "collective": (
         "func.func @main() -> tensor<ui32> {\n%r = stablehlo.partition_id : tensor<ui32>\nreturn %r : tensor<ui32>\n}\n",
         UnsupportedError,

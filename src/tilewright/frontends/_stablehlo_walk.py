@@ -282,6 +282,9 @@ class Walk:
         """What becomes of an operation without a lowering: its own decomposition, a call, or an error."""
         op = site.op
         dialect, _, name = op.name.partition(".")
+        if name == "scan" and op.has("is_reverse") and str(op.attribute("is_reverse")) == "true":
+            # whose decomposition, as jaxlib has it, runs forwards
+            raise UnsupportedError("a scan from the end is not read", where=op.where, hint="reverse its operands and results")
         if dialect == "chlo":
             return _as_value(self.expand(make_module(op, self.function, split=False), site.values, op))
         if dialect in ("stablehlo", "mhlo") and _COLLECTIVES.match(name):
