@@ -79,7 +79,7 @@ def checked_shape(dims: list[int], where: str) -> tuple[int, ...]:
             raise InputError(f"a negative extent in the shape {dims[:8]}", where=where, hint="export the model again")
         elements *= max(d, 1)
     if elements > _TOO_MANY:
-        raise InputError(f"the shape {dims[:8]} has {elements:.1e} elements", where=where, hint="no machine holds that many")
+        raise InputError(f"the shape {dims[:8]} has 2^{elements.bit_length() - 1} elements or more", where=where, hint="no machine holds that many")
     return tuple(dims)
 
 
