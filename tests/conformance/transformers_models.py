@@ -131,7 +131,7 @@ def config_of(cls: type, inside: bool = False) -> Any:
         if isinstance(value, int) and value >= 128:
             chosen[k] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}.get(k, 3)
     subs = getattr(made, "sub_configs", None) or {}
-    for name in subs():
+    for name in subs:
         held = getattr(made, name, None)
         if held is not None and hasattr(held, "to_dict"):
             try:
