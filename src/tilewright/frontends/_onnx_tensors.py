@@ -79,7 +79,8 @@ def checked_shape(dims: list[int], where: str) -> tuple[int, ...]:
             raise InputError(f"a negative extent in the shape {dims[:8]}", where=where, hint="export the model again")
         elements *= max(d, 1)
     if elements > _TOO_MANY:
-        raise InputError(f"the shape {dims[:8]} has 2^{elements.bit_length() - 1} elements or more", where=where, hint="no machine holds that many")
+        many = f"the shape {dims[:8]} has 2^{elements.bit_length() - 1} elements or more"
+        raise InputError(many, where=where, hint="no machine holds that many")
     return tuple(dims)
 
 
