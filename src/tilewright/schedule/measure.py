@@ -19,7 +19,7 @@ from tilewright.schedule.candidate import Runner
 from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
 from tilewright.schedule.guard import Watch, far_apart, guarded, intact, otherwise_laid_out, spoil, threads
-from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.problem import AnyProblem, RegionProblem
 
 HOPELESS = 8
 SHORT_S = 0.01
@@ -90,7 +90,15 @@ def examine(
         made = [None if weight else f(t) for t, weight in zip(sources, problem.weights, strict=True)]
         return [t if m is None else m for t, m in zip(sources, made, strict=True)]
 
-    before = [t.clone() for t in sources]
+    tables = problem.large_tables if isinstance(problem, RegionProblem) else {}
+    seen = [i for i in range(len(sources)) if i not in tables]  # a table is neither copied nor read whole
+
+    def of(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """What a kernel may not write, as far as it is looked at."""
+        ends = [part for i, rows in tables.items() for part in (given[i][:rows], given[i][-rows:])]
+        return [*(given[i] for i in seen), *ends]
+
+    before = [t.clone() for t in of(sources)]
     others = variant(lambda t: guarded(_other_data(t)))
     first = run(others)
     kept = [t.clone() for t in first]
@@ -105,7 +113,7 @@ def examine(
     why = check(problem, expected, again)
     if why is not None:
         return why
-    if not _all_same(before, sources) or not _all_same(before, laid_out):
+    if not _all_same(before, of(sources)) or not _all_same(before, of(laid_out)):
         return "it writes its sources"
     right = [t.clone() for t in again]
     far = variant(far_apart)
@@ -126,7 +134,7 @@ def examine(
                 return f"{why} (only when it ran again)"
     if not _all_same(kept, first):
         return "a result changed when it ran again: it gives memory that it writes later"
-    if not _all_same(before, sources):
+    if not _all_same(before, of(sources)):
         return "it writes its sources"
     if not watch.intact():
         return "it writes beside its results"

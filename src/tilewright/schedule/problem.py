@@ -11,10 +11,13 @@ from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Attention, Const, Convert, Dequantize, Gemm, Param, Slice, Transpose, Write
+from tilewright.ir.ops import VIEWS, Acc, Attention, Const, Convert, Dequantize, Gather, Gemm, Param, Slice, Transpose, Write
 from tilewright.ir.ranges import Room
 from tilewright.ir.shown import show_gemm, show_region
 from tilewright.ir.types import Shape, TensorType
+
+LARGE_TABLE_BYTES = 16 << 20
+TABLE_END_BYTES = 1 << 20
 
 ProblemKind = Literal["gemm", "attention", "region"]
 
@@ -230,6 +233,26 @@ class RegionProblem:
     @cached_property
     def outputs(self) -> tuple[TensorType, ...]:
         return tuple(r.tensor for r in self.roots)
+
+    @cached_property
+    def large_tables(self) -> dict[int, int]:
+        """Constants of more than LARGE_TABLE_BYTES of which slices along the first axis are picked and nothing else read, by
+        source index: of so many slices at either end something is picked when a kernel is examined, and of no others."""
+        readers: dict[Node, list[Node]] = {}
+        for n in self.nodes:
+            for i, s in enumerate(n.src):
+                readers.setdefault(s, []).append(n)
+                if i > 0 or not isinstance(n.op, Gather) or n.op.axis != 0:
+                    readers[s].append(s)  # read as something else than a table
+        found: dict[int, int] = {}
+        for n, by in readers.items():
+            if not isinstance(n.op, Param) or not self.weights[n.op.index] or n in self.roots or n in by:
+                continue
+            size, extent = n.tensor.size_bytes, n.shape[0] if n.shape else 1
+            rows = max(1, TABLE_END_BYTES * extent // max(size, 1))
+            if size > LARGE_TABLE_BYTES and 2 * rows < extent:
+                found[n.op.index] = rows
+        return found
 
     @cached_property
     def only_views(self) -> bool:

@@ -86,6 +86,7 @@ class _Sampler:
         """Indices inside what they pick from, however they are made of the sources: those are drawn as small numbers, smaller
         each time until every index is in range. Where none are (the oracle then fails), the last draw stands."""
         settled: list[Node] = []
+        drawn = set[Node]()
         for n in problem.nodes:
             if not isinstance(n.op, (Gather, Write)):
                 continue
@@ -93,12 +94,18 @@ class _Sampler:
             under = [m for m in toposort((n.src[1],)) if isinstance(m.op, Param)]
             leaves = [m for m in under if cast("Param", m.op).index not in self._given]
             plain = all(isinstance(m.op, (Param, Convert, *VIEWS)) for m in toposort((n.src[1],)))
-            if not leaves or not (plain or not self._in_range(settled)):
+            if not leaves or ((not plain or drawn.issuperset(leaves)) and self._in_range(settled)):
                 continue
+            drawn.update(leaves)
             extent = max(n.src[0].shape[n.op.axis], 1)
-            for bound in [extent] if plain else _bounds(extent):
+            ends = problem.large_tables.get(n.src[0].op.index) if isinstance(n.src[0].op, Param) else None
+            for bound in [2 * ends if ends else extent] if plain else _bounds(ends or extent):
                 for leaf in leaves:
-                    self.sources[cast("Param", leaf.op).index] = self._small(leaf.tensor, bound, isinstance(n.op, Write))
+                    small = self._small(leaf.tensor, bound, isinstance(n.op, Write))
+                    if plain and ends and leaf.dtype.is_integer and leaf.dtype.max >= extent:
+                        wide = small.to(torch.int64)
+                        small = torch.where(wide < ends, wide, wide + extent - 2 * ends).to(small.dtype)
+                    self.sources[cast("Param", leaf.op).index] = small
                 if self._in_range(settled):
                     break
 

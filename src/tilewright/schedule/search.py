@@ -209,7 +209,7 @@ class _Search:
     def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
         given = self._problem, self._target, self._weights
         apart = hosted(*given, [s.candidate for s in spaces], cold=self._cold) if self._apart else None
-        return apart or Bench(*given, cold=self._cold)
+        return apart or Bench(*given, cold=self._cold and self._budget_s > 0)
 
     def _unchecked(self, spaces: Sequence[_Space]) -> Decision:
         """The reference, unexamined, where it fails on random data: what a program computes of its own it may well do."""

@@ -31,7 +31,7 @@ from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover
 from tilewright.schedule.guard import Watch
 from tilewright.schedule.nursery import KEY, PULSE, DiedError, UnavailableError, memory_file, nurse, nursery, say
-from tilewright.schedule.problem import AnyProblem
+from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
@@ -97,7 +97,8 @@ class HostedBench:
         self._nursery = nursery()
         self._limit_s = LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S
         try:
-            self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]})
+            tables = problem.large_tables if isinstance(problem, RegionProblem) else {}
+            self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]}, tables)
         except (OSError, ValueError) as error:  # no memory for another copy, no descriptor
             raise UnavailableError(f"the worker process cannot have the weights of {problem}: {error}") from None
         self._nursery.lock.acquire()
@@ -180,13 +181,19 @@ def _lost(schedule: Schedule, died: DiedError) -> Attempt:
 
 
 class _Weights:
-    """Weights as a worker gets them: small ones in the message, the others in one file in memory."""
+    """Weights as a worker gets them: small ones in the message, the others in one file in memory; of a large table its ends,
+    between which the worker has zeros that take no memory."""
 
-    def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
-        self.places: list[tuple[int, torch.dtype, tuple[int, ...], int | torch.Tensor]] = []
+    def __init__(self, weights: Mapping[int, torch.Tensor], tables: Mapping[int, int]) -> None:
+        """`tables`: how many slices at either end of one are to be had (`RegionProblem.large_tables`)."""
+        self.places: list[tuple[int, torch.dtype, tuple[int, ...], int | torch.Tensor | tuple[torch.Tensor, ...]]] = []
         self.fd: int | None = None
         at, large = 0, list[tuple[int, torch.Tensor]]()
         for i, t in weights.items():
+            if i in tables:
+                ends = tuple(part.detach().cpu().clone() for part in (t[: tables[i]], t[-tables[i] :]))
+                self.places.append((i, t.dtype, tuple(t.shape), ends))
+                continue
             dense = t.detach().cpu().contiguous()
             if dense.nbytes < SMALL_BYTES:
                 self.places.append((i, dense.dtype, tuple(dense.shape), dense.clone()))
@@ -301,6 +308,10 @@ class _Host:
         for i, dtype, shape, at in places:
             if isinstance(at, torch.Tensor):
                 weights[i] = at
+            elif isinstance(at, tuple):
+                first, last = at
+                weights[i] = torch.zeros(shape, dtype=dtype, device=target.device)
+                weights[i][: len(first)], weights[i][-len(last) :] = first, last
             else:
                 assert memory is not None
                 size = torch.Size(shape).numel() * dtype.itemsize
