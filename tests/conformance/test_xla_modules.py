@@ -1,7 +1,7 @@
 """XLA's own tests: how many modules become products alone, and that what they compute stays the same."""
 
 import pytest
-from xla_modules import FILES, FP8, INT4, checkout, modules, outcome
+from xla_modules import FILES, FP8, INT4, checkout, everything, modules, outcome, run
 
 pytestmark = [
     pytest.mark.conformance,
@@ -22,3 +22,12 @@ def test_modules_with_products_need_no_other_step():
     outcomes = [outcome(m.text) for file in FILES for m in modules(checkout(), file)]
     compiled = [o for o in outcomes if not o.refused]
     assert compiled and sum(o.only_products for o in compiled) >= PRODUCTS_ALONE * len(compiled)
+
+
+def test_modules_compute_what_xlas_client_computes():
+    found = [
+        m for m in everything(checkout()) if m.file.endswith(("dot_operation_test.cc", "gemm_fusion_test.cc")) or m.file == FP8
+    ]
+    verdicts = [(m.name, verdict, why) for m, verdict, why in run(found[::4])]
+    assert [v for v in verdicts if v[1] in ("wrong", "untyped", "crash", "slow")] == []
+    assert sum(v[1] == "pass" for v in verdicts) >= len(verdicts) // 2
