@@ -16,7 +16,7 @@ from rule_checks import (
     traffic,
 )
 from tilewright.compiler import compile, optimise
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, S32
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, S8, S32
 from tilewright.ir.build import const, convert, input_, map_, reshape, swap_last
 from tilewright.ir.carrier import stores_of
 from tilewright.ir.graph import Node
@@ -90,6 +90,7 @@ KEPT = {
     "the least": lambda: amax(Y, fn="minimum"),
     "signed": lambda: Node(Reduce("maximum", (0, 1)), Y),
     "kept axes": lambda: amax(Y, keepdims=True),
+    "of f64": lambda: amax(map_("multiply", gemm(input_("e", F64, (M, K)), input_("f", F64, (K, N))), const(1e300, F64))),
     "of integers": lambda: amax(gemm(input_("p", S8, (M, K)), input_("q", S8, (K, N)), acc_dtype=S32)),
 }
 

@@ -19,7 +19,7 @@ from rule_checks import (
     traffic,
 )
 from tilewright.compiler import optimise
-from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, F64, S4, S8, S16, S32, U4, U8
+from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, F64, PRED, S4, S8, S16, S32, U4, U8, U16
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.carrier import stores_of
 from tilewright.ir.graph import Node, toposort
@@ -236,7 +236,40 @@ def test_corrections_may_wrap_on_the_way_but_not_in_the_end():
     assert results(optimise(before), feeds)[0].item() == torch.tensor(k * 127 * 128).float().item()
 
 
+WIDENED = {
+    "as they lie": lambda: convert(input_("x", S8, (K, K)), F32),
+    "turned, then widened": lambda: convert(swap_last(input_("x", S8, (K, K))), F32),
+    "widened, then turned": lambda: swap_last(convert(input_("x", S8, (K, K)), F32)),
+    "split and joined": lambda: reshape(reshape(convert(input_("x", U8, (K, K)), F32), (3, 4, K)), (K, K)),
+    "cut": lambda: slice_(convert(convert(input_("x", S8, (K + 2, K)), S16), F32), 0, 1, K + 1),
+}
+
+
+@pytest.mark.parametrize("name", WIDENED)
+def test_codes_divided_by_a_scale_are_read_as_they_are_viewed(name):
+    """Extents are alike, so that a view that is lost shows in the values alone."""
+    on_codes(graph_of(gemm(map_("divide", WIDENED[name](), const(8.0)), dequantized(input_("w", S8, (K, N)), const(0.5)))))
+
+
 # Where it must not fire
+
+
+CHANGED = {
+    "a sign wraps": lambda: convert(convert(input_("x", S8, (M, K)), U16), F32),
+    "a fraction is cut": lambda: convert(convert(input_("x", F8E4M3FN, (M, K)), S32), F32),
+    "only zero or not": lambda: convert(convert(input_("x", S8, (M, K)), PRED), F32),
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_quotients_of_what_a_cast_changes_stay(name):
+    x = map_("divide", CHANGED[name](), const(8.0))
+    refused(x, dequantized(input_("w", F8E4M3FN if "cut" in name else S8, (K, N)), const(0.5)), "an operand is not quantised")
+
+
+def test_a_quotient_in_8_bits_stays():
+    x = map_("divide", input_("x", F8E4M3FN, (M, K)), const(3.0, F8E4M3FN))
+    refused(x, dequantized(input_("w", F8E4M3FN, (K, N)), const(0.5)), "an operand is not quantised")
 
 
 def refused(x, w, why):

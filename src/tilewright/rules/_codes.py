@@ -11,6 +11,7 @@ from tilewright.ir.constant import constant_value
 from tilewright.ir.expression import REARRANGE, Sources, before_reshape, outside
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import VIEWS, Broadcast, Convert, Dequantize, Map, Slice, Transpose
+from tilewright.rules.casts import holds
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,21 @@ def as_operand(node: Node, sources: Sources) -> Node:
 def are_codes(dtype: DType) -> bool:
     """Whether a type is an integer or a float of at most 8 bits."""
     return dtype.kind in ("int", "uint", "float") and dtype.bits <= 8
+
+
+def widened_codes(node: Node) -> Node | None:
+    """The codes of which a node is a copy in a wider type, viewed as the node views them: casts on the way hold every code, so
+    that none wraps or is rounded. None if it is anything else."""
+    views: list[Node] = []
+    while not are_codes(node.dtype):
+        if isinstance(node.op, VIEWS):
+            views.append(node)
+        elif not isinstance(node.op, Convert) or not holds(node.dtype, node.src[0].dtype):
+            return None
+        node = node.src[0]
+    for view in reversed(views):
+        node = Node(view.op, node)
+    return node
 
 
 def viewed(t: Node, coded: Node, views: Sequence[Node]) -> Node | None:

@@ -21,8 +21,8 @@ def find_the_largest_in_the_store(graph: Graph, trace: Trace) -> Graph:
     """reduce[maximum](abs(f(g))) with g = gemm(a, b) -> gemm(a, b) {stores = …, reduce[maximum](abs(f(store)))}.
 
     Where: everything is reduced to one element; f is elementwise, and reads only inputs and constants beside g; nothing else
-    reads what lies between. g is no longer stored if nothing else reads it. Magnitudes narrower than f32 are widened before and
-    their largest is narrowed behind. Exact: yes.
+    reads what lies between. g is no longer stored if nothing else reads it. Magnitudes are of at most 32 bits; those narrower
+    than f32 are widened before and their largest is narrowed behind. Exact: yes.
     """
     users, present = graph.users(), set(graph.nodes())
     replacement: dict[Node, Node] = {}
@@ -83,7 +83,7 @@ def _path(result: Node, store: Node, reader: Node | None, users: Users) -> list[
 
 
 def _gives_sizes(n: Node) -> bool:
-    return isinstance(n.op, Map) and n.op.fn == "abs" and n.dtype.is_float
+    return isinstance(n.op, Map) and n.op.fn == "abs" and n.dtype.is_float and n.dtype.bits <= F32.bits
 
 
 def _reduced(result: Node, store: Node, path: list[Node], sources: Sources) -> Node:

@@ -9,9 +9,9 @@ from tilewright.ir.build import convert, map_
 from tilewright.ir.constant import scalar_value
 from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Broadcast, Const, Convert, Dequantize, Gemm, Map, Param
+from tilewright.ir.ops import VIEWS, Acc, Broadcast, Const, Dequantize, Gemm, Map, Param
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import Coded, are_codes, as_operand, corrected, varies, viewed
+from tilewright.rules._codes import Coded, as_operand, corrected, varies, viewed, widened_codes
 
 
 def read_codes(root: Node, summed_axis: int, sources: Sources) -> Coded | str:
@@ -48,14 +48,18 @@ def _quotient(node: Node, sources: Sources) -> Node | None:
     A quotient is no dequantisation, which multiplies: where one stands alone it stays. Here the sum is divided.
     """
     source = sources.nodes[node.op.index] if isinstance(node.op, Param) else node
-    if not isinstance(source.op, Map) or source.op.fn != "divide" or not source.dtype.is_float:
+    if not isinstance(source.op, Map) or source.op.fn != "divide" or not _wide(source):
         return None
-    codes, scale = source.src
-    while isinstance(codes.op, (*VIEWS, Convert)) and not are_codes(codes.dtype) and codes.shape == source.shape:
-        codes = codes.src[0]
-    if not are_codes(codes.dtype) or codes.shape != source.shape or scale.tensor.elements >= max(codes.tensor.elements, 2):
+    widened, scale = source.src
+    codes = widened_codes(widened)
+    if codes is None or codes.shape != source.shape or scale.tensor.elements >= max(codes.tensor.elements, 2):
         return None
     return Node(Dequantize(source.dtype), as_operand(codes, sources), _beside(scale, sources))
+
+
+def _wide(node: Node) -> bool:
+    """Whether a quotient is rounded to no fewer bits than codes have."""
+    return node.dtype.is_float and node.dtype.bits >= 16
 
 
 def _beside(scale: Node, sources: Sources) -> Node:
