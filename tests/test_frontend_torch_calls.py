@@ -11,7 +11,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
 from against_torch import Of, agree, read
-from tilewright.dtype import F32, OPAQUE
+from tilewright.dtype import F32, OPAQUE, S32
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
 from tilewright.ir.build import input_
 from tilewright.ir.evaluate import evaluate
@@ -188,3 +188,15 @@ def test_a_payload_holds_data_alone() -> None:
     graph = read(Of(lambda a: a.cumsum(1, dtype=torch.float64)), X)
     (op,) = (n.op for n in graph.nodes() if isinstance(n.op, Call))
     assert json.loads(op.payload) == {"args": [{"tensor": 0}, 1], "kwargs": {"dtype": {"torch": "float64"}}}
+
+
+def test_integers_without_a_kernel_are_counted_as_floats():
+    """A program traced on a GPU has histc of integers, for which torch has no kernel on a CPU."""
+    ids = torch.tensor([0, 3, 3, 1, 2, 3], dtype=torch.int32)
+    with pytest.raises(NotImplementedError):
+        torch.histc(ids, 4, 0, 3)
+    x = input_("x", S32, (6,))
+    payload = json.dumps({"args": [{"tensor": 0}, 4, 0, 3], "kwargs": {}})
+    counted = Node(Call("torch", "aten.histc.default", payload, (TensorType(S32, (4,)),)), x)
+    (found,) = evaluate(Graph("g", (x,), (counted,), ("y",)), [ids])
+    assert found.dtype is torch.int32 and found.tolist() == [1, 1, 1, 3]

@@ -33,3 +33,24 @@ def test_it_runs_where_its_weights_are():
     assert got.device == x.device
     with torch.no_grad():
         torch.testing.assert_close(got, module(x), rtol=1e-3, atol=1e-4)
+
+
+@torch.library.custom_op("tilewright_gpu_test::where_it_is", mutates_args=())
+def where_it_is(x: torch.Tensor) -> torch.Tensor:
+    """1 where the operand lies on a GPU."""
+    return torch.full_like(x, float(x.is_cuda))
+
+
+@where_it_is.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def test_an_operator_of_torch_runs_where_the_program_does():
+    class Asked(torch.nn.Module):
+        def forward(self, x):
+            return where_it_is(x * 2) + torch.histc((x > 0).int(), 2, 0, 1).sum()
+
+    module, x = Asked(), torch.randn(4, 16, device="cuda")
+    program = tilewright.compile(module, example_inputs=(x,), budget_s=0, cache=False)
+    assert torch.equal(program(x), torch.full_like(x, 65.0))

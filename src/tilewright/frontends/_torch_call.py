@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,6 +23,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Call
 from tilewright.ir.types import TensorType
 
+_EXACT_IN_F64 = (torch.int8, torch.int16, torch.int32, torch.uint8)
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Packages whose import registers a namespace that torch itself ships.
 _REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
@@ -134,12 +135,22 @@ def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
     if any(a.name == "filename" for a in schema_of(operator).arguments):
         raise InputError(f"{op.target} reads a file, which a program may not", where=op.target)
     tensors = [cast(torch.Tensor, v).contiguous() for v in values]
-    args, kwargs = arguments(op, tensors)
-    with torch.no_grad():
-        result = operator(*args, **kwargs)
-    results = list(tensors_in(result))
+    try:
+        results = _run(operator, op, tensors)
+    except NotImplementedError:
+        # A program that was traced on a GPU may want a kernel for integers that torch has for floats alone on a CPU (histc).
+        if not any(t.dtype in _EXACT_IN_F64 for t in tensors):
+            raise
+        results = _run(operator, op, [t.double() if t.dtype in _EXACT_IN_F64 else t for t in tensors])
+        results = [r.to(w.dtype.to_torch()) for r, w in zip(results, op.types, strict=True)]
     check_types(op, results)
     return results
+
+
+def _run(operator: Callable[..., object], op: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    args, kwargs = arguments(op, tensors)
+    with torch.no_grad():
+        return list(tensors_in(operator(*args, **kwargs)))
 
 
 def check_types(op: Call, results: Sequence[torch.Tensor]) -> None:

@@ -15,7 +15,7 @@ from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.kept import callers, meets, span
-from tilewright.ir.ops import Const, Input, Item, Write
+from tilewright.ir.ops import Call, Const, Input, Item, Write
 from tilewright.ir.pattern import Trace
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
@@ -109,9 +109,7 @@ class Executable:
                 [slot[n] for n in step.part.inputs],
                 [slot[n] for n in step.part.outputs],
                 [s for s, at in last.items() if at == i and s not in kept],
-                "it runs in the source's own library, on the host"
-                if step.decision is None and step.part.kind != "write"
-                else None,
+                "it runs in the source's own library" if step.decision is None and step.part.kind != "write" else None,
             )
             for i, step in enumerate(self.steps)
         ]
@@ -349,12 +347,20 @@ def _name(graph: Graph, part: Part) -> str:
 
 
 def _call_step(graph: Graph, part: Part, target: Target) -> Step:
-    """Opaque calls, evaluated on the CPU by the source's own library; their values are moved."""
+    """Opaque calls: torch's operators run where the program does, other libraries on the CPU, their values being moved."""
     evaluate = evaluator(part.outputs, part.inputs, graph.origin)
+    there = all(n.op.library == "torch" for n in part.nodes if isinstance(n.op, Call))
 
     def run(values: Sequence[Value]) -> Sequence[Value]:
         if target.kind == "cpu":
             return evaluate(values)
+        if there:
+            try:
+                with torch.device(target.device):
+                    return [_moved(v, target.device) for v in evaluate(values)]
+            except TypeMismatchError as error:
+                if not isinstance(error.__cause__, NotImplementedError):  # torch has no kernel for these types there
+                    raise
         return [_moved(v, target.device) for v in evaluate([_moved(v, "cpu") for v in values])]
 
     return Step(graph.origin(part.outputs[-1]), part, run, None)
