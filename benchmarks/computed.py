@@ -1,6 +1,6 @@
 """Operands and side inputs that are computed: by the product that reads them, against a step of their own before it.
 
-    OMP_NUM_THREADS=1 python benchmarks/computed.py [--device cpu] [--turns 15]
+    OMP_NUM_THREADS=1 python benchmarks/computed.py [--device cpu] [--turns 15] [--type bf16]
 
 Both forms are searched for, verified, and timed in turns in one process; a line gives the least of each, in microseconds, since
 what else runs only adds to them, and their ratio.
@@ -26,7 +26,10 @@ from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
 
-SHAPES = ((1, 2048, 2048), (16, 1024, 2048), (128, 1024, 1024), (512, 512, 512))
+SHAPES = {
+    "cpu": ((1, 2048, 2048), (16, 1024, 2048), (128, 1024, 1024), (512, 512, 512)),
+    "cuda": ((16, 4096, 4096), (1024, 4096, 1024), (4096, 4096, 4096)),
+}
 
 
 def prologues(d: DType, m: int, k: int) -> dict[str, Node]:
@@ -43,10 +46,11 @@ def cases(d: DType, m: int, k: int, n: int) -> dict[str, tuple[Node, ...]]:
         None,
     )
     found = {name: (gemm(a, b, out_dtype=d if d is BF16 else out),) for name, a in prologues(d, m, k).items()}
-    if d is F32:
+    if d.is_float:
         product = gemm(input_("x", d, (m, k)), b)
-        found["AB + beta C"] = (map_("add", product, map_("multiply", input_("c", d, (m, n)), const(0.5))),)
-        found["amax"] = (product, Node(Reduce("maximum", (0, 1)), map_("abs", product)))
+        scaled = map_("add", product, convert(map_("multiply", input_("c", d, (m, n)), const(0.5, d)), F32))
+        found["AB + beta C"] = (convert(scaled, d),)
+        found["amax"] = (convert(product, d), Node(Reduce("maximum", (0, 1)), map_("abs", product)))
     return found
 
 
@@ -84,12 +88,13 @@ def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--device", default="cpu")
     options.add_argument("--turns", type=int, default=15)
+    options.add_argument("--type", choices=["f32", "bf16", "s8"], help="of the operands; all if not given")
     given = options.parse_args()
     target = detect(given.device)
     generated = [c for c in discover() if c.name in ("llvm", "triton", "hopper")]
     print(f"{'problem':12} {'type':5} {'M x K x N':>16} {'in it':>9} {'apart':>9} {'apart / in it':>13}   pieces")
-    for d in (F32, BF16, S8):
-        for m, k, n in SHAPES:
+    for d in (d for d in (F32, BF16, S8) if given.type in (None, d.name)):
+        for m, k, n in SHAPES[target.kind]:
             for name, outputs in cases(d, m, k, n).items():
                 problem = posed(outputs)
                 with torch.device(target.device):
