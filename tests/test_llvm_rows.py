@@ -167,7 +167,7 @@ def test_an_index_out_of_range_is_an_error_in_every_lane():
     torch.testing.assert_close(got, values.gather(1, picks % 50).tanh())
     for wrong in (50, -51, 1 << 62, -(1 << 63)):
         picks[1, 20] = wrong
-        with pytest.raises(TypeMismatchError, match="out of bounds"):
+        with pytest.raises(TypeMismatchError, match="out of (bounds|range)"):
             run(sources)
 
 
@@ -234,6 +234,25 @@ def test_powers_that_products_and_roots_give(exponent):
     ends = torch.tensor([0.0, -0.0, infinity, -infinity, nan, 1.0, -1.0, 2.0, -2.0, 1e-45]).repeat(15).reshape(3, 50)
     (got,) = runner(problem_of(map_("power", x, const(exponent, F32))))([ends])
     torch.testing.assert_close(got, ends.pow(torch.full_like(ends, exponent)), equal_nan=True)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_ranges_of_what_is_worked_out_are_worked_out_from_ranges(heads):
+    codes, turns = input_("codes", U8, (1, 5, heads * 10)), input_("turns", F32, (1, 1, 5, 10))
+
+    def wide_of(x):
+        return Node(Dequantize(F32), x, const(0.03, F32), const(121, U8))
+
+    wide = reshape(wide_of(codes), (1, 5, heads, 10))
+    halves = [transpose(slice_(wide, 3, *at), (0, 2, 1, 3)) for at in ((5, 10), (0, 5))]
+    rotated = map_("multiply", Node(Concat(3), map_("negate", halves[0]), halves[1]), turns)
+    total = map_("add", map_("multiply", transpose(wide, (0, 2, 1, 3)), turns), rotated)
+    right(Node(Quantize(U8), total, const(0.05, F32), const(99, U8)))
+    right(map_("silu", halves[0]))
+    side = input_("side", F32, (heads * 10,))  # has no such shape
+    turned = reshape(map_("multiply", wide_of(codes), side), (1, 5, heads, 10))
+    if heads > 1:
+        assert "range" in str(rows.CANDIDATE.refuse(problem_of(map_("silu", slice_(turned, 3, 5, 10))), CPU))
 
 
 def test_large_elementwise_regions_are_cut_into_pieces():

@@ -153,3 +153,13 @@ def test_a_region_is_the_same_problem_wherever_it_stands():
     assert other != first
     moved, _ = region_of([a], [reshape(a, (8, 4))])
     assert moved.only_views
+
+
+def test_an_exponent_is_part_of_its_region():
+    x, two, scale = input_("x", F32, (4, 8)), const(2.0, F32), const(0.5, F32)
+    power = map_("multiply", map_("power", x, broadcast(two, (4, 8))), scale)
+    problem, sources = region_of([scale, two, x], [power])
+    assert sources == (x, scale) and len(problem.types) == 2 and str(problem) == "power, multiply -> f32[4,8]"
+    assert problem != region_of([scale, x, const(3.0, F32)], [map_("multiply", map_("power", x, const(3.0, F32)), scale)])[0]
+    computed = input_("n", F32, (8,))
+    assert region_of([x, computed], [map_("power", x, computed)])[1] == (x, computed)

@@ -18,7 +18,20 @@ from tilewright.ir.access import ELEMENTWISE, Unsupported
 from tilewright.ir.axes import axes_of, layout_of, reshaped
 from tilewright.ir.build import broadcast, const, map_, reshape
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Broadcast, Concat, Dequantize, Gather, Quantize, Reduce, Reshape, Slice, Transpose
+from tilewright.ir.ops import (
+    VIEWS,
+    Broadcast,
+    Concat,
+    Const,
+    Dequantize,
+    Gather,
+    Param,
+    Quantize,
+    Reduce,
+    Reshape,
+    Slice,
+    Transpose,
+)
 from tilewright.ir.types import Shape
 
 MOST = 16  # pieces of all results, each of which is code of its own
@@ -241,6 +254,9 @@ def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node
         if before is not None:
             inner = cut_to(n.src[0], before, made)
             return reshape(inner.src[0] if isinstance(inner.op, Reshape) else inner, shape)
+        split = _reshaped(n.src[0], n.shape)
+        if split is not None:
+            return cut_to(split, ranges, made)
     elif isinstance(op, Slice):
         return cut_to(n.src[0], tuple(a[r.start : r.stop : r.step] for a, r in zip(_of_slice(op), ranges, strict=True)), made)
     elif isinstance(op, Concat):
@@ -266,6 +282,24 @@ def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node
         table = (*ranges[:axis], range(n.src[0].shape[axis]), *ranges[axis + rank :])
         return Node(op, cut_to(n.src[0], table, made), cut_to(n.src[1], ranges[axis : axis + rank], made))
     return Node(Slice(*(tuple(x) for x in zip(*((r.start, r.stop, r.step) for r in ranges), strict=True))), n)
+
+
+def _reshaped(n: Node, shape: Shape) -> Node | None:
+    """What elementwise operations work out of sources and numbers, worked out in another shape; None of a source alone."""
+    if not isinstance(n.op, ELEMENTWISE) or (isinstance(n.op, (Quantize, Dequantize)) and n.op.block is not None):
+        return None
+    found: list[Node] = []
+    for s in n.src:
+        if s.tensor.elements > 1 and s.shape != n.shape:
+            return None
+        to, below = shape if s.shape == n.shape else (), s
+        while isinstance(below.op, VIEWS):
+            below = below.src[0]
+        part = reshape(s, to) if isinstance(below.op, (Param, Const)) else _reshaped(s, to)
+        if part is None:
+            return None
+        found.append(part)
+    return n.with_src(found)
 
 
 def _reduced_in_parts(root: Node, shape: Shape, parts: Sequence[Ranges], made: dict[tuple[Node, Ranges], Node]) -> Node:

@@ -11,7 +11,23 @@ from typing import ClassVar, Literal
 
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Attention, Const, Convert, Dequantize, Gather, Gemm, Param, Slice, Transpose, Write
+from tilewright.ir.ops import (
+    VIEWS,
+    Acc,
+    Attention,
+    Broadcast,
+    Const,
+    Convert,
+    Dequantize,
+    Gather,
+    Gemm,
+    Map,
+    Param,
+    Reshape,
+    Slice,
+    Transpose,
+    Write,
+)
 from tilewright.ir.ranges import Room
 from tilewright.ir.shown import show_gemm, show_region
 from tilewright.ir.types import Shape, TensorType
@@ -291,17 +307,33 @@ def region_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[RegionPr
     """The problem of computing `outputs` from `inputs` (tensors both), and the inputs in the order of its sources.
 
     That is the order in which the expressions come to them: equal regions are equal problems wherever they stand. Of an output
-    that is a write, what is written is computed.
+    that is a write, what is written is computed. Constants are sources, so that regions which differ in them alone are one
+    problem, but an exponent is part of the expression: a square is one product, a power that nothing is known of a hundred
+    instructions.
     """
     rooms = tuple(room_of(n) for n in outputs)
     outputs = [n if room is None else n.src[2] for n, room in zip(outputs, rooms, strict=True)]
     stand_in = {s: Node(Param(i, s.tensor)) for i, s in enumerate(inputs)}
     roots = substitute(outputs, stand_in)
+    exponents = {n: inputs[n.op.index] for n in _exponents(roots) if isinstance(n.op, Param)}
+    roots = substitute(roots, {n: s for n, s in exponents.items() if isinstance(s.op, Const) and s.tensor.elements == 1})
     order = [n for n in toposort(roots) if isinstance(n.op, Param)]
     sources = tuple(inputs[n.op.index] for n in order if isinstance(n.op, Param))
     roots = substitute(roots, {n: Node(Param(i, n.tensor)) for i, n in enumerate(order)})
     types, weights = tuple(s.tensor for s in sources), tuple(s.constant for s in sources)
     return RegionProblem(tuple(roots), types, weights, rooms if any(rooms) else ()), sources
+
+
+def _exponents(roots: Sequence[Node]) -> set[Node]:
+    """What powers are taken to, below views."""
+    found: set[Node] = set()
+    for n in toposort(roots):
+        if isinstance(n.op, Map) and n.op.fn == "power":
+            exponent = n.src[1]
+            while isinstance(exponent.op, (Broadcast, Reshape)):
+                exponent = exponent.src[0]
+            found.add(exponent)
+    return found
 
 
 def room_of(n: Node) -> Room | None:
