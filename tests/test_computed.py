@@ -104,6 +104,8 @@ def test_unmeasured_a_cpu_packs_and_a_gpu_weighs():
     large = split.CANDIDATE.leading(problem(BF16, "silu", 8192, 8192, 8192), gpu)
     assert large is not None and large["apart"] == "operands" and "hopper" in str(large["by"])
     assert split.CANDIDATE.leading(problem(BF16, "silu", 16, 4096, 4096), gpu) is None
+    codes = split.CANDIDATE.leading(problem(S8, "masked", 512, 4096, 1024), gpu)  # bytes that do not lie along K
+    assert codes is not None and "hopper" in str(codes["by"])
 
 
 def test_unmeasured_what_no_kernel_computes_is_a_step_of_its_own(monkeypatch):

@@ -14,6 +14,7 @@ from computed_problems import problem as computed
 from tilewright.candidates.triton import _module as modules
 from tilewright.candidates.triton import gemm as triton_gemm
 from tilewright.candidates.triton._run import operands_outside
+from tilewright.candidates.triton._space import shared_bytes
 from tilewright.compiler import optimise
 from tilewright.dtype import F16, F32
 from tilewright.hardware.detect import chips
@@ -93,6 +94,33 @@ def test_every_legal_point_has_room_and_an_expected_time():
             times.append(predict(triton_gemm.CANDIDATE, p, schedule, at))
         assert len(times) > 20
         assert times == sorted(times)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "right"), [(F16, "silu", None), (F16, "narrowed", None), (F16, "relu", "silu")], ids=str
+)
+def test_all_that_an_operand_is_computed_from_has_room(kind, name, right):
+    """Triton takes no more shared memory than is counted, of the deepest pipeline that is offered and of the first."""
+    at, p = target("nvidia_h200"), computed(kind, name, 512, 4096, 1024, None, right)
+    plan, arch = triton_gemm.plan_of(p, at), modules.arch_of(at)
+    points = [triton_gemm.point_of(s) for s in triton_gemm.CANDIDATE.schedules(p, at)]
+    nest = triton_gemm.nest_of(p, at)
+    for point in {points[0], max(points, key=lambda q: shared_bytes(nest, q, arch))}:
+        kernel = triton_gemm.compile_for(replace(nest, point=point), arch, p, plan.outside).kernel
+        counted = shared_bytes(nest, point, arch)
+        assert modules.needs(kernel).shared_bytes <= counted <= CHIPS["nvidia_h200"].shared_bytes
+
+
+def test_bytes_that_do_not_lie_along_k_are_expected_to_take_longer():
+    """Measured on an H200: 493 us for 4096^3 in s8, and ten times that with them as the dot's first operand."""
+    at = target("nvidia_h200")
+    lines = ("s8[4096,4096] @ s8[4096,4096] -> s32", "s8[4096,4096] @ s8[4096,4096]^T -> s32")
+    across, along = (problem(line) for line in lines)
+    first, last = (
+        predict(triton_gemm.CANDIDATE, p, next(iter(triton_gemm.CANDIDATE.schedules(p, at))), at) for p in (across, along)
+    )
+    assert first > 2 * last
+    assert not any(s["swap_ab"] for s in list(triton_gemm.CANDIDATE.schedules(across, at))[:20])
 
 
 def test_parts_of_k_are_used_where_tiles_do_not_fill_the_chip():

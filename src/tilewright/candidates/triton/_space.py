@@ -34,6 +34,10 @@ REGISTERS_BESIDE = 56  # of a thread, beside the accumulator
 DEFAULT_SHARED = 48 << 10
 NEAR_BYTES_PER_CYCLE = 40.0  # of an SM, from the last cache: 8192^3 and 4096^3 products in bf16 and s8 read 7 to 9 TB/s
 TAKES_TURNS = 1.45  # with two stages, loads of one wait for the dot of the other, which runs behind (wgmma)
+# Bytes a cycle of 8-bit operands that do not lie along K: no matrix unit takes those from shared memory, nor does a load turn
+# them, as it turns 16-bit ones, so that each warp gathers them; the dot's second operand and its first. H200, s8 products of 32
+# to 4096 rows.
+GATHERED, GATHERED_FIRST = 10.0, 2.5
 LONG = 24  # instructions of a function that is an approximation: exp, erf and the like
 STEP = 40.0  # cycles of a step for its own sake: barriers, addresses
 TIGHT = 1.08  # 128 sums a thread leave few registers
@@ -107,8 +111,26 @@ def legal(nest: Nest, target: Target) -> list[Point]:
                 continue
             for split_k in _splits(nest, tile_m, tile_n, tile_k, target):
                 for swap_ab in (False, True) if turns and (tile_m < 64 or converts) and tile_n >= 64 else (False,):
-                    found.append(Point(tile_m, tile_n, tile_k, num_warps, num_stages, split_k, 8, swap_ab))
+                    point = Point(tile_m, tile_n, tile_k, num_warps, num_stages, split_k, 8, swap_ab)
+                    if shared_bytes(nest, point, arch) <= shared:
+                        found.append(point)
     return found
+
+
+def shared_bytes(nest: Nest, p: Point, arch: Arch) -> int:
+    """Shared memory of a point, as Triton was seen to take it: an operand that lies in memory for each stage; of one that is
+    computed each source for all stages but one, and what is computed, unless wgmma takes that from registers."""
+    size = nest.dot.operand.bits // 8
+    bytes_ = 0
+    for access, rows, upright in ((nest.lhs, p.tile_m, p.swap_ab), (nest.rhs, p.tile_n, not p.swap_ab)):
+        if not _conversions(access):
+            bytes_ += p.num_stages * rows * p.tile_k * size
+            continue
+        vectors = sum(isinstance(n.op, Param) for n in toposort((access.root,))) - 1
+        each = rows * p.tile_k * _bytes(access) + 4 * vectors * max(rows, p.tile_k)
+        in_registers = arch.capability == 90 and size == 2 and not upright and rows >= 64
+        bytes_ += int((p.num_stages - 1) * each) + (0 if in_registers else rows * p.tile_k * size)
+    return bytes_
 
 
 def _up(extent: int) -> int:
@@ -159,6 +181,7 @@ def _work(nest: Nest, p: _Points, target: Target) -> Work:
     far = np.minimum(once / (near * steps * blocks), 1.0)  # the part of it that comes from memory
 
     step, behind = _step(nest, p, arch, target)
+    step = step + _gathered(nest, p, arch)
     waiting = (LATENCY + far * (FAR_LATENCY - LATENCY)) / (np.maximum(p.num_stages - 1 - behind, 0.5) * resident)
     each = np.maximum.reduce([step, waiting, near / NEAR_BYTES_PER_CYCLE]) + STEP
     each = each * np.where((behind > 0) & (p.num_stages == 2), TAKES_TURNS, 1.0) * np.where(held >= 128, TIGHT, 1.0)
@@ -187,17 +210,48 @@ def _step(nest: Nest, p: _Points, arch: Arch, target: Target) -> tuple[Array, Ar
     unit = next((u for name in (own, *widened(own)) for u in target.chip.units if u.operand == name), None)
     rate = (float(unit.ops_per_cycle) if unit is not None else 256.0) / (2 if nest.dot.unit == "tf32" else 1)
     down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
-    groups = (arch.capability == 90) & (down >= 64)  # four warps multiply together, from shared memory
+    groups = (
+        (arch.capability == 90) & (down >= 64) & (not _gathers(nest, arch))
+    )  # four warps multiply together, from shared memory
     multiplied = 2 * np.maximum(down, 16) * np.maximum(wide, 8) * p.tile_k / rate
     if arch.capability == 90:
         multiplied = multiplied * np.where(groups, 1.0, 1.6)  # mma.sync reaches five eighths of wgmma's rate
-    rows = np.clip(2 ** np.round(np.log2(np.sqrt(p.num_warps * down / wide))), 1, np.minimum(p.num_warps, down / 16))
+    rows = _warps_down(p)
     by_warps = (p.num_warps / rows * down + rows * wide) * p.tile_k * size
     by_groups = down / 64 * (64 + wide) * p.tile_k * size
     fed = np.where(groups, by_groups, by_warps) / SHARED_BYTES_PER_CYCLE
     if nest.dot.precision == "ieee" and arch.backend == "cuda":
         fed = fed * 2  # every operand of a multiply-add comes through a load of its own
     return np.maximum(multiplied, fed), np.where(groups, 1.0, 0.0)
+
+
+def _warps_down(p: _Points) -> Array:
+    """Warps side by side along the rows of the dot's first operand: each reads all of the second."""
+    down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
+    return np.clip(2 ** np.round(np.log2(np.sqrt(p.num_warps * down / wide))), 1, np.minimum(p.num_warps, down / 16))
+
+
+def _gathered(nest: Nest, p: _Points, arch: Arch) -> Array:
+    """Cycles of a step in which 8-bit operands that do not lie along K are gathered byte by byte."""
+    if not _gathers(nest, arch):
+        return 0.0
+    again = _warps_down(p) / GATHERED
+    lhs = np.where(p.swap_ab, again, 1 / GATHERED_FIRST) * p.tile_m if _across(nest.lhs) else 0.0
+    rhs = np.where(p.swap_ab, 1 / GATHERED_FIRST, again) * p.tile_n if _across(nest.rhs) else 0.0
+    return (lhs + rhs) * p.tile_k
+
+
+def _gathers(nest: Nest, arch: Arch) -> bool:
+    return arch.backend == "cuda" and nest.dot.operand.bits == 8 and (_across(nest.lhs) or _across(nest.rhs))
+
+
+def _across(access: Access) -> bool:
+    """Whether an operand's neighbours in memory are not neighbours along K."""
+    leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
+    if not leaves:
+        return False
+    place = access.of_leaf(max(leaves, key=lambda n: n.tensor.elements))
+    return bool(place.rows) and bool(place.columns) and all(t.stride != 1 for t in place.columns)
 
 
 def _conversions(access: Access) -> int:
