@@ -16,7 +16,7 @@ from cli_programs import FAST, invoke
 from hostile_calls import case
 from tilewright.compiler import compile
 from tilewright.dtype import F32, OPAQUE, S64
-from tilewright.errors import InputError, TilewrightError
+from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
 from tilewright.frontends._torch_allowed import ALLOWED
 from tilewright.frontends._torch_call import find_operator, schema_of
@@ -75,6 +75,9 @@ BEYOND = {
     "pinned memory": ("aten.zeros.default", '{"args":[[3,8]],"kwargs":{"pin_memory":true}}', (3, 8)),
     "another type than declared": ("aten.relu.default", ONE, (8, 3)),
     "a deep payload": ("aten.relu.default", '{"args":' + "[" * 5000 + "]" * 5000 + ',"kwargs":{}}', (3, 8)),
+    "half a complex number": ("aten.full.default", '{"args":[[3,8],{"complex":[1]}],"kwargs":{}}', (3, 8)),
+    "words as a complex number": ("aten.full.default", '{"args":[[3,8],{"complex":["a",[]]}],"kwargs":{}}', (3, 8)),
+    "deep complex numbers": ("aten.relu.default", '{"args":[' + '{"complex":[' * 400 + "]}" * 400 + '],"kwargs":{}}', (3, 8)),
     "no payload": ("aten.relu.default", "nonsense", (3, 8)),
 }
 
@@ -144,13 +147,18 @@ def test_what_the_torch_front_end_leaves_to_torch_may_stand_in_a_file(f: Callabl
 
 
 def test_no_allowed_operator_writes_draws_or_shows_old_memory() -> None:
-    assert len(ALLOWED) > 250
+    known = 0
     for target in ALLOWED:
-        operator = find_operator(target, "")
+        try:
+            operator = find_operator(target, "")
+        except UnsupportedError:  # an older torch knows fewer
+            continue
+        known += 1
         assert not schema_of(operator).is_mutable, target
         assert torch.Tag.nondeterministic_seeded not in operator.tags, target
         assert not any(word in target for word in ("empty", "resize", "_reshape_alias", "from_file", "set_", "storage")), target
         assert all(str(a.type) not in ("Storage", "Stream", "Generator") for a in schema_of(operator).arguments), target
+    assert known > 250
 
 
 @pytest.mark.parametrize("target", ["aten.as_strided.default", "aten.gather.default", "aten.index_put.default"])

@@ -187,8 +187,11 @@ def test_4_bit_codes_come_packed_in_bytes_or_as_their_own_type():
         ),
         ((np.zeros((4, 4)), np.zeros((4, 4))), {}, r"f64 given, f32\[4,4\] wanted \(input 'x'\)\n  try: astype\(float32\)"),
         ((np.zeros((4, 4), "S3"), np.zeros((4, 4))), {}, r"unknown dtype 'bytes24' \(input 'x'\)"),
-        ((np.zeros((4, 4), complex), np.zeros((4, 4))), {}, r"unknown dtype 'complex128' \(input 'x'\)"),
-        ((torch.zeros(4, 4, dtype=torch.complex64), 1), {}, r"unknown dtype 'torch.complex64' \(input 'x'\)"),
+        ((np.zeros((4, 4), complex), np.zeros((4, 4))), {}, r"complex128\[4, 4\] given, f32\[4,4\] wanted \(input 'x'\)"),
+        ((torch.zeros(4, 4, dtype=torch.complex64), 1), {}, r"complex64\[4, 4\] given, f32\[4,4\] wanted \(input 'x'\)"),
+        ((np.zeros((4, 4), np.clongdouble), 1), {}, r"unknown dtype 'complex256' \(input 'x'\)"),
+        ((torch.zeros(4, 4, dtype=torch.complex64).to_sparse(), 1), {}, r"a tensor with layout torch.sparse_coo given"),
+        ((np.ma.array(np.zeros((4, 2), complex), mask=True), 1), {}, r"a masked array given"),
         (
             ([[0.0] * 4] * 4, torch.zeros(4, 4)),
             {},

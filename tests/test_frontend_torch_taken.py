@@ -38,6 +38,19 @@ def of_positions(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return rows, columns, x.gt(0).nonzero(), again, torch.masked_select(x, x > 0)
 
 
+def of_what_is_written_to(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    positive = (x.sum() > 0).long()
+    y = x + 1 if positive else x - 1
+    return y, positive.fill_(1)
+
+
+def of_a_count(x: torch.Tensor) -> torch.Tensor:
+    left = (x[:, 0] > 0).sum()
+    while left:
+        x, left = x * 2, left.sub_(1)
+    return x
+
+
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "a branch": lambda x: x + 1 if x.sum() > 0 else x - 1,
     "a branch on a number": lambda x: x + 1 if x.sum().item() > 0 else x - 1,
@@ -46,6 +59,12 @@ WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "numbers as sizes": of_sizes,
     "a mask that picks": of_positions,
     "counts": lambda x: torch.bincount((x > 0).long().flatten(), minlength=4) + (x > 0).sum().item(),
+    "what is written to afterwards": of_what_is_written_to,
+    "a loop that counts down": of_a_count,
+    "a number cut off": lambda x: x * int(x.sum().clamp(-3.5, 0.5)) + int(x[0, 0].sign() * 1.5),
+    "an element in it": lambda x: x + 1 if 2.0 in x else x - 1,
+    "alike": lambda x: x + 1 if torch.allclose(x.sum(), x.sum().abs(), rtol=1e-3) else x - 1,
+    "not zero": lambda x: x + 1 if torch.is_nonzero(x.sum() > 0) else x - 1,
     "an index": lambda x: [x.sum(), x.prod()][int(x[0, 0] > 0)],
 }
 
@@ -71,6 +90,38 @@ def test_a_number_that_is_only_calculated_with_may_be_another() -> None:
     )
     for x in (X, Y, Z):
         torch.testing.assert_close(program(x), x * x.sum() + x.max() ** 2)
+
+
+def test_a_number_that_leaves_the_range_of_a_tensor_on_the_way_is_fixed() -> None:
+    program = tilewright.compile(
+        Of(lambda x: x * (x[0, 0].item() * 1e30 * 1e30 * 1e-60) * (x.sum() > -99)), example_inputs=(X,), budget_s=0, cache=False
+    )
+    torch.testing.assert_close(program(X), X)
+    with pytest.raises(InputError, match=r"another way: 2.0, and 1.0 was traced"):
+        program(Y)
+
+
+def test_weights_that_are_counted_keep_torchs_type() -> None:
+    count = Of(lambda x: torch.bincount((x > 0).long().flatten(), x.long().flatten()))
+    program = tilewright.compile(count, example_inputs=(X,), budget_s=0, cache=False)
+    torch.testing.assert_close(program(Y), count(Y))
+
+
+def test_buffers_that_are_exchanged_are_as_they_were() -> None:
+    class Exchanges(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            return x + self.calls if x.sum() > 0 else x
+
+    module = Exchanges()
+    held = module.calls
+    program = tilewright.compile(module, example_inputs=(X,), budget_s=0, cache=False)
+    assert module.calls is held and float(held) == 0
+    torch.testing.assert_close(program(Y), Y + 1)
 
 
 class Counts(nn.Module):

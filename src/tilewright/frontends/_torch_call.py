@@ -24,6 +24,7 @@ from tilewright.ir.ops import Call
 from tilewright.ir.types import TensorType
 
 _EXACT_IN_F64 = (torch.int8, torch.int16, torch.int32, torch.uint8)
+_MOST_NESTED = 8  # lists of an argument; no schema has so many
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Packages whose import registers a namespace that torch itself ships.
 _REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
@@ -92,21 +93,25 @@ def _encode(value: object, nodes: list[Node], where: str) -> object:
     raise UnsupportedError(f"an argument of type {type(value).__name__} cannot be kept", where=where)
 
 
-def _decode(value: object, tensors: Sequence[torch.Tensor], where: str) -> object:
+def _decode(value: object, tensors: Sequence[torch.Tensor], where: str, depth: int = 0) -> object:
+    if depth > _MOST_NESTED:
+        raise _malformed(where)
     if isinstance(value, list):
-        return [_decode(v, tensors, where) for v in cast("list[object]", value)]
+        return [_decode(v, tensors, where, depth + 1) for v in cast("list[object]", value)]
     if not isinstance(value, dict):
         return value
     if len(cast("dict[str, object]", value)) != 1:
         raise _malformed(where)
     ((kind, content),) = cast("dict[str, object]", value).items()
-    if kind == "tensor" and isinstance(content, int) and 0 <= content < len(tensors):
+    if kind == "tensor" and type(content) is int and 0 <= content < len(tensors):
         return tensors[content]
     if kind == "float" and content in ("inf", "-inf", "nan"):
         return float(content)
     if kind == "complex" and isinstance(content, list):
-        real, imaginary = (cast(float, _decode(c, tensors, where)) for c in cast("list[object]", content))
-        return complex(real, imaginary)
+        parts = [_decode(c, tensors, where, depth + 1) for c in cast("list[object]", content)]
+        if len(parts) != 2 or not all(type(c) in (int, float) for c in parts):
+            raise _malformed(where)
+        return complex(*cast("list[float]", parts))
     if kind == "device":
         # Where the operands are now, which need not be where they were when the program was traced.
         if tensors:

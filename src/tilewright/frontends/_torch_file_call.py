@@ -48,7 +48,7 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
     Raises as `check_call`.
     """
     operator = calls.find_operator(call.target, call.target)
-    args, kwargs = calls.arguments(call, sources)
+    args, kwargs = calls.arguments(call, [s.contiguous() for s in sources])  # as they are when it runs
     schema = calls.schema_of(operator)
     named = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
     for value in _flat(list(named.values())):
@@ -75,7 +75,7 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
         raise TypeMismatchError(f"cannot be evaluated: {type(error).__name__}: {said}", where=call.target) from error
     if any(t.device.type != "meta" or t.layout is not torch.strided or t.is_quantized for t in results):
         raise InputError("a call whose results are no plain tensors", where=call.target, hint=ALLOW_CALLS)
-    if any(_end(t) > t.untyped_storage().nbytes() for t in results):
+    if any(t.dim() != len(t.stride()) or _end(t) > t.untyped_storage().nbytes() for t in results):
         raise InputError("a call whose results reach past their memory", where=call.target, hint=ALLOW_CALLS)
     if sum(t.numel() * t.element_size() for t in results) > MOST_BYTES:
         raise InputError(f"a call whose results take more than {MOST_BYTES >> 30} GiB", where=call.target, hint=ALLOW_CALLS)

@@ -14,9 +14,11 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, cast
 
@@ -34,6 +36,13 @@ _T = cast(Any, torch.Tensor)
 _LEARNS = (_T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__)
 _PICKS = (torch.nonzero, _T.nonzero, torch.argwhere, _T.argwhere)
 _MASKED = (torch.masked_select, _T.masked_select)
+# What these ask, as a tensor of one element that is asked.
+_QUESTIONS: dict[Callable[..., Any], Callable[..., torch.Tensor]] = {
+    torch.is_nonzero: lambda x: x,
+    _T.is_nonzero: lambda x: x,
+    _T.__contains__: lambda x, element: (x == element).any(),
+    **dict.fromkeys((torch.allclose, _T.allclose), lambda *a, **k: torch.isclose(*a, **k).all()),
+}
 # These take sizes and bounds, where a tensor of one element is a number.
 _SIZED = {
     *(torch.arange, torch.zeros, torch.ones, torch.full, torch.empty, torch.narrow, torch.linspace, torch.tril, torch.triu),
@@ -50,8 +59,9 @@ class Ways(TorchFunctionMode):
         seen: the tensors that were asked, and what of them is compared; places; values.
     """
 
-    def __init__(self, known: Mapping[str, Sequence[object]] | None = None) -> None:
+    def __init__(self, known: Mapping[str, Sequence[object]] | None = None, *, floats_stay: bool = True) -> None:
         super().__init__()
+        self._floats_stay = floats_stay
         self._left = None if known is None else {place: deque(values) for place, values in known.items()}
         self.told: dict[str, list[object]] = defaultdict(list)
         self.seen: list[tuple[torch.Tensor, str, object]] = []
@@ -60,6 +70,11 @@ class Ways(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        if named.get("out") is not None:  # it is written to as well, which what stands for these does not
+            return func(*args, **named)
+        if func in _QUESTIONS:
+            answer = _QUESTIONS[func](*args, **named)
+            return self._told(answer, lambda: bool(answer))
         if func in _LEARNS and isinstance(args[0], torch.Tensor):
             return self.learnt(func, args[0])
         if func in _PICKS or (func is torch.where and len(args) + len(named) == 1):
@@ -84,7 +99,7 @@ class Ways(TorchFunctionMode):
 
     def learnt(self, func: Callable[..., Any], x: torch.Tensor) -> object:
         """What a method of a tensor gives Python, or gave when it was written down."""
-        if func is _T.item and x.dtype is torch.get_default_dtype() and x.numel() == 1:
+        if func is _T.item and self._floats_stay and x.dtype is torch.get_default_dtype() and x.numel() == 1:
             return x.reshape(())  # Python goes on with the tensor: a comparison is asked for in its turn
         return self._told(x, lambda: func(x))
 
@@ -99,7 +114,7 @@ class Ways(TorchFunctionMode):
         if isinstance(value, complex):
             raise UnsupportedError(f"the program asks for a complex number ({place})", hint=_HINT)
         self.told[place].append(value)
-        self.seen.append((x, place, value))
+        self.seen.append((x.clone(), place, value))  # as it is now: what was asked may be written to
         return value
 
     def _positions(self, mask: torch.Tensor) -> torch.Tensor:
@@ -127,7 +142,10 @@ class Ways(TorchFunctionMode):
         """torch.bincount with its length checked."""
         most = x.max() + 1 if x.numel() else x.sum()
         length = max(cast(int, self._told(most, lambda: int(most))), minlength)
-        ones = torch.ones_like(x, dtype=torch.int64) if weights is None else weights
+        if weights is None:
+            ones = torch.ones_like(x, dtype=torch.int64)
+        else:
+            ones = weights if weights.dtype is torch.float32 else weights.double()
         return torch.zeros(length, dtype=ones.dtype).scatter_add(0, x.to(torch.int64), ones)
 
     def _whole(self, x: Any) -> Any:
@@ -158,19 +176,23 @@ def as_taken(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[st
     Yields:
         list: the places in its source that learn from data, once it was traced.
     """
-    held = [(b, b.clone()) for b in module.buffers()]
-    own, places = module.forward, list[str]()
-    try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), _as_exported(), Ways() as first:
-            own(*pytree.tree_map(_own, tuple(args)), **pytree.tree_map(_own, dict(kwargs)))
-    finally:
-        with torch.no_grad():
-            for buffer, before in held:
-                buffer.copy_(before)
+    own, places, thread = module.forward, list[str](), threading.get_ident()
+
+    def taken(ways: Ways | None) -> object:
+        with _state_kept(module), torch.no_grad(), torch.random.fork_rng(devices=[]), _as_exported(), ways or nullcontext():
+            return own(*pytree.tree_map(_own, tuple(args)), **pytree.tree_map(_own, dict(kwargs)))
+
+    stay = True
+    first = Ways()
+    if not _alike(taken(None), taken(first)):  # Python does more with a number than calculate
+        stay, first = False, Ways(floats_stay=False)
+        taken(first)
 
     @functools.wraps(own)
     def forward(*args: object, **kwargs: object) -> object:
-        with Ways(first.told) as ways, _lists_by(ways):
+        if threading.get_ident() != thread:  # another one runs the module meanwhile
+            return own(*args, **kwargs)
+        with Ways(first.told, floats_stay=stay) as ways, _lists_by(ways):
             out = own(*args, **kwargs)
         places[:] = dict.fromkeys(place for _, place, _ in ways.seen)
         return _compared(out, ways)
@@ -194,11 +216,8 @@ def _compared(out: object, ways: Ways) -> object:
     sizes = {i: t.numel() for i, t in enumerate(leaves) if isinstance(t, torch.Tensor) and not t.is_complex()}
     if not sizes:
         raise UnsupportedError("the program returns no tensor that holds numbers", hint=_HINT)
-    alike: dict[tuple[int, str], tuple[torch.Tensor, str, object]] = {}
-    for x, place, value in ways.seen:  # asked twice, a tensor says the same
-        alike.setdefault((id(x), json.dumps(value)), (x, place, value))
-    tensors = [x.detach() for x, _, _ in alike.values()]
-    said = [json.dumps([place, value]) for _, place, value in alike.values()]
+    tensors = [x.detach() for x, _, _ in ways.seen]
+    said = [json.dumps([place, value]) for _, place, value in ways.seen]
     first = min(sizes, key=sizes.__getitem__)
     leaves[first] = torch.ops.tilewright.as_traced(leaves[first], tensors, said)
     return pytree.tree_unflatten(leaves, tree)
@@ -217,6 +236,36 @@ def _lists_by(ways: Ways) -> Generator[None]:
         yield
     finally:
         FakeTensor.tolist = own
+
+
+@contextmanager
+def _state_kept(module: torch.nn.Module) -> Generator[None]:
+    """The module's buffers are afterwards as they were, whether they are written to or exchanged."""
+    held = [(m, name, b, b.clone()) for m in module.modules() for name, b in m.named_buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for owner, name, buffer, before in held:
+                setattr(owner, name, buffer.copy_(before))
+
+
+def _alike(one: object, other: object) -> bool:
+    """Whether two runs gave the same, up to rounding."""
+    pairs = list(zip_longest(pytree.tree_leaves(one), pytree.tree_leaves(other)))
+    return all(_near(a, b) for a, b in pairs)
+
+
+def _near(a: object, b: object) -> bool:
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return isinstance(b, torch.Tensor) or type(a) is type(b)
+    if a.dtype is not b.dtype or a.shape != b.shape:
+        return False
+    if not a.is_floating_point() or not a.numel():
+        return torch.equal(a, b)
+    a, b = a.double(), b.double()
+    room = 1e-3 * a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return torch.allclose(a, b, rtol=1e-3, atol=room, equal_nan=True)
 
 
 def _own(value: object) -> object:
@@ -255,9 +304,11 @@ def _as_traced(x: torch.Tensor, seen: Sequence[torch.Tensor], said: Sequence[str
         place, known = cast("tuple[str, object]", json.loads(one))
         value: object = t.tolist() if isinstance(known, list) else t.reshape(()).item()
         if not isinstance(known, list):
-            value = bool(value) if isinstance(known, bool) else value
-        if value != known and not (value != value and known != known):  # NaN is no other way
-            shown = json.dumps(value)[:80], json.dumps(known)[:80]
+            with suppress(ValueError, OverflowError):  # NaN and infinity are no int
+                value = type(cast(float, known))(cast(float, value))
+        shown = json.dumps(value), json.dumps(known)  # where NaN is NaN, and zeros have signs
+        if shown[0] != shown[1]:
+            shown = shown[0][:80], shown[1][:80]
             raise InputError(
                 f"these inputs take another way: {shown[0]}, and {shown[1]} was traced", where=place, hint=ANOTHER_WAY
             )

@@ -101,17 +101,19 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     where = f"input {name!r}"
     if type.dtype.kind == "opaque":
         raise no_numbers(name)
-    value = _parts(value)
     if isinstance(value, torch.Tensor):
         tensor = value.detach().resolve_neg()  # a lazy minus sign is not in its memory, which kernels read
     elif is_numpy(value):
         if np.ma.is_masked(value):
             raise InputError("a masked array given, and masks mean nothing here", where=where, hint="value.filled(0)")
         array = np.asarray(value)
-        given = dtype_of(array, where)
-        if given is not type.dtype and given.to_torch() != type.dtype.to_torch():
-            raise InputError(f"{given} given, {type} wanted", where=where, hint=f"astype({type.dtype.to_numpy()})")
-        tensor = from_numpy(array, given)
+        if array.dtype.kind == "c" and array.dtype.itemsize <= 16:
+            tensor = torch.from_numpy(np.require(array, array.dtype.newbyteorder("="), ["C", "W"]))
+        else:
+            given = dtype_of(array, where)
+            if given is not type.dtype and given.to_torch() != type.dtype.to_torch():
+                raise InputError(f"{given} given, {type} wanted", where=where, hint=f"astype({type.dtype.to_numpy()})")
+            tensor = from_numpy(array, given)
     elif hasattr(value, "__dlpack__"):
         tensor = from_dlpack(value, where)
     else:
@@ -119,6 +121,8 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     if tensor.layout != torch.strided or tensor.is_meta:
         what = "no data" if tensor.is_meta else f"layout {tensor.layout}"
         raise InputError(f"a tensor with {what} given, {type} wanted", where=where, hint="pass a dense tensor")
+    if tensor.is_complex():
+        tensor = _parts(tensor, type, where)
     if tuple(tensor.shape) != type.shape:
         hint = None
         if tensor.dim() == len(type.shape):
@@ -131,11 +135,18 @@ def from_user(value: object, type: TensorType, name: str, device: str) -> torch.
     return tensor.to(device)
 
 
-def _parts(value: object) -> object:
-    """Complex numbers as their real and imaginary parts on a last axis, as programs take them; anything else as it is."""
-    if is_numpy(value) and np.iscomplexobj(value):
-        value = torch.from_numpy(np.require(value, requirements=["C", "W"]))
-    return torch.view_as_real(value.resolve_conj()) if isinstance(value, torch.Tensor) and value.is_complex() else value
+def _parts(tensor: torch.Tensor, type: TensorType, where: str) -> torch.Tensor:
+    """Complex numbers as their real and imaginary parts on a last axis, as programs take them.
+
+    Raises:
+        InputError: the input is not such parts.
+    """
+    parts = torch.view_as_real(tensor.resolve_conj()).resolve_neg()
+    if parts.dtype != type.dtype.to_torch() or tuple(parts.shape) != type.shape:
+        name = str(tensor.dtype).removeprefix("torch.")
+        hint = "complex numbers are for an input that holds their two parts on its last axis"
+        raise InputError(f"{name}{list(tensor.shape)} given, {type} wanted", where=where, hint=hint)
+    return parts
 
 
 def from_dlpack(value: object, where: str) -> torch.Tensor:

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import cast
 
 import torch
@@ -20,6 +20,7 @@ import torch
 from tilewright.dtype import PRED, U64, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Map
+from tilewright.ir.ops.functions import by_bits
 from tilewright.schedule.pieces import by_pieces
 
 STEP_ROUNDINGS = 4
@@ -102,9 +103,7 @@ def spans_zero(b: Band) -> torch.Tensor:
 
 def picked(where: torch.Tensor, on_true: torch.Tensor, on_false: torch.Tensor) -> torch.Tensor:
     """`torch.where`, for types of which torch knows only the bits too."""
-    if on_false.dtype.is_floating_point and on_false.dtype.itemsize == 1:
-        return torch.where(where, on_true.view(torch.uint8), on_false.view(torch.uint8)).view(on_false.dtype)
-    return torch.where(where, on_true, on_false)
+    return by_bits(partial(torch.where, where), on_true, on_false)
 
 
 def any_of(places: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from tilewright.dtype import F64, PRED, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node, Op
-from tilewright.ir.ops.functions import FUNCTIONS, evaluate_function, narrow_integer, result_dtype
+from tilewright.ir.ops.functions import FUNCTIONS, by_bits, evaluate_function, narrow_integer, result_dtype
 from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes
 
@@ -55,10 +56,7 @@ class Select(Op):
         return TensorType(src[1].dtype, broadcast_shapes(*(t.shape for t in src), where="select"))
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
-        a, b = src[1], src[2]
-        if node.dtype.bits == 8 and node.dtype.is_float:
-            return torch.where(src[0], a.view(torch.uint8), b.view(torch.uint8)).view(a.dtype)
-        return torch.where(src[0], a, b)
+        return by_bits(partial(torch.where, src[0]), src[1], src[2])
 
 
 @dataclass(frozen=True)

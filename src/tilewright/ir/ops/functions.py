@@ -65,6 +65,17 @@ def evaluate_function(f: Function, dtype: DType, args: list[torch.Tensor]) -> to
     return narrow_integer(result, dtype) if dtype.is_integer else to_float(result, dtype)
 
 
+def by_bits(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`f` on tensors whose elements are only moved: types torch has no kernels for travel as integers of their width."""
+    storage = tensors[0].dtype
+    if storage.is_floating_point and storage.itemsize == 1:
+        return f(*[t.view(torch.uint8) for t in tensors]).view(storage)
+    if storage in (torch.uint16, torch.uint32, torch.uint64):
+        signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[storage.itemsize]
+        return f(*[t.view(signed) for t in tensors]).view(storage)
+    return f(*tensors)
+
+
 def _as_s64(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int64) if x.dtype is torch.uint64 else x.to(torch.int64)
 
@@ -105,8 +116,9 @@ def _extreme(greater: bool) -> Callable[..., torch.Tensor]:
         picked = pick(a, b)
         if not picked.is_floating_point():
             return picked
-        bits = _BITS[a.dtype.itemsize]
-        return torch.where(a == b, join(a.view(bits), b.view(bits)).view(a.dtype), picked)
+        bits = _BITS[picked.dtype.itemsize]
+        joined = join(*(t.to(picked.dtype).view(bits) for t in (a, b)))  # a number of no axes may be of another width
+        return torch.where(a == b, joined.view(picked.dtype), picked)
 
     return apply
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -12,23 +12,12 @@ import torch
 from tilewright.dtype import DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node, Op
-from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.functions import by_bits, narrow_integer
 from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.types import Shape, TensorType, Type, broadcast_shapes, normalize_axis
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
-
-
-def _moved(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """`f` on tensors whose elements are only moved: types torch has no kernels for travel as integers of their width."""
-    storage = tensors[0].dtype
-    if storage.is_floating_point and storage.itemsize == 1:
-        return f(*[t.view(torch.uint8) for t in tensors]).view(storage)
-    if storage in (torch.uint16, torch.uint32, torch.uint64):
-        signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[storage.itemsize]
-        return f(*[t.view(signed) for t in tensors]).view(storage)
-    return f(*tensors)
 
 
 @dataclass(frozen=True)
@@ -120,7 +109,7 @@ class Pad(Op):
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         x, value = src
-        return _moved(lambda a, v: self._padded(a, v, node.shape), x, value.reshape(()))
+        return by_bits(lambda a, v: self._padded(a, v, node.shape), x, value.reshape(()))
 
     def _padded(self, x: torch.Tensor, value: torch.Tensor, shape: Shape) -> torch.Tensor:
         spread = [d + max(d - 1, 0) * i for d, i in zip(x.shape, self.interior, strict=True)]
@@ -150,7 +139,7 @@ class Concat(Op):
         return src[0].with_shape((*src[0].shape[:axis], total, *src[0].shape[axis + 1 :]))
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
-        return _moved(lambda *t: torch.cat(t, self.axis), *src)
+        return by_bits(lambda *t: torch.cat(t, self.axis), *src)
 
 
 @dataclass(frozen=True)
@@ -178,7 +167,7 @@ class Write(Op):
         x, positions, y = src
         index = positions.to(torch.int64)
         index = torch.where(index < 0, index + x.shape[self.axis], index)
-        return _moved(lambda x, y: x.index_copy(self.axis, index, y), x, y)
+        return by_bits(lambda x, y: x.index_copy(self.axis, index, y), x, y)
 
 
 @dataclass(frozen=True)
@@ -231,8 +220,8 @@ class Gather(Op):
         index = torch.where(index < 0, index + x.shape[axis], index)
         try:
             if self.elementwise:
-                return _moved(lambda t: torch.gather(t, axis, index), x)
-            picked = _moved(lambda t: torch.index_select(t, axis, index.reshape(-1)), x)
+                return by_bits(lambda t: torch.gather(t, axis, index), x)
+            picked = by_bits(lambda t: torch.index_select(t, axis, index.reshape(-1)), x)
         except (IndexError, RuntimeError) as error:
             if index.numel() and (int(index.min()) < 0 or int(index.max()) >= x.shape[axis]):
                 wrong = next(i for i in (int(index.min()), int(index.max())) if not 0 <= i < x.shape[axis])
