@@ -11,8 +11,9 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
 from against_torch import Of, agree, read
-from tilewright.dtype import F32, OPAQUE, S32
+from tilewright.dtype import F32, OPAQUE, S32, S64, from_torch
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
+from tilewright.frontends._torch_call import evaluate_call
 from tilewright.ir.build import input_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
@@ -200,3 +201,25 @@ def test_integers_without_a_kernel_are_counted_as_floats():
     counted = Node(Call("torch", "aten.histc.default", payload, (TensorType(S32, (4,)),)), x)
     (found,) = evaluate(Graph("g", (x,), (counted,), ("y",)), [ids])
     assert found.dtype is torch.int32 and found.tolist() == [1, 1, 1, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_a_call_without_a_kernel_here_runs_on_wider_operands(dtype):
+    """torch counts integers with histc on GPUs alone: a program that was traced on one is sampled on the CPU."""
+    call = Call(
+        "torch", "aten.histc.default", '{"args":[{"tensor":0},4,0,3],"kwargs":{}}', (TensorType(from_torch(dtype), (4,)),)
+    )
+    given = torch.tensor([0, 3, 1, 3, 3], dtype=dtype)
+    with pytest.raises(RuntimeError, match="not implemented for"):
+        torch.histc(given, 4, 0, 3)
+    (counts,) = evaluate_call(call, [given])
+    assert counts.dtype is dtype
+    assert counts.tolist() == [1, 1, 0, 3]
+
+
+def test_a_call_that_wider_operands_would_change_stays_an_error():
+    call = Call("torch", "aten.histc.default", '{"args":[{"tensor":0},4,0,3],"kwargs":{}}', (TensorType(S64, (4,)),))
+    with pytest.raises(RuntimeError, match="not implemented for"):
+        evaluate_call(call, [torch.tensor([0, (1 << 53) + 1])])
+    with pytest.raises(TypeMismatchError, match="is declared"):  # as the operands' own kernel would have been told
+        evaluate_call(Call("torch", "aten.histc.default", call.payload, (TensorType(S64, (5,)),)), [torch.tensor([0, 3])])

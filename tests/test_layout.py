@@ -16,7 +16,7 @@ PACKAGE = SOURCE / "tilewright"
 # From the ground up; those on one floor do not import each other.
 FLOORS = (
     {"errors"},
-    {"dtype", "discovery", "files", "tracing"},
+    {"dtype", "discovery", "files", "tracing", "deadline"},
     {"ir", "hardware"},
     {"frontends", "rules", "schedule"},
     {"candidates"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,13 +14,14 @@ from typing import cast
 import torch
 from torch.utils._pytree import tree_leaves
 
+from tilewright import deadline
 from tilewright.errors import InputError, check_type
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Const
-from tilewright.ir.pattern import Pass, Rule, Trace, discover, rewrite
+from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 from tilewright.rules.calibrate import Scheme, calibrate
@@ -44,6 +46,7 @@ CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
 LONGEST_S = 2.0  # for one problem
+ENOUGH_S = 60.0  # beside the budget, for rules, and as much for candidates that take long to refuse: far more than any need
 
 Progress = Callable[[int, int, str], None]
 
@@ -75,20 +78,34 @@ def optimise(
     visit: Callable[[str, Graph], None] | None = None,
     *,
     excess_precision: bool = False,
+    within_s: float = math.inf,
 ) -> Graph:
-    """The graph after every stage of rules, verified. `visit` sees the graph after each stage, with the stage's name."""
+    """The graph after every stage of rules, verified. `visit` sees the graph after each stage, with the stage's name. After
+    `within_s` seconds rules are applied no more (`Trace.notes`)."""
+    until = time.monotonic() + within_s
     trace = trace if trace is not None else Trace()
     rules = discover("tilewright.rules", Rule)
     passes = discover("tilewright.rules", Pass)
     for stage in (*STAGES, EXCESS_PRECISION) if excess_precision else STAGES:
-        graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace)
+        graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace, until=until)
         for p in passes:
             if p.stage == stage:
-                graph = p.apply(graph, trace)
+                graph = _passed(p, graph, trace, until)
         verify(graph)
         if visit is not None:
             visit(stage, graph)
     return graph
+
+
+def _passed(p: Pass, graph: Graph, trace: Trace, until: float) -> Graph:
+    """The graph after a pass; as it was where the time is over."""
+    try:
+        with deadline.until(until):
+            deadline.check()
+            return p.apply(graph, trace)
+    except deadline.OverrunError:
+        over(trace, p.name)
+        return graph
 
 
 def compile(
@@ -170,9 +187,12 @@ def compile(
     if visit is not None:
         visit("source", source)
     trace = Trace()
-    graph = optimise(source, trace, visit, excess_precision=excess_precision)
+    allowed_s = ENOUGH_S + (budget_s if within_s is None else within_s)
+    graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
+    source = replace(source, notes=(*source.notes, *trace.notes))
     recall = Recall(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
-    executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, ends))
+    with deadline.allowing(allowed_s):
+        executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, ends))
     return replace(executable, layers=tuple(layers))
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -23,7 +23,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Call
 from tilewright.ir.types import TensorType
 
-_EXACT_IN_F64 = (torch.int8, torch.int16, torch.int32, torch.uint8)
+EXACT = 1 << 53  # integers up to here are f64
 _MOST_NESTED = 8  # lists of an argument; no schema has so many
 _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Packages whose import registers a namespace that torch itself ships.
@@ -141,21 +141,46 @@ def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
         raise InputError(f"{op.target} reads a file, which a program may not", where=op.target)
     tensors = [cast(torch.Tensor, v).contiguous() for v in values]
     try:
-        results = _run(operator, op, tensors)
-    except NotImplementedError:
-        # A program that was traced on a GPU may want a kernel for integers that torch has for floats alone on a CPU (histc).
-        if not any(t.dtype in _EXACT_IN_F64 for t in tensors):
+        results = _called(op, operator, tensors)
+    except RuntimeError as error:
+        if "not implemented for" not in str(error):
             raise
-        results = _run(operator, op, [t.double() if t.dtype in _EXACT_IN_F64 else t for t in tensors])
-        results = [r.to(w.dtype.to_torch()) for r, w in zip(results, op.types, strict=True)]
+        results = _called_wider(op, operator, tensors)
+        if results is None:
+            raise
     check_types(op, results)
     return results
 
 
-def _run(operator: Callable[..., object], op: Call, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _called(op: Call, operator: OpOverload, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     args, kwargs = arguments(op, tensors)
     with torch.no_grad():
         return list(tensors_in(operator(*args, **kwargs)))
+
+
+def _called_wider(op: Call, operator: OpOverload, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
+    """A call of what torch has no kernel for here (`histc` of integers, which only its GPU has), on wider operands, its results
+    in the declared types; None where that would not be the same: integers past 2^53, or nothing to widen.
+    """
+    wide: list[torch.Tensor] = []
+    for t in tensors:
+        if t.dtype is torch.bool or t.dtype in (torch.float32, torch.float64, torch.complex64, torch.complex128):
+            wide.append(t)
+        elif t.is_floating_point():
+            wide.append(t.to(torch.float32))
+        elif t.numel() and not -EXACT <= int(t.to(torch.int64).min()) <= int(t.to(torch.int64).max()) <= EXACT:
+            return None
+        else:
+            wide.append(t.to(torch.float64))
+    if all(w.dtype is t.dtype for w, t in zip(wide, tensors, strict=True)):
+        return None
+    try:
+        results = _called(op, operator, wide)
+    except (RuntimeError, IndexError):  # nor is there one for those, or some are indices
+        return None
+    if len(results) != len(op.types) or any(t.dtype is OPAQUE for t in op.types):
+        return None
+    return [r.to(t.dtype.to_torch()) for r, t in zip(results, op.types, strict=True)]
 
 
 def check_types(op: Call, results: Sequence[torch.Tensor]) -> None:

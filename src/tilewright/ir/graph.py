@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar
 
+from tilewright import deadline
 from tilewright.dtype import DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.attributes import normalise
@@ -138,7 +139,12 @@ _INTERNED: weakref.WeakValueDictionary[tuple[Op, tuple[Node, ...]], Node] = weak
 
 
 def toposort(roots: Iterable[Node]) -> list[Node]:
-    """Every node the roots depend on, each after its sources. Iterative: deep graphs do not exhaust the stack."""
+    """Every node the roots depend on, each after its sources. Iterative: deep graphs do not exhaust the stack.
+
+    Raises:
+        OverrunError: the time of a rule or candidate that asks is over (`deadline.py`).
+    """
+    deadline.check()
     order: list[Node] = []
     seen: set[Node] = set()
     stack: list[tuple[Node, Iterator[Node]]] = []

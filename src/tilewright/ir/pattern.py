@@ -7,11 +7,14 @@ by itself: `Match.users` and the driver do. A rule that recognised the place but
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from tilewright import deadline
 from tilewright.discovery import modules
 from tilewright.errors import RewriteError, TilewrightError
 from tilewright.ir.graph import Graph, Node, Op, Users, toposort
@@ -167,25 +170,36 @@ class NearMiss:
 
 @dataclass
 class Trace:
-    """What rewrites did. Near misses are those of each rewrite's last sweep: what stood unfolded when it settled, and why."""
+    """What rewrites did. Near misses are those of each rewrite's last sweep: what stood unfolded when it settled, and why.
+    Notes are on time that was over."""
 
     steps: list[Step] = field(default_factory=list[Step])
     near_misses: list[NearMiss] = field(default_factory=list[NearMiss])
     sweeps: int = 0
+    notes: list[str] = field(default_factory=list[str])
 
 
-def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None) -> Graph:
+def over(trace: Trace, rule: str) -> None:
+    """Note that the time for rules was over in, or before, one of them."""
+    if not trace.notes:
+        trace.notes.append(f"the time for rules was over at {rule.replace('_', ' ')}: what follows is compiled as it stood")
+
+
+def rewrite(graph: Graph, rules: Sequence[Rule], trace: Trace | None = None, *, until: float = math.inf) -> Graph:
     """Apply `rules` everywhere, sources first, until none fires. Origins go over to the nodes that replace theirs.
 
     Each rewrite is checked to keep the node's type. A sweep is linear in the graph for rules that look a bounded distance; a
     rule that waits for another to fire further on costs another sweep. A rule gives the same answer for the same match and
     readers: a graph that comes back after a sweep will come back for ever.
 
+    Once `until` has passed (`time.monotonic`), also within a rule, none is applied any more; the graph stays valid, and the
+    trace says so.
+
     Raises:
         RewriteError: a rule changed a type, failed, or the rules do not converge; names the rule.
     """
     trace = trace if trace is not None else Trace()
-    driver = _Driver(graph, rules, trace)
+    driver = _Driver(graph, rules, trace, until)
     outputs = list(graph.outputs)
     seen: dict[tuple[Node, ...], int] = {}
     earlier = len(trace.near_misses)
@@ -212,8 +226,9 @@ def _endless(trace: Trace, since: int, where: str) -> RewriteError:
 
 
 class _Driver:
-    def __init__(self, graph: Graph, rules: Sequence[Rule], trace: Trace) -> None:
+    def __init__(self, graph: Graph, rules: Sequence[Rule], trace: Trace, until: float) -> None:
         self.trace = trace
+        self._until = until
         self.origins = dict(graph.origins)
         self.limit = FREE_STEPS
         self._rules = rules
@@ -250,9 +265,16 @@ class _Driver:
             captured: dict[str, Node] = {}
             if not r.pattern.match(node, captured):
                 continue
+            if time.monotonic() > self._until:
+                over(self.trace, r.name)
+                return None
             m = Match(node, captured, users)
             try:
-                after = r.apply(m)
+                with deadline.until(self._until):
+                    after = r.apply(m)
+            except deadline.OverrunError:
+                over(self.trace, r.name)
+                return None
             except Exception as error:
                 what = error.what if isinstance(error, TilewrightError) else f"{type(error).__name__}: {error}"
                 raise RewriteError(f"rule {r.name} failed: {what}", where=where) from error

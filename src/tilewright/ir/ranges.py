@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tilewright import deadline
 from tilewright.dtype import F32
 from tilewright.ir.access import ELEMENTWISE, Unsupported
 from tilewright.ir.axes import axes_of, layout_of, reshaped
@@ -90,6 +91,7 @@ def pieces_of(roots: Sequence[Node], rooms: Sequence[Room | None] = ()) -> list[
             shape, ranges = room.shape, room.ranges(root.shape[room.axis])
         pending = [Piece(_sums_of_parts(_cut_early(root, made), made), i, shape, ranges)]
         while pending:
+            deadline.check()
             piece = pending.pop()
             parts = _parts(piece.root)
             if not parts:

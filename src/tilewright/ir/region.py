@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from tilewright import deadline
 from tilewright.dtype import PRED
 from tilewright.ir.access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
 from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of, reshaped
@@ -338,6 +339,7 @@ class _Places:
         known[largest] = layout_of(largest.shape)
         while len(known) < len(values):
             while pending:
+                deadline.check()
                 n = pending.pop()
                 sources = [] if n in self._chains else [s for s in n.src if s in values]
                 found = [(s, self._down(n, s)) for s in sources]

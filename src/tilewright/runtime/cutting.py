@@ -12,7 +12,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import VIEWS, Const, Write
 from tilewright.runtime.partition import Part, decided, part_of, partition, problem_of_part, readers_of
-from tilewright.schedule.candidate import LAST_RESORT, discover
+from tilewright.schedule.candidate import LAST_RESORT, discover, refusal
 from tilewright.schedule.problem import RegionProblem
 
 Taken = Callable[[RegionProblem], bool]
@@ -24,7 +24,7 @@ def parts_for(graph: Graph, target: Target) -> list[Part]:
     able = [c for c in discover() if "region" in c.kinds and target.kind in c.devices and c.preference < LAST_RESORT]
 
     def taken(problem: RegionProblem) -> bool:
-        return any(c.refuse(problem, target) is None for c in able)
+        return any(refusal(c, problem, target) is None for c in able)
 
     readers = readers_of(graph)
     return [p for part in partition(graph) for p in (cut(part, readers, taken) if able else [part])]

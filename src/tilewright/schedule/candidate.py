@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 
+from tilewright.deadline import OverrunError, considering
 from tilewright.discovery import modules
 from tilewright.hardware.target import DeviceKind, Target
 from tilewright.schedule.problem import AnyProblem, ProblemKind
@@ -141,6 +142,15 @@ class Precompiled(Protocol):
     def compile(self, problem: Any, schedule: Schedule, target: Target) -> None:
         """Leaves it where `build` finds it, in whatever process."""
         ...
+
+
+def refusal(candidate: Candidate, problem: AnyProblem, target: Target) -> str | None:
+    """A candidate's own sentence why it cannot do a problem, or that it took too long to say; None if it can."""
+    try:
+        with considering():
+            return candidate.refuse(problem, target)
+    except OverrunError as overrun:
+        return overrun.what
 
 
 def concerns(candidate: Candidate, problem: AnyProblem, target: Target) -> bool:

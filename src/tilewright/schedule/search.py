@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.deadline import considering
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, concerns, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, concerns, discover, refusal
 from tilewright.schedule.nursery import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.schedule import Schedule
@@ -276,11 +277,12 @@ class _Search:
         asked = [c for c in candidates if concerns(c, self._problem, self._target)]
         for candidate in sorted(asked, key=lambda c: c.preference):
             try:
-                why = _refused.get(self._name(candidate)) or candidate.refuse(self._problem, self._target)
+                why = _refused.get(self._name(candidate)) or refusal(candidate, self._problem, self._target)
                 if why is None:
                     spaces.append(_Space(candidate, iter(candidate.schedules(self._problem, self._target))))
                     if self._budget_s <= 0 and isinstance(candidate, Leading):
-                        point = candidate.leading(self._problem, self._target)
+                        with considering():
+                            point = candidate.leading(self._problem, self._target)
                         if point is not None:
                             spaces.insert(0, _Space(candidate, iter((point,))))
             except Exception as error:
@@ -292,7 +294,8 @@ class _Search:
     def _try_next(self, space: _Space) -> _Trial | None:
         """Build and verify the next point of a space; None if there is none, or it failed."""
         try:
-            schedule = next(space.points, None)
+            with considering():
+                schedule = next(space.points, None)
         except Exception as error:
             self._reject(space.candidate.name, failure("failed to consider it", error))
             return None
