@@ -388,8 +388,8 @@ def test_computations_without_a_module_line_are_read(tmp_path: Path) -> None:
     ("line", "words"),
     [
         (
-            "f32[4,8] scaled-dot(a, b, s, t), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
-            r"scaled-dot has no form in StableHLO and is not read \(the text given, r\)\n  try: multiply the operands",
+            "f32[4,8] scaled-dot(a, b, c, t), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            r"scales f8e4m3fn\[2,64,8\] do not divide f8e4m3fn\[4,64\] into blocks",
         ),
         (
             "f32[4,8] ragged-dot(a, c, g), lhs_contracting_dims={1}, rhs_contracting_dims={1}, lhs_ragged_dims={0}, "

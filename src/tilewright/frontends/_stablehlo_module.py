@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from tilewright.dtype import BY_NAME, F16, F32, F64, OPAQUE, PRED, DType
+from tilewright.dtype import BY_NAME, F16, F32, F64, OPAQUE, PRED, U8, DType
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import _jaxlib
 from tilewright.ir.ops.functions import narrow_integer
@@ -25,6 +25,8 @@ def _mlir_name(d: DType) -> str:
 
 DTYPES: dict[str, DType] = {_mlir_name(d): d for d in BY_NAME.values() if d is not OPAQUE}
 MLIR_NAMES: dict[DType, str] = {d: name for name, d in DTYPES.items()}
+# Carried as its bits: 2^(e - 127), or NaN. See `_scaled_dot`.
+E8M0 = "f8E8M0FNU"
 _COMPONENTS = {"complex<f32>": F32, "complex<f64>": F64}
 _PLACES = 64
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -40,7 +42,7 @@ def tensor_type(raw: Any, where: str) -> TensorType:
     if not hasattr(raw, "element_type") or not getattr(raw, "has_rank", True):
         raise UnsupportedError(f"a value of type {text} cannot be carried", where=where)
     element = str(raw.element_type)
-    if element not in DTYPES:
+    if element not in DTYPES and element != E8M0:
         raise UnsupportedError(
             f"the element type {element} cannot be carried",
             where=where,
@@ -50,7 +52,12 @@ def tensor_type(raw: Any, where: str) -> TensorType:
         raise UnsupportedError(
             f"{text} has an extent known only at run time", where=where, hint="lower it with concrete shapes"
         )
-    return TensorType(DTYPES[element], tuple(int(d) for d in raw.shape))
+    return TensorType(DTYPES.get(element, U8), tuple(int(d) for d in raw.shape))
+
+
+def is_e8m0(raw: Any) -> bool:
+    """Whether an MLIR type is a tensor of f8e8m0fnu."""
+    return str(getattr(raw, "element_type", "")) == E8M0
 
 
 def component(raw: Any) -> DType | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tilewright.dtype import S32
 from tilewright.errors import InputError
+from tilewright.frontends._scaled_dot import TARGET, scaled_dot
 from tilewright.frontends._stablehlo_elementwise import elementwise_target
 from tilewright.frontends._stablehlo_module import mlir_type, tensor_type
 from tilewright.frontends._stablehlo_registry import Site, Value, lowers
@@ -106,10 +107,12 @@ def _top_k(site: Site) -> Value:
 
 @lowers("stablehlo.custom_call")
 def _custom_call(site: Site) -> Value:
-    """Known targets: annotations, elementwise functions, top-k, and constants that the text leaves out."""
+    """Known targets: annotations, elementwise functions, top-k, scaled-dot, and constants that the text leaves out."""
     target = site.op.string("call_target_name")
     if target.startswith(ELIDED):
         return _elided(site, target.removeprefix(ELIDED))
+    if target.startswith(TARGET):
+        return scaled_dot(site)
     if target in _IDENTITIES:
         results = [r.type for r in site.op.results]
         if results != [v.type for v in site.op.operands[: len(results)]]:

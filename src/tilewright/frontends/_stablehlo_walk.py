@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import MOST_OPERATIONS, _jaxlib, untrusted
+from tilewright.frontends._scaled_dot import concerns_e8m0, lower_e8m0
 from tilewright.frontends._stablehlo_call import INTERPRETED, is_callable, make_call, make_module
 from tilewright.frontends._stablehlo_complex import is_complex, joined, lower_complex, parts
-from tilewright.frontends._stablehlo_module import Block, Operation, carried_types, place
+from tilewright.frontends._stablehlo_module import Block, Operation, carried_types, is_e8m0, place
 from tilewright.frontends._stablehlo_registry import Complex, Site, Value, lowering
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph, Node
@@ -260,6 +261,8 @@ class Walk:
             lower = lowering(op.name)
             if is_complex(site):
                 value = lower_complex(site, lower)
+            elif concerns_e8m0(site):
+                value = lower_e8m0(site, lower)
             else:
                 value = lower(site) if lower is not None else NotImplemented
             if value is NotImplemented:
@@ -310,6 +313,8 @@ class Walk:
             self._origins[inputs[-1]] = label
             if others:
                 self.note(f"input {label!r} is complex in its source: real and imaginary parts are its last axis here")
+            if is_e8m0(argument.type):
+                self.note(f"input {label!r} is f8e8m0fnu in its source: its bits are taken here, as u8")
         return inputs, values
 
     def _credit(self, root: Node, op: Operation) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions, _jaxlib
+from tilewright.frontends._scaled_dot import as_custom_calls
 from tilewright.frontends._stablehlo_read import read_module, source_text
 from tilewright.frontends._stablehlo_structure import ELIDED
 from tilewright.ir.graph import Graph
@@ -29,7 +30,7 @@ _ELIDED = re.compile(
     r"^(?P<head>\s*(?:ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*[^=\n]*?)\bconstant\(\s*\{\s*\.\.\.\s*\}\s*\)", re.MULTILINE
 )
 _ENTRY = re.compile(r"^ENTRY\b.*?^\}", re.MULTILINE | re.DOTALL)
-_UNCONVERTED = ("scaled-dot", "scan")
+_UNCONVERTED = ("scan",)
 _COMMENT = re.compile(r"/\*.*?\*/", re.DOTALL)
 _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<rest>.*)")
 
@@ -71,7 +72,7 @@ def load(program: object, options: LoadOptions) -> Graph:
             what = "HLO text begins with HloModule or a computation"
             raise InputError(what, where=where, hint="StableHLO goes in a .mlir file")
         text = f"HloModule main {text}"  # on the same line, so that places in messages are the text's own
-    prepared = _ELIDED.sub(rf'\g<head>custom-call(), custom_call_target="{ELIDED}\g<name>"', text)
+    prepared = _ELIDED.sub(rf'\g<head>custom-call(), custom_call_target="{ELIDED}\g<name>"', as_custom_calls(text))
     if re.search(r"\bconstant\([^)\n]*\.\.\.", prepared):
         hint = "print it with XLA_FLAGS=--xla_dump_large_constants"
         raise InputError("a constant is left out in part of the text", where=where, hint=hint)
@@ -92,8 +93,8 @@ def _unknown(error: InputError, text: str, where: str) -> UnsupportedError | Non
     made = {i.name: i.opcode for i in _instructions(text)}
     known = next((o for o in made.values() if o in _UNCONVERTED), None)  # within a fusion, too, which the message names
     opcode = known or made.get(found["name"] or "", "an operation")
-    hint = "multiply the operands by their scales first" if opcode == "scaled-dot" else "write it with other operations"
-    return UnsupportedError(f"{opcode} has no form in StableHLO and is not read", where=f"{where}, {found['name']}", hint=hint)
+    what = f"{opcode} has no form in StableHLO and is not read"
+    return UnsupportedError(what, where=f"{where}, {found['name']}", hint="write it with other operations")
 
 
 @dataclass(frozen=True)
