@@ -167,7 +167,7 @@ def test_an_index_out_of_range_is_an_error_in_every_lane():
     torch.testing.assert_close(got, values.gather(1, picks % 50).tanh())
     for wrong in (50, -51, 1 << 62, -(1 << 63)):
         picks[1, 20] = wrong
-        with pytest.raises(TypeMismatchError, match="out of (bounds|range)"):
+        with pytest.raises(TypeMismatchError, match=r"out of (bounds|range)"):
             run(sources)
 
 
