@@ -285,9 +285,10 @@ def test_dump_writes_every_stage(tmp_path: Path) -> None:
     result = invoke("explain", path, "--int8", "--dump", tmp_path / "a" / "b", *FAST)
     assert result.exit_code == 0, result.output
     names = sorted(p.name for p in (tmp_path / "a" / "b").iterdir())
-    assert names[:3] == ["00-source.svg", "00-source.tw", "01-accumulator.svg"] and len(names) == 18
+    assert names[:3] == ["00-source.svg", "00-source.tw", "01-accumulator.svg"]
+    assert [n[:2] for n in names] == [f"{i // 2:02}" for i in range(len(names))] and len(names) > 16  # two of each stage
     assert "quantize" in (tmp_path / "a" / "b" / "00-source.tw").read_text()
-    again = invoke("read", tmp_path / "a" / "b" / "08-tails.tw")
+    again = invoke("read", *(tmp_path / "a" / "b").glob("*-tails.tw"))
     assert again.exit_code == 0, again.output
     refused(invoke("perf", path, "--dump", path, *FAST), "cannot be made a folder", "mlp.tw")
 

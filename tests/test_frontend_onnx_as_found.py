@@ -185,6 +185,7 @@ def test_links_that_leave_the_tree_need_a_flag(tmp_path, through):
         load(path)
     assert "--follow-links" in str(caught.value)
     np.testing.assert_array_equal(weight(load(path, LoadOptions(follow_links=True))), w)
+    assert tilewright.compile(path, follow_links=True, budget_s=0, cache=False).source.outputs
     assert invoke("read", path).exit_code != 0
     assert invoke("read", path, "--follow-links").exit_code == 0
 

@@ -124,13 +124,14 @@ def compile(
     within_s: float | None = None,
     allow_calls: bool = False,
     untrusted: bool = False,
+    follow_links: bool = False,
     progress: Progress | None = None,
     visit: Callable[[str, Graph], None] | None = None,
 ) -> Executable:
     """Compile a program for a device.
 
     Args:
-        program: path of an .hlo, .mlir, .stablehlo or .onnx file; HLO or StableHLO text; an ONNX ModelProto; a torch
+        program: path of an .hlo, .mlir, .stablehlo, .onnx or .tw file; text of any but .onnx; an ONNX ModelProto; a torch
             ExportedProgram or nn.Module; a Graph.
         example_inputs: to trace an nn.Module with.
         device: "cpu", "cuda" or "cuda:1", or a torch device; None is where the weights and example inputs lie.
@@ -151,6 +152,7 @@ def compile(
             what is left of them. Once they are over, problems left take the first choice that passes its check.
         allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
         untrusted: the program is a stranger's: few operations and bytes, and nothing that an interpreter runs (`LoadOptions`).
+        follow_links: read an ONNX model's data through links that leave its folder, too (`LoadOptions`).
         progress: called before each choice of a kernel with how many are done, how many there are, and the problem; on a GPU
             also before kernels are compiled for all of them.
         visit: called with "source" and the graph as read (and quantised), then with each stage's name and the graph after it.
@@ -172,7 +174,15 @@ def compile(
     if budget_s > 0:
         begin()
     dims = cast("Mapping[str, tuple[int, ...]]", input_dims or {})  # which `LoadOptions` sees to
-    options = LoadOptions(dims, batch, example_inputs, allow_calls=allow_calls, untrusted=untrusted, fixed=fixed or {})
+    options = LoadOptions(
+        dims,
+        batch,
+        example_inputs,
+        allow_calls=allow_calls,
+        untrusted=untrusted,
+        follow_links=follow_links,
+        fixed=fixed or {},
+    )
     source, layers = load(program, options), ()
     target = target or detect(_home(source, example_inputs))
     if quantize is not None:
