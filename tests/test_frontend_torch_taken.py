@@ -69,6 +69,42 @@ WAYS: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
+def of_experts(x: torch.Tensor) -> torch.Tensor:
+    """A mixture that loops over those experts that tokens go to."""
+    to = torch.nn.functional.one_hot((x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long(), 4)
+    out = torch.zeros_like(x)
+    for expert in (to.sum(0) > 0).nonzero():
+        (tokens,) = torch.where(to.T[expert[0]])
+        out.index_add_(0, tokens, x[tokens] * (expert + 1))
+    return out
+
+
+WAYS["experts with tokens"] = of_experts
+
+
+def test_a_mixture_that_loops_over_its_experts_takes_any_routing() -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).eval()
+    model.set_experts_implementation("eager")
+    ids = torch.arange(7)[None]
+    program = tilewright.compile(model, example_inputs={"input_ids": ids}, budget_s=0, cache=False)
+    assert any("is read as grouped products" in n for n in program.source.notes)
+    assert model.config._experts_implementation == "eager"
+    for given in (ids, ids + 20):
+        torch.testing.assert_close(program(given), model(given).logits.detach(), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("name", WAYS)
 def test_the_way_that_was_traced_is_right_and_any_other_an_error(name: str) -> None:
     way = WAYS[name]

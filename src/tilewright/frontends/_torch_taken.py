@@ -86,7 +86,8 @@ class Ways(TorchFunctionMode):
             x, mask = torch.broadcast_tensors(args[0], args[1] if len(args) > 1 else named["mask"])
             return x[self._positions(mask).unbind(1)]
         if func is _T.__getitem__:
-            return func(args[0], self._index(args[1]))
+            one = isinstance(args[1], torch.Tensor) and args[1].dtype not in (torch.bool, torch.uint8)
+            return func(args[0], self._whole(args[1]) if one else self._index(args[1]))  # of one number torch takes a view
         if func is _T.__setitem__:
             return func(args[0], self._index(args[1], masks=isinstance(args[2], torch.Tensor) and args[2].dim() > 0), args[2])
         if func in (torch.bincount, _T.bincount):

@@ -8,14 +8,16 @@ integer's range) XLA's rule holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 
-from tilewright.errors import UnsupportedError
+from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.frontends import (
     LoadOptions,
     _torch_elementwise,
@@ -79,12 +81,36 @@ def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) ->
         if not isinstance(program, torch.nn.Module):
             hint = "give the module itself, and example inputs"
             raise UnsupportedError(refused.what, where=refused.where, hint=hint) from refused
+        # A refusal of that, too, leaves the way that the example inputs take.
+        with contextlib.suppress(TilewrightError), _grouped_experts(program) as any_:
+            if any_:
+                graph = _read(program, options)
+                return replace(graph, notes=(*graph.notes, GROUPED))
         try:
             with as_taken(program, *arguments(options.example_inputs, program)) as places:
                 graph = _read(program, options)
         except Exception as error:  # of a trace that nobody asked for: what was refused stays the message
             raise UnsupportedError(refused.what, where=refused.where, hint=refused.hint) from error
     return replace(graph, notes=(*graph.notes, *map(note, places)))
+
+
+_EXPERTS = "_experts_implementation"
+GROUPED = 'the loop over experts is read as grouped products (set_experts_implementation("grouped_mm")), which take any routing'
+
+
+@contextlib.contextmanager
+def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
+    """While it is open, mixtures of transformers that loop over the experts with tokens multiply by groups, which is the same
+    function and no way that depends on the data; whether there are any."""
+    loops: list[Any] = [m for m in module.modules() if getattr(getattr(m, "config", None), _EXPERTS, None) == "eager"]
+    loops = [m for m in loops if hasattr(m, "set_experts_implementation")]
+    try:
+        for m in loops:
+            m.set_experts_implementation("grouped_mm")
+        yield bool(loops)
+    finally:
+        for m in loops:
+            m.set_experts_implementation("eager")
 
 
 def _read(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
