@@ -463,12 +463,72 @@ def windows(rng: np.random.Generator) -> Case:
     return Case(body, given, {"r": out}, ulps=32 * loose, depth=32 * loose)
 
 
+PRODUCTS = [*CONVOLVED, (F16, BF16, F32), (U8, S8, S32), (F8E4M3FN, F8E5M2, F32), (BF16, F32, F32), (F8E4M3FN, BF16, BF16)]
+
+
+def product(rng: np.random.Generator) -> Case:
+    """dot_general over any number of batch, contracted and free axes, in any order."""
+    lhs, rhs, out = pick(rng, PRODUCTS)  # type: ignore[misc]
+    counts = [int(v) for v in rng.choice([0, 1, 1, 2], 4)]
+    extents = [0, 1, 2, 3, 5, 17] if rng.random() < 0.1 else [1, 2, 3, 5, 17]
+    batch, inner, rows, columns = ([int(v) for v in rng.choice(extents, n)] for n in counts)
+
+    def laid_out(free: list[int]) -> tuple[tuple[int, ...], list[int], list[int]]:
+        sizes = [*batch, *inner, *free]
+        order = [int(v) for v in rng.permutation(len(sizes))]
+        at = [order.index(i) for i in range(len(sizes))]
+        return tuple(sizes[i] for i in order), at[: len(batch)], at[len(batch) : len(batch) + len(inner)]
+
+    ls, lb, lc = laid_out(rows)
+    rs, rb, rc = laid_out(columns)
+    free = [d for i, d in enumerate(ls) if i not in lb + lc], [d for i, d in enumerate(rs) if i not in rb + rc]
+    tx, tk, to = TensorType(lhs, ls), TensorType(rhs, rs), TensorType(out, (*batch, *free[0], *free[1]))
+    body = (
+        f"%r = stablehlo.dot_general %x, %k, batching_dims = {lb} x {rb}, contracting_dims = {lc} x {rc} "
+        f": ({mlir_type(tx)}, {mlir_type(tk)}) -> {mlir_type(to)}"
+    )
+    return case(body, {"x": (lhs, moderate(lhs, ls, rng)), "k": (rhs, moderate(rhs, rs, rng))}, {"r": to}, ulps=2, depth=4)
+
+
+def picked(rng: np.random.Generator) -> Case:
+    """A gather of windows from any axes, indices past the ends among them."""
+    dtype, index = pick(rng, [*INTEGERS, *FLOATS, PRED]), pick(rng, [S32, S64, U32, S8])
+    assert isinstance(dtype, DType)
+    assert isinstance(index, DType)
+    shape = shape_of(rng, 1, 4, empty=False)
+    rank = len(shape)
+    mapped = [int(v) for v in rng.permutation(rank)[: int(rng.integers(1, rank + 1))]]
+    sizes = [1 if rng.random() < 0.4 else int(rng.integers(1, d + 1)) for d in shape]
+    collapsed = sorted(d for d in range(rank) if sizes[d] == 1 and rng.random() < 0.6)
+    batch = shape_of(rng, 0, 2, empty=False)
+    window = [sizes[d] for d in range(rank) if d not in collapsed]
+    places = sorted(int(v) for v in rng.permutation(len(batch) + len(window))[: len(window)])
+    out: list[int] = []
+    rest, inner = list(batch), list(window)
+    for i in range(len(batch) + len(window)):
+        out.append(inner.pop(0) if i in places else rest.pop(0))
+    at = int(rng.integers(len(batch) + 1))
+    starts = (*batch[:at], len(mapped), *batch[at:])
+    low = -3 if index.is_signed else 0
+    k = rng.integers(low, max(shape) + 3, starts).astype(index.to_numpy())
+    tx, tk, to = TensorType(dtype, shape), TensorType(index, starts), TensorType(dtype, tuple(out))
+    body = (
+        f'%r = "stablehlo.gather"(%x, %k) {{dimension_numbers = #stablehlo.gather<offset_dims = {places}, '
+        f"collapsed_slice_dims = {collapsed}, start_index_map = {mapped}, index_vector_dim = {at}>, "
+        f"slice_sizes = array<i64: {str(sizes)[1:-1]}>, indices_are_sorted = false}} "
+        f": ({mlir_type(tx)}, {mlir_type(tk)}) -> {mlir_type(to)}"
+    )
+    return Case(body, {"x": (dtype, values(dtype, shape, rng)), "k": (index, k)}, {"r": to})
+
+
 CASES: dict[str, Callable[[np.random.Generator], Case]] = {
     "binary": binary,
     "bits": bits,
     "compare": compare,
     "convert": converted,
     "convolution": convolution,
+    "dot_general": product,
+    "gather": picked,
     "move": moved,
     "reduce": reduced,
     "select": selected,

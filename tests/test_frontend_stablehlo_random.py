@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from against_jax import close, run, xla
+import tilewright
+from against_jax import close, run, to_torch, xla
 from stablehlo_cases import CASES, merged
 from tilewright.compiler import optimise
 from tilewright.frontends import load
@@ -13,14 +14,18 @@ from tilewright.frontends import load
 COUNT = 12
 
 
-def check(name: str, seeds: range) -> None:
-    """Compare programs, written as one, with XLA: as read and after the rules."""
+def check(name: str, seeds: range, compiled: bool = False) -> None:
+    """Compare programs, written as one, with XLA: as read, after the rules and maybe as compiled."""
     cases = [CASES[name](np.random.default_rng([seed, len(name)])) for seed in seeds]
     whole = merged(cases)
     wanted = xla(whole.text, *whole.arrays)
     graph = load(whole.text)
-    for read in (graph, optimise(graph)):
-        for case, got, value in zip(cases, run(read, *whole.arrays), wanted, strict=True):
+    found = [run(graph, *whole.arrays), run(optimise(graph), *whole.arrays)]
+    if compiled:
+        results = tilewright.compile(graph, budget_s=0, cache=False)(*map(to_torch, whole.arrays))
+        found.append(list(results) if isinstance(results, tuple | list) else [results])
+    for results in found:
+        for case, got, value in zip(cases, results, wanted, strict=True):
             close(got, value, ulps=case.ulps, depth=case.depth, what=case.body)
 
 
@@ -33,4 +38,4 @@ def test_an_operation_agrees_with_xla(name: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_many_programs_of_an_operation_agree_with_xla(name: str) -> None:
     for start in range(1000, 3500, 25):
-        check(name, range(start, start + 25))
+        check(name, range(start, start + 25), compiled=start % 500 == 0)
