@@ -57,6 +57,8 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
             raise InputError(f"a call on device {str(value)!r}", where=call.target, hint="cpu")
     if call.target.startswith("aten._fft_") and not _transforms(named):
         raise InputError("a call whose axes, length or scaling no Fourier transform has", where=call.target, hint=ALLOW_CALLS)
+    if any(type(s) is int and s < 0 for s in _flat([named.get("stride")])):  # torch 2.11 looks when it runs
+        raise InputError("a call with a stride below zero", where=call.target, hint=ALLOW_CALLS)
     if named.get("pin_memory"):
         raise InputError("a call that pins memory", where=call.target, hint=ALLOW_CALLS)
     if any(a.name == "device" for a in schema.arguments):
