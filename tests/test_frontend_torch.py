@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 from torch.export import Dim, export
 
+import tilewright
 from against_torch import Of, agree, compare, read
 from tilewright.errors import InputError
 from tilewright.frontends import LoadOptions, load
@@ -111,6 +112,32 @@ class TestReading:
         wanted = Apart()(x, y, z=z, w=w)
         torch.testing.assert_close(evaluate(graph, [x, y, z, w])[0], wanted)
         torch.testing.assert_close(evaluate(graph, given)[0], wanted)
+
+    def test_positions_after_an_argument_that_was_left_out_are_refused(self) -> None:
+        class Optional(nn.Module):
+            def forward(
+                self, ids: torch.Tensor, mask: torch.Tensor | None = None, *, kinds: torch.Tensor | None = None
+            ) -> torch.Tensor:
+                return ids + (0 if mask is None else 10 * mask) + (0 if kinds is None else 100 * kinds)
+
+        class Passed(nn.Module):
+            def forward(self, *args: torch.Tensor, **more: torch.Tensor) -> torch.Tensor:
+                return Optional()(*args, **more)
+
+        x = torch.ones(2, 2)
+        for examples in ({"ids": x, "kinds": x}, {"kinds": x, "mask": None, "ids": x}):
+            program = tilewright.compile(Optional(), example_inputs=examples, budget_s=0, cache=False)
+            with pytest.raises(InputError, match=r"argument 2 is 'mask', which is no input(.|\n)*by name: kinds=…"):
+                program(x, x)
+            torch.testing.assert_close(program(x, kinds=2 * x), 201 * x)
+        program = tilewright.compile(Optional(), example_inputs={"kinds": x, "mask": x, "ids": x}, budget_s=0, cache=False)
+        torch.testing.assert_close(program(x, 2 * x, 3 * x), 321 * x)
+        exported = export(Optional(), (x,), {"kinds": x.clone()})
+        for module, given in ((exported, None), (Passed(), {"ids": x, "kinds": x})):
+            program = tilewright.compile(module, example_inputs=given, budget_s=0, cache=False)
+            with pytest.raises(InputError, match=r"what argument \d is cannot be told: the program takes it by name"):
+                program(x, x)
+            torch.testing.assert_close(program(ids=x, kinds=2 * x), 201 * x)
 
     def test_one_tensor_alone_is_an_input(self) -> None:
         assert labels(load_with(Of(torch.neg), torch.ones(3))) == ["args_0"]

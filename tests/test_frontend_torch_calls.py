@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - torch's own name for it
 from torch import nn
 
+import tilewright
 from against_torch import Of, agree, read
 from tilewright.dtype import F32, OPAQUE, S32, S64, from_torch
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
@@ -55,6 +56,14 @@ LEFT: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], set[str]]
     "a list with gaps": (lambda a, i: _put(a, i), (X, INDEX[0]), {"aten.index_put.default"}),
     "a step": (lambda a: torch.slice_scatter(a, a[:, :4], 1, 0, 8, 2), (X,), {"aten.slice_scatter.default"}),
     "bits": (lambda a: a.view(torch.int32), (X,), {"aten.view.dtype"}),
+    "strides of axes in another order": (
+        lambda a: torch.as_strided(a.mT.sin(), (4, 2, 3), (2, 5, 3), 1),
+        *((X,), {"aten.as_strided.default"}),
+    ),
+    "strides of a slice": (
+        lambda a: torch.as_strided(a[1:], (2, 3), (3, 2), 9),
+        *((X,), {"aten.as_strided.default"}),
+    ),
     "strides": (lambda a: torch.as_strided(a, (2, 3), (3, 2)), (X,), {"aten.as_strided.default"}),
     "another norm": (lambda a: torch.linalg.vector_norm(a, 3, 1), (X,), {"aten.linalg_vector_norm.default"}),
     "one's own": (
@@ -223,3 +232,27 @@ def test_a_call_that_wider_operands_would_change_stays_an_error():
         evaluate_call(call, [torch.tensor([0, (1 << 53) + 1])])
     with pytest.raises(TypeMismatchError, match="is declared"):  # as the operands' own kernel would have been told
         evaluate_call(Call("torch", "aten.histc.default", call.payload, (TensorType(S64, (5,)),)), [torch.tensor([0, 3])])
+
+
+@pytest.mark.parametrize("wrong", [-1, 5, -6])
+def test_an_id_that_torch_refuses_is_an_error_of_the_call(wrong: int) -> None:
+    table = torch.nn.Embedding(5, 16)
+    for lookup in (
+        table,
+        Of(lambda ids: torch.index_select(table.weight, 0, ids)),
+        Of(lambda ids: table.weight[:, 0].gather(0, ids)),
+    ):
+        program = tilewright.compile(lookup, example_inputs=(torch.tensor([0, 4, 1]),), budget_s=0, cache=False)
+        torch.testing.assert_close(program(torch.tensor([3, 0, 4])), lookup(torch.tensor([3, 0, 4])))
+        with pytest.raises(TilewrightError, match="index"):
+            program(torch.tensor([3, wrong, 4]))
+    wraps = tilewright.compile(Of(lambda i: table.weight[i]), example_inputs=(torch.tensor([0, 1]),), budget_s=0, cache=False)
+    torch.testing.assert_close(wraps(torch.tensor([-1, 2])), table.weight[[-1, 2]])
+    pairs = tilewright.compile(
+        Of(lambda i, j: table.weight[i, j]), example_inputs=(torch.tensor([0, 1]),) * 2, budget_s=0, cache=False
+    )
+    i, j = torch.tensor([-1, 2]), torch.tensor([15, -16])
+    torch.testing.assert_close(pairs(i, j), table.weight[i, j])
+    for outside in ((torch.tensor([0, 1]), torch.tensor([3, 16])), (torch.tensor([0, -6]), torch.tensor([3, 4]))):
+        with pytest.raises(TilewrightError, match="index"):
+            pairs(*outside)

@@ -51,6 +51,13 @@ def of_a_count(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def of_experts(x: torch.Tensor) -> torch.Tensor:
+    total = torch.zeros(3)
+    for (row,) in (x.amax(1) > 1.5).nonzero():
+        total = total + x[row] * x[row, row]
+    return total
+
+
 WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "a branch": lambda x: x + 1 if x.sum() > 0 else x - 1,
     "a branch on a number": lambda x: x + 1 if x.sum().item() > 0 else x - 1,
@@ -65,6 +72,10 @@ WAYS: dict[str, Callable[[torch.Tensor], object]] = {
     "an element in it": lambda x: x + 1 if 2.0 in x else x - 1,
     "alike": lambda x: x + 1 if torch.allclose(x.sum(), x.sum().abs(), rtol=1e-3) else x - 1,
     "not zero": lambda x: x + 1 if torch.is_nonzero(x.sum() > 0) else x - 1,
+    "counts of repeats": lambda x: (
+        x.repeat_interleave((x[0] > 0).long(), dim=1) + (x > 0).long().flatten().repeat_interleave((x > 0).long().flatten())[:1]
+    ),
+    "a tensor of one number that picks": of_experts,
     "an index": lambda x: [x.sum(), x.prod()][int(x[0, 0] > 0)],
 }
 

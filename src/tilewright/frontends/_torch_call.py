@@ -140,6 +140,8 @@ def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
     if any(a.name == "filename" for a in schema_of(operator).arguments):
         raise InputError(f"{op.target} reads a file, which a program may not", where=op.target)
     tensors = [cast(torch.Tensor, v).contiguous() for v in values]
+    if op.target.startswith("aten.as_strided"):  # whose offset counts from where memory begins
+        tensors = [t.clone() if t.storage_offset() else t for t in tensors]
     try:
         results = _called(op, operator, tensors)
     except RuntimeError as error:

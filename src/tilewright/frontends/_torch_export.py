@@ -9,7 +9,7 @@ import itertools
 import logging
 import re
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
 from typing import Any, cast
 
@@ -143,11 +143,20 @@ def arguments(given: object, module: torch.nn.Module) -> tuple[tuple[object, ...
             where=type(module).__name__,
             hint="example_inputs=(tensor, …), or a dict of keyword arguments",
         )
+    seen: set[int] = set()
+
+    def taken(value: object) -> object:
+        """One tensor given twice is two inputs, which torch would trace as one."""
+        made = _as_tensor(value)
+        twice = isinstance(made, torch.Tensor) and id(made) in seen
+        seen.add(id(made))
+        return cast("torch.Tensor", made).clone() if twice else made
+
     if isinstance(given, Mapping):
-        named = {k: pytree.tree_map(_as_tensor, v) for k, v in cast("Mapping[str, object]", given).items()}
+        named = {k: pytree.tree_map(taken, v) for k, v in cast("Mapping[str, object]", given).items()}
         return _in_order(named, module)
     if isinstance(given, (list, tuple)):
-        return tuple(pytree.tree_map(_as_tensor, v) for v in cast("Sequence[object]", given)), {}
+        return tuple(pytree.tree_map(taken, v) for v in cast("Sequence[object]", given)), {}
     return (_as_tensor(given),), {}
 
 
@@ -162,6 +171,42 @@ def _in_order(named: Mapping[str, object], module: torch.nn.Module) -> tuple[tup
     positional = tuple(named[n] for n in itertools.takewhile(named.__contains__, unnamed))
     order = [n for n in parameters if n in named] + [n for n in named if n not in parameters]
     return positional, {n: named[n] for n in order if n not in unnamed[: len(positional)]}
+
+
+def places(program: torch.nn.Module | ExportedProgram, ready: ExportedProgram, given: object) -> tuple[str, ...]:
+    """Names of the positional arguments of `forward`, if not all up to the last input are inputs (`Graph.places`).
+
+    Those of an exported program are what it was exported with; what was given by name then stays so, as for its own module.
+    """
+    every = user_inputs(ready)
+    names = iter(every)
+    if isinstance(program, ExportedProgram):
+        spec = ready.call_spec.in_spec
+        count = spec.children()[0].num_leaves if spec is not None and spec.num_children == 2 else len(every)
+        found = [*itertools.islice(names, count), *(f"*{n}" for n in names)]
+    else:
+        found = _in_places(program, *arguments(given, program), names)
+    inputs = [n for n, value in every.items() if isinstance(value, torch.Tensor)]
+    return tuple(found) if found[: len(inputs)] != inputs else ()
+
+
+def _in_places(
+    module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], names: Iterator[str]
+) -> list[str]:
+    """Of each argument of `forward`, what its tensors are called; its own name if it was left out."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    found = [n for value in args for n in itertools.islice(names, len(pytree.tree_leaves(value)))]
+    taken = dict(zip(kwargs, [[*itertools.islice(names, len(pytree.tree_leaves(v)))] for v in kwargs.values()], strict=True))
+    for p in [*parameters][len(args) :]:
+        if p.kind is p.VAR_POSITIONAL and taken.keys() - named:
+            found.append(f"*{p.name}")
+        elif p.name in named or p.kind is p.POSITIONAL_ONLY:
+            found += taken.pop(p.name, [p.name])
+    return [*found, *chain.from_iterable(taken.values())]
 
 
 def _as_tensor(value: object) -> object:

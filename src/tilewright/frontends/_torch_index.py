@@ -17,8 +17,8 @@ from tilewright.ir.types import normalize_axis
 
 @aten("embedding.default")
 def embedding(site: Site, weight: Node, indices: Node, *_: object, **__: object) -> Node:
-    """Rows of a table."""
-    return Node(Gather(0), weight, indices)
+    """Rows of a table; an id below zero is out of range."""
+    return Node(Gather(0, wraps=False), weight, indices)
 
 
 @aten("index_select.default")
@@ -27,7 +27,7 @@ def index_select(site: Site, self: Node, dim: int, index: Node) -> Node:
     axis = normalize_axis(dim, max(len(self.shape), 1), site.target)
     if not self.shape:
         return self
-    return Node(Gather(axis), self, reshape(index, (prod(index.shape),)))
+    return Node(Gather(axis, wraps=False), self, reshape(index, (prod(index.shape),)))
 
 
 @aten("gather.default")
@@ -35,7 +35,7 @@ def gather(site: Site, self: Node, dim: int, index: Node, *, sparse_grad: bool =
     """One element of an axis for each index."""
     if len(self.shape) != len(index.shape) or not self.shape:
         return None
-    return Node(Gather(normalize_axis(dim, len(self.shape), site.target), elementwise=True), self, index)
+    return Node(Gather(normalize_axis(dim, len(self.shape), site.target), elementwise=True, wraps=False), self, index)
 
 
 @aten("index.Tensor", "_unsafe_index.Tensor")
@@ -55,7 +55,7 @@ def index_tensor(site: Site, self: Node, indices: Sequence[Node | None]) -> Node
     x = self if neighbours else transpose(self, [*axes, *rest])
     extents = [self.shape[a] for a in axes]
     joined = (*x.shape[:front], prod(extents), *x.shape[front + len(axes) :])
-    result = Node(Gather(front), reshape(x, joined), _joined_index(picked, extents))
+    result = Node(Gather(front, wraps=len(picked) == 1), reshape(x, joined), _joined_index(picked, extents))
     return reshape(result, site.out.shape)
 
 
@@ -78,14 +78,17 @@ def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: No
 
 
 def _joined_index(indices: Sequence[Node], extents: Sequence[int]) -> Node:
-    """Row-major position in axes of these extents; negative indices count from the end of their axis."""
+    """Row-major position in axes of these extents; negative indices count from the end of their axis. Of an index outside its
+    axis a position past all of them."""
     if len(indices) == 1:
         return indices[0]
     total: Node | None = None
     for index, extent in zip(indices, extents, strict=True):
         wide = cast(index, S64)
-        size = const(extent, S64)
+        size, none = const(extent, S64), const(prod(extents), S64)
         wide = Node(Select(), map_("less", wide, const(0, S64)), map_("add", wide, size), wide)
+        inside = map_("and", map_("greater_equal", wide, const(0, S64)), map_("less", wide, size))
+        wide = Node(Select(), inside, wide, none)
         total = wide if total is None else map_("add", map_("multiply", total, size), wide)
     assert total is not None
     return total

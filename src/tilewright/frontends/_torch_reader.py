@@ -21,7 +21,7 @@ from tilewright.frontends._torch_registry import TRANSLATIONS, DependsOnDataErro
 from tilewright.frontends._torch_taken import COMPARED
 from tilewright.frontends._torch_types import cast as as_type
 from tilewright.frontends._torch_types import dtype_of, type_of
-from tilewright.ir.build import broadcast, input_, items
+from tilewright.ir.build import broadcast, input_, items, transpose
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.kept import in_place, share
 from tilewright.ir.literal import Literal
@@ -198,9 +198,7 @@ class Reader:
 
     def _call(self, node: fx.Node, site: Site, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Node | None]:
         if site.target.startswith("aten.as_strided"):
-            source = cast(fx.Node, node.args[0]).meta["val"]
-            if not cast(torch.Tensor, source).is_contiguous():
-                raise site.refuse("reads memory by strides that a graph does not keep", "reshape or index instead")
+            args = _within_memory(site, cast("torch.Tensor", cast(fx.Node, node.args[0]).meta["val"]), args)
         made = call(site.target, args, kwargs, site.outs, site.where)
         if site.target != COMPARED:  # of which there are notes
             self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
@@ -289,6 +287,22 @@ def _arranged(
     given = max((i + 1 for i, a in enumerate(places) if i < len(args) or a.name in named), default=0)
     positional = [args[i] if i < len(args) else named.pop(a.name, a.default_value) for i, a in enumerate(places[:given])]
     return positional, named
+
+
+def _within_memory(site: Site, source: torch.Tensor, args: Sequence[object]) -> Sequence[object]:
+    """Arguments of `as_strided` for a tensor whose axes lie in the order of its memory, as those of a call's operands do.
+
+    Raises:
+        UnsupportedError: elements of `source` lie apart or it reads beyond them: what is there, no graph says.
+    """
+    x, sizes, strides, offset = cast("tuple[Node, list[int], list[int], int | None]", (*args, None)[:4])
+    order = sorted(range(source.dim()), key=lambda a: (source.stride(a), source.shape[a]), reverse=True)
+    first = 0 if offset is None else offset - source.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    inside = 0 in sizes or 0 <= first <= last < source.numel()
+    if not source.permute(order).is_contiguous() or not inside:
+        raise site.refuse("reads memory by strides that a graph does not keep", "reshape or index instead")
+    return [transpose(x, order) if order != sorted(order) else x, sizes, strides, first]
 
 
 def _nodes_in(value: object) -> list[Node]:

@@ -90,6 +90,8 @@ class Ways(TorchFunctionMode):
             return func(args[0], self._whole(args[1]) if one else self._index(args[1]))  # of one number torch takes a view
         if func is _T.__setitem__:
             return func(args[0], self._index(args[1], masks=isinstance(args[2], torch.Tensor) and args[2].dim() > 0), args[2])
+        if func in (torch.repeat_interleave, _T.repeat_interleave):
+            return self._repeated(*args, **named)
         if func in (torch.bincount, _T.bincount):
             return self._counts(*args, **named)
         if func in _SIZED:
@@ -136,7 +138,7 @@ class Ways(TorchFunctionMode):
                 found += self._positions(i).unbind(1)
                 several = several or i.dim() > 1
             else:
-                found.append(i)
+                found.append(self._whole(i) if _is_position(i) else i)
         return tuple(found) if several else found[0]
 
     def _counts(self, x: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor:
@@ -149,12 +151,32 @@ class Ways(TorchFunctionMode):
             ones = weights if weights.dtype is torch.float32 else weights.double()
         return torch.zeros(length, dtype=ones.dtype).scatter_add(0, x.to(torch.int64), ones)
 
+    def _repeated(
+        self, x: torch.Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+    ) -> torch.Tensor:
+        """torch.repeat_interleave with the length of its result checked, where a tensor gives the counts."""
+        counts, x = (x, torch.arange(len(x), device=x.device)) if repeats is None else (repeats, x)
+        if not isinstance(counts, torch.Tensor):
+            return torch.repeat_interleave(x, counts, dim, output_size=output_size)
+        x, dim = (x.reshape(-1), 0) if dim is None else (x, dim)
+        ends = counts.reshape(-1).expand(x.shape[dim]).cumsum(0)
+        total = ends[-1:].sum()
+        size = cast(int, self._told(total, lambda: int(total)))
+        picks = torch.searchsorted(ends, torch.arange(size, device=x.device), right=True)
+        return x.index_select(dim, picks.clamp(max=max(x.shape[dim] - 1, 0)))
+
     def _whole(self, x: Any) -> Any:
         if isinstance(x, torch.Tensor) and x.dim() == 0 and not x.is_floating_point():
             return self._told(x, lambda: int(x))
         return x
 
 
+def _is_position(index: object) -> bool:
+    """Whether an index is a tensor that holds one whole number."""
+    return isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype in _WHOLE
+
+
+_WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
 _HINT = "torch.where instead of `if`, no .item(), no masks that pick elements"
 
 

@@ -30,7 +30,7 @@ from tilewright.frontends import (
 )
 from tilewright.frontends import _torch_call as calls
 from tilewright.frontends import _torch_file_call as file_calls
-from tilewright.frontends._torch_export import arguments, exported, program_name
+from tilewright.frontends._torch_export import arguments, exported, places, program_name
 from tilewright.frontends._torch_reader import Reader
 from tilewright.frontends._torch_registry import DependsOnDataError
 from tilewright.frontends._torch_taken import as_taken, note
@@ -87,11 +87,17 @@ def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) ->
                 graph = _read(program, options)
                 return replace(graph, notes=(*graph.notes, GROUPED))
         try:
-            with as_taken(program, *arguments(options.example_inputs, program)) as places:
+            with as_taken(program, *arguments(options.example_inputs, program)) as learnt:
                 graph = _read(program, options)
-        except Exception as error:  # of a trace that nobody asked for: what was refused stays the message
-            raise UnsupportedError(refused.what, where=refused.where, hint=refused.hint) from error
-    return replace(graph, notes=(*graph.notes, *map(note, places)))
+        except Exception as error:
+            raise UnsupportedError(f"{refused.what}; {_second(error)}", where=refused.where, hint=refused.hint) from error
+    return replace(graph, notes=(*graph.notes, *map(note, learnt)))
+
+
+def _second(error: Exception) -> str:
+    """What stands in the way of the trace that compares at each call, in the words of its error."""
+    what = f"{error.what} ({error.where})" if isinstance(error, TilewrightError) and error.where else str(error)
+    return f"and the way that the example inputs take cannot be followed: {what}"
 
 
 _EXPERTS = "_experts_implementation"
@@ -115,7 +121,7 @@ def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
 
 def _read(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
     ready = exported(program, options)
-    return Reader(ready, program_name(program)).read()
+    return replace(Reader(ready, program_name(program)).read(), places=places(program, ready, options.example_inputs))
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from tilewright.dtype import F32
 from tilewright.ir.access import Unsupported
@@ -46,7 +47,7 @@ def written_out(roots: Sequence[Node]) -> list[Node]:
         elif isinstance(op, Map) and op.fn == "power":
             made[n] = _power(n, src)
         elif isinstance(op, Gather) and not op.elementwise:
-            made[n] = _picked(op.axis % len(src[0].shape), src[0], src[1])
+            made[n] = _picked(replace(op, axis=op.axis % len(src[0].shape)), src[0], src[1])
         else:
             made[n] = n.with_src(src)
     return [made[r] for r in roots]
@@ -95,11 +96,12 @@ def _padded(op: Pad, x: Node, fill: Node) -> Node:
     return x
 
 
-def _picked(axis: int, table: Node, index: Node) -> Node:
+def _picked(op: Gather, table: Node, index: Node) -> Node:
     """Elements of a table by index, picked from what it is worked out from, where no more is worked out then."""
+    axis = op.axis
     grows = math.prod(index.shape) > table.shape[axis]
     if grows or not isinstance(table.op, (Map, Convert, Select)):
-        return Node(Gather(axis), table, index)
+        return Node(op, table, index)
     found: list[Node] = []
     for s in table.src:
         mine = axis - (len(table.shape) - len(s.shape))
@@ -108,7 +110,7 @@ def _picked(axis: int, table: Node, index: Node) -> Node:
         elif s.shape[mine] != table.shape[axis]:
             found.append(reshape(s, (*s.shape[:mine], *(1 for _ in index.shape), *s.shape[mine + 1 :])))
         else:
-            found.append(_picked(mine, s, index))
+            found.append(_picked(replace(op, axis=mine), s, index))
     return table.with_src(found)
 
 

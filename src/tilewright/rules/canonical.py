@@ -64,7 +64,7 @@ def gather_of_a_run_is_a_slice(m: Match) -> Node | None:
     if value is None:
         return None
     axis, extent = op.axis % len(x.shape), x.shape[op.axis]
-    at = [i + extent if i < 0 else i for i in value.reshape(-1).to(torch.int64).tolist()]
+    at = [i + extent if i < 0 and op.wraps else i for i in value.reshape(-1).to(torch.int64).tolist()]
     step = at[1] - at[0] if len(at) > 1 else 1
     if step < 1 or at != [at[0] + k * step for k in range(len(at))] or not 0 <= at[0] <= at[-1] < extent:
         return None

@@ -54,7 +54,8 @@ class Step:
 
 @dataclass
 class Executable:
-    """A compiled program: call it with the inputs in order, or by name.
+    """A compiled program: call it with the inputs in order, or by name. Those that the source's own function takes after an
+    argument that was fixed (None, a number, left out of the examples) are given by name.
 
     Takes torch tensors, NumPy arrays or anything with DLPack. Gives torch tensors, or NumPy arrays if it was given NumPy
     arrays alone; one result bare, several as a tuple. The results are the caller's own: never memory of an input or a constant.
@@ -184,12 +185,12 @@ class Executable:
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
         """The user's arrays as tensors on the device, in input order, checked."""
-        if len(args) == len(self._wanted) and not kwargs:
+        if len(args) == len(self._wanted) and not kwargs and not self.graph.places:
             return [wanted.take(value) for wanted, value in zip(self._wanted, args, strict=True)]
         types = self.input_types
         if len(args) > len(types):
             raise InputError(f"{counted(len(types), 'input')} wanted, {len(args)} given", where=self.graph.name)
-        given = dict(zip(types, args, strict=False))
+        given = dict(zip(self._by_place(len(args)), args, strict=True))
         for name, value in kwargs.items():
             if name not in types or name in given:
                 why = "given twice" if name in types else f"unknown; there are {', '.join(types) or 'none'}"
@@ -199,6 +200,23 @@ class Executable:
         if missing:
             raise InputError(f"no value for input {missing[0]!r}", where=self.graph.name, hint=f"it is {types[missing[0]]}")
         return [wanted.take(given[wanted.name]) for wanted in self._wanted]
+
+    def _by_place(self, count: int) -> list[str]:
+        """The inputs that this many positional arguments are.
+
+        Raises:
+            InputError: the source's own function takes something else there, or that cannot be told.
+        """
+        names = (self.graph.places or (*self.input_types,))[:count]
+        for i, name in enumerate(names):
+            if name not in self.input_types:
+                rest = ", ".join(f"{n}=…" for n in self.input_types if n not in names[:i])
+                what = f"argument {i + 1} is {name!r}, which is no input: it was fixed when the program was traced"
+                hint = f"give what follows by name: {rest}; or compile with an example of {name!r}"
+                if name.startswith("*"):
+                    what, hint = f"what argument {i + 1} is cannot be told: the program takes it by name", f"give {rest}"
+                raise InputError(what, where=self.graph.name, hint=hint)
+        return [*names]
 
     def run(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None = None) -> list[Value]:
         """The results for tensors on the device. `observe` sees each step with its inputs before it runs.

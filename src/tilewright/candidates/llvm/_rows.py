@@ -248,7 +248,7 @@ class _LoopsWriter:
         at = f.v(f"extractelement {vec(self.rows.lanes, type_)} {index}, i64 0")
         if type_ != "i64":
             at = f.v(f"{'sext' if picks.dtype.kind == 'int' else 'zext'} {type_} {at} to i64")
-        if picks.dtype.kind == "int":
+        if picks.dtype.kind == "int" and n.op.wraps:
             at = f.v(f"select i1 {f.compare('slt', at, 0)}, i64 {f.add(at, extent)}, i64 {at}")
         inside = f.compare("ult", at, extent)
         with f.when(f.v(f"xor i1 {inside}, true")):

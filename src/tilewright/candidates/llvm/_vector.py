@@ -240,7 +240,7 @@ class Lanes(Casts):
         extent, i64, i1 = table.shape[axis], vec(self.lanes, "i64"), vec(self.lanes, "i1")
         signed, from_ = picks.dtype.kind == "int", vec(self.lanes, element(picks.dtype))
         at = index if from_ == i64 else f.v(f"{'sext' if signed else 'zext'} {from_} {index} to {i64}")
-        if signed:
+        if signed and n.op.wraps:
             wrapped = f.v(f"add {i64} {at}, splat (i64 {extent})")
             at = f.v(f"select {i1} {f.v(f'icmp slt {i64} {at}, zeroinitializer')}, {i64} {wrapped}, {i64} {at}")
         inside = f.v(f"icmp ult {i64} {at}, splat (i64 {extent})")

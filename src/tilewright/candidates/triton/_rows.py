@@ -334,7 +334,7 @@ class _Rows(Emitter):
         t, (table, picks), axis = self.text, n.src, n.op.axis % len(n.src[0].shape)
         extent = table.shape[axis]
         at = self.cast(index, "int64")
-        if picks.dtype.kind == "int":
+        if picks.dtype.kind == "int" and n.op.wraps:
             at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
         inside = t.v(f"({at} >= 0) & ({at} < {extent})")
         place = access.of_leaf(table)

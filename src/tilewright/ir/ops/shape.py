@@ -194,13 +194,14 @@ class Gather(Op):
 
     Whole slices (default): the result is x.shape[:axis] + indices.shape + x.shape[axis + 1:] (ONNX Gather, an embedding
     lookup). `elementwise`: indices have x's rank and pick one element each (ONNX GatherElements). Negative indices count
-    from the end.
+    from the end; where `wraps` is false they are out of range, as for torch's embedding.
     """
 
     arity = 2
 
     axis: int
     elementwise: bool = False
+    wraps: bool = True
 
     def infer(self, *src: TensorType) -> Type:
         x, index = src
@@ -217,7 +218,8 @@ class Gather(Op):
         x, index = src
         axis = self.axis % x.dim()
         index = index.to(torch.int64)
-        index = torch.where(index < 0, index + x.shape[axis], index)
+        if self.wraps:
+            index = torch.where(index < 0, index + x.shape[axis], index)
         try:
             if self.elementwise:
                 return by_bits(lambda t: torch.gather(t, axis, index), x)
