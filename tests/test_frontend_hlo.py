@@ -343,7 +343,7 @@ def test_reading_needs_jaxlib_and_not_jax() -> None:
 
 
 def test_without_jaxlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    _jaxlib.api.cache_clear()
+    _jaxlib._imported.cache_clear()
     monkeypatch.setitem(sys.modules, "jaxlib.mlir.dialects.chlo", None)
     try:
         with pytest.raises(MissingDependencyError, match=r"jaxlib [\d.]+ is not one.*\n  try: pip install 'tilewright\[jax\]'"):
@@ -352,7 +352,7 @@ def test_without_jaxlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         with pytest.raises(MissingDependencyError, match=r"read by jaxlib, which is not installed"):
             load(EXAMPLES / "xla_7117_s8.hlo")
     finally:
-        _jaxlib.api.cache_clear()
+        _jaxlib._imported.cache_clear()
 
 
 def test_every_node_knows_where_it_came_from() -> None:

@@ -15,6 +15,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,7 @@ _CANONICAL = "stablehlo-refine-shapes,func.func(stablehlo-canonicalize-dynamism)
 _QUANT_TO_MATH = "builtin.module(func.func(stablehlo-legalize-quant-to-math,chlo-legalize-to-stablehlo))"
 _QUANTISED = re.compile(r"!quant\.")
 _AGAIN = "mend it there, or print the module again, whole"
+_IMPORTING = threading.Lock()
 _HINT = "pip install 'tilewright[jax]'"
 
 
@@ -46,13 +48,18 @@ class Api:
     register: Any
 
 
-@functools.cache
 def api() -> Api:
-    """jaxlib's MLIR bindings, imported on first use.
+    """Give jaxlib's MLIR bindings, imported on first use by one thread: passes are registered for the process.
 
     Raises:
         MissingDependencyError: jaxlib is missing, or lacks what is used here.
     """
+    with _IMPORTING:
+        return _imported()
+
+
+@functools.cache
+def _imported() -> Api:
     try:
         ir = importlib.import_module("jaxlib.mlir.ir")
         extension = importlib.import_module("jaxlib.mlir._mlir_libs._jax_mlir_ext")

@@ -194,7 +194,10 @@ class DataFiles:
         if self._follow_links:
             return _opened(self._folder / location)
         root, parts = _without_links(self._folder, parts)
-        folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+        except OSError as error:
+            raise _cannot_open(error, location, where) from error
         try:
             for part in parts[:-1]:
                 inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
