@@ -56,6 +56,9 @@ def check_node(n: Node, *, blocks: bool = False) -> None:
     elif isinstance(op, Const):
         if n.tensor.elements != 1:
             raise Unsupported("a table of constants")
+    elif isinstance(op, Convert):
+        if n.src[0].dtype.is_float and n.dtype.is_integer and n.dtype.bits > 32:
+            raise Unsupported(f"converting a float to {n.dtype} has no Triton kernel")
     elif isinstance(op, Quantize):
         if op.dtype.bits > (32 if op.dtype.is_float else 16):
             raise Unsupported(f"quantizing to {op.dtype} has no Triton form")
@@ -63,7 +66,7 @@ def check_node(n: Node, *, blocks: bool = False) -> None:
         most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
         if n.src[0].dtype.is_integer and n.src[0].dtype.bits > most:
             raise Unsupported(f"dequantizing {n.src[0].dtype} has no Triton form")
-    elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
+    elif not isinstance(op, (*VIEWS, Select, Param, Acc)):
         raise Unsupported(f"{op.name} has no Triton form")
 
 
