@@ -204,10 +204,10 @@ def test_a_program_runs_where_its_weights_lie():
     w = torch.randn(64, 64)
     x = input_("x", F32, (4, 64))
     here = Graph("g", (x,), (gemm(x, const(w)),), ("y",))
-    assert compiler._home(here, None) == "cpu"
+    assert compiler.home(here, None) == "cpu"
     there = Graph("g", (x,), (gemm(x, const(w.as_subclass(_Elsewhere))),), ("y",))
-    assert compiler._home(there, (torch.randn(4, 64),)) == "cuda:0"
-    assert compiler._home(here, {"x": [torch.randn(4, 64).as_subclass(_Elsewhere)]}) == "cuda:0"
+    assert compiler.home(there, (torch.randn(4, 64),)) == "cuda:0"
+    assert compiler.home(here, {"x": [torch.randn(4, 64).as_subclass(_Elsewhere)]}) == "cuda:0"
     other = type("Other", (_Elsewhere,), {"where": "cuda:1"})
     with pytest.raises(InputError, match=r'weights and inputs lie on cuda:0 and cuda:1[\s\S]*device="cuda:0"'):
-        compiler._home(there, (torch.randn(4, 64).as_subclass(other),))
+        compiler.home(there, (torch.randn(4, 64).as_subclass(other),))

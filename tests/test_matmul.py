@@ -320,3 +320,15 @@ def test_a_lazy_minus_sign_is_applied():
 def test_nothing_given_for_an_operand_is_named():
     with pytest.raises(InputError, match="a NoneType is no array"):
         matmul(None, torch.ones(3, 2))
+
+
+def test_it_runs_where_the_arrays_lie(monkeypatch):
+    from tilewright import product
+
+    asked = []
+    monkeypatch.setattr(product, "_compiled", lambda *given: asked.append(given[2]) or (lambda *arrays: None))
+    here, there = torch.randn(3, 4), type("There", (torch.Tensor,), {"device": torch.device("cuda:1")})
+    tilewright.matmul(here, here.T.contiguous())
+    tilewright.matmul(here.as_subclass(there), here.T.contiguous())
+    tilewright.matmul(here.as_subclass(there), here.T.contiguous(), device="cpu")
+    assert asked == ["cpu", "cuda:1", "cpu"]

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from tilewright import deadline
 from tilewright.errors import InputError, check_type
 from tilewright.frontends import LoadOptions, load
-from tilewright.hardware.detect import detect
+from tilewright.hardware.detect import detect, one_of
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Const
@@ -184,7 +184,7 @@ def compile(
         fixed=fixed or {},
     )
     source, layers = load(program, options), ()
-    target = target or detect(_home(source, example_inputs))
+    target = target or detect(home(source, example_inputs))
     if quantize is not None:
         source = recognised(source) if quantize.scheme.attention is not None else source
         seen = calibrate(source, quantize.batches, target.device)
@@ -206,18 +206,15 @@ def compile(
     return replace(executable, layers=tuple(layers))
 
 
-def _home(source: Graph, example_inputs: object) -> str:
-    """The device on which a program's weights, buffers and example inputs lie; the CPU's beside a GPU's are moved there.
+def home(source: Graph, example_inputs: object = None) -> str:
+    """Give the device on which a program's weights, buffers and example inputs lie.
 
     Raises:
         InputError: they lie on several GPUs.
     """
-    found = {n.op.data.device for n in source.nodes() if isinstance(n.op, Const)}
-    found |= {str(t.device) for t in (*source.kept, *tree_leaves(example_inputs)) if isinstance(t, torch.Tensor)}
-    gpus = sorted(d for d in found if d.startswith("cuda"))
-    if len(gpus) > 1:
-        raise InputError(f"weights and inputs lie on {' and '.join(gpus)}", hint=f'say where to run: device="{gpus[0]}"')
-    return gpus[0] if gpus else "cpu"
+    given = (*source.kept, *tree_leaves(example_inputs))
+    consts = (n.op.data.device for n in source.nodes() if isinstance(n.op, Const))
+    return one_of((*consts, *(str(t.device) for t in given if isinstance(t, torch.Tensor))))
 
 
 class _decider:  # noqa: N801 - a function with memory

@@ -11,6 +11,7 @@ import torch
 from tilewright.compiler import compile
 from tilewright.dtype import F32, F64, DType, dtype
 from tilewright.errors import InputError
+from tilewright.hardware.detect import one_of
 from tilewright.ir.build import input_, reshape
 from tilewright.ir.fused import Apply, Result, Side, fused_gemm
 from tilewright.ir.graph import Graph, Node
@@ -45,7 +46,7 @@ def matmul(
     residual: object = None,
     out_scale: object = None,
     out_zero_point: object = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
 ) -> object:
     """activation((a @ b) * scale + bias) + residual, as `out_dtype`.
@@ -70,7 +71,7 @@ def matmul(
         activation: "relu", "gelu", "gelu_tanh", "silu", "tanh", "logistic" or another function of `map`.
         residual: added last, shaped as the result.
         out_scale, out_zero_point: quantise the result to `out_dtype` (round half to even, saturate).
-        device: where to run; arrays are moved there.
+        device: where to run; arrays are moved there. None is where they lie.
         budget_s: seconds to spend choosing a kernel the first time a shape is seen.
 
     Raises:
@@ -102,7 +103,8 @@ def matmul(
     if group_size is not None and group_size < 1:
         raise InputError(f"group_size is {group_size}", hint="a positive number of elements along K")
     request = (transpose_a, transpose_b, acc_dtype, out_dtype, overflow, group_size, activation)
-    return _compiled(tuple(types.items()), request, device, budget_s)(*arrays.values())
+    where = device or one_of(str(t.device) for t in arrays.values() if isinstance(t, torch.Tensor))
+    return _compiled(tuple(types.items()), request, where, budget_s)(*arrays.values())
 
 
 def _number_type(name: str, types: Mapping[str, TensorType]) -> DType:

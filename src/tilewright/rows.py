@@ -8,7 +8,7 @@ from functools import lru_cache
 
 import torch
 
-from tilewright.compiler import optimise
+from tilewright.compiler import home, optimise
 from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
@@ -109,7 +109,7 @@ def compile_rows(
     *,
     first: int = 1,
     last: int = MOST_ROWS,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = None,
     budget_s: float = DEFAULT_BUDGET_S,
     progress: Progress | None = None,
 ) -> AnyRows:
@@ -118,7 +118,7 @@ def compile_rows(
     Args:
         graph_at: the program for a number of rows, asked for once for each; its constants are the same memory for all.
         first, last: the range, of two numbers of rows at least.
-        device: "cpu", "cuda" or "cuda:1", or a torch device.
+        device: "cpu", "cuda" or "cuda:1", or a torch device; None is where the weights lie.
         budget_s: seconds for measuring, more than 0.
         progress: called with races done, races expected, and what comes next.
 
@@ -131,10 +131,11 @@ def compile_rows(
         hint = "tilewright.compile, for one number of rows" if first == last else "such as first=1, last=4096"
         raise InputError(f"no range of rows from {first} to {last}", hint=hint)
     check_type(graph_at, (Callable,), "graph_at", GIVEN)
-    target = detect(device)
+    target = None if device is None else detect(device)
     graph_at = lru_cache(KEPT)(graph_at)  # tracing a torch module takes most of a second, and races ask for it again
     for rows in (first, last):
         check_type(graph_at(rows), Graph, f"graph_at({rows})", GIVEN)
+    target = target or detect(home(graph_at(first)))
     _varying_axis(graph_at(first), graph_at(last))
     table = regimes(lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress)
     return AnyRows(graph_at, table, target)

@@ -122,6 +122,18 @@ def gpu(index: int = 0) -> Target:
     return Target(p.name, chip, "cuda", p.multi_processor_count, index, features, caches, exact_match=exact)
 
 
+def one_of(devices: Iterable[str]) -> str:
+    """Give the one device on which tensors lie: the GPU, to which those of the CPU are moved, or the CPU if there is none.
+
+    Raises:
+        InputError: they lie on several GPUs.
+    """
+    gpus = sorted({d for d in devices if d.startswith("cuda")})
+    if len(gpus) > 1:
+        raise InputError(f"weights and inputs lie on {' and '.join(gpus)}", hint=f'say where to run: device="{gpus[0]}"')
+    return gpus[0] if gpus else "cpu"
+
+
 def detect(device: str | torch.device) -> Target:
     """The target that `device` names: a torch device, or its name.
 
