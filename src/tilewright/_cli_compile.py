@@ -164,7 +164,7 @@ def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequenc
 
 
 def _kept_aside() -> dict[str, Any]:
-    """What the command line says about reading a program beside its shapes."""
+    """Options of the command line for reading a program, beside its shapes."""
     from tilewright.report.inputs import npz_shapes
 
     context = click.get_current_context(silent=True)

@@ -97,7 +97,7 @@ def by_epilogue(problem: Problem) -> list[Piece]:
 
 
 def by_operands(problem: Problem) -> list[Piece]:
-    """What operands are computed from, each as a region that gives one result, and then the product of what lies in memory."""
+    """Regions that compute the operands, one result each, and then the product of what lies in memory."""
     op, own = problem.op, problem.node.src
     pieces: list[Piece] = []
     made: dict[Node, Node] = {}
@@ -301,7 +301,7 @@ def _first(problem: AnyProblem, candidates: Sequence[Candidate], target: Target)
 
 
 def _expected_us(candidate: Candidate, point: Schedule, problem: AnyProblem, target: Target) -> float:
-    """What a kernel is expected to take. Those that are not generated for the problem compute its operands op by op."""
+    """Predict the microseconds of a kernel. Those that are not generated for the problem compute its operands op by op."""
     if isinstance(problem, RegionProblem):
         return predict_us(passes(problem.roots, together=candidate.preference < min(LIBRARIES)), target)
     us = predict(candidate, problem, point, target) or math.inf

@@ -56,7 +56,7 @@ def _refuse(op: OpNode, attributes: tuple[str, ...] = (), inputs: tuple[int, ...
 
 
 def _padding(op: OpNode, mask: Node, batch: int, length: int, total: int) -> Node:
-    """What a padding mask adds to the scores, ready to broadcast: 0, or `mask_filter_value` where it hides a key.
+    """Numbers that a padding mask adds to the scores, ready to broadcast: 0, or `mask_filter_value` where it hides a key.
 
     A mask of one number a row of the batch gives the keys' count; of two, their ends and then their starts; a matrix or a
     stack of matrices keeps where it is positive.
@@ -179,7 +179,7 @@ def _multi_head_attention(op: OpNode) -> list[Node | None]:
 
 @converts("RotaryEmbedding", 1, 1, _MICROSOFT)
 def _rotary_embedding(op: OpNode) -> Node:
-    """As ONNX's, from tables [positions, size / 2] and positions: one for each token, or the first of all of them."""
+    """Rotary embedding as ONNX's, from tables [positions, size / 2] and positions: one a token, or the first one's."""
     _refuse(op, ("is_packed_batching",))
     given, positions, cos, sin = op.input(0), op.input(1), op.input(2), op.input(3)
     size = op.integer("rotary_embedding_dim", 0)

@@ -211,7 +211,7 @@ class DataFiles:
 
 
 def _without_links(folder: Path, parts: Sequence[str]) -> tuple[Path, Sequence[str]]:
-    """Where a file of the folder really is: a folder that may be read and a path in it, where links lead to one.
+    """Place where a file of the folder really is: a folder that may be read and a path in it, where links lead to one.
 
     These are the folder itself, and of a Hugging Face cache (…/snapshots/REVISION, its files links into …/blobs) the blobs.
     """

@@ -59,7 +59,7 @@ def as_custom_calls(text: str) -> str:
 
 
 def _closing(text: str, at: int) -> int:
-    """Behind the parenthesis that closes the one before `at`."""
+    """Index behind the parenthesis that closes the one before `at`."""
     depth = 1
     while depth and at < len(text):
         depth += (text[at] == "(") - (text[at] == ")")

@@ -129,7 +129,7 @@ def _captured_constants(op: Operation) -> list[Operation]:
 
 
 def captured(op: Operation) -> list[Any]:
-    """What regions of a loop or conditional read from outside, constants left out; of other operations they may read none."""
+    """List what regions of a loop or conditional read from outside, but constants; other operations' may read nothing."""
     if op.name not in _CONTROL:
         return []
     return [v for v in _outside(op) if not (hasattr(v.owner, "operation") and Operation(v.owner).name == "stablehlo.constant")]

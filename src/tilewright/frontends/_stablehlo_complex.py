@@ -46,7 +46,7 @@ def is_complex(site: Site) -> bool:
 
 
 def lower_complex(site: Site, real: Lowering | None) -> Value | NotImplementedType:
-    """What the operation means; `real` is its lowering for real numbers, which also holds for what looks at no element."""
+    """Meaning of the operation; `real` lowers it for real numbers, and for any where it looks at no element."""
     dialect, _, name = site.op.name.partition(".")
     if dialect in ("stablehlo", "mhlo"):
         if name in _LOWERINGS:

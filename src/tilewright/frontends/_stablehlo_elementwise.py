@@ -77,7 +77,7 @@ def _convert(site: Site) -> Value:
 
 @lowers("stablehlo.imag")
 def _imag(site: Site) -> Value:
-    """Of real numbers: none."""
+    """Imaginary part of real numbers: zeros."""
     return broadcast(const(0, site.out.dtype), site.out.shape)
 
 

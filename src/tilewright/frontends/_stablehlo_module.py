@@ -175,7 +175,7 @@ def complex_elements(op: Operation, type: TensorType) -> tuple[torch.Tensor, tor
 
 
 def _parsed(body: str, type: TensorType, where: str, splat: bool) -> torch.Tensor:
-    """What stands within `dense<…>`: bytes in hexadecimal, or numbers in order."""
+    """Contents of `dense<…>`: bytes in hexadecimal, or numbers in order."""
     if body.startswith('"0x'):
         return _from_bytes(bytearray.fromhex(body[3:-1]), type.with_shape(() if splat else type.shape), where)
     storage = type.dtype.to_torch()

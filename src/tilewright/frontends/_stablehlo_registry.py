@@ -55,7 +55,7 @@ class Reader(Protocol):
         ...
 
     def outer(self, value: Any) -> Value:
-        """What stands for an MLIR value that is known where the operation stands."""
+        """Node that stands for an MLIR value that is known where the operation stands."""
         ...
 
     def count(self) -> int:

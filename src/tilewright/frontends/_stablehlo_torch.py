@@ -328,7 +328,7 @@ COMPUTED = frozenset(_MAKERS)
 
 
 def maker(op: Operation) -> Callable[[Operation], Kernel] | None:
-    """What makes a kernel for the operation, if torch computes it: complex functions by name, the others above."""
+    """Maker of a kernel for the operation, if torch computes it: complex functions by name, the others above."""
     dialect, _, name = op.name.partition(".")
     if dialect != "stablehlo":
         return None

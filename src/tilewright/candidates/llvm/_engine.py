@@ -113,7 +113,7 @@ def _folder() -> Path:
 
 
 def _seal(key: str, code: bytes) -> bytes:
-    """What binds code to the text and the processor it was made of: another kernel's object under this name is none."""
+    """Seal of code, the text and the processor it was made of: another kernel's object under this name fails it."""
     return hashlib.sha256(key.encode() + code).digest()
 
 

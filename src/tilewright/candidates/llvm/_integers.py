@@ -57,11 +57,11 @@ class Integers:
         return self._pick(nothing, self._number(-1), quotient)
 
     def remainder(self, a: str, b: str) -> str:
-        """With the dividend's sign."""
+        """Remainder of a division, with the dividend's sign."""
         return self._op("sub", a, self._op("mul", b, self.divide(a, b)))
 
     def modulo(self, a: str, b: str) -> str:
-        """With the divisor's sign."""
+        """Remainder of a division, with the divisor's sign."""
         rest = self.remainder(a, b)
         if not self._signed:
             return rest
@@ -90,7 +90,7 @@ class Integers:
         return self._pick(self._is("slt", n, "zeroinitializer"), unit, result)
 
     def _shift(self, name: str, a: str, n: str) -> str:
-        """By the width or more (n without a sign): zeros, or what the top bit is."""
+        """Shift of any count: by the width or more (n without a sign), zeros or copies of the top bit."""
         inside = self._is("ult", n, self._number(self._bits))
         if name == "ashr":
             return self._op(name, a, self._pick(inside, n, self._number(self._bits - 1)))

@@ -190,7 +190,7 @@ class Math:
         return self.fma(n, self.const(LN2_HIGH), self.op("fadd", f, value))
 
     def _log_ends(self, x: str, value: str) -> str:
-        """What is the logarithm of zero, infinity, a number below and NaN."""
+        """Put in the logarithms of zero, infinity, numbers below zero and NaN."""
         value = self.select(self.compare("oeq", x, self.const(0.0)), self.const(-float("inf")), value)
         value = self.select(self.compare("oeq", x, self.const(float("inf"))), x, value)
         return self.select(self.compare("oge", x, self.const(0.0)), value, self.const(float("nan")))

@@ -120,12 +120,12 @@ def _steps(roots: Sequence[Node]) -> float:
 
 
 def _computed(root: Node) -> float:
-    """Of those of an operand, what functions take."""
+    """Operations on a vector of an operand that functions take."""
     return sum(LONG.get(n.op.fn, 1.0) for n in toposort((root,)) if isinstance(n.op, Map))
 
 
 def _stored_bits(operand: Operand, root: Node) -> int:
-    """Of an element as it lies in memory; of all sources of its size, where it is computed from several."""
+    """Bits of an element as it lies in memory; of all sources of its size, where it is computed from several."""
     if operand.source is not None:
         return operand.stored.dtype.bits
     sources = [n.tensor for n in toposort((root,)) if isinstance(n.op, Param)]

@@ -163,7 +163,7 @@ class Lanes(Casts):
         return (inner, stride) == (1, 1) and (alone or (self.columns.aligned and extent % self.lanes == 0))
 
     def _address(self, place: Place, row: Int, pointer: str, size: int, *, common: bool = False) -> str:
-        """Of lane 0, or of what is `common` to all lanes: always where they do not lie one after the other."""
+        """Address of lane 0, or of what is `common` to all lanes: always where they do not lie one after the other."""
         f, offset = self.f, place.offset
         total: Int = offset
         for t in place.rows:
@@ -234,7 +234,7 @@ class Lanes(Casts):
         )
 
     def picked(self, n: Node, index: str, row: Int, missed: str) -> str:
-        """What a gather picks for each lane; where an index says none, the first element, and a note in `missed`."""
+        """Elements that a gather picks, one a lane; where an index says none, the first element, and a note in `missed`."""
         assert isinstance(n.op, Gather)
         f, (table, picks), axis = self.f, n.src, n.op.axis % len(n.src[0].shape)
         extent, i64, i1 = table.shape[axis], vec(self.lanes, "i64"), vec(self.lanes, "i1")

@@ -23,7 +23,7 @@ class Integers:
         return self._text.v(expression)
 
     def _pick(self, condition: str, a: str, b: str) -> str:
-        """In the integers' own type, whatever that of numbers is."""
+        """Choose a or b, in the integers' own type whatever that of a written number is."""
         return self._v(f"{self._text.call('where', condition, a, b)}.to({self._name})")
 
     def abs(self, x: str) -> str:
@@ -69,7 +69,7 @@ class Integers:
         return self._pick(self._v(f"{n} < 0"), self._pick(self._v(f"{a} == -1"), even, unit), result)
 
     def _shift(self, fn: str, a: str, n: str) -> str:
-        """By the width or more (n without a sign): zeros, or what the top bit is."""
+        """Shift of any count: by the width or more (n without a sign), zeros or copies of the top bit."""
         bits = self._dtype.bits
         inside = self._v(f"({n} >= 0) & ({n} < {bits})")
         if fn == "shift_right_arithmetic":

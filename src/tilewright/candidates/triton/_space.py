@@ -265,7 +265,7 @@ def _operations(access: Access) -> int:
 
 
 def _bytes(access: Access) -> float:
-    """Of memory that an element of an operand takes, in all sources of its size."""
+    """Bytes of memory that an element of an operand takes, in all sources of its size."""
     sources = [n.tensor for n in toposort((access.root,)) if isinstance(n.op, Param) and len(n.shape) > 1]
     most = max((t.elements for t in sources), default=0)
     return sum(max(t.dtype.bits, 8) for t in sources if t.elements == most) / 8 or 1.0

@@ -104,7 +104,7 @@ class Nest:
 
     @property
     def sums(self) -> int:
-        """Of all parts of K, where there are several."""
+        """Number of f32 sums that the parts of K leave, where there are several."""
         p = self.point
         return 0 if p.split_k == 1 else self.tiles * p.split_k * p.tile_m * p.tile_n
 
@@ -115,7 +115,7 @@ class Nest:
 
     @property
     def counters(self) -> int:
-        """Of parts that are done, for each tile, and of tiles that are."""
+        """Number of counters: of parts that are done, one a tile, and of tiles that are."""
         return self.tiles * (self.point.split_k > 1) + bool(self.largest)
 
     @property
