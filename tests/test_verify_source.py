@@ -24,6 +24,7 @@ ENTRY main {
 @pytest.fixture
 def files(tmp_path):
     (tmp_path / "m.hlo").write_text(HLO)
+    (tmp_path / "bare.hlo").write_text(HLO.split("\n", 1)[1])  # no HloModule line, which XLA's own parser wants
     w = helper.make_tensor("w", TensorProto.FLOAT, [16, 4], np.linspace(-1, 1, 64))
     x, y = (helper.make_tensor_value_info(n, TensorProto.FLOAT, s) for n, s in (("x", [8, 16]), ("y", [8, 4])))
     graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "m", [x], [y], [w])
@@ -35,7 +36,7 @@ def verify(path, *flags):
     return CliRunner().invoke(cli.cli, ["verify", str(path), "--source", "--budget=0", "--no-cache", *flags])
 
 
-@pytest.mark.parametrize(("file", "library"), [("m.onnx", "onnxruntime"), ("m.hlo", "xla")])
+@pytest.mark.parametrize(("file", "library"), [("m.onnx", "onnxruntime"), ("m.hlo", "xla"), ("bare.hlo", "xla")])
 def test_the_sources_own_library_agrees(files, file, library):
     result = verify(files / file, "--json")
     report = json.loads(result.stdout)

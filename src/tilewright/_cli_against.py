@@ -149,13 +149,14 @@ def xla_peer(case: Case) -> Callable[[], object]:
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
 
+    from tilewright.frontends import hlo
     from tilewright.frontends._jaxlib import hlo_to_stablehlo
 
     jax.config.update("jax_enable_x64", True)  # or 64-bit inputs become 32-bit ones
     text = file.read_text("utf-8")
     native: Any = importlib.import_module("jaxlib._jax")
     device: Any = jax.devices("cpu")[0]
-    code = hlo_to_stablehlo(text, file.name) if text.lstrip().startswith("HloModule") else text
+    code = hlo_to_stablehlo(hlo.with_header(text, file.name), file.name) if hlo.accepts(text) else text
     compiled = device.client.compile_and_load(code, native.DeviceList((device,)), native.CompileOptions())
     _, feeds = case.load()
     arrays = [jax.device_put(_numpy(f.value), device) for f in feeds]

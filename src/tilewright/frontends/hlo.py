@@ -54,6 +54,20 @@ def _is_bare(text: str) -> bool:
     return _BARE.match(text) is not None and _INSTRUCTION.search(text) is not None
 
 
+def with_header(text: str, where: str) -> str:
+    """Give HLO text its `HloModule` line, which XLA's parser wants, if it has none.
+
+    Raises:
+        InputError: it is no HLO.
+    """
+    if _HEADER.match(text) is not None:
+        return text
+    if not _is_bare(text):
+        what = "HLO text begins with HloModule or a computation"
+        raise InputError(what, where=where, hint="StableHLO goes in a .mlir file")
+    return f"HloModule main {text}"  # on the same line, so that places in messages are the text's own
+
+
 def load(program: object, options: LoadOptions) -> Graph:
     """The graph of a module's entry computation.
 
@@ -67,11 +81,7 @@ def load(program: object, options: LoadOptions) -> Graph:
         MissingDependencyError: no jaxlib.
     """
     text, where = source_text(program)
-    if _HEADER.match(text) is None:
-        if not _is_bare(text):
-            what = "HLO text begins with HloModule or a computation"
-            raise InputError(what, where=where, hint="StableHLO goes in a .mlir file")
-        text = f"HloModule main {text}"  # on the same line, so that places in messages are the text's own
+    text = with_header(text, where)
     prepared = _ELIDED.sub(rf'\g<head>custom-call(), custom_call_target="{ELIDED}\g<name>"', as_custom_calls(text))
     if re.search(r"\bconstant\([^)\n]*\.\.\.", prepared):
         hint = "print it with XLA_FLAGS=--xla_dump_large_constants"
