@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -114,6 +115,30 @@ def test_a_mixture_that_loops_over_its_experts_takes_any_routing() -> None:
     assert model.config._experts_implementation == "eager"
     for given in (ids, ids + 20):
         torch.testing.assert_close(program(given), model(given).logits.detach(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", ["at once", "half way", "as it is set back"])
+def test_experts_that_cannot_be_set_are_traced_as_they_stand(where: str) -> None:
+    class Model(Of):
+        """As a model of transformers without experts: it has the method, which raises."""
+
+        def __init__(self) -> None:
+            super().__init__(lambda x: x * 2 if x.sum() > 0 else x)
+            self.config = SimpleNamespace(_experts_implementation="eager")
+
+        def set_experts_implementation(self, how: str) -> None:
+            if where == "at once" or (where == "as it is set back" and how == "eager"):
+                raise ValueError(f"no such implementation: {how}")
+            self.config._experts_implementation = how
+            if where == "half way":
+                raise KeyError(how)
+
+    model = Model()
+    program = tilewright.compile(model, example_inputs=(X,), budget_s=0, cache=False)
+    assert model.config._experts_implementation == "eager"
+    torch.testing.assert_close(program(Y), Y * 2)
+    with pytest.raises(InputError, match="another way"):
+        program(Z)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -107,16 +107,25 @@ GROUPED = 'the loop over experts is read as grouped products (set_experts_implem
 @contextlib.contextmanager
 def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
     """While it is open, mixtures of transformers that loop over the experts with tokens multiply by groups, which is the same
-    function and no way that depends on the data; whether there are any."""
-    loops: list[Any] = [m for m in module.modules() if getattr(getattr(m, "config", None), _EXPERTS, None) == "eager"]
-    loops = [m for m in loops if hasattr(m, "set_experts_implementation")]
+    function and no way that depends on the data; whether there are any. Those that cannot be set so stay as they are."""
+    held = [
+        (m, m.config, getattr(m.config, _EXPERTS)) for m in module.modules() if hasattr(getattr(m, "config", None), _EXPERTS)
+    ]
+    loops: list[Any] = [m for m, _, how in held if how == "eager" and hasattr(m, "set_experts_implementation")]
+    changed: list[Any] = []
     try:
         for m in loops:
-            m.set_experts_implementation("grouped_mm")
-        yield bool(loops)
+            with contextlib.suppress(Exception):  # models without experts have the method, too
+                m.set_experts_implementation("grouped_mm")
+                changed.append(m)
+        yield bool(changed)
     finally:
         for m in loops:
-            m.set_experts_implementation("eager")
+            with contextlib.suppress(Exception):
+                m.set_experts_implementation("eager")
+        for _, config, how in held:  # what a model was told, its parts were told with it
+            if getattr(config, _EXPERTS) != how:
+                setattr(config, _EXPERTS, how)
 
 
 def _read(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
