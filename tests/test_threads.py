@@ -106,3 +106,15 @@ def test_threads_compile_at_once_and_torch_export_still_works() -> None:
 def test_many_threads_compile_many_programs() -> None:
     assert together(16, 40) == []
     of_module(1)
+
+
+def test_torchs_stand_in_for_a_device_guard_belongs_to_a_thread_that_lives_on(monkeypatch) -> None:
+    made_by: list[threading.Thread] = []
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", lambda: made_by.append(threading.current_thread()))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lock = type(tilewright.tracing.TRACING)()
+    for _ in range(2):
+        with lock, lock:
+            torch._C._ensureCUDADeviceGuardSet()  # as torch does in each trace
+    assert [t is not threading.current_thread() and t.is_alive() for t in made_by] == [True]

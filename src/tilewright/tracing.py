@@ -8,5 +8,48 @@ own stand-ins for tensors. A thread that calls `torch.export` by itself should h
 from __future__ import annotations
 
 import threading
+from types import TracebackType
 
-TRACING = threading.RLock()
+import torch
+
+
+class _Tracing:
+    """A lock that a thread may take again, taken after torch was made safe to trace in threads that end."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._ready = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if not self._ready:
+            self._ready = True
+            _keep_device_guard()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._lock.release()
+
+
+def _keep_device_guard() -> None:
+    """Have a thread that does not end install torch's stand-in for the guard of CUDA devices.
+
+    A torch built for CUDA that finds no device installs it whenever it traces, and up to 2.11 it belongs to the thread that
+    traces (`ensureCUDADeviceGuardSet` in c10/core/impl/DeviceGuardImplInterface.cpp): the first trace after that thread's end
+    reads freed memory.
+    """
+    install = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)  # pyright: ignore
+    if install is None or torch.version.cuda is None or torch.cuda.is_available():
+        return
+    done = threading.Event()
+
+    def hold() -> None:
+        install()
+        done.set()
+        threading.Event().wait()
+
+    threading.Thread(target=hold, name="tilewright-device-guard", daemon=True).start()
+    done.wait()
+    torch._C._ensureCUDADeviceGuardSet = lambda: None  # pyright: ignore
+
+
+TRACING = _Tracing()
