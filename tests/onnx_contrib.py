@@ -69,6 +69,14 @@ def _codes(r: np.random.Generator, dtype: type, shape: Sequence[int]) -> np.ndar
     return r.integers(limits.min, limits.max, tuple(shape), dtype=dtype, endpoint=True)
 
 
+def _weights(r: np.random.Generator, dtype: type, shape: Sequence[int]) -> np.ndarray:
+    """Codes of weights. Signed ones have 7 bits: before VNNI, x86 adds 8-bit products in pairs that saturate at 16 bits, and
+    onnxruntime lets them (it asks for models quantised with `reduce_range` there).
+    """
+    codes = _codes(r, dtype, shape)
+    return codes >> 1 if codes.dtype == np.int8 else codes
+
+
 def _zero(r: np.random.Generator, dtype: type, shape: Sequence[int] = ()) -> np.ndarray:
     return _codes(r, dtype, shape)
 
@@ -240,7 +248,7 @@ def QGemm(r: np.random.Generator) -> Case:
         ("a", _codes(r, dtype, (k, m) if ta else (m, k)), False),
         ("as", _scale(r), True),
         ("az", _zero(r, dtype), True),
-        ("b", _codes(r, weight, (n, k) if tb else (k, n)), r.random() < 0.7),
+        ("b", _weights(r, weight, (n, k) if tb else (k, n)), r.random() < 0.7),
         ("bs", _scale(r, (n,) if columns else ()), True),
         ("bz", _zero(r, weight, (n,) if columns else ()), True),
         ("c", _maybe(r, r.integers(-9000, 9000, c_shape).astype(np.int32)), True),
@@ -260,7 +268,7 @@ def MatMulIntegerToFloat(r: np.random.Generator) -> Case:
     columns = (n,) if r.random() < 0.5 else ()
     given = [
         ("a", _codes(r, dtype, (*batch, m, k)), False),
-        ("b", _codes(r, weight, (k, n)), r.random() < 0.7),
+        ("b", _weights(r, weight, (k, n)), r.random() < 0.7),
         ("as", _scale(r), False),
         ("bs", _scale(r, columns), True),
         ("az", _maybe(r, _zero(r, dtype)), False),
@@ -277,7 +285,7 @@ def DynamicQuantizeMatMul(r: np.random.Generator) -> Case:
     columns = (n,) if r.random() < 0.5 else ()
     given = [
         ("a", _float(r, *_extents(r, int(r.integers(0, 2))), m, k), False),
-        ("b", _codes(r, weight, (k, n)), r.random() < 0.7),
+        ("b", _weights(r, weight, (k, n)), r.random() < 0.7),
         ("bs", _scale(r, columns), True),
         ("bz", _maybe(r, _zero(r, weight, columns)), True),
         ("bias", _maybe(r, _float(r, n)), True),
@@ -387,8 +395,8 @@ for _name in ("Gelu", "BiasGelu", "FastGelu", "QuickGelu"):
     CASES[_name] = functools.partial(_gelu, _name)
 
 
-def _masks(r: np.random.Generator, n: int, s: int, t: int) -> np.ndarray | None:
-    form = int(r.integers(0, 5))
+def _masks(r: np.random.Generator, n: int, s: int, t: int, *, single: bool = True) -> np.ndarray | None:
+    form = int(r.integers(0, 6 if single else 5))
     if form == 0:
         return None
     if form == 1:
@@ -396,7 +404,25 @@ def _masks(r: np.random.Generator, n: int, s: int, t: int) -> np.ndarray | None:
     if form == 2:
         ends = r.integers(1, t + 1, n)
         return np.concatenate([ends, r.integers(0, ends)]).astype(np.int32)
+    if form == 5:  # one number for all the keys hides none of them
+        return r.integers(0, 2, (int(r.choice([1, n])), 1)).astype(np.int32)
     return r.integers(0, 2, (n, t) if form == 3 else (n, s, t)).astype(np.int32)
+
+
+def _masked(r: np.random.Generator) -> dict[str, object]:
+    """Attributes of an attention: a scale, and the number of a hidden score, near which f32 may tell no two apart."""
+    more: dict[str, object] = {"scale": 0.3} if r.random() < 0.3 else {}
+    if r.random() < 0.4:
+        more["mask_filter_value"] = float(np.finfo(np.float32).min) if r.random() < 0.5 else -5.0
+    return more
+
+
+def _score_bias(r: np.random.Generator, n: int, heads: int, s: int, t: int) -> np.ndarray:
+    """Numbers to add to scores, for all or for each of the batch and the heads; sometimes as low as those of a mask."""
+    bias = _float(r, int(r.choice([1, n])), int(r.choice([1, heads])), s, t)
+    if r.random() < 0.3:
+        bias[r.random(bias.shape) < 0.5] = r.choice([-np.inf, np.finfo(np.float32).min, -1e4])
+    return bias
 
 
 @_case
@@ -408,19 +434,16 @@ def Attention(r: np.random.Generator) -> Case:
     given = [
         ("x", _float(r, n, s, hidden), False),
         ("w", _float(r, hidden, sum(sizes)), True),
-        ("b", _float(r, sum(sizes)), True),
+        ("b", _float(r, sum(sizes)), True),  # onnxruntime ends the process where there is none
         ("m", _masks(r, n, s, s + past), False),
         ("p", _float(r, 2, n, heads, past, size) if past else None, False),
-        ("ab", None if past else _maybe(r, _float(r, int(r.choice([1, n])), int(r.choice([1, heads])), s, s)), False),
+        ("ab", None if past else _maybe(r, _score_bias(r, n, heads, s, s)), False),
     ]
     more: dict[str, object] = {"num_heads": heads, "unidirectional": int(r.integers(0, 2))}
     if sizes[2] != sizes[0] or r.random() < 0.2:
         more["qkv_hidden_sizes"] = sizes
-    if r.random() < 0.3:
-        more["scale"] = 0.3
-    if r.random() < 0.3:
-        more["mask_filter_value"] = float(np.finfo(np.float32).min) if r.random() < 0.5 else -5.0
-    return Case(*_model("Attention", given, [FLOAT, FLOAT if past else 0], **more), rtol=1e-3, atol=MASKED)
+    present = FLOAT if past or (value_size == size and r.random() < 0.2) else 0
+    return Case(*_model("Attention", given, [FLOAT, present], **more, **_masked(r)), rtol=1e-3, atol=MASKED)
 
 
 @_case
@@ -432,7 +455,7 @@ def QAttention(r: np.random.Generator) -> Case:
     past = int(r.integers(1, 5)) if r.random() < 0.4 else 0
     given = [
         ("x", _codes(r, np.uint8, (n, s, hidden)), False),
-        ("w", _codes(r, weight, (hidden, width)), True),
+        ("w", _weights(r, weight, (hidden, width)), True),
         ("b", _float(r, width), True),
         ("xs", _scale(r, top=0.02), True),
         ("ws", _scale(r, columns, top=0.02), True),
@@ -442,19 +465,19 @@ def QAttention(r: np.random.Generator) -> Case:
         ("p", _float(r, 2, n, heads, past, size) if past else None, False),
     ]
     more = {"num_heads": heads, "unidirectional": int(r.integers(0, 2))}
-    return Case(*_model("QAttention", given, [FLOAT, FLOAT if past else 0], **more), rtol=1e-3, atol=MASKED)
+    return Case(*_model("QAttention", given, [FLOAT, FLOAT if past else 0], **more, **_masked(r)), rtol=1e-3, atol=MASKED)
 
 
 @_case
 def MultiHeadAttention(r: np.random.Generator) -> Case:
     n, s, heads, size = (*_extents(r, 3, top=4), int(r.choice([2, 4, 8])))
     past = int(r.integers(1, 5)) if r.random() < 0.3 else 0
-    t = s if past or r.random() < 0.5 else int(r.integers(1, 7))
+    t = s if r.random() < 0.5 else int(r.integers(1, 7))
     split = not past and r.random() < 0.2
     value_size = size if past or split or r.random() < 0.7 else size * 2
     whole = t + past
-    mask = _masks(r, n, s, whole)
-    if mask is not None and mask.ndim == 1 and (mask.shape[0] != n or past):
+    mask = _masks(r, n, s, whole, single=False)
+    if mask is not None and mask.ndim == 1 and mask.shape[0] != n:
         mask = None
     key = _float(r, n, heads, t, size) if split else _float(r, n, t, heads * size)
     value = _float(r, n, heads, t, value_size) if split else _float(r, n, t, heads * value_size)
@@ -464,14 +487,13 @@ def MultiHeadAttention(r: np.random.Generator) -> Case:
         ("v", value, False),
         ("b", None if split else _maybe(r, _float(r, heads * (2 * size + value_size))), True),
         ("m", mask, False),
-        ("ab", _maybe(r, _float(r, int(r.choice([1, n])), int(r.choice([1, heads])), s, whole)), False),
+        ("ab", _maybe(r, _score_bias(r, n, heads, s, whole)), False),
         ("pk", _float(r, n, heads, past, size) if past else None, False),
         ("pv", _float(r, n, heads, past, size) if past else None, False),
     ]
-    more: dict[str, object] = {"num_heads": heads, "unidirectional": int(r.integers(0, 2)) if t == s else 0}
-    if r.random() < 0.3:
-        more["scale"] = 0.3
-    return Case(*_model("MultiHeadAttention", given, [FLOAT, *([FLOAT] * 2 if past else [])], **more), rtol=1e-3, atol=MASKED)
+    more: dict[str, object] = {"num_heads": heads, "unidirectional": int(r.integers(0, 2)), **_masked(r)}
+    presents = [FLOAT] * 2 if past or r.random() < 0.2 else []
+    return Case(*_model("MultiHeadAttention", given, [FLOAT, *presents], **more), rtol=1e-3, atol=MASKED)
 
 
 @_case
@@ -490,7 +512,7 @@ def RotaryEmbedding(r: np.random.Generator) -> Case:
 
 @_case
 def GroupQueryAttention(r: np.random.Generator) -> Case:
-    groups, size, s = int(r.integers(1, 4)), 16, int(r.integers(1, 6))
+    groups, size, s = int(r.integers(1, 4)), int(r.choice([8, 16, 32])), int(r.integers(1, 6))
     heads = groups * int(r.integers(1, 4))
     first = r.random() < 0.4
     n = int(r.integers(1, 4)) if first or s == 1 else 1
@@ -500,7 +522,9 @@ def GroupQueryAttention(r: np.random.Generator) -> Case:
     counts[0] = whole - 1
     held = int(r.choice([past, whole + 2])) if not first else int(r.choice([0, whole + 2]))
     packed = r.random() < 0.4
-    rotary = int(r.random() < 0.5)
+    rotary = int(size > 8 and r.random() < 0.6)
+    turned = size // 2 if r.random() < 0.6 else 8  # pairs of a head that are turned
+    places = r.integers(0, 11, (n, s)) if rotary and r.random() < 0.4 else None
     given = [
         ("q", _float(r, n, s, (heads + (2 * groups if packed else 0)) * size), False),
         ("k", None if packed else _float(r, n, s, groups * size), False),
@@ -509,15 +533,17 @@ def GroupQueryAttention(r: np.random.Generator) -> Case:
         ("pv", _float(r, n, groups, held, size), False),
         ("n", counts.astype(np.int32), False),
         ("t", np.array(whole, np.int32), True),
-        ("c", _float(r, 16, size // 2) if rotary else None, True),
-        ("s", _float(r, 16, size // 2) if rotary else None, True),
-        ("pos", None, False),
+        ("c", _float(r, 16, turned) if rotary else None, True),
+        ("s", _float(r, 16, turned) if rotary else None, True),
+        ("pos", places, False),
         ("ab", _float(r, int(r.choice([1, n])), int(r.choice([1, heads])), s, whole) if r.random() < 0.3 else None, False),
         ("sink", _float(r, heads) if r.random() < 0.2 else None, False),
     ]
     more: dict[str, object] = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": rotary}
     if r.random() < 0.3:
         more["local_window_size"] = int(r.integers(1, 5))
+    elif r.random() < 0.2:
+        more["causal"] = 0
     if r.random() < 0.3:
         more["softcap"] = 2.0
     if r.random() < 0.2 and given[11][1] is None:

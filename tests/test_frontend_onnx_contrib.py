@@ -67,9 +67,14 @@ def test_forms_that_only_other_devices_have_are_refused_by_name():
     three = {"x": x, "w": w, "b": b}
     assert "Attention with do_rotary" in refused("Attention", three, num_heads=2, do_rotary=1)
     assert "packed operands" in refused("MultiHeadAttention", {"q": tame(1, 3, 2, 3, 4)}, num_heads=2)
-    assert "2 queries over 3 new keys" in refused(
-        "MultiHeadAttention", {"q": tame(1, 2, 8), "k": x, "v": tame(1, 3, 8)}, num_heads=2, unidirectional=1
-    )
+    given = {
+        "q": tame(1, 1, 48),
+        "k": tame(1, 1, 32),
+        "v": tame(1, 1, 32),
+        "n": np.zeros(1, np.int32),
+        "t": np.array(1, np.int32),
+    }
+    assert "3 query heads over 2 key heads" in refused("GroupQueryAttention", given, num_heads=3, kv_num_heads=2)
     mask = np.ones((1, 1, 3, 3), np.int32)
     assert "Attention with a mask s32[1,1,3,3]" in refused("Attention", {**three, "m": mask}, num_heads=2)
     assert "3 heads in f32[1,3,8]" in refused("Attention", three, num_heads=3)
@@ -83,6 +88,43 @@ def _trained():
     with pytest.raises(UnsupportedError) as caught:
         read(model([node], given, {"y": FLOAT, "m": FLOAT}))
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "low", "given"),
+    [
+        (4, 4, True, "mask"),
+        (4, 4, False, "mask"),
+        (4, 4, False, "bias"),
+        (2, 4, False, ""),
+        (4, 2, False, ""),
+        (1, 4, False, ""),
+    ],
+)
+def test_a_query_that_sees_nothing_looks_ahead_as_in_onnxruntime(queries, keys, low, given):
+    """Causality hides by the lowest number: what padding or a bias makes as low is no lower than keys to come."""
+    mask = np.array([[0, 0, 1, 1]], np.int32) if given == "mask" else None
+    bias = np.zeros((1, 1, 4, 4), np.float32) if given == "bias" else None
+    if bias is not None:
+        bias[0, 0, :2, :2] = np.finfo(np.float32).min
+        bias[0, 0, 2] = -np.inf
+    feeds = {"q": tame(1, queries, 4), "k": tame(1, keys, 4), "v": tame(1, keys, 4), "m": mask, "b": bias}
+    feeds = {n: v for n, v in feeds.items() if v is not None}
+    names = ["q", "k", "v", "", "m" if given == "mask" else "", *(["b"] if given == "bias" else [])]
+    more = {"mask_filter_value": float(np.finfo(np.float32).min)} if low else {}
+    node = helper.make_node("MultiHeadAttention", names, ["y"], domain="com.microsoft", num_heads=1, unidirectional=1, **more)
+    m = model([node], feeds, {"y": FLOAT})
+    np.testing.assert_allclose(ours(read(m), feeds)[0], theirs(m, feeds)[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("seed", "causal"), [(0, 1), (1, 1), (2, 0)])
+def test_causal_attention_stays_one_causal_node(seed, causal):
+    """Keys that causality hides are never computed: a mask in place of that flag would double the work."""
+    given = {"x": tame(1, 5, 8), "w": tame(8, 24), "b": tame(24), "m": np.ones((1, 5), np.int32)}
+    given = given if seed else {k: v for k, v in given.items() if k != "m"}
+    node = helper.make_node("Attention", list(given), ["y"], domain="com.microsoft", num_heads=2, unidirectional=causal)
+    (found,) = [n.op for n in read(model([node], given, {"y": FLOAT})).nodes() if n.op.name == "attention"]
+    assert found.causal == ("lower" if causal else "no")
 
 
 def test_attention_is_one_node_of_the_graph():

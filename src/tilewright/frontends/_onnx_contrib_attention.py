@@ -2,13 +2,14 @@
 RotaryEmbedding.
 
 All but the last are read as the graph's own attention with a mask. A padding mask adds `mask_filter_value` to a score, which
-is finite, so a query that may see nothing still has weights; causality hides a key altogether.
-Source of their meanings: onnxruntime's contrib operator schemas, checked against its CPU kernels.
+is finite, so a query that may see nothing still has weights.
 """
 
 from __future__ import annotations
 
 import math
+
+import torch
 
 from tilewright.dtype import F32, PRED, S32, S64
 from tilewright.errors import InputError, UnsupportedError
@@ -22,6 +23,7 @@ from tilewright.ir.ops import Attention, Concat, Gather, Iota, Pad, Select, Soft
 
 _MICROSOFT = "com.microsoft"
 _MASKED = -10000.0  # mask_filter_value
+_LOW = -1e30  # what no score comes near; below it, f32 no longer tells a score that is masked from one that is hidden
 
 
 def _split_heads(x: Node, heads: int, op: OpNode) -> Node:
@@ -40,8 +42,13 @@ def _scale(op: OpNode, q: Node) -> float:
     return op.real("scale", 0.0) or (1 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0)
 
 
-def _refuse(op: OpNode, attributes: tuple[str, ...] = (), inputs: tuple[int, ...] = ()) -> None:
-    """Refuse what onnxruntime's CPU kernels do not have either.
+def _refuse(
+    op: OpNode,
+    attributes: tuple[str, ...] = (),
+    inputs: tuple[int, ...] = (),
+    hint: str = "export the model for the CPU, or without that fusion",
+) -> None:
+    """Refuse what is not read: most of it onnxruntime's CPU kernels do not have either.
 
     Raises:
         UnsupportedError: the node asks for it.
@@ -50,17 +57,17 @@ def _refuse(op: OpNode, attributes: tuple[str, ...] = (), inputs: tuple[int, ...
         f"input {i}" for i in inputs if op.optional(i) is not None
     ]
     if asked:
-        raise UnsupportedError(
-            f"{op.op_type} with {asked[0]}", where=op.where, hint="export the model for the CPU, or without that fusion"
-        )
+        raise UnsupportedError(f"{op.op_type} with {asked[0]}", where=op.where, hint=hint)
 
 
-def _padding(op: OpNode, mask: Node, batch: int, length: int, total: int) -> Node:
+def _padding(op: OpNode, mask: Node | None, batch: int, length: int, total: int) -> Node | None:
     """Numbers that a padding mask adds to the scores, ready to broadcast: 0, or `mask_filter_value` where it hides a key.
 
     A mask of one number a row of the batch gives the keys' count; of two, their ends and then their starts; a matrix or a
-    stack of matrices keeps where it is positive.
+    stack of matrices keeps where it is positive. One number for all the keys of a row stands for no mask.
     """
+    if mask is None or (len(mask.shape) == 2 and mask.shape[1] == 1 != total and mask.shape[0] in (1, batch)):
+        return None
     if len(mask.shape) == 1 and mask.shape[0] in (batch, 2 * batch):
         key = Node(Iota(S32, (1, total), 1))
         end = reshape(slice_(convert(mask, S32), 0, 0, batch), (batch, 1))
@@ -77,23 +84,30 @@ def _padding(op: OpNode, mask: Node, batch: int, length: int, total: int) -> Nod
     return Node(Select(), kept, const(0.0, F32), const(op.real("mask_filter_value", _MASKED), F32))
 
 
-def _attend(op: OpNode, q: Node, k: Node, v: Node, masks: list[Node | None], past: int) -> Node:
-    """[batch, length, heads * size] of v; if `unidirectional`, query i sees keys 0…i + past."""
-    causal = bool(op.integer("unidirectional", 0))
-    if causal and past != k.shape[2] - q.shape[2]:
-        raise UnsupportedError(
-            f"unidirectional {op.op_type} of {q.shape[2]} queries over {k.shape[2] - past} new keys",
-            where=op.where,
-            hint="as many keys as queries, or a mask",
-        )
-    added: Node | None = None
-    for mask in masks:
-        if mask is not None:
-            added = mask if added is None else map_("add", convert(added, F32), convert(mask, F32))
+def _attend(op: OpNode, q: Node, k: Node, v: Node, padding: Node | None, bias: Node | None, past: int) -> Node:
+    """[batch, length, heads * size] of v; if `unidirectional`, query i but the last sees keys 0…i + past alone.
+
+    Causality puts the lowest finite number where padding would have its own. A query whose other keys are as low, by that
+    padding or by the bias, therefore has weights on keys after it, and a causal attention node says less than this.
+    """
+    length, total = q.shape[2], k.shape[2]
+    causal = bool(op.integer("unidirectional", 0)) and length > 1
+    finite = bias is None and (padding is None or op.real("mask_filter_value", _MASKED) > _LOW)
+    flagged = causal and finite and past == total - length
+    if causal and not flagged:
+        shape = (1, 1, length, total)
+        query = Node(Iota(S64, shape, 2))
+        hidden = map_("greater", Node(Iota(S64, shape, 3)), map_("add", query, const(past, S64)))
+        hidden = map_("and", hidden, map_("less", query, const(length - 1, S64)))
+        elsewhere = const(0.0, F32) if padding is None else padding
+        padding = Node(Select(), hidden, const(torch.finfo(torch.float32).min, F32), elsewhere)
+    if bias is not None and len(bias.shape) != 4:
+        raise InputError(f"{op.op_type} with a bias {bias.type}", where=op.where, hint="it has 4 axes")
+    added = padding
+    if bias is not None:
+        added = bias if padding is None else map_("add", convert(bias, F32), padding)
     sources = [q, k, v] if added is None else [q, k, v, added]
-    if added is not None and len(added.shape) != 4:
-        raise InputError(f"{op.op_type} with a bias {added.type}", where=op.where, hint="it has 4 axes")
-    return _joined_heads(Node(Attention(_scale(op, q), "lower" if causal else "no", zero_masked_rows=True), *sources))
+    return _joined_heads(Node(Attention(_scale(op, q), "lower" if flagged else "no"), *sources))
 
 
 def _with_past(op: OpNode, past: Node | None, k: Node, v: Node) -> tuple[Node, Node]:
@@ -113,10 +127,16 @@ def _self_attention(
     q, k, v = (_split_heads(slice_(projected, 2, at[i], at[i + 1]), heads, op) for i in range(3))
     k, v = _with_past(op, past, k, v)
     batch, length, total = q.shape[0], q.shape[2], k.shape[2]
-    added = None if mask is None else _padding(op, mask, batch, length, total)
-    y = _attend(op, q, k, v, [added, bias], 0 if past is None else past.shape[3])
+    added = _padding(op, mask, batch, length, total)
+    y = _attend(op, q, k, v, added, bias, 0 if past is None else past.shape[3])
     present = None
     if op.wants(1):
+        if k.shape != v.shape:
+            raise UnsupportedError(
+                f"{op.op_type} that keeps keys of {k.shape[3]} and values of {v.shape[3]} elements in one result",
+                where=op.where,
+                hint="leave that result out, or give both one size",
+            )
         present = Node(Concat(0), *(reshape(t, (1, *t.shape)) for t in (k, v)))
     return [y, present]
 
@@ -170,11 +190,10 @@ def _multi_head_attention(op: OpNode) -> list[Node | None]:
     if past_k is not None and past_v is not None:
         k, v = Node(Concat(2), past_k, k), Node(Concat(2), past_v, v)
     length, total = q.shape[2], k.shape[2]
-    mask = op.optional(4)
-    added = None if mask is None else _padding(op, mask, q.shape[0], length, total)
+    added = _padding(op, op.optional(4), q.shape[0], length, total)
     if op.wants(3):
         raise UnsupportedError("MultiHeadAttention with its scores as a result", where=op.where, hint="leave that output out")
-    return [_attend(op, q, k, v, [added, op.optional(5)], 0 if past_k is None else past_k.shape[2]), k, v]
+    return [_attend(op, q, k, v, added, op.optional(5), 0 if past_k is None else past_k.shape[2]), k, v]
 
 
 @converts("RotaryEmbedding", 1, 1, _MICROSOFT)
@@ -205,8 +224,12 @@ def _group_query_attention(op: OpNode) -> list[Node | None]:
     The new keys follow those that are in the cache, of which a row has seqlens_k + 1 - length; none in a first prompt, whose
     length is the whole. What of the cache follows them is left as it was.
     """
-    _refuse(op, ("sliding_window_cache", "qk_output", "kv_cache_bit_width"), (12, 13, 14, 15))
+    cached = "export the model with a cache of the whole length, in the type of the query, and without its scores"
+    _refuse(op, ("sliding_window_cache", "qk_output", "kv_cache_bit_width"), (12, 13), cached)
+    _refuse(op, (), (14, 15))
     query, heads, groups = op.input(0), op.integer("num_heads"), op.integer("kv_num_heads")
+    if groups < 1 or heads < 1 or heads % groups:
+        raise InputError(f"{heads} query heads over {groups} key heads", where=op.where, hint="a whole number each")
     if op.optional(1) is None:
         size = query.shape[2] // (heads + 2 * groups)
         at = (0, heads * size, (heads + groups) * size, (heads + 2 * groups) * size)
