@@ -8,8 +8,9 @@ STAMP := .venv/.installed
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py
 
+# One process a core, a file of tests at a time; `loadfile` keeps what a file's tests share in one process.
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not conformance and not fuzz and not gpu"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not conformance and not fuzz and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

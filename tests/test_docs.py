@@ -32,26 +32,18 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
             "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", str(Path(folder) / "cache")),
             "OMP_NUM_THREADS": "1",
         }
-        return subprocess.run(["nice", *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
 
 
-def run_python(body: str) -> subprocess.CompletedProcess[str]:
-    return run([sys.executable, "-c", body])
-
-
-def run_shell(body: str) -> subprocess.CompletedProcess[str]:
-    return run(["bash", "-euc", body])
-
-
-@pytest.mark.beside(by=run_python)
 @pytest.mark.parametrize("body", blocks("python"))
-def test_python_block(body: str, done: subprocess.CompletedProcess[str]) -> None:
+def test_python_block(body: str) -> None:
+    done = run([sys.executable, "-c", body])
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.beside(by=run_shell)
 @pytest.mark.parametrize("body", blocks("sh"))
-def test_shell_block(body: str, done: subprocess.CompletedProcess[str]) -> None:
+def test_shell_block(body: str) -> None:
+    done = run(["bash", "-euc", body])
     assert done.returncode == 0, done.stderr
 
 

@@ -12,13 +12,9 @@ HERE = Path(__file__).parent
 FILES = sorted(p.name for p in HERE.glob("triton_interpreted*.py"))
 
 
-def interpreted(file):
-    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = ["nice", sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "--no-header", str(HERE / file)]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=HERE.parent)
-
-
-@pytest.mark.beside(by=interpreted)
 @pytest.mark.parametrize("file", FILES)
-def test_what_the_interpreter_makes_of_generated_code(file, done):
+def test_what_the_interpreter_makes_of_generated_code(file):
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", str(HERE / file)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=HERE.parent)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
