@@ -10,8 +10,10 @@ from tilewright.errors import InputError
 from tilewright.ir.build import const, input_, map_, reshape, swap_last, transpose
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Attention, Dequantize, Quantize, gemm
-from tilewright.rules.calibrate import SMALLEST_SCALE, calibrate, quantizable, quantize, scheme
+from tilewright.ir.literal import Literal
+from tilewright.ir.ops import Attention, Const, Dequantize, Gather, Quantize, gemm
+from tilewright.ir.types import TensorType
+from tilewright.rules.calibrate import SMALLEST_SCALE, calibrate, left_in_float, quantizable, quantize, scheme
 from tilewright.schedule.problem import problem_of
 
 M, K, H, N = 16, 32, 48, 8
@@ -244,3 +246,16 @@ def test_the_largest_weights_of_a_type_are_decoded_to_finite_ones(name, dtype):
     (back,) = [n for n in quantised.nodes() if isinstance(n.op, Dequantize) and n.constant]
     found = evaluate_nodes((back,), {})[0]
     assert torch.isfinite(found).all() and (found.double() - weight.double()).abs().max() <= 0.08 * most
+
+
+def test_what_stays_in_float_is_named_with_its_share():
+    table, ids = torch.randn(50, K), input_("ids", S32, (M,))
+    embedded = Node(Gather(0), Node(Const(Literal(TensorType(F32, (50, K)), table, "embed.weight"))), ids)
+    graph = graph_of(gemm(embedded, const(W1)))
+    coded, _ = quantize(graph, scheme("int8"), calibrate(graph, [{"ids": torch.arange(M, dtype=torch.int32)}]))
+    assert left_in_float(coded) == {"embed.weight": 50 * K * 4}
+    share = 50 * K * 4 / (50 * K * 4 + K * H)
+    (note,) = coded.notes
+    assert note == f"quantising left {share:.0%} of the bytes of all matrices in float: embed.weight: 0.0 MB, {share:.0%}"
+    plain, _ = quantize(MODEL, scheme("int8"), SEEN)
+    assert left_in_float(plain) == {} and plain.notes == ()

@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.linear.module import Linear
+from tilewright.rules.calibrate import shares
 from tilewright.runtime.checkpoint import Checkpoint, some
 from tilewright.runtime.packing import QuantizedWeight, pack
 
@@ -71,15 +72,9 @@ class Replaced:
         """What is in float still, parameters of one name in several layers together, the largest share first."""
         if not self.left:
             return []
-        alike: dict[str, list[int]] = {}
-        for name, size in self.left.items():
-            alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(size)
         whole = max(self.total, 1)
-        lines = [f"  left in float: {sum(self.left.values()) / whole:.0%} of the bytes of all matrices"]
-        for name, sizes in sorted(alike.items(), key=lambda item: -sum(item[1])):
-            times = f" x{len(sizes)}" if len(sizes) > 1 else ""
-            lines.append(f"    {name}{times}: {sum(sizes) / 1e6:.1f} MB, {sum(sizes) / whole:.0%}")
-        return lines
+        share = f"{sum(self.left.values()) / whole:.0%}"
+        return [f"  left in float: {share} of the bytes of all matrices", *(f"    {line}" for line in shares(self.left, whole))]
 
 
 def quantize_(

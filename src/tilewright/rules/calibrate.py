@@ -10,6 +10,7 @@ Symmetric throughout: scale = largest magnitude / largest code. Weights per colu
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
@@ -27,6 +28,7 @@ from tilewright.ir.ops import Attention, Const, Convert, Dequantize, Gemm, Param
 from tilewright.ir.types import Shape, TensorType
 
 SAMPLE_ROWS = 256
+MOST_NAMED = 6  # of what stays in float
 SMALLEST_SCALE = 2.0**-126  # a column of zeros gets a scale that divides: the smallest normal f32, whose reciprocal is finite
 
 
@@ -229,7 +231,48 @@ def quantize(
         Layer(graph.origin(n), m.error, calibration.seen[n].largest, kept, m.scale, m.weight_scales, n, now)
         for (n, (m, kept)), now in zip(made.items(), after, strict=True)
     ]
-    return whole.with_outputs(results, _named(whole.origins, layers)), layers
+    coded = whole.with_outputs(results, _named(whole.origins, layers))
+    return replace(coded, notes=(*coded.notes, *_note(coded))), layers
+
+
+def left_in_float(graph: Graph) -> dict[str, int]:
+    """Float constants of two axes or more that a graph reads (embeddings, experts, weights that were not quantised), each name
+    with its bytes; scales of codes are left out."""
+    nodes = graph.nodes()
+    scales = {s for n in nodes if isinstance(n.op, (Dequantize, Quantize)) for s in n.src[1:]}
+    found: dict[str, int] = {}
+    for node in nodes:
+        if isinstance(node.op, Const) and node.dtype.is_float and len(node.shape) > 1 and node not in scales:
+            name = node.op.data.label or graph.origin(node)
+            found[name] = found.get(name, 0) + _bytes(node)
+    return found
+
+
+def shares(left: Mapping[str, int], whole: int) -> list[str]:
+    """A line for each name with its share of `whole` bytes, the largest first; names are one if only a layer's number differs."""
+    alike: dict[str, list[int]] = {}
+    for name, size in left.items():
+        alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(size)
+    return [
+        f"{name}{f' x{len(sizes)}' if len(sizes) > 1 else ''}: {sum(sizes) / 1e6:.1f} MB, {sum(sizes) / whole:.0%}"
+        for name, sizes in sorted(alike.items(), key=lambda item: -sum(item[1]))
+    ]
+
+
+def _note(graph: Graph) -> list[str]:
+    """A sentence on what quantising left in float, if there is any."""
+    left = left_in_float(graph)
+    codes = sum(_bytes(n) for n in graph.nodes() if isinstance(n.op, Const) and len(n.shape) > 1 and not n.dtype.is_float)
+    whole = sum(left.values()) + codes
+    if not sum(left.values()):
+        return []
+    lines = shares(left, whole)
+    named = [*lines[:MOST_NAMED], *([f"{len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else [])]
+    return [f"quantising left {sum(left.values()) / whole:.0%} of the bytes of all matrices in float: {'; '.join(named)}"]
+
+
+def _bytes(node: Node) -> int:
+    return math.prod(node.shape) * node.dtype.bits // 8
 
 
 def _quantized_attentions(graph: Graph, to: Scheme, calibration: Calibration, rtol: float | None) -> dict[Node, Node]:
