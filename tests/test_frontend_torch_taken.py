@@ -14,6 +14,7 @@ import tilewright
 from against_torch import Of
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
+from tilewright.frontends._torch_export import exported
 
 X = torch.tensor([[1.0, -1.0, 2.0], [3.0, 4.0, -5.0]])
 Y = torch.tensor([[2.0, -3.0, 1.0], [0.5, 9.0, -1.0]])  # goes X's way in all that follow
@@ -215,6 +216,27 @@ def test_names_and_buffers_are_those_of_the_module() -> None:
     assert int(module.calls) == 0 and list(program.input_types) == ["x"] and "forward" not in vars(module)
     torch.testing.assert_close(program(Y), module.linear(Y))
     assert int(module.calls) == 1 and set(program.kept) == {"calls"}
+
+
+def test_a_module_that_computes_something_else_while_it_is_traced_is_refused() -> None:
+    class Traced(nn.Module):
+        def __init__(self, there: float) -> None:
+            super().__init__()
+            self.there, self.runs = there, 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.runs += 1
+            return x * self.there if torch.compiler.is_compiling() else x
+
+    with pytest.raises(UnsupportedError, match=r"something else while it is traced: .* differ by 1 of(.|\n)*try: example inp"):
+        load(Traced(2.0), LoadOptions(example_inputs=(X,)))
+    same = Traced(1.001)
+    load(same, LoadOptions(example_inputs=(X,)))
+    plain = Traced(1.0)
+    torch.export.export(plain, (X,), strict=False)
+    assert same.runs == plain.runs + 2  # once as it is, once as it is traced
+    silent = Of(lambda x: x * 2)
+    assert exported(silent, LoadOptions(example_inputs=(X,)), asks := []) and not asks
 
 
 def test_an_exported_program_that_asks_is_refused_with_what_to_give() -> None:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import itertools
 import logging
 import re
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -25,6 +28,7 @@ from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions
 from tilewright.frontends._torch_registry import TRANSLATIONS, DependsOnDataError
 
+_TORCH = str(Path(torch.__file__).parent)
 _ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
 _MUTATIONS = {
     OutputKind.PARAMETER_MUTATION: "parameter",
@@ -32,10 +36,13 @@ _MUTATIONS = {
 }
 
 
-def exported(program: ExportedProgram | torch.nn.Module, options: LoadOptions) -> ExportedProgram:
+def exported(
+    program: ExportedProgram | torch.nn.Module, options: LoadOptions, asks: list[str] | None = None
+) -> ExportedProgram:
     """The program as functional ATen: shapes concrete, only operators kept that have a translation or no decomposition.
 
-    Weights are those of the program: nothing is copied.
+    Weights are those of the program: nothing is copied. Places of its source that ask whether it is being traced are added
+    to `asks`.
 
     Raises:
         InputError: example inputs are missing or do not fit; a symbolic extent is not bound.
@@ -48,7 +55,9 @@ def exported(program: ExportedProgram | torch.nn.Module, options: LoadOptions) -
         args, kwargs = arguments(options.example_inputs, program)
         module, where = program, program_name(program)
         try:
-            return _functional(_export(module, args, kwargs, where), options, kept)
+            with _asking([] if asks is None else asks):
+                traced = _export(module, args, kwargs, where)
+            return _functional(traced, options, kept)
         except InputError as error:
             if _ALIASED not in str(error):
                 raise
@@ -113,6 +122,30 @@ class _NothingMade(TorchFunctionMode):
         if func is torch.tensor and len(args) == 1 and args[0] == []:
             return torch.empty(0, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _asking(found: list[str]) -> Generator[None]:
+    """While it is open, places outside torch that ask whether they are being traced are added to `found`."""
+    held = {name: getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")}
+
+    def noted(ask: Callable[[], bool]) -> Callable[[], bool]:
+        @functools.wraps(ask)
+        def told() -> bool:
+            asker = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage] - a frame that is held holds tensors
+            if not asker.co_filename.startswith(_TORCH):
+                found.append(f"{asker.co_filename} in {asker.co_name}")
+            return ask()
+
+        return told
+
+    try:
+        for name, ask in held.items():
+            setattr(torch.compiler, name, noted(ask))
+        yield
+    finally:
+        for name, ask in held.items():
+            setattr(torch.compiler, name, ask)
 
 
 @contextlib.contextmanager

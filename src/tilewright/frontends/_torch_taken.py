@@ -202,8 +202,8 @@ def as_taken(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[st
     own, places, thread = module.forward, list[str](), threading.get_ident()
 
     def taken(ways: Ways | None) -> object:
-        with _state_kept(module), torch.no_grad(), torch.random.fork_rng(devices=[]), _as_exported(), ways or nullcontext():
-            return own(*pytree.tree_map(_own, tuple(args)), **pytree.tree_map(_own, dict(kwargs)))
+        with _as_exported(), ways or nullcontext():
+            return _run_apart(module, args, kwargs)
 
     stay = True
     first = Ways()
@@ -229,6 +229,30 @@ def as_taken(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[st
             del module.forward
         else:
             module.forward = instance
+
+
+def _run_apart(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """What a module returns for copies of these inputs, with its buffers and torch's random numbers as they were."""
+    with _state_kept(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        return module.forward(*pytree.tree_map(_own, tuple(args)), **pytree.tree_map(_own, dict(kwargs)))
+
+
+def differs_as_traced(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> float:
+    """The largest difference between what a module returns, and returns where it is told that it is being traced; relative
+    to the largest number of the same result. None (0) where it cannot be told so."""
+    wanted = _run_apart(module, args, kwargs)
+    try:
+        with _as_exported():
+            given = _run_apart(module, args, kwargs)
+    except Exception:  # only with traced tensors, then
+        return 0.0
+    worst = 0.0
+    for a, b in zip(pytree.tree_leaves(given), pytree.tree_leaves(wanted), strict=False):
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape and b.is_floating_point():
+            apart = (a.double() - b.double()).abs().nan_to_num(0.0, 0.0, 0.0)
+            largest = b.double().abs().nan_to_num(0.0, 0.0, 0.0)
+            worst = max(worst, float(apart.max() / largest.max().clamp(min=1e-6)) if b.numel() else 0.0)
+    return worst
 
 
 def _compared(out: object, ways: Ways) -> object:

@@ -33,7 +33,7 @@ from tilewright.frontends import _torch_file_call as file_calls
 from tilewright.frontends._torch_export import arguments, exported, places, program_name
 from tilewright.frontends._torch_reader import Reader
 from tilewright.frontends._torch_registry import DependsOnDataError
-from tilewright.frontends._torch_taken import as_taken, note
+from tilewright.frontends._torch_taken import as_taken, differs_as_traced, note
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
 from tilewright.tracing import TRACING
@@ -75,8 +75,11 @@ def load(program: object, options: LoadOptions) -> Graph:
 
 
 def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
+    asks = list[str]()
     try:
-        return _read(program, options)
+        graph = _read(program, options, asks)
+        _check_same_traced(program, options, asks)
+        return graph
     except DependsOnDataError as refused:
         if not isinstance(program, torch.nn.Module):
             hint = "give the module itself, and example inputs"
@@ -88,10 +91,29 @@ def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) ->
                 return replace(graph, notes=(*graph.notes, GROUPED))
         try:
             with as_taken(program, *arguments(options.example_inputs, program)) as learnt:
-                graph = _read(program, options)
+                graph = _read(program, options, asks)
         except Exception as error:
             raise UnsupportedError(f"{refused.what}; {_second(error)}", where=refused.where, hint=refused.hint) from error
+    _check_same_traced(program, options, asks)
     return replace(graph, notes=(*graph.notes, *map(note, learnt)))
+
+
+def _check_same_traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions, asks: Sequence[str]) -> None:
+    """See that a module that asks whether it is being traced computes the same if it is.
+
+    Raises:
+        UnsupportedError: it does not, on the example inputs, by more than rounding explains.
+    """
+    if not asks or not isinstance(program, torch.nn.Module):
+        return
+    apart = differs_as_traced(program, *arguments(options.example_inputs, program))
+    if apart > _ROUNDING:
+        raise UnsupportedError(
+            f"the module computes something else while it is traced: its results differ by {apart:.2g} of the largest number",
+            where=program_name(program),
+            hint="example inputs on which both agree, such as an attention mask with padding; or, of a model of transformers, "
+            'model.set_attn_implementation("eager") before, whose masks are the same either way',
+        )
 
 
 def _second(error: Exception) -> str:
@@ -100,6 +122,7 @@ def _second(error: Exception) -> str:
     return f"and the way that the example inputs take cannot be followed: {what}"
 
 
+_ROUNDING = 0.05  # of the largest number, which halves of other kernels stay below
 _EXPERTS = "_experts_implementation"
 GROUPED = 'the loop over experts is read as grouped products (set_experts_implementation("grouped_mm")), which take any routing'
 
@@ -128,8 +151,8 @@ def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
                 setattr(config, _EXPERTS, how)
 
 
-def _read(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
-    ready = exported(program, options)
+def _read(program: torch.nn.Module | ExportedProgram, options: LoadOptions, asks: list[str] | None = None) -> Graph:
+    ready = exported(program, options, asks)
     return replace(Reader(ready, program_name(program)).read(), places=places(program, ready, options.example_inputs))
 
 
