@@ -15,6 +15,7 @@ from tilewright.errors import InputError
 from tilewright.frontends import _stablehlo_control, load, stablehlo
 from tilewright.ir.ops import Call, Select
 from tilewright.ir.text import parse, print_with_literals
+from tilewright.report.findings import fallback
 
 A = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32) / 2
 X = np.random.default_rng(2).standard_normal((3, 4)).astype(np.float32)
@@ -98,6 +99,32 @@ def test_a_compiled_program_holds_a_loop() -> None:
     for n in (0, 1, 7):
         got = compiled(torch.from_numpy(X), torch.from_numpy(A), torch.tensor(n, dtype=torch.int32))
         np.testing.assert_allclose(got.numpy(), np.asarray(f(X, A, n)), rtol=1e-4, atol=1e-5)
+
+
+def test_regions_are_compiled_with_the_program_around_them() -> None:
+    """A body's products are steps with kernels, as those beside the loop are, and loops in loops are, too."""
+
+    def scanned(x: object, a: object, n: object) -> object:
+        def cell(c: object, row: object) -> tuple:  # type: ignore[type-arg]
+            c = lax.fori_loop(0, n, lambda i, c: c + i, jnp.tanh(c @ a + row))
+            return c, lax.cond(c.sum() > 0, lambda c: c @ a, lambda c: -c, c)
+
+        return lax.scan(cell, jnp.zeros((1, 4), jnp.float32), x)
+
+    rows = np.tile(X, (30, 1))[:, None]
+    program = text("stablehlo", scanned, rows, A, np.int32(2))
+    compiled = tilewright.compile(program, budget_s=0, cache=False)
+    (loop,) = [s for s in compiled.steps if s.within]
+    condition, body = loop.within
+    assert not any(s.within for s in condition.steps)
+    assert [len(s.within) for s in body.steps if s.within] == [2, 2]
+    products = [s.decision for p in (body, *body.steps[-1].within) for s in p.steps if s.part.kind == "gemm"]
+    assert products
+    assert all(d is not None and d.kernel.candidate != "reference" for d in products)
+    for n in (2, 0, 3):
+        for got, wanted in zip(compiled(rows, A, np.int32(n)), jax.jit(scanned)(rows, A, np.int32(n)), strict=True):
+            np.testing.assert_allclose(got, np.asarray(wanted), rtol=1e-4, atol=1e-4)
+    assert any("its regions as programs of" in f.why for f in fallback(compiled, {}))
 
 
 def test_a_loop_without_end_ends_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

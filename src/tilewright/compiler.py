@@ -20,7 +20,7 @@ from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.detect import detect, one_of
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
-from tilewright.ir.ops import Const
+from tilewright.ir.ops import Call, Const
 from tilewright.ir.pattern import Pass, Rule, Trace, discover, over, rewrite
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
@@ -31,6 +31,7 @@ from tilewright.rules.half import in_half, recognised
 from tilewright.runtime.cutting import parts_for
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.runtime.partition import decided, problem_of_part
+from tilewright.runtime.regions import graphs_of
 from tilewright.schedule.ahead import compile_ahead
 from tilewright.schedule.key import text_of
 from tilewright.schedule.measure import last_cache_bytes
@@ -202,7 +203,21 @@ def compile(
     source = replace(source, notes=(*source.notes, *trace.notes))
     recall = Recall(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
     with deadline.allowing(allowed_s):
-        executable = prepare(source, graph, target, trace, _decider(graph, target, budget_s, progress, recall, ends))
+        # A loop runs its body many times: what its regions take of the budget is as much as the program around them takes.
+        loops = sum(bool(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)) if target.kind == "cpu" else 0
+        share_s = budget_s / (1 + loops)
+        decide = _decider(graph, target, share_s, progress, recall, ends)
+
+        def inner(region: Graph) -> Executable:
+            found = Trace()
+            made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
+            within = _decider(made, target, share_s / 2, None, recall, ends)
+            try:
+                return prepare(region, made, target, found, within, inner)
+            finally:
+                decide.resume()
+
+        executable = prepare(source, graph, target, trace, decide, inner)
     return replace(executable, layers=tuple(layers))
 
 
@@ -259,6 +274,11 @@ class _decider:  # noqa: N801 - a function with memory
             if progress is not None:
                 progress(0, self._total, "compiling what will be tried first")
             compile_ahead(unknown, target, within_s=None if ends is None else (ends - time.monotonic()) / 2)
+
+    def resume(self) -> None:
+        """See that what is remembered is looked up for this program again, after another."""
+        if self._recall is not None:
+            self._recall.of_program(cold=self._cold)
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if problem not in self._known:

@@ -5,6 +5,8 @@ A front end module defines
     accepts(program: object) -> bool          is this mine? cheap; looks at a suffix, a magic number, a type
     load(program: object, options: LoadOptions) -> Graph
     evaluate_call(call: Call, values: Sequence[object]) -> Sequence[object]     only if it makes `call` nodes
+    regions(call: Call) -> Sequence[Graph]    graphs that a call runs as the data says; empty for most calls. May be left out
+    run_regions(call, values, runs: Sequence[Callable]) -> Sequence[object]     the call, its regions run by what is given
     check_call(call: Call, sources: Sequence[Tensor | None]) -> Sequence[Tensor]
                                              raises unless a file may bring that call; tensors on the meta device, no data in
                                              them; what it gives may be left out where no other call needs to know

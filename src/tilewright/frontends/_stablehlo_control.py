@@ -1,13 +1,13 @@
 """Control flow: loops of constant trip counts unrolled, small branches as selections, the rest as calls.
 
 A call's payload is a module whose `main` is the loop or conditional and takes what its regions read from outside. Its regions
-become graphs of their own, which run as often as the data says.
+become graphs of their own, which run as often as the data says: by the oracle, or by what a program compiled of them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -20,11 +20,12 @@ from tilewright.frontends._stablehlo_registry import Complex, Site, Value, lower
 from tilewright.frontends._stablehlo_walk import Regions, Walk
 from tilewright.ir.build import broadcast, const, map_
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const, Select
 from tilewright.ir.types import TensorType
 
+Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]
 CONTROL = frozenset({"stablehlo.while", "stablehlo.if", "stablehlo.case"})
 MAX_UNROLLED_TRIPS, MAX_UNROLLED_OPERATIONS = 64, 4096
 MAX_TRIPS = 1 << 24
@@ -122,7 +123,7 @@ def _selected(pred: Node, a: Value, b: Value) -> Value:
 
 def _called(site: Site) -> Value:
     name = site.op.name.partition(".")[2]
-    site.reader.note(f"{name} at {site.op.origin} runs as the data says, its regions operation by operation")
+    site.reader.note(f"{name} at {site.op.origin} runs as the data says; a GPU's program leaves its regions to the CPU")
     return _one_or_all(make_call(site))
 
 
@@ -131,6 +132,7 @@ class _Program:
 
     Attributes:
         op: "while", "if" or "case".
+        regions: their graphs. Each reads what the loop carries, of a conditional nothing, and then all that the payload takes.
     """
 
     def __init__(self, payload: str, target: str) -> None:
@@ -139,19 +141,30 @@ class _Program:
         self.op = found.op.name.partition(".")[2]
         self.types = [n.tensor for n in found.inputs]
         self._before = _Step(found.operands, found.inputs)
-        self._regions = [_Step(results, [*given, *found.inputs]) for given, results in found.regions]
+        self._steps = [_Step(results, [*given, *found.inputs]) for given, results in found.regions]
+        self.regions = tuple(
+            Graph(
+                f"{self.op} region {i}",
+                (*given, *found.inputs),
+                tuple(results),
+                tuple(f"carried{k}" for k in range(len(results))),
+            )
+            for i, (given, results) in enumerate(found.regions)
+        )
 
-    def run(self, given: Sequence[torch.Tensor], where: str) -> list[torch.Tensor]:
-        state = self._before(given)
+    def run(self, given: Sequence[torch.Tensor], where: str, runs: Sequence[Run] = ()) -> list[torch.Tensor]:
+        """Results for what the payload takes; each region is run by its own of `runs`, or by the oracle."""
+        state, runs = self._before(given), runs or self._steps
         if self.op != "while":
             which = int(state[0])
-            last = len(self._regions) - 1
-            return self._regions[(0 if which else 1) if self.op == "if" else which if 0 <= which <= last else last](given)
-        condition, body = self._regions
+            last = len(runs) - 1
+            taken = runs[(0 if which else 1) if self.op == "if" else which if 0 <= which <= last else last]
+            return cast("list[torch.Tensor]", taken(given))
+        condition, body = runs
         for _ in range(MAX_TRIPS):
             if not bool(condition([*state, *given])[0]):
                 return state
-            state = body([*state, *given])
+            state = cast("list[torch.Tensor]", body([*state, *given]))
         raise InputError(f"a loop runs more than {MAX_TRIPS} times", where=where, hint="see that its condition ends it")
 
 
@@ -177,8 +190,18 @@ def _program_of(payload: str, target: str) -> _Program:
     return _Program(payload, target)
 
 
-def run_control(payload: str, target: str, values: Sequence[object]) -> list[torch.Tensor]:
-    """Results of a loop or conditional.
+def region_graphs(payload: str, target: str) -> tuple[Graph, ...]:
+    """The graphs of the regions of a loop or conditional, in order.
+
+    Raises:
+        InputError: the payload holds none.
+        UnsupportedError: a region holds something that cannot be expressed.
+    """
+    return _program_of(payload, target).regions
+
+
+def run_control(payload: str, target: str, values: Sequence[object], runs: Sequence[Run] = ()) -> list[torch.Tensor]:
+    """Results of a loop or conditional, its regions run by `runs`; by the oracle without.
 
     Raises:
         InputError: the payload holds none, takes other values, or loops too often.
@@ -189,4 +212,4 @@ def run_control(payload: str, target: str, values: Sequence[object]) -> list[tor
     given = [(tuple(t.shape), t.dtype) for t in tensors]
     if given != [(t.shape, t.dtype.to_torch()) for t in program.types] or len(tensors) != len(values):
         raise InputError(f"a payload that takes {', '.join(map(str, program.types))} is given other values", where=target)
-    return [t.contiguous() for t in program.run(tensors, target)]
+    return [t.contiguous() for t in program.run(tensors, target, runs)]

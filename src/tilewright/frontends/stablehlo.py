@@ -14,7 +14,7 @@ import torch
 
 from tilewright.frontends import LoadOptions, _jaxlib, refuse_interpreted
 from tilewright.frontends import _stablehlo_call as calls
-from tilewright.frontends._stablehlo_control import CONTROL, run_control
+from tilewright.frontends._stablehlo_control import CONTROL, Run, region_graphs, run_control
 from tilewright.frontends._stablehlo_read import read_module, source_text
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
@@ -51,6 +51,16 @@ def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
     if call.target in CONTROL:
         return run_control(call.payload, call.target, values)
     return calls.evaluate_call(call, values)
+
+
+def regions(call: Call) -> tuple[Graph, ...]:
+    """Graphs of what a loop or conditional runs as the data says, in its own order; none of another call."""
+    return region_graphs(call.payload, call.target) if call.target in CONTROL else ()
+
+
+def run_regions(call: Call, values: Sequence[object], runs: Sequence[Run]) -> list[torch.Tensor]:
+    """Run a loop or conditional, each of its regions by what was compiled of its graph."""
+    return run_control(call.payload, call.target, values, runs)
 
 
 def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:

@@ -160,7 +160,12 @@ def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
         if calls:
             op = ", ".join(dict.fromkeys(c.target for c in calls))
             libraries = ", ".join(dict.fromkeys(c.library for c in calls))
-            found.append(Finding(op, step.name, f"no operation of the graph expresses it; {libraries} runs it", cost_us.get(i)))
+            why = f"no operation of the graph expresses it; {libraries} runs it"
+            if step.within:
+                steps = " and ".join(str(len(p.steps)) for p in step.within)
+                why += f" as the data says, its regions as programs of {steps} steps"
+            found.append(Finding(op, step.name, why, cost_us.get(i)))
+            found += [x for p in step.within for x in fallback(p, {})]
     found += [Finding("note", program.source.name, note, None) for note in program.source.notes]
     return found
 

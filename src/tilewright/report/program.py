@@ -37,7 +37,8 @@ class Part(Protocol):
 
 
 class Step(Protocol):
-    """A part of the plan and what runs it; a call into the source's own library has no decision."""
+    """A part of the plan and what runs it; a call into the source's own library has no decision. `within`: programs of its
+    regions, if it is a loop or conditional."""
 
     @property
     def name(self) -> str: ...
@@ -47,6 +48,8 @@ class Step(Protocol):
     def run(self) -> Callable[[Sequence[Value]], Sequence[Value]]: ...
     @property
     def decision(self) -> Decision | None: ...
+    @property
+    def within(self) -> Sequence[Program]: ...
 
 
 class Program(Protocol):

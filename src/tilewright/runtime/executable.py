@@ -22,6 +22,7 @@ from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
 from tilewright.runtime.cutting import parts_for
 from tilewright.runtime.partition import Part, decided, problem_of_part
+from tilewright.runtime.regions import Inner, with_regions
 from tilewright.runtime.replay import Bound, OnDevice
 from tilewright.runtime.writing import placing, written
 from tilewright.schedule.problem import AnyProblem, RegionProblem
@@ -43,6 +44,7 @@ class Step:
         run: values of the part's inputs in, values of its outputs out.
         decision: how the kernel was chosen; None for calls into the source's own library, and for writes to what is kept.
         unread: inputs that `run` has no use for any more, being packed.
+        within: programs that it runs as the data says: a loop's condition and body, a conditional's branches.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Step:
     run: Callable[[Sequence[Value]], Sequence[Value]]
     decision: Decision | None
     unread: frozenset[Node] = frozenset()
+    within: tuple[Executable, ...] = ()
 
 
 @dataclass
@@ -268,7 +271,8 @@ class Executable:
     @property
     def packed_bytes(self) -> int:
         """Memory that packing weights added."""
-        return sum(s.decision.kernel.packed_bytes for s in self.steps if s.decision is not None)
+        within = sum(p.packed_bytes for s in self.steps for p in s.within)
+        return within + sum(s.decision.kernel.packed_bytes for s in self.steps if s.decision is not None)
 
     def drop_weights(self) -> int:
         """Let go of the weights that are packed: the program runs on, with one copy of them instead of two.
@@ -293,8 +297,11 @@ class Executable:
         return dropped
 
 
-def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide) -> Executable:
-    """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm."""
+def prepare(
+    source: Graph, graph: Graph, target: Target, trace: Trace, decide: Decide, inner: Inner | None = None
+) -> Executable:
+    """Cut the graph into steps, evaluate what depends on constants alone, and choose a kernel for each gemm. `inner` compiles
+    the regions of loops and conditionals; without it the oracle runs them."""
     parts = parts_for(graph, target)
     ready: dict[Node, Value] = {}
     for node in graph.nodes():
@@ -316,7 +323,7 @@ def prepare(source: Graph, graph: Graph, target: Target, trace: Trace, decide: D
         else:
             name = graph.origin(part.nodes[0])
             write = part.kind == "write"
-            steps.append(Step(name, part, written(part, name), None) if write else _call_step(graph, part, target))
+            steps.append(Step(name, part, written(part, name), None) if write else _call_step(graph, part, target, inner))
     used = {n for step in steps for n in step.part.inputs} | set(graph.outputs) | set(graph.inputs)
     return Executable(source, graph, target, tuple(steps), trace, {n: v for n, v in ready.items() if n in used})
 
@@ -364,8 +371,13 @@ def _name(graph: Graph, part: Part) -> str:
     return ", ".join(dict.fromkeys(graph.origins[n] for n in part.outputs if n in graph.origins)) or node.op.name
 
 
-def _call_step(graph: Graph, part: Part, target: Target) -> Step:
+def _call_step(graph: Graph, part: Part, target: Target, inner: Inner | None) -> Step:
     """Opaque calls: torch's operators run where the program does, other libraries on the CPU, their values being moved."""
+    name = graph.origin(part.outputs[-1])
+    if inner is not None and target.kind == "cpu":
+        found = with_regions(part, inner)
+        if found is not None:
+            return Step(name, part, found[0], None, within=found[1])
     evaluate = evaluator(part.outputs, part.inputs, graph.origin)
     there = all(n.op.library == "torch" for n in part.nodes if isinstance(n.op, Call))
 
@@ -381,7 +393,7 @@ def _call_step(graph: Graph, part: Part, target: Target) -> Step:
                     raise
         return [_moved(v, target.device) for v in evaluate([_moved(v, "cpu") for v in values])]
 
-    return Step(graph.origin(part.outputs[-1]), part, run, None)
+    return Step(name, part, run, None)
 
 
 def _moved(value: Value, device: str) -> Value:

@@ -15,6 +15,8 @@ from tilewright.ir.literal import Literal
 from tilewright.ir.types import TensorType, TupleType, Type
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     import torch
 
     from tilewright.ir.graph import Value
@@ -127,10 +129,14 @@ class Call(Op):
     def infer(self, *src: TensorType) -> Type:
         return self.types[0] if len(self.types) == 1 else TupleType(self.types)
 
-    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+    def reader(self) -> ModuleType | None:
+        """The front end module of its library; None where there is none."""
         name = f"tilewright.frontends.{self.library}"
         known = self.library.isidentifier() and (name in sys.modules or importlib.util.find_spec(name) is not None)
-        run = getattr(importlib.import_module(name), "evaluate_call", None) if known else None
+        return importlib.import_module(name) if known else None
+
+    def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
+        run = getattr(self.reader(), "evaluate_call", None)
         if run is None:
             raise UnsupportedError(f"nothing can evaluate a call into {self.library!r}", where=self.target)
         results = tuple(run(self, src))
