@@ -65,6 +65,18 @@ LEFT: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], set[str]]
         *((X,), {"aten.as_strided.default"}),
     ),
     "strides": (lambda a: torch.as_strided(a, (2, 3), (3, 2)), (X,), {"aten.as_strided.default"}),
+    "written by strides": (
+        lambda a: torch.as_strided_scatter(a.sin(), a[:2, :2], (2, 2), (3, 2), 1),
+        *((X,), {"aten.as_strided_scatter.default"}),
+    ),
+    "written by strides of axes in another order": (
+        lambda a: torch.as_strided_scatter(a.mT.sin(), a[:2, :2], (2, 2), (1, 2)),
+        *((X,), {"aten.as_strided_scatter.default"}),
+    ),
+    "bags of bf16": (
+        lambda a, i: F.embedding_bag(i, a.mT.bfloat16(), torch.tensor([0, 3]), mode="sum"),
+        *((X, INDEX[0]), {"aten._embedding_bag_forward_only.default"}),
+    ),
     "another norm": (lambda a: torch.linalg.vector_norm(a, 3, 1), (X,), {"aten.linalg_vector_norm.default"}),
     "one's own": (
         lambda a: torch.ops.tilewright_test.twice(a + 1, 'b"\\', [2, 3], 0.25),
@@ -95,6 +107,21 @@ def test_what_has_no_meaning_in_the_graph_is_left_to_torch_and_said(name: str) -
     calls = [n.op for n in graph.nodes() if isinstance(n.op, Call)]
     assert len(graph.notes) == len(calls)
     assert all(any(f"{c.target} is not modelled and is left to torch" in note for note in graph.notes) for c in calls)
+
+
+@pytest.mark.parametrize("left", ["linalg_inv_ex", "linalg_cholesky_ex", "_linalg_solve_ex", "linalg_lu_factor_ex"])
+def test_a_factorisation_that_torch_checks_fails_where_torch_does(left: str) -> None:
+    kinds = {
+        "linalg_inv_ex": torch.linalg.inv,
+        "linalg_cholesky_ex": torch.linalg.cholesky,
+        "_linalg_solve_ex": lambda a: torch.linalg.solve(a, a[0]),
+        "linalg_lu_factor_ex": torch.linalg.lu_factor,
+    }
+    positive = X @ X.mT + torch.eye(3)
+    graph = agree(kinds[left], positive, ulps=16, calls=[f"aten.{left}.default"])
+    if left != "linalg_lu_factor_ex":  # which every matrix has
+        with pytest.raises(TypeMismatchError, match="cannot be evaluated: .*linalg"):
+            evaluate(graph, [torch.zeros(3, 3)])
 
 
 def test_a_complex_weight_is_seen_through_its_parts() -> None:

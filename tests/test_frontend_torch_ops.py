@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from against_torch import Together, agree, read
-from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, DType
+from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, S32, DType
 from tilewright.frontends._torch_call import find_operator
 from tilewright.frontends._torch_registry import TRANSLATIONS
 from tilewright.ir.evaluate import evaluate
@@ -55,12 +55,35 @@ def test_an_8_bit_float_takes_part_through_a_wider_one() -> None:
     agree(lambda a: (a.to(torch.float32) * 2, a.to(torch.bfloat16), a.to(torch.float8_e5m2)), codes, ulps=0)
 
 
-def test_a_float_outside_an_integer_saturates_and_the_graph_says_so() -> None:
-    x = torch.tensor([300.0, -300.0, NAN, INF, 2.9, -2.9])
-    graph = read(lambda a: a.to(torch.int8), x)
-    (given,) = evaluate(graph, [x])
-    assert given.tolist() == [127, -128, 0, 127, 2, -2]
+def test_a_float_outside_32_bits_saturates_as_an_integer_and_the_graph_says_so() -> None:
+    x = torch.tensor([3e9, -3e9, NAN, INF, 2.9, -2.9])
+    graph = read(lambda a: (a.to(torch.int32), a.to(torch.int8)), x)
+    wide, narrow = evaluate(graph, [x])
+    assert wide.tolist() == [2**31 - 1, -(2**31), 0, 2**31 - 1, 2, -2]
+    assert narrow.tolist()[2:] == [0, -1, 2, -2]
     assert any("saturates where torch leaves it undefined" in note for note in graph.notes)
+
+
+@pytest.mark.parametrize("target", [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.uint32, torch.uint64], ids=str)
+def test_a_float_in_32_bits_keeps_its_low_bits_as_a_narrower_integer(target: torch.dtype) -> None:
+    x = torch.tensor([-0.5, -1.0, -3.7, -129.0, -200.0, 255.9, 256.0, 300.0, -32769.0, 70000.0, -70000.0, -(2.0**31), 2.0**30])
+    for wide in (x, x.double(), x.bfloat16(), x.clamp(-(2.0**15), 2.0**15).half()):
+        agree(lambda a: a.to(target), wide, ulps=0)
+
+
+def test_what_is_clamped_to_an_integers_range_becomes_it_at_once() -> None:
+    def at_once(a: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            a.round().clamp(-128, 127).to(torch.int8),
+            (a.sigmoid() * 255).to(torch.uint8),
+            (a.clamp(0, 1) * 255 + 0.5).floor().view(-1).bfloat16().clamp(max=255).to(torch.uint8),
+        )
+
+    x = torch.linspace(-300, 300, 77)
+    assert not [n for n in read(at_once, x).nodes() if n.dtype is S32]
+    agree(at_once, x, ulps=0)
+    wraps = read(lambda a: (a.sigmoid() * 257).to(torch.uint8), x)  # 257 is 1
+    assert [n for n in wraps.nodes() if n.dtype is S32]
 
 
 def test_every_translation_is_of_an_operator_that_torch_has() -> None:

@@ -49,6 +49,8 @@ S8, U8 = ints(3, 5, 7, dtype=torch.int8), ints(3, 5, 7, dtype=torch.uint8)
 P, Q = bools(3, 5, 7), bools(3, 5, 7, seed=1)
 POSITIVE = floats(3, 5, 7, special=False).abs() + 0.1
 NONZERO = J | 1
+LARGE = torch.tensor([3e38, -3e38, 2e38, 1e38, 1e20, 0.0, 1.0]).bfloat16()
+FAR = torch.tensor([[3e38, 1e38, -1e38, 3e38, 2e38], [3e38, -3e38, 0.0, 1.0, 1e19], [3e38, 3e38, 3e38, 3e38, 3e38]])
 # torch's gelu of an infinity is NaN or not, by the width of the machine's vectors.
 FINITE = X.clamp(-30, 30)
 
@@ -171,7 +173,17 @@ def formulas() -> dict[str, Case]:
         "masked_fill broadcast": (lambda a, p: a.masked_fill(p[:1, :, :1], 0.1), (H, P)),
         "masked_fill tensor": (lambda a, p, v: a.masked_fill(p, v), (X, P, torch.tensor(3.0))),
         "masked_fill s8": (lambda a, p: a.masked_fill(p, 1.5), (S8, P)),
-        "lerp": (lambda a, b: torch.lerp(a, b, 0.3), (X, Y)),
+        "lerp": (lambda a, b: (torch.lerp(a, b, 0.3), torch.lerp(a, b, 0.8)), (X, Y)),
+        "lerp far": (lambda a, b, w: (torch.lerp(a, b, w), torch.lerp(a, b, 0.75)), (LARGE, -LARGE / 2, B[0, 0].nan_to_num())),
+        "frac": (torch.frac, (X,)),
+        "frac f16": (torch.frac, (H,)),
+        "pow half f16": (lambda a: (a**0.5, a**-0.5), (H,)),
+        "xlogy": (torch.xlogy, (X, POSITIVE)),
+        "xlogy number": (lambda a: (torch.xlogy(a, 2.5), torch.xlogy(0.0, a)), (X,)),
+        "xlogy f16 u16": (torch.xlogy, (torch.tensor([-3.0, 0.0, 7.0]).half(), small(3, dtype=torch.uint16))),
+        "xlogy of zero and NaN": (torch.xlogy, (torch.tensor([0.0, -0.0, 0.0, 0.0]), torch.tensor([0.0, -1.0, NAN, INF]))),
+        "dropout backward": (lambda a, p: torch.ops.aten.native_dropout_backward.default(a, p, 1.25), (X, P)),
+        "dropout backward s8": (lambda a, p: torch.ops.aten.native_dropout_backward.default(a, p, 1.25), (S8, P)),
         "addcmul": (lambda a, b, c: torch.addcmul(a, b, c, value=0.3), (X, Y, POSITIVE)),
         "addcdiv": (lambda a, b, c: torch.addcdiv(a, b, c, value=0.3), (X, Y, POSITIVE)),
         "nan_to_num": (torch.nan_to_num, (X,)),
@@ -322,6 +334,9 @@ def reductions() -> dict[str, Case]:
         "var": (lambda a: (a.var(1), a.var(), a.var(0, correction=0), a.var(2, keepdim=True)), (plain,)),
         "var of one": (lambda a: a[:1].var(0), (plain,)),
         "std f16": (lambda a: a.std(-1), (plain.half(),)),
+        "std of large numbers": (lambda a: (a.std(1), a.std(0, correction=0), *torch.std_mean(a, 1)), (FAR,)),
+        "var of large numbers": (lambda a: (a.var(1), a.var((0, 1), correction=0), *torch.var_mean(a, 1)), (FAR / 2**63,)),
+        "var bf16 of large numbers": (lambda a: (a.var(1), a.std(1)), ((FAR / 2**63).bfloat16(),)),
         "var_mean": (lambda a: torch.var_mean(a, 1), (plain,)),
         "logsumexp": (lambda a: torch.logsumexp(a, 1), (plain,)),
         "norm": (lambda a: (a.norm(dim=1), F.normalize(a, dim=-1), torch.linalg.vector_norm(a)), (plain,)),

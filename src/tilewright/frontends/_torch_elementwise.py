@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from tilewright.dtype import PRED
+from tilewright.dtype import F16, PRED
 from tilewright.frontends._torch_registry import Operand, Scalar, Site, aten
 from tilewright.frontends._torch_types import cast, common_dtype, mapped, mapped_wide, rounded
 from tilewright.ir.build import broadcast, map_
@@ -205,10 +205,48 @@ def floor_divide(site: Site, self: Operand, other: Operand) -> Node:
 
 @aten("pow.Tensor_Tensor", "pow.Tensor_Scalar", "pow.Scalar")
 def pow_(site: Site, self: Operand, exponent: Operand) -> Node:
-    """self ** exponent; a half is a square root, which differs at -inf and -0."""
-    if site.dtype.is_float and exponent in (0.5, -0.5):
+    """self ** exponent; a half is a square root but of f16, which differs at -inf and -0."""
+    if site.dtype.is_float and site.dtype is not F16 and exponent in (0.5, -0.5):
         return mapped("sqrt" if exponent == 0.5 else "rsqrt", site.dtype, self)
     return mapped("power", site.dtype, self, exponent)
+
+
+@aten("frac.default")
+def frac(site: Site, self: Node) -> Node:
+    """What is behind the point, with self's sign; 0 of whole numbers, -0 too."""
+    return map_("subtract", self, map_("trunc", self))
+
+
+@aten("xlogy.Tensor", "xlogy.Scalar_Self", "xlogy.Scalar_Other")
+def xlogy(site: Site, self: Operand, other: Operand) -> Node:
+    """self * log(other), 0 where self is 0 and other a number."""
+    d = site.compute_dtype
+    x, y = cast(cast(self, site.dtype), d), cast(cast(other, site.dtype), d)
+    product = map_("multiply", x, map_("log", y))
+    nothing = map_("and", map_("equal", x, cast(0, d)), map_("not", map_("is_nan", y)))
+    return cast(_select(nothing, cast(0, d), product), site.dtype)
+
+
+@aten("lerp.Tensor", "lerp.Scalar")
+def lerp(site: Site, self: Node, end: Node, weight: Operand) -> Node:
+    """The point between self (at 0) and end (at 1), reckoned from the nearer one."""
+    d = site.compute_dtype
+    a, b = cast(self, d), cast(end, d)
+    way = map_("subtract", b, a)
+    if not isinstance(weight, Node):
+        if abs(weight) < 0.5:
+            return cast(map_("add", a, mapped("multiply", d, way, weight)), site.dtype)
+        return cast(map_("subtract", b, mapped("multiply", d, way, 1 - weight)), site.dtype)
+    w = cast(weight, d)
+    near = map_("add", a, map_("multiply", w, way))
+    far = map_("subtract", b, map_("multiply", way, map_("subtract", cast(1, d), w)))
+    return cast(_select(map_("less", map_("abs", w), cast(0.5, d)), near, far), site.dtype)
+
+
+@aten("native_dropout_backward.default")
+def dropout_backward(site: Site, grad_output: Node, mask: Node, scale: Scalar) -> Node:
+    """grad * mask * scale: integers are multiplied by the mask as such."""
+    return mapped("multiply", site.dtype, mapped("multiply", grad_output.dtype, grad_output, mask), scale)
 
 
 @aten("exp2.default")

@@ -43,6 +43,7 @@ class Reader:
         self._notes: list[str] = []
         self._literals: dict[object, Literal] = {}
         self._kept: dict[str, tuple[Node, torch.Tensor]] = {}  # buffers that change, by name
+        self._checked = _checked(program, name)
 
     def read(self) -> Graph:
         """The graph, with its notes.
@@ -52,7 +53,7 @@ class Reader:
                 changes otherwise than by replacing some positions.
         """
         specs = {getattr(s.arg, "name", ""): s for s in self._program.graph_signature.input_specs}
-        wanted = _live(self._program.graph)
+        wanted = _live(self._program)
         for node in self._program.graph.nodes:
             if node.op == "placeholder":
                 self._env[node] = self._placeholder(node, specs[node.name])
@@ -72,6 +73,8 @@ class Reader:
         raise changes("buffer", failed[0], self._name)
 
     def _placeholder(self, node: fx.Node, spec: InputSpec) -> object:
+        if spec.kind is InputKind.TOKEN:
+            return None
         if spec.kind is not InputKind.USER_INPUT:
             return self._weight(node, spec)
         if isinstance(spec.arg, ConstantArgument):
@@ -163,9 +166,11 @@ class Reader:
         positional, named = _arranged(target, node.args, node.kwargs)
         args = [self._resolved(a) for a in positional]
         kwargs = {name: self._resolved(a) for name, a in named.items()}
+        if node in self._checked:
+            kwargs["check_errors"] = True
         value = node.meta["val"]
         types = tuple(type_of(t, where) for t in tensors_in(value))
-        site = Site(str(target), where, types, _used(node, value), self._in_place)
+        site = Site(str(target), where, types, _used(node, value), self._in_place, _readers(node, value))
         results = self._translate(site, args, kwargs)
         if results is None:
             results = self._call(node, site, args, kwargs)
@@ -198,11 +203,26 @@ class Reader:
 
     def _call(self, node: fx.Node, site: Site, args: Sequence[object], kwargs: Mapping[str, object]) -> list[Node | None]:
         if site.target.startswith("aten.as_strided"):
-            args = _within_memory(site, cast("torch.Tensor", cast(fx.Node, node.args[0]).meta["val"]), args)
-        made = call(site.target, args, kwargs, site.outs, site.where)
+            return [self._strided(node, site, args)]
+        outs = site.outs
+        if site.target.startswith("aten._embedding_bag"):  # of what only its backward pass reads, shapes differ by kernel
+            outs = tuple(t if i in site.used else TensorType(OPAQUE, ()) for i, t in enumerate(outs))
+        made = call(site.target, args, kwargs, outs, site.where)
         if site.target != COMPARED:  # of which there are notes
             self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
         return [*items(made)]
+
+    def _strided(self, node: fx.Node, site: Site, args: Sequence[object]) -> Node:
+        """`as_strided`, or `as_strided_scatter`, which has a second operand and gives the first one's shape."""
+        source = cast("torch.Tensor", cast(fx.Node, node.args[0]).meta["val"])
+        x, *written, sizes, strides = args[: 4 if "scatter" in site.target else 3]
+        offset = args[len(written) + 3] if len(args) > len(written) + 3 else None
+        order, first = _within_memory(site, source, *cast("tuple[list[int], list[int], int | None]", (sizes, strides, offset)))
+        laid = transpose(cast(Node, x), order)
+        outs = (laid.tensor,) if written else site.outs
+        made = call(site.target, [laid, *written, sizes, strides, first], {}, outs, site.where)
+        self._notes.append(f"{site.where}: {site.target} is not modelled and is left to torch")
+        return transpose(made, [order.index(a) for a in range(len(order))]) if written else made
 
     def _remember(self, results: Sequence[Node | None], where: str) -> None:
         """Give every node this operator made the operator's place, unless it has one."""
@@ -216,7 +236,9 @@ class Reader:
     def _outputs(self) -> tuple[list[Node], list[str]]:
         signature = self._program.graph_signature
         (last,) = (n for n in self._program.graph.nodes if n.op == "output")
-        every = cast("Sequence[object]", self._resolved(last.args[0]))
+        tokens = {s.arg.name for s in signature.output_specs if s.kind is OutputKind.TOKEN}
+        returned = cast("Sequence[object]", last.args[0])
+        every = [None if str(value) in tokens else self._resolved(value) for value in returned]
         specs = [s for s in signature.output_specs if s.kind is OutputKind.USER_OUTPUT]
         values = [v for s, v in zip(signature.output_specs, every, strict=True) if s.kind is OutputKind.USER_OUTPUT]
         names = _output_names(self._program, len(specs))
@@ -244,20 +266,49 @@ class Reader:
         graph = Graph(self._name, (), tuple(outputs), ())
         for node in graph.nodes():
             if isinstance(node.op, Convert) and node.op.dtype.is_integer and node.src[0].dtype.is_float:
-                self._notes.append("a float out of an integer's range saturates where torch leaves it undefined (NaN gives 0)")
+                self._notes.append("a float that no integer of 32 (or 64) bits holds saturates where torch leaves it undefined")
                 return
 
 
-def _live(graph: fx.Graph) -> set[fx.Node]:
-    """The operators an output depends on; assertions about shapes are none."""
+def _live(program: ExportedProgram) -> set[fx.Node]:
+    """The operators an output depends on; assertions about shapes are none, nor is what only follows effects."""
     wanted: set[fx.Node] = set()
-    stack = [n for n in graph.nodes if n.op == "output"]
+    (last,) = (n for n in program.graph.nodes if n.op == "output")
+    tokens = {s.arg.name for s in program.graph_signature.output_specs if s.kind is OutputKind.TOKEN}
+    stack = [n for n in last.all_input_nodes if n.name not in tokens]
     while stack:
         node = stack.pop()
         if node not in wanted:
             wanted.add(node)
             stack.extend(node.all_input_nodes)
     return wanted
+
+
+def _checked(program: ExportedProgram, name: str) -> set[fx.Node]:
+    """The factorisations whose success the program checks, which their kernels can do (`check_errors`).
+
+    Raises:
+        UnsupportedError: it has another effect, as printing is.
+    """
+    found: set[fx.Node] = set()
+    for node in program.graph.nodes:
+        if node.op != "call_function" or not str(node.target).startswith("with_effects"):
+            continue
+        effect, *given = cast("Sequence[object]", node.args)[1:]
+        whole = _of_result(given[0]) if given and str(effect) == "aten._linalg_check_errors.default" else None
+        if whole is None or not isinstance(whole.target, OpOverload) or "check_errors" not in _names(whole.target):
+            raise UnsupportedError(f"an effect ({effect}) has no place in a graph", where=name, hint="leave it out")
+        found.add(whole)
+    return found
+
+
+def _of_result(item: object) -> fx.Node | None:
+    """The operator that one of several results is of."""
+    return cast(fx.Node, item.args[0]) if isinstance(item, fx.Node) and item.target is operator.getitem else None
+
+
+def _names(target: OpOverload) -> set[str]:
+    return {a.name for a in schema_of(target).arguments}
 
 
 def _place(node: fx.Node) -> str:
@@ -278,6 +329,14 @@ def _used(node: fx.Node, value: object) -> frozenset[int]:
     return frozenset(n for n, place in enumerate(places) if place in picked)
 
 
+def _readers(node: fx.Node, value: object) -> frozenset[str]:
+    """The operators that read an operator's first result."""
+    users = list(node.users)
+    if not isinstance(value, torch.Tensor):
+        users = [reader for item in users if item.args[1:] == (0,) for reader in item.users]
+    return frozenset(str(user.target) for user in users)
+
+
 def _arranged(
     target: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]
 ) -> tuple[list[object], dict[str, object]]:
@@ -289,20 +348,21 @@ def _arranged(
     return positional, named
 
 
-def _within_memory(site: Site, source: torch.Tensor, args: Sequence[object]) -> Sequence[object]:
-    """Arguments of `as_strided` for a tensor whose axes lie in the order of its memory, as those of a call's operands do.
+def _within_memory(
+    site: Site, source: torch.Tensor, sizes: Sequence[int], strides: Sequence[int], offset: int | None
+) -> tuple[list[int], int]:
+    """The order in which a tensor's axes lie in memory, as those of a call's operands do, and where `as_strided` begins there.
 
     Raises:
         UnsupportedError: elements of `source` lie apart or it reads beyond them: what is there, no graph says.
     """
-    x, sizes, strides, offset = cast("tuple[Node, list[int], list[int], int | None]", (*args, None)[:4])
     order = sorted(range(source.dim()), key=lambda a: (source.stride(a), source.shape[a]), reverse=True)
-    first = 0 if offset is None else offset - source.storage_offset()
+    first = 0 if offset is None else offset - int(source.storage_offset())
     last = first + sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
     inside = 0 in sizes or 0 <= first <= last < source.numel()
     if not source.permute(order).is_contiguous() or not inside:
         raise site.refuse("reads memory by strides that a graph does not keep", "reshape or index instead")
-    return [transpose(x, order) if order != sorted(order) else x, sizes, strides, first]
+    return order, first
 
 
 def _nodes_in(value: object) -> list[Node]:

@@ -7,15 +7,16 @@ from math import prod
 
 import torch
 
-from tilewright.dtype import PRED, DType
+from tilewright.dtype import F32, PRED, DType
 from tilewright.frontends._torch_registry import Scalar, Site, aten
 from tilewright.frontends._torch_types import cast, mapped
 from tilewright.ir.build import map_, reduce_, reshape
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import LayerNorm, Softmax
+from tilewright.ir.ops import LayerNorm, Select, Softmax
 from tilewright.ir.types import normalize_axis
 
 Axes = int | Sequence[int] | None
+_SMALLER = 96  # 2**-96 of the largest f32 and 2**60 squares of it add up to one
 
 
 def _axes(x: Node, dim: Axes) -> list[int]:
@@ -68,7 +69,7 @@ aten("all.default", "all.dim", "all.dims")(_test("and"))
 @aten("var.correction")
 def var(site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False) -> Node:
     """Mean squared distance from the mean, over max(0, n - correction) instead of n."""
-    return cast(_variance(cast(self, site.compute_dtype), _axes(self, dim), correction, keepdim), site.dtype)
+    return cast(_variance_at(site, cast(self, site.compute_dtype), _axes(self, dim), correction, keepdim), site.dtype)
 
 
 @aten("var_mean.correction")
@@ -77,8 +78,55 @@ def var_mean(
 ) -> list[Node]:
     """Variance and mean."""
     x, axes = cast(self, site.compute_dtype), _axes(self, dim)
-    results = _variance(x, axes, correction, keepdim), reduce_("mean", x, axes, keepdim)
-    return [cast(r, site.dtype) for r in results]
+    variance = _variance_at(site, x, axes, correction, keepdim)
+    return [cast(variance, site.dtype), cast(_mean_at(site, x, axes, keepdim), site.dtype)]
+
+
+@aten("std.correction")
+def std(site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False) -> Node:
+    """Root of the mean squared distance from the mean, over max(0, n - correction) instead of n."""
+    x = cast(self, site.compute_dtype)
+    return cast(_of_any_size(lambda t: map_("sqrt", _variance(t, _axes(self, dim), correction, keepdim)), x, 1), site.dtype)
+
+
+@aten("std_mean.correction")
+def std_mean(
+    site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False
+) -> list[Node]:
+    """Standard deviation and mean."""
+    x = cast(self, site.compute_dtype)
+    mean = _mean_at(site, x, _axes(self, dim), keepdim)
+    return [std(site, self, dim, correction=correction, keepdim=keepdim), cast(mean, site.dtype)]
+
+
+def _in_a_norm(site: Site) -> bool:
+    """Whether what is made of a variance is a norm: an epsilon is added. Its sums stay in f32, as those of torch's norms do."""
+    return site.readers <= {"aten.add.Tensor", "aten.add.Scalar"}
+
+
+def _variance_at(site: Site, x: Node, axes: list[int], correction: Scalar | None, keepdim: bool) -> Node:
+    if _in_a_norm(site):
+        return _variance(x, axes, correction, keepdim)
+    return _of_any_size(lambda t: _variance(t, axes, correction, keepdim), x, 2)
+
+
+def _mean_at(site: Site, x: Node, axes: list[int], keepdim: bool) -> Node:
+    if _in_a_norm(site):
+        return reduce_("mean", x, axes, keepdim)
+    return _of_any_size(lambda t: reduce_("mean", t, axes, keepdim), x, 1)
+
+
+def _of_any_size(moment: Callable[[Node], Node], x: Node, degree: int) -> Node:
+    """A moment of f32 numbers whose sums may be too large for that type, as those of f16 cannot be: then that of smaller ones.
+
+    It is `degree` times larger than they are. torch sums in f64, which no kernel for rows has."""
+    plain = moment(x)
+    if x.dtype is not F32:
+        return plain
+    less = moment(mapped("multiply", F32, x, 2.0**-_SMALLER))
+    for _ in range(degree):
+        less = mapped("multiply", F32, less, 2.0**_SMALLER)
+    return Node(Select(), map_("is_finite", plain), plain, less)
 
 
 def _variance(x: Node, axes: list[int], correction: Scalar | None, keepdim: bool) -> Node:

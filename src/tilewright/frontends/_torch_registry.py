@@ -39,6 +39,7 @@ class Site:
         outs: types of its results, as torch's own shape and type rules give them.
         used: which of several results anything reads.
         in_place: whether a buffer that the program keeps may be written to where it lies.
+        readers: the operators that read its first result; "output" for the program's.
     """
 
     target: str
@@ -46,6 +47,7 @@ class Site:
     outs: tuple[TensorType, ...]
     used: frozenset[int] = frozenset({0})
     in_place: bool = True
+    readers: frozenset[str] = frozenset()
 
     @property
     def out(self) -> TensorType:

@@ -11,11 +11,13 @@ from typing import cast as narrow
 
 import torch
 
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, OPAQUE, PRED, DType, from_torch
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, OPAQUE, PRED, S32, S64, U8, U32, U64, DType, from_torch
 from tilewright.errors import InputError
+from tilewright.frontends._torch_range import lies_within
 from tilewright.frontends._torch_registry import DependsOnDataError, Operand, Scalar
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.graph import Node
+from tilewright.ir.ops import Select
 from tilewright.ir.types import TensorType
 
 
@@ -48,12 +50,24 @@ def type_of(value: torch.Tensor, where: str) -> TensorType:
 def cast(x: Operand, dtype: DType) -> Node:
     """x converted as torch converts, or a number as a constant of that type.
 
-    torch saturates only toward f8e4m3fn; the other formats overflow to infinity or NaN. A float out of an integer type's
-    range is undefined in torch and saturates here (NaN gives 0), as in XLA.
+    torch saturates only toward f8e4m3fn; the other formats overflow to infinity or NaN. A float becomes a narrow integer by way
+    of a wide one, whose low bits it keeps: -3.0 is 253 as u8. What is out of the wide one's range is undefined in torch and
+    saturates here (NaN gives 0), as in XLA.
     """
     if not isinstance(x, Node):
         return const(_number(x, dtype), dtype)
+    if x.dtype.is_float and dtype.is_integer and not lies_within(x, dtype):
+        return _whole(x, dtype)
     return convert(x, dtype, "saturate" if dtype is F8E4M3FN else "wrap")
+
+
+def _whole(x: Node, dtype: DType) -> Node:
+    """Floats of any size as integers: through the signed type that torch's kernels convert by."""
+    if dtype is U64:  # which is its own way above zero
+        return Node(Select(), map_("less", x, const(0, x.dtype)), convert(convert(x, S64), U64), convert(x, U64))
+    if dtype in (S32, S64):
+        return convert(x, dtype)
+    return convert(convert(x, S64 if dtype is U32 or (dtype is U8 and x.dtype is F64) else S32), dtype)
 
 
 def _number(x: Scalar, dtype: DType) -> Scalar:
