@@ -44,6 +44,7 @@ REFUSED = {
     "old memory made new": ("aten.empty.memory_format", '{"args":[[9]],"kwargs":{}}', (9,)),
     "freeing the caller's": ("inductor.resize_storage_bytes_.default", '{"args":[{"tensor":0},0],"kwargs":{}}', (3, 8)),
     "the interpreter's own": ("prim.PythonOp.default", ONE, (3, 8)),
+    "the lowest integer by -1": ("aten.div.Tensor_mode", '{"args":[{"tensor":0},{"tensor":0}],"kwargs":{}}', (3, 8)),
     "numbers alone": ("aten.remainder.int", '{"args":[1,0],"kwargs":{}}', ()),
     "a file": ("aten.from_file.default", '{"args":["/etc/passwd"],"kwargs":{"size":1}}', (1,)),
     "other processes": ("_c10d_functional.all_reduce.default", '{"args":[{"tensor":0},"sum","x"],"kwargs":{}}', (3, 8)),
@@ -78,6 +79,8 @@ BEYOND = {
     "half a complex number": ("aten.full.default", '{"args":[[3,8],{"complex":[1]}],"kwargs":{}}', (3, 8)),
     "words as a complex number": ("aten.full.default", '{"args":[[3,8],{"complex":["a",[]]}],"kwargs":{}}', (3, 8)),
     "deep complex numbers": ("aten.relu.default", '{"args":[' + '{"complex":[' * 400 + "]}" * 400 + '],"kwargs":{}}', (3, 8)),
+    "a number as a type": ("aten.zeros.default", '{"args":[[3,8]],"kwargs":{"dtype":64}}', (3, 8)),
+    "a number as a layout": ("aten.zeros.default", '{"args":[[3,8]],"kwargs":{"layout":9}}', (3, 8)),
     "no payload": ("aten.relu.default", "nonsense", (3, 8)),
 }
 

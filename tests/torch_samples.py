@@ -153,7 +153,10 @@ def samples_of(op: Any, dtype: torch.dtype, most: int, seed: int = 0) -> Iterato
             continue
         yield one
         if of_numbers(op):
-            yield replace(one, tensors=tuple(filled(t, dice) for t in one.tensors))
+            full = tuple(filled(t, dice) for t in one.tensors)
+            if op.name == "div" and dtype in (torch.int32, torch.int64):  # the lowest of them by -1 ends torch's process
+                full = tuple(t.clamp(min=torch.iinfo(dtype).min + 1) if t.dtype is dtype else t for t in full)
+            yield replace(one, tensors=full)
 
 
 def own_samples(count: int, seed: int = 0) -> Iterator[Sample]:

@@ -51,6 +51,9 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
     args, kwargs = calls.arguments(call, [s.contiguous() for s in sources])  # as they are when it runs
     schema = calls.schema_of(operator)
     named = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
+    for a in schema.arguments:  # torch reads a number as a type's, and past the last type's something else
+        if type(named.get(a.name)) is int and any(kind in str(a.real_type) for kind in ("ScalarType", "Layout", "MemoryFormat")):
+            raise InputError(f"a call whose {a.name} is a number", where=call.target, hint='{"torch": "float32"}')
     for value in _flat(list(named.values())):
         _check_argument(value, call.target)
         if isinstance(value, torch.device) and not sources and str(value) not in ("cpu", "cuda"):  # else it is where they are
