@@ -20,6 +20,7 @@ from tilewright.frontends._torch_types import dtype_of
 from tilewright.ir.ops import Call
 
 MOST_BYTES = 1 << 34  # of the results of one call
+_NAMED_KINDS = ("ScalarType", "Layout", "MemoryFormat")
 
 
 def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -52,7 +53,7 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
     schema = calls.schema_of(operator)
     named = {a.name: v for a, v in zip(schema.arguments, args, strict=False)} | kwargs
     for a in schema.arguments:  # torch reads a number as a type's, and past the last type's something else
-        if type(named.get(a.name)) is int and any(kind in str(a.real_type) for kind in ("ScalarType", "Layout", "MemoryFormat")):
+        if type(named.get(a.name)) is int and any(kind in str(a.real_type) for kind in _NAMED_KINDS):
             raise InputError(f"a call whose {a.name} is a number", where=call.target, hint='{"torch": "float32"}')
     for value in _flat(list(named.values())):
         _check_argument(value, call.target)
