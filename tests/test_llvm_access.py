@@ -201,6 +201,19 @@ def test_a_range_of_what_a_reshape_gave_extents_of_one(first):
     assert places(access.of_leaf(bias), 3, 4).tolist() == [list(range(first, first + 4))] * 3
 
 
+@pytest.mark.parametrize("first", [0, 4, 8])
+@pytest.mark.parametrize("repeated", [False, True])
+def test_a_range_of_what_is_worked_out_beside_the_sums(first, repeated):
+    """As of zero points times sums of weights, of which each of several joined products takes its columns."""
+    acc, zero, sums = slice_(accumulator(3, 12), 1, first, first + 4), param(0), param(1, 1, 12)
+    given = map_("multiply", zero if repeated else broadcast(zero, (1, 12)), broadcast(sums, (3, 12)) if repeated else sums)
+    root = map_("subtract", acc, slice_(given, 1, first, first + 4))
+    access = of_store(root)
+    assert access.first == first
+    assert places(access.of_leaf(sums), 3, 4).tolist() == [list(range(first, first + 4))] * 3
+    assert not places(access.of_leaf(zero), 3, 4).any()
+
+
 def test_one_value_in_two_arrangements_is_refused():
     acc = accumulator(4, 4)
     with pytest.raises(Unsupported, match="two arrangements"):

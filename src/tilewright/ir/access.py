@@ -14,7 +14,7 @@ from functools import lru_cache, wraps
 from typing import ParamSpec, TypeVar, cast
 
 from tilewright.dtype import F32, DType
-from tilewright.ir.axes import Axis, Layout, above, against, axes_of, layout_of, reshaped
+from tilewright.ir.axes import Axis, Layout, above, axes_of, layout_of, reshaped
 from tilewright.ir.build import slice_
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
@@ -215,23 +215,31 @@ def below_view(node: Node, source: Node, view: View) -> View:
     if isinstance(op, ELEMENTWISE):
         if isinstance(op, (Quantize, Dequantize)) and op.block is not None and source is not node.src[0]:
             return View.whole(_by_blocks(op.block, node.shape, view))
-        layout = against(source.shape, view.layout)
-    elif isinstance(op, Reshape) and [d for d in node.shape if d > 1] == [d for d in source.shape if d > 1]:
-        return _with_ones(source.shape, node.shape, view)
-    elif isinstance(op, (Reshape, Broadcast)):
-        layout = above(node, view.layout)
-    else:
+        return _repeated(source.shape, node, view)
+    if isinstance(op, Broadcast):
+        return _repeated(source.shape, node, view)
+    if not isinstance(op, Reshape):
         raise Unsupported(f"{op.name} has no place in a generated kernel")
+    if [d for d in node.shape if d > 1] == [d for d in source.shape if d > 1]:
+        return _with_ones(source.shape, node.shape, view)
+    layout = above(node, view.layout)
     if layout is None:
         raise Unsupported(f"{op.name} does not follow the axes of the product")
-    if view.is_whole:
-        return View.whole(layout)
-    if isinstance(op, Reshape):
+    if not view.is_whole:
         raise Unsupported("a range is taken before a reshape")
-    extra = len(view.layout) - len(source.shape)
-    kept = [d > 1 for d in source.shape]
-    start = tuple(s if k else 0 for s, k in zip(view.start[extra:], kept, strict=True))
-    return View(layout, start, tuple(s if k else 1 for s, k in zip(view.step[extra:], kept, strict=True)))
+    return View.whole(layout)
+
+
+def _repeated(shape: Shape, node: Node, view: View) -> View:
+    """The view of what has `shape` and broadcasts against `node`, of which `view` may show but a range."""
+    extra = len(node.shape) - len(shape)
+    seen = tuple(zip(view.layout, view.start, view.step, strict=True))[extra:] if extra >= 0 else ()
+    found: list[tuple[tuple[Axis, ...], int, int]] = []
+    for extent, full, (layout, start, step) in zip(shape, node.shape[max(extra, 0) :], seen, strict=True):
+        if extent not in (1, full):
+            raise Unsupported(f"{node.op.name} does not follow the axes of the product")
+        found.append((tuple(axes_of((layout,))), start, step) if extent > 1 else ((), 0, 1))
+    return View(*zip(*found, strict=True)) if found else View((), (), ())
 
 
 def _by_blocks(block: Shape, shape: Shape, view: View) -> Layout:

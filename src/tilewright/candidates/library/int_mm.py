@@ -29,6 +29,8 @@ class IntMm:
         unsigned = problem.lhs.dtype is U8 and target.kind == "cpu"  # oneDNN's own form; cuBLASLt has none
         if not ({problem.rhs.dtype} | ({problem.lhs.dtype} if not unsigned else set())) <= {S4, S8}:
             return f"torch._int_mm multiplies s8 by s8, not {problem.lhs.dtype} by {problem.rhs.dtype}"
+        if target.kind == "cpu" and any(unit.instruction == "vpmaddwd ymm" for unit in target.chip.units):
+            return "torch._int_mm multiplies one number at a time on processors without AVX-512 or VNNI"  # 1 Gop/s on Zen 1
         if target.kind == "cuda" and (problem.M <= 16 or problem.K % 8 or problem.N % 8):
             # restrictions that torch's CUDA implementation checks and raises on
             return "torch._int_mm on CUDA needs M > 16 and K and N in multiples of 8"

@@ -36,6 +36,8 @@ class OneDnn:
         fused = read_post_ops(problem).done.dtype is BF16
         if pair == {BF16} and not fused and problem.first_conversion() is not BF16:
             return "oneDNN's prepacked bf16 linear rounds to bf16, and a store reads the f32 accumulator"
+        if pair == {BF16} and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return "oneDNN's prepacked bf16 linear takes AVX-512, which this processor lacks"
         if len(problem.op.rhs.shape) != 2 or not _constant(problem.op.rhs, problem):
             return "the right operand is not one constant matrix, so there is nothing to pack once"
         if not problem.M or not problem.N or not problem.K:
