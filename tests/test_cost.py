@@ -61,6 +61,13 @@ def test_every_chip_has_a_space_of_legal_points(name, dtype):
             assert np.isfinite(predict_us(work(p, points, target), target)).all()
 
 
+@pytest.mark.parametrize(("columns", "depth"), [(256, 256), (768, 256), (1000, 256), (256, 1024)])
+def test_a_core_that_loads_half_a_vector_at_a_time_gets_tall_tiles(columns, depth):
+    """Zen: wide tiles of two rows read more of the right operand than they multiply; 6 x 16 is 5 to 25 % quicker."""
+    best = next(ranked(product("x86_64_zen1", F32, 64, columns, depth), machine("x86_64_zen1")))
+    assert (best.mr, best.nv) in {(5, 2), (6, 2)} and not best.pack_lhs
+
+
 def test_what_is_illegal_is_said_to_be():
     target = machine("x86_64_avx512_bf16")
     p = product("x86_64_avx512_bf16", F32, 100, 100, 1000, in_place=False)

@@ -183,6 +183,22 @@ def test_llvm_tells_of_a_processor_where_the_system_has_no_file(monkeypatch):
     assert t.chip.name == "x86_64_avx_vnni" and t.exact_match and "avx512f" not in t.features
 
 
+@pytest.mark.parametrize(
+    ("family", "model", "more", "found"),
+    [
+        (23, 1, "", "x86_64_zen1"),
+        (23, 8, "", "x86_64_zen1"),
+        (23, 49, "", "x86_64_avx2"),  # Zen 2
+        (25, 1, "", "x86_64_avx2"),
+        (25, 17, " avx512f avx512bw avx512vl", "x86_64_avx512"),
+    ],
+)
+def test_a_processor_of_one_model_is_told_by_family_and_model(monkeypatch, family, model, more, found):
+    text = f"vendor_id\t: AuthenticAMD\ncpu family\t: {family}\nmodel\t\t: {model}\nflags\t\t: avx2 fma f16c{more}\n"
+    monkeypatch.setattr(detect, "_read", lambda path: text if path.name == "cpuinfo" else "")
+    assert detect.cpu.__wrapped__().chip.name == found
+
+
 NUMBERS = {"s4", "s8", "s32", "f8e4m3fn", "f8e5m2", "f8e4m3fnuz", "f8e5m2fnuz", "bf16", "f16", "f32", "f64"}
 
 

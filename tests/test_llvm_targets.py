@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm import limits
 from tilewright.hardware.detect import chips
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
@@ -18,6 +19,7 @@ X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"
 AS_LLVM_SAYS = {
     "x86_64": (X86, "x86-64", ""),
     "x86_64_avx2": (X86, "haswell", ""),
+    "x86_64_zen1": (X86, "znver1", ""),
     "x86_64_avx_vnni": (X86, "alderlake", ""),
     "x86_64_avx512": (X86, "skylake-avx512", ""),
     "x86_64_avx512_vnni": (X86, "icelake-server", ""),
@@ -32,6 +34,7 @@ FMA = "vfmadd(132|213|231)ps"  # the same but for which register is overwritten
 # What each chip multiplies 8-bit codes, bf16 and f32 with.
 INTENDED = {
     "x86_64_avx2": ("vpmaddwd", FMA, FMA),
+    "x86_64_zen1": ("vpmaddwd", FMA, FMA),
     "x86_64_avx_vnni": ("vpdpbusd", FMA, FMA),
     "x86_64_avx512": ("vpmaddwd", FMA, FMA),
     "x86_64_avx512_vnni": ("vpdpbusd", FMA, FMA),
@@ -176,3 +179,12 @@ def test_every_function_and_conversion_is_made_of_what_the_chip_has(chip):
     made = answers([(chip, lanes)])[chip, lanes]
     assert made["count"] > 900
     assert strangers(made["assembly"]) == set()
+
+
+@pytest.mark.parametrize("chip", ["x86_64_avx2", "x86_64_zen1", "x86_64_avx512"])
+def test_a_ceiling_repeats_the_whole_instruction(chip):
+    """`vpmaddwd` and an add are two: were the one done once for all accumulators, the add alone would be timed."""
+    dot = limits.dots(next(c for c in chips() if c.name == chip))["s8"]
+    triple, *cpu = AS_LLVM_SAYS[chip]
+    code = engine.assembly(limits.peak_text(dot, 12, *cpu), triple, *cpu)
+    assert len(re.findall("vpmaddwd", code)) >= 12

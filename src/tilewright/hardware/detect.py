@@ -39,8 +39,10 @@ def chips(extra: Iterable[Path] = ()) -> list[Chip]:
 
 
 def match(kind: str, features: frozenset[str], extra: Iterable[Path] = (), name: str = "") -> Chip | None:
-    """The most demanding chip of this kind whose every requirement is met; of several, the one that the name speaks of."""
+    """The most demanding chip of this kind whose every requirement is met; of several, the one that the name speaks of. A
+    processor's name is its maker, family and model: one of another name is not it, whatever it has."""
     fit = [c for c in chips(extra) if c.kind == kind and c.requires <= features]
+    fit = [c for c in fit if kind != "cpu" or not c.named or re.search(c.named, name)]
     best = [c for c in fit if not c.family and c.requires == fit[0].requires]
     return next((c for c in best if c.named and re.search(c.named, name)), fit[0] if fit else None)
 
@@ -66,11 +68,16 @@ def cpu() -> Target:
     reported = _field(text, "flags").split() or _field(text, "Features").split() or _llvm_features()
     features = _permitted(frozenset(reported))
     name = _field(text, "model name") or platform.processor() or platform.machine()
-    chip = match("cpu", features)
+    chip = match("cpu", features, name=_model(text))
     if chip is None:  # nothing is known of it: the architecture's baseline
         baseline = "aarch64" if platform.machine().lower() in ("arm64", "aarch64") else "x86_64"
         chip = next(c for c in chips() if c.name == baseline)
     return Target(name, chip, "cpu", _usable_cores(), features=features, caches_bytes=_caches(), exact_match=not chip.family)
+
+
+def _model(text: str) -> str:
+    """The processor's maker, family and model, as chips of one model name them."""
+    return f"{_field(text, 'vendor_id')} family {_field(text, 'cpu family')} model {_field(text, 'model')}"
 
 
 def _llvm_features() -> list[str]:

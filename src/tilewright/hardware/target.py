@@ -68,7 +68,8 @@ class Chip:
         registers_bytes: for vectors and matrices, of one core or SM.
         shared_bytes: of memory that one block of threads may share; 0 on a processor.
         source: where the four numbers before stand.
-        named: pattern of the marketing names it has, where others report the same features; empty for all.
+        named: pattern of the marketing names it has, of a processor "maker family F model M", where others report the same
+            features; empty for all.
     """
 
     name: str

@@ -32,7 +32,7 @@ class Rates:
     latency: float = 3.5  # until an accumulator can be added to again
     spread: float = 1.0  # of a broadcast element of the left operand that is an operand of the instruction itself
     loaded: float = 1.1  # of one that is an instruction of its own
-    wide: float = 1.0  # of 64 bytes of the right operand
+    wide: float = 1.0  # of 64 bytes of the right operand, unless the first-level cache gives less in a cycle
     call: float = 20.0  # of a micro-kernel: its call, filling and draining
     sums: float = 4.0  # of a vector of sums stored and read again
     step: float = 0.9  # of a vector in each step of the epilogue
@@ -124,7 +124,10 @@ def _tile(n: Product, p: Points, c: _Counts, target: Target, r: Rates) -> tuple[
     unit = next(u for u in target.chip.units if dot in DOTS.get(u.instruction, ()))
     issue = 2 * dot.lanes * dot.k * dot.tile * dot.steps / unit.ops_per_cycle  # cycles of an instruction
     spread = r.spread if dot.lhs is F32 else r.loaded
-    loads = p.mr * spread / (dot.tile * dot.steps) + p.nv * r.wide * dot.vector_bytes / 64
+    near = target.chip.level("L1d")
+    whole = near is not None and 0 < near.bytes_per_cycle <= dot.vector_bytes  # no two vectors are loaded in a cycle
+    narrow = max(1.0, 64 / near.bytes_per_cycle) if near is not None and whole else 1.0
+    loads = p.mr * spread / (dot.tile * dot.steps) + p.nv * r.wide * narrow * dot.vector_bytes / 64
     group = np.maximum(-(-p.mr // dot.tile) * p.nv * issue / dot.steps, np.maximum(0 if dot.numbered else r.latency, loads))
     crowded = ~p.pack_lhs & (p.mr * math.gcd(n.lhs_row, WAY) >= WAYS * WAY)
     vectors = p.mr * c.nr * 4 / dot.vector_bytes

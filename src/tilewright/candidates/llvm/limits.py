@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from tilewright.candidates.llvm._text import Function, Module, vec
 from tilewright.hardware.ceilings import Loops
 from tilewright.hardware.target import Chip, Target
 
+X86 = platform.machine().lower() in ("x86_64", "amd64")
 STEPS = 200_000
 LEAST_S, ROUNDS = 1.0, 9  # new threads find cores of their own in that time
 READ_BYTES = 1 << 29
@@ -32,9 +34,8 @@ def loops(target: Target) -> Loops | None:
 
 
 def dots(chip: Chip) -> dict[str, Dot]:
-    """A chip's instructions, the best for each type they multiply."""
-    found = [d for unit in chip.units for d in DOTS.get(unit.instruction, ())]
-    return {{"u8": "s8"}.get(d.lhs.name, d.lhs.name): d for d in reversed(found)}
+    """A chip's instructions, the best for each type of its units."""
+    return {unit.operand: DOTS[unit.instruction][0] for unit in reversed(chip.units) if unit.instruction in DOTS}
 
 
 def _entry(module: Module, worker: str) -> None:
@@ -53,22 +54,30 @@ def peak_gops(dot: Dot, threads: int) -> float:
     """1e9 operations a second of one instruction that never waits: as many accumulators as the registers hold."""
     if dot.tile > 1:
         return _tile_gops(dot, threads)
+    accumulators = dot.registers * 3 // 4
+    memory = torch.zeros(4096 * (threads + 2), dtype=torch.uint8)
+    run = engine.function(peak_text(dot, accumulators, *engine.host()))
+    ops = 2 * dot.lanes * dot.k * accumulators * STEPS * threads
+    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+
+
+def peak_text(dot: Dot, accumulators: int, cpu: str, features: str) -> str:
+    """The loop that `peak_gops` times, for a processor in LLVM's words."""
     module = Module()
     f = Function(module, "worker", [("ptr", "d")])
     x, y = f.load(dot.operand, "%d"), f.load(dot.operand, f.at("%d", 64))
-    accumulators = dot.registers * 3 // 4
     with f.loop(0, STEPS, 1, [(dot.accumulator, "zeroinitializer")] * accumulators) as loop:
-        loop.next = [dot.emit(f, acc, x, y) for acc in loop.carried]
+        loop.next = []
+        for acc in loop.carried:  # an operand that may be another each time: no part of the instruction is done once for all
+            x = f.v(f'call {dot.operand} asm sideeffect "", "=x,0"({dot.operand} {x})') if X86 else x
+            loop.next.append(dot.emit(f, acc, x, y))
     me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
     out = f.at("%d", f.add(4096, f.mul(me, 4096)))
     for i, acc in enumerate(loop.carried):
         f.store(dot.accumulator, acc, f.at(out, 64 * i))
     f.finish()
     _entry(module, "worker")
-    memory = torch.zeros(4096 * (threads + 2), dtype=torch.uint8)
-    run = engine.function(module.text(*engine.host()))
-    ops = 2 * dot.lanes * dot.k * accumulators * STEPS * threads
-    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+    return module.text(cpu, features)
 
 
 def _tile_gops(dot: Dot, threads: int) -> float:
