@@ -628,6 +628,8 @@ def _pools(op: str, r: Random, opset: int) -> Node:
         more["ceil_mode"] = 1
     if op == "AveragePool":
         more["count_include_pad"] = int(r.integers(0, 2))
+    if opset >= (10 if op == "MaxPool" else 19) and op != "LpPool" and r.random() < 0.3 and "auto_pad" not in more:
+        more["dilations"] = [1 if k > 2 else 2 for k in more["kernel_shape"]]
     return Node(op, [values(r, np.float32, shape, tame=True)], more, steps=64)
 
 
@@ -665,6 +667,9 @@ def _resize(op: str, r: Random, opset: int) -> Node:
         return Node(op, [x, scales], {"mode": mode}, {1}, steps=64)
     more: dict[str, Any] = {"mode": str(r.choice([mode, "cubic"]))}
     more["coordinate_transformation_mode"] = str(r.choice(["half_pixel", "asymmetric", "align_corners", "pytorch_half_pixel"]))
+    if r.random() < 0.2:  # an axis that ends with one element
+        scales[int(r.integers(2, 4))] = np.float32(0.3)
+        x = x[:, :, :3, :3]
     if more["mode"] == "nearest":
         more["nearest_mode"] = str(r.choice(["round_prefer_floor", "round_prefer_ceil", "floor", "ceil"]))
     return Node(op, [x, np.zeros(0, np.float32), scales], more, {1, 2}, steps=256)

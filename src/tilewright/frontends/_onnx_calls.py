@@ -23,6 +23,7 @@ from tilewright.frontends._onnx_files import SHOWN, has_external_data, quoted, w
 from tilewright.frontends._onnx_functions import names_inside, operators_of
 from tilewright.frontends._onnx_known import RANDOM
 from tilewright.frontends._onnx_loop import loop_operator
+from tilewright.frontends._onnx_resize import resize_operator
 from tilewright.frontends._onnx_tensors import array_type, element_code, element_type, from_array, to_numpy
 from tilewright.ir.build import const, items
 from tilewright.ir.graph import Node
@@ -212,7 +213,7 @@ def _session(payload: str) -> _Session:
     if has_external_data(model):
         raise InputError("the payload of a call has data outside itself", where="call", hint="embed the tensor's data")
     inputs = tuple((i.name, i.type.tensor_type.elem_type) for i in model.graph.input)
-    return _Session(ReferenceEvaluator(model, new_ops=[loop_operator()]), inputs)
+    return _Session(ReferenceEvaluator(model, new_ops=[loop_operator(), resize_operator()]), inputs)
 
 
 def _refuse_unknown(payload: str, site: CallSite) -> None:

@@ -6,7 +6,6 @@ than run with a meaning that is not its own. Source: the changelog of onnx's ope
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -112,17 +111,6 @@ def modern(
             nearest_mode=rounding,
         )
         return resize, (sources[0], None, node), {**opsets, "": _RESIZE_OPSET}, _RESIZE_OPSET
-    corners = proto.op_type == "Resize" and any(a.s == b"align_corners" for a in proto.attribute)
-    scales = sources[2] if corners and len(sources) == 3 and not any(a.name == "axes" for a in proto.attribute) else None
-    if scales is not None and sources[0] is not None and scales in known:
-        # The evaluator takes fractions of an extent for the distance of corners; given whole sizes it does not.
-        factors = known[scales].double().tolist()
-        if len(factors) == len(sources[0].shape):
-            sizes = torch.tensor([math.floor(d * f) for d, f in zip(sources[0].shape, factors, strict=True)])
-            if bool((sizes > 0).all()):
-                proto.input[2] = ""
-                proto.input.append("sizes")
-                return proto, (*sources[:2], None, const(sizes)), opsets, version
     return proto, sources, opsets, version
 
 

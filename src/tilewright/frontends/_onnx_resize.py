@@ -1,0 +1,62 @@
+"""ONNX's Resize for the reference evaluator, whose own misreads some coordinates and axes counted from the back."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from onnx.reference.op_run import OpRun
+
+_MODE = "coordinate_transformation_mode"
+
+
+def resize_operator() -> type[OpRun]:
+    """The operator class to give `ReferenceEvaluator` as one of its `new_ops`."""
+    from onnx.reference.ops import op_resize
+
+    class Resize(op_resize.Resize):
+        """Counts coordinates by whole extents of the result, as the operator's definition says.
+
+        The evaluator reads -0.5 where `pytorch_half_pixel` says 0, along an axis that ends with one element, and takes
+        fractions of an extent for the distance of corners.
+        """
+
+        op_domain = ""
+
+        def _run(self, *given: Any, **more: Any) -> tuple[Any, ...]:
+            run = cast("Any", super()._run)
+            found: list[Any] = [*given, None, None]
+            x, roi, scales, sizes = found[0], found[1], found[2], found[3]
+            axes = list(range(x.ndim))
+            if more.get("axes") is not None:
+                axes = more["axes"] = [int(a) % x.ndim for a in more["axes"]]
+            wanted: list[Any] = [] if sizes is None else list(sizes)
+            by_size = bool(wanted)
+            lengths = [x.shape[a] for a in axes]
+            stretched = wanted if by_size else [n * float(s) for n, s in zip(lengths, scales, strict=True)]
+            whole = [math.floor(n) for n in stretched]
+            if more.get(_MODE) == "align_corners" and whole != stretched:
+                if more.get("antialias"):
+                    raise NotImplementedError("Resize by fractions of an extent with corners and antialiasing")
+                return run(x, roi, None, np.array(whole, np.int64), **more)
+            ends = [w == 1 != n for w, n in zip(whole, lengths, strict=True)]
+            if more.get(_MODE) != "pytorch_half_pixel" or not any(ends):
+                return run(*given, **more)
+            if by_size and more.get("keep_aspect_ratio_policy") not in (None, "stretch"):
+                raise NotImplementedError("Resize to one element by pytorch_half_pixel and an aspect ratio")
+
+            def along(those: bool) -> tuple[Any, Any]:
+                """Scales or sizes of the axes that end with one element, or of the others; the rest stay."""
+                if by_size:
+                    return None, np.array([w if e == those else n for w, e, n in zip(wanted, ends, lengths, strict=True)])
+                return np.array([s if e == those else 1.0 for s, e in zip(scales, ends, strict=True)], np.float32), None
+
+            # Axes one after another are all of them at once. A coordinate that starts at 0 is 0 for the one element.
+            (x,) = run(x, roi, *along(True), **{**more, _MODE: "asymmetric"})
+            lengths = [1 if e else n for e, n in zip(ends, lengths, strict=True)]
+            return run(x, roi, *along(False), **more)
+
+    return Resize
