@@ -77,6 +77,10 @@ LEFT: dict[str, tuple[Callable[..., object], tuple[torch.Tensor, ...], set[str]]
         lambda a, i: F.embedding_bag(i, a.mT.bfloat16(), torch.tensor([0, 3]), mode="sum"),
         *((X, INDEX[0]), {"aten._embedding_bag_forward_only.default"}),
     ),
+    "common multiples": (
+        lambda a, b: torch.lcm((a > 0) * 10 + b, b.int() - 4),
+        *((X, INDEX), {"aten.lcm.default"}),
+    ),
     "another norm": (lambda a: torch.linalg.vector_norm(a, 3, 1), (X,), {"aten.linalg_vector_norm.default"}),
     "one's own": (
         lambda a: torch.ops.tilewright_test.twice(a + 1, 'b"\\', [2, 3], 0.25),
@@ -122,6 +126,12 @@ def test_a_factorisation_that_torch_checks_fails_where_torch_does(left: str) -> 
     if left != "linalg_lu_factor_ex":  # which every matrix has
         with pytest.raises(TypeMismatchError, match=r"cannot be evaluated: .*linalg"):
             evaluate(graph, [torch.zeros(3, 3)])
+
+
+def test_the_lowest_integers_common_multiple_does_not_end_the_process() -> None:
+    a, b = torch.tensor([-(2**63), -(2**63), 4, 0, -6]), torch.tensor([5, -1, 6, 0, 4])
+    (given,) = evaluate(read(torch.lcm, a, b), [a, b])
+    assert given.tolist()[2:] == [12, 0, 12]
 
 
 def test_a_complex_weight_is_seen_through_its_parts() -> None:

@@ -154,7 +154,7 @@ def samples_of(op: Any, dtype: torch.dtype, most: int, seed: int = 0) -> Iterato
         yield one
         if of_numbers(op):
             full = tuple(filled(t, dice) for t in one.tensors)
-            if op.name == "div" and dtype in (torch.int32, torch.int64):  # the lowest of them by -1 ends torch's process
+            if op.name in ("div", "lcm") and dtype in (torch.int32, torch.int64):  # torch dies of the lowest divided by -1
                 full = tuple(t.clamp(min=torch.iinfo(dtype).min + 1) if t.dtype is dtype else t for t in full)
             yield replace(one, tensors=full)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import cast
 
 import torch
@@ -156,8 +156,19 @@ def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
 
 def _called(op: Call, operator: OpOverload, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     args, kwargs = arguments(op, tensors)
+    run: Callable[..., object] = _lcm if op.target == "aten.lcm.default" else operator
     with torch.no_grad():
-        return list(tensors_in(operator(*args, **kwargs)))
+        return list(tensors_in(run(*args, **kwargs)))
+
+
+def _lcm(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """torch's `lcm`, whose own kernel divides the lowest integer by a gcd of -1, at which a CPU ends the process."""
+    wide = torch.result_type(self, other)
+    a, b = self.to(wide), other.to(wide)
+    shared = torch.gcd(a, b)
+    odd = (shared == 0) | (shared == -1)
+    quotient = torch.div(a, torch.where(odd, 1, shared), rounding_mode="trunc")
+    return torch.where(shared == 0, 0, torch.where(shared == -1, -quotient, quotient) * b).abs()
 
 
 def _called_wider(op: Call, operator: OpOverload, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
