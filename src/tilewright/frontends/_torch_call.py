@@ -156,7 +156,7 @@ def evaluate_call(op: Call, values: Sequence[object]) -> list[torch.Tensor]:
 
 def _called(op: Call, operator: OpOverload, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     args, kwargs = arguments(op, tensors)
-    run: Callable[..., object] = _lcm if op.target == "aten.lcm.default" else operator
+    run = cast("Callable[..., object]", _lcm) if op.target == "aten.lcm.default" else operator
     with torch.no_grad():
         return list(tensors_in(run(*args, **kwargs)))
 
