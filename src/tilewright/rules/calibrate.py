@@ -249,7 +249,7 @@ def left_in_float(graph: Graph) -> dict[str, int]:
 
 
 def shares(left: Mapping[str, int], whole: int) -> list[str]:
-    """A line for each name with its share of `whole` bytes, the largest first; names are one if only a layer's number differs."""
+    """A line for each name with its share of `whole` bytes, the largest first; names that differ in a number are one."""
     alike: dict[str, list[int]] = {}
     for name, size in left.items():
         alike.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), []).append(size)
