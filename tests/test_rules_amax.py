@@ -32,6 +32,10 @@ def amax(x, *axes, fn="maximum", keepdims=False):
     return Node(Reduce(fn, axes or tuple(range(len(x.shape))), keepdims), map_("abs", x))
 
 
+def largest(x):
+    return Node(Reduce("maximum", tuple(range(len(x.shape)))), x)
+
+
 def codes(y):
     return Node(Quantize(F8E4M3FN), y, const(0.5))
 
@@ -51,6 +55,7 @@ BESIDE = {
     "scaled first": (lambda: [codes(Y), amax(map_("multiply", Y, reshape(input_("s", F32, (1,)), ())))], 2),
     "with a bias": (lambda: [codes(map_("add", Y, input_("v", F32, (N,)))), amax(map_("add", Y, input_("v", F32, (N,))))], 2),
     "of relu": (lambda: [codes(map_("relu", Y)), amax(map_("relu", Y))], 2),
+    "of relu, which has no magnitudes below": (lambda: [codes(map_("relu", Y)), largest(map_("relu", Y))], 2),
     "of integers as floats": (lambda: [amax(convert(gemm(input_("p", S8, (M, K)), input_("q", S8, (K, N))), F32))], 1),
     "a batch": (lambda: [amax(gemm(input_("c", F32, (3, 5, K)), input_("d", F32, (3, K, 7))))], 1),
 }

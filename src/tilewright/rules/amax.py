@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 from tilewright.dtype import F32
-from tilewright.ir.build import convert, items
+from tilewright.ir.build import convert, items, map_
 from tilewright.ir.carrier import operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
@@ -22,7 +22,7 @@ def find_the_largest_in_the_store(graph: Graph, trace: Trace) -> Graph:
 
     Where: everything is reduced to one element; f is elementwise, and reads only inputs and constants beside g; nothing else
     reads what lies between. g is no longer stored if nothing else reads it. Magnitudes are of at most 32 bits; those narrower
-    than f32 are widened before and their largest is narrowed behind. Exact: yes.
+    than f32 are widened before and their largest is narrowed behind. relu(…) is its own magnitude. Exact: yes.
     """
     users, present = graph.users(), set(graph.nodes())
     replacement: dict[Node, Node] = {}
@@ -83,7 +83,8 @@ def _path(result: Node, store: Node, reader: Node | None, users: Users) -> list[
 
 
 def _gives_sizes(n: Node) -> bool:
-    return isinstance(n.op, Map) and n.op.fn == "abs" and n.dtype.is_float and n.dtype.bits <= F32.bits
+    """Whether numbers are their own magnitudes: abs or relu of floats."""
+    return isinstance(n.op, Map) and n.op.fn in ("abs", "relu") and n.dtype.is_float and n.dtype.bits <= F32.bits
 
 
 def _reduced(result: Node, store: Node, path: list[Node], sources: Sources) -> Node:
@@ -95,4 +96,6 @@ def _reduced(result: Node, store: Node, path: list[Node], sources: Sources) -> N
     value = views_outward(value)
     while isinstance(value.op, REARRANGE):  # the largest is that wherever it stands
         value = value.src[0]
+    if isinstance(value.op, Map) and value.op.fn == "relu":  # of no number below zero; kernels compare magnitudes by their bits
+        value = map_("abs", value)
     return Node(Reduce("maximum", tuple(range(len(value.shape)))), convert(value, F32))
