@@ -585,7 +585,7 @@ def MatMulNBits(r: np.random.Generator) -> Case:
         ("b", _packed(codes, bits), True),
         ("s", _scale(r, (n, groups)), True),
         ("z", zero, True),
-        ("g", None, True),
+        ("g", r.integers(0, groups, k).astype(np.int32) if bits == 4 and form != 1 and r.random() < 0.4 else None, True),
         ("bias", _maybe(r, _float(r, n)), True),
     ]
     m_, feeds = _model("MatMulNBits", given, [FLOAT], N=n, K=k, bits=bits, block_size=block, accuracy_level=0)

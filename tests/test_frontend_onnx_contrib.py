@@ -11,7 +11,7 @@ from onnx import helper
 from onnx_contrib import CASES, Case
 from onnx_models import FLOAT, UINT8, model, one, ours, read, tame, theirs
 from tilewright.compiler import optimise
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 
 SEEDS = 2
 
@@ -75,6 +75,8 @@ def test_forms_that_only_other_devices_have_are_refused_by_name():
         "t": np.array(1, np.int32),
     }
     assert "3 query heads over 2 key heads" in refused("GroupQueryAttention", given, num_heads=3, kv_num_heads=2)
+    table = {"x": tame(1, 3, 8), "p": np.zeros(1, np.int64), "c": tame(2, 2), "s": tame(2, 2)}
+    assert "RotaryEmbedding over 3 positions by a table f32[2,2]" in refused("RotaryEmbedding", table)
     mask = np.ones((1, 1, 3, 3), np.int32)
     assert "Attention with a mask s32[1,1,3,3]" in refused("Attention", {**three, "m": mask}, num_heads=2)
     assert "3 heads in f32[1,3,8]" in refused("Attention", three, num_heads=3)
@@ -142,3 +144,11 @@ def test_a_requantised_part_in_the_results_own_codes_is_copied():
     m = model([node], {"x": x}, {"y": UINT8}, {"s": s, "z": z})
     assert [n.op.name for n in read(m).nodes()] == ["input", "concat"]
     np.testing.assert_array_equal(ours(m, {"x": x})[0], theirs(m, {"x": x})[0])
+
+
+@pytest.mark.parametrize("position", [-1, 4])
+def test_positions_outside_their_table_are_refused_as_the_program_runs(position):
+    given = {"x": tame(1, 1, 8), "p": np.array([position], np.int64), "c": tame(4, 2), "s": tame(4, 2)}
+    m = model([helper.make_node("RotaryEmbedding", list(given), ["y"], domain="com.microsoft")], given, {"y": FLOAT})
+    with pytest.raises(TypeMismatchError, match=f"index out of range: {position} of 4"):
+        ours(read(m), given)

@@ -150,7 +150,7 @@ def test_the_meaning_inside_a_loop_is_checked_too():
     ],
 )
 def test_resizing_counts_whole_extents(mode, by, places, more):
-    """The reference evaluator reads -0.5 for 0 where one element is left, fractions for extents, and no axes from the back."""
+    """The reference evaluator reads -0.5 for 0 where one element is left, fractions of extents, and no axes from the back."""
     if mode == "nearest" and "antialias" in more:
         return  # which no one has
     x = tame(1, 2, 5, 6)

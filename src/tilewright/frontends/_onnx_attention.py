@@ -174,13 +174,14 @@ def _rotary_embedding(op: OpNode) -> Node:
     return transpose(y, (0, 2, 1, 3)) if len(given.shape) == 4 else reshape(y, given.shape)
 
 
-def turned(x: Node, cos: Node, sin: Node, positions: Node | None, size: int, interleaved: bool) -> Node:
+def turned(x: Node, cos: Node, sin: Node, positions: Node | None, size: int, interleaved: bool, *, wraps: bool = True) -> Node:
     """x [batch, length, heads, *] with the first `size` elements of each head turned.
 
-    cos and sin are [batch, length, size / 2], or tables [positions, size / 2] to read at `positions` [batch, length].
+    cos and sin are [batch, length, size / 2], or tables [positions, size / 2] to read at `positions` [batch, length]; those
+    below zero count from the end if it `wraps`, and are refused as the program runs if not.
     """
     if positions is not None:
-        cos, sin = (Node(Gather(0), t, positions) for t in (cos, sin))
+        cos, sin = (Node(Gather(0, wraps=wraps), t, positions) for t in (cos, sin))
     cos, sin = (reshape(t, (*t.shape[:2], 1, t.shape[2])) for t in (cos, sin))
     pairs = slice_(x, 3, 0, size)
     half = size // 2

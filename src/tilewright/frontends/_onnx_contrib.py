@@ -6,7 +6,7 @@ Source of their meanings: onnxruntime's contrib operator schemas, checked agains
 from __future__ import annotations
 
 from tilewright.dtype import F32, S32, S64
-from tilewright.errors import UnsupportedError
+from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends._onnx_matmul import gemm_of, matmul
 from tilewright.frontends._onnx_node import Converter, OpNode, converts
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, swap_last, transpose
@@ -81,10 +81,14 @@ def _embed_layer_normalization(op: OpNode) -> list[Node | None]:
     words, positions, kinds = op.input(2), op.input(3), op.optional(4)
     batch, length = ids.shape
     given = op.optional(8)
+    if given is None and length > positions.shape[0]:
+        what = f"{op.op_type} of {length} positions by a table {positions.type}"
+        raise InputError(what, where=op.where, hint="a shorter sequence, or export the model with a longer table")
     at = given if given is not None else Node(Iota(S64, (1, length), 1))
-    total = map_("add", Node(Gather(0), words, ids), broadcast(Node(Gather(0), positions, at), (batch, length, words.shape[1])))
+    pick = Gather(0, wraps=False)
+    total = map_("add", Node(pick, words, ids), broadcast(Node(pick, positions, at), (batch, length, words.shape[1])))
     if segments is not None and kinds is not None:
-        total = map_("add", total, Node(Gather(0), kinds, segments))
+        total = map_("add", total, Node(pick, kinds, segments))
     y = Node(LayerNorm(2, op.real("epsilon", 1e-12)), total, op.input(5), op.input(6))
     count = None
     if op.wants(1):

@@ -196,6 +196,17 @@ def _multi_head_attention(op: OpNode) -> list[Node | None]:
     return [_attend(op, q, k, v, added, op.optional(5), 0 if past_k is None else past_k.shape[2]), k, v]
 
 
+def _within(op: OpNode, length: int, table: Node) -> None:
+    """See that a table has a row for each position.
+
+    Raises:
+        InputError: it is too short.
+    """
+    if length > table.shape[0]:
+        what = f"{op.op_type} over {length} positions by a table {table.type}"
+        raise InputError(what, where=op.where, hint="a shorter sequence, or export the model with a longer table")
+
+
 @converts("RotaryEmbedding", 1, 1, _MICROSOFT)
 def _rotary_embedding(op: OpNode) -> Node:
     """Rotary embedding as ONNX's, from tables [positions, size / 2] and positions: one a token, or the first one's."""
@@ -210,10 +221,11 @@ def _rotary_embedding(op: OpNode) -> Node:
         if not width or given.shape[2] % width:
             raise InputError(f"RotaryEmbedding of {given.type} by {cos.type}", where=op.where, hint="heads * size")
         x = reshape(given, (*given.shape[:2], given.shape[2] // width, width))
+    _within(op, x.shape[1], cos)
     if positions.tensor.elements == 1 and len(positions.shape) == 1:
         line = Node(Iota(S64, (1, x.shape[1]), 1))
         positions = broadcast(map_("add", line, convert(positions, S64)), x.shape[:2])
-    y = turned(x, cos, sin, positions, size or x.shape[3], bool(op.integer("interleaved", 0)))
+    y = turned(x, cos, sin, positions, size or x.shape[3], bool(op.integer("interleaved", 0)), wraps=False)
     return transpose(y, (0, 2, 1, 3)) if len(given.shape) == 4 else reshape(y, given.shape)
 
 
@@ -249,8 +261,9 @@ def _group_query_attention(op: OpNode) -> list[Node | None]:
                 past if positions is None else reshape(slice_(reshape(positions, (positions.tensor.elements,)), 0, 0, 1), ())
             )
             positions = broadcast(map_("add", Node(Iota(S64, (1, length), 1)), convert(start, S64)), (batch, length))
+        _within(op, whole, cos)
         interleaved = bool(op.integer("rotary_interleaved", 0))
-        q, k = (turned(x, cos, sin, positions, cos.shape[1] * 2, interleaved) for x in (q, k))
+        q, k = (turned(x, cos, sin, positions, cos.shape[1] * 2, interleaved, wraps=False) for x in (q, k))
     q, k, v = (transpose(x, (0, 2, 1, 3)) for x in (q, k, v))
     k, v = (_appended(op.optional(i), x, past, whole, first) for i, x in ((3, k), (4, v)))
     total = k.shape[2]

@@ -14,7 +14,7 @@ from tilewright.frontends._onnx_node import OpNode, Unmodelled, converts
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Concat, Const, Dequantize, Quantize, Reshape, gemm
+from tilewright.ir.ops import Concat, Const, Dequantize, Gather, Quantize, Reshape, gemm
 from tilewright.ir.types import TensorType
 
 EIGHT_BITS = 4  # accuracy_level of onnxruntime's MatMulNBits: activations may be quantised to 8 bits
@@ -157,15 +157,14 @@ def _matmul_nbits(op: OpNode) -> Node:
 
     Codes lie in B [N, groups, bytes a group], the low half of a byte first; zero points, packed the same way or as floats,
     are 2**(bits - 1) when absent. An `accuracy_level` of 4 permits to quantise A to 8 bits by the groups of the weights, which
-    is done for weights of 4 bits with whole zero points; the product is then one of f32, whatever A is.
+    is done for weights of 4 bits with whole zero points; the product is then one of f32, whatever A is. With `g_idx`, which is
+    the group of each place along K, every place has a scale of its own.
     """
     a, packed, scales = op.input(0), op.input(1), op.input(2)
     n, k = op.integer("N"), op.integer("K")
     bits, block = op.integer("bits", 4), op.integer("block_size")
     if bits not in (2, 4, 8):
         raise UnsupportedError(f"MatMulNBits of {bits} bits", where=op.where, hint="2, 4 or 8 bits")
-    if op.optional(4) is not None:
-        raise UnsupportedError("MatMulNBits with g_idx", where=op.where, hint="quantize without reordering (act_order)")
     groups = -(-k // block) if block > 0 else 0
     if (
         groups < 1
@@ -175,11 +174,32 @@ def _matmul_nbits(op: OpNode) -> Node:
     ):
         raise InputError(f"MatMulNBits of N={n} K={k} by {packed.type}, scales {scales.type}", where=op.where)
     zero = op.optional(3)
+    order = op.optional(4)
     coded = op.integer("accuracy_level", 0) == EIGHT_BITS and bits == 4 and (zero is None or not zero.dtype.is_float)
+    coded = coded and order is None
+    if order is not None and (bits != 4 or (zero is not None and not zero.dtype.is_float)):  # onnxruntime's own differ or fail
+        what = f"MatMulNBits of {bits} bits with g_idx" + (" and zero points" if zero is not None else "")
+        raise UnsupportedError(what, where=op.where, hint="quantize without reordering (act_order)")
     dtype = F32 if coded else a.dtype
     plain = zero is None and bits < 8 and isinstance(packed.op, Const)  # then s4 codes: no zero points to keep
     codes = unpacked(reshape(packed, (n, groups * block * bits // 8)), bits, signed=plain)
     scale = reshape(scales, (n, groups))
+    if zero is not None:
+        held = -(-groups * bits // 8)
+        zero = (
+            reshape(zero, (n, groups))
+            if zero.dtype.is_float
+            else slice_(unpacked(reshape(zero, (n, held)), bits), 1, 0, groups)
+        )
+    if order is not None:
+        if len(order.shape) != 1 or order.shape[0] < k:
+            raise InputError(
+                f"MatMulNBits of K={k} with g_idx {order.type}", where=op.where, hint="a group for each place along K"
+            )
+        at = slice_(order, 0, 0, k)
+        codes, scale = slice_(codes, 1, 0, k), Node(Gather(1, wraps=False), scale, at)
+        zero = None if zero is None else Node(Gather(1, wraps=False), zero, at)
+        groups, block = k, 1
     if zero is not None and zero.dtype.is_float:
         apart = convert(convert(reshape(codes, (n, groups, block)), U8), F32)
         shifted = map_("subtract", apart, reshape(convert(zero, F32), (n, groups, 1)))
@@ -187,11 +207,8 @@ def _matmul_nbits(op: OpNode) -> Node:
         weight = slice_(convert(reshape(whole, (n, groups * block)), dtype), 1, 0, k)
     else:
         codes = slice_(codes, 1, 0, k)
-        zeros: list[Node] = []
-        if zero is not None:
-            held = -(-groups * bits // 8)
-            zeros = [slice_(unpacked(reshape(zero, (n, held)), bits), 1, 0, groups)]
-        elif not plain:
+        zeros = [] if zero is None else [zero]
+        if zero is None and not plain:
             zeros = [broadcast(const(1 << bits - 1, codes.dtype), (n, groups))]
         weight = Node(Dequantize(dtype, (1, block)), codes, scale, *zeros)
     left = _quantized(a, block) if coded else a

@@ -18,11 +18,7 @@ def resize_operator() -> type[OpRun]:
     from onnx.reference.ops import op_resize
 
     class Resize(op_resize.Resize):
-        """Counts coordinates by whole extents of the result, as the operator's definition says.
-
-        The evaluator reads -0.5 where `pytorch_half_pixel` says 0, along an axis that ends with one element, and takes
-        fractions of an extent for the distance of corners.
-        """
+        """Reads coordinate 0 where `pytorch_half_pixel` leaves one element of an axis, as the operator's definition says."""
 
         op_domain = ""
 
@@ -38,10 +34,8 @@ def resize_operator() -> type[OpRun]:
             lengths = [x.shape[a] for a in axes]
             stretched = wanted if by_size else [n * float(s) for n, s in zip(lengths, scales, strict=True)]
             whole = [math.floor(n) for n in stretched]
-            if more.get(_MODE) == "align_corners" and whole != stretched:
-                if more.get("antialias"):
-                    raise NotImplementedError("Resize by fractions of an extent with corners and antialiasing")
-                return run(x, roi, None, np.array(whole, np.int64), **more)
+            if more.get(_MODE) == "align_corners" and whole != stretched and more.get("antialias"):
+                raise NotImplementedError("Resize by fractions of an extent with corners and antialiasing")
             ends = [w == 1 != n for w, n in zip(whole, lengths, strict=True)]
             if more.get(_MODE) != "pytorch_half_pixel" or not any(ends):
                 return run(*given, **more)

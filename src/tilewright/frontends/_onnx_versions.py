@@ -6,6 +6,7 @@ than run with a meaning that is not its own. Source: the changelog of onnx's ope
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -111,6 +112,20 @@ def modern(
             nearest_mode=rounding,
         )
         return resize, (sources[0], None, node), {**opsets, "": _RESIZE_OPSET}, _RESIZE_OPSET
+    corners = proto.op_type == "Resize" and any(a.s == b"align_corners" for a in proto.attribute)
+    scales = sources[2] if corners and len(sources) == 3 else None
+    smoothed = "antialias" in attributes and attributes["antialias"].i != 0
+    if scales is not None and sources[0] is not None and scales in known and not smoothed:
+        # onnxruntime takes whole extents for the distance of corners, the evaluator fractions of one; given sizes both agree.
+        shape = sources[0].shape
+        axes = attributes["axes"].ints if "axes" in attributes else range(len(shape))
+        factors = known[scales].double().tolist()
+        if len(factors) == len(axes) and all(-len(shape) <= a < len(shape) for a in axes):
+            sizes = torch.tensor([math.floor(shape[a] * f) for a, f in zip(axes, factors, strict=True)])
+            if bool((sizes > 0).all()):
+                proto.input[2] = ""
+                proto.input.append("sizes")
+                return proto, (*sources[:2], None, const(sizes)), opsets, version
     return proto, sources, opsets, version
 
 
