@@ -172,7 +172,13 @@ def test_matmul_integer(data):
     assert native(graph)
     np.testing.assert_array_equal(ours(graph, {"a": a, "b": b})[0], (wide[0] @ wide[1]).astype(np.int32))
     if "az" not in constants or not constants["az"].ndim:  # onnxruntime takes no zero point a row
-        np.testing.assert_array_equal(ours(graph, {"a": a, "b": b})[0], theirs(m_, {"a": a, "b": b})[0])
+        feeds = {"a": a, "b": seven_bits(b)}
+        np.testing.assert_array_equal(ours(graph, feeds)[0], theirs(m_, feeds)[0])
+
+
+def seven_bits(weights):
+    """Codes that onnxruntime multiplies exactly: without VNNI its pairs of 8-bit products saturate at 16 bits, if signed."""
+    return weights >> 1 if weights.dtype == np.int8 else weights
 
 
 @pytest.mark.parametrize("per_column", [False, True])
@@ -183,6 +189,7 @@ def test_qlinear_matmul(shape, kinds, per_column):
     a, b = (
         rng.integers(np.iinfo(t).min, np.iinfo(t).max + 1, s).astype(t) for t, s in zip(kinds, ((m, k), (k, n)), strict=False)
     )
+    b = seven_bits(b)
     columns = (n,) if per_column else ()
     constants = {
         "as": np.array(0.031, np.float32),
