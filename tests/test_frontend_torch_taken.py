@@ -165,6 +165,61 @@ def test_a_number_that_is_only_calculated_with_may_be_another() -> None:
         torch.testing.assert_close(program(x), x * x.sum() + x.max() ** 2)
 
 
+NUMBERS: dict[str, Callable[[torch.Tensor], bool]] = {
+    "is itself": lambda x: x[0].item() == x[0].item() and x.tolist()[0] <= 3.0,
+    "equals itself": lambda x: (lambda v: v == v)(x[0].item()),
+    "a float": lambda x: isinstance(x[0].item(), float) == (x[0].item() == 2.0),
+    "floats": lambda x: isinstance(x.tolist()[0], float) == (x.tolist()[0] == 2.0),
+    "an int": lambda x: isinstance(x.nan_to_num(-1.0).long()[0].item(), int) == bool(x[0] == 2.0),
+    "a bool": lambda x: isinstance((x > 0)[0].item(), bool) == bool(x[0] == 2.0),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+@pytest.mark.parametrize("first", [2.0, float("nan")])
+def test_what_python_asks_of_a_number_is_as_it_runs(name: str, first: float) -> None:
+    def way(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if NUMBERS[name](x) else x - 1
+
+    one, other = torch.tensor([first, 1.0]), torch.tensor([float("nan") if first == 2.0 else 2.0, 1.0])
+    program = tilewright.compile(Of(way), example_inputs=(one,), budget_s=0, cache=False)
+    torch.testing.assert_close(program(one), way(one), equal_nan=True)
+    with pytest.raises(InputError, match="another way"):
+        program(other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_numbers_of_another_type_that_are_only_calculated_with_may_be_others(dtype: torch.dtype) -> None:
+    of = Of(lambda x, s: x * s[0].item() + sum(s.tolist()) ** 2)
+    program = tilewright.compile(of, example_inputs=(X, X[0].to(dtype)), budget_s=0, cache=False)
+    for s in (X[1].to(dtype), Y[0].to(dtype)):
+        torch.testing.assert_close(program(X, s), of(X, s))
+
+
+class Cache(nn.Module):
+    """Replaces rows of what it keeps, and branches on data: after that on what it keeps, or on the input alone."""
+
+    def __init__(self, on_kept: bool) -> None:
+        super().__init__()
+        self.on_kept = on_kept
+        self.register_buffer("rows", torch.zeros(4, 3))
+
+    def forward(self, x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
+        self.rows[at] = x * 2
+        return x * 2 if (self.rows.sum() if self.on_kept else x.sum()) > 0 else x
+
+
+@pytest.mark.parametrize("on_kept", [False, True])
+def test_what_a_module_keeps_is_not_written_to_by_a_call_that_ends(on_kept: bool) -> None:
+    module, at = Cache(on_kept), torch.tensor([1])
+    program = tilewright.compile(module, example_inputs=(X[:1], at), budget_s=0, cache=False)
+    program(X[:1], at)
+    with pytest.raises(InputError, match="another way"):
+        program(Z[:1] * 9, at)
+    torch.testing.assert_close(module.rows, torch.zeros(4, 3).index_copy(0, at, X[:1] * 2))
+    assert bool(program._at_risk) == on_kept  # nothing is copied where the comparison can come before the write
+
+
 def test_a_number_that_leaves_the_range_of_a_tensor_on_the_way_is_fixed() -> None:
     program = tilewright.compile(
         Of(lambda x: x * (x[0, 0].item() * 1e30 * 1e30 * 1e-60) * (x.sum() > -99)), example_inputs=(X,), budget_s=0, cache=False

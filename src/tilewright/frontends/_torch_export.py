@@ -21,6 +21,7 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
@@ -37,12 +38,12 @@ _MUTATIONS = {
 
 
 def exported(
-    program: ExportedProgram | torch.nn.Module, options: LoadOptions, asks: list[str] | None = None
+    program: ExportedProgram | torch.nn.Module, options: LoadOptions, asks: list[str] | None = None, *, taken: bool = False
 ) -> ExportedProgram:
     """The program as functional ATen: shapes concrete, only operators kept that have a translation or no decomposition.
 
     Weights are those of the program: nothing is copied. Places of its source that ask whether it is being traced are added
-    to `asks`.
+    to `asks`. `taken`: the module is told what it asks of tensors (`_torch_taken`).
 
     Raises:
         InputError: example inputs are missing or do not fit; a symbolic extent is not bound.
@@ -55,7 +56,7 @@ def exported(
         args, kwargs = arguments(options.example_inputs, program)
         module, where = program, program_name(program)
         try:
-            with _asking([] if asks is None else asks):
+            with _asking([] if asks is None else asks), contextlib.nullcontext() if taken else _numbers_refused(where):
                 traced = _export(module, args, kwargs, where)
             return _functional(traced, options, kept)
         except InputError as error:
@@ -66,6 +67,49 @@ def exported(
     if symbolic := _symbolic_inputs(program):
         program = _bound(program, symbolic, options)
     return _functional(program, options, kept)
+
+
+@contextlib.contextmanager
+def _numbers_refused(where: str) -> Generator[None]:
+    """While it is open, a trace in which Python takes a number out of a tensor ends, whatever becomes of the number: the symbol
+    that stands for it is no `float` or `int`, and as one `v == v` is true where it is NaN. torch's own checks may ask."""
+    names = ("create_unbacked_symfloat", "create_unbacked_symint", "create_unbacked_symbool")
+    held: dict[str, Any] = {name: getattr(ShapeEnv, name) for name in names}
+    met = list[str]()
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def create(shapes: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+            if _is_a_number_for_python():
+                met.append(name)
+                raise DependsOnDataError("Python takes a number out of a tensor", where=where)
+            return held[name](shapes, *args, **kwargs)
+
+        return create
+
+    try:
+        for name in names:
+            setattr(ShapeEnv, name, refusing(name))
+        yield
+    except Exception as error:
+        if not met:
+            raise
+        what, hint = "Python takes a number out of a tensor", "calculate with tensors, without .item() and .tolist()"
+        raise DependsOnDataError(what, where=where, hint=hint) from error
+    finally:
+        for name, own in held.items():
+            setattr(ShapeEnv, name, own)
+
+
+def _is_a_number_for_python() -> bool:
+    """Whether a symbol is made for what `.item()` gives the program's own code, and not for what torch checks at each call."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    if frame.f_code.co_name != "local_scalar_dense":
+        return False
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_name.startswith("_check"):
+            return False
+        frame = frame.f_back
+    return True
 
 
 def _functional(program: ExportedProgram, options: LoadOptions, decompositions: dict[Any, Any]) -> ExportedProgram:

@@ -102,8 +102,12 @@ class Ways(TorchFunctionMode):
 
     def learnt(self, func: Callable[..., Any], x: torch.Tensor) -> object:
         """What a method of a tensor gives Python, or gave when it was written down."""
-        if func is _T.item and self._floats_stay and x.dtype is torch.get_default_dtype() and x.numel() == 1:
-            return x.reshape(())  # Python goes on with the tensor: a comparison is asked for in its turn
+        if func in (_T.item, _T.tolist) and self._floats_stay and x.is_floating_point() and x.numel() <= _FEW:
+            if x.dim() and func is _T.tolist:
+                return [self.learnt(func, row) for row in x.unbind()]
+            # Python goes on with the tensor, as a double where torch would round: a comparison is asked for in its turn.
+            number = x.reshape(())
+            return number if x.dtype is torch.get_default_dtype() else number.double()
         return self._told(x, lambda: func(x))
 
     def _told(self, x: torch.Tensor, ask: Callable[[], object]) -> Any:
@@ -177,6 +181,7 @@ def _is_position(index: object) -> bool:
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+_FEW = 256  # numbers of a list that are calculated with; more are compared as one
 _HINT = "torch.where instead of `if`, no .item(), no masks that pick elements"
 
 

@@ -92,7 +92,7 @@ def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) ->
                 return replace(graph, notes=(*graph.notes, GROUPED))
         try:
             with as_taken(program, *arguments(options.example_inputs, program)) as learnt:
-                graph = _read(program, options, asks)
+                graph = _read(program, options, asks, taken=True)
         except Exception as error:
             raise UnsupportedError(f"{refused.what}; {_second(error)}", where=refused.where, hint=refused.hint) from error
     _check_same_traced(program, options, asks)
@@ -152,8 +152,10 @@ def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
                 setattr(config, _EXPERTS, how)
 
 
-def _read(program: torch.nn.Module | ExportedProgram, options: LoadOptions, asks: list[str] | None = None) -> Graph:
-    ready = exported(program, options, asks)
+def _read(
+    program: torch.nn.Module | ExportedProgram, options: LoadOptions, asks: list[str] | None = None, *, taken: bool = False
+) -> Graph:
+    ready = exported(program, options, asks, taken=taken)
     return replace(Reader(ready, program_name(program)).read(), places=places(program, ready, options.example_inputs))
 
 

@@ -24,7 +24,7 @@ from tilewright.runtime.cutting import parts_for
 from tilewright.runtime.partition import Part, decided, problem_of_part
 from tilewright.runtime.regions import Inner, with_regions
 from tilewright.runtime.replay import Bound, OnDevice
-from tilewright.runtime.writing import placing, written
+from tilewright.runtime.writing import compared_first, placing, written, written_before_compared
 from tilewright.schedule.problem import AnyProblem, RegionProblem
 from tilewright.schedule.search import Decision
 
@@ -91,9 +91,12 @@ class Executable:
     _slots: dict[Node, int] = field(init=False, repr=False)
     _written: list[tuple[int, int]] = field(init=False, repr=False)
     _copied: list[torch.Tensor] = field(init=False, repr=False)
+    _at_risk: list[torch.Tensor] = field(init=False, repr=False)
     _on_device: OnDevice | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        if self.graph.kept:
+            self.steps = compared_first(self.steps)
         slot: dict[Node, int] = {}
         for node in self.graph.inputs:
             slot[node] = len(slot)
@@ -124,6 +127,8 @@ class Executable:
         copied = [(new, old) for new, old in ends if new is not old and not isinstance(new.op, Write)]
         self._outputs = [slot[n] for n in (*self.graph.outputs[:count], *(new for new, _ in copied))]
         self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in copied]
+        risked = written_before_compared(self.steps) if self.graph.kept else set[Node]()
+        self._at_risk = [cast("torch.Tensor", self._ready[n]) for n in risked if n in self._ready]
         self._start = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
@@ -226,6 +231,7 @@ class Executable:
 
         On a GPU, work is put on torch's current stream of the device, as torch's own operations are; the host does not wait.
         """
+        before = [t.detach().clone() for t in self._at_risk]
         records = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # pyright: ignore[reportPrivateUsage] - `no_grad` takes longer than a small product
         try:
@@ -233,6 +239,10 @@ class Executable:
                 return self._run(inputs, observe)
             with torch.cuda.device(self.target.index):
                 return self._run(inputs, observe)
+        except InputError:  # another way than the one that was traced
+            for kept, held in zip(self._at_risk, before, strict=True):
+                kept.copy_(held)
+            raise
         finally:
             torch._C._set_grad_enabled(records)  # pyright: ignore[reportPrivateUsage]
 

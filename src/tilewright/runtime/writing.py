@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Write
+from tilewright.ir.ops import Call, Write
 from tilewright.runtime.partition import Part
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import RegionProblem
@@ -17,6 +17,15 @@ from tilewright.schedule.problem import RegionProblem
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
+_COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/_torch_taken.py)
+
+
+class _Step(Protocol):
+    @property
+    def part(self) -> Part: ...
+
+
+_S = TypeVar("_S", bound=_Step)
 ALIGNED = 16  # bytes, as generated kernels take memory
 
 
@@ -61,3 +70,30 @@ def written(part: Part, name: str) -> Callable[[Sequence[Value]], Sequence[Value
         return [array]
 
     return run
+
+
+def compared_first(steps: Sequence[_S]) -> tuple[_S, ...]:
+    """The steps with those ahead that comparisons with the traced way need: a call that ends there wrote nothing yet."""
+    needed: set[Node] = set()
+    ahead: set[int] = set()
+    for i, step in reversed([*enumerate(steps)]):
+        if _compares(step) or needed.intersection(step.part.outputs):
+            ahead.add(i)
+            needed.update(step.part.inputs)
+    return tuple(steps[i] for i in sorted(range(len(steps)), key=lambda i: i not in ahead))
+
+
+def written_before_compared(steps: Sequence[_Step]) -> set[Node]:
+    """What is kept and written to by steps that a comparison follows, as its outcome depends on them."""
+    last = max((i for i, step in enumerate(steps) if _compares(step)), default=0)
+    writes = [n for step in steps[:last] for n in step.part.nodes if isinstance(n.op, Write)]
+    roots: set[Node] = set()
+    for node in writes:
+        while isinstance(node.op, Write):
+            node = node.src[0]
+        roots.add(node)
+    return roots
+
+
+def _compares(step: _Step) -> bool:
+    return any(isinstance(n.op, Call) and n.op.target == _COMPARED for n in step.part.nodes)
