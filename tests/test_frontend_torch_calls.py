@@ -132,6 +132,9 @@ def test_the_lowest_integers_common_multiple_does_not_end_the_process() -> None:
     a, b = torch.tensor([-(2**63), -(2**63), 4, 0, -6]), torch.tensor([5, -1, 6, 0, 4])
     (given,) = evaluate(read(torch.lcm, a, b), [a, b])
     assert given.tolist()[2:] == [12, 0, 12]
+    every = torch.arange(-(2**15), 2**15, 7).to(torch.int16)
+    agree(torch.lcm, every, every.flip(0), calls=["aten.lcm.default"])
+    agree(torch.lcm, every.int() * 3, every.flip(0).int(), calls=["aten.lcm.default"])
 
 
 def test_a_complex_weight_is_seen_through_its_parts() -> None:

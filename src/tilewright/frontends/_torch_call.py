@@ -164,6 +164,8 @@ def _called(op: Call, operator: OpOverload, tensors: Sequence[torch.Tensor]) -> 
 def _lcm(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """torch's `lcm`, whose own kernel divides the lowest integer by a gcd of -1, at which a CPU ends the process."""
     wide = torch.result_type(self, other)
+    if wide not in (torch.int32, torch.int64):  # narrower ones are divided in 32 bits
+        return torch.lcm(self, other)
     a, b = self.to(wide), other.to(wide)
     shared = torch.gcd(a, b)
     odd = (shared == 0) | (shared == -1)
