@@ -76,6 +76,20 @@ def test_a_complex_product_is_one_real_one(real: tuple[bool, bool]) -> None:
     np.testing.assert_allclose(torch.view_as_complex(got.contiguous()).numpy(), a @ b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("shapes", [((4, 5), (5, 3)), ((5,), (5, 3)), ((4, 5), (5,)), ((5,), (5,))])
+def test_a_plain_product_of_complex_numbers_is_one_real_one(shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    a, b = numbers(shapes[0], 1), numbers(shapes[1], 2)
+    types = [f"tensor<{''.join(f'{d}x' for d in s)}complex<f32>>" for s in (*shapes, (a @ b).shape)]
+    graph = load(
+        f"func.func @main(%a: {types[0]}, %b: {types[1]}) -> {types[2]} {{\n"
+        f"%c = stablehlo.dot %a, %b : ({types[0]}, {types[1]}) -> {types[2]}\nreturn %c : {types[2]}\n}}"
+    )
+    assert len(gemms(graph)) == 1
+    (got,) = evaluate(graph, [as_pairs(a), as_pairs(b)])
+    assert isinstance(got, torch.Tensor)
+    np.testing.assert_allclose(torch.view_as_complex(got.contiguous()).numpy(), a @ b, rtol=1e-5, atol=1e-5)
+
+
 def test_an_absolute_value_neither_overflows_nor_vanishes() -> None:
     x = np.array(
         [3e38 + 1e38j, 1e-30 + 1e-30j, 0, complex(-np.inf, np.nan), complex(np.nan, 1), complex(0.0, -2)], np.complex64

@@ -169,12 +169,24 @@ def _iota(site: Site) -> Value:
     return pair(Node(Iota(out.dtype, out.shape, site.op.integer("iota_dimension"))))
 
 
+def _dot(site: Site) -> Value:
+    """Rank 1 or 2 each: the last axis of a is contracted with the first of b."""
+    a = site.values[0]
+    first = a.re if isinstance(a, Complex) else a
+    assert isinstance(first, Node)
+    return _product(site, ([], []), ([len(first.shape) - 1], [0]))
+
+
 def _dot_general(site: Site) -> Value:
-    """One real product: of [re, im] along a contracted axis by [[re, im], [-im, re]], the parts of the result side by side."""
-    a, b = site.values
     dims = site.op.dimension_numbers("DotDimensionNumbers", "dot_dimension_numbers")
     batch = ([int(d) for d in dims.lhs_batching_dimensions], [int(d) for d in dims.rhs_batching_dimensions])
     contracted = ([int(d) for d in dims.lhs_contracting_dimensions], [int(d) for d in dims.rhs_contracting_dimensions])
+    return _product(site, batch, contracted)
+
+
+def _product(site: Site, batch: tuple[list[int], list[int]], contracted: tuple[list[int], list[int]]) -> Value:
+    """One real product: of [re, im] along a contracted axis by [[re, im], [-im, re]], the parts of the result side by side."""
+    a, b = site.values
     out = _component(site).dtype
 
     def times(x: Node, y: Node) -> Node:
@@ -203,6 +215,7 @@ _LOWERINGS: dict[str, Callable[[Site], Value | NotImplementedType]] = {
     "complex": _make,
     "constant": _constant,
     "convert": _convert,
+    "dot": _dot,
     "dot_general": _dot_general,
     "imag": _imag,
     "dynamic_iota": _iota,
