@@ -259,9 +259,13 @@ def _in_a_crowd(s: Sample) -> list[torch.Tensor] | None:
 
 
 def _wider(s: Sample) -> list[torch.Tensor] | None:
-    """torch's answer for products of f16 where they are rounded once."""
-    half = any(t.dtype is torch.float16 for t in s.tensors)
-    return _again(s, [t.float() if t.dtype is torch.float16 else t for t in s.tensors]) if half and s.name in FACTORS else None
+    """torch's answer where what lies between is f32, of products and of `mvlgamma`, whose samples are not all in its domain."""
+    narrow = (
+        {torch.float16} if s.name in FACTORS else {torch.float16, torch.bfloat16} if s.name.startswith("mvlgamma") else set()
+    )
+    if not any(t.dtype in narrow for t in s.tensors):
+        return None
+    return _again(s, [t.float() if t.dtype in narrow else t for t in s.tensors])
 
 
 def _again(s: Sample, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
