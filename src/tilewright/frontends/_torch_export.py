@@ -300,7 +300,7 @@ def _translated_errors(run: Callable[[], ExportedProgram], where: str) -> Export
 
     depends = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
     try:
-        with _quiet(), torch.no_grad():
+        with _quiet(), torch.no_grad(), _hooks_kept():
             return run()
     except depends as error:
         raise DependsOnDataError(
@@ -346,6 +346,18 @@ def _advice(message: str) -> str:
     if "expected compiled_fn" in message or "Aliased inputs" in message:
         return "a buffer that is written to shares memory with another tensor of the module: give each its own"
     return "check that module(*example_inputs) runs, and see torch.export's notes on what it can trace"
+
+
+@contextlib.contextmanager
+def _hooks_kept() -> Generator[None]:
+    """Hooks on buffers of all modules are afterwards those from before: a trace that fails leaves torch 2.11's own behind."""
+    hooks = cast("dict[int, object]", torch.nn.modules.module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
+    before = {**hooks}
+    try:
+        yield
+    finally:
+        for key in [k for k in hooks if k not in before]:
+            del hooks[key]
 
 
 @contextlib.contextmanager
