@@ -52,7 +52,7 @@ def of_weights(chip: str, triple: str, cpu: str, features: str, line: str) -> di
     if isinstance(plan, str):
         return {"refused": plan}
     schedule = next(iter(w4.CANDIDATE.schedules(problem, target(chip))))
-    nest = w4.nest_of(problem, plan, schedule)
+    nest = w4.nest_of(problem, plan, schedule, target(chip))
     shown = engine.assembly(w4.writer_of(nest).write().text(cpu, features), triple, cpu, features)
     return {"assembly": shown, "instruction": nest.dot.instruction, "tile": 1, "nv": nest.blocks.nv}
 

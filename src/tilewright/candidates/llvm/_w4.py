@@ -5,20 +5,23 @@ of 32 bits a column for every 8 of K. Where the instruction takes pairs along K,
 even and one of the odd, and its scale twice: two vectors of lanes then make one of pairs. The left operand, the tiles and the
 epilogue are those of the dense nest. Pairs of codes that nothing is done to before they are multiplied are looked up as pairs:
 a column's word has the even ones in its low half, the odd ones in its high half.
+
+Where many rows meet a panel, a thread decodes it once into memory of its own, and the dense micro-kernel multiplies it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from tilewright.candidates.llvm._casts import Casts
-from tilewright.candidates.llvm._nest import Nest
+from tilewright.candidates.llvm._micro import Micro
+from tilewright.candidates.llvm._nest import Nest, rounded
 from tilewright.candidates.llvm._text import Function, Int, vec
-from tilewright.candidates.llvm._write import Writer
+from tilewright.candidates.llvm._write import Packed, Writer
 from tilewright.dtype import F32, DType
 
 CODES = 8  # in a word
@@ -39,12 +42,14 @@ class GroupedNest(Nest):
         signed: codes are -8 to 7, else 0 to 15.
         zeros: each group has a zero point, which is taken off its codes first.
         rounded_to: the type of the weights, to which each is rounded once it is scaled.
+        decoded: a panel is decoded before its tiles are multiplied; else each tile decodes it as it goes.
     """
 
     group: int = 0
     signed: bool = True
     zeros: bool = False
     rounded_to: DType = F32
+    decoded: bool = False
 
     @property
     def group_count(self) -> int:
@@ -73,6 +78,10 @@ class GroupedNest(Nest):
     @property
     def panel(self) -> int:
         return self.group_count * self.group_rows * self.nr * 4
+
+    @property
+    def thread_bytes(self) -> int:
+        return rounded(self.panel_bytes(self.depth)) if self.decoded else super().thread_bytes
 
     @cached_property
     def asks(self) -> int:
@@ -127,11 +136,59 @@ class GroupedWriter(Writer):
 
     @cached_property
     def direct(self) -> bool:
-        """Its micro-kernels fill tiles."""
-        return False
+        """Its own micro-kernels fill tiles."""
+        return self.nest.decoded and Micro.direct.func(self)
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
         self._function(name).finish()
+        if self.nest.decoded:
+            self._decode()
+
+    def _decode(self) -> None:
+        """decode(b, out): a panel of the stream as the dense micro-kernel reads it.
+
+        Signed codes are taken as 8 more, which is subtracted as part of the zero point: one shift a code, for processors that
+        shift one vector at a time.
+        """
+        n, d = self.nest, self.nest.dot
+        nv, line, row_bytes = n.blocks.nv, d.lanes * 4, n.nr * 4
+        floats, i32 = vec(d.lanes, "float"), vec(d.lanes, "i32")
+        f = Function(self.module, "decode", [("ptr", "b"), ("ptr", "out")])
+        casts = Casts(f, d.lanes)
+        with f.loop(0, n.group_count) as outer:
+            group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
+            base = f.mul(outer.index, n.group)
+            sides = [[f.load(floats, f.at(group, (i * nv + j) * line), line) for j in range(nv)] for i in range(1 + n.zeros)]
+            scales, *zeros = sides
+            if n.signed:
+                above = "splat (float 8.0)"
+                zeros = [[f.v(f"fadd {floats} {z}, {above}") for z in zeros[0]] if n.zeros else [above] * nv]
+            most = f.div(f.min(n.group, f.sub(n.depth, base)), CODES) if n.depth % n.group else n.group // CODES
+            with f.loop(0, most) as word:
+                at = f.at(group, f.mul(f.add(word.index, n.side_rows), row_bytes))
+                out = f.at("%out", f.mul(f.add(base, f.mul(word.index, CODES)), row_bytes))
+                loaded = [f.load(i32, f.at(at, j * line), line) for j in range(nv)]
+                if n.signed:
+                    loaded = [f.v(f"xor {i32} {w}, splat (i32 {0x88888888 - (1 << 32)})") for w in loaded]
+                for step in range(CODES):
+                    for j in range(nv):
+                        code = f.v(f"lshr {i32} {loaded[j]}, splat (i32 {4 * step})")
+                        value = f.v(f"uitofp {i32} {f.v(f'and {i32} {code}, splat (i32 15)')} to {floats}")
+                        if zeros:
+                            value = f.v(f"fsub {floats} {value}, {zeros[0][j]}")
+                        value = f.v(f"fmul {floats} {value}, {scales[j]}")
+                        if n.rounded_to is not F32:
+                            value = casts.convert(casts.convert(value, F32, n.rounded_to), n.rounded_to, F32)
+                        f.store(floats, value, f.at(out, step * row_bytes + j * line), line)
+        f.finish()
+
+    def _block(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
+        if self.nest.decoded:
+            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+            own = self._scratch(f, f.add(self.nest.threads_at, f.mul(me, self.nest.thread_bytes)))
+            f.call("decode", ("ptr", packed.rhs), ("ptr", own))
+            packed = replace(packed, rhs=own)
+        super()._block(f, b, p0, t0, packed)
 
     def _micro(self, rows: int, *, fresh: bool) -> None:
         """result tile = lhs tile x weight panel.
@@ -140,6 +197,9 @@ class GroupedWriter(Writer):
         that are rounded once they are scaled are scaled as they are decoded.
         """
         assert fresh, "K is never cut"
+        if self.nest.decoded:
+            super()._micro(rows, fresh=fresh)
+            return
         n, d = self.nest, self.nest.dot
         nv, line, row_bytes = n.blocks.nv, n.dot.lanes * 4, n.nr * 4
         name = f"micro_{rows}"

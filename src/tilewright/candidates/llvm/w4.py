@@ -11,8 +11,9 @@ from tilewright.candidates.llvm._dots import PAIRS, Choice, choose
 from tilewright.candidates.llvm._nest import Blocks
 from tilewright.candidates.llvm._run import Plan, aligned, lies_right, operand, runner, side_of, unread
 from tilewright.candidates.llvm._scratch import maker
+from tilewright.candidates.llvm._space import L2_BYTES
 from tilewright.candidates.llvm._vector import check
-from tilewright.candidates.llvm._w4 import CODES, GroupedNest, GroupedWriter
+from tilewright.candidates.llvm._w4 import CODES, WIDE, GroupedNest, GroupedWriter
 from tilewright.candidates.llvm._w4_codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
@@ -92,8 +93,14 @@ def planned(problem: Problem, target: Target) -> Plan:
     if choice is None or problem.lhs.dtype.bits > 32 or not problem.lhs.dtype.is_float:
         raise Unsupported(f"{target.chip.name} names no instruction for {problem.lhs.dtype} with 4-bit weights")
     lhs = side_of(problem.op.lhs, count, columns_last=True, outside=False)
-    in_place = lhs.outside is None and rows == 1 and lies_right(lhs.access, problem, choice, rows)
+    in_place = lhs.outside is None and (rows == 1 or _panels(choice, rows)) and lies_right(lhs.access, problem, choice, rows)
     return Plan(choice, 1, rows, lhs, rhs, along, True, stores, in_place, second)
+
+
+def _panels(choice: Choice, rows: int) -> bool:
+    """Whether panels are decoded once, for several tiles: by shifts and conversions, where no instruction looks codes up."""
+    dot = choice.dot
+    return dot.acc is F32 and dot.k == 1 and dot.lanes < WIDE and rows > ROWS
 
 
 class LlvmW4:
@@ -120,12 +127,19 @@ class LlvmW4:
         nv = min(nv, halves * -(-problem.N // halves // dot.lanes))
         few = max(1, min(RUN, -(-problem.N // (nv * dot.lanes)) // (8 * target.cores)))  # enough tasks for every thread
         nc = few if plan.rows <= mr else PANELS
-        return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes),)
+        each = Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes)
+        if not _panels(plan.choice, plan.rows):
+            return (each,)
+        nv = min(2, halves * -(-problem.N // halves // dot.lanes))
+        most = dot.most_rows(nv)
+        mr = -(-plan.rows // -(-plan.rows // most))
+        nr = nv * dot.lanes
+        return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nr, nc=nr, decoded=True), each)
 
     def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
         plan = planned(problem, target)
         assert isinstance(plan, Plan)
-        nest = nest_of(problem, plan, schedule)
+        nest = nest_of(problem, plan, schedule, target)
         call = engine.function(writer_of(nest).write().text(*engine.host()))
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
@@ -157,11 +171,15 @@ def writer_of(nest: GroupedNest) -> GroupedWriter:
     return CodesWriter(nest) if isinstance(nest, CodesNest) else GroupedWriter(nest)
 
 
-def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
+def nest_of(problem: Problem, plan: Plan, schedule: Schedule, target: Target) -> GroupedNest:
     """The loop nest that a schedule stands for."""
     found, group, _ = _weights(problem)
     knobs, dot = dict(schedule.knobs), plan.choice.dot
     mr, nr, nc = (int(knobs[k]) for k in ("mr", "nr", "nc"))
+    decoded = bool(knobs.get("decoded", False))
+    l2 = target.caches_bytes.get("L2", 0) or L2_BYTES
+    near = max(1, l2 // 2 // (mr * problem.K * 4))  # tiles whose rows stay in the cache from panel to panel
+    mc = min(-(-plan.rows // mr), near) if decoded else 1
     common = (
         plan.batch,
         plan.rows,
@@ -174,13 +192,13 @@ def nest_of(problem: Problem, plan: Plan, schedule: Schedule) -> GroupedNest:
         plan.constant,
         plan.stores,
         len(problem.types) + 2,
-        Blocks(mr, nr // dot.lanes, -(-problem.K // (dot.lanes * dot.k)) * dot.lanes * dot.k, 1, nc // nr, not plan.in_place),
+        Blocks(mr, nr // dot.lanes, -(-problem.K // (dot.lanes * dot.k)) * dot.lanes * dot.k, mc, nc // nr, not plan.in_place),
         plan.second,
         plan.largest,
     )
     signed, zeros = found.src[0].dtype.kind == "int", len(found.src) == 3
     if dot.acc is F32:
-        return GroupedNest(*common, group, signed, zeros, found.dtype)
+        return GroupedNest(*common, group, signed, zeros, found.dtype, decoded)
     left = activations(problem.op.lhs)
     return CodesNest(*common, min(group, left.group or group), signed, zeros, scale=left.scale, zero=left.zero)
 
