@@ -10,6 +10,8 @@ eagerly on these inputs are told apart ("eager").
 from __future__ import annotations
 
 import argparse
+import contextlib
+import copy
 import inspect
 import json
 import os
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 300
+LARGEST = 300_000_000  # weights
 SIZES: dict[str, Any] = {
     **dict.fromkeys(
         ["hidden_size", "d_model", "n_embd", "dim", "embed_dim", "encoder_embed_dim", "hidden_dim", "model_dim", "emb_dim"], 64
@@ -103,6 +106,18 @@ def config_of(cls: type, inside: bool = False) -> Any:
     chosen = {
         k: v for k, v in SIZES.items() if k in made.to_dict() or (hasattr(made, k) and k in inspect.signature(cls).parameters)
     }
+    for k, small in list(chosen.items()):
+        held = getattr(made, k, None)
+        if isinstance(held, (list, tuple)) and k == "moe_intermediate_size":  # of each kind of experts
+            chosen[k] = [small] * len(held)
+        elif isinstance(held, int) and isinstance(small, tuple):  # another thing of that name: mamba's conv_kernel
+            del chosen[k]
+        elif held == 0 and k in ("qk_rope_head_dim", "head_dim"):  # without rotation
+            chosen[k] = 0
+    if hasattr(made, "kv_lora_rank") and "num_attention_heads" in chosen and "num_key_value_heads" in chosen:
+        chosen["num_key_value_heads"] = chosen["num_attention_heads"]  # all heads have their own keys
+    if chosen.get("qk_rope_head_dim") == 0 and "qk_head_dim" in chosen:
+        chosen["qk_head_dim"] = chosen["qk_nope_head_dim"]
     if isinstance(getattr(made, "patch_size", None), (list, tuple)):
         chosen.pop("patch_size", None)
     if isinstance(getattr(made, "hidden_size", None), (list, tuple)):
@@ -159,6 +174,12 @@ def model_of(name: str) -> Any:
         if cls in mapping:
             chosen = mapping[cls]
             chosen = chosen[0] if isinstance(chosen, (list, tuple)) else chosen
+            count = 0
+            # The default sizes of what the table does not know may be those of a full model; some cannot be made without data.
+            with contextlib.suppress(Exception), torch.device("meta"):
+                count = sum(p.numel() for p in chosen(copy.deepcopy(config)).parameters())
+            if count > LARGEST:
+                raise LookupError(f"no tiny model: {count:,} weights")
             torch.manual_seed(0)
             return chosen(config).eval()
     raise LookupError("no model class")
