@@ -13,6 +13,7 @@ from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16
 from tilewright.frontends._torch_call import find_operator
 from tilewright.frontends._torch_registry import TRANSLATIONS
 from tilewright.ir.evaluate import evaluate
+from tilewright.ir.ops import Reduce
 from torch_op_cases import GROUPS, INF, NAN
 
 CASES = [(group, name) for group, (cases, _, _) in GROUPS.items() for name in cases]
@@ -27,7 +28,7 @@ def together(group: str) -> Together | Exception:
         return error
 
 
-@pytest.mark.filterwarnings("ignore:var.*degrees of freedom is <= 0")  # which one of the cases is about
+@pytest.mark.filterwarnings("ignore:(var|std).*degrees of freedom is <= 0")  # which one of the cases is about
 @pytest.mark.parametrize(("group", "name"), CASES, ids=[f"{g}: {n}" for g, n in CASES])
 def test_an_operator_means_what_torch_means(group: str, name: str) -> None:
     read = together(group)
@@ -84,6 +85,13 @@ def test_what_is_clamped_to_an_integers_range_becomes_it_at_once() -> None:
     agree(at_once, x, ulps=0)
     wraps = read(lambda a: (a.sigmoid() * 257).to(torch.uint8), x)  # 257 is 1
     assert [n for n in wraps.nodes() if n.dtype is S32]
+
+
+@pytest.mark.parametrize(("dtype", "passes"), [(torch.float16, 2), (torch.float64, 2), (torch.bfloat16, 3), (torch.float32, 3)])
+def test_a_deviation_of_any_size_is_one_pass_more(dtype: torch.dtype, passes: int) -> None:
+    """Means, squares, and the furthest distance where those squares may leave f32."""
+    for f in (lambda a: a.std(1), lambda a: a.var(1)):
+        assert len([n for n in read(f, torch.ones(3, 5, dtype=dtype)).nodes() if isinstance(n.op, Reduce)]) == passes
 
 
 def test_every_translation_is_of_an_operator_that_torch_has() -> None:

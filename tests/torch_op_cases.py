@@ -336,6 +336,8 @@ def reductions() -> dict[str, Case]:
         "std f16": (lambda a: a.std(-1), (plain.half(),)),
         "std of large numbers": (lambda a: (a.std(1), a.std(0, correction=0), *torch.std_mean(a, 1)), (FAR,)),
         "var of large numbers": (lambda a: (a.var(1), a.var((0, 1), correction=0), *torch.var_mean(a, 1)), (FAR / 2**63,)),
+        "std of the smallest numbers": (lambda a: (a.std() * 2.0**100, a.std(0) * 2.0**100), (plain * 2.0**-118,)),
+        "var over none": (lambda a: (a.var(1, correction=9), a.std(1, correction=7)), (plain,)),
         "var bf16 of large numbers": (lambda a: (a.var(1), a.std(1)), ((FAR / 2**63).bfloat16(),)),
         "var_mean": (lambda a: torch.var_mean(a, 1), (plain,)),
         "logsumexp": (lambda a: torch.logsumexp(a, 1), (plain,)),

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from tilewright.dtype import F32, PRED, DType
+from tilewright.dtype import F16, F32, PRED, DType
 from tilewright.frontends._torch_registry import Scalar, Site, aten
 from tilewright.frontends._torch_types import cast, mapped
 from tilewright.ir.build import map_, reduce_, reshape
@@ -16,7 +16,9 @@ from tilewright.ir.ops import LayerNorm, Select, Softmax
 from tilewright.ir.types import normalize_axis
 
 Axes = int | Sequence[int] | None
-_SMALLER = 96  # 2**-96 of the largest f32 and 2**60 squares of it add up to one
+# Distances between 2**-50 and 2**47 have squares of all bits, 2**31 of which add up; those beyond are brought there.
+_FAR, _SMALLER = 2.0**47, 2.0**-82
+_NEAR, _LARGER = 2.0**-50, 2.0**97
 
 
 def _axes(x: Node, dim: Axes) -> list[int]:
@@ -69,7 +71,8 @@ aten("all.default", "all.dim", "all.dims")(_test("and"))
 @aten("var.correction")
 def var(site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False) -> Node:
     """Mean squared distance from the mean, over max(0, n - correction) instead of n."""
-    return cast(_variance_at(site, cast(self, site.compute_dtype), _axes(self, dim), correction, keepdim), site.dtype)
+    variance, _ = _variance_and_mean(site, self, _axes(self, dim), correction, keepdim)
+    return cast(variance, site.dtype)
 
 
 @aten("var_mean.correction")
@@ -77,16 +80,14 @@ def var_mean(
     site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False
 ) -> list[Node]:
     """Variance and mean."""
-    x, axes = cast(self, site.compute_dtype), _axes(self, dim)
-    variance = _variance_at(site, x, axes, correction, keepdim)
-    return [cast(variance, site.dtype), cast(_mean_at(site, x, axes, keepdim), site.dtype)]
+    results = _variance_and_mean(site, self, _axes(self, dim), correction, keepdim)
+    return [cast(x, site.dtype) for x in results]
 
 
 @aten("std.correction")
 def std(site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False) -> Node:
     """Root of the mean squared distance from the mean, over max(0, n - correction) instead of n."""
-    x = cast(self, site.compute_dtype)
-    return cast(_of_any_size(lambda t: map_("sqrt", _variance(t, _axes(self, dim), correction, keepdim)), x, 1), site.dtype)
+    return std_mean(site, self, dim, correction=correction, keepdim=keepdim)[0]
 
 
 @aten("std_mean.correction")
@@ -94,46 +95,58 @@ def std_mean(
     site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False
 ) -> list[Node]:
     """Standard deviation and mean."""
-    x = cast(self, site.compute_dtype)
-    mean = _mean_at(site, x, _axes(self, dim), keepdim)
-    return [std(site, self, dim, correction=correction, keepdim=keepdim), cast(mean, site.dtype)]
+    results = _spread_and_mean(site, self, _axes(self, dim), correction, keepdim, root=True)
+    return [cast(x, site.dtype) for x in results]
 
 
-def _in_a_norm(site: Site) -> bool:
-    """Whether what is made of a variance is a norm: an epsilon is added. Its sums stay in f32, as those of torch's norms do."""
-    return site.readers <= {"aten.add.Tensor", "aten.add.Scalar"}
+def _variance_and_mean(site: Site, self: Node, axes: list[int], correction: Scalar | None, keepdim: bool) -> tuple[Node, Node]:
+    if site.readers <= {"aten.add.Tensor", "aten.add.Scalar"}:  # an epsilon: a norm, whose sums are of f32 in torch, too
+        x = cast(self, site.compute_dtype)
+        return _variance(x, axes, correction, keepdim), reduce_("mean", x, axes, keepdim)
+    return _spread_and_mean(site, self, axes, correction, keepdim, root=False)
 
 
-def _variance_at(site: Site, x: Node, axes: list[int], correction: Scalar | None, keepdim: bool) -> Node:
-    if _in_a_norm(site):
-        return _variance(x, axes, correction, keepdim)
-    return _of_any_size(lambda t: _variance(t, axes, correction, keepdim), x, 2)
+def _spread_and_mean(
+    site: Site, self: Node, axes: list[int], correction: Scalar | None, keepdim: bool, *, root: bool
+) -> tuple[Node, Node]:
+    """Variance (or its root) and mean, neither overflowing nor vanishing on the way.
 
+    torch sums squares of f32 in f64, which no kernel for rows has. Here powers of two keep them in f32: one of the count, for
+    sums and distances, and one of each furthest distance, for its square. Between them no bit is rounded otherwise.
+    """
+    x, count = cast(self, site.compute_dtype), prod(self.shape[a] for a in axes)
+    if x.dtype is not F32 or self.dtype is F16 or not count:
+        variance = _variance(x, axes, correction, keepdim)
+        return map_("sqrt", variance) if root else variance, reduce_("mean", x, axes, keepdim)
+    less = 2.0 ** (count - 1).bit_length() * 4
+    x = mapped("multiply", F32, x, 1 / less)
+    mean = reduce_("mean", x, axes, keepdims=True)
+    distance = map_("subtract", x, mean)
+    furthest = reduce_("maximum", map_("abs", distance), axes, keepdims=True)
 
-def _mean_at(site: Site, x: Node, axes: list[int], keepdim: bool) -> Node:
-    if _in_a_norm(site):
-        return reduce_("mean", x, axes, keepdim)
-    return _of_any_size(lambda t: reduce_("mean", t, axes, keepdim), x, 1)
+    def by_size(above: float, below: float, between: float) -> Node:
+        far, near = map_("greater", furthest, cast(_FAR, F32)), map_("less", furthest, cast(_NEAR, F32))
+        other = Node(Select(), near, cast(below, F32), cast(between, F32))
+        return Node(Select(), far, cast(above, F32), other)
 
-
-def _of_any_size(moment: Callable[[Node], Node], x: Node, degree: int) -> Node:
-    """A moment of f32 numbers whose sums may be too large for that type, as those of f16 cannot be: then that of smaller ones.
-
-    It is `degree` times larger than they are. torch sums in f64, which no kernel for rows has."""
-    plain = moment(x)
-    if x.dtype is not F32:
-        return plain
-    less = moment(mapped("multiply", F32, x, 2.0**-_SMALLER))
-    for _ in range(degree):
-        less = mapped("multiply", F32, less, 2.0**_SMALLER)
-    return Node(Select(), map_("is_finite", plain), plain, less)
+    moment = _mean_square(map_("multiply", distance, by_size(_SMALLER, _LARGER, 1.0)), axes, _divisor(count, correction))
+    back = by_size(less / _SMALLER, less / _LARGER, less)
+    moment = map_("sqrt", moment) if root else map_("multiply", moment, back)
+    shape = mean.shape if keepdim else tuple(d for i, d in enumerate(mean.shape) if i not in axes)
+    return reshape(map_("multiply", moment, back), shape), reshape(mapped("multiply", F32, mean, less), shape)
 
 
 def _variance(x: Node, axes: list[int], correction: Scalar | None, keepdim: bool) -> Node:
     distance = map_("subtract", x, reduce_("mean", x, axes, keepdims=True))
-    squares = reduce_("add", map_("multiply", distance, distance), axes, keepdim)
-    count = max(0.0, prod(x.shape[a] for a in axes) - (1 if correction is None else correction))
-    return mapped("divide", x.dtype, squares, count)
+    return _mean_square(distance, axes, _divisor(prod(x.shape[a] for a in axes), correction), keepdim)
+
+
+def _mean_square(x: Node, axes: list[int], count: float, keepdim: bool = True) -> Node:
+    return mapped("divide", x.dtype, reduce_("add", map_("multiply", x, x), axes, keepdim), count)
+
+
+def _divisor(count: int, correction: Scalar | None) -> float:
+    return max(0.0, count - (1 if correction is None else correction))
 
 
 @aten("linalg_vector_norm.default")
