@@ -127,6 +127,26 @@ def test_regions_are_compiled_with_the_program_around_them() -> None:
     assert any("its regions as programs of" in f.why for f in fallback(compiled, {}))
 
 
+@pytest.mark.parametrize("trips", [0, 3])
+def test_what_a_caller_writes_to_results_of_regions_is_no_constant(trips: int) -> None:
+    """Results are the caller's own also where a branch gives a constant, or a loop that never runs what it began with."""
+    held = np.arange(12, dtype=np.float32).reshape(3, 4)
+
+    def given(x: object, n: object) -> tuple:  # type: ignore[type-arg]
+        chosen = lax.cond(n > 2, lambda x: (held + 1, x @ A), lambda x: (lax.sort(x), held + 2), x)
+        return *chosen, lax.fori_loop(0, n, lambda i, y: jnp.tanh(y @ A), held + 3)
+
+    n = np.int32(trips)
+    wanted = jax.jit(given)(X, n)
+    program = text("stablehlo", given, X, n)
+    compiled = tilewright.compile(program, budget_s=0, cache=False)
+    assert sum(len(s.within) for s in compiled.steps) == 4
+    for _ in range(2):
+        for got, right in zip(compiled(torch.from_numpy(X), torch.tensor(n)), wanted, strict=True):
+            np.testing.assert_allclose(got.numpy(), np.asarray(right), rtol=1e-4, atol=1e-5)
+            got.zero_()
+
+
 def test_a_loop_without_end_ends_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_stablehlo_control, "MAX_TRIPS", 50)
     graph = load(text("stablehlo", lambda n: lax.while_loop(lambda i: i != n, lambda i: i + 2, 0), np.int32(7)))

@@ -152,6 +152,11 @@ class _Program:
             for i, (given, results) in enumerate(found.regions)
         )
 
+    def constant_memory(self) -> set[int]:
+        """Addresses of constants, as which a loop that never runs may have begun, and a branch may end."""
+        made = [t for step in (self._before, *self._steps) for t in step.constants()]
+        return {t.untyped_storage().data_ptr() for t in made if t.numel()}
+
     def run(self, given: Sequence[torch.Tensor], where: str, runs: Sequence[Run] = ()) -> list[torch.Tensor]:
         """Results for what the payload takes; each region is run by its own of `runs`, or by the oracle."""
         state, runs = self._before(given), runs or self._steps
@@ -184,6 +189,10 @@ class _Step:
         with torch.device(device):
             return cast("list[torch.Tensor]", self._run([*values, *self._made[device]]))
 
+    def constants(self) -> list[torch.Tensor]:
+        """What it has made of nodes that read nothing, on any device."""
+        return [t for made in [*self._made.values()] for t in made]
+
 
 @functools.lru_cache(maxsize=64)
 def _program_of(payload: str, target: str) -> _Program:
@@ -212,4 +221,6 @@ def run_control(payload: str, target: str, values: Sequence[object], runs: Seque
     given = [(tuple(t.shape), t.dtype) for t in tensors]
     if given != [(t.shape, t.dtype.to_torch()) for t in program.types] or len(tensors) != len(values):
         raise InputError(f"a payload that takes {', '.join(map(str, program.types))} is given other values", where=target)
-    return [t.contiguous() for t in program.run(tensors, target, runs)]
+    results = program.run(tensors, target, runs)
+    held = program.constant_memory()
+    return [t.clone() if t.untyped_storage().data_ptr() in held else t.contiguous() for t in results]

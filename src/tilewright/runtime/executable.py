@@ -72,6 +72,7 @@ class Executable:
         trace: what the rules did.
         layers: what quantising a float model did to each product; empty if it was not quantised here.
         own_graphs: whether its calls may become CUDA graphs of its own; not those of a part of somebody's program.
+        constant_memory: addresses of what no caller may write to.
     """
 
     source: Graph
@@ -87,7 +88,7 @@ class Executable:
     _inputs: list[int] = field(init=False, repr=False)
     _outputs: list[int] = field(init=False, repr=False)
     _wanted: list[Wanted] = field(init=False, repr=False)
-    _constant_memory: frozenset[int] = field(init=False, repr=False)
+    constant_memory: frozenset[int] = field(init=False, repr=False)
     _slots: dict[Node, int] = field(init=False, repr=False)
     _written: list[tuple[int, int]] = field(init=False, repr=False)
     _copied: list[torch.Tensor] = field(init=False, repr=False)
@@ -132,7 +133,7 @@ class Executable:
         self._start = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
-        self._constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
+        self.constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
         self._slots = slot
         self._written = [span(t) for t in self.kept.values()]
         self._launch()
@@ -186,7 +187,7 @@ class Executable:
             InputError: an input is missing, unknown, or of another shape or type.
         """
         values = self.bind(args, kwargs)
-        results = separate(self.run(values), map(address, values), self._constant_memory)
+        results = separate(self.run(values), map(address, values), self.constant_memory)
         plain = all(map(is_numpy, (*args, *kwargs.values()))) and bool(args or kwargs)
         shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=not self.graph.kept)]
         return shown[0] if len(shown) == 1 else tuple(shown)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, cast
 
 from tilewright.ir.ops import Call, Item
+from tilewright.runtime.arrays import separate
 from tilewright.runtime.partition import Part
 
 if TYPE_CHECKING:
@@ -40,10 +41,11 @@ def with_regions(part: Part, inner: Inner) -> tuple[Runner, tuple[Executable, ..
     programs = tuple(inner(g) for g in graphs)
     order = [part.inputs.index(s) for s in sources]
     picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
+    constants = frozenset[int]().union(*(p.constant_memory for p in programs))  # which a result must not be
 
     def run(values: Sequence[Value]) -> Sequence[Value]:
         given = [cast("torch.Tensor", values[i]) for i in order]
-        results = library.run_regions(op, given, [p.run for p in programs])
+        results = separate(library.run_regions(op, given, [p.run for p in programs]), (), constants)
         return [results[i] for i in picked]
 
     return run, programs
