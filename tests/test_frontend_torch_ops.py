@@ -10,6 +10,7 @@ import torch
 
 from against_torch import Together, agree, read
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, S32, DType
+from tilewright.frontends import _torch_range
 from tilewright.frontends._torch_call import find_operator
 from tilewright.frontends._torch_registry import TRANSLATIONS
 from tilewright.ir.evaluate import evaluate
@@ -85,6 +86,31 @@ def test_what_is_clamped_to_an_integers_range_becomes_it_at_once() -> None:
     agree(at_once, x, ulps=0)
     wraps = read(lambda a: (a.sigmoid() * 257).to(torch.uint8), x)  # 257 is 1
     assert [n for n in wraps.nodes() if n.dtype is S32]
+
+
+def test_a_range_is_found_once_for_what_many_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    rounded, found = _torch_range._rounded, list[object]()
+
+    def counted(*given: object) -> object:
+        found.append(given)
+        assert len(found) < 100
+        return rounded(*given)  # type: ignore[arg-type]
+
+    def doubled(a: torch.Tensor) -> torch.Tensor:
+        a = a.sigmoid()
+        for _ in range(20):
+            a = a * a + a * 0.5
+        return a.to(torch.int8)
+
+    monkeypatch.setattr(_torch_range, "_rounded", counted)
+    agree(doubled, torch.linspace(-3, -1, 9), ulps=0)
+
+
+def test_a_number_too_large_for_an_8_bit_float_may_be_any() -> None:
+    x = torch.tensor([-200.0, 3.0])
+    f8 = lambda a: a.clamp(-1e9, 100.0).to(torch.float8_e4m3fnuz).float()  # noqa: E731
+    agree(lambda a: torch.minimum(torch.tensor(255.0), f8(a)).to(torch.uint8), x, ulps=0)
+    agree(lambda a: (a > 0).float().mul(255).to(torch.uint8), x, ulps=0)
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [(torch.float16, 2), (torch.float64, 2), (torch.bfloat16, 3), (torch.float32, 3)])

@@ -23,32 +23,38 @@ _BY_A_NUMBER = {"add": operator.add, "subtract": operator.sub, "multiply": opera
 
 def lies_within(x: Node, dtype: DType) -> bool:
     """Whether every number of `x`, without what is behind the point, is one of the integer type; NaN aside."""
-    low, high = _range(x, 0)
+    low, high = _range(x, 0, {})
     return low > dtype.min - 1 and high < dtype.max + 1
 
 
-def _range(x: Node, depth: int) -> Range:
+def _range(x: Node, depth: int, known: dict[Node, Range]) -> Range:
     """Numbers between which those of `x` lie; every step rounds, which keeps their order."""
+    if x not in known:  # once, however many read it
+        known[x] = _found(x, depth, known)
+    return known[x]
+
+
+def _found(x: Node, depth: int, known: dict[Node, Range]) -> Range:
     number = scalar_value(x)
     if number is not None:
         return (float(number), float(number)) if number == number else _ANY
     if depth > _MOST_NESTED:
         return _ANY
     if isinstance(x.op, (Broadcast, Reshape, Slice, Transpose)):
-        return _range(x.src[0], depth + 1)
+        return _range(x.src[0], depth + 1, known)
     if isinstance(x.op, Convert) and x.dtype.is_float:
         source = x.src[0].dtype
-        held = _range(x.src[0], depth + 1) if source.is_float else (float(source.min), float(source.max))
+        held = _range(x.src[0], depth + 1, known) if source.is_float else (float(source.min), float(source.max))
         return _rounded(held, x.dtype)
-    return _of_function(x.op.fn, x, depth + 1) if isinstance(x.op, Map) and x.dtype.is_float else _ANY
+    return _of_function(x.op.fn, x, depth + 1, known) if isinstance(x.op, Map) and x.dtype.is_float else _ANY
 
 
-def _of_function(fn: str, x: Node, depth: int) -> Range:
+def _of_function(fn: str, x: Node, depth: int, known: dict[Node, Range]) -> Range:
     if fn in _KNOWN:
         return _KNOWN[fn]
     if fn not in ("abs", "clamp", "maximum", "minimum", "relu", *_MONOTONE, *_BY_A_NUMBER):
         return _ANY
-    ranges = [_range(s, depth) for s in x.src]
+    ranges = [_range(s, depth, known) for s in x.src]
     if fn == "clamp":
         low, own, high = ranges
         return min(max(own[0], low[0]), high[0]), min(max(own[1], low[1]), high[1])
@@ -71,4 +77,4 @@ def _of_function(fn: str, x: Node, depth: int) -> Range:
 
 def _rounded(held: Range, dtype: DType) -> Range:
     low, high = torch.tensor(held, dtype=torch.float64).to(dtype.to_torch()).to(torch.float64).tolist()
-    return low, high
+    return (low, high) if low <= high else _ANY  # NaN: too large for a type without infinities
