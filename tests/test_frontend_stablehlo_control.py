@@ -11,6 +11,7 @@ from jax import lax
 
 import tilewright
 from against_jax import agree, calls, gemms, run, text
+from tilewright import compiler
 from tilewright.errors import InputError
 from tilewright.frontends import _stablehlo_control, load, stablehlo
 from tilewright.ir.ops import Call, Select
@@ -125,6 +126,27 @@ def test_regions_are_compiled_with_the_program_around_them() -> None:
         for got, wanted in zip(compiled(rows, A, np.int32(n)), jax.jit(scanned)(rows, A, np.int32(n)), strict=True):
             np.testing.assert_allclose(got, np.asarray(wanted), rtol=1e-4, atol=1e-4)
     assert any("its regions as programs of" in f.why for f in fallback(compiled, {}))
+
+
+def test_loops_in_loops_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = list[float]()
+    decider = compiler._decider
+
+    def noted(graph: object, target: object, budget_s: float, *rest: object) -> object:
+        shares.append(budget_s)
+        return decider(graph, target, 0, *rest)  # type: ignore[arg-type]
+
+    def nested(x: object, n: object) -> object:
+        def step(i: object, y: object) -> object:
+            for _ in range(3):
+                y = lax.fori_loop(0, n, lambda i, y: y @ A, y)
+            return lax.switch(n, [lambda y: lax.sort(y) @ A, lambda y: jnp.cumsum(y, 0), lambda y: y @ A + 1], y.sum() + y)
+
+        return lax.fori_loop(0, n, step, x)
+
+    monkeypatch.setattr(compiler, "_decider", noted)
+    tilewright.compile(text("stablehlo", nested, A, np.int32(2)), budget_s=8, cache=False)
+    assert len(shares) >= 9 and sum(shares) == pytest.approx(8) and shares[0] == 4
 
 
 @pytest.mark.parametrize("trips", [0, 3])

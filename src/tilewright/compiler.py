@@ -203,21 +203,25 @@ def compile(
     source = replace(source, notes=(*source.notes, *trace.notes))
     recall = Recall(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
     with deadline.allowing(allowed_s):
-        # A loop runs its body many times: what its regions take of the budget is as much as the program around them takes.
-        loops = sum(bool(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)) if target.kind == "cpu" else 0
-        share_s = budget_s / (1 + loops)
-        decide = _decider(graph, target, share_s, progress, recall, ends)
 
-        def inner(region: Graph) -> Executable:
-            found = Trace()
-            made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
-            within = _decider(made, target, share_s / 2, None, recall, ends)
-            try:
-                return prepare(region, made, target, found, within, inner)
-            finally:
-                decide.resume()
+        def prepared(source: Graph, graph: Graph, trace: Trace, within: float, progress: Progress | None) -> Executable:
+            """A program that measures for so many seconds; each loop in it, its regions together, as long as what is around."""
+            inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
+            loops, count = len([r for r in inside if r]), sum(inside)
+            around_s = within / (1 + loops)
+            decide = _decider(graph, target, around_s, progress, recall, ends)
 
-        executable = prepare(source, graph, target, trace, decide, inner)
+            def inner(region: Graph) -> Executable:
+                found = Trace()
+                made = optimise(region, found, excess_precision=excess_precision, within_s=allowed_s)
+                try:
+                    return prepared(region, made, found, around_s * loops / count, None)
+                finally:
+                    decide.resume()
+
+            return prepare(source, graph, target, trace, decide, inner)
+
+        executable = prepared(source, graph, trace, budget_s, progress)
     return replace(executable, layers=tuple(layers))
 
 
