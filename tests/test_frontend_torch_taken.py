@@ -15,6 +15,7 @@ from against_torch import Of
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
 from tilewright.frontends._torch_export import exported
+from tilewright.frontends._torch_taken import differs_as_traced
 
 X = torch.tensor([[1.0, -1.0, 2.0], [3.0, 4.0, -5.0]])
 Y = torch.tensor([[2.0, -3.0, 1.0], [0.5, 9.0, -1.0]])  # goes X's way in all that follow
@@ -293,6 +294,23 @@ def test_a_module_that_computes_something_else_while_it_is_traced_is_refused() -
     assert same.runs == plain.runs + 2  # once as it is, once as it is traced
     silent = Of(lambda x: x * 2)
     assert exported(silent, LoadOptions(example_inputs=(X,)), asks := []) and not asks
+
+
+LOW = torch.finfo(torch.float32).min
+TOLD: dict[str, tuple[Callable[[torch.Tensor], object], Callable[[torch.Tensor], object]]] = {
+    "integers": (lambda x: x.int(), lambda x: x.int() * 2),
+    "complex numbers": (lambda x: torch.complex(x, x), lambda x: torch.complex(x, -x)),
+    "no numbers": (lambda x: x, lambda x: x * float("nan")),
+    "hidden numbers": (lambda x: x.masked_fill(x < 0, LOW), lambda x: x.masked_fill(x < 0, LOW) * (x.abs() + 1).clamp(max=1.5)),
+    "others hidden": (lambda x: x.masked_fill(x < 0, LOW), lambda x: x.masked_fill(x > 0, LOW)),
+}
+
+
+@pytest.mark.parametrize("name", TOLD)
+def test_what_differs_as_traced_is_seen_in_results_of_any_type(name: str) -> None:
+    plain, told = TOLD[name]
+    assert differs_as_traced(Of(lambda x: told(x) if torch.compiler.is_compiling() else plain(x)), (X,), {}) > 0.3
+    assert differs_as_traced(Of(lambda x: (plain(x), torch.compiler.is_compiling())), (X,), {}) == 0
 
 
 def test_an_exported_program_that_asks_is_refused_with_what_to_give() -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import math
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -181,6 +182,7 @@ def _is_position(index: object) -> bool:
 
 
 _WHOLE = (torch.int64, torch.int32, torch.int16, torch.int8)
+_HIDDEN = 1e30  # which masks put in place of a score; beside it every other number would be small
 _FEW = 256  # numbers of a list that are calculated with; more are compared as one
 _HINT = "torch.where instead of `if`, no .item(), no masks that pick elements"
 
@@ -243,21 +245,32 @@ def _run_apart(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[
 
 
 def differs_as_traced(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> float:
-    """The largest difference between what a module returns, and returns where it is told that it is being traced; relative
-    to the largest number of the same result. None (0) where it cannot be told so."""
-    wanted = _run_apart(module, args, kwargs)
+    """The largest difference between what a module returns and what it returns where it is told that it is being traced.
+
+    Relative to the largest number of the same result; of integers, the part of them that differ. 0 where it cannot be told so.
+    """
     try:
+        wanted = _run_apart(module, args, kwargs)
         with _as_exported():
             given = _run_apart(module, args, kwargs)
     except Exception:  # only with traced tensors, then
         return 0.0
-    worst = 0.0
-    for a, b in zip(pytree.tree_leaves(given), pytree.tree_leaves(wanted), strict=False):
-        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and a.shape == b.shape and b.is_floating_point():
-            apart = (a.double() - b.double()).abs().nan_to_num(0.0, 0.0, 0.0)
-            largest = b.double().abs().nan_to_num(0.0, 0.0, 0.0)
-            worst = max(worst, float(apart.max() / largest.max().clamp(min=1e-6)) if b.numel() else 0.0)
-    return worst
+    pairs = zip(pytree.tree_leaves(given), pytree.tree_leaves(wanted), strict=False)
+    return max((_apart(a, b) for a, b in pairs if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)), default=0.0)
+
+
+def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
+    """How far a result is from b, where b holds numbers at all."""
+    if a.shape != b.shape or not b.numel():
+        return 0.0
+    if not b.is_floating_point() and not b.is_complex():
+        return (a != b).double().mean().item()
+    a, b = (torch.view_as_real(t.to(torch.complex128)) if b.is_complex() else t.double() for t in (a, b))
+    held = b.isfinite()
+    if bool((held & ~(a.abs() < _HIDDEN) & (b.abs() < _HIDDEN)).any()):
+        return math.inf
+    held &= b.abs() < _HIDDEN
+    return ((a - b)[held].abs().max() / b[held].abs().max().clamp(min=1e-6)).item() if bool(held.any()) else 0.0
 
 
 def _compared(out: object, ways: Ways) -> object:
