@@ -118,3 +118,18 @@ def test_torchs_stand_in_for_a_device_guard_belongs_to_a_thread_that_lives_on(mo
         with lock, lock:
             torch._C._ensureCUDADeviceGuardSet()  # as torch does in each trace
     assert [t is not threading.current_thread() and t.is_alive() for t in made_by] == [True]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_stand_in_that_torch_cannot_make_keeps_nobody_waiting(monkeypatch) -> None:
+    def failing() -> None:
+        raise SystemExit  # ends a thread without a word
+
+    monkeypatch.setattr(torch._C, "_ensureCUDADeviceGuardSet", failing)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    lock = type(tilewright.tracing.TRACING)()
+    waiting = threading.Thread(target=lock.__enter__, daemon=True)
+    waiting.start()
+    waiting.join(30)
+    assert not waiting.is_alive()

@@ -43,8 +43,10 @@ def _keep_device_guard() -> None:
     done = threading.Event()
 
     def hold() -> None:
-        install()
-        done.set()
+        try:
+            install()
+        finally:
+            done.set()
         threading.Event().wait()
 
     threading.Thread(target=hold, name="tilewright-device-guard", daemon=True).start()
