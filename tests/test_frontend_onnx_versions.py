@@ -8,7 +8,7 @@ import torch
 from onnx import helper
 
 from onnx_models import BOOL, FLOAT, INT64, agrees, model, one, ours, read, tame, theirs
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.ir.evaluate import evaluate
 
 rng = np.random.default_rng(3)
@@ -158,3 +158,14 @@ def test_resizing_counts_whole_extents(mode, by, places, more):
     node = helper.make_node("Resize", ["x", "", *(["s"] if by == "scales" else ["", "z"])], ["y"], mode=mode, **more)
     m = model([node], {"x": x}, {"y": FLOAT}, given, opset=19)
     np.testing.assert_allclose(ours(read(m), {"x": x})[0], theirs(m, {"x": x})[0], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("policy", "sizes"), [("not_larger", [2, 2]), ("not_smaller", [1, 1])])
+def test_one_element_that_an_aspect_ratio_leaves_is_refused(policy, sizes):
+    """The reference evaluator would read it at -0.5, also where the sizes asked for are larger."""
+    x = tame(1, 2, 20, 5)[:, :, :10] if policy == "not_larger" else tame(1, 2, 4, 4)
+    more = {"coordinate_transformation_mode": "pytorch_half_pixel", "keep_aspect_ratio_policy": policy, "axes": [2, 3]}
+    node = helper.make_node("Resize", ["x", "", "", "z"], ["y"], mode="cubic", **more)
+    m = model([node], {"x": x}, {"y": FLOAT}, {"z": np.array(sizes, np.int64)}, opset=19)
+    with pytest.raises(TypeMismatchError, match="one element by pytorch_half_pixel and an aspect ratio"):
+        ours(read(m), {"x": x})

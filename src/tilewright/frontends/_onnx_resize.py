@@ -33,13 +33,18 @@ def resize_operator() -> type[OpRun]:
             by_size = bool(wanted)
             lengths = [x.shape[a] for a in axes]
             stretched = wanted if by_size else [n * float(s) for n, s in zip(lengths, scales, strict=True)]
+            kept = by_size and more.get("keep_aspect_ratio_policy") not in (None, "stretch", b"stretch")
+            if kept:
+                most = max if "smaller" in str(more["keep_aspect_ratio_policy"]) else min
+                factor = most(w / n for w, n in zip(wanted, lengths, strict=True))
+                stretched = [math.floor(n * factor + 0.5) for n in lengths]
             whole = [math.floor(n) for n in stretched]
             if more.get(_MODE) == "align_corners" and whole != stretched and more.get("antialias"):
                 raise NotImplementedError("Resize by fractions of an extent with corners and antialiasing")
             ends = [w == 1 != n for w, n in zip(whole, lengths, strict=True)]
             if more.get(_MODE) != "pytorch_half_pixel" or not any(ends):
                 return run(*given, **more)
-            if by_size and more.get("keep_aspect_ratio_policy") not in (None, "stretch"):
+            if kept:
                 raise NotImplementedError("Resize to one element by pytorch_half_pixel and an aspect ratio")
 
             def along(those: bool) -> tuple[Any, Any]:
