@@ -222,7 +222,19 @@ def compile(
             return prepare(source, graph, target, trace, decide, inner)
 
         executable = prepared(source, graph, trace, budget_s, progress)
-    return replace(executable, layers=tuple(layers))
+    uncompiled = _uncompiled(program, example_inputs, executable) if isinstance(program, torch.nn.Module) else None
+    return replace(executable, layers=tuple(layers), uncompiled=uncompiled)
+
+
+def _uncompiled(
+    module: torch.nn.Module, example_inputs: object, made: Executable
+) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:
+    """What runs a module itself where inputs lead it another way than the traced one; None if no step compares ways, or if the
+    program keeps copies of the module's buffers, which would no longer agree."""
+    from tilewright.frontends.torch import compares, itself
+
+    own = all(a.data_ptr() == b.data_ptr() for a, b in zip(made.source.kept, made.kept.values(), strict=True))
+    return itself(module, example_inputs) if own and compares(made.source) else None
 
 
 def home(source: Graph, example_inputs: object = None) -> str:

@@ -27,6 +27,10 @@ class InputError(TilewrightError):
     """A file, model or argument from outside is missing, malformed or hostile."""
 
 
+class AnotherWayError(InputError):
+    """These inputs lead a program another way than the one that was traced."""
+
+
 class TypeMismatchError(TilewrightError):
     """Shapes or dtypes do not fit together."""
 

@@ -3,7 +3,8 @@
 torch.export refuses `if x.sum() > 0`, `.tolist()` and `x[mask]`. Here the module runs once on its example inputs, and what
 Python learns from tensors is written down; then it is exported with Python told the same again. Each tensor that was asked
 becomes an operand of one operator, `tilewright::as_traced`, that compares it at every call with what the trace knew: a call
-that would go another way ends in an error, never in the result of a way that is not its own.
+that would go another way ends in an error (`compile` then has torch run the module itself), never in the result of a way
+that is not its own.
 
 A number that is a float stays a tensor as long as Python only calculates with it or compares it; a selection by a mask stays a
 selection of as many elements.
@@ -28,7 +29,7 @@ from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.errors import AnotherWayError, UnsupportedError
 
 COMPARED = "tilewright.as_traced.default"  # the operator that compares
 ANOTHER_WAY = "compile again with such inputs as examples, and call the program whose way it is"
@@ -363,7 +364,7 @@ def _as_traced(x: torch.Tensor, seen: Sequence[torch.Tensor], said: Sequence[str
     """x, once each tensor was seen to be what the trace knew of it.
 
     Raises:
-        InputError: one is another, so that the program would go another way than the one that was traced.
+        AnotherWayError: one is another, so that the program would go another way than the one that was traced.
     """
     for t, one in zip(seen, said, strict=True):
         place, known = cast("tuple[str, object]", json.loads(one))
@@ -374,7 +375,7 @@ def _as_traced(x: torch.Tensor, seen: Sequence[torch.Tensor], said: Sequence[str
         shown = json.dumps(value), json.dumps(known)  # where NaN is NaN, and zeros have signs
         if shown[0] != shown[1]:
             shown = shown[0][:80], shown[1][:80]
-            raise InputError(
+            raise AnotherWayError(
                 f"these inputs take another way: {shown[0]}, and {shown[1]} was traced", where=place, hint=ANOTHER_WAY
             )
     return x.clone()

@@ -10,13 +10,14 @@ holds.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.utils import _pytree as pytree
 
 from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.frontends import (
@@ -34,7 +35,7 @@ from tilewright.frontends import _torch_file_call as file_calls
 from tilewright.frontends._torch_export import arguments, exported, places, program_name
 from tilewright.frontends._torch_reader import Reader
 from tilewright.frontends._torch_registry import DependsOnDataError
-from tilewright.frontends._torch_taken import as_taken, differs_as_traced, note
+from tilewright.frontends._torch_taken import COMPARED, as_taken, differs_as_traced, note
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call
 from tilewright.tracing import TRACING
@@ -167,3 +168,26 @@ def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
 def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
     """See that a call is one that a file may bring with it (see `_torch_file_call`)."""
     return file_calls.check_call(call, sources)
+
+
+def compares(graph: Graph) -> bool:
+    """Whether a program compares at each call which way its inputs lead."""
+    return any(isinstance(n.op, Call) and n.op.target == COMPARED for n in graph.nodes())
+
+
+def itself(module: torch.nn.Module, example_inputs: object) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """What runs the module as torch does, on tensors that stand for those of the example inputs, in their order; the results
+    lie where the first tensor does."""
+    leaves, tree = pytree.tree_flatten(arguments(example_inputs, module))
+    homes = {i: leaf.device for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    fixed = [None if i in homes else leaf for i, leaf in enumerate(leaves)]
+
+    def run(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        filled = list(fixed)
+        for (i, home), x in zip(homes.items(), inputs, strict=True):
+            filled[i] = x.to(home)
+        args, kwargs = pytree.tree_unflatten(filled, tree)
+        results = [t for t in pytree.tree_leaves(module(*args, **kwargs)) if isinstance(t, torch.Tensor)]
+        return [t.to(inputs[0].device) for t in results] if inputs else results
+
+    return run

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from tilewright.errors import InputError, TypeMismatchError, counted
+from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, counted
 from tilewright.hardware.target import Target
 from tilewright.ir.carrier import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
@@ -73,6 +74,7 @@ class Executable:
         layers: what quantising a float model did to each product; empty if it was not quantised here.
         own_graphs: whether its calls may become CUDA graphs of its own; not those of a part of somebody's program.
         constant_memory: addresses of what no caller may write to.
+        uncompiled: runs the source itself on the inputs, where these lead another way than the one that was traced.
     """
 
     source: Graph
@@ -83,6 +85,7 @@ class Executable:
     _ready: dict[Node, Value] = field(repr=False)
     layers: tuple[Layer, ...] = ()
     own_graphs: bool = True
+    uncompiled: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
     _program: list[Bound] = field(init=False, repr=False)
     _start: list[Value] = field(init=False, repr=False)
     _inputs: list[int] = field(init=False, repr=False)
@@ -240,10 +243,13 @@ class Executable:
                 return self._run(inputs, observe)
             with torch.cuda.device(self.target.index):
                 return self._run(inputs, observe)
-        except InputError:  # another way than the one that was traced
+        except AnotherWayError as error:
             for kept, held in zip(self._at_risk, before, strict=True):
                 kept.copy_(held)
-            raise
+            if self.uncompiled is None or observe is not None:
+                raise
+            warnings.warn(f"torch ran the module itself, uncompiled: {error}", stacklevel=3)
+            return cast("list[Value]", self.uncompiled(inputs))
         finally:
             torch._C._set_grad_enabled(records)  # pyright: ignore[reportPrivateUsage]
 
