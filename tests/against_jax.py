@@ -76,7 +76,7 @@ def close(given: torch.Tensor, wanted: np.ndarray, *, ulps: float = 0.0, depth: 
     with np.errstate(invalid="ignore"):
         bound = logical.epsilon * (ulps * np.abs(b) + depth * finite.max(initial=0.0))
         good = (a == b) | (np.isnan(a) & np.isnan(b)) | (np.abs(a - b) <= bound)
-        # XLA's CPU code flushes subnormal numbers to zero in some kernels and not in others; StableHLO leaves that open. Ours do not.
+        # XLA's CPU code flushes subnormal numbers to zero in some kernels and not in others; ours never do.
         tiny = _TINY.get(logical.name, 0.0)
         good |= (np.abs(a) < tiny) & (b == 0)
     assert good.all(), f"{what}: {a[~good][:5]} read, {b[~good][:5]} by XLA"
