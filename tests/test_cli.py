@@ -79,6 +79,9 @@ def test_help_imports_nothing_heavy(args: list[str]) -> None:
     assert done.stdout.splitlines()[-1] == "IMPORTED []"
 
 
+WIDE = {"COLUMNS": "200"}  # no table wraps, however long the names of temporary files are
+
+
 def test_help_names_the_verbs_in_order_and_the_exit_codes() -> None:
     text = invoke("--help").output
     verbs = ["read", "run", "verify", "perf", "explain", "gemm", "devices", "tune", "cache"]
@@ -118,7 +121,7 @@ def test_read_json_counts(program: str) -> None:
 
 
 def test_run_prints_inputs_and_outputs(program: str) -> None:
-    result = invoke("run", program, *FAST)
+    result = invoke("run", program, *FAST, env=WIDE)
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
     assert "ids s64[2,5] random indices 0 to 10" in words
@@ -225,7 +228,7 @@ def parse_named(name: str, line: str) -> Graph:
 
 
 def test_perf_prints_steps_summary_totals_and_findings(program: str) -> None:
-    result = invoke("perf", program, "-n", 2, *FAST)
+    result = invoke("perf", program, "-n", 2, *FAST, env=WIDE)
     assert result.exit_code == 0, result.output
     words = " ".join(result.stdout.split())
     for title in ("median µs", "share %", "of peak %", "limit µs", "bound by", "total ms", "steps", "mean µs"):

@@ -146,7 +146,7 @@ def test_files_that_cannot_be_read_or_written_are_named(kept, program, tmp_path)
 def test_what_is_shown_of_the_cache_moves_no_cursor(kept):
     kept.refuse(Refusal(KEY, "f32[\x1b[2J]", "llvm", "crashed: \x1b[31mred\a", 1e9))
     kept.put(msgspec.structs.replace(record("0"), made_s=1e300))  # no record: there is no such day
-    said = invoke("cache", "info")
+    said = invoke("cache", "info", env={"COLUMNS": "200"})
     assert said.exit_code == 0 and "\x1b" not in said.stdout and "crashed:  [31mred" in " ".join(said.stdout.split("\n"))
     assert "0 in" in said.stdout
 

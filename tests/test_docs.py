@@ -1,5 +1,6 @@
 """Every code block in the README and the docs runs. `no-run` after the language leaves one out; `text` is no code."""
 
+import functools
 import os
 import re
 import subprocess
@@ -22,6 +23,12 @@ def blocks(language: str) -> list[pytest.param]:
     return found
 
 
+@functools.cache
+def cache() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what the blocks measure: once for all of them."""
+    return tempfile.TemporaryDirectory()
+
+
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
     """In a folder of its own that has the examples, with the installed command on the path."""
     with tempfile.TemporaryDirectory() as folder:
@@ -29,7 +36,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
         environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-            "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", str(Path(folder) / "cache")),
+            "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", cache().name),
             "OMP_NUM_THREADS": "1",
         }
         return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)

@@ -236,13 +236,13 @@ def quantize(
 
 
 def left_in_float(graph: Graph) -> dict[str, int]:
-    """Float constants of two axes or more that a graph reads (embeddings, experts, weights that were not quantised), each name
-    with its bytes; scales of codes are left out."""
+    """Constants of two axes or more, of floats of 16 bits or more, that a graph reads: embeddings, experts, weights not
+    quantised. Each name has its bytes; scales of codes are left out."""
     nodes = graph.nodes()
     scales = {s for n in nodes if isinstance(n.op, (Dequantize, Quantize)) for s in n.src[1:]}
     found: dict[str, int] = {}
     for node in nodes:
-        if isinstance(node.op, Const) and node.dtype.is_float and len(node.shape) > 1 and node not in scales:
+        if isinstance(node.op, Const) and _is_wide(node) and len(node.shape) > 1 and node not in scales:
             name = node.op.data.label or graph.origin(node)
             found[name] = found.get(name, 0) + _bytes(node)
     return found
@@ -262,13 +262,17 @@ def shares(left: Mapping[str, int], whole: int) -> list[str]:
 def _note(graph: Graph) -> list[str]:
     """A sentence on what quantising left in float, if there is any."""
     left = left_in_float(graph)
-    codes = sum(_bytes(n) for n in graph.nodes() if isinstance(n.op, Const) and len(n.shape) > 1 and not n.dtype.is_float)
+    codes = sum(_bytes(n) for n in graph.nodes() if isinstance(n.op, Const) and len(n.shape) > 1 and not _is_wide(n))
     whole = sum(left.values()) + codes
     if not sum(left.values()):
         return []
     lines = shares(left, whole)
     named = [*lines[:MOST_NAMED], *([f"{len(lines) - MOST_NAMED} more"] if len(lines) > MOST_NAMED else [])]
     return [f"quantising left {sum(left.values()) / whole:.0%} of the bytes of all matrices in float: {'; '.join(named)}"]
+
+
+def _is_wide(node: Node) -> bool:
+    return node.dtype.is_float and node.dtype.bits > 8
 
 
 def _bytes(node: Node) -> int:
