@@ -205,6 +205,12 @@ def test_small_literals_are_equal_by_type_and_bits():
     assert Literal(TensorType(F32, ()), torch.tensor(2.0), "a") == Literal(TensorType(F32, ()), torch.tensor(2.0), "b")
 
 
+def test_a_number_repeated_is_equal_to_itself_written_out():
+    repeated = torch.tensor(2.5).expand(1)
+    assert repeated.stride() == (0,) and literal(repeated) == literal(torch.tensor([2.5]))
+    assert literal(torch.zeros(1, 0).expand(3, 0)) == literal(torch.zeros(3, 0))
+
+
 def test_large_literals_are_equal_to_themselves_alone_and_never_read():
     reads: list[int] = []
 

@@ -96,12 +96,17 @@ class Literal:
         return f"Literal({self.type}{', ' + self.label if self.label else ''})"
 
 
-def tensor_bytes(t: torch.Tensor) -> bytes:
-    """The elements' bits, C order."""
+def bits_of(t: torch.Tensor) -> torch.Tensor:
+    """The elements' bits as u8, C order: a view where they lie in a row."""
     import torch
 
-    flat = t.detach().cpu().contiguous().reshape(-1)
-    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+    flat = t.detach().contiguous().as_strided((t.numel(),), (1,))  # one element, or none, may have any stride
+    return flat.view(torch.uint8)
+
+
+def tensor_bytes(t: torch.Tensor) -> bytes:
+    """The elements' bits, C order."""
+    return bytes(bits_of(t).tolist())
 
 
 def literal(value: bool | float | int | Sequence[float] | torch.Tensor, dtype: DType | None = None) -> Literal:

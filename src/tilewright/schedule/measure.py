@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.hardware.target import Target
+from tilewright.ir.literal import bits_of
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
@@ -174,7 +175,7 @@ class Cold:
     def __call__(self) -> None:
         self._other.sum()  # in f32: torch adds up integers twenty times slower than memory is read, at the cost of rounds
         for t in self._given:
-            raw = t.reshape(-1).view(torch.uint8)
+            raw = bits_of(t)
             whole = raw.numel() // 4 * 4
             raw[:whole].view(torch.float32).sum()
             raw[whole:].sum()

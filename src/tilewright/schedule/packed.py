@@ -10,6 +10,8 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from tilewright.ir.literal import bits_of
+
 WORDS = 1 << 18  # of 32 bits that are summed together: a megabyte
 AT_ONCE = 16  # such sums: what stands between takes 100 MB
 
@@ -43,7 +45,7 @@ def all_packed_once(
 
 def _bits(t: torch.Tensor) -> bytes:
     """A digest of a tensor's bytes."""
-    flat = t.detach().contiguous().as_strided((t.numel(),), (1,)).view(torch.uint8)  # one element may have any stride
+    flat = bits_of(t)
     return hashlib.sha256((flat if flat.device.type == "cpu" else sums(flat).cpu()).numpy().data).digest()
 
 

@@ -26,7 +26,7 @@ import torch
 
 from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
-from tilewright.ir.literal import Literal
+from tilewright.ir.literal import Literal, bits_of
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover
 from tilewright.schedule.guard import Watch
@@ -214,7 +214,7 @@ class _Weights:
         with mmap.mmap(self.fd, size_bytes) as memory:
             whole = torch.frombuffer(memory, dtype=torch.uint8)
             for place, dense in large:
-                whole[place : place + dense.nbytes].copy_(dense.reshape(-1).view(torch.uint8))
+                whole[place : place + dense.nbytes].copy_(bits_of(dense))
             del whole
 
     def close(self) -> None:
