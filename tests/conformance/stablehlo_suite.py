@@ -157,8 +157,8 @@ def judge(program: Program) -> tuple[str, str]:
 
 
 def _differ(a: object, b: object, *, powers: bool = False) -> str:
-    """How a value differs from what is expected, or nothing: floats within a few steps of a magnitude of one or more, bytes that
-    are exponents (`powers`) as the powers of two that they stand for."""
+    """How a value differs from what is expected, or nothing: floats within a few steps of a magnitude of one or more, bytes
+    that are exponents (`powers`) as powers of two."""
     import torch
 
     assert isinstance(a, torch.Tensor)

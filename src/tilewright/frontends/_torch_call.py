@@ -29,6 +29,10 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Packages whose import registers a namespace that torch itself ships.
 _REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
 
+NO_RANDOM = (
+    "model.eval() turns dropout off; what a model draws on purpose is to be an input, as `noise` of transformers' ViTMAE"
+)
+
 
 def call(target: str, args: Sequence[object], kwargs: Mapping[str, object], types: Sequence[TensorType], where: str) -> Node:
     """The operator `target` as a call over the nodes among its arguments.
@@ -40,7 +44,7 @@ def call(target: str, args: Sequence[object], kwargs: Mapping[str, object], type
     if schema_of(operator).is_mutable:
         raise UnsupportedError(f"{target} writes to its operand", where=where)
     if torch.Tag.nondeterministic_seeded in operator.tags:
-        raise UnsupportedError(f"{target} draws random numbers", where=where, hint="model.eval() turns dropout off")
+        raise UnsupportedError(f"{target} draws random numbers", where=where, hint=NO_RANDOM)
     nodes: list[Node] = []
     payload = {
         "args": [_encode(a, nodes, where) for a in args],
