@@ -30,7 +30,7 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 _REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
 
 NO_RANDOM = (
-    "model.eval() turns dropout off; what a model draws on purpose is to be an input, as `noise` of transformers' ViTMAE"
+    "model.eval() turns dropout off; what it draws on purpose is to be an input, as `noise` of transformers' ViTMAE"
 )
 
 
