@@ -29,9 +29,7 @@ _TORCH_CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 # Packages whose import registers a namespace that torch itself ships.
 _REGISTERED_BY = {"quantized_decomposed": "torch.ao.quantization.fx._decomposed"}
 
-NO_RANDOM = (
-    "model.eval() turns dropout off; what it draws on purpose is to be an input, as `noise` of transformers' ViTMAE"
-)
+NO_RANDOM = "model.eval() turns dropout off; what it draws on purpose is to be an input, as `noise` of transformers' ViTMAE"
 
 
 def call(target: str, args: Sequence[object], kwargs: Mapping[str, object], types: Sequence[TensorType], where: str) -> Node:
