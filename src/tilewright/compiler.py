@@ -229,7 +229,7 @@ def compile(
 def _uncompiled(
     module: torch.nn.Module, example_inputs: object, made: Executable
 ) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None:
-    """What runs a module itself where inputs lead it another way than the traced one; None if no step compares ways, or if the
+    """Runner of a module itself, for inputs that lead another way than the traced one; None if no step compares ways, or if the
     program keeps copies of the module's buffers, which would no longer agree."""
     from tilewright.frontends.torch import compares, itself
 

@@ -190,7 +190,7 @@ class _Step:
             return cast("list[torch.Tensor]", self._run([*values, *self._made[device]]))
 
     def constants(self) -> list[torch.Tensor]:
-        """What it has made of nodes that read nothing, on any device."""
+        """Tensors that it has made of nodes that read nothing, on any device."""
         return [t for made in [*self._made.values()] for t in made]
 
 

@@ -213,7 +213,7 @@ def pow_(site: Site, self: Operand, exponent: Operand) -> Node:
 
 @aten("frac.default")
 def frac(site: Site, self: Node) -> Node:
-    """What is behind the point, with self's sign; 0 of whole numbers, -0 too."""
+    """Fraction behind the point, with self's sign; 0 of whole numbers, of -0 too."""
     return map_("subtract", self, map_("trunc", self))
 
 

@@ -240,7 +240,7 @@ def as_taken(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[st
 
 
 def _run_apart(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
-    """What a module returns for copies of these inputs, with its buffers and torch's random numbers as they were."""
+    """Results that a module returns for copies of these inputs, with its buffers and torch's random numbers as they were."""
     with _state_kept(module), torch.no_grad(), torch.random.fork_rng(devices=[]):
         return module.forward(*pytree.tree_map(_own, tuple(args)), **pytree.tree_map(_own, dict(kwargs)))
 

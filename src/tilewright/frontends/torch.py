@@ -176,7 +176,7 @@ def compares(graph: Graph) -> bool:
 
 
 def itself(module: torch.nn.Module, example_inputs: object) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """What runs the module as torch does, on tensors that stand for those of the example inputs, in their order; the results
+    """Runner of the module by torch, on tensors that stand for those of the example inputs, in their order; the results
     lie where the first tensor does."""
     leaves, tree = pytree.tree_flatten(arguments(example_inputs, module))
     homes = {i: leaf.device for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}

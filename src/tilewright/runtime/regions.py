@@ -29,7 +29,7 @@ def graphs_of(op: Call) -> Sequence[Graph]:
 
 
 def with_regions(part: Part, inner: Inner) -> tuple[Runner, tuple[Executable, ...]] | None:
-    """What runs a call, and the programs of its regions; None for a call that has none."""
+    """Runner of a call, and the programs of its regions; None for a call that has none."""
     calls = [n for n in part.nodes if isinstance(n.op, Call)]
     if len(calls) != 1 or not all(n is calls[0] or _result_of(n, calls[0]) for n in part.outputs):
         return None
