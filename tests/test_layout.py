@@ -35,7 +35,7 @@ OUTSIDE = {"tilewright": "tilewright/__init__.py", "__main__": "cli"} | dict.fro
 # of what they belong to, or with an underscore alone.
 DISCOVERED = ("frontends", "candidates", "hardware/chips")
 HEAVY = {"torch", "numpy", "ml_dtypes", "onnx", "onnxruntime", "jax", "jaxlib", "triton", "rich", "scipy", "plotly"}
-LONGEST = 800  # lines
+LONGEST = 450  # lines
 REFUSED = {"pickle", "marshal", "shelve", "dill", "joblib", "eval()", "exec()", "os.system()", "os.popen()"}
 TO_ITS_CHILD = {"schedule/nursery.py", "schedule/worker.py"}  # a process and the children it started exchange pickles
 

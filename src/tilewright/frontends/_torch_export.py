@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import inspect
-import io
 import itertools
-import logging
 import re
-import sys
-import warnings
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,15 +15,20 @@ import torch
 from torch._subclasses import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions
+from tilewright.frontends._torch_around import (
+    NothingMade,
+    asking,
+    casts_that_change_nothing,
+    hooks_kept,
+    numbers_refused,
+    quiet,
+)
 from tilewright.frontends._torch_registry import TRANSLATIONS, DependsOnDataError
 
-_TORCH = str(Path(torch.__file__).parent)
 _ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
 _MUTATIONS = {
     OutputKind.PARAMETER_MUTATION: "parameter",
@@ -56,7 +55,7 @@ def exported(
         args, kwargs = arguments(options.example_inputs, program)
         module, where = program, program_name(program)
         try:
-            with _asking([] if asks is None else asks), contextlib.nullcontext() if taken else _numbers_refused(where):
+            with asking([] if asks is None else asks), contextlib.nullcontext() if taken else numbers_refused(where):
                 traced = _export(module, args, kwargs, where)
             return _functional(traced, options, kept)
         except InputError as error:
@@ -69,56 +68,13 @@ def exported(
     return _functional(program, options, kept)
 
 
-@contextlib.contextmanager
-def _numbers_refused(where: str) -> Generator[None]:
-    """While it is open, a trace in which Python takes a number out of a tensor ends, whatever becomes of the number: the symbol
-    that stands for it is no `float` or `int`, and as one `v == v` is true where it is NaN. torch's own checks may ask."""
-    names = ("create_unbacked_symfloat", "create_unbacked_symint", "create_unbacked_symbool")
-    held: dict[str, Any] = {name: getattr(ShapeEnv, name) for name in names}
-    met = list[str]()
-
-    def refusing(name: str) -> Callable[..., Any]:
-        def create(shapes: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
-            if _is_a_number_for_python():
-                met.append(name)
-                raise DependsOnDataError("Python takes a number out of a tensor", where=where)
-            return held[name](shapes, *args, **kwargs)
-
-        return create
-
-    try:
-        for name in names:
-            setattr(ShapeEnv, name, refusing(name))
-        yield
-    except Exception as error:
-        if not met:
-            raise
-        what, hint = "Python takes a number out of a tensor", "calculate with tensors, without .item() and .tolist()"
-        raise DependsOnDataError(what, where=where, hint=hint) from error
-    finally:
-        for name, own in held.items():
-            setattr(ShapeEnv, name, own)
-
-
-def _is_a_number_for_python() -> bool:
-    """Whether a symbol is made for what `.item()` gives the program's own code, and not for what torch checks at each call."""
-    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
-    if frame.f_code.co_name != "local_scalar_dense":
-        return False
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
-        if frame.f_code.co_name.startswith("_check"):
-            return False
-        frame = frame.f_back
-    return True
-
-
 def _functional(program: ExportedProgram, options: LoadOptions, decompositions: dict[Any, Any]) -> ExportedProgram:
     _check_weights(chain(program.state_dict.items(), program.constants.items()))
     _check_dims(program, options)
     _check_mutations(program)
 
     def run() -> ExportedProgram:
-        with _NothingMade():
+        with NothingMade():
             return program.run_decompositions(decompositions)
 
     functional = _translated_errors(run, program_name(program))
@@ -132,7 +88,7 @@ def _export(
     """The module traced: what a cache of transformers holds are results by name."""
 
     def run() -> ExportedProgram:
-        with _casts_that_change_nothing(), _NothingMade():
+        with casts_that_change_nothing(), NothingMade():
             return torch.export.export(module, args, kwargs, strict=strict)
 
     try:
@@ -154,62 +110,6 @@ def _register_cache() -> bool:
         return False
     register()
     return True
-
-
-class _NothingMade(TorchFunctionMode):
-    """`torch.tensor([])`, with which a cache of transformers begins, as an operator's result: torch loses such constants as it
-    decomposes."""
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func is torch.tensor and len(args) == 1 and args[0] == []:
-            return torch.empty(0, **(kwargs or {}))
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def _asking(found: list[str]) -> Generator[None]:
-    """While it is open, places outside torch that ask whether they are being traced are added to `found`."""
-    held = {name: getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")}
-
-    def noted(ask: Callable[[], bool]) -> Callable[[], bool]:
-        @functools.wraps(ask)
-        def told() -> bool:
-            asker = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage] - a frame that is held holds tensors
-            if not asker.co_filename.startswith(_TORCH):
-                found.append(f"{asker.co_filename} in {asker.co_name}")
-            return ask()
-
-        return told
-
-    try:
-        for name, ask in held.items():
-            setattr(torch.compiler, name, noted(ask))
-        yield
-    finally:
-        for name, ask in held.items():
-            setattr(torch.compiler, name, ask)
-
-
-@contextlib.contextmanager
-def _casts_that_change_nothing() -> Generator[None]:
-    """`self.router.to(self.dtype)` in `forward` leaves a module as it is; torch cannot exchange weights that it traces."""
-    own = torch.nn.Module.to
-
-    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
-        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
-        held = [*module.parameters(), *module.buffers()]
-        same = all(
-            (dtype is None or not t.is_floating_point() or t.dtype is dtype) and device in (None, t.device) for t in held
-        )
-        return module if same and layout is None else own(module, *args, **kwargs)
-
-    torch.nn.Module.to = to  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch.nn.Module.to = own
 
 
 def arguments(given: object, module: torch.nn.Module) -> tuple[tuple[object, ...], dict[str, object]]:
@@ -300,7 +200,7 @@ def _translated_errors(run: Callable[[], ExportedProgram], where: str) -> Export
 
     depends = (GuardOnDataDependentSymNode, DataDependentOutputException, DynamicOutputShapeException)
     try:
-        with _quiet(), torch.no_grad(), _hooks_kept():
+        with quiet(), torch.no_grad(), hooks_kept():
             return run()
     except depends as error:
         raise DependsOnDataError(
@@ -346,31 +246,6 @@ def _advice(message: str) -> str:
     if "expected compiled_fn" in message or "Aliased inputs" in message:
         return "a buffer that is written to shares memory with another tensor of the module: give each its own"
     return "check that module(*example_inputs) runs, and see torch.export's notes on what it can trace"
-
-
-@contextlib.contextmanager
-def _hooks_kept() -> Generator[None]:
-    """Hooks on buffers of all modules are afterwards those from before: a trace that fails leaves torch 2.11's own behind."""
-    hooks = cast("dict[int, object]", torch.nn.modules.module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
-    before = {**hooks}
-    try:
-        yield
-    finally:
-        for key in [k for k in hooks if k not in before]:
-            del hooks[key]
-
-
-@contextlib.contextmanager
-def _quiet() -> Generator[None]:
-    """torch logs tracebacks and prints programs before it raises; the error alone reaches the user."""
-    before = logging.root.manager.disable
-    logging.disable(logging.ERROR)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def user_inputs(program: ExportedProgram) -> dict[str, object]:
