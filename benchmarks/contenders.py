@@ -78,7 +78,7 @@ def tilewright(case: Case) -> Run:
 
 def generated(case: Case) -> Run:
     """The generated kernel, whether or not a compile chooses it."""
-    from tilewright.candidates.llvm import gemm
+    from tilewright.candidates.llvm.gemm import candidate as gemm
 
     return _chosen(case, [gemm.CANDIDATE])
 

@@ -24,7 +24,7 @@ from typing import Any
 import click
 import torch
 
-from tilewright.candidates.llvm.gemm import CANDIDATE
+from tilewright.candidates.llvm.gemm.candidate import CANDIDATE
 from tilewright.compiler import optimise
 from tilewright.hardware.ceilings import with_ceilings
 from tilewright.hardware.detect import detect

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from tilewright.candidates.llvm import limits
-from tilewright.candidates.llvm._dots import Dot
+from tilewright.candidates.llvm.gemm.dots import Dot
 from tilewright.candidates.llvm.limits import peak_gops, read_gbps
 from tilewright.hardware.detect import detect
 

@@ -1,4 +1,4 @@
-"""Contenders of a module, each in a process of its own: `tilewright.report.rounds` for benchmarks.
+"""Contenders of a module, each in a process of its own: `tilewright.report.measure.rounds` for benchmarks.
 
 A module of contenders has a frozen dataclass `Case` and `CONTENDERS`, which holds for each name a function from a case to a
 function that runs it once. One process serves one contender for all cases, so that a library is started once.
@@ -12,8 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tilewright.report import rounds as turns
-from tilewright.report.rounds import compete, ratio, serve
+from tilewright.report.measure import rounds as turns
+from tilewright.report.measure.rounds import compete, ratio, serve
 
 __all__ = ["Process", "compete", "ratio"]
 

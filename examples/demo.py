@@ -109,7 +109,7 @@ def _onnxruntime(path: Any) -> Callable[[], object]:
     import onnxruntime
 
     import tilewright
-    from tilewright.report.inputs import make_feeds
+    from tilewright.report.measure.inputs import make_feeds
 
     session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
     feeds = {f.shown.name: f.value.numpy() for f in make_feeds(tilewright.load(path))}  # type: ignore[attr-defined]
@@ -180,10 +180,10 @@ def run_program(program: Program, out: Path, tell: Callable[[str], None]) -> Row
     """Compile, check and time one program, beside its peer."""
     import tilewright
     from tilewright.hardware.ceilings import with_ceilings
-    from tilewright.report.inputs import make_feeds
-    from tilewright.report.perf import bind
-    from tilewright.report.verify import verify_program
-    from tilewright.report.work import work_of
+    from tilewright.report.measure.inputs import make_feeds
+    from tilewright.report.measure.perf import bind
+    from tilewright.report.measure.verify import verify_program
+    from tilewright.report.measure.work import work_of
 
     tell("preparing")
     source = program.source(out)

@@ -11,7 +11,7 @@ import torch
 
 from tilewright.dtype import DType, from_numpy
 from tilewright.frontends import load
-from tilewright.frontends._stablehlo_module import mlir_type
+from tilewright.frontends.stablehlo.module import mlir_type
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call, Gemm

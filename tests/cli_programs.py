@@ -66,7 +66,7 @@ def install_ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
         return replace(target, peak_gops=peaks, read_gbps=10.0, copy_gbps=8.0)
 
     monkeypatch.setattr("tilewright.hardware.ceilings.with_ceilings", with_ceilings)
-    monkeypatch.setattr("tilewright.report.machine.with_ceilings", with_ceilings)
+    monkeypatch.setattr("tilewright.report.explain.machine.with_ceilings", with_ceilings)
 
 
 class Wrong:
@@ -111,6 +111,6 @@ def write(folder: Path, graph: Graph) -> str:
 
 def invoke(*args: object, env: Mapping[str, str] | None = None, typed: str | None = None) -> Result:
     """A command line's result; a bug is raised, not swallowed, unless the command line itself reported it."""
-    from tilewright.cli import cli
+    from tilewright.cli.main import cli
 
     return CliRunner().invoke(cli, [str(a) for a in args], env=env, input=typed, prog_name="tilewright")

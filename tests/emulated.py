@@ -7,7 +7,7 @@ UMMLA, USMMLA, BFMMLA).
 
 import re
 
-from tilewright.candidates.llvm._text import Function, Module, vec
+from tilewright.candidates.llvm.expressions.text import Function, Module, vec
 
 THREADS = 16
 ROWS, ROW = 16, 64  # of a tile

@@ -13,9 +13,10 @@ import torch
 
 from tilewright.dtype import BY_NAME, OPAQUE, DType
 from tilewright.errors import TilewrightError
-from tilewright.frontends import _torch_call, _torch_file_call
 from tilewright.frontends._calls_in_files import check_calls
-from tilewright.frontends._torch_file_call import shapes_of_results
+from tilewright.frontends.torch import call as _torch_call
+from tilewright.frontends.torch import file_call as _torch_file_call
+from tilewright.frontends.torch.file_call import shapes_of_results
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call

@@ -5,13 +5,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm._text import Function, Module, vec
-from tilewright.candidates.llvm._vector import Columns, Vectors, check
-from tilewright.ir.access import Access, of_operand
+from tilewright.candidates.llvm.expressions.text import Function, Module, vec
+from tilewright.candidates.llvm.expressions.vector import Columns, Vectors, check
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.ir.axes import axes_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
+from tilewright.lowering.access import Access, of_operand
 
 LANES = 16
 Emit = Callable[[Function, list[str]], str]

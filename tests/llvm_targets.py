@@ -5,20 +5,21 @@ import json
 import sys
 
 from llvm_map import begin, end
-from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm import gemm, w4
-from tilewright.candidates.llvm._vector import KNOWN, Columns, Vectors, check
-from tilewright.candidates.llvm._write import Writer
+from tilewright.candidates.llvm.expressions.vector import KNOWN, Columns, Vectors, check
+from tilewright.candidates.llvm.gemm import candidate as gemm
+from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.runtime import engine
+from tilewright.candidates.llvm.w4 import candidate as w4
 from tilewright.compiler import optimise
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
-from tilewright.ir.access import Unsupported, of_operand
 from tilewright.ir.build import reshape, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Convert, Input, Map, Param
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.types import TensorType
+from tilewright.lowering.access import Unsupported, of_operand
 from tilewright.schedule.problem import Problem, problem_of
 from values import ALL
 

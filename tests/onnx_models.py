@@ -11,7 +11,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from tilewright.frontends import LoadOptions
 from tilewright.frontends import onnx as frontend
-from tilewright.frontends._onnx_tensors import element_code, from_array, to_numpy
+from tilewright.frontends.onnx.tensors import element_code, from_array, to_numpy
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph
 from tilewright.ir.verify import verify

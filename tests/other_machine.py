@@ -14,13 +14,13 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tilewright.candidates.llvm._casts import size_bytes
-from tilewright.candidates.llvm._engine import assembly
-from tilewright.candidates.llvm._nest import Nest
-from tilewright.candidates.llvm._write import Writer
-from tilewright.ir.access import Access
+from tilewright.candidates.llvm.expressions.casts import size_bytes
+from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.nest import Nest
+from tilewright.candidates.llvm.runtime.engine import assembly
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
+from tilewright.lowering.access import Access
 
 ARENA, ROOM = 0x10000000, 1 << 28  # where its memory lies
 FENCE = 64  # bytes around every buffer that must stay as they are

@@ -9,8 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm.gemm import CANDIDATE, _prepared, module_text, nest_of
+from tilewright.candidates.llvm.gemm.candidate import CANDIDATE, _prepared, module_text, nest_of
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.schedule import Schedule
 

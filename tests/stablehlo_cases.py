@@ -35,7 +35,7 @@ from tilewright.dtype import (
     U64,
     DType,
 )
-from tilewright.frontends._stablehlo_module import mlir_type
+from tilewright.frontends.stablehlo.module import mlir_type
 from tilewright.ir.types import TensorType
 
 

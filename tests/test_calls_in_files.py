@@ -18,8 +18,8 @@ from tilewright.compiler import compile
 from tilewright.dtype import F32, OPAQUE, S64
 from tilewright.errors import InputError, TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
-from tilewright.frontends._torch_allowed import ALLOWED
-from tilewright.frontends._torch_call import find_operator, schema_of
+from tilewright.frontends.torch.allowed import ALLOWED
+from tilewright.frontends.torch.call import find_operator, schema_of
 from tilewright.ir.build import input_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node

@@ -71,7 +71,7 @@ def program(tmp_path: Path) -> str:
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     code = (
         "import sys; sys.argv = ['tilewright', *sys.argv[1:]]\n"
-        "from tilewright.cli import main\n"
+        "from tilewright.cli.main import main\n"
         "try:\n    main()\nexcept SystemExit as left:\n    assert left.code == 0\n"
         f"print('IMPORTED', [m for m in {HEAVY} if m in sys.modules])"
     )
@@ -404,7 +404,7 @@ def test_an_unknown_chip_is_said_to_get_the_nearest_family(monkeypatch: pytest.M
 
     from tilewright.hardware.detect import detect
 
-    monkeypatch.setattr("tilewright.report.machine.targets", lambda: [replace(detect("cpu"), exact_match=False)])
+    monkeypatch.setattr("tilewright.report.explain.machine.targets", lambda: [replace(detect("cpu"), exact_match=False)])
     assert "the nearest family: there is no description of this very chip" in " ".join(invoke("devices").stdout.split())
 
 
@@ -454,7 +454,7 @@ def test_the_docs_describe_the_schema_the_notation_and_every_option() -> None:
     import click
 
     import tilewright.ir.notation as notation
-    from tilewright.cli import cli
+    from tilewright.cli.main import cli
 
     text = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
     described = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])

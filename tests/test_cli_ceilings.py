@@ -13,8 +13,8 @@ from tilewright import compiler
 from tilewright.hardware import ceilings
 from tilewright.hardware.target import Target
 from tilewright.ir.notation import parse
-from tilewright.report import work
-from tilewright.report.work import rates_seen
+from tilewright.report.measure import work
+from tilewright.report.measure.work import rates_seen
 
 LINE = "f32[128,512] @ f32[512,256]"
 

@@ -8,7 +8,7 @@ import torch
 
 from computed_problems import problem, prologues, sides
 from tilewright.candidates import split
-from tilewright.candidates.llvm import gemm as llvm_gemm
+from tilewright.candidates.llvm.gemm import candidate as llvm_gemm
 from tilewright.dtype import BF16, F16, F32, S8
 from tilewright.hardware.detect import chips, detect
 from tilewright.hardware.target import Target

@@ -8,10 +8,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tilewright.candidates.llvm import gemm
-from tilewright.candidates.llvm._dots import choose
-from tilewright.candidates.llvm._space import Points, Product, legal, space
-from tilewright.candidates.llvm._work import _Counts, _makespan, ranked, work
+from tilewright.candidates.llvm.gemm import candidate as gemm
+from tilewright.candidates.llvm.gemm.dots import choose
+from tilewright.candidates.llvm.gemm.space import Points, Product, legal, space
+from tilewright.candidates.llvm.gemm.work import _Counts, _makespan, ranked, work
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.hardware.detect import chips, detect

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilewright
-from tilewright.candidates.llvm._engine import available
+from tilewright.candidates.llvm.runtime.engine import available
 from tilewright.errors import InputError
 
 pytestmark = pytest.mark.skipif(available() is not None, reason="no OpenMP")

@@ -20,7 +20,12 @@ from w4_problems import posed
 
 pytest.importorskip("triton")
 
-from tilewright.candidates.triton import _w4_tiles, gemm, hopper, hopper_attention, hopper_w4, rows
+from tilewright.candidates.triton.gemm import candidate as gemm
+from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+from tilewright.candidates.triton.hopper.gemm import candidate as hopper
+from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
+from tilewright.candidates.triton.hopper.w4 import tiles as _w4_tiles
+from tilewright.candidates.triton.normalization import candidate as rows
 
 FEW = replace(H200, cores=2)  # of an SM or two, so that blocks have several tiles of small matrices
 LATE = {"late": True, "seed": 1}

@@ -13,7 +13,7 @@ import pytest
 from cli_programs import FAST, block, install_ceilings, install_fake_library, invoke, write
 from tilewright.errors import InputError
 from tilewright.files import require_writable, write_whole
-from tilewright.report.inputs import write_npz
+from tilewright.report.measure.inputs import write_npz
 
 
 @pytest.fixture

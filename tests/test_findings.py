@@ -5,7 +5,7 @@ import torch
 
 import tilewright
 from tilewright.candidates import split as split_module
-from tilewright.report.findings import fallback
+from tilewright.report.explain.findings import fallback
 from tilewright.schedule import search as search_module
 from tilewright.schedule.candidate import LAST_RESORT
 from tilewright.schedule.search import Rejected, search

@@ -15,7 +15,8 @@ import jax_models
 from against_jax import agree, run
 from tilewright.dtype import S8, S32
 from tilewright.errors import InputError, MissingDependencyError, UnsupportedError
-from tilewright.frontends import LoadOptions, _jaxlib, hlo, load
+from tilewright.frontends import LoadOptions, hlo, load
+from tilewright.frontends.stablehlo import jaxlib as _jaxlib
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph
 from tilewright.ir.ops import Call, Convert, Gemm, Input
@@ -327,7 +328,7 @@ def test_what_cannot_be_read_is_refused_in_words(case: str, capfd: pytest.Captur
 
 
 def test_xla_is_given_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilewright.frontends._jaxlib.CONVERSION_TIMEOUT_S", 0.001)
+    monkeypatch.setattr("tilewright.frontends.stablehlo.jaxlib.CONVERSION_TIMEOUT_S", 0.001)
     with pytest.raises(InputError, match=r"longer than 0\.001 s"):
         load(EXAMPLES / "xla_7117_s8.hlo")
 

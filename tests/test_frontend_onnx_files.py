@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from onnx_models import FLOAT, model, one, ours, read, value
-from tilewright.frontends._onnx_wire import CUT_BYTES, strip_weights
+from tilewright.frontends.onnx.wire import CUT_BYTES, strip_weights
 
 rng = np.random.default_rng(3)
 X = {"x": rng.standard_normal((2, 64)).astype(np.float32)}

@@ -90,7 +90,7 @@ def test_axes_as_attributes_of_older_operators():
 
 
 def test_an_operator_newer_than_its_converter_is_never_read_with_an_old_meaning():
-    from tilewright.frontends._onnx_node import CONVERTERS, Unmodelled, converter_of
+    from tilewright.frontends.onnx.node import CONVERTERS, Unmodelled, converter_of
 
     versions = {(s.name, s.since_version) for s in onnx.defs.get_all_schemas_with_history() if not s.domain}
     for (domain, name), found in CONVERTERS.items():

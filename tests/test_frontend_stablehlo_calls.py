@@ -13,8 +13,8 @@ from against_jax import agree, calls, normal, program, run
 from tilewright.dtype import F32, S4, S32
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import load, stablehlo
-from tilewright.frontends._stablehlo_call import CALLABLE, INTERPRETED
-from tilewright.frontends._stablehlo_module import mlir_type
+from tilewright.frontends.stablehlo.call import CALLABLE, INTERPRETED
+from tilewright.frontends.stablehlo.module import mlir_type
 from tilewright.ir.ops import Call
 from tilewright.ir.text import parse, print_with_literals
 from tilewright.ir.types import TensorType

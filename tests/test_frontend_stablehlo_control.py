@@ -13,10 +13,11 @@ import tilewright
 from against_jax import agree, calls, gemms, run, text
 from tilewright import compiler
 from tilewright.errors import InputError
-from tilewright.frontends import _stablehlo_control, load, stablehlo
+from tilewright.frontends import load, stablehlo
+from tilewright.frontends.stablehlo import control as _stablehlo_control
 from tilewright.ir.ops import Call, Select
 from tilewright.ir.text import parse, print_with_literals
-from tilewright.report.findings import fallback
+from tilewright.report.explain.findings import fallback
 
 A = np.random.default_rng(1).standard_normal((4, 4)).astype(np.float32) / 2
 X = np.random.default_rng(2).standard_normal((3, 4)).astype(np.float32)

@@ -16,7 +16,7 @@ from jax import lax
 from against_jax import close, gemms, normal, program, run, xla
 from tilewright.dtype import BF16, BY_NAME, F8E4M3FN, F16, F32, F64, OPAQUE, PRED, S4, S8, S32, U8, DType, from_numpy
 from tilewright.frontends import load
-from tilewright.frontends._stablehlo_module import mlir_type
+from tilewright.frontends.stablehlo.module import mlir_type
 from tilewright.ir.types import TensorType
 
 TYPES = [d for d in BY_NAME.values() if d is not OPAQUE]

@@ -127,10 +127,10 @@ def test_programs_that_explode_when_inlined_are_stopped(monkeypatch: pytest.Monk
     last = "func.func private @f90(%x: tensor<2xf32>) -> tensor<2xf32> {\n%a = stablehlo.abs %x : tensor<2xf32>\n"
     text = main("%r = func.call @f0(%x) : (tensor<2xf32>) -> tensor<2xf32>")
     text = "\n".join([text, *levels, last + "return %a : tensor<2xf32>\n}\n"])
-    monkeypatch.setattr("tilewright.frontends._stablehlo_walk.MAX_OPERATIONS", 2000)
+    monkeypatch.setattr("tilewright.frontends.stablehlo.walk.MAX_OPERATIONS", 2000)
     with pytest.raises(InputError, match="more than 2000 operations once inlined"):
         load(text)
-    monkeypatch.setattr("tilewright.frontends._stablehlo_walk.MAX_DEPTH", 50)
+    monkeypatch.setattr("tilewright.frontends.stablehlo.walk.MAX_DEPTH", 50)
     with pytest.raises(InputError, match="nest more than 50 deep"):
         load(text)
 

@@ -12,7 +12,7 @@ from against_jax import agree, calls, close, normal, program, run, xla
 from tilewright.dtype import BY_NAME, F32, OPAQUE, S64, DType
 from tilewright.errors import UnsupportedError
 from tilewright.frontends import load
-from tilewright.frontends._stablehlo_module import mlir_type
+from tilewright.frontends.stablehlo.module import mlir_type
 from tilewright.ir.types import TensorType
 
 TYPES = [d for d in BY_NAME.values() if d is not OPAQUE]

@@ -15,7 +15,7 @@ from against_jax import agree, calls, close, program, run, sample, to_torch, xla
 from tilewright.dtype import BF16, BY_NAME, F32, OPAQUE, PRED, DType
 from tilewright.errors import InputError
 from tilewright.frontends import load
-from tilewright.frontends._stablehlo_module import mlir_type
+from tilewright.frontends.stablehlo.module import mlir_type
 from tilewright.ir.types import TensorType
 
 TYPES = [d for d in BY_NAME.values() if d is not OPAQUE]

@@ -14,7 +14,7 @@ import tilewright
 from against_torch import Of, agree, read
 from tilewright.dtype import F32, OPAQUE, S32, S64, from_torch
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
-from tilewright.frontends._torch_call import evaluate_call
+from tilewright.frontends.torch.call import evaluate_call
 from tilewright.ir.build import input_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node

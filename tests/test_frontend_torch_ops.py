@@ -10,9 +10,9 @@ import torch
 
 from against_torch import Together, agree, read
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, S32, DType
-from tilewright.frontends import _torch_range
-from tilewright.frontends._torch_call import find_operator
-from tilewright.frontends._torch_registry import TRANSLATIONS
+from tilewright.frontends.torch import range as _torch_range
+from tilewright.frontends.torch.call import find_operator
+from tilewright.frontends.torch.registry import TRANSLATIONS
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.ops import Reduce
 from torch_op_cases import GROUPS, INF, NAN

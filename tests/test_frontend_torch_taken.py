@@ -17,8 +17,8 @@ import tilewright
 from against_torch import Of
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
-from tilewright.frontends._torch_export import exported
-from tilewright.frontends._torch_taken import differs_as_traced
+from tilewright.frontends.torch.export import exported
+from tilewright.frontends.torch.taken import differs_as_traced
 
 X = torch.tensor([[1.0, -1.0, 2.0], [3.0, 4.0, -5.0]])
 Y = torch.tensor([[2.0, -3.0, 1.0], [0.5, 9.0, -1.0]])  # goes X's way in all that follow

@@ -7,8 +7,8 @@ import tilewright
 from tilewright.frontends import LoadOptions
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.notation import parse
-from tilewright.report.inputs import make_feeds
-from tilewright.report.verify import verify_program
+from tilewright.report.measure.inputs import make_feeds
+from tilewright.report.measure.verify import verify_program
 from tilewright.rules.calibrate import calibrate
 from tilewright.schedule.problem import problem_of
 

@@ -39,9 +39,9 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_kind_of_kernel_agrees_with_the_oracle(name):
-    from tilewright.candidates.triton._hopper_plan import plan_of
-    from tilewright.candidates.triton._hopper_space import points
-    from tilewright.candidates.triton.hopper import CANDIDATE
+    from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
+    from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+    from tilewright.candidates.triton.hopper.gemm.space import points
 
     asked, target = CASES[name](), detect("cuda")
     plan = plan_of(asked)
@@ -62,8 +62,8 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
 
 def test_layers_of_other_scales_run_one_machine_code_and_each_is_right():
     """Their data are drawn on the GPU."""
-    from tilewright.candidates.triton import _hopper_build
-    from tilewright.candidates.triton.hopper import CANDIDATE
+    from tilewright.candidates.triton.hopper.gemm import build as _hopper_build
+    from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
 
     target = detect("cuda")
     first = layer(F8E4M3FN, 3072, "gelu", F8E4M3FN, rows=(8, 384))

@@ -18,9 +18,9 @@ from tilewright.ir.build import const, convert, input_, map_, reduce_, reshape, 
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Dequantize, Gather, Param, Quantize, Select, Softmax
-from tilewright.report.inputs import make_feeds
-from tilewright.report.perf import measure
-from tilewright.report.verify import verify_program
+from tilewright.report.measure.inputs import make_feeds
+from tilewright.report.measure.perf import measure
+from tilewright.report.measure.verify import verify_program
 from tilewright.runtime.replay import SWITCH
 from tilewright.schedule.bench import Bench
 from tilewright.schedule.problem import problem_of
@@ -28,10 +28,10 @@ from tilewright.schedule.problem import problem_of
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 if torch.cuda.is_available():
-    from tilewright.candidates.triton import attention as triton_attention
-    from tilewright.candidates.triton import hopper_attention
-    from tilewright.candidates.triton import rows as triton_rows
-    from tilewright.candidates.triton._hopper_rows import points
+    from tilewright.candidates.triton.attention import candidate as triton_attention
+    from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+    from tilewright.candidates.triton.hopper.attention.sizes import points
+    from tilewright.candidates.triton.normalization import candidate as triton_rows
 
     GPU = detect("cuda")
 

@@ -9,9 +9,10 @@ from rich.console import Console
 
 import tilewright
 from tilewright.ir.notation import parse
-from tilewright.report import perf, perf_table
-from tilewright.report.inputs import make_feeds
-from tilewright.report.timing import SPAN_US, Rounds, Times, device_us
+from tilewright.report.measure import perf
+from tilewright.report.measure.inputs import make_feeds
+from tilewright.report.measure.timing import SPAN_US, Rounds, Times, device_us
+from tilewright.report.text import perf_table
 from tilewright.schedule import measure
 from tilewright.schedule.measure import MOST_TOGETHER, time_interleaved
 

@@ -20,14 +20,14 @@ from tilewright.schedule.problem import problem_of
 
 pytest.importorskip("triton")
 
-from tilewright.candidates.triton import _hopper_ptx as ptx
-from tilewright.candidates.triton import _module as modules
-from tilewright.candidates.triton._hopper_plan import plan_of
-from tilewright.candidates.triton._hopper_space import Point, form_of, plan_for, points
-from tilewright.candidates.triton._hopper_split import room_bytes
-from tilewright.candidates.triton._hopper_text import Writer
-from tilewright.candidates.triton._module import assembly, needs
-from tilewright.candidates.triton.hopper import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper import ptx
+from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, plan_for, points
+from tilewright.candidates.triton.hopper.gemm.split import room_bytes
+from tilewright.candidates.triton.hopper.gemm.text import Writer
+from tilewright.candidates.triton.runtime import module as modules
+from tilewright.candidates.triton.runtime.module import assembly, needs
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 WHOLE = Point(128, 256, 4, 16, pingpong=False, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)

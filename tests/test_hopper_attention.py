@@ -16,10 +16,19 @@ from tilewright.schedule.problem import problem_of
 
 pytest.importorskip("triton")
 
-from tilewright.candidates.triton import hopper_attention
-from tilewright.candidates.triton._hopper_attend import kernel_text
-from tilewright.candidates.triton._hopper_rows import Chunk, Point, Ring, chunks, last_seen, points, registers, shared_bytes
-from tilewright.candidates.triton._module import assembly, needs
+from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+from tilewright.candidates.triton.hopper.attention.attend import kernel_text
+from tilewright.candidates.triton.hopper.attention.sizes import (
+    Chunk,
+    Point,
+    Ring,
+    chunks,
+    last_seen,
+    points,
+    registers,
+    shared_bytes,
+)
+from tilewright.candidates.triton.runtime.module import assembly, needs
 
 TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
 

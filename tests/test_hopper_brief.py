@@ -7,17 +7,17 @@ import pytest
 import torch
 
 from ptx_halves import run
-from tilewright.candidates.triton._emit import Tile
-from tilewright.candidates.triton._hopper_brief import Brief
-from tilewright.candidates.triton._text import Text
+from tilewright.candidates.triton.expressions.emit import Tile
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.hopper.brief import Brief
 from tilewright.dtype import F8E4M3FN, F8E5M2, F16, F32, S8, U8
-from tilewright.ir.access import of_store
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import quantised_at_once
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Quantize
 from tilewright.ir.types import TensorType
+from tilewright.lowering.access import of_store
 
 ALL = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
 

@@ -27,16 +27,16 @@ from w4_problems import posed, side_by_side
 
 pytest.importorskip("triton")
 
-from tilewright.candidates.triton import _w4_bytes as in_bytes
-from tilewright.candidates.triton import _w4_tiles as tiles
-from tilewright.candidates.triton._module import assembly, needs
-from tilewright.candidates.triton._w4_form import Form, Point
-from tilewright.candidates.triton._w4_pack import packed, packed_weights, unpacked
-from tilewright.candidates.triton._w4_plan import Plan, plan_of
-from tilewright.candidates.triton._w4_space import point_of, points, schedule_of
-from tilewright.candidates.triton._w4_stage import Coded
-from tilewright.candidates.triton._w4_text import Writer
-from tilewright.candidates.triton.hopper_w4 import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.w4 import bytes as in_bytes
+from tilewright.candidates.triton.hopper.w4 import tiles
+from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.w4.form import Form, Point
+from tilewright.candidates.triton.hopper.w4.pack import packed, packed_weights, unpacked
+from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
+from tilewright.candidates.triton.hopper.w4.space import point_of, points, schedule_of
+from tilewright.candidates.triton.hopper.w4.stage import Coded
+from tilewright.candidates.triton.hopper.w4.text import Writer
+from tilewright.candidates.triton.runtime.module import assembly, needs
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 

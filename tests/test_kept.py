@@ -15,20 +15,20 @@ import tilewright
 from tilewright.dtype import F32, S64, U8
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import LoadOptions, load
-from tilewright.frontends._torch_export import exported
-from tilewright.frontends._torch_reader import Reader
+from tilewright.frontends.torch.export import exported
+from tilewright.frontends.torch.reader import Reader
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Input, Write
-from tilewright.ir.ranges import Room
 from tilewright.ir.text import parse, print_graph
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
-from tilewright.report.inputs import make_feeds
-from tilewright.report.perf import measure
-from tilewright.report.verify import compare_step, verify_program
-from tilewright.report.work import work_of
+from tilewright.lowering.ranges import Room
+from tilewright.report.measure.inputs import make_feeds
+from tilewright.report.measure.perf import measure
+from tilewright.report.measure.verify import compare_step, verify_program
+from tilewright.report.measure.work import work_of
 from tilewright.runtime.partition import partition, problem_of_part
 from tilewright.runtime.writing import placing
 from tilewright.schedule.candidate import Kernel

@@ -20,8 +20,8 @@ from tilewright.ir.literal_file import FILE, arrays_of, read_literals
 from tilewright.ir.ops import Const, Dequantize, gemm
 from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
-from tilewright.report.dump import Dump
-from tilewright.report.inputs import write_npz
+from tilewright.report.html.dump import Dump
+from tilewright.report.measure.inputs import write_npz
 
 
 def random(dtype, shape) -> torch.Tensor:

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from llvm_map import run_expression
 from tilewright.dtype import F32, S8, S32
-from tilewright.ir.access import Place, Unsupported, of_operand, of_store, two_halves
 from tilewright.ir.build import broadcast, convert, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Dequantize, Param, Reduce, Slice
 from tilewright.ir.types import TensorType
+from tilewright.lowering.access import Place, Unsupported, of_operand, of_store, two_halves
 
 EXTENT = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
 

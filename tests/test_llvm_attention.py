@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.candidates.llvm.attention import CANDIDATE, _instruction
+from tilewright.candidates.llvm.attention.candidate import CANDIDATE, _instruction
 from tilewright.dtype import BF16, F16, F32, F64, PRED, S8
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.build import const, input_, reshape, transpose

@@ -8,17 +8,17 @@ import pytest
 import torch
 
 from llvm_map import run_expression
-from tilewright.candidates.llvm._casts import FP8
-from tilewright.candidates.llvm._vector import FUNCTIONS as FUNCTIONS_ROUNDED
-from tilewright.candidates.llvm._vector import KNOWN, WIDE, check
+from tilewright.candidates.llvm.expressions.casts import FP8
+from tilewright.candidates.llvm.expressions.vector import FUNCTIONS as FUNCTIONS_ROUNDED
+from tilewright.candidates.llvm.expressions.vector import KNOWN, WIDE, check
 from tilewright.dtype import BF16, F8E5M2, F16, F32, F64, S4, S8, S16, S32, S64, U4, U8, U16, U32, U64, DType
-from tilewright.ir.access import Unsupported
 from tilewright.ir.build import convert
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Dequantize, Map, Param, Quantize
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.types import TensorType
+from tilewright.lowering.access import Unsupported
 from values import ALL, assert_same, every_value, from_numpy, random_array, specials, to_numpy
 
 REACHED = [d for d in ALL if d.bits <= 32 and d.name != "f8e5m2fnuz"]

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from llvm_map import begin, end
-from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm import gemm
-from tilewright.candidates.llvm._text import PYTHON, THREADS, Function, Module
-from tilewright.candidates.llvm._write import Writer
+from tilewright.candidates.llvm.expressions.text import PYTHON, THREADS, Function, Module
+from tilewright.candidates.llvm.gemm import candidate as gemm
+from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import problem_of
@@ -320,7 +320,7 @@ def test_the_memory_of_kernels_that_nobody_holds_is_given_back(folder):
 
 
 def test_a_bound_kernel_keeps_its_code(folder):
-    from tilewright.candidates.llvm._call import Call, bound
+    from tilewright.candidates.llvm.runtime.calls import Call, bound
 
     kernels = [weakref.ref(engine.function(text(2000 + n))) for n in range(engine.RECENT + 2)]
     gc.collect()

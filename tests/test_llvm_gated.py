@@ -6,7 +6,7 @@ import torch
 
 from gated import CASES, gated, of_halves
 from test_llvm_w4 import CPU, built
-from tilewright.candidates.llvm import gemm
+from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.compiler import compile
 from tilewright.dtype import BF16, F32, S8, U8
 from tilewright.frontends import LoadOptions, load

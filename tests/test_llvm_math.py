@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from llvm_map import LANES, map_arrays
-from tilewright.candidates.llvm._math import Math
+from tilewright.candidates.llvm.expressions.math import Math
 from tilewright.dtype import F32
 from tilewright.ir.ops.functions import FUNCTIONS, evaluate_function
 

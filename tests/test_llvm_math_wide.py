@@ -8,8 +8,8 @@ import torch
 
 from llvm_map import LANES, map_arrays
 from test_llvm_math import arguments, errors_in_ulp
-from tilewright.candidates.llvm._math import Math
-from tilewright.candidates.llvm._math_wide import WideMath
+from tilewright.candidates.llvm.expressions.math import Math
+from tilewright.candidates.llvm.expressions.math_wide import WideMath
 
 INF, NAN = math.inf, math.nan
 LARGEST = 3.4028235e38

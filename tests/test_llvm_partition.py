@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tilewright.candidates.llvm._dots import choose
-from tilewright.candidates.llvm._space import Product
-from tilewright.candidates.llvm._work import ranked
+from tilewright.candidates.llvm.gemm.dots import choose
+from tilewright.candidates.llvm.gemm.space import Product
+from tilewright.candidates.llvm.gemm.work import ranked
 from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target

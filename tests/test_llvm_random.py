@@ -25,11 +25,12 @@ from emulated import emulated
 from gemm_lines import assert_means, lines, tensors
 from other_machine import Program, missing
 from test_llvm_targets import AS_LLVM_SAYS
-from tilewright.candidates.llvm import _call, _run
-from tilewright.candidates.llvm import gemm as llvm
-from tilewright.candidates.llvm._engine import host, refusal
-from tilewright.candidates.llvm._text import Module
-from tilewright.candidates.llvm._write import Writer
+from tilewright.candidates.llvm.expressions.text import Module
+from tilewright.candidates.llvm.gemm import candidate as llvm
+from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.runtime import calls as _call
+from tilewright.candidates.llvm.runtime import run as _run
+from tilewright.candidates.llvm.runtime.engine import host, refusal
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import Problem, problem_of

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 
 from random_carriers import attentions, gemms
 from test_llvm_random import CPU, KEPT, OLDER, RUNNABLE, fence, guarded
-from tilewright.candidates.llvm import attention, gemm
-from tilewright.candidates.llvm._engine import host
-from tilewright.candidates.llvm._write import Writer
+from tilewright.candidates.llvm.attention import candidate as attention
+from tilewright.candidates.llvm.gemm import candidate as gemm
+from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.runtime.engine import host
 from tilewright.hardware.detect import chips
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 import tilewright
 from rotated import turned, turned_in_pairs
 from test_llvm_random import KEPT, fenced, guarded
-from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm import _rows, rows
+from tilewright.candidates.llvm.normalization import candidate as rows
+from tilewright.candidates.llvm.normalization import kernel as _rows
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.dtype import BF16, F8E5M2, F16, F32, F64, PRED, S4, S8, S32, S64, U8
 from tilewright.errors import TypeMismatchError
 from tilewright.hardware.detect import chips, detect
@@ -580,7 +581,7 @@ def test_a_layer_s_norms_are_chosen_once_for_all_layers(monkeypatch):
 
 
 def test_a_region_without_a_kernel_says_so():
-    from tilewright.report.findings import fallback
+    from tilewright.report.explain.findings import fallback
 
     x = input_("x", F32, (40, 64))
     by_blocks = Node(Quantize(S8, (1, 8)), x, input_("s", F32, (40, 8)))

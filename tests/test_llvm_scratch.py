@@ -5,8 +5,8 @@ import sys
 
 import torch
 
-from tilewright.candidates.llvm import _scratch
-from tilewright.candidates.llvm._scratch import LARGE_BYTES, maker
+from tilewright.candidates.llvm.runtime import scratch as _scratch
+from tilewright.candidates.llvm.runtime.scratch import LARGE_BYTES, maker
 
 
 def test_large_results_share_no_memory_and_come_back_when_let_go():
@@ -43,7 +43,7 @@ def test_memory_to_work_in_goes_back_to_the_system_past_what_is_kept(monkeypatch
 FORKED = """
 import os, torch
 torch.set_num_threads(1)  # OpenMP does not outlive a fork
-from tilewright.candidates.llvm._scratch import LARGE_BYTES, maker
+from tilewright.candidates.llvm.runtime.scratch import LARGE_BYTES, maker
 result = maker((LARGE_BYTES,), torch.uint8)().fill_(64)
 child = os.fork()
 if not child:

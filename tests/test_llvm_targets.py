@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.candidates.llvm import _engine as engine
 from tilewright.candidates.llvm import limits
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.hardware.detect import chips
 
 X86, ARM = "x86_64-unknown-linux-gnu", "aarch64-unknown-linux-gnu"

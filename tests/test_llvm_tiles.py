@@ -13,10 +13,11 @@ import torch
 from emulated import emulated
 from gated import gated
 from test_llvm_random import run_child
-from tilewright.candidates.llvm import _run, gemm
-from tilewright.candidates.llvm._dots import choose
-from tilewright.candidates.llvm._engine import host
-from tilewright.candidates.llvm._write import Writer
+from tilewright.candidates.llvm.gemm import candidate as gemm
+from tilewright.candidates.llvm.gemm.dots import choose
+from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.runtime import run as _run
+from tilewright.candidates.llvm.runtime.engine import host
 from tilewright.dtype import BF16, S8
 from tilewright.hardware.detect import chips, cpu
 from tilewright.ir.notation import parse

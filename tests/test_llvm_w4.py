@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from test_llvm_targets import answers, functions, innermost_loops, strangers
-from tilewright.candidates.llvm import w4
+from tilewright.candidates.llvm.w4 import candidate as w4
 from tilewright.hardware.detect import chips, detect
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.expected import expect

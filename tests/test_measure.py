@@ -536,7 +536,7 @@ def test_sources_far_apart_take_little_memory_and_hold_the_same():
 
 
 def test_free_memory_is_spoiled_before_each_run():
-    from tilewright.candidates.llvm import _scratch
+    from tilewright.candidates.llvm.runtime import scratch as _scratch
 
     block = _scratch.take(1000)
     block[2].zero_()

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import tilewright.candidates.llvm.gemm as llvm
-from tilewright.candidates.llvm import w4
+import tilewright.candidates.llvm.gemm.candidate as llvm
+from tilewright.candidates.llvm.w4 import candidate as w4
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule import packed

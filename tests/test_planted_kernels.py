@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from planted_kernels import MISTAKES, Broken
-from tilewright.candidates.llvm._engine import available
+from tilewright.candidates.llvm.runtime.engine import available
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.candidate import discover
@@ -103,7 +103,7 @@ def refusals(decision):
 def test_a_mistake_is_one_small_change():
     """The texts differ where they should: a pattern that no longer fits the generator fails here, not silently."""
     problem = problem_of(parse("f32[512,1100] @ f32[1100,145]").outputs[0])
-    from tilewright.candidates.llvm.gemm import module_text, nest_of
+    from tilewright.candidates.llvm.gemm.candidate import module_text, nest_of
 
     (schedule,) = Broken().schedules(problem, CPU)
     text = module_text(nest_of(problem, schedule, CPU)[0])

@@ -9,17 +9,17 @@ from torch.utils._pytree import tree_leaves
 import tilewright
 from rotated import FORMS, every_other, heads, of_queries_and_keys, turned, turned_in_pairs
 from test_llvm_rows import CPU, problem_of, right
-from tilewright.candidates.llvm import rows
-from tilewright.candidates.llvm._vector import check_node
+from tilewright.candidates.llvm.expressions.vector import check_node
+from tilewright.candidates.llvm.normalization import candidate as rows
 from tilewright.dtype import BF16, F16, F32
-from tilewright.ir.access import Unsupported
 from tilewright.ir.build import input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Concat, Param
-from tilewright.ir.ranges import MOST, pieces_of
-from tilewright.ir.region import MOST_AGAIN, regions_of_rows
-from tilewright.ir.written import written_out
+from tilewright.lowering.access import Unsupported
+from tilewright.lowering.decompose import written_out
+from tilewright.lowering.ranges import MOST, pieces_of
+from tilewright.lowering.region import MOST_AGAIN, regions_of_rows
 from tilewright.schedule.sample import random_sources
 
 

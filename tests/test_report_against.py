@@ -15,12 +15,12 @@ import pytest
 from cli_programs import FAST, install_ceilings, invoke, write
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
-from tilewright.report import rounds
-from tilewright.report.rounds import Here, Process, compete, ratio
+from tilewright.report.measure import rounds
+from tilewright.report.measure.rounds import Here, Process, compete, ratio
 
 CONTENDER = """
 import os, sys, time
-from tilewright.report.rounds import serve
+from tilewright.report.measure.rounds import serve
 
 def prepare(case):
     if case["how"] == "refuses":
@@ -86,7 +86,7 @@ def test_contenders_end_with_who_asks(tmp_path: Path) -> None:
     (tmp_path / "contender.py").write_text(CONTENDER)
     parent = f"""
 import sys, time
-from tilewright.report.rounds import Process
+from tilewright.report.measure.rounds import Process
 p = Process("other", [sys.executable, {str(tmp_path / "contender.py")!r}], {{}})
 p.take({{"how": "fine", "seconds": 0}})
 print(p._child.pid, flush=True)
@@ -120,8 +120,8 @@ def test_torch_runs_the_program_and_agrees(tmp_path: Path, monkeypatch: pytest.M
     install_ceilings(monkeypatch)
     graph = parse("f32[8,64] @ f32[64,32] + bias, relu")
     path = write(tmp_path, Graph("small", graph.inputs, graph.outputs, graph.output_names))
-    monkeypatch.setattr("tilewright._cli_against.ROUNDS", 2)
-    monkeypatch.setattr("tilewright._cli_against.TIMED_S", 0.005)
+    monkeypatch.setattr("tilewright.cli.against.ROUNDS", 2)
+    monkeypatch.setattr("tilewright.cli.against.TIMED_S", 0.005)
     result = invoke("perf", path, "--against", "torch,onnxruntime,xla", "--json", "-n", 1, *FAST)
     assert result.exit_code == 0, result.output
     torch_, onnxruntime, xla = json.loads(result.stdout)["against"]
@@ -142,8 +142,8 @@ def test_an_unknown_peer_is_an_error() -> None:
 def test_xla_compiles_the_same_text(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("jax")
     install_ceilings(monkeypatch)
-    monkeypatch.setattr("tilewright._cli_against.ROUNDS", 2)
-    monkeypatch.setattr("tilewright._cli_against.TIMED_S", 0.005)
+    monkeypatch.setattr("tilewright.cli.against.ROUNDS", 2)
+    monkeypatch.setattr("tilewright.cli.against.TIMED_S", 0.005)
     text = """HloModule m
 ENTRY e {
   a = s8[16,32]{1,0} parameter(0)

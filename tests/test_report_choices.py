@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tilewright.report.choices import mispredictions, off_by, parted
-from tilewright.report.doers import done_by, done_words
-from tilewright.report.explain_text import how, refusals
+from tilewright.report.explain.choices import mispredictions, off_by, parted
+from tilewright.report.explain.doers import done_by, done_words
 from tilewright.report.schema import Choice, Refusal, Rejected, Step
+from tilewright.report.text.explain_text import how, refusals
 from tilewright.schedule.schedule import Schedule
 
 

@@ -14,9 +14,9 @@ from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.ir.build import convert, input_, map_, slice_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import LayerNorm, Quantize, Softmax, gemm
-from tilewright.report.compare import Gap, Tolerances, element_gap, exact_gap, rms_gap, tolerated_gap
-from tilewright.report.inputs import make_feeds
-from tilewright.report.verify import compare_step, verify_program
+from tilewright.report.measure.compare import Gap, Tolerances, element_gap, exact_gap, rms_gap, tolerated_gap
+from tilewright.report.measure.inputs import make_feeds
+from tilewright.report.measure.verify import compare_step, verify_program
 
 NAN, INF = math.nan, math.inf
 

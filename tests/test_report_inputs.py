@@ -16,8 +16,8 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Call, Concat, Dequantize, Gather, Quantize, Select, gemm
 from tilewright.ir.types import TensorType
-from tilewright.report.domains import Domain, domains
-from tilewright.report.inputs import check_memory, make_feeds, read_npz, write_npz
+from tilewright.report.measure.domains import Domain, domains
+from tilewright.report.measure.inputs import check_memory, make_feeds, read_npz, write_npz
 
 
 def program(*outputs: Node, inputs: tuple[Node, ...]) -> Graph:

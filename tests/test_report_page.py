@@ -12,7 +12,7 @@ import pytest
 
 from cli_programs import FAST, block, install_ceilings, install_fake_library, invoke, write
 from tilewright.ir.graph import Graph
-from tilewright.report.roofline import SHAPES, Point, roofline
+from tilewright.report.html.roofline import SHAPES, Point, roofline
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)

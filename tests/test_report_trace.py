@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from cli_programs import FAST, block, install_ceilings, install_fake_library, invoke, write
-from tilewright.report.trace_events import CALLS, TRACKS
+from tilewright.report.measure.trace_events import CALLS, TRACKS
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,14 @@ from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Attention, Call, Concat, Dequantize, Gather, LayerNorm, Quantize, gemm
 from tilewright.ir.types import TensorType
-from tilewright.report import console, schema
-from tilewright.report.console import progress
-from tilewright.report.explain import explain_program
-from tilewright.report.findings import Reasons, dangling, fallback
-from tilewright.report.tables import count, listing, percent, small, us
-from tilewright.report.timing import Rounds, device_us, wall_us
-from tilewright.report.work import Work, describe, work_of
+from tilewright.report import schema
+from tilewright.report.explain.explain import explain_program
+from tilewright.report.explain.findings import Reasons, dangling, fallback
+from tilewright.report.measure.timing import Rounds, device_us, wall_us
+from tilewright.report.measure.work import Work, describe, work_of
+from tilewright.report.text import console
+from tilewright.report.text.console import progress
+from tilewright.report.text.tables import count, listing, percent, small, us
 from tilewright.runtime.executable import Executable
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 import tilewright
 from ptx import H200
-from tilewright.cli import cli
+from tilewright.cli.main import cli
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const

@@ -20,8 +20,8 @@ from tilewright.ir.carrier import operands_of
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, Gemm, gemm
-from tilewright.report.accuracy import accuracy
-from tilewright.report.inputs import make_feeds
+from tilewright.report.measure.accuracy import accuracy
+from tilewright.report.measure.inputs import make_feeds
 from tilewright.rules.calibrate import calibrate, quantize, scheme
 from tilewright.rules.half import half, in_half
 from tilewright.runtime.partition import partition

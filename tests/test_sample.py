@@ -12,7 +12,7 @@ from tilewright.ir.build import const, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param
 from tilewright.ir.types import TensorType
-from tilewright.report.findings import fallback
+from tilewright.report.explain.findings import fallback
 from tilewright.schedule.bench import UNCHECKED
 from tilewright.schedule.problem import RegionProblem
 from tilewright.schedule.sample import random_sources

@@ -14,8 +14,8 @@ from tilewright.schedule.problem import problem_of
 
 pytest.importorskip("triton")
 
-from tilewright.candidates.triton import attention
-from tilewright.candidates.triton._module import Arch, assembly, exact_fp8, needs
+from tilewright.candidates.triton.attention import candidate as attention
+from tilewright.candidates.triton.runtime.module import Arch, assembly, exact_fp8, needs
 
 
 def flash(dtype=F16, depth=64, causal="no", group=1, mask=None, extents=(64, 12, 384, 384)):

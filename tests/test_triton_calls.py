@@ -10,12 +10,12 @@ import torch
 pytest.importorskip("triton")
 
 from test_hopper import WHOLE, problem
-from tilewright.candidates.triton import _hopper_run
-from tilewright.candidates.triton._call import SPARE, Counters, caller, maker
-from tilewright.candidates.triton._hopper_plan import plan_of
-from tilewright.candidates.triton._hopper_space import form_of
-from tilewright.candidates.triton._module import Built
-from tilewright.candidates.triton.hopper import compiled
+from tilewright.candidates.triton.hopper.gemm import run as _hopper_run
+from tilewright.candidates.triton.hopper.gemm.candidate import compiled
+from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.space import form_of
+from tilewright.candidates.triton.runtime.launch import SPARE, Counters, caller, maker
+from tilewright.candidates.triton.runtime.module import Built
 from tilewright.dtype import F16, S8
 from tilewright.hardware.detect import detect
 from tilewright.ir.types import TensorType

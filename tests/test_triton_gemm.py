@@ -11,20 +11,20 @@ import torch
 pytest.importorskip("triton")
 
 from computed_problems import problem as computed
-from tilewright.candidates.triton import _module as modules
-from tilewright.candidates.triton import gemm as triton_gemm
-from tilewright.candidates.triton._run import operands_outside
-from tilewright.candidates.triton._space import shared_bytes
+from tilewright.candidates.triton.gemm import candidate as triton_gemm
+from tilewright.candidates.triton.gemm.run import operands_outside
+from tilewright.candidates.triton.gemm.space import shared_bytes
+from tilewright.candidates.triton.runtime import module as modules
 from tilewright.compiler import optimise
 from tilewright.dtype import F16, F32
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
-from tilewright.ir.access import of_operand
 from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param, Reduce, gemm
 from tilewright.ir.types import TensorType
+from tilewright.lowering.access import of_operand
 from tilewright.schedule.cost import predict
 from tilewright.schedule.problem import Problem, problem_of
 

@@ -9,18 +9,20 @@ pytest.importorskip("triton")
 
 from test_hopper import H200, WHOLE, layer
 from test_hopper_attention import coded
-from tilewright.candidates.triton import gemm, hopper, hopper_attention
-from tilewright.candidates.triton._attend import Point as AttentionPoint
-from tilewright.candidates.triton._attend import kernel_text as attention_text
-from tilewright.candidates.triton._heads import heads_of
-from tilewright.candidates.triton._hopper_attend import kernel_text as hopper_attention_text
-from tilewright.candidates.triton._hopper_plan import plan_of
-from tilewright.candidates.triton._hopper_rows import Point as RowsPoint
-from tilewright.candidates.triton._hopper_space import form_of, plan_for
-from tilewright.candidates.triton._hopper_text import Writer
-from tilewright.candidates.triton._module import assembly, needs
-from tilewright.candidates.triton._text import Text
-from tilewright.candidates.triton._write import Point, write
+from tilewright.candidates.triton.attention.heads import heads_of
+from tilewright.candidates.triton.attention.kernel import Point as AttentionPoint
+from tilewright.candidates.triton.attention.kernel import kernel_text as attention_text
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.gemm import candidate as gemm
+from tilewright.candidates.triton.gemm.kernel import Point, write
+from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+from tilewright.candidates.triton.hopper.attention.attend import kernel_text as hopper_attention_text
+from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoint
+from tilewright.candidates.triton.hopper.gemm import candidate as hopper
+from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.space import form_of, plan_for
+from tilewright.candidates.triton.hopper.gemm.text import Writer
+from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import F8E4M3FN, F16, F32, S8, U8
 from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Node

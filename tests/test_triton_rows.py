@@ -17,8 +17,8 @@ from tilewright.schedule.problem import problem_of as problem_of_node
 
 pytest.importorskip("triton")
 
-from tilewright.candidates.triton import rows
-from tilewright.candidates.triton._module import Arch, arch_of, assembly, needs
+from tilewright.candidates.triton.normalization import candidate as rows
+from tilewright.candidates.triton.runtime.module import Arch, arch_of, assembly, needs
 
 ARCHES = [
     Arch("cuda", 80, 32),

@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 import triton
 from triton import knobs
 
-from tilewright.candidates.triton import _hopper_ptx as ptx
-from tilewright.candidates.triton import _module as modules
-from tilewright.candidates.triton import _versions as versions
+from tilewright.candidates.triton.hopper import ptx
+from tilewright.candidates.triton.runtime import module as modules
+from tilewright.candidates.triton.runtime import versions
 from tilewright.schedule.bench import UNBUILT, failure
 
 UNKNOWN = f"{modules.GLUON_IMPORTS}\n\n@gluon.jit\ndef f(p0):\n    gl.of_the_year_2030(p0)\n"

@@ -16,7 +16,7 @@ import torch
 from onnx import TensorProto, helper
 
 from onnx_models import ours, read, theirs
-from tilewright.frontends._onnx_tensors import element_code, from_array, to_numpy
+from tilewright.frontends.onnx.tensors import element_code, from_array, to_numpy
 from tilewright.ir.evaluate import evaluate_nodes
 
 NAMES = ("input_ids", "attention_mask")

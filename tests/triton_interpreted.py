@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from test_llvm_casts import FP8, param, samples, table
-from tilewright.candidates.triton._emit import check
-from tilewright.candidates.triton._functions import ON_FLOATS, ON_INTEGERS
-from tilewright.candidates.triton._text import Text
-from tilewright.candidates.triton._wide import WIDE
+from tilewright.candidates.triton.expressions.emit import check
+from tilewright.candidates.triton.expressions.functions import ON_FLOATS, ON_INTEGERS
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.expressions.wide import WIDE
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, PRED, S4, S8, S16, S32, S64, U4, U8, U16, U32
-from tilewright.ir.access import Unsupported, of_store
 from tilewright.ir.build import const, convert, map_, reshape, slice_, swap_last, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Convert, Dequantize, Map, Quantize, Select
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.types import TensorType
+from tilewright.lowering.access import Unsupported, of_store
 from triton_map import run_expression, run_expressions
 from values import ALL, assert_same, from_numpy, random_array, specials, to_numpy
 

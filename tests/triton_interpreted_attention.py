@@ -9,9 +9,9 @@ import torch
 from triton.runtime import interpreter
 
 from test_llvm_attention import SHAPES, attention, quantised
-from tilewright.candidates.triton._attend import Point, kernel_text, power, sources_of
-from tilewright.candidates.triton._heads import Rounded, heads_of
-from tilewright.candidates.triton._module import module
+from tilewright.candidates.triton.attention.heads import Rounded, heads_of
+from tilewright.candidates.triton.attention.kernel import Point, kernel_text, power, sources_of
+from tilewright.candidates.triton.runtime.module import module
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, U8
 from tilewright.ir.build import broadcast, const, input_, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from computed_problems import problem
 from gated import CASES, of_ranges
 from random_carriers import gemms
-from tilewright.candidates.triton import gemm as triton_gemm
-from tilewright.candidates.triton._module import module
-from tilewright.candidates.triton._run import operands_outside
-from tilewright.candidates.triton._write import Point, write
+from tilewright.candidates.triton.gemm import candidate as triton_gemm
+from tilewright.candidates.triton.gemm.kernel import Point, write
+from tilewright.candidates.triton.gemm.run import operands_outside
+from tilewright.candidates.triton.runtime.module import module
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F16, F32, S8, S32
 from tilewright.hardware.chips.nvidia_a100 import CHIP as A100

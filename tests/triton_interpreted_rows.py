@@ -5,15 +5,15 @@ import torch
 
 from rotated import FORMS as CONCATENATIONS
 from test_llvm_rows import by_row, norm, problem_of
-from tilewright.candidates.triton._emit import check_node
-from tilewright.candidates.triton._module import module
-from tilewright.candidates.triton._rows import Tiles, kernel_text, sources_of
-from tilewright.candidates.triton.rows import _power
+from tilewright.candidates.triton.expressions.emit import check_node
+from tilewright.candidates.triton.normalization.candidate import _power
+from tilewright.candidates.triton.normalization.kernel import Tiles, kernel_text, sources_of
+from tilewright.candidates.triton.runtime.module import module
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S32, S64, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Dequantize, Gather, Pad, Quantize, Select, Softmax
-from tilewright.ir.region import regions_of_rows
+from tilewright.lowering.region import regions_of_rows
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.sample import random_sources
 from triton_map import in_memory, scalars

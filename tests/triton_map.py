@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from triton.runtime import interpreter
 
-from tilewright.candidates.triton._emit import Emitter, Tile, check
-from tilewright.candidates.triton._module import IMPORTS, module
-from tilewright.candidates.triton._text import Text
-from tilewright.ir.access import Access, of_operand
+from tilewright.candidates.triton.expressions.emit import Emitter, Tile, check
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.runtime.module import IMPORTS, module
 from tilewright.ir.axes import axes_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Param
+from tilewright.lowering.access import Access, of_operand
 
 ROWS, COLUMNS = 2048, 32
 

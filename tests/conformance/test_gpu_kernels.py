@@ -18,9 +18,13 @@ from w4_problems import posed
 pytest.importorskip("triton")
 
 from ptx import H200
-from tilewright.candidates.triton import _hopper_plan as hopper_plan
-from tilewright.candidates.triton import attention, gemm, hopper, hopper_attention, hopper_w4
-from tilewright.candidates.triton._hopper_space import points
+from tilewright.candidates.triton.attention import candidate as attention
+from tilewright.candidates.triton.gemm import candidate as gemm
+from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+from tilewright.candidates.triton.hopper.gemm import candidate as hopper
+from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
+from tilewright.candidates.triton.hopper.gemm.space import points
+from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
 
 pytestmark = pytest.mark.conformance
 

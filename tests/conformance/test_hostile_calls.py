@@ -10,7 +10,7 @@ import torch
 
 from forked import outcomes
 from hostile_calls import case
-from tilewright.frontends._torch_allowed import ALLOWED
+from tilewright.frontends.torch.allowed import ALLOWED
 
 CASES = int(os.environ.get("TILEWRIGHT_CASES", "12"))
 # Imported and compiled at first use: once here, not in every child.

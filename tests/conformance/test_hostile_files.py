@@ -25,7 +25,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, gemm
 from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
-from tilewright.report.inputs import check_memory, make_feeds, read_npz
+from tilewright.report.measure.inputs import check_memory, make_feeds, read_npz
 from tilewright.runtime.safetensors import TensorFile
 from tilewright.schedule.exchange import read_records
 

@@ -32,7 +32,8 @@ import torch
 
 from tilewright.compiler import optimise
 from tilewright.errors import TilewrightError
-from tilewright.frontends import LoadOptions, _jaxlib, load
+from tilewright.frontends import LoadOptions, load
+from tilewright.frontends.stablehlo import jaxlib as _jaxlib
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph
 from tilewright.ir.pattern import Trace

@@ -26,9 +26,14 @@ from test_llvm_attention import quantised
 from test_llvm_rows import by_row, norm
 from test_llvm_rows import problem_of as region_of
 from test_triton_attention import flash
-from tilewright.candidates.triton import _hopper_plan as hopper_plan
-from tilewright.candidates.triton import _hopper_space as hopper_space
-from tilewright.candidates.triton import attention, gemm, hopper, hopper_attention, hopper_w4, rows
+from tilewright.candidates.triton.attention import candidate as attention
+from tilewright.candidates.triton.gemm import candidate as gemm
+from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+from tilewright.candidates.triton.hopper.gemm import candidate as hopper
+from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
+from tilewright.candidates.triton.hopper.gemm import space as hopper_space
+from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
+from tilewright.candidates.triton.normalization import candidate as rows
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S64
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.detect import detect

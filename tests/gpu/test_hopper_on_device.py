@@ -6,7 +6,7 @@ import pytest
 import torch
 from on_device import assert_follows_its_stream, assert_right, assert_the_same_every_time, device, drawn
 
-from tilewright.candidates.triton.hopper import CANDIDATE
+from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import problem_of
 

@@ -5,7 +5,7 @@ import torch
 from on_device import assert_right, device
 
 from gated import of_halves
-from tilewright.candidates.triton.hopper_w4 import CANDIDATE
+from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE
 from tilewright.dtype import F16
 from w4_problems import posed
 

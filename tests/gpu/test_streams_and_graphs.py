@@ -9,8 +9,8 @@ import torch
 from on_device import device
 
 import tilewright
-from tilewright.candidates.triton import gemm as triton_gemm
-from tilewright.candidates.triton import hopper
+from tilewright.candidates.triton.gemm import candidate as triton_gemm
+from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.runtime.replay import Bound, CudaGraphs, Replay

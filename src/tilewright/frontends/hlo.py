@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.frontends import LoadOptions, _jaxlib
-from tilewright.frontends._scaled_dot import as_custom_calls
-from tilewright.frontends._stablehlo_read import read_module, source_text
-from tilewright.frontends._stablehlo_structure import ELIDED
+from tilewright.frontends import LoadOptions
+from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo.read import read_module, source_text
+from tilewright.frontends.stablehlo.scaled_dot import as_custom_calls
+from tilewright.frontends.stablehlo.structure import ELIDED
 from tilewright.ir.graph import Graph
 
 _HEADER = re.compile(r"(?:\s|//[^\n]*\n|/\*.*?\*/)*HloModule\b", re.DOTALL)

@@ -28,9 +28,9 @@ from tilewright.ir.ops import (
     Transpose,
     Write,
 )
-from tilewright.ir.ranges import Room
 from tilewright.ir.shown import show_gemm, show_region
 from tilewright.ir.types import Shape, TensorType
+from tilewright.lowering.ranges import Room
 
 LARGE_TABLE_BYTES = 16 << 20
 TABLE_END_BYTES = 1 << 20

@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 import torch
 
-from tilewright.candidates.llvm import _engine as engine
-from tilewright.candidates.llvm import _tiles as tiles
-from tilewright.candidates.llvm._dots import DOTS, Dot
-from tilewright.candidates.llvm._text import Function, Module, vec
+from tilewright.candidates.llvm.expressions.text import Function, Module, vec
+from tilewright.candidates.llvm.gemm import amx as tiles
+from tilewright.candidates.llvm.gemm.dots import DOTS, Dot
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.hardware.ceilings import Loops
 from tilewright.hardware.target import Chip, Target
 

@@ -1,0 +1,298 @@
+"""Attention as two products with a softmax between them, a tile of query rows at a time: the scores never leave the cache.
+
+Keys and values are packed first, once for all queries that share them. A task takes one tile of one head's queries: scores
+panel by panel, softmax row by row over all of them, then the weights times the values, each panel of scores being the left
+operand as it lies. Everything is added up in f32, whatever the operands' type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from tilewright.candidates.llvm.expressions.casts import Casts, element
+from tilewright.candidates.llvm.expressions.math import Math
+from tilewright.candidates.llvm.expressions.text import Function, Int, Module, vec
+from tilewright.candidates.llvm.expressions.vector import Columns, Vectors
+from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.nest import Nest, rounded
+from tilewright.candidates.llvm.gemm.packing import Packing
+from tilewright.dtype import F32, PRED, DType
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+from tilewright.lowering.access import Access
+
+MINUS_INFINITY = "0xFFF0000000000000"
+NAN = "0x7FF8000000000000"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention to generate.
+
+    Attributes:
+        batch, heads, shared: B, Hq, and queries' heads a key's head serves.
+        scores: the product of queries (lhs) and keys (rhs, along), a matrix a key head; its `rows` are S.
+        output: the product of weights and values (rhs, across); its stores are the results.
+        mask: over queries by keys, pred or float.
+        on_scores, on_weights: what happens to the scaled scores, and to the softmax.
+        result: the type of the attention's own result, before its stores.
+    """
+
+    batch: int
+    heads: int
+    shared: int
+    scores: Nest
+    output: Nest
+    scale: float
+    causal: Literal["no", "upper", "lower"]
+    zero_masked_rows: bool
+    mask: Access | None
+    on_scores: Access | None
+    on_weights: Access | None
+    result: DType
+
+    @property
+    def keys(self) -> int:
+        """T."""
+        return self.scores.columns
+
+    @property
+    def queries_bytes(self) -> int:
+        return self.scores.lhs_tile
+
+    @property
+    def scores_bytes(self) -> int:
+        return self.scores.panels * self.scores.result_tile
+
+    @property
+    def values_at(self) -> int:
+        """Where packed values start, behind the packed keys."""
+        return rounded(self.scores.packed_rhs)
+
+    @property
+    def threads_at(self) -> int:
+        return self.values_at + rounded(self.output.packed_rhs)
+
+    @property
+    def thread_bytes(self) -> int:
+        return self.queries_bytes + self.scores_bytes + self.output.result_tile
+
+    def scratch(self, threads: int) -> int:
+        return self.threads_at + threads * self.thread_bytes
+
+    @property
+    def pointers(self) -> int:
+        return self.output.pointers
+
+
+class _Keys(Packing):
+    """Packs the keys at the start of the scratch memory."""
+
+    def _rhs(self, f: Function) -> str:
+        return self._scratch(f, 0)
+
+    def write(self) -> None:
+        self._pack_rhs("pack_keys", 1)
+
+
+class AttentionWriter(Writer):
+    """Writes an attention as a module with an entry `python(pointers…, threads, 0)`."""
+
+    def __init__(self, heads: Heads):
+        super().__init__(heads.output)
+        self.heads = heads
+
+    @cached_property
+    def direct(self) -> bool:
+        """Its micro-kernels fill tiles, which the softmax and the stores read."""
+        return False
+
+    def _rhs(self, f: Function) -> str:
+        return self._scratch(f, self.heads.values_at)
+
+    def write(self) -> Module:
+        h, n = self.heads, self.nest
+        _Keys(h.scores, self.module).write()
+        self._pack_rhs()
+        for rows in sorted({n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())):
+            self._micro(rows, fresh=True)
+            self._micro(rows, fresh=False)
+        for i, store in enumerate(n.stores):
+            for whole in (True, False):
+                if whole or self._partial(store):
+                    self._store(i, store, whole=whole)
+        self._softmax()
+        self._attend()
+        f = self._function("worker")
+        for step in ("pack_keys", "pack_rhs"):
+            f.call(step, ("ptr", "%d"))
+        f.intrinsic("GOMP_barrier", "void")
+        f.call("attend", ("ptr", "%d"))
+        f.finish()
+        self._entry()
+        return self.module
+
+    def _accumulated(self, vectors: Vectors, acc: str) -> str:
+        return vectors.convert(acc, F32, self.heads.result)
+
+    # -- one tile of queries
+
+    def _attend(self) -> None:
+        h, n, s = self.heads, self.nest, self.heads.scores
+        f = self._function("attend")
+        me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+        room = self._scratch(f, f.add(h.threads_at, f.mul(me, h.thread_bytes)))
+        queries, scores = room, f.at(room, h.queries_bytes)
+        out = f.at(scores, h.scores_bytes)
+        keys, values = self._scratch(f, 0), self._rhs(f)
+        sources = self._sources(f, s.lhs)
+        with f.tasks(self._counter(f, 2), h.batch * h.heads * n.tiles) as task:
+            head, tile = f.div(task, n.tiles), f.rem(task, n.tiles)
+            begin = f.mul(tile, n.blocks.mr)
+            row = f.add(f.mul(head, n.rows), begin)
+            count = f.min(n.blocks.mr, f.sub(n.rows, begin))
+            # The key head of a query head; heads of one batch entry follow one another in both.
+            key_head = f.div(head, h.shared)
+            self._copy_queries(f, sources, row, count, queries)
+
+            def products(rows: int) -> None:
+                with f.loop(0, s.panels) as panel:
+                    right = f.at(keys, f.mul(f.add(f.mul(key_head, s.panels), panel.index), s.panel))
+                    to = f.at(scores, f.mul(panel.index, s.result_tile))
+                    f.call(f"micro_{rows}", *_micro(queries, s.lhs_stride, right, to, s.groups(s.depth)))
+                f.call("softmax", ("ptr", "%d"), ("ptr", scores), ("i64", row), ("i64", begin), ("i64", rows))
+                with f.loop(0, n.panels) as panel:
+                    right = f.at(values, f.mul(f.add(f.mul(key_head, n.panels), panel.index), n.panel))
+                    width = s.nr  # scores in a panel
+                    each, last = n.groups(width), n.groups(h.keys % width)
+                    step = each * n.nr * 4  # bytes of as many rows of values
+                    f.call(f"micro_{rows}", *_micro(scores, s.nr * 4, right, out, min(each, n.groups(h.keys))))
+                    whole = h.keys // width
+                    with f.loop(1, whole) as more:
+                        a, b = f.at(scores, f.mul(more.index, s.result_tile)), f.at(right, f.mul(more.index, step))
+                        f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, each))
+                    if whole and h.keys % width:
+                        a, b = f.at(scores, whole * s.result_tile), f.at(right, whole * step)
+                        f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, last))
+                    self._stores(f, out, row, rows, panel.index)
+
+            if n.tiles > 1:
+                with f.when(f.compare("eq", count, n.blocks.mr)):
+                    products(n.blocks.mr)
+            if n.tiles == 1 or n.last_mr != n.blocks.mr:
+                with f.when(f.compare("eq", count, n.last_mr)):
+                    products(n.last_mr)
+        f.finish()
+
+    def _copy_queries(self, f: Function, sources: Callable[[Node], str], row: Int, count: Int, to: str) -> None:
+        s, d = self.heads.scores, self.nest.dot
+        lanes = s.vector
+        with f.loop(0, count) as loop:
+            at = f.add(row, loop.index)
+
+            def one(column: Int, mask: str | None) -> None:
+                vectors = Vectors(f, s.lhs, lanes, Columns(column, True, mask), sources)
+                value = self._operand(vectors, at, "lhs")
+                if mask is not None:
+                    value = f.v(f"select {vec(lanes, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
+                offset = f.add(f.mul(loop.index, s.lhs_stride), f.mul(column, 4 // d.k))
+                f.store(d.operand, value, f.at(to, offset), 4)
+
+            whole = s.depth // lanes * lanes
+            with f.loop(0, whole, lanes) as inner:
+                one(inner.index, None)
+            if s.depth % lanes:
+                one(whole, f.first_lanes(lanes, s.depth - whole))
+
+    # -- softmax
+
+    def _softmax(self) -> None:
+        """A tile's scores, panel by panel, into weights in the same place."""
+        h, s = self.heads, self.heads.scores
+        lanes, t = s.nr, vec(s.nr, "float")
+        args = [("ptr", "scores"), ("i64", "row"), ("i64", "query"), ("i64", "rows")]
+        f = self._function("softmax", *args)
+        accesses = [a for a in (h.on_scores, h.mask, h.on_weights) if a is not None]
+        pointers: dict[Node, str] = {}
+        for a in accesses:
+            pointer = self._sources(f, a)
+            pointers.update((n, pointer(n)) for n in toposort((a.root,)) if isinstance(n.op, Param))
+        m, casts = Math(f, lanes), Casts(f, lanes)
+        whole, rest = h.keys // lanes, h.keys % lanes
+
+        with f.loop(0, "%rows") as loop:
+            row, query = f.add("%row", loop.index), f.add("%query", loop.index)
+            line = f.at("%scores", f.mul(loop.index, lanes * 4))
+
+            def vectors(access: Access, column: Int, mask: str | None) -> Vectors:
+                return Vectors(f, access, lanes, Columns(column, True, mask), pointers.__getitem__)
+
+            def masked(column: Int, mask: str | None, value: str) -> str:
+                none = f"splat (float {MINUS_INFINITY})"
+                value = m.op("fmul", value, m.const(h.scale))
+                if h.on_scores is not None:
+                    value = vectors(h.on_scores, column, mask).row(row, value)
+                if h.mask is not None:
+                    seen = vectors(h.mask, column, mask)
+                    given = seen.row(row)
+                    if h.mask.root.dtype is PRED:
+                        value = m.select(given, value, none)
+                    else:
+                        value = m.op("fadd", value, seen.convert(given, h.mask.root.dtype, F32))
+                if h.causal != "no":
+                    last = f.add(query, h.keys - s.rows if h.causal == "lower" else 0)
+                    value = m.select(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, none)
+                return value if mask is None else m.select(mask, value, none)
+
+            def panels(body: Callable[[str, Int, str | None, str], str], carried: str) -> str:
+                """body(place, column, mask, carried) over every panel; what it carries at the end."""
+                with f.loop(0, whole, 1, [(t, carried)]) as panel:
+                    place = f.at(line, f.mul(panel.index, s.result_tile))
+                    panel.next = [body(place, f.mul(panel.index, lanes), None, panel.carried[0])]
+                carried = panel.carried[0]
+                if rest:
+                    mask = f.first_lanes(lanes, rest)
+                    carried = body(f.at(line, whole * s.result_tile), whole * lanes, mask, carried)
+                return carried
+
+            def first(place: str, column: Int, mask: str | None, most: str) -> str:
+                value = masked(column, mask, f.load(t, place, 64))
+                f.store(t, value, place, 64)
+                return m.at_least(value, most)
+
+            most = panels(first, f"splat (float {MINUS_INFINITY})")
+            top = f.intrinsic(f"llvm.vector.reduce.fmax.v{lanes}f32", "float", (t, most))
+            nothing = f.v(f"fcmp oeq float {top}, {MINUS_INFINITY}")
+            level = f.splat(lanes, "float", f.v(f"select i1 {nothing}, float 0.0, float {top}"))
+
+            def second(place: str, column: Int, mask: str | None, total: str) -> str:
+                value = f.load(t, place, 64)
+                hidden = m.compare("oeq", value, f"splat (float {MINUS_INFINITY})")
+                weight = m.select(hidden, m.const(0.0), m.bounded_exp(m.op("fsub", value, level)))
+                f.store(t, weight, place, 64)
+                return m.op("fadd", total, weight)
+
+            total = panels(second, "zeroinitializer")
+            sum_ = f.intrinsic(f"llvm.vector.reduce.fadd.v{lanes}f32", "float", ("float", "0.0"), (t, total))
+            blind = "0.0" if h.zero_masked_rows else NAN
+            share = f.v(f"select i1 {nothing}, float {blind}, float {f.v(f'fdiv float 1.0, {sum_}')}")
+            by = f.splat(lanes, "float", share)
+
+            def third(place: str, column: Int, mask: str | None, carried: str) -> str:
+                value = m.op("fmul", f.load(t, place, 64), by)
+                if h.on_weights is not None:
+                    value = vectors(h.on_weights, column, mask).row(row, value)
+                value = value if mask is None else m.select(mask, value, m.const(0.0))
+                taken = self.nest.dot.lhs
+                f.store(vec(lanes, element(taken)), casts.convert(value, F32, taken), place, 64)
+                return carried
+
+            panels(third, "zeroinitializer")
+        f.finish()
+
+
+def _micro(a: str, stride: Int, b: str, tile: str, groups: Int) -> tuple[tuple[str, Int], ...]:
+    return (("ptr", a), ("i64", stride), ("ptr", b), ("ptr", tile), ("i64", groups))

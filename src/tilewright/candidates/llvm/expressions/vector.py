@@ -1,0 +1,407 @@
+"""An expression on a row's consecutive columns, as vectors: views become addresses, elementwise operations instructions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.candidates.llvm.expressions.casts import FP8, Casts, constant, element, in_memory, size_bytes
+from tilewright.candidates.llvm.expressions.integers import SHIFTS, Integers
+from tilewright.candidates.llvm.expressions.math_wide import WideMath
+from tilewright.candidates.llvm.expressions.text import Function, Int, suffix, vec
+from tilewright.dtype import BF16, F32, PRED, DType
+from tilewright.ir.expression import COARSE, rounded_at_once
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Gather, Map, Param, Quantize, Select
+from tilewright.lowering.access import Access, Place, Unsupported, too_wide
+
+BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
+LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
+COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"}
+FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh", "exponential_minus_one", "log",
+                       "log_plus_one"})  # fmt: skip
+# In f64, `_math_wide.py`.
+WIDE = frozenset({"acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cosh", "cosine", "modulo", "power",
+                  "remainder", "sine", "sinh", "tan"})  # fmt: skip
+INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round_half_even": "rint", "abs": "fabs"}
+TESTS = {"is_nan": "nan", "is_inf": "inf", "is_finite": "finite"}
+UNARY = FUNCTIONS | set(INTRINSICS) | set(TESTS) | {"exponential", "relu", "negate", "rsqrt", "not", "sign", "round_half_away"}
+PICKED = frozenset({"negate", "abs", "relu", "maximum", "minimum", "clamp", "sign"})  # values that any type of the operands has
+KNOWN = UNARY | WIDE | set(BINARY) | set(LOGIC) | set(COMPARE) | set(SHIFTS) | {"divide", "maximum", "minimum", "clamp"}
+
+
+def check(roots: Sequence[Node]) -> None:
+    """Nothing if every node of an expression has a vector form.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    for n in toposort(roots):
+        check_node(n)
+
+
+def check_node(n: Node) -> None:
+    """Nothing if a node has a vector form.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    element(n.dtype)
+    op = n.op
+    wide = too_wide(n)
+    if wide is not None:
+        raise Unsupported(f"{wide} has no vectors here")
+    if isinstance(op, Map):
+        if op.fn not in KNOWN:
+            raise Unsupported(f"{op.fn} has no vector form")
+        operand = n.src[0].dtype
+        if operand in FP8 or operand.bits == 4:
+            raise Unsupported(f"{op.fn} of {operand} has no vector form")
+    elif isinstance(op, Const):
+        if n.tensor.elements != 1:
+            raise Unsupported("a table of constants")
+    elif isinstance(op, Quantize):
+        if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
+            raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no vector form")
+    elif isinstance(op, Dequantize):
+        most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
+        if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > most):
+            raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no vector form")
+    elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
+        raise Unsupported(f"{op.name} has no vector form")
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Which columns a vector covers.
+
+    Attributes:
+        first: the column of lane 0, counted in the access's own columns.
+        aligned: it is a multiple of the number of lanes.
+        mask: the lanes that exist; None for all.
+    """
+
+    first: Int
+    aligned: bool
+    mask: str | None
+
+
+class Lanes(Casts):
+    """`lanes` columns of a row of an access: its leaves read, its operations done, its result written; `roots`, where that is
+    more than the access's own, are worked out together. `in_pairs`: see `Region.read_in_pairs`."""
+
+    def __init__(
+        self,
+        f: Function,
+        access: Access,
+        lanes: int,
+        columns: Columns,
+        pointer: Callable[[Node], str],
+        roots: Sequence[Node] = (),
+        in_pairs: Mapping[Node, tuple[int, Place]] | None = None,
+    ):
+        super().__init__(f, lanes)
+        self._in_pairs = in_pairs or {}
+        self.access, self.columns, self.pointer = access, columns, pointer
+        self._coarse = rounded_at_once(*(roots or (access.root,)))
+
+    def store(self, row: Int, value: str, pointer: str) -> None:
+        """Write the root's value where the result keeps it."""
+        dtype = self.access.root.dtype
+        if dtype is PRED:
+            value = self.f.v(f"zext {vec(self.lanes, 'i1')} {value} to {vec(self.lanes, 'i8')}")
+        type_, place = vec(self.lanes, in_memory(dtype)), self.access.of_result()
+        at = self._address(place, row, pointer, size_bytes(dtype))
+        if self._consecutive(place):
+            self.f.store_where(type_, value, at, self.columns.mask)
+        else:
+            name = f"llvm.masked.scatter.{suffix(type_)}.{suffix(self._pointers)}"
+            mask = (vec(self.lanes, "i1"), self.columns.mask or "splat (i1 true)")
+            where = self._lanes_apart(place, at, in_memory(dtype))
+            self.f.intrinsic(name, "void", (type_, value), (self._pointers, where), ("i32 immarg", "1"), mask)
+
+    def store_pairs(self, row: Int, place: Place, first: str, second: str, pointer: str) -> None:
+        """Write the root's values and those of another, each beside the other's, where pairs of them go."""
+        dtype = self.access.root.dtype
+        memory, bits = in_memory(dtype), vec(self.lanes, "i8")
+        if dtype is PRED:
+            first, second = (self.f.v(f"zext {vec(self.lanes, 'i1')} {value} to {bits}") for value in (first, second))
+        order = [lane + which * self.lanes for lane in range(self.lanes) for which in range(2)]
+        both = self.f.shuffle(vec(self.lanes, memory), first, second, order)
+        at = self._first_pair(place, row, pointer, size_bytes(dtype))
+        self.f.store_where(vec(2 * self.lanes, memory), both, at, self._twice(self.columns.mask))
+
+    # -- addresses
+
+    def _first_pair(self, place: Place, row: Int, pointer: str, size: int) -> str:
+        """Of the pair that lane 0 is one of."""
+        at = self._address(Place(place.offset, place.rows, ()), row, pointer, size)
+        return self.f.at(at, self.f.mul(self.columns.first, 2 * size))
+
+    def _twice(self, mask: str | None) -> str | None:
+        """The mask of both of each pair."""
+        order = [lane // 2 for lane in range(2 * self.lanes)]
+        return None if mask is None else self.f.shuffle(vec(self.lanes, "i1"), mask, mask, order)
+
+    @property
+    def _pointers(self) -> str:
+        return vec(self.lanes, "ptr")
+
+    def _spread(self, place: Place) -> list[tuple[int, int, int]]:
+        """The column terms that differ between lanes."""
+        whole = self.columns.aligned
+        return [(t.extent, t.inner, t.stride) for t in place.columns if not (whole and t.inner % self.lanes == 0)]
+
+    def _consecutive(self, place: Place) -> bool:
+        """Lanes lie one after the other."""
+        spread = self._spread(place)
+        if len(spread) != 1:
+            return False
+        extent, inner, stride = spread[0]
+        alone = len(place.columns) == 1 and extent * inner >= self.access.columns_extent
+        return (inner, stride) == (1, 1) and (alone or (self.columns.aligned and extent % self.lanes == 0))
+
+    def _address(self, place: Place, row: Int, pointer: str, size: int, *, common: bool = False) -> str:
+        """Address of lane 0, or of what is `common` to all lanes: always where they do not lie one after the other."""
+        f, offset = self.f, place.offset
+        total: Int = offset
+        for t in place.rows:
+            total = f.add(total, f.mul(self._digit(row, t.extent, t.inner), t.stride))
+        apart = set() if self._consecutive(place) and not common else set(self._spread(place))
+        for t in place.columns:
+            if (t.extent, t.inner, t.stride) not in apart:
+                total = f.add(total, f.mul(self._digit(self.columns.first, t.extent, t.inner, columns=True), t.stride))
+        return f.at(pointer, f.mul(total, size))
+
+    def _digit(self, number: Int, extent: int, inner: int, *, columns: bool = False) -> Int:
+        above = self.f.div(number, inner)
+        most = self.access.columns_extent if columns else None
+        if most is not None and extent * inner >= most:
+            return above
+        if most is None and extent * inner >= self._rows_extent:
+            return above
+        return self.f.rem(above, extent)
+
+    @property
+    def _rows_extent(self) -> int:
+        extent = 1
+        for axis in self.access.rows:
+            extent *= axis.extent
+        return extent
+
+    def _lanes_apart(self, place: Place, base: str, element_type: str, further: str = "zeroinitializer") -> str:
+        """A pointer for each lane, so many elements `further`."""
+        f, i32, i64 = self.f, vec(self.lanes, "i32"), vec(self.lanes, "i64")
+        first = (
+            f.v(f"trunc i64 {self.columns.first} to i32") if isinstance(self.columns.first, str) else str(self.columns.first)
+        )
+        column = f.v(f"add {i32} {f.splat(self.lanes, 'i32', first)}, {f.iota(self.lanes)}")
+        total = further
+        for extent, inner, stride in self._spread(place):
+            digit = f.v(f"udiv {i32} {column}, splat (i32 {inner})") if inner > 1 else column
+            digit = f.v(f"urem {i32} {digit}, splat (i32 {extent})")
+            wide = f.v(f"mul {i64} {f.v(f'zext {i32} {digit} to {i64}')}, splat (i64 {stride})")
+            total = f.v(f"add {i64} {total}, {wide}")
+        return f.v(f"getelementptr {element_type}, ptr {base}, {i64} {total}")
+
+    def _leaf(self, n: Node, row: Int) -> str:
+        f, place, memory = self.f, self.access.of_leaf(n), in_memory(n.dtype)
+        type_ = vec(self.lanes, memory)
+        at = self._address(place, row, self.pointer(n), size_bytes(n.dtype))
+        if n in self._in_pairs:
+            which, pairs = self._in_pairs[n]
+            wide = vec(2 * self.lanes, memory)
+            first = self._first_pair(pairs, row, self.pointer(n), size_bytes(n.dtype))
+            both = f.load_where(wide, first, self._twice(self.columns.mask))
+            value = f.shuffle(wide, both, both, range(which, 2 * self.lanes, 2))
+        elif not self._spread(place):
+            value = f.splat(self.lanes, memory, f.load(memory, at))
+        elif self._consecutive(place):
+            value = f.load_where(type_, at, self.columns.mask)
+        else:
+            value = self._gathered(type_, self._lanes_apart(place, at, memory))
+        return f.v(f"icmp ne {type_} {value}, zeroinitializer") if n.dtype is PRED else value
+
+    def _gathered(self, type_: str, pointers: str) -> str:
+        return self.f.intrinsic(
+            f"llvm.masked.gather.{suffix(type_)}.{suffix(self._pointers)}",
+            type_,
+            (self._pointers, pointers),
+            ("i32 immarg", "1"),
+            (vec(self.lanes, "i1"), self.columns.mask or "splat (i1 true)"),
+            (type_, "zeroinitializer"),
+        )
+
+    def picked(self, n: Node, index: str, row: Int, missed: str) -> str:
+        """Elements that a gather picks, one a lane; where an index says none, the first element, and a note in `missed`."""
+        assert isinstance(n.op, Gather)
+        f, (table, picks), axis = self.f, n.src, n.op.axis % len(n.src[0].shape)
+        extent, i64, i1 = table.shape[axis], vec(self.lanes, "i64"), vec(self.lanes, "i1")
+        signed, from_ = picks.dtype.kind == "int", vec(self.lanes, element(picks.dtype))
+        at = index if from_ == i64 else f.v(f"{'sext' if signed else 'zext'} {from_} {index} to {i64}")
+        if signed and n.op.wraps:
+            wrapped = f.v(f"add {i64} {at}, splat (i64 {extent})")
+            at = f.v(f"select {i1} {f.v(f'icmp slt {i64} {at}, zeroinitializer')}, {i64} {wrapped}, {i64} {at}")
+        inside = f.v(f"icmp ult {i64} {at}, splat (i64 {extent})")
+        outside = f.v(f"xor {i1} {inside}, splat (i1 true)")
+        if self.columns.mask is not None:
+            outside = f.v(f"and {i1} {outside}, {self.columns.mask}")
+        with f.when(f.intrinsic(f"llvm.vector.reduce.or.v{self.lanes}i1", "i1", (i1, outside))):
+            f.store("i64", "1", missed, 8)
+        at = f.v(f"select {i1} {inside}, {i64} {at}, {i64} zeroinitializer")
+        further = f.v(f"mul {i64} {at}, splat (i64 {math.prod(table.shape[axis + 1 :])})")
+        place, memory = self.access.of_leaf(table), in_memory(table.dtype)
+        base = self._address(place, row, self.pointer(table), size_bytes(table.dtype), common=True)
+        type_ = vec(self.lanes, memory)
+        value = self._gathered(type_, self._lanes_apart(place, base, memory, further))
+        return f.v(f"icmp ne {type_} {value}, zeroinitializer") if table.dtype is PRED else value
+
+    # -- operations
+
+    def value(self, n: Node, values: Mapping[Node, str], row: Int) -> str:
+        """What a node makes of the `values` of its sources, or reads."""
+        op, args = n.op, [values[s] for s in n.src]
+        if isinstance(op, VIEWS):
+            return args[0]
+        if isinstance(op, Param):
+            return self._leaf(n, row)
+        if isinstance(op, Const):
+            return constant(n)
+        if isinstance(op, Convert):
+            return self.convert(args[0], n.src[0].dtype, n.dtype, saturate=op.overflow == "saturate")
+        if isinstance(op, Select):
+            t = vec(self.lanes, element(n.dtype))
+            return self.f.v(f"select {vec(self.lanes, 'i1')} {args[0]}, {t} {args[1]}, {t} {args[2]}")
+        if isinstance(op, Quantize):
+            return self.quantize(n, args)
+        if isinstance(op, Dequantize):
+            return self.dequantize(n, args)
+        assert isinstance(op, Map)
+        coarse = op.fn in COARSE and (n in self._coarse or n.dtype is BF16)
+        return self._map(op.fn, n.src[0].dtype, args, coarse=coarse)
+
+    def _map(self, fn: str, dtype: DType, args: list[str], *, coarse: bool = False) -> str:
+        if not dtype.is_float:
+            return self._integers(fn, dtype, args)
+        wide = [self.convert(a, dtype, F32) for a in args]
+        if fn in COMPARE:
+            return self.math.compare("une" if fn == "not_equal" else f"o{COMPARE[fn]}", *wide)
+        if fn in TESTS:
+            return self._test(fn, wide[0])
+        value = getattr(self.math, f"{fn}_to_bf16")(wide[0]) if coarse else self._floats(fn, wide)
+        return self.cut(value) if dtype is BF16 and fn in PICKED else self.convert(value, F32, dtype)
+
+    def _test(self, fn: str, x: str) -> str:
+        m = self.math
+        if fn == "is_nan":
+            return m.compare("uno", x, x)
+        return m.compare("olt" if fn == "is_finite" else "oeq", m.call("fabs", x), m.const(math.inf))
+
+    def _floats(self, fn: str, args: list[str]) -> str:
+        m = self.math
+        if fn in WIDE:
+            return WideMath(self.f, self.lanes).call(fn, args)
+        if fn in BINARY:
+            return m.op(BINARY[fn][0], *args)
+        if fn in FUNCTIONS or fn == "exponential":
+            return getattr(m, "exp" if fn == "exponential" else fn)(args[0])
+        if fn in INTRINSICS:
+            return m.call(INTRINSICS[fn], args[0])
+        match fn:
+            case "divide":
+                return m.op("fdiv", *args)
+            case "maximum" | "minimum":
+                return m.call(fn, *args)
+            case "clamp":
+                return m.call("minimum", m.call("maximum", args[1], args[0]), args[2])
+            case "relu":
+                return m.at_least(args[0], m.const(0.0))
+            case "negate":
+                return m.negated(args[0])
+            case "sign":
+                return m.select(m.compare("one", args[0], m.const(0.0)), m.call("copysign", m.const(1.0), args[0]), args[0])
+            case "round_half_away":
+                return m.call("round", args[0])
+            case _:
+                assert fn == "rsqrt", fn
+                return m.op("fdiv", m.const(1.0), m.call("sqrt", args[0]))
+
+    def _integers(self, fn: str, dtype: DType, args: list[str]) -> str:
+        f, t = self.f, vec(self.lanes, element(dtype))
+        kind = "s" if dtype.kind == "int" else "u"
+        if fn in COMPARE:
+            how = COMPARE[fn]
+            return f.v(f"icmp {how if how in ('eq', 'ne') else kind + how} {t} {args[0]}, {args[1]}")
+        if dtype is PRED or fn in ("and", "or", "xor"):
+            if fn == "not":
+                return f.v(f"xor {t} {args[0]}, splat (i1 true)")
+            name = {"maximum": "or", "minimum": "and"}.get(fn) or LOGIC[fn]
+            return f.v(f"{name} {t} {args[0]}, {args[1]}")
+        if fn in BINARY:
+            return f.v(f"{BINARY[fn][1]} {t} {args[0]}, {args[1]}")
+
+        def pick(how: str, a: str, b: str) -> str:
+            return f.intrinsic(f"llvm.{kind}{how}.{suffix(t)}", t, (t, a), (t, b))
+
+        match fn:
+            case "maximum" | "minimum":
+                return pick(fn[:3], *args)
+            case "clamp":
+                return pick("min", pick("max", args[1], args[0]), args[2])
+            case "relu":
+                return args[0] if kind == "u" else pick("max", args[0], "zeroinitializer")
+            case "negate":
+                return f.v(f"sub {t} zeroinitializer, {args[0]}")
+            case "not":
+                return f.v(f"xor {t} {args[0]}, splat ({element(dtype)} -1)")
+            case _:
+                return Integers(f, self.lanes, dtype).call(fn, args)
+
+
+class Vectors(Lanes):
+    """One access evaluated on vectors of `lanes` columns.
+
+    What does not depend on the row is computed once by the constructor, the rest by `row`. `second`: a leaf that stands for a
+    second accumulator.
+    """
+
+    def __init__(
+        self,
+        f: Function,
+        access: Access,
+        lanes: int,
+        columns: Columns,
+        pointer: Callable[[Node], str],
+        second: Node | None = None,
+    ):
+        super().__init__(f, access, lanes, columns, pointer)
+        self._fixed: dict[Node, str] = {}
+        self._second = second
+        order = toposort((access.root,))
+        moving: set[Node] = set()
+        for n in order:
+            leaf = isinstance(n.op, Param) and bool(access.of_leaf(n).rows)
+            if leaf or isinstance(n.op, Acc) or n is second or any(s in moving for s in n.src):
+                moving.add(n)
+            else:
+                self._fixed[n] = self.value(n, self._fixed, 0)
+        self._order = [n for n in order if n in moving]
+
+    def row(self, row: Int, *sums: str) -> str:
+        """The root's value on one row, `sums` the accumulator's there, and the second's if there is one."""
+        values = dict(self._fixed)
+        for n in self._order:
+            if isinstance(n.op, Acc):
+                values[n] = sums[0]
+            elif n is self._second:
+                values[n] = sums[1]
+            else:
+                values[n] = self.value(n, values, row)
+        return values[self.access.root]
+
+    def prefetch(self, row: Int) -> None:
+        """Ask for the first lane of what `row` would read, near enough that reading it later does not wait for memory."""
+        for n in self._order:
+            if isinstance(n.op, Param):
+                self.f.prefetch(self._address(self.access.of_leaf(n), row, self.pointer(n), size_bytes(n.dtype)), level=2)

@@ -1,0 +1,1 @@
+"""Matrix products for CPUs, one loop nest around the chip's dot instruction."""

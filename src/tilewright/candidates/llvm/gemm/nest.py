@@ -1,0 +1,196 @@
+"""The loop nest as data, in BLIS's terms: blocks of kc, mc and nc in the caches, mr x nr tiles in registers, where all lies.
+
+Sources: Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053); Van Zee and van de Geijn 2015, BLIS (doi 10.1145/2764454).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from tilewright.candidates.llvm.gemm.dots import Choice, Dot
+from tilewright.ir.graph import Node
+from tilewright.lowering.access import Access
+
+CACHE_LINE = 64
+
+
+def rounded(size: int, to: int = CACHE_LINE) -> int:
+    return -(-size // to) * to
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Sizes of the nest. Glossary: mr, nr; mc, nc in tiles and panels; kc in elements.
+
+    Attributes:
+        mr: rows of a tile; the last tile may have fewer.
+        nv: vectors in a row of a tile (nr / lanes).
+        kc: of K in one pass; a multiple of a packed vector unless it is all of K.
+        mc: tiles of a block.
+        nc: panels of a block.
+        pack_lhs: the left operand is copied; else it is read where it lies.
+        private: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so that packed
+            data never leave its cache; else threads pack everything together first.
+    """
+
+    mr: int
+    nv: int
+    kc: int
+    mc: int
+    nc: int
+    pack_lhs: bool
+    private: bool = False
+
+
+@dataclass(frozen=True)
+class Nest:
+    """One product to generate.
+
+    Attributes:
+        batch: matrices that have a right operand of their own.
+        rows: of each of them.
+        depth: K.
+        columns: N.
+        choice: the instruction.
+        lhs: the left operand, rows by K.
+        rhs: the right operand, by `along` either columns by K or K by columns.
+        along: K is the right operand's contiguous axis.
+        constant: the right operand is packed beforehand, once.
+        stores: the results.
+        sources: pointers that a call is given before those of the results.
+        blocks: the sizes.
+        second: what stands in the stores for sums of the right half of `rhs`'s columns, that they read beside those of the left
+            half: a panel holds as many of both, those of the left half first.
+        largest: for each store whether it keeps the largest of its values alone; empty: none does.
+    """
+
+    batch: int
+    rows: int
+    depth: int
+    columns: int
+    choice: Choice
+    lhs: Access
+    rhs: Access
+    along: bool
+    constant: bool
+    stores: tuple[Access, ...]
+    sources: int
+    blocks: Blocks
+    second: Node | None = None
+    largest: tuple[bool, ...] = ()
+
+    @property
+    def dot(self) -> Dot:
+        return self.choice.dot
+
+    @property
+    def nr(self) -> int:
+        return self.blocks.nv * self.dot.lanes
+
+    @property
+    def width(self) -> int:
+        """Columns of the results that a panel makes."""
+        return self.nr if self.second is None else self.nr // 2
+
+    @property
+    def stored(self) -> int:
+        """Columns of the results."""
+        return self.columns if self.second is None else self.columns // 2
+
+    @cached_property
+    def tiles(self) -> int:
+        return -(-self.rows // self.blocks.mr)
+
+    @cached_property
+    def panels(self) -> int:
+        return -(-self.columns // self.nr)
+
+    @cached_property
+    def passes(self) -> int:
+        """Blocks of K."""
+        return max(1, -(-self.depth // self.blocks.kc))
+
+    @cached_property
+    def asks(self) -> int:
+        """Lines of the next block of the right operand that each group of K asks for: its share, if two or three tiles of rows
+        are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
+        few = self.constant and 1 < self.tiles <= 3 and self.blocks.nc == 1 and self.dot.tile == 1
+        return -(-self.blocks.nv // self.tiles) if few else 0
+
+    def groups(self, k: int) -> int:
+        """Groups of a lane's bytes that hold k elements of K: as many as the instruction takes at once, or a multiple."""
+        return rounded(-(-k // self.dot.k), self.dot.steps)
+
+    @property
+    def last_mr(self) -> int:
+        """Rows of the last tile."""
+        return self.rows - (self.tiles - 1) * self.blocks.mr
+
+    # -- memory, in bytes
+
+    @property
+    def vector(self) -> int:
+        """Elements of K in a packed vector."""
+        return self.dot.lanes * self.dot.k
+
+    @property
+    def lhs_stride(self) -> int:
+        """Between rows of a packed tile: whole vectors, and one more so that rows do not meet in a cache set. Rows that an
+        operand vector holds together take turns, a group each."""
+        width = self.dot.vector_bytes
+        return rounded(self.groups(min(self.blocks.kc, self.depth)) * self.dot.lane_bytes, width) + width
+
+    @property
+    def lhs_tile(self) -> int:
+        return rounded(self.lhs_stride * rounded(self.blocks.mr, self.dot.rows))
+
+    @property
+    def panel(self) -> int:
+        """Of one panel over all of K; its passes follow one another."""
+        return self.panel_bytes(self.depth)
+
+    def panel_bytes(self, k: int) -> int:
+        """Of a panel over k elements of K."""
+        return self.groups(k) * self.nr * self.dot.lane_bytes
+
+    @property
+    def packed_rhs(self) -> int:
+        panels = self.blocks.nc if self.blocks.private else self.batch * self.panels
+        return panels * self.panel + 4096  # room to prefetch into
+
+    @property
+    def result_tile(self) -> int:
+        return self.blocks.mr * self.nr * 4
+
+    @property
+    def matrices(self) -> int:
+        """That are packed at a time."""
+        return 1 if self.blocks.private else self.batch
+
+    @property
+    def sums_at(self) -> int:
+        return self.matrices * self.passes * self.tiles * self.lhs_tile if self.blocks.pack_lhs else 0
+
+    @property
+    def rhs_at(self) -> int:
+        return self.sums_at + (rounded(self.matrices * self.rows * 4) if self.choice.correction else 0)
+
+    @property
+    def threads_at(self) -> int:
+        return self.rhs_at + (0 if self.constant else rounded(self.packed_rhs))
+
+    @property
+    def thread_bytes(self) -> int:
+        """Of what each thread has to itself, behind what all share; of everything if nothing is shared."""
+        results = self.blocks.mc * self.blocks.nc * self.result_tile if self.passes > 1 else 0
+        return rounded(self.threads_at + results) if self.blocks.private else results
+
+    def scratch(self, threads: int) -> int:
+        shared = 0 if self.blocks.private else self.threads_at
+        return shared + threads * self.thread_bytes + CACHE_LINE
+
+    @property
+    def pointers(self) -> int:
+        """That a call passes: sources, results, scratch, packed right operand."""
+        return self.sources + len(self.stores) + 2

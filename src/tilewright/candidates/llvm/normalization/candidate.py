@@ -1,0 +1,97 @@
+"""Generated CPU kernels for what stands between products: norms, softmaxes, reductions, elementwise chains, quantisation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import addressof, c_int64
+
+import torch
+
+from tilewright.candidates.llvm.expressions.vector import check_node
+from tilewright.candidates.llvm.gemm.dots import choose
+from tilewright.candidates.llvm.normalization.kernel import Loops, Rows, RowsWriter
+from tilewright.candidates.llvm.runtime import engine
+from tilewright.candidates.llvm.runtime.scratch import give, maker, take
+from tilewright.dtype import F32
+from tilewright.hardware.target import Target
+from tilewright.ir.evaluate import evaluator
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param
+from tilewright.lowering.access import Unsupported, or_why
+from tilewright.lowering.region import regions_of_rows
+from tilewright.schedule.candidate import CPU, Kernel, Runner
+from tilewright.schedule.problem import ProblemKind, RegionProblem
+from tilewright.schedule.schedule import Schedule
+
+ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
+UNROLL = 4
+
+
+@or_why
+def _plan(problem: RegionProblem, target: Target) -> Rows:
+    choice = choose(F32, F32, F32, target.chip)
+    if choice is None:
+        raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
+    regions = regions_of_rows(problem.roots, check_node)
+    return Rows(tuple(Loops(r, choice.dot.lanes, UNROLL) for r in regions), len(problem.roots))
+
+
+class LlvmRows:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "llvm_rows"
+    kinds = frozenset[ProblemKind]({"region"})
+    devices = CPU
+    preference = 5
+
+    def refuse(self, problem: RegionProblem, target: Target) -> str | None:
+        return engine.refusal(lambda: _plan(problem, target))
+
+    def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Rows)
+        return (Schedule.of(passes=max(r.region.passes for r in plan.each), lanes=plan.each[0].lanes),)
+
+    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+        plan = _plan(problem, target)
+        assert isinstance(plan, Rows)
+        call = engine.function(module_text(plan))
+        return Kernel(
+            self.name,
+            schedule,
+            lambda weights: _prepared(problem, plan, call),
+            workspace_bytes=plan.thread_bytes * torch.get_num_threads(),
+        )
+
+
+def module_text(rows: Rows) -> str:
+    """The kernel's IR for the processor at hand."""
+    return RowsWriter(rows).write().text(*engine.host())
+
+
+def _prepared(problem: RegionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
+    picks = any(loops.region.tables for loops in rows.each)
+    meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
+    small = sum(loops.region.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
+    makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
+    read, each = rows.sources, rows.thread_bytes
+
+    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
+        results = [make() for make in makers]
+        threads = 1 if small else torch.get_num_threads()
+        at = [t.data_ptr() for t in held]
+        to = [t.data_ptr() for t in results]
+        missed = c_int64(0) if picks else None
+        memory = take(each * threads) if each else None
+        call(*[at[i] for i in read], *to, 0 if missed is None else addressof(missed), memory[0] if memory else 0, threads)
+        if memory:
+            give(memory)
+        if missed is not None and missed.value:  # an index out of range: an error in the words of the operation it is meant for
+            meaning(sources)
+        return results
+
+    return run
+
+
+CANDIDATE = LlvmRows()

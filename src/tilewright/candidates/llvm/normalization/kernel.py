@@ -1,0 +1,415 @@
+"""Rows as IR: one pass over a row's columns for each reduction that waits for another, and a last one for the results.
+
+A row's first pass reads it from memory, the others find it in the cache. Each reduction has several accumulators side by side,
+which are joined in a fixed order, and no row is ever split between threads: the results do not depend on how many there are.
+Threads take runs of rows, or pieces of very long ones where nothing is reduced, from a counter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from tilewright.candidates.llvm.expressions.casts import element, size_bytes
+from tilewright.candidates.llvm.expressions.math import Math
+from tilewright.candidates.llvm.expressions.text import Function, Int, Module, f32, suffix, vec
+from tilewright.candidates.llvm.expressions.vector import Columns, Lanes
+from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
+from tilewright.dtype import F32, PRED, DType
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Gather, Param, Reduce
+from tilewright.lowering.region import Region, is_named
+
+TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
+ALL = ("and", "multiply", "minimum")  # of pred: whether all hold
+LONG_BODY = 16  # instructions past which fewer vectors are worked out side by side, for want of registers
+
+
+@dataclass(frozen=True)
+class Loops:
+    """A region and the sizes it is generated with.
+
+    Attributes:
+        region: what to compute.
+        lanes: of a vector of f32.
+        unroll: vectors side by side.
+    """
+
+    region: Region
+    lanes: int
+    unroll: int
+
+    @property
+    def piece(self) -> int:
+        """Columns of a row that one task takes: all, unless nothing is reduced and there are very many."""
+        split = self.region.columns > 2 * TASK_ELEMENTS and not any(self.region.level.values())
+        return TASK_ELEMENTS if split else self.region.columns
+
+    @property
+    def pieces(self) -> int:
+        return -(-self.region.columns // self.piece)
+
+    @property
+    def run(self) -> int:
+        """Pieces that a task takes."""
+        return max(1, TASK_ELEMENTS // self.piece)
+
+    @property
+    def tasks(self) -> int:
+        return -(-self.region.rows * self.pieces // self.run)
+
+    def kept_at(self, n: Node) -> int:
+        """Where in a thread's memory a row of a kept node starts."""
+        kept = self.region.kept
+        return sum(self._kept_bytes(k) for k in kept[: kept.index(n)])
+
+    def _kept_bytes(self, n: Node) -> int:
+        return rounded(rounded(self.region.columns, self.lanes) * size_bytes(n.dtype))
+
+    @property
+    def thread_bytes(self) -> int:
+        return sum(map(self._kept_bytes, self.region.kept))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Regions that one call does side by side.
+
+    Attributes:
+        each: the regions.
+        results: of the problem.
+    """
+
+    each: tuple[Loops, ...]
+    results: int
+
+    @property
+    def sources(self) -> tuple[int, ...]:
+        """Which of the problem's sources each pointer that is read stands for."""
+        return tuple(dict.fromkeys(i for loops in self.each for i in loops.region.sources))
+
+    @property
+    def pointers(self) -> int:
+        """Sources, results, what tells of an index out of range, and the scratch memory."""
+        return len(self.sources) + self.results + 2
+
+    @property
+    def tasks(self) -> int:
+        return sum(loops.tasks for loops in self.each)
+
+    @property
+    def thread_bytes(self) -> int:
+        return max(loops.thread_bytes for loops in self.each)
+
+
+class RowsWriter:
+    """Writes rows as a module with an entry `python(pointers…, threads)`."""
+
+    def __init__(self, rows: Rows):
+        self.rows, self.module = rows, Module()
+
+    def write(self) -> Module:
+        self._worker()
+        self._entry()
+        return self.module
+
+    def _worker(self) -> None:
+        """Takes tasks: those of the first region, then those of the next."""
+        r = self.rows
+        f = Function(self.module, "worker", [("ptr", "d")])
+        given = [f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.pointers)]
+        first = len(r.sources)
+        results, (missed, room) = given[first : first + r.results], given[first + r.results :]
+        if r.thread_bytes:
+            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+            room = f.at(room, f.mul(me, r.thread_bytes))
+        at = dict(zip(r.sources, given, strict=False))
+        writers = [_LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, room) for x in r.each]
+        with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
+            begun = 0
+            for writer in writers:
+                mine = f.sub(task, begun)
+                begun += writer.rows.tasks
+                if len(writers) == 1:
+                    writer.task(mine)
+                    continue
+                with f.when(f.compare("ult", mine, writer.rows.tasks)):
+                    writer.task(mine)
+        f.finish()
+
+    def _entry(self) -> None:
+        """python(pointers…, threads), called by CPython as METH_FASTCALL."""
+        count = self.rows.pointers
+        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+        counter = rounded(8 * count)
+        d = f.alloca(counter + CACHE_LINE)
+        for i in range(count):
+            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
+            f.store("ptr", value, f.at(d, 8 * i), 8)
+        f.store("i64", "0", f.at(d, counter), 8)
+        threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * count), 8)))
+        state = f.intrinsic("PyEval_SaveThread", "ptr")
+        alone = f.compare("eq", threads, 1)
+        with f.when(alone):
+            f.do(f"call void @worker(ptr {d})")
+        with f.when(f.v(f"xor i1 {alone}, true")):
+            many = f.v(f"trunc i64 {threads} to i32")
+            f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", d), ("i32", many), ("i32", "0"))
+        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
+        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+        f.finish("ptr @_Py_NoneStruct")
+
+
+class _LoopsWriter:
+    """Writes what a task of a region does.
+
+    Args:
+        f: the function.
+        rows: the region.
+        read: what it reads.
+        results: of the problem.
+        missed: where to tell of an index out of range.
+        room: the thread's memory.
+    """
+
+    def __init__(self, f: Function, rows: Loops, read: Sequence[str], results: Sequence[str], missed: str, room: str):
+        self._f, self.rows, self.region = f, rows, rows.region
+        self._read, self._results, self._missed, self._room = read, results, missed, room
+        self._picked: dict[Node, str] = {}
+        self._fixed: dict[Node, str] = {}
+        whole = Columns(0, True, None)
+        for n in self.region.fixed:
+            self._fixed[n] = self._lanes(whole).value(n, self._fixed, 0)
+
+    def task(self, task: Int) -> None:
+        r, f = self.rows, self._f
+        first = f.mul(task, r.run)
+        with f.loop(first, f.min(f.add(first, r.run), self.region.rows * r.pieces)) as loop:
+            if r.pieces == 1:
+                self._row(loop.index if self.region.rows > 1 else 0, 0, self.region.columns)
+            else:
+                row, start = f.div(loop.index, r.pieces), f.mul(f.rem(loop.index, r.pieces), r.piece)
+                self._row(row, start, f.min(f.add(start, r.piece), self.region.columns))
+
+    def _lanes(self, columns: Columns) -> Lanes:
+        r = self.region
+        return Lanes(self._f, r.access, self.rows.lanes, columns, self._pointer, r.roots, r.read_in_pairs)
+
+    def _first(self, count: int) -> str:
+        """A mask of the first lanes.
+
+        Instruction selection makes a masked store of one lane that it knows a store of one element, as wide as the lane was
+        before it was narrowed (LLVM 22), so one lane is not let known.
+        """
+        known: Int = self._f.v('call i64 asm "", "=r,0"(i64 1)') if count == 1 else count
+        return self._f.first_lanes(self.rows.lanes, known)
+
+    def _pointer(self, leaf: Node) -> str:
+        assert isinstance(leaf.op, Param)
+        return self._picked.get(leaf) or self._read[leaf.op.index]
+
+    def _result(self, root: int) -> str:
+        """Where the result lies that a root is, or is a part of."""
+        return self._results[self.region.outputs[root]]
+
+    def _row(self, row: Int, start: Int, stop: Int) -> None:
+        """All passes over the columns from `start` to `stop` of a row."""
+        region = self.region
+        known = dict(self._fixed)  # what is the same for the whole row
+        one = Columns(0, True, None)
+        for pass_ in range(region.passes + 1):
+            for n in region.nodes:
+                if isinstance(n.op, Gather) and pass_ == 0 and n not in region.by_lanes:
+                    self._pick(n, known[n.src[1]])
+                apart = n in region.across or n in region.tables or isinstance(n.op, Reduce)
+                if not apart and n not in known and region.level[n] <= pass_:
+                    known[n] = self._value(self._lanes(one), n, known, row)
+            if pass_ < region.passes:
+                known.update(self._pass(pass_, row, start, stop, known))
+        for i, root in enumerate(region.roots):
+            if root not in region.across:
+                lanes = Lanes(self._f, region.stores[i], self.rows.lanes, Columns(0, True, self._first(1)), self._pointer)
+                lanes.store(row, known[root], self._result(i))
+
+    def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
+        if n in self.region.of_softmaxes:
+            return lanes.math.bounded_exp(values[n.src[0]])
+        if n in self.region.by_lanes:
+            return lanes.picked(n, values[n.src[1]], row, self._missed)
+        return lanes.value(n.src[0] if isinstance(n.op, Gather) else n, values, row)
+
+    def _pick(self, n: Node, index: str) -> None:
+        """From now on the table is the one row of it that the index says; the first one, and a note, if it says none."""
+        assert isinstance(n.op, Gather)
+        f, (table, picks), axis = self._f, n.src, n.op.axis % len(n.src[0].shape)
+        extent, type_ = table.shape[axis], element(picks.dtype)
+        at = f.v(f"extractelement {vec(self.rows.lanes, type_)} {index}, i64 0")
+        if type_ != "i64":
+            at = f.v(f"{'sext' if picks.dtype.kind == 'int' else 'zext'} {type_} {at} to i64")
+        if picks.dtype.kind == "int" and n.op.wraps:
+            at = f.v(f"select i1 {f.compare('slt', at, 0)}, i64 {f.add(at, extent)}, i64 {at}")
+        inside = f.compare("ult", at, extent)
+        with f.when(f.v(f"xor i1 {inside}, true")):
+            f.store("i64", "1", self._missed, 8)
+        at = f.v(f"select i1 {inside}, i64 {at}, i64 0")
+        apart = math.prod(table.shape[axis + 1 :]) * size_bytes(table.dtype)
+        assert isinstance(table.op, Param)
+        self._picked[table] = f.at(self._read[table.op.index], f.mul(at, apart))
+
+    def _pass(self, pass_: int, row: Int, start: Int, stop: Int, known: Mapping[Node, str]) -> dict[Node, str]:
+        """What the reductions of a pass come to."""
+        f, region, lanes = self._f, self.region, self.rows.lanes
+        reductions = region.reductions(pass_)
+        cost = sum(region.cost[n] for n in region.goals(pass_))
+        unroll = self.rows.unroll if cost <= LONG_BODY else min(2, self.rows.unroll)
+        each = [Combine(f, n, lanes, sees_nan=n not in region.of_softmaxes) for n in reductions]
+
+        def vector(column: Int, mask: str | None, sums: Sequence[str]) -> list[str]:
+            return self._vector(pass_, row, column, mask, known, each, sums)
+
+        def vectors(column: Int, count: int, sums: list[str]) -> list[str]:
+            """`sums`: of each reduction its accumulators, those of one vector together."""
+            width, after = len(each), list(sums)
+            for i in range(count):
+                after[i * width : (i + 1) * width] = vector(f.add(column, i * lanes), None, sums[i * width : (i + 1) * width])
+            return after
+
+        types = [c.type for c in each] * unroll
+        sums = [c.nothing for c in each] * unroll
+        wide = lanes * unroll
+        extent = f.sub(stop, start)
+        many = f.add(start, f.mul(f.div(extent, wide), wide))
+        with f.loop(start, many, wide, list(zip(types, sums, strict=True))) as loop:
+            loop.next = vectors(loop.index, unroll, loop.carried)
+        sums = loop.carried
+        if isinstance(many, int) and isinstance(stop, int):
+            left = (stop - many) // lanes
+            sums = vectors(many, left, sums)
+            if (stop - many) % lanes:
+                at = left * len(each)
+                tail = self._first((stop - many) % lanes)
+                sums[at : at + len(each)] = vector(many + left * lanes, tail, sums[at : at + len(each)])
+        else:  # nothing is reduced
+            full = f.add(start, f.mul(f.div(extent, lanes), lanes))
+            with f.loop(many, full, lanes) as loop:
+                vector(loop.index, None, [])
+            with f.when(f.compare("slt", full, stop)):
+                vector(full, f.first_lanes(lanes, f.sub(stop, full)), [])
+        return {c.node: c.total(sums[i :: len(each)], region.columns) for i, c in enumerate(each)}
+
+    def _vector(
+        self,
+        pass_: int,
+        row: Int,
+        column: Int,
+        mask: str | None,
+        known: Mapping[Node, str],
+        each: Sequence[Combine],
+        sums: Sequence[str],
+    ) -> list[str]:
+        """One vector of columns in a pass: results written, what is kept put aside, reductions carried on."""
+        f, region = self._f, self.region
+        lanes = self._lanes(Columns(column, True, mask))
+        values = dict(known)
+
+        def value(n: Node) -> str:
+            if n not in values:
+                if n in region.kept and region.level[n] < pass_:
+                    values[n] = f.load(*self._kept(n, column))
+                else:
+                    for s in (n.src[1:] if n in region.by_lanes else ()) if isinstance(n.op, Gather) else n.src:
+                        value(s)
+                    values[n] = self._value(lanes, n, values, row)
+            return values[n]
+
+        for n in region.kept:
+            if region.level[n] == pass_:
+                type_, at, aligned = self._kept(n, column)
+                f.store(type_, value(n), at, aligned)
+        seconds = {i for i, _ in region.written_in_pairs.values()}
+        for i in region.results(pass_):
+            store = Lanes(f, region.stores[i], lanes.lanes, lanes.columns, self._pointer)
+            if i in region.written_in_pairs:
+                second, place = region.written_in_pairs[i]
+                store.store_pairs(row, place, value(region.roots[i]), value(region.roots[second]), self._result(i))
+            elif i not in seconds:
+                store.store(row, value(region.roots[i]), self._result(i))
+        return [c.joined(s, c.masked(value(c.node.src[0]), mask)) for c, s in zip(each, sums, strict=True)]
+
+    def _kept(self, n: Node, column: Int) -> tuple[str, str, int]:
+        """Type, place and alignment of a vector of a kept node."""
+        f, size = self._f, size_bytes(n.dtype)
+        at = f.at(self._room, f.add(self.rows.kept_at(n), f.mul(column, size)))
+        return vec(self.rows.lanes, element(n.dtype)), at, self.rows.lanes * size
+
+
+class Combine:
+    """How one reduction adds up vectors of its operand."""
+
+    def __init__(self, f: Function, node: Node, lanes: int, *, sees_nan: bool):
+        assert isinstance(node.op, Reduce)
+        self._sees_nan = sees_nan
+        # Numbers without a sign are in the order of their bits, NaN above all.
+        self._sizes = node.op.fn == "maximum" and node.dtype is F32 and is_named(node.src[0], "abs")
+        self.node, self._f, self._lanes, self._fn = node, f, lanes, node.op.fn
+        self._dtype: DType = node.dtype
+        self.type = vec(lanes, element(self._dtype))
+
+    @property
+    def nothing(self) -> str:
+        """What joining changes nothing."""
+        d = self._dtype
+        if d is PRED:
+            return f"splat (i1 {str(self._fn in ALL).lower()})"
+        if self._fn in ("add", "mean", "or"):
+            return f"splat (float {f32(-0.0)})" if d is F32 else "zeroinitializer"
+        if self._fn == "multiply":
+            return f"splat ({element(d)} 1)"
+        if self._fn == "and":
+            return f"splat ({element(d)} -1)"
+        if self._sizes:
+            return "zeroinitializer"
+        worst = d.lowest if self._fn == "maximum" else d.highest
+        return f"splat (float {f32(float(worst))})" if d is F32 else f"splat ({element(d)} {int(worst)})"
+
+    def masked(self, value: str, mask: str | None) -> str:
+        if mask is None:
+            return value
+        return self._f.v(f"select {vec(self._lanes, 'i1')} {mask}, {self.type} {value}, {self.type} {self.nothing}")
+
+    def joined(self, a: str, b: str) -> str:
+        """One step."""
+        f, t = self._f, self.type
+        if self._sizes:
+            bits = vec(self._lanes, "i32")
+            args = [(bits, f.v(f"bitcast {t} {x} to {bits}")) for x in (a, b)]
+            return f.v(f"bitcast {bits} {f.intrinsic(f'llvm.umax.{suffix(bits)}', bits, *args)} to {t}")
+        if not self._sees_nan:
+            return Math(f, self._lanes).at_least(a, b)
+        if self._dtype is PRED:
+            return f.v(f"{'and' if self._fn in ALL else 'or'} {t} {a}, {b}")
+        if self._fn in ("and", "or"):
+            return f.v(f"{self._fn} {t} {a}, {b}")
+        if self._fn in ("add", "mean", "multiply"):
+            name = "mul" if self._fn == "multiply" else "add"
+            return f.v(f"{'f' if self._dtype is F32 else ''}{name} {t} {a}, {b}")
+        kind = "s" if self._dtype.kind == "int" else "u"
+        name = self._fn if self._dtype is F32 else f"{kind}{self._fn[:3]}"
+        return f.intrinsic(f"llvm.{name}.{suffix(t)}", t, (t, a), (t, b))
+
+    def total(self, sums: Sequence[str], count: int) -> str:
+        """Every lane of the result: accumulators joined in pairs, then lanes half by half."""
+        f, parts = self._f, list(sums)
+        while len(parts) > 1:
+            pairs = [self.joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
+            parts = pairs + parts[len(pairs) * 2 :]
+        (value,) = parts
+        apart = self._lanes // 2
+        while apart:
+            other = f.shuffle(self.type, value, value, [i ^ apart for i in range(self._lanes)])
+            value, apart = self.joined(value, other), apart // 2
+        if self._fn == "mean":
+            value = f.v(f"fdiv {self.type} {value}, splat (float {f32(float(count))})")
+        return value

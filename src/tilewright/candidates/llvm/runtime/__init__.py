@@ -1,0 +1,1 @@
+"""Compiling LLVM IR, scratch memory, and calling the machine code."""

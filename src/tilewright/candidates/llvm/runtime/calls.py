@@ -1,0 +1,165 @@
+"""How Python reaches a kernel: one function in machine code, the same for all, does what a call needs.
+
+A small product is over in less time than the interpreter takes for ten operations. This function asks the sources for their
+addresses, has the results made, finds room to work in and runs the kernel without any of them.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilewright.candidates.llvm.expressions.text import Function, Int, Module
+from tilewright.candidates.llvm.gemm.nest import CACHE_LINE
+from tilewright.candidates.llvm.runtime import engine
+from tilewright.candidates.llvm.runtime.scratch import give, take
+
+COUNTERS = 3 * CACHE_LINE  # behind the pointers that a kernel is given
+ON_STACK = 1 << 15  # bytes of scratch that are not worth a pool
+# What the function is bound to: a table of numbers, these, what makes each result, what is kept alive.
+USED = (torch.Tensor.contiguous, torch.Tensor.data_ptr, torch.get_num_threads, take, give)
+CONTIGUOUS, DATA_PTR, THREADS, TAKE, GIVE, MAKERS = range(1, 7)
+# The table: these numbers, then the indices of the sources that are read.
+KERNEL, POINTERS, READ, RESULTS, FIRST, ALONE, EACH, ONE, STACK, PACKED, INDICES = range(11)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call of one kernel needs.
+
+    Attributes:
+        kernel: its function, from `engine.function`.
+        pointers: that it is given: of sources, results, scratch, packed right operand.
+        read: sources whose addresses it needs.
+        first: index of the first result's pointer.
+        makers: what makes each result.
+        alone: bytes of scratch for one thread.
+        each: for each further one.
+        one: it is never worth a second thread.
+        packed: address of the packed right operand.
+    """
+
+    kernel: Any
+    pointers: int
+    read: Sequence[int]
+    first: int
+    makers: Sequence[Callable[[], torch.Tensor]]
+    alone: int
+    each: int
+    one: bool
+    packed: int
+
+
+def bound(call: Call, keep: object) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+    """A function from sources to results; `keep` lives as long as it does.
+
+    Sources may have any strides. It raises what asking them for their addresses raises: of what is no tensor, TypeError.
+    """
+    stack = call.one and call.alone <= ON_STACK
+    numbers = (
+        call.kernel.__self__, call.pointers, len(call.read), len(call.makers), call.first, call.alone, call.each, call.one,
+        stack, call.packed, *call.read,
+    )  # fmt: skip
+    table = struct.pack(f"={len(numbers)}q", *numbers)
+    return engine.loaded(_text()).bound(engine.METH_O, (table, *USED, *call.makers, (keep, call.kernel)))
+
+
+@cache
+def _text() -> str:
+    """python(self, sources): see the names of `self`'s parts above."""
+    module = Module()
+    _release(module)
+    f = Function(module, "python", [("ptr", "self"), ("ptr", "sources")], "ptr", public=True)
+
+    def checked(value: str) -> str:
+        """A new reference; without one, an exception has been raised."""
+        name = f.fresh("made")
+        f.do(f"br i1 {f.v(f'icmp eq ptr {value}, null')}, label %fail, label %{name}")
+        f.label(name)
+        return value
+
+    def part(index: Int) -> str:
+        return f.intrinsic("PyTuple_GetItem", "ptr", ("ptr", "%self"), ("i64", str(index)))
+
+    def asked(what: str, of: str) -> str:
+        return checked(f.intrinsic("PyObject_CallOneArg", "ptr", ("ptr", what), ("ptr", of)))
+
+    def release(value: str) -> None:
+        f.intrinsic("Py_DecRef", "void", ("ptr", value))
+
+    def place_of(tensor: str, index: Int) -> None:
+        """Its address to where the kernel reads it."""
+        number = asked(data_ptr, tensor)
+        f.store("ptr", f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", number)), f.at(d, f.mul(index, 8)), 8)
+        release(number)
+
+    table = f.intrinsic("PyBytes_AsString", "ptr", ("ptr", part(0)))
+    numbers = [f.load("i64", f.at(table, 8 * i)) for i in range(INDICES)]
+    counters = f.v(f"and i64 {f.add(f.mul(numbers[POINTERS], 8), CACHE_LINE - 1)}, -{CACHE_LINE}")
+    d = f.room(f.add(counters, COUNTERS))
+    held = f.room(f.mul(numbers[READ], 8))
+    for pointers, count in ((d, numbers[POINTERS]), (held, numbers[READ])):
+        with f.loop(0, count) as loop:
+            f.store("ptr", "null", f.at(pointers, f.mul(loop.index, 8)), 8)
+    results = checked(f.intrinsic("PyList_New", "ptr", ("i64", numbers[RESULTS])))
+    contiguous, data_ptr = part(CONTIGUOUS), part(DATA_PTR)
+    with f.loop(0, numbers[READ]) as loop:
+        index = f.load("i64", f.at(table, f.mul(f.add(loop.index, INDICES), 8)))
+        source = checked(f.intrinsic("PySequence_GetItem", "ptr", ("ptr", "%sources"), ("i64", index)))
+        dense = f.intrinsic("PyObject_CallOneArg", "ptr", ("ptr", contiguous), ("ptr", source))
+        release(source)
+        f.store("ptr", checked(dense), f.at(held, f.mul(loop.index, 8)), 8)
+        place_of(dense, index)
+    with f.loop(0, numbers[RESULTS]) as loop:
+        made = checked(f.intrinsic("PyObject_CallNoArgs", "ptr", ("ptr", part(f.add(loop.index, MAKERS)))))
+        f.intrinsic("PyList_SetItem", "i32", ("ptr", results), ("i64", loop.index), ("ptr", made))
+        place_of(made, f.add(loop.index, numbers[FIRST]))
+    last = f.at(d, f.mul(numbers[POINTERS], 8))
+    f.store("i64", numbers[PACKED], f.at(last, -8), 8)
+
+    threads, memory = f.alloca(8), f.alloca(8)
+    f.store("i64", "1", threads, 8)
+    with f.when(f.compare("eq", numbers[ONE], 0)):
+        number = checked(f.intrinsic("PyObject_CallNoArgs", "ptr", ("ptr", part(THREADS))))
+        f.store("i64", f.intrinsic("PyLong_AsLong", "i64", ("ptr", number)), threads, 8)
+        release(number)
+    team, pooled = f.load("i64", threads, 8), f.compare("eq", numbers[STACK], 0)
+    with f.when(pooled):
+        size = f.add(numbers[ALONE], f.mul(numbers[EACH], f.sub(team, 1)))
+        number = checked(f.intrinsic("PyLong_FromLong", "ptr", ("i64", str(size))))
+        taken = f.intrinsic("PyObject_CallOneArg", "ptr", ("ptr", part(TAKE)), ("ptr", number))
+        release(number)
+        f.store("ptr", checked(taken), memory, 8)
+        address = f.intrinsic("PyTuple_GetItem", "ptr", ("ptr", taken), ("i64", "0"))
+        f.store("ptr", f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", address)), f.at(last, -16), 8)
+    with f.when(f.v(f"xor i1 {pooled}, true")):
+        f.store("ptr", f.room(numbers[ALONE]), f.at(last, -16), 8)
+    state = f.intrinsic("PyEval_SaveThread", "ptr")
+    kernel = f.v(f"inttoptr i64 {numbers[KERNEL]} to ptr")
+    f.do(f"call void {kernel}(ptr {d}, i64 {team}, i64 0)")
+    f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
+    with f.when(pooled):
+        taken = f.load("ptr", memory, 8)
+        given = f.intrinsic("PyObject_CallOneArg", "ptr", ("ptr", part(GIVE)), ("ptr", taken))
+        release(taken)
+        release(checked(given))
+    f.call("release", ("ptr", held), ("i64", numbers[READ]))
+    f.do(f"ret ptr {results}")
+    f.label("fail")
+    f.call("release", ("ptr", held), ("i64", numbers[READ]))
+    release(results)
+    f.finish("ptr null")
+    return module.text(*engine.host())
+
+
+def _release(module: Module) -> None:
+    """release(held, count): let go of references, of which any may be null."""
+    f = Function(module, "release", [("ptr", "held"), ("i64", "count")])
+    with f.loop(0, "%count") as loop:
+        f.intrinsic("Py_DecRef", "void", ("ptr", f.load("ptr", f.at("%held", f.mul(loop.index, 8)), 8)))
+    f.finish()

@@ -1,0 +1,230 @@
+"""From IR text to something Python calls: code generation, a cache of object code on disk, and the threads to run it on.
+
+Object code is kept under the hash of everything it depends on (the text names the processor and its features) and sealed with
+it, so a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
+
+Kernels may be called from several Python threads at once. In a forked child GNU's OpenMP runtime has lost its threads and waits
+for them, in torch's own operations as well as here: call `torch.set_num_threads(1)` there first, or spawn instead of forking.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import tempfile
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import llvmlite.binding as llvm
+
+from tilewright.candidates.llvm.expressions.text import PYTHON, THREADS
+from tilewright.errors import UnsupportedError
+from tilewright.files import foreign, open_own
+from tilewright.hardware.ceilings import cache_folder
+
+METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
+
+
+def available() -> str | None:
+    """None if kernels can be generated and run here, else the sentence why not."""
+    try:
+        _threads()
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+def refusal(plan: Callable[[], object]) -> str | None:
+    """Why no kernel is generated for a problem: the machine, or the sentence that `plan` gives in a plan's place."""
+    why = available()
+    if why is not None:
+        return why
+    found = plan()
+    return found if isinstance(found, str) else None
+
+
+@cache
+def host() -> tuple[str, str]:
+    """Name and features of this processor, as LLVM spells them."""
+    _initialize()
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+@cache
+def _initialize() -> None:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+
+
+@cache
+def _initialize_all() -> None:
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+def assembly(text: str, triple: str, cpu: str, features: str) -> str:
+    """Machine code as text, for any processor LLVM knows; nothing runs.
+
+    Selecting an instruction that the processor lacks aborts the process (LLVM has no error to return): only emit what the
+    chip's data names.
+    """
+    _initialize_all()
+    machine, module = _parsed(text, triple, cpu, features)
+    return machine.emit_assembly(module)
+
+
+def _parsed(text: str, triple: str, cpu: str, features: str) -> tuple[Any, Any]:
+    target = llvm.Target.from_triple(triple)
+    machine = target.create_target_machine(cpu=cpu, features=features, opt=3, codemodel="jitdefault", jit=True)
+    module = llvm.parse_assembly(text)
+    module.triple, module.data_layout = triple, str(machine.target_data)
+    module.verify()
+    return machine, module
+
+
+def object_code(text: str) -> bytes:
+    """Machine code of a module for this processor, from the cache on disk or made now."""
+    cpu, features = host()
+    key = hashlib.sha256("\0".join((text, cpu, features, repr(llvm.llvm_version_info))).encode()).hexdigest()
+    file = _folder() / f"{key}.o"
+    kept = _read(file, key)
+    if kept is not None:
+        return kept
+    machine, module = _parsed(text, llvm.get_process_triple(), cpu, features)
+    code: bytes = machine.emit_object(module)
+    _write(file, key, code)
+    return code
+
+
+def _folder() -> Path:
+    try:
+        folder = cache_folder() / "kernels"
+        if foreign(folder) is None:
+            return folder
+    except OSError:
+        pass
+    return Path(os.devnull) / "kernels"  # nothing is found there, nothing kept
+
+
+def _seal(key: str, code: bytes) -> bytes:
+    """Seal of code, the text and the processor it was made of: another kernel's object under this name fails it."""
+    return hashlib.sha256(key.encode() + code).digest()
+
+
+def _read(file: Path, key: str) -> bytes | None:
+    """A cached object, unless it is missing, damaged, another key's, or could have been written by someone else."""
+    try:
+        with os.fdopen(open_own(file, os.O_RDONLY), "rb") as opened:
+            content = opened.read()
+    except OSError:
+        return None
+    seal, code = content[:32], content[32:]
+    return code if _seal(key, code) == seal else None
+
+
+def _write(file: Path, key: str, code: bytes) -> None:
+    """Whole or not at all; a cache that cannot be written is done without."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=file.parent)  # readable by the owner alone
+        try:
+            with os.fdopen(descriptor, "wb") as out:
+                out.write(_seal(key, code) + code)
+            Path(name).replace(file)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+    except OSError:
+        return
+
+
+@cache
+def _threads() -> None:
+    """Let kernels call the OpenMP runtime that torch has loaded, so that both share one pool of threads.
+
+    Raises:
+        UnsupportedError: torch came without one (GNU's or LLVM's, which has GNU's entry points too).
+    """
+    _initialize()
+    for path in _loaded_openmp():
+        library = ctypes.CDLL(path)
+        if all(hasattr(library, name) for name in THREADS):
+            for name in THREADS:
+                llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+            break
+    else:
+        raise UnsupportedError("no OpenMP runtime with GNU's entry points is loaded, and kernels share torch's threads")
+    for name in PYTHON:
+        llvm.add_symbol(name, ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value)
+    llvm.add_symbol("_Py_NoneStruct", id(None))
+
+
+def _loaded_openmp() -> list[str]:
+    """OpenMP runtimes mapped into the process, then those beside torch."""
+    try:
+        lines = os.fsdecode(Path("/proc/self/maps").read_bytes()).splitlines()  # files may be called anything
+    except OSError:
+        lines = []
+    mapped = [line.split(maxsplit=5)[-1] for line in lines if any(n in line for n in ("libgomp", "libomp", "libiomp"))]
+    found = importlib.util.find_spec("torch")
+    folder = Path(found.origin).parent / "lib" if found is not None and found.origin else Path()
+    return list(dict.fromkeys([*mapped, *map(str, folder.glob("lib*omp*.so*")), *map(str, folder.glob("lib*omp*.dylib"))]))
+
+
+RECENT = 64  # functions that stay loaded though nobody holds them: the next program often asks for them again
+_recent: deque[Any] = deque(maxlen=RECENT)
+_alive: WeakValueDictionary[str, Any] = WeakValueDictionary()
+
+
+class _MethodDef(ctypes.Structure):
+    _fields_ = (("name", ctypes.c_char_p), ("call", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p))
+
+
+@cache
+def loaded(text: str) -> _Loaded:
+    """A module's machine code, for as long as the process lives."""
+    return _Loaded(object_code(text))
+
+
+def function(text: str) -> Any:
+    """A module's `@python` function, taking integers and giving None. With the last reference to it its code goes.
+
+    Its `__self__` is the address of the module's `@run`, for callers in machine code, who keep the function; 0 if it has none.
+    """
+    found = _alive.get(text)
+    if found is None:
+        code = _Loaded(object_code(text))
+        found = _alive[text] = code.bound(METH_FASTCALL, code.address("run"))
+    _recent.append(found)
+    return found
+
+
+class _Loaded:
+    """Machine code in this process, kept alive by the functions made of it."""
+
+    def __init__(self, code: bytes):
+        _threads()
+        machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+        self._engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
+        self._engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        self._engine.finalize_object()
+        self._definitions: dict[int, _MethodDef] = {}
+
+    def address(self, name: str) -> int:
+        """Of a function; 0 if there is none of that name."""
+        return self._engine.get_function_address(name)
+
+    def bound(self, flags: int, to: object = None) -> Any:
+        """The `@python` function as Python calls it by `flags`, with `to` as what it is given first."""
+        address = self.address("python")
+        assert address, "the module has no @python"
+        definition = self._definitions.setdefault(flags, _MethodDef(b"kernel", address, flags, None))
+        make = ctypes.pythonapi.PyCFunction_NewEx
+        make.restype, make.argtypes = ctypes.py_object, [ctypes.POINTER(_MethodDef), ctypes.py_object, ctypes.py_object]
+        return make(ctypes.byref(definition), to, self)  # as its module, which it holds as long as it lives

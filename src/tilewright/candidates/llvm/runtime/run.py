@@ -1,0 +1,136 @@
+"""How a gemm's operands reach a kernel and how it is called: what candidates that share the dense nest have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from tilewright.candidates.llvm.expressions.vector import check
+from tilewright.candidates.llvm.gemm.dots import Choice
+from tilewright.candidates.llvm.gemm.nest import Nest
+from tilewright.candidates.llvm.runtime.calls import Call, bound
+from tilewright.candidates.llvm.runtime.scratch import maker
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Map, Param, Select
+from tilewright.lowering.access import Access, Unsupported, of_operand
+from tilewright.schedule.candidate import Runner
+from tilewright.schedule.problem import Problem
+
+ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
+
+
+@dataclass(frozen=True)
+class Side:
+    """How a kernel gets one operand.
+
+    Attributes:
+        access: where its elements lie.
+        outside: the expression that torch evaluates first; None when the kernel reads the sources itself.
+    """
+
+    access: Access
+    outside: Node | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was found out about a problem before any size is chosen."""
+
+    choice: Choice
+    batch: int
+    rows: int
+    lhs: Side
+    rhs: Side
+    along: bool
+    constant: bool
+    stores: tuple[Access, ...]
+    in_place: bool
+    second: Node | None = None  # see `Nest`
+    largest: tuple[bool, ...] = ()  # see `Nest`; empty: of no store
+    beside: tuple[Access, ...] = ()  # what else kernels read: scales and zero points of the left operand's codes
+
+
+def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> Side:
+    if not outside:
+        try:
+            check((root,))
+            return Side(of_operand(root, columns_last=columns_last), None)
+        except Unsupported:
+            if any(isinstance(n.op, (Map, Select)) for n in toposort((root,))):
+                raise  # a step of its own has kernels of its own
+    shape = root.shape if columns_last else (*root.shape[:-2], root.shape[-1], root.shape[-2])
+    stand_in = Node(Param(index, replace(root.tensor, shape=shape)))
+    return Side(of_operand(stand_in, columns_last=True), root)
+
+
+def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
+    """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
+    codes = problem.lhs.dtype.bits == 4 and choice.dot.lhs.bits == 8  # kept one to a byte
+    if choice.dot.rows > 1:
+        return False  # rows take turns
+    step = choice.dot.k * choice.dot.steps  # of K, that is read at once
+    if not problem.lhs.plain or (problem.lhs.dtype is not choice.dot.lhs and not codes) or problem.K % step:
+        return False
+    leaf = next(n for n in toposort((access.root,)) if isinstance(n.op, Param))
+    place = access.of_leaf(leaf)
+    columns = [(t.extent, t.inner, t.stride) for t in place.columns]
+    if columns != [(problem.K, 1, 1)] or len(place.rows) not in (1, 2) or place.rows[0].inner != 1:
+        return False
+    first, *outer = place.rows
+    total = problem.batch * problem.M
+    if outer:
+        return first.extent == rows and outer[0].inner == rows and rows * outer[0].extent == total
+    return first.extent == total
+
+
+def _pointers(plan: Plan) -> set[int]:
+    """Which arguments a kernel reads: sources, and behind them operands that torch evaluates."""
+    return _params([a.root for a in (plan.lhs.access, plan.rhs.access, *plan.stores, *plan.beside)])
+
+
+def _params(roots: Sequence[Node]) -> set[int]:
+    return {n.op.index for n in toposort(roots) if isinstance(n.op, Param)}
+
+
+def unread(problem: Problem, plan: Plan) -> frozenset[int]:
+    """Weights that calls do not read, since all that was in them is packed."""
+    outside = [s.outside for s in (plan.lhs, plan.rhs) if s.outside is not None and not (s is plan.rhs and plan.constant)]
+    read = _pointers(plan) | _params(outside)
+    return frozenset(i for i, weight in enumerate(problem.weights) if weight and i not in read)
+
+
+def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
+    """What runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept alive."""
+    count = len(problem.types)
+    makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
+    left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
+    outside = [i for i, node in ((count, left), (count + 1, right)) if node is not None]
+    read = [*sorted(_pointers(plan) & set(range(count))), *outside]
+    alone, one = nest.scratch(1), problem.ops <= ONE_THREAD_OPS
+    needs = Call(call, nest.pointers, read, count + 2, makers, alone, nest.scratch(2) - alone, one, aligned(packed))
+    run = bound(needs, keep=packed)
+    if not outside:
+        return run
+
+    def evaluated(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        lhs = operand(left, sources, False) if left is not None else packed
+        rhs = operand(right, sources, plan.along) if right is not None else packed
+        return run((*sources, lhs, rhs))
+
+    return evaluated
+
+
+def aligned(t: torch.Tensor) -> int:
+    return -(-t.data_ptr() // 64) * 64
+
+
+def operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], along: bool) -> torch.Tensor:
+    """An operand that torch evaluates, dense, with K last if `along`."""
+    params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
+    values = {n: sources[n.op.index] for n in params if isinstance(n.op, Param)}
+    value = evaluate_nodes((root,), values)[0]
+    assert isinstance(value, torch.Tensor)
+    return (value.transpose(-1, -2) if along else value).contiguous()

@@ -1,0 +1,291 @@
+"""Kernels for 4-bit weights: codes decoded in registers from one stream that is read from its start to its end.
+
+A panel of the packed weights is, for each group of K: its columns' scales, their zero points if there are any, and then a word
+of 32 bits a column for every 8 of K. Where the instruction takes pairs along K, a column has two words for every 16, one of the
+even and one of the odd, and its scale twice: two vectors of lanes then make one of pairs. The left operand, the tiles and the
+epilogue are those of the dense nest. Pairs of codes that nothing is done to before they are multiplied are looked up as pairs:
+a column's word has the even ones in its low half, the odd ones in its high half.
+
+Where many rows meet a panel, a thread decodes it once into memory of its own, and the dense micro-kernel multiplies it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from tilewright.candidates.llvm.expressions.casts import Casts
+from tilewright.candidates.llvm.expressions.text import Function, Int, vec
+from tilewright.candidates.llvm.gemm.macro import Packed, Writer
+from tilewright.candidates.llvm.gemm.micro import Micro
+from tilewright.candidates.llvm.gemm.nest import Nest, rounded
+from tilewright.dtype import F32, DType
+
+CODES = 8  # in a word
+# Bytes of the stream that are asked for before they are read, and into which cache: by one row, which waits for memory, and
+# by several, which must find them at hand. Each loses a tenth to a third with what the other takes.
+READING, COMPUTING = (2048, 2), (4096, 1)
+WIDE = 16  # lanes for which there is an instruction that looks a code's value up
+ORDER = tuple(range(CODES))  # where in a word each of 8 neighbours along K is kept
+PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # the same, of pairs
+
+
+@dataclass(frozen=True)
+class GroupedNest(Nest):
+    """A nest whose right operand is codes of 4 bits, scaled by groups along K.
+
+    Attributes:
+        group: elements of K that share a scale; a multiple of 8. The last group may be shorter.
+        signed: codes are -8 to 7, else 0 to 15.
+        zeros: each group has a zero point, which is taken off its codes first.
+        rounded_to: the type of the weights, to which each is rounded once it is scaled.
+        decoded: a panel is decoded before its tiles are multiplied; else each tile decodes it as it goes.
+    """
+
+    group: int = 0
+    signed: bool = True
+    zeros: bool = False
+    rounded_to: DType = F32
+    decoded: bool = False
+
+    @property
+    def group_count(self) -> int:
+        return -(-self.depth // self.group)
+
+    @property
+    def group_rows(self) -> int:
+        """Words of a column in each group of the stream."""
+        return self.side_rows + self.group // CODES
+
+    @property
+    def side_rows(self) -> int:
+        """Of which scales and zero points are these."""
+        return self.words * (1 + self.zeros)
+
+    @property
+    def by_pairs(self) -> bool:
+        """Codes are looked up two at a time: they are multiplied as they are, and sums are scaled."""
+        return self.dot.k == 2 and self.rounded_to is F32
+
+    @property
+    def words(self) -> int:
+        """Vectors of words that one of operands is made of."""
+        return 1 if self.by_pairs else self.dot.k
+
+    @property
+    def panel(self) -> int:
+        return self.group_count * self.group_rows * self.nr * 4
+
+    @property
+    def thread_bytes(self) -> int:
+        return rounded(self.panel_bytes(self.depth)) if self.decoded else super().thread_bytes
+
+    @cached_property
+    def asks(self) -> int:
+        return 0  # kernels ask for their own stream
+
+    @property
+    def ahead(self) -> int:
+        """Bytes of the stream that are asked for before they are read."""
+        return (READING if self.rows == 1 else COMPUTING)[0]
+
+    @property
+    def nearest(self) -> int:
+        """The cache that they are asked into."""
+        return (READING if self.rows == 1 else COMPUTING)[1]
+
+    def by_panel(self, of_columns: torch.Tensor) -> torch.Tensor:
+        """Something of each of the weight's columns [N, ...] in the order of panels, filled up with zeros [columns, ...]."""
+        halves = of_columns.unflatten(0, (-1, self.stored))
+        filled = of_columns.new_zeros(len(halves), self.panels * self.width, *of_columns.shape[1:])
+        filled[:, : self.stored] = halves
+        return filled.unflatten(1, (-1, self.width)).transpose(0, 1).flatten(0, 2)
+
+    def packed(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
+        """The stream of codes [columns, K], scales and zero points [columns, groups], all by panel."""
+        sides = [s.float().contiguous() for s in (scales, zeros) if s is not None]
+        return streamed(self, codes.to(torch.int32), sides, PAIRED if self.by_pairs else ORDER)
+
+
+def streamed(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+    """The stream, s32[panels, groups, words, columns], from codes s32[columns, K] and what precedes them in each
+    group, [columns, groups] of 4 bytes each. `order`: where in its word each of 8 neighbours of a column is kept."""
+    columns, lanes, span = len(codes), nest.words, CODES * nest.words
+    words = torch.zeros(columns, nest.group_count, nest.group // span, lanes, dtype=torch.int32)
+    of_column = words.view(columns, -1, lanes)[:, : nest.depth // span]
+    for i, place in enumerate(order):
+        for lane in range(lanes):
+            of_column[:, :, lane] |= (codes[:, i * lanes + lane :: span] & 15) << 4 * place
+    stream = torch.zeros(nest.panels, nest.group_count, nest.group_rows, nest.nr, dtype=torch.int32)
+    for i, side in enumerate(sides):
+        values = side.view(torch.int32).view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
+        values = values.repeat_interleave(lanes, dim=2).view(nest.panels, nest.group_count, lanes, nest.nr)
+        stream[:, :, i * lanes : (i + 1) * lanes] = values
+    by_word = words.view(nest.panels, nest.nr, nest.group_count, nest.group // span, lanes).permute(0, 2, 3, 1, 4)
+    stream[:, :, nest.side_rows :] = by_word.reshape(nest.panels, nest.group_count, nest.group // CODES, nest.nr)
+    return stream
+
+
+class GroupedWriter(Writer):
+    """Writes a `GroupedNest`; its right operand is always packed before."""
+
+    nest: GroupedNest
+
+    @cached_property
+    def direct(self) -> bool:
+        """Its own micro-kernels fill tiles."""
+        return self.nest.decoded and Micro.direct.func(self)
+
+    def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
+        self._function(name).finish()
+        if self.nest.decoded:
+            self._decode()
+
+    def _decode(self) -> None:
+        """decode(b, out): a panel of the stream as the dense micro-kernel reads it.
+
+        Signed codes are taken as 8 more, which is subtracted as part of the zero point: one shift a code, for processors that
+        shift one vector at a time.
+        """
+        n, d = self.nest, self.nest.dot
+        nv, line, row_bytes = n.blocks.nv, d.lanes * 4, n.nr * 4
+        floats, i32 = vec(d.lanes, "float"), vec(d.lanes, "i32")
+        f = Function(self.module, "decode", [("ptr", "b"), ("ptr", "out")])
+        casts = Casts(f, d.lanes)
+        with f.loop(0, n.group_count) as outer:
+            group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
+            base = f.mul(outer.index, n.group)
+            sides = [[f.load(floats, f.at(group, (i * nv + j) * line), line) for j in range(nv)] for i in range(1 + n.zeros)]
+            scales, *zeros = sides
+            if n.signed:
+                above = "splat (float 8.0)"
+                zeros = [[f.v(f"fadd {floats} {z}, {above}") for z in zeros[0]] if n.zeros else [above] * nv]
+            most = f.div(f.min(n.group, f.sub(n.depth, base)), CODES) if n.depth % n.group else n.group // CODES
+            with f.loop(0, most) as word:
+                at = f.at(group, f.mul(f.add(word.index, n.side_rows), row_bytes))
+                out = f.at("%out", f.mul(f.add(base, f.mul(word.index, CODES)), row_bytes))
+                loaded = [f.load(i32, f.at(at, j * line), line) for j in range(nv)]
+                if n.signed:
+                    loaded = [f.v(f"xor {i32} {w}, splat (i32 {0x88888888 - (1 << 32)})") for w in loaded]
+                for step in range(CODES):
+                    for j in range(nv):
+                        code = f.v(f"lshr {i32} {loaded[j]}, splat (i32 {4 * step})")
+                        value = f.v(f"uitofp {i32} {f.v(f'and {i32} {code}, splat (i32 15)')} to {floats}")
+                        if zeros:
+                            value = f.v(f"fsub {floats} {value}, {zeros[0][j]}")
+                        value = f.v(f"fmul {floats} {value}, {scales[j]}")
+                        if n.rounded_to is not F32:
+                            value = casts.convert(casts.convert(value, F32, n.rounded_to), n.rounded_to, F32)
+                        f.store(floats, value, f.at(out, step * row_bytes + j * line), line)
+        f.finish()
+
+    def _block(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
+        if self.nest.decoded:
+            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+            own = self._scratch(f, f.add(self.nest.threads_at, f.mul(me, self.nest.thread_bytes)))
+            f.call("decode", ("ptr", packed.rhs), ("ptr", own))
+            packed = replace(packed, rhs=own)
+        super()._block(f, b, p0, t0, packed)
+
+    def _micro(self, rows: int, *, fresh: bool) -> None:
+        """result tile = lhs tile x weight panel.
+
+        A group's sums are scaled when they are complete; totals stay in the tile where there are no registers for them. Weights
+        that are rounded once they are scaled are scaled as they are decoded.
+        """
+        assert fresh, "K is never cut"
+        if self.nest.decoded:
+            super()._micro(rows, fresh=fresh)
+            return
+        n, d = self.nest, self.nest.dot
+        nv, line, row_bytes = n.blocks.nv, n.dot.lanes * 4, n.nr * 4
+        name = f"micro_{rows}"
+        f = Function(self.module, name, [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")])
+        floats, count = vec(d.lanes, "float"), rows * nv
+        folded = n.rounded_to is not F32
+        resident = folded or 2 * count <= d.registers - 8
+        casts = Casts(f, d.lanes)
+        row_at = [f.mul("%stride", m) for m in range(rows)]
+        span = CODES * n.words
+        zero = ["zeroinitializer"] * count
+
+        def words(index: Int, group: str, base: Int, sides: Sequence[Sequence[str]], acc: Sequence[str]) -> list[str]:
+            """`span` of K onto the sums."""
+            at = f.at(group, f.mul(f.add(f.mul(index, n.words), n.side_rows), row_bytes))
+            loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv * n.words)]
+            for j in range(0, row_bytes * n.words, 64):
+                f.prefetch(f.at(at, n.ahead + j), level=n.nearest)
+            a = f.at("%a", f.mul(f.add(base, f.mul(index, span)), 4 // d.k))
+            after = list(acc)
+            for step in range(span // d.k):
+                right = [self._decoded(f, word, step) for word in loaded]
+                if n.zeros:
+                    right = [f.v(f"fsub {floats} {w}, {z}") for w, z in zip(right, sides[1], strict=True)]
+                if folded:
+                    right = [f.v(f"fmul {floats} {w}, {s}") for w, s in zip(right, sides[0], strict=True)]
+                if n.words == 2:  # rounds both
+                    name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+                    both = zip(right[::2], right[1::2], strict=True)
+                    right = [f.intrinsic(name, d.operand, (floats, high), (floats, low)) for low, high in both]
+                elif n.rounded_to is not F32:
+                    right = [casts.convert(casts.convert(w, F32, n.rounded_to), n.rounded_to, F32) for w in right]
+                for m in range(rows):
+                    word = f.splat(d.lanes, "i32", f.load("i32", f.at(f.at(a, row_at[m]), 4 * step), 1))
+                    left = f.v(f"bitcast {vec(d.lanes, 'i32')} {word} to {d.operand}")
+                    for j in range(nv):
+                        after[m * nv + j] = d.emit(f, after[m * nv + j], left, right[j])
+            return after
+
+        if not resident:
+            for i in range(count):
+                f.store(floats, "zeroinitializer", f.at("%tile", i * line), line)
+        with f.loop(0, n.group_count, 1, [(floats, z) for z in zero] if resident else []) as outer:
+            group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
+            base = f.mul(outer.index, n.group)
+            sides = [
+                [f.load(floats, f.at(group, (i * nv * n.words + j) * line), line) for j in range(nv * n.words)]
+                for i in range(1 + n.zeros)
+            ]
+            most = f.div(f.min(n.group, f.sub(n.depth, base)), span) if n.depth % n.group else n.group // span
+            with f.loop(0, most, 1, [(floats, x) for x in (outer.carried if folded else zero)]) as inner:
+                inner.next = words(inner.index, group, base, sides, inner.carried)
+            sums = list(inner.carried)
+            if not folded:
+                for i, x in enumerate(sums):
+                    place = f.at("%tile", i * line)
+                    before = outer.carried[i] if resident else f.load(floats, place, line)
+                    fma = (floats, x), (floats, sides[0][i % nv]), (floats, before)
+                    sums[i] = f.intrinsic(f"llvm.fma.v{d.lanes}f32", floats, *fma)
+                    if not resident:
+                        f.store(floats, sums[i], place, line)
+            outer.next = sums if resident else []
+        for i, x in enumerate(outer.carried):
+            f.store(floats, x, f.at("%tile", i * line), 64)
+        f.finish()
+
+    def _decoded(self, f: Function, word: str, step: int) -> str:
+        """The values of codes `step` of a vector of words, as the instruction takes them."""
+        n, d = self.nest, self.nest.dot
+        i32, floats = vec(d.lanes, "i32"), vec(d.lanes, "float")
+        values = [c - 16 if n.signed and c > 7 else c for c in range(16)]
+        if d.lanes != WIDE:
+            if n.signed:
+                high = f.v(f"shl {i32} {word}, splat (i32 {28 - 4 * step})")
+                code = f.v(f"ashr {i32} {high}, splat (i32 28)")
+            else:
+                code = f.v(f"and {i32} {f.v(f'lshr {i32} {word}, splat (i32 {4 * step})')}, splat (i32 15)")
+            return f.v(f"sitofp {i32} {code} to {floats}")
+        index = f.v(f"lshr {i32} {word}, splat (i32 {4 * step})") if step else word
+        if n.by_pairs:  # of an index its low 5 bits count: what stands above a code does not
+            pairs = vec(2 * d.lanes, "i16")
+            bits = [torch.tensor(float(v)).bfloat16().view(torch.int16).item() for v in values]
+            table = f"<{', '.join(f'i16 {b}' for b in (*bits, *bits))}>"
+            found = f.intrinsic(
+                "llvm.x86.avx512.permvar.hi.512", pairs, (pairs, table), (pairs, f.v(f"bitcast {i32} {index} to {pairs}"))
+            )
+            return f.v(f"bitcast {pairs} {found} to {d.operand}")
+        table = f"<{', '.join(f'float {float(v):.1f}' for v in values)}>"
+        return f.intrinsic("llvm.x86.avx512.permvar.sf.512", floats, (floats, table), (i32, index))

@@ -1,0 +1,214 @@
+"""What an attention asks of a generated GPU kernel: where its operands lie, and in which form they meet the matrix unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from tilewright.candidates.triton.expressions.casts import FP8
+from tilewright.candidates.triton.expressions.emit import NUMBERED, VIEWS, check
+from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.ir.build import broadcast
+from tilewright.ir.carrier import operands_of, stores_of
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Param, Quantize
+from tilewright.lowering.access import Access, Unsupported, of_operand, of_store
+from tilewright.schedule.problem import AttentionProblem
+
+
+@dataclass(frozen=True)
+class Codes:
+    """8-bit codes with one scale: (code - zero) * scale."""
+
+    dtype: DType
+    zero: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class Operand:
+    """An operand as the kernel reads it.
+
+    Attributes:
+        at: where it lies; its root gives the codes where there are any.
+        codes: what they mean.
+    """
+
+    at: Access
+    codes: Codes | None
+
+    @property
+    def dtype(self) -> DType:
+        return self.at.root.dtype
+
+    @property
+    def reads_nothing_as_zero(self) -> bool:
+        """What is read as 0 enters the product as 0."""
+        shifted = self.codes is not None and self.codes.zero != 0
+        return not shifted and all(isinstance(n.op, (Param, *VIEWS)) for n in toposort((self.at.root,)))
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """An expression that rounds acc to 8-bit codes: it divides by one scale, and multiplies by another."""
+
+    codes: Codes
+    divisor: float
+
+
+@dataclass(frozen=True)
+class Heads:
+    """One attention to generate.
+
+    Attributes:
+        batch, heads, shared: B, Hq, and queries' heads a key's head serves.
+        queries, keys, depth, width: S, T, D, Dv.
+        q, k, v: the operands.
+        unit: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
+        scale: of the scores, codes' scales included.
+        causal, zero_masked_rows: see `Attention`.
+        mask: over rows of queries by keys, pred or float.
+        on_scores, on_weights: what happens to the scaled scores, and to the softmax: an expression, or a rounding.
+        result: type of the attention's own result, before its stores.
+        stores: the results.
+    """
+
+    batch: int
+    heads: int
+    shared: int
+    queries: int
+    keys: int
+    depth: int
+    width: int
+    q: Operand
+    k: Operand
+    v: Operand
+    unit: DType
+    scale: float
+    causal: Literal["no", "upper", "lower"]
+    zero_masked_rows: bool
+    mask: Access | None
+    on_scores: Access | Rounded | None
+    on_weights: Access | Rounded | None
+    result: DType
+    stores: tuple[Access, ...]
+
+
+def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
+    """The attention to generate.
+
+    Args:
+        problem: what is asked.
+        fp8: types that the hardware converts (`_module.exact_fp8`).
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
+    op, node = problem.op, problem.node
+    q, k, v, *mask = operands_of(node)
+    batch, heads, queries, depth = q.shape
+    key_heads, keys, width = k.shape[1], k.shape[2], v.shape[3]
+    if not batch * heads * queries * depth * keys * width:
+        raise Unsupported("an extent is zero")
+    if max(batch * heads * queries, batch * key_heads * keys) > NUMBERED:
+        raise Unsupported("more than 2^31 rows")
+    for t in (q, k, v, *mask):
+        if t.dtype.bits > 32:
+            raise Unsupported(f"generated attention computes in f32, not {t.dtype}")
+    inner = [r for r in (op.scores, op.weights) if r is not None]
+    check((*operands_of(node), *inner, *stores_of(node)))
+    codes = [_codes(t) for t in (q, k, v)]
+    on_weights = None if op.weights is None else _rounded(op.weights, fp8)
+    whole = all(c is not None and c[1].dtype.is_integer for c in codes[:2])  # no score is NaN
+    unit = _unit_of_codes(op, (q, k, v), codes, isinstance(on_weights, Rounded), fp8)
+    if unit is not None:
+        roots = [(t, None) if c is None else c for t, c in zip((q, k, v), codes, strict=True)]
+        given = [Operand(of_operand(root, columns_last=True), c) for root, c in roots]
+        scale = op.scale * math.prod(o.codes.scale for o in given[:2] if o.codes is not None)
+    else:
+        given = [Operand(of_operand(t, columns_last=True), None) for t in (q, k, v)]
+        narrow = q.dtype is k.dtype is v.dtype and q.dtype in (F16, BF16)
+        unit, scale = q.dtype if narrow else F32, op.scale
+    return Heads(
+        batch,
+        heads,
+        heads // key_heads,
+        queries,
+        keys,
+        depth,
+        width,
+        given[0],
+        given[1],
+        given[2],
+        unit,
+        scale,
+        op.causal,
+        op.zero_masked_rows,
+        of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None,
+        None if op.scores is None else _rounded(op.scores, fp8, integers=whole),
+        on_weights,
+        problem.acc.dtype,
+        tuple(of_store(root) for root in stores_of(node)),
+    )
+
+
+def _unit_of_codes(
+    op: Attention, operands: Sequence[Node], codes: Sequence[tuple[Node, Codes] | None], rounded: bool, fp8: frozenset[str]
+) -> DType | None:
+    """The type in which codes are multiplied as they are, scaled afterwards: each is held by f16 and by bf16, and so is its
+    difference from a zero point. None where operands are multiplied as they were dequantised."""
+    types = {t.dtype for t in operands}
+    if rounded:  # weights are codes, too
+        return F16 if all(codes) and types == {F32} else None
+    unit = types.pop()
+    held = unit is F16 or (unit is BF16 and all(c is None or c[1].dtype not in FP8 or c[1].dtype.name in fp8 for c in codes))
+    return unit if held and not types and any(codes) and op.scores is None and op.weights is None else None
+
+
+def number(n: Node) -> float | None:
+    """The value of a constant that is one number."""
+    return float(n.op.data.tensor().reshape(()).item()) if isinstance(n.op, Const) and n.tensor.elements == 1 else None
+
+
+def _meaning(n: Node) -> Codes | None:
+    """What a dequantisation makes of 8-bit codes, if it is the same number everywhere."""
+    source = n.src[0].dtype
+    numbers = [number(s) for s in n.src[1:]]
+    if not isinstance(n.op, Dequantize) or n.op.block is not None or None in numbers or n.dtype not in (F16, BF16, F32):
+        return None
+    scale, zero = (*cast("list[float]", numbers), 0.0)[:2]
+    eight = source in FP8 or (source.is_integer and source.bits == 8)
+    return Codes(source, int(zero), scale) if eight and n.src[1].dtype is F32 and 0 < scale < float("inf") else None
+
+
+def _codes(root: Node) -> tuple[Node, Codes] | None:
+    """An operand's codes under its views, and their meaning."""
+    at = root
+    while isinstance(at.op, VIEWS):
+        at = at.src[0]
+    meaning = _meaning(at) if isinstance(at.op, Dequantize) else None
+    if meaning is None:
+        return None
+    return substitute((root,), {at: at.src[0]})[0], meaning
+
+
+def _rounded(root: Node, fp8: frozenset[str], *, integers: bool = True) -> Access | Rounded:
+    """An inner expression; a rounding to codes and back if it is nothing else, and has a short form: to fp8 types that the
+    hardware converts, and to `integers`."""
+    meaning = _meaning(root) if isinstance(root.op, Dequantize) else None
+    code = root.src[0] if root.src else root
+    short = meaning is not None and (meaning.dtype.name in fp8 or (integers and meaning.dtype.is_integer))
+    if (
+        meaning is not None
+        and short
+        and isinstance(code.op, Quantize)
+        and isinstance(code.src[0].op, Acc)
+        and code.src[2:] == root.src[2:]
+    ):
+        divisor = number(code.src[1])
+        saturates = code.op.overflow == "saturate" or code.dtype.is_integer
+        if divisor is not None and 2.0**-60 < divisor < 2.0**60 and saturates and code.op.block is None:
+            return Rounded(meaning, divisor)
+    return of_store(root)

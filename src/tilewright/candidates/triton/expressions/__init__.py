@@ -1,0 +1,1 @@
+"""Expressions of a program's nodes as Triton source."""

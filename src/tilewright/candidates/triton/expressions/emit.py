@@ -1,0 +1,339 @@
+"""An expression over an access as lines of Triton: views become addresses, elementwise operations arithmetic on tiles.
+
+What varies along rows or columns alone is read and computed as a vector, and broadcast where it meets a tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tilewright.candidates._approximations import LOG2_UPPER, LOG2_UPPER_16, LOG2_UPPER_16_TO, LOG2_UPPER_TO
+from tilewright.candidates.triton.expressions.casts import FP8, in_memory, in_registers
+from tilewright.candidates.triton.expressions.functions import COMPARE, GELU_TO_8_BITS, LOGIC, ON_FLOATS, ON_INTEGERS, Functions
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.dtype import BF16, F16, F32, PRED
+from tilewright.ir.axes import axes_of
+from tilewright.ir.expression import quantised_at_once, rounded_at_once
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
+from tilewright.lowering.access import Access, Place, Term, Unsupported, too_wide
+
+NUMBERED = (1 << 31) - (1 << 16)  # rows or columns that 32 bits count, with those of the last tile that do not exist
+
+
+def check(roots: Sequence[Node], *, blocks: bool = False) -> None:
+    """Nothing if every node of an expression has a form in Triton; `blocks`: scales may be given by blocks.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    for n in toposort(roots):
+        check_node(n, blocks=blocks)
+
+
+def check_node(n: Node, *, blocks: bool = False) -> None:
+    """Nothing if a node has a form in Triton.
+
+    Raises:
+        Unsupported: a sentence.
+    """
+    in_registers(n.dtype)
+    op = n.op
+    if isinstance(op, (Quantize, Dequantize)) and op.block is not None and not blocks:
+        raise Unsupported(f"{op.name} by blocks has no Triton form")
+    wide = too_wide(n)
+    if wide is not None:
+        raise Unsupported(f"{wide} has no Triton kernel")
+    if isinstance(op, Map):
+        operand = n.src[0].dtype
+        known = ON_FLOATS if operand.is_float else (*LOGIC, *COMPARE, "not") if operand is PRED else ON_INTEGERS
+        if op.fn not in known or operand.bits == 4:
+            raise Unsupported(f"{op.fn} of {operand} has no Triton form")
+    elif isinstance(op, Const):
+        if n.tensor.elements != 1:
+            raise Unsupported("a table of constants")
+    elif isinstance(op, Convert):
+        if n.src[0].dtype.is_float and n.dtype.is_integer and n.dtype.bits > 32:
+            raise Unsupported(f"converting a float to {n.dtype} has no Triton kernel")
+    elif isinstance(op, Quantize):
+        if op.dtype.bits > (32 if op.dtype.is_float else 16):
+            raise Unsupported(f"quantizing to {op.dtype} has no Triton form")
+    elif isinstance(op, Dequantize):
+        most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
+        if n.src[0].dtype.is_integer and n.src[0].dtype.bits > most:
+            raise Unsupported(f"dequantizing {n.src[0].dtype} has no Triton form")
+    elif not isinstance(op, (*VIEWS, Select, Param, Acc)):
+        raise Unsupported(f"{op.name} has no Triton form")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Names in scope around an expression.
+
+    Attributes:
+        rows, columns: vectors of row and column numbers (32-bit), of an access's rows (batch axes and M together) and columns;
+            `x[:, None]` and `y[None, :]` of them broadcast to the tile.
+        row_mask, column_mask: vectors, where those exist; None where all do.
+        acc: the accumulator's tile; none in an operand.
+        width: how many columns there are; a store of fewer of them masks the others.
+        across: the tile stands on its side: what is called rows runs along its second axis.
+        step: a number to be added to every column number, in a loop over columns; None for none.
+        stride: that number is a multiple of this, and there are no more columns in the tile.
+        near: leaves whose tiles are there already.
+    """
+
+    rows: str
+    columns: str
+    width: int
+    row_mask: str | None = None
+    column_mask: str | None = None
+    acc: str | None = None
+    across: bool = False
+    step: str | None = None
+    stride: int = 1
+    near: Mapping[Node, str] = field(default_factory=dict[Node, str])
+
+
+class Emitter(Functions):
+    """Writes values of expressions, and their stores, into a text.
+
+    Args:
+        text: where to.
+        tile: names in scope.
+        pointer: what the kernel calls the memory of a leaf.
+        fp8: see `Casts`.
+    """
+
+    def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], fp8: frozenset[str] = frozenset()) -> None:
+        super().__init__(text, fp8)
+        self.tile, self.pointer = tile, pointer
+        self._coarse: set[Node] = set()  # values that are rounded to bf16 at once
+        self._codes_of: dict[Node, Node] = {}  # quantisations to 8 bits, and the functions they alone read
+
+    def value(self, access: Access) -> str:
+        """The root's value, in registers as `in_registers` says: fp8 as bytes, pred as int1."""
+        return self.values((access.root,), access)[0]
+
+    def values(self, roots: Sequence[Node], access: Access) -> list[str]:
+        """Values of several nodes of an access."""
+        done: dict[Node, str] = {}
+        self.look_at(roots)
+        for n in toposort(roots):
+            done[n] = self._node(n, access, done)
+        return [done[r] for r in roots]
+
+    def look_at(self, roots: Sequence[Node]) -> None:
+        """Learn what becomes of the values that these are made of."""
+        self._coarse, self._codes_of = rounded_at_once(*roots), quantised_at_once(*roots)
+
+    def store(self, access: Access, pointer: str, value: str | None = None) -> None:
+        """The root's value (or one that is given) to where the result keeps it."""
+        root, t = access.root, self.text
+        value = self.value(access) if value is None else value
+        if root.dtype is PRED:
+            value = self.cast(value, "uint8")
+        place = access.of_result()
+        rows, columns = self._spread(access, place)
+        everywhere = [self.along(f"{self.tile.rows} * 0", 0)] if not place.rows else []
+        everywhere += [self.along(f"{self.tile.columns} * 0", 1)] if not place.columns else []
+        at = self._sum(rows, columns, *everywhere)
+        mask = self._mask(access, rows=True, columns=True)
+        t.do(f"{t.language}.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
+
+    def largest_bits(self, access: Access) -> str:
+        """The largest of the root's values, f32 and none below zero, as the integer that its bits are; the sign that a NaN may
+        keep is none."""
+        bits = self.text.v(f"{self.value(access)}.to(tl.int32, bitcast=True) & 0x7FFFFFFF")
+        mask = self._mask(access, rows=True, columns=True)
+        if mask is not None:
+            bits = self.where(mask, bits, "0")
+        return self.text.v(f"tl.max(tl.max({bits}, axis=1), axis=0)")
+
+    # -- addresses
+
+    def hoist(self, access: Access) -> None:
+        """Compute what does not depend on the step, so that a loop around `value` need not."""
+        done: dict[Node, str] = {}
+        for n in toposort((access.root,)):
+            place = access.of_leaf(n) if isinstance(n.op, Param) else None
+            if place is not None and place.columns:
+                if self._evenly(place, access):
+                    self._base(n, place, access)
+            elif isinstance(n.op, (Param, Const)) or (n.src and all(s in done for s in n.src)):
+                done[n] = self._node(n, access, done)
+
+    def own_columns(self, access: Access) -> str:
+        """Column numbers of the access's own columns."""
+        columns = self.tile.columns
+        if self.tile.step is not None:
+            columns = self.text.v(f"{self.tile.step} + {columns}")
+        return self.text.v(f"{columns} - {access.first}") if access.first else columns
+
+    def _spread(self, access: Access, place: Place) -> tuple[str | None, str | None]:
+        """Offsets of a place by row and by column as tiles of one column and one row, in elements, None where it has none."""
+        most = place.offset + sum((t.extent - 1) * t.stride for t in (*place.rows, *place.columns))
+        wide = most >= 1 << 31
+        rows_extent = math.prod(a.extent for a in axes_of((access.rows,)))
+        rows = self._digits(self.tile.rows, place.rows, rows_extent, wide=wide)
+        alike, each = self._apart(place)
+        own = self.own_columns(access) if each else ""
+        columns = self._digits(own, each, access.columns_extent, wide=wide)
+        of_step = " + ".join(self._of_step(x, wide=wide) for x in alike)
+        if of_step:
+            rows = self.text.v(of_step if rows is None else f"{rows} + ({of_step})")
+        if place.offset:
+            offset = str(place.offset)
+            if rows is not None or columns is None:
+                rows = self.text.v(f"{rows} + {offset}") if rows is not None else offset
+            else:
+                columns = self.text.v(f"{columns} + {offset}")
+        if rows is not None and place.rows:
+            rows = self.along(rows, 0)
+        return rows, None if columns is None else self.along(columns, 1)
+
+    def _of_step(self, term: Term, *, wide: bool) -> str:
+        """What a digit that the whole tile of a step shares adds to an address."""
+        digit = self.text.v(f"{self.tile.step} // {term.inner} % {term.extent}")
+        return f"{self.cast(digit, 'int64') if wide else digit} * {term.stride}"
+
+    def varies(self, access: Access) -> tuple[bool, bool]:
+        """Whether an access's value is a tile of more than one row, and of more than one column."""
+        places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param)]
+        return any(p.rows for p in places), any(self._apart(p)[1] for p in places)
+
+    def _apart(self, place: Place) -> tuple[list[Term], list[Term]]:
+        """The columns' digits that are one number for the whole tile of a step, and the others."""
+        steps = self.tile.step is not None
+        alike = [t for t in place.columns if steps and t.inner % self.tile.stride == 0 and t.inner > 1]
+        return alike, [t for t in place.columns if t not in alike]
+
+    def along(self, vector: str, axis: int) -> str:
+        """A vector along the rows (0) or columns (1) as a tile of one column or one row."""
+        return self.text.v(f"{self.text.v(vector)}{'[:, None]' if (axis == 0) != self.tile.across else '[None, :]'}")
+
+    def _digits(self, number: str, terms: Sequence[Term], extent: int, *, wide: bool) -> str | None:
+        """The sum of digits times strides."""
+        parts: list[str] = []
+        for term in terms:
+            digit = number if term.inner == 1 else f"({number} // {term.inner})"
+            if term.extent * term.inner < extent:
+                digit = f"({digit} % {term.extent})"
+            if wide:
+                digit = f"{self.cast(self.text.v(digit), 'int64')}"
+            parts.append(digit if term.stride == 1 else f"{digit} * {term.stride}")
+        return self.text.v(" + ".join(parts)) if parts else None
+
+    def _sum(self, *parts: str | None) -> str | None:
+        given = [p for p in parts if p is not None]
+        return self.text.v(" + ".join(given)) if len(given) > 1 else given[0] if given else None
+
+    def _mask(self, access: Access, *, rows: bool, columns: bool) -> str | None:
+        """Which elements of what varies along rows, columns or both exist."""
+        t, parts = self.text, list[str]()
+        if rows and self.tile.row_mask is not None:
+            parts.append(self.along(self.tile.row_mask, 0))
+        mask = self.column_mask(access) if columns else None
+        if mask is not None:
+            parts.append(self.along(mask, 1))
+        return t.v(" & ".join(parts)) if len(parts) > 1 else parts[0] if parts else None
+
+    def column_mask(self, access: Access) -> str | None:
+        """Which columns of the tile are the access's own: those that exist, and of a range of columns those within."""
+        if access.first or access.columns_extent != self.tile.width:
+            own = self.own_columns(access)
+            return self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
+        return self.tile.column_mask
+
+    def _evenly(self, place: Place, access: Access) -> bool:
+        """A step moves every column of the place by the same distance."""
+        if self.tile.step is None or len(place.columns) != 1:
+            return False
+        (term,) = place.columns
+        return term.inner == 1 and term.extent >= access.columns_extent
+
+    def _base(self, n: Node, place: Place, access: Access) -> str:
+        """Pointers to the columns of step 0."""
+        still = Emitter(self.text, replace(self.tile, step=None), self.pointer, self.fp8)
+        at = still._sum(*still._spread(access, place))
+        return self.text.v(f"{self.pointer(n)} + {at}")
+
+    def _leaf(self, n: Node, access: Access) -> str:
+        t = self.text
+        place = access.of_leaf(n)
+        _, each = self._apart(place)
+        mask = self._mask(access, rows=bool(place.rows), columns=bool(each))
+        if self._evenly(place, access):
+            where = f"{self._base(n, place, access)} + {self._stepped(place)}"
+        else:
+            at = self._sum(*self._spread(access, place))
+            where = f"{self.pointer(n)} + {at}" if at is not None else self.pointer(n)
+        if mask is None or not (place.rows or each):
+            value = t.call("load", where)
+        else:
+            value = t.call("load", where, f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}")
+        return t.v(f"{value} != 0") if n.dtype is PRED else value
+
+    def _stepped(self, place: Place) -> str:
+        """How far the step moves a place's columns."""
+        (term,) = place.columns
+        if term.stride == 1:
+            return str(self.tile.step)
+        wide = term.extent * term.stride >= 1 << 31
+        step = self.cast(str(self.tile.step), "int64") if wide else self.tile.step
+        return f"{step} * {term.stride}"
+
+    # -- operations
+
+    def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
+        op, args = n.op, [done[s] for s in n.src]
+        if isinstance(op, VIEWS):
+            return args[0]
+        if isinstance(op, Acc):
+            assert self.tile.acc is not None
+            return self.tile.acc
+        if isinstance(op, Param):
+            return self.tile.near[n] if n in self.tile.near else self._leaf(n, access)
+        if isinstance(op, Const):
+            return self._constant(n)
+        if isinstance(op, Convert):
+            return self.convert(args[0], n.src[0].dtype, n.dtype, saturate=op.overflow == "saturate")
+        if isinstance(op, Select):
+            return self.where(*args)
+        if isinstance(op, Quantize):
+            place = access.of_leaf(n.src[1])
+            return self.quantize(n, args, repeats=not (place.rows and place.columns))
+        if isinstance(op, Dequantize):
+            return self.dequantize(n, args)
+        assert isinstance(op, Map)
+        form = self._by_power(n)
+        if form is None:
+            return self.map(op.fn, n.src[0].dtype, args)
+        return self.convert(self.gelu_by_power(self.convert(args[0], n.dtype, F32), *form), F32, n.dtype)
+
+    def _by_power(self, n: Node) -> tuple[Sequence[float], float] | None:
+        """The polynomial of a gelu that needs no more digits than what it is rounded to at once, and up to where."""
+        assert isinstance(n.op, Map)
+        if n in self._codes_of.values():
+            return GELU_TO_8_BITS[n.op.fn]
+        if n.op.fn != "gelu":
+            return None
+        if n.dtype is F16:
+            return LOG2_UPPER_16, LOG2_UPPER_16_TO
+        return (LOG2_UPPER, LOG2_UPPER_TO) if n.dtype is BF16 or n in self._coarse else None
+
+    def _constant(self, n: Node) -> str:
+        assert isinstance(n.op, Const)
+        tensor = n.op.data.tensor().reshape(1)
+        if n.dtype in FP8:
+            value = repr(int(tensor.view(dtype=torch.uint8).item()))
+        elif n.dtype.is_float or (n.dtype.bits <= 8 and n.dtype is not PRED):  # wide integers are ends of ranges
+            value = self.text.number(n, tensor.item())
+            if value in self.text.numbers:
+                return self.narrow(value, n.dtype)
+        else:
+            value = repr(tensor.item())
+        return self.text.call("cast", value, f"{self.text.language}.{in_registers(n.dtype)}")

@@ -1,0 +1,233 @@
+"""What the text of a Hopper kernel depends on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilewright.candidates.triton.hopper.gemm.view import TmaView
+from tilewright.candidates.triton.hopper.w4.stage import Coded
+from tilewright.dtype import BF16, F16, DType
+from tilewright.ir.graph import Node
+from tilewright.lowering.access import Access
+
+FRAGMENT = {"s8": "int8", "u8": "int8", "f8e4m3fn": "float8e4nv", "f8e5m2": "float8e5", "bf16": "bfloat16", "f16": "float16"}
+HELD = (BF16, F16)  # of bytes it saved nothing: 25.8 us against 25.6 for sixteen products of 1024 x 1024 x 1024
+
+
+@dataclass(frozen=True)
+class Side:
+    """How an operand lies.
+
+    Attributes:
+        dtype: of its elements.
+        along_k: K is its contiguous axis; else its rows (or columns) are, and a stage holds it transposed.
+        batched: it has a matrix for each of the batch, beyond a stride that TMA steps over.
+        widened: its rows were packed in the order in which a thread of the result then holds eight neighbours.
+        shared: it is one matrix for all of the batch.
+    """
+
+    dtype: DType
+    along_k: bool
+    batched: bool
+    widened: bool = False
+    shared: bool = False
+
+    def box(self, rows: int, tile_k: int) -> list[int]:
+        """Extents of what one copy brings."""
+        plain = [rows, tile_k] if self.along_k else [tile_k, rows]
+        return [1, *plain] if self.batched else plain
+
+    def at(self, b: str, extent: str, row: str, k: str) -> str:
+        """Coordinates of a box in the text."""
+        first = row if self.shared or self.batched else f"{b} * {extent} + {row}"
+        if not self.along_k:  # rows of other matrices would follow along K: a batch has an axis of its own
+            return f"[{b}, {k}, {row}]" if self.batched else f"[{k}, {row}]"
+        return f"[{b}, {row}, {k}]" if self.batched else f"[{first}, {k}]"
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Scales of 8-bit operands that hold for 128 of K: of each row of the left one, of 128 columns of the right one.
+
+    Attributes:
+        lhs, rhs: the sources that hold them.
+        lhs_strides: of a row and of a block of K, in elements.
+        rhs_strides: of a block of columns and of a block of K.
+    """
+
+    lhs: int
+    rhs: int
+    lhs_strides: tuple[int, int]
+    rhs_strides: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Out:
+    """One store: its expression, and how its pieces leave.
+
+    Attributes:
+        access: where its leaves and its elements lie.
+        view: as TMA writes it, None for addresses of its own.
+        columns: of a piece.
+        fetched: a source that is as wide and long as the result, and how TMA brings it a piece at a time.
+    """
+
+    access: Access
+    view: TmaView | None
+    columns: int
+    fetched: tuple[Node, TmaView] | None = None
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a kernel's text depends on.
+
+    Attributes:
+        lhs, rhs: the operands.
+        tile_m, tile_n: of the result, a block's.
+        groups: warpgroups that multiply.
+        pingpong: each warpgroup owns whole tiles, every other one of the block's; while one multiplies the other writes.
+        num_stages: of the ring.
+        group_m: rows of tiles in a band.
+        hold: a result waits in registers and leaves behind the first products of the next tile.
+        streamed: the last tiles are shared out evenly along K, their parts added up in order.
+        chained: it may be launched before the kernel ahead of it has ended.
+        paired: two blocks bring each other's half of the right operand.
+        rows_whole, columns_whole: tiles end where the result does.
+        columns: of the result.
+        outs: the stores.
+        blocks: scales that sums of 128 products are multiplied by before they are added up.
+        coded: the left operand is codes, of which the warps that multiply make numbers.
+        second: what stands in the stores for sums of the right half of the right operand's columns, which meet those of the
+            left half: a tile has as many of both.
+        split: blocks of a cluster that have a share of K each, add up their sums, and finish a share of the columns each.
+    """
+
+    lhs: Side
+    rhs: Side
+    acc: DType
+    tile_m: int
+    tile_n: int
+    groups: int
+    pingpong: bool
+    num_stages: int
+    group_m: int
+    hold: bool
+    streamed: bool
+    chained: bool
+    paired: bool
+    rows_whole: bool
+    columns_whole: bool
+    columns: int
+    outs: tuple[Out, ...]
+    blocks: Blocks | None = None
+    coded: Coded | None = None
+    second: Node | None = None
+    split: int = 1
+
+    @property
+    def halves(self) -> int:
+        """Columns of a tile that make one of the result."""
+        return 1 if self.second is None else 2
+
+    @property
+    def width(self) -> int:
+        """Columns of the result that a tile gives."""
+        return self.tile_n // self.halves
+
+    @property
+    def tile_k(self) -> int:
+        """128 bytes: a row of a stage, as wide as the swizzle."""
+        return 128 * 8 // self.lhs.dtype.bits
+
+    @property
+    def rows(self) -> int:
+        """Of a warpgroup."""
+        return self.tile_m // self.parts
+
+    @property
+    def parts(self) -> int:
+        """Of a stage of the left operand, and of its readers."""
+        return 1 if self.pingpong else self.groups
+
+    @property
+    def shape_n(self) -> int:
+        """Columns as Triton is told of them, who knows powers of two alone; those beyond tile_n are never touched."""
+        return 1 << (self.tile_n - 1).bit_length()
+
+    @property
+    def own_n(self) -> int:
+        """Columns of a tile that one block finishes."""
+        return self.width // self.split
+
+    @property
+    def own_shape_n(self) -> int:
+        """The same as Triton is told."""
+        return self.shape_n if self.split == 1 else self.own_n
+
+    @property
+    def cluster(self) -> int:
+        """Blocks that are started together."""
+        return 2 if self.paired else self.split
+
+    @property
+    def unit(self) -> int:
+        """Rows of the right operand, columns of the result, that one copy brings."""
+        share = self.tile_n // (2 if self.paired or self.second else 1)
+        return share if share & (share - 1) == 0 else math.gcd(share, 64)
+
+    @property
+    def units(self) -> int:
+        """Copies of the right operand to a stage."""
+        return self.tile_n // self.unit
+
+    @property
+    def instruction(self) -> tuple[int, int, int]:
+        """What one instruction multiplies, as Triton is told: it has none of 256 columns for integers."""
+        widest = 128 if self.acc.is_integer else 256
+        return 16, min(self.shape_n, widest), 256 // self.lhs.dtype.bits
+
+    def fragment(self, columns: int) -> str:
+        """Gluon's layout of so many columns as products leave them."""
+        m, n, k = self.instruction
+        return f"gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {min(columns, n)}, {k}])"
+
+    def tiles(self, batch: int, M: int, N: int) -> int:
+        """Of a result; where blocks work in pairs, pairs of tiles one below the other."""
+        down = -(-M // (self.tile_m * (2 if self.paired else 1)))
+        return batch * down * -(-N // self.width)
+
+    @property
+    def pieces(self) -> int:
+        """Of a result that is held."""
+        return self.own_n // self.outs[0].columns
+
+    @property
+    def stage_bytes(self) -> int:
+        """Of shared memory, one stage of the ring, all of which TMA brings."""
+        left = self.coded.copied_bytes(self.tile_m) if self.coded else self.tile_m * 128
+        return left + self.tile_n * 128
+
+    @property
+    def out_bytes(self) -> int:
+        """Of shared memory, pieces on their way out."""
+        return self.groups * self.rows * 128 * self.leaving if any(o.view for o in self.outs) else 0
+
+    @property
+    def leaving(self) -> int:
+        """Pieces of a warpgroup that have a place of their own; all of them where something comes in by them first, unless it
+        may come later, while the other warpgroup multiplies."""
+        if self.fetches:
+            return min(self.pieces, 2) if self.pingpong else self.pieces
+        return 2 if self.rows == 64 else 1
+
+    @property
+    def fetches(self) -> bool:
+        """TMA brings another operand of the result's extents while the product is computed."""
+        return any(o.fetched for o in self.outs)
+
+
+def size(dtype: DType) -> int:
+    """Bytes of an element in memory."""
+    return max(dtype.bits // 8, 1)

@@ -1,0 +1,163 @@
+"""A compiled Hopper kernel called from Python: TMA descriptors of what it reads and writes, made once an address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from tilewright.candidates.triton.hopper.gemm.form import Form, Side, size
+from tilewright.candidates.triton.hopper.gemm.plan import Matrix, Plan
+from tilewright.candidates.triton.hopper.gemm.view import TmaView
+from tilewright.candidates.triton.hopper.w4.stage import as_cut
+from tilewright.candidates.triton.runtime.launch import Counters, addresses, dense, maker, on
+from tilewright.candidates.triton.runtime.module import Built, launcher
+from tilewright.candidates.triton.runtime.versions import tensor_map
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Dequantize, Param
+from tilewright.schedule.candidate import Runner
+from tilewright.schedule.packed import packed_once
+from tilewright.schedule.problem import Problem
+
+MOST_KEPT = 256  # argument lists by address; a program's addresses repeat
+
+
+class Tma:
+    """The array behind one of a kernel's descriptors.
+
+    Args:
+        meta: what Triton says of the descriptor's boxes.
+        shape, strides: in elements, outer first.
+        offset_bytes: of its first element from the address.
+    """
+
+    def __init__(self, meta: Mapping[str, Any], shape: Sequence[int], strides: Sequence[int], offset_bytes: int) -> None:
+        self._meta, self._shape, self._strides, self._offset = meta, list(shape), list(strides), offset_bytes
+
+    def at(self, address: int) -> list[object]:
+        """The kernel's arguments for the array at an address."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+        from triton.runtime import driver
+
+        m = self._meta
+        made = tensor_map(driver.active.utils)(  # pyright: ignore[reportAttributeAccessIssue]
+            address + self._offset,
+            m["swizzle"],
+            m["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]],
+            m["block_size"],
+            self._shape,
+            self._strides,
+            0,
+        )
+        return [made, *self._shape, *self._strides]
+
+
+def of_matrix(matrix: Matrix, side: Side, meta: Mapping[str, Any]) -> Tma:
+    """An operand as the kernel's boxes cut it."""
+    batch, rows, k = matrix.extents
+    over, down, along = matrix.strides
+    if matrix.flat and over:
+        rows *= batch
+    shape, strides = ([rows, k], [down, 1]) if side.along_k else ([k, rows], [along, 1])
+    if side.batched:
+        shape, strides = [batch, *shape], [over, *strides]
+    return Tma(meta, shape, strides, matrix.offset * size(matrix.dtype))
+
+
+def of_view(view: TmaView, bytes_each: int, meta: Mapping[str, Any]) -> Tma:
+    """A result as the kernel's boxes cut it."""
+    return Tma(meta, view.shape, view.strides, view.offset * bytes_each)
+
+
+def runner(
+    problem: Problem,
+    plan: Plan,
+    form: Form,
+    built: Built,
+    blocks: int,
+    shared_tiles: int,
+    weights: Mapping[int, torch.Tensor],
+    device: torch.device,
+) -> Runner:
+    """What runs a form's kernel, with `shared_tiles` shared out among the blocks."""
+    index, kernel = device.index or 0, built.kernel
+    start = launcher(kernel, (blocks,), index)
+    metas = kernel.metadata.tensordesc_meta
+    operands = [*([] if form.coded else [(plan.lhs, form.lhs)]), (plan.rhs, form.rhs)]
+    arrays: list[Tma] = [of_matrix(m, side, meta) for (m, side), meta in zip(operands, metas, strict=False)]
+    packed = [] if form.coded is None else [weights[form.coded.first + i] for i in range(len(form.coded.descriptors))]
+    for name, t in zip(form.coded.descriptors if form.coded else (), packed, strict=True):
+        cut = as_cut(name, t)
+        arrays.append(Tma(metas[len(arrays)], cut.shape, cut.stride(), 0))
+    first = len(arrays)
+    views = [(i, o) for i, o in enumerate(form.outs) if o.view is not None]
+    for meta, (_, o) in zip(metas[first:], views, strict=False):
+        assert o.view is not None
+        arrays.append(of_view(o.view, size(o.access.root.dtype), meta))
+    fetched = [o.fetched for o in form.outs if o.fetched is not None]
+    for meta, (leaf, view) in zip(metas[first + len(views) :], fetched, strict=True):
+        arrays.append(of_view(view, size(leaf.dtype), meta))
+    read = [leaf.op.index for leaf, _ in fetched if isinstance(leaf.op, Param)]
+    read += [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
+    plain = [i for i, o in enumerate(form.outs) if o.view is None]
+    make = maker(problem.outputs, str(device))
+    tiles = form.tiles(plan.batch, plan.M, plan.N)
+    extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else []), *built.numbers]
+    arrivals = max(shared_tiles, 1) * form.groups * (2 if form.paired else 1)
+    counters = Counters(arrivals, device) if form.streamed else None
+    known: dict[tuple[int, ...], list[object]] = {}
+    partial = 2 * blocks * form.tile_m * form.shape_n
+
+    # The kernel's arguments: what it multiplies, results by TMA, what else is read, other results, room for parts of sums.
+    fixed = [0] * (first + len(views) + len(read) + len(plain))
+    by_tma, by_pointer = range(first, first + len(views)), range(len(fixed) - len(plain), len(fixed))
+    written = list(zip((*by_tma, *by_pointer), (*(i for i, _ in views), *plain), strict=True))
+    constant = {at: t for at, (m, _) in enumerate(operands) if (t := _held(m, weights)) is not None}
+    constant |= dict(enumerate(packed, len(operands)))
+    constant |= {at: dense(weights[i]) for at, i in enumerate(read, by_tma.stop) if i in weights}
+    for at, t in constant.items():
+        fixed[at] = t.data_ptr()
+    laid_out = [(at, m) for at, (m, _) in enumerate(operands) if m.source is None and at not in constant]
+    given = [(at, m.source) for at, (m, _) in enumerate(operands) if m.source is not None and at not in constant]
+    given += [(at, i) for at, i in enumerate(read, by_tma.stop) if at not in constant]
+
+    def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
+        found, copies = addresses(fixed, given, sources)
+        for at, matrix in laid_out:
+            copies.append(matrix.copied(sources))
+            found[at] = copies[-1].data_ptr()
+        out = make()
+        for at, i in written:
+            found[at] = out[i].data_ptr()
+        if counters is not None:
+            room = torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters.take()
+            found += [t.data_ptr() for t in room]
+        key = tuple(found)
+        arguments = known.get(key)
+        if arguments is None:
+            if len(known) >= MOST_KEPT:
+                known.clear()
+            arguments = []
+            for array, address in zip(arrays, found, strict=False):
+                arguments += array.at(address)
+            arguments += [*found[len(arrays) :], *extents]
+            known[key] = arguments
+        start(*arguments)
+        return out
+
+    return on(index, run)
+
+
+def _held(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """A constant operand, copied once where it has to be or does not lie densely."""
+    if not matrix.constant:
+        return None
+    if matrix.source is not None:
+        return dense(weights[matrix.source])
+    nodes = toposort((matrix.root,))
+    if not any(isinstance(n.op, Dequantize) for n in nodes):
+        return matrix.copied(weights)
+    read = [weights[n.op.index] for n in nodes if isinstance(n.op, Param)]  # codes, which may be dropped and unpacked again
+    return packed_once(read, matrix, lambda: matrix.copied(weights))

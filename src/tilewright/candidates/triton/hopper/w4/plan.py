@@ -1,0 +1,259 @@
+"""What a gemm with constant weights of few bits asks, in the terms of `hopper_w4`: its right operand becomes the left one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import cast
+
+import torch
+
+from tilewright.candidates.triton.expressions.emit import check
+from tilewright.candidates.triton.hopper.w4.pack import BLOCK, ROWS, half_of
+from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, S32, U8, DType
+from tilewright.ir.build import convert, map_
+from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Transpose
+from tilewright.lowering.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
+from tilewright.schedule.problem import Problem, read_operand
+
+SMALLEST_GROUP = 32
+OPERANDS = (F16, BF16, S8, U8, F8E4M3FN, F8E5M2)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The operand of few bits.
+
+    Attributes:
+        codes, scale, zero: expressions of weights, which those are of siblings that were joined; no zero point is None, and so
+            is a scale of 1.
+        kind: of the codes.
+        scales: type of the scales.
+        group: codes along K that share a scale: 32, or a multiple of 64; all of K where a row has one scale.
+        rounded: a weight is rounded to the other operand's type once it is scaled.
+        along: the codes' last axis is K.
+        paired: rows of the first half are packed beside those of the second one.
+    """
+
+    codes: Node
+    scale: Node | None
+    zero: Node | None
+    kind: DType
+    scales: DType
+    group: int
+    rounded: bool
+    along: bool
+    paired: bool = False
+
+    @property
+    def sub(self) -> int:
+        """Codes along K for which a packed scale stands."""
+        return math.gcd(self.group, BLOCK)
+
+    @property
+    def parts(self) -> list[Node]:
+        """What is packed, but for a scale of 1."""
+        return [n for n in (self.codes, self.scale, self.zero) if n is not None]
+
+    @property
+    def tensors(self) -> int:
+        """That are packed."""
+        return 2 if self.zero is None else 3
+
+    @property
+    def sources(self) -> frozenset[int]:
+        """Numbers of the sources that these are made of."""
+        return frozenset(n.op.index for n in toposort(self.parts) if isinstance(n.op, Param))
+
+    def values(self, sources: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
+        """What is packed, of weights by their numbers."""
+        given = {n: sources[n.op.index] for n in toposort(self.parts) if isinstance(n.op, Param)}
+        return [cast("torch.Tensor", v) for v in evaluate_nodes(self.parts, given)]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Rows x outs over K.
+
+    Attributes:
+        rows, outs, K: extents; rows are those of the left operand, batch axes and all, outs the results' columns.
+        x: number of the left operand's source; operand: its type, of 16 bits or codes of 8.
+        weights: the right operand.
+        stores: where the results go; codes' scale is in them.
+        second: what stands in the stores for the right half of the product's columns where they read both halves together: the
+            left half is the accumulator then.
+    """
+
+    rows: int
+    outs: int
+    K: int
+    x: int
+    operand: DType
+    weights: Weights
+    stores: tuple[Access, ...]
+    second: Node | None = None
+
+    @property
+    def half(self) -> DType:
+        """What is multiplied in the other operand's place: f16 for codes of 8 bits, all of which it holds."""
+        return half_of(self.operand)
+
+    @property
+    def halves(self) -> int:
+        """Rows of the weights that make one of `outs`."""
+        return 1 if self.second is None else 2
+
+    @property
+    def weight_rows(self) -> int:
+        """Rows that are multiplied, in the order in which they are packed."""
+        return self.outs if self.second is None else -(-self.outs // 8) * 16
+
+    @property
+    def packed_rows(self) -> int:
+        """Of the weights as they are packed, filled up."""
+        return -(-self.weight_rows // ROWS) * ROWS
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of codes, scales and zero points as they are packed."""
+        w = self.weights
+        words = self.K // w.sub * (1 if w.zero is None else 2)
+        return self.packed_rows * (self.K * w.kind.bits // 8 + words * max(w.scales.bits // 8, 2))
+
+    @property
+    def ready_bytes(self) -> int:
+        """Of codes as bytes that are multiplied, and scales."""
+        w = self.weights
+        return self.packed_rows * (self.K + self.K // w.sub * max(w.scales.bits // 8, 2))
+
+
+@or_why
+def plan_of(problem: Problem) -> Plan:
+    """The plan, or the sentence why there is none."""
+    x, scale = left_of(problem)
+    operand = x.dtype
+    integers = problem.acc.dtype is S32
+    if operand not in OPERANDS or not (integers or problem.acc.dtype is F32):
+        raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits, added up in f32 or as integers")
+    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    sums = [n for n in toposort(roots) if isinstance(n.op, Acc) or n is second]
+    if integers:
+        found = [Node(replace(n.op, type=replace(n.tensor, dtype=F32))) for n in sums if isinstance(n.op, (Acc, Param))]
+        roots = tuple(substitute(roots, {n: convert(f, S32) for n, f in zip(sums, found, strict=True)}))
+        second = None if second is None else Node(Param(len(problem.types), replace(second.tensor, dtype=F32)))
+    elif scale is not None:
+        roots = tuple(substitute(roots, {n: map_("multiply", n, scale) for n in sums}))
+    weights = _integers(problem, operand) if integers else _weights(problem, operand)
+    weights = replace(weights, paired=second is not None)
+    rows, outs = problem.batch * problem.M, problem.N if second is None else problem.N // 2
+    if not rows * problem.N * problem.K:
+        raise Unsupported("the result is empty or a sum of nothing")
+    check(roots)
+    stores = tuple(map(of_store, roots))
+    return Plan(rows, outs, problem.K, _dense(problem, x, rows), operand, weights, stores, second)
+
+
+def left_of(problem: Problem) -> tuple[Node, Node | None]:
+    """What lies in memory of the left operand, and what the sums of its products are scaled by: where it is codes that a row or
+    all of them have a scale for.
+
+    Raises:
+        Unsupported: codes have zero points, or other scales.
+    """
+    root = problem.op.lhs
+    op = root.op
+    if not isinstance(op, (Convert, Dequantize)) or root.dtype is not F32:
+        return root, None
+    x, *scales = root.src
+    if x.dtype not in OPERANDS or x.dtype.bits != 8:
+        return root, None
+    if not scales:
+        return x, None
+    scale, *zeros = scales
+    of_rows = len(scale.shape) == len(root.shape) and scale.shape[-1] == 1
+    if zeros or op != Dequantize(F32) or (scale.shape and not of_rows):
+        raise Unsupported("8-bit activations have zero points, or scales other than one, or one a row")
+    return x, convert(scale, F32) if scale.dtype is not F32 else scale
+
+
+def _integers(problem: Problem, operand: DType) -> Weights:
+    """Codes that are multiplied by integers as they are, all sums of which f32 holds."""
+    root = problem.op.rhs
+    along = isinstance(root.op, Transpose)
+    codes = root.src[0] if along else root
+    while isinstance(codes.op, Convert) and _holds(codes.dtype, codes.src[0].dtype):
+        codes = codes.src[0]
+    kind = codes.dtype
+    if not kind.is_integer or kind.bits not in (4, 8) or len(codes.shape) != 2 or problem.K % BLOCK:
+        raise Unsupported("the right operand is not one matrix of codes of 4 or 8 bits, or K is no multiple of 64")
+    if not all(problem.weights[n.op.index] for n in toposort((codes,)) if isinstance(n.op, Param)):
+        raise Unsupported("the weights are not constant")
+    if problem.K * max(-operand.min, operand.max) * max(-kind.min, kind.max) > 1 << 24:
+        raise Unsupported(f"f32 does not hold every sum of {problem.K} products of {operand} and {kind}")
+    return Weights(codes, None, None, kind, F16, problem.K, False, along)
+
+
+def _holds(wide: DType, narrow: DType) -> bool:
+    """Whether integers of one type are those of a wider one, too."""
+    return narrow.is_integer and narrow.bits < wide.bits and narrow.is_signed <= wide.is_signed
+
+
+def _weights(problem: Problem, operand: DType) -> Weights:
+    root = problem.op.rhs
+    along = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
+    found = root.src[0] if along else root
+    op = found.op
+    if not isinstance(op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in (4, 8):
+        raise Unsupported("the right operand is not codes of 4 or 8 bits with scales")
+    if len(found.shape) != 2:
+        raise Unsupported("the weights are not one matrix, as it is or transposed")
+    if not all(problem.weights[n.op.index] for n in toposort(found.src) if isinstance(n.op, Param)):
+        raise Unsupported("the weights are not constant")
+    kind, scale = found.src[0].dtype, found.src[1]
+    group = _group(found, scale, along=along)
+    if problem.K % BLOCK or group % SMALLEST_GROUP or (group % BLOCK and group != SMALLEST_GROUP):
+        raise Unsupported("K is no multiple of 64, or a scale stands for other than 32 or a multiple of 64 codes along K")
+    if found.dtype not in (operand, F32) or scale.dtype not in (F16, BF16, F32):
+        raise Unsupported(f"weights made {found.dtype} by scales of {scale.dtype} do not meet {operand}")
+    rounded = found.dtype is operand
+    if rounded and scale.dtype is not operand:
+        raise Unsupported(f"weights rounded to {operand} have scales of {scale.dtype}")
+    zero = found.src[2] if len(found.src) == 3 else None
+    if kind.bits == 8 and operand is BF16 and (zero is not None or kind.kind == "uint"):
+        raise Unsupported("bf16 does not hold the difference of an 8-bit code and a zero point")
+    return Weights(found.src[0], scale, zero, kind, scale.dtype, group, rounded, along)
+
+
+def _group(found: Node, scale: Node, *, along: bool) -> int:
+    """Codes along K that share a scale.
+
+    Raises:
+        Unsupported: scales are given otherwise than by groups of a row.
+    """
+    op = found.op
+    assert isinstance(op, Dequantize)
+    k, outs = found.shape[::-1] if along else found.shape
+    if op.block is not None:
+        group, rows = op.block[::-1] if along else op.block
+        if rows == 1:
+            return min(group, k)
+    elif scale.shape == ((outs, 1) if along else (1, outs)):
+        return k
+    raise Unsupported("scales are not given for groups along K or for whole rows")
+
+
+def _dense(problem: Problem, root: Node, rows: int) -> int:
+    """The source that the left operand is, as it lies in memory."""
+    access = of_operand(root, columns_last=True)
+    operand = read_operand(root)
+    if operand.source is None or not operand.plain:
+        raise Unsupported("the left operand is not stored as it is multiplied")
+    place = access.of_leaf(next(n for n in toposort((root,)) if isinstance(n.op, Param)))
+    down = [(t.extent, t.inner, t.stride) for t in place.rows]
+    across = [(t.extent, t.inner, t.stride) for t in place.columns]
+    if place.offset or across != [(problem.K, 1, 1)] or (rows > 1 and down != [(rows, 1, problem.K)]):
+        raise Unsupported("the left operand's rows do not follow one another in memory")
+    return operand.source

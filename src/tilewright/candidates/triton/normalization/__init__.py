@@ -1,0 +1,1 @@
+"""Norms, softmaxes and other regions of rows for GPUs."""

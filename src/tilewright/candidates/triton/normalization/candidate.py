@@ -1,0 +1,201 @@
+"""Generated GPU kernels for what stands between products: norms, softmaxes, reductions, elementwise chains, quantisation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import product
+
+import torch
+
+from tilewright.candidates.triton.expressions.casts import pointer_type
+from tilewright.candidates.triton.expressions.emit import NUMBERED, check_node
+from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_of, kernel_text, sources_of
+from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.runtime.module import (
+    INSTALL,
+    Arch,
+    Built,
+    arch_of,
+    build,
+    exact_fp8,
+    installed,
+    launcher,
+    needs,
+)
+from tilewright.hardware.target import Target
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Param
+from tilewright.ir.types import TensorType
+from tilewright.lowering.access import Unsupported, or_why
+from tilewright.lowering.ranges import Room
+from tilewright.lowering.region import Region, regions_of_rows
+from tilewright.schedule.candidate import GPU, Kernel, Runner
+from tilewright.schedule.problem import ProblemKind, RegionProblem
+from tilewright.schedule.schedule import Schedule
+
+MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
+PIECE = 1024  # columns of a tile where nothing is reduced
+VECTOR_BYTES = 16  # that a thread reads or writes at once
+ELEMENTS = 20  # of a thread: enough loads in flight, few enough registers
+WARPS = (1, 2, 4, 8, 16)
+SHARES = (1 / 4, 1 / 2, *WARPS)  # of a row's chunk, in warps
+PROGRAMS = 4  # of an SM, so that one loads while others compute
+ROOM = 32  # of an SM for programs, and as one ends the next is not begun in no time
+POINTS = 12
+EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead still runs
+
+
+@or_why
+def _regions(problem: RegionProblem) -> tuple[Region, ...]:
+    regions = regions_of_rows(problem.roots, check_node, problem.rooms)
+    for region in regions:
+        if any(region.level.values()) and region.columns > MOST_COLUMNS:
+            raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
+        if max(region.rows, region.columns) > NUMBERED:
+            raise Unsupported("more than 2^31 rows or columns")
+    return regions
+
+
+class TritonRows:
+    """Found by file name; see `schedule.candidate.Candidate`."""
+
+    name = "triton_rows"
+    kinds = frozenset[ProblemKind]({"region"})
+    devices = GPU
+    preference = 5
+
+    def refuse(self, problem: RegionProblem, target: Target) -> str | None:
+        if not installed():
+            return INSTALL
+        if arch_of(target) is None:
+            return f"Triton does not compile for {target.name}"
+        found = _regions(problem)
+        return found if isinstance(found, str) else None
+
+    def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
+        regions, arch = _regions(problem), arch_of(target)
+        assert not isinstance(regions, str) and arch is not None
+        return tuple(_points(_largest(regions), arch, max(target.cores, 1)))[:POINTS]
+
+    def compile(self, problem: RegionProblem, schedule: Schedule, target: Target) -> None:
+        self._machine_code(problem, schedule, target)
+
+    @staticmethod
+    def _machine_code(problem: RegionProblem, schedule: Schedule, target: Target) -> tuple[tuple[Tiles, ...], Built]:
+        regions, arch = _regions(problem), arch_of(target)
+        assert not isinstance(regions, str) and arch is not None
+        several = _tiles(regions, schedule, arch, max(target.cores, 1), problem.weights)
+        return several, machine_code(several, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
+
+    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+        several, built = self._machine_code(problem, schedule, target)
+        found = needs(built.kernel)
+        launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
+        read, arrays = sources_of(several), [t if r is None else t.with_shape(r.shape) for t, r in _with_rooms(problem)]
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            run = caller(read, arrays, launch, weights, target)
+            return run if not problem.rooms else lambda sources: _parts(problem, run(sources))
+
+        def place(weights: Mapping[int, torch.Tensor], places: Mapping[int, torch.Tensor]) -> Runner:
+            return caller(read, arrays, launch, weights, target, places)
+
+        return Kernel(
+            self.name,
+            schedule,
+            prepare,
+            place,
+            registers=found.registers,
+            spills=found.spills,
+            shared_bytes=found.shared_bytes,
+        )
+
+
+def _with_rooms(problem: RegionProblem) -> list[tuple[TensorType, Room | None]]:
+    return list(zip(problem.outputs, problem.rooms or [None] * len(problem.outputs), strict=True))
+
+
+def _parts(problem: RegionProblem, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results, of arrays in which some of them lie."""
+    each = zip(arrays, _with_rooms(problem), strict=True)
+    return [a if r is None else a.narrow(r.axis, r.start, t.shape[r.axis]) for a, (t, r) in each]
+
+
+def machine_code(several: Sequence[Tiles], problem: RegionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
+    """The kernel of a problem's regions for an architecture."""
+    types = [problem.types[i] for i in sources_of(several)] + list(problem.outputs)
+    signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
+    written = kernel_text(several, exact_fp8(arch))
+    options = {"debug": True, "sanitize_overflow": False} if any(t.region.tables for t in several) else {}
+    if any(t.chained for t in several):
+        options["launch_pdl"] = True
+    return build(written, "kernel", signature, arch, device, num_warps=num_warps, **options)
+
+
+def _largest(regions: Sequence[Region]) -> Region:
+    """The region whose tiles a schedule says; the others' follow from its number of warps."""
+    return max(regions, key=lambda r: r.rows * r.columns)
+
+
+def _tiles(
+    regions: Sequence[Region], schedule: Schedule, arch: Arch, cores: int, weights: Sequence[bool] = ()
+) -> tuple[Tiles, ...]:
+    """What a schedule stands for."""
+    named, num_warps = _largest(regions), int(schedule["num_warps"])
+    found: list[Tiles] = []
+    for region in regions:
+        mine = schedule if region is named else _points(region, arch, cores, (num_warps,))[0]
+        tiles = Tiles(region, int(mine["tile_m"]), int(mine["tile_n"]), arch.capability == 90)
+        found.append(replace(tiles, early=_early(tiles, weights, num_warps * arch.warp)) if any(weights) else tiles)
+    return tuple(found)
+
+
+def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, ...]:
+    """Constants that are read before the kernel ahead has ended, while there are registers for them: what a row is scaled by
+    would else be asked for when the row is reduced."""
+    r = tiles.region
+    if not tiles.chained:
+        return ()
+    params = [n for n in r.nodes if isinstance(n.op, Param) and n not in r.tables and weights[r.sources[n.op.index]]]
+    each = tiles.tile_m * tiles.tile_n * tiles.chunks / threads
+    size = sum(each * n.dtype.bits / 8 for n in params if n in r.across)
+    return tuple(params) if size <= EARLY_BYTES else ()
+
+
+def _points(region: Region, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:
+    """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row, best first: if it were more,
+    narrow results would be exchanged through shared memory. A warp, or several, take a row, or several."""
+    along = [n for n in region.nodes if n in region.across and (isinstance(n.op, Param) or n in region.roots)]
+    vector = max(1, VECTOR_BYTES // max(n.dtype.size_bytes(1) for n in along)) if along else 1
+    reduces = any(region.level.values())
+    columns = _power(region.columns if reduces else min(region.columns, PIECE))
+    distance: dict[Schedule, float] = {}
+    for num_warps, share in product(warps, SHARES):
+        tile_n = min(columns, int(vector * arch.warp * share))
+        tile_m = vector * arch.warp * num_warps // tile_n
+        if share > num_warps or tile_m > _power(region.rows):
+            continue
+        tiles = Tiles(region, tile_m, tile_n)
+        elements = tile_m * tile_n * tiles.chunks / (num_warps * arch.warp)
+        terms = (
+            4 * math.log2(tiles.pieces * tiles.chunks * tile_n / region.columns),  # columns that do not exist
+            abs(math.log2(elements / ELEMENTS)),
+            max(0.0, -math.log2(tiles.grid / (PROGRAMS * cores))),  # SMs without work
+            abs(math.log2(num_warps / 4)) / 4,
+            1.5 if num_warps == 1 and tiles.grid > ROOM * cores else 0.0,
+            abs(math.log2(share)) / 4 if reduces else 0.0,
+        )
+        distance.setdefault(Schedule.of(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps), sum(terms))
+    if not distance:  # fewer elements than a warp holds
+        return [Schedule.of(tile_m=_power(region.rows), tile_n=columns, num_warps=warps[0])]
+    return sorted(distance, key=distance.__getitem__)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is no smaller."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+CANDIDATE = TritonRows()

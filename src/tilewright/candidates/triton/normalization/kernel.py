@@ -1,0 +1,347 @@
+"""A region's rows as the text of a Triton kernel: a tile of whole rows a program, kept in registers from load to store.
+
+Where something is reduced, a tile holds all columns of its rows, so that nothing is read twice and each reduction is one step;
+where nothing is, it takes a piece of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from tilewright.candidates.triton.expressions.casts import in_memory, in_registers
+from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.text import Text, Written
+from tilewright.candidates.triton.runtime.module import IMPORTS
+from tilewright.dtype import F32, PRED
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Gather, Param, Reduce
+from tilewright.lowering.access import Access, Place
+from tilewright.lowering.region import Region
+
+CHAINED = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
+# tl.max passes over NaN
+EXTREMES = """
+@triton.jit
+def highest(a, b):
+    return tl.maximum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def lowest(a, b):
+    return tl.minimum(a, b, tl.PropagateNan.ALL)
+
+
+@triton.jit
+def product(a, b):
+    return a * b
+
+
+@triton.jit
+def of_all(a, b):
+    return a & b
+
+
+@triton.jit
+def of_any(a, b):
+    return a | b
+"""
+BY_PAIRS = {"multiply": ("product", "*"), "and": ("of_all", "&"), "or": ("of_any", "|")}
+OF_TESTS = {"multiply": "and", "minimum": "and", "add": "or", "maximum": "or"}  # what they are of pred
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """A region cut into tiles.
+
+    Attributes:
+        region: what to compute.
+        tile_m: rows that are worked on at once; a power of two.
+        tile_n: columns that are worked on at once; a power of two.
+        chained: the kernel may be launched before the one ahead of it has ended (NVIDIA's programmatic dependent launch).
+        early: params of the region that are constants, and are read before that one has ended.
+    """
+
+    region: Region
+    tile_m: int
+    tile_n: int
+    chained: bool = False
+    early: tuple[Node, ...] = ()
+
+    @cached_property
+    def chunks(self) -> int:
+        """Parts of a tile's columns: what is reduced is held whole, so that nothing is read twice."""
+        return -(-self.region.columns // self.tile_n) if any(self.region.level.values()) else 1
+
+    @property
+    def pieces(self) -> int:
+        """Programs side by side."""
+        return -(-self.region.columns // (self.chunks * self.tile_n))
+
+    @property
+    def grid(self) -> int:
+        """Programs."""
+        return -(-self.region.rows // self.tile_m) * self.pieces
+
+
+def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
+    """A module with the function `kernel`, whose programs work on the first region, then on the next.
+
+    Args:
+        several: the regions and their tiles.
+        fp8: types that the hardware converts (`_module.exact_fp8`).
+    """
+    text = Text()
+    chained = any(tiles.chained for tiles in several)
+    if chained:
+        text.do("gdc_launch_dependents()")
+    total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
+    text.do(f"program = {total - 1} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
+    for i, tiles in enumerate(several):
+        if len(several) == 1:
+            _write(text, tiles, "program", str(i), read, fp8)
+        else:
+            above = f" and program >= {first}" if first else ""
+            with text.block(f"if program < {first + tiles.grid}{above}:"):
+                _write(text, tiles, text.v(f"program - {first}") if first else "program", str(i), read, fp8)
+        first += tiles.grid
+    imports = f"{IMPORTS}{CHAINED if chained else ''}"
+    arguments = ", ".join([*arguments_of(several), *text.numbers])
+    return Written(f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
+
+
+def arguments_of(several: Sequence[Tiles]) -> list[str]:
+    """Of the kernel, but for numbers: a pointer for each source that is read, and for each result."""
+    results = {i for tiles in several for i in tiles.region.outputs}
+    return [f"p{i}" for i in range(len(sources_of(several)))] + [f"o{i}" for i in sorted(results)]
+
+
+def sources_of(several: Sequence[Tiles]) -> tuple[int, ...]:
+    """Which of the problem's sources each pointer that is read stands for."""
+    return tuple(dict.fromkeys(i for tiles in several for i in tiles.region.sources))
+
+
+def _write(text: Text, tiles: Tiles, program: str, name: str, read: Sequence[int], fp8: frozenset[str]) -> None:
+    """What a program does for a region, in a kernel that reads these sources; `name` sets its names apart."""
+    r, n = tiles.region, tiles.tile_n
+    across, aside = (
+        (program, "") if tiles.pieces == 1 else (f"{program} // {tiles.pieces}", f"{program} % {tiles.pieces} * {n} + ")
+    )
+    columns: list[list[tuple[str, str | None]]] = [[], []]
+    for i, times in product(range(tiles.chunks), (1, 2) if r.read_in_pairs or r.written_in_pairs else (1,)):
+        numbers, mask = f"columns{name}_{i}" + "_pairs" * (times - 1), f"column_mask{name}_{i}" + "_pairs" * (times - 1)
+        text.do(f"{numbers} = {f'({aside}{i * n}) * 2' if times == 2 else f'{aside}{i * n}'} + tl.arange(0, {times * n})")
+        masked = r.columns % n > 0 and i == tiles.chunks - 1
+        if masked:
+            text.do(f"{mask} = {numbers} < {times * r.columns}")
+        columns[times - 1].append((numbers, mask if masked else None))
+    text.do(f"rows{name} = {across} * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
+    row_mask = None
+    if r.rows % tiles.tile_m:
+        row_mask = f"row_mask{name}"
+        text.do(f"{row_mask} = rows{name} < {r.rows}")
+    here, pairs = (
+        [Tile(f"rows{name}", numbers, times * r.columns, row_mask, mask) for numbers, mask in columns[times - 1]]
+        for times in (1, 2)
+    )
+    _Rows(text, here, pairs, tiles, read, fp8).write()
+
+
+class _Rows(Emitter):
+    """An emitter that knows reductions along the columns, and rows of a table picked by index.
+
+    A value that varies along the columns is one value for each chunk of them, any other a single one. What is every other
+    element in memory is read and written as pairs of neighbours.
+
+    Args:
+        text: where to.
+        here: names in scope, of each chunk.
+        pairs: the same where a column is one of a pair, if there are pairs.
+        tiles: the region.
+        read: sources of the kernel.
+        fp8: see `Casts`.
+    """
+
+    def __init__(
+        self,
+        text: Text,
+        here: Sequence[Tile],
+        pairs: Sequence[Tile],
+        tiles: Tiles,
+        read: Sequence[int],
+        fp8: frozenset[str],
+    ) -> None:
+        def pointer(leaf: Node) -> str:
+            assert isinstance(leaf.op, Param)
+            return f"p{read.index(tiles.region.sources[leaf.op.index])}"
+
+        super().__init__(text, here[0], pointer, fp8)
+        self._here, self._tiles, self._region = here, tiles, tiles.region
+        self._of_pairs = dict(zip((tile.columns for tile in here), pairs, strict=False))
+        self._split: dict[str, tuple[str, str]] = {}  # pairs that were read, by the name of both
+        self.look_at(self._region.roots)
+        self._done: list[dict[Node, str]] = [{} for _ in here]
+
+    def write(self) -> None:
+        """Every value, and the stores of the results."""
+        r, early = self._region, self._tiles.early
+        for n in early:
+            self._work_out(n)
+        if self._tiles.chained:
+            self.text.do("gdc_wait()")
+        for n in r.nodes:
+            if n not in early:
+                self._work_out(n)
+        seconds = {second for second, _ in r.written_in_pairs.values()}
+        for i, (output, root, store) in enumerate(zip(r.outputs, r.roots, r.stores, strict=True)):
+            if root not in r.across:
+                self._store_by_row(store, f"o{output}", self._done[0][root])
+                continue
+            for tile, values in zip(self._here, self._done, strict=True):
+                self.tile = tile
+                if i in r.written_in_pairs:
+                    second, place = r.written_in_pairs[i]
+                    self._store_pairs(place, f"o{output}", values[root], values[r.roots[second]], root)
+                elif i not in seconds:
+                    self.store(store, f"o{output}", values[root])
+
+    def _work_out(self, n: Node) -> None:
+        """A value, once what it is made of is known."""
+        r = self._region
+        for tile, values in zip(self._here, self._done if n in r.across else self._done[:1], strict=False):
+            self.tile = tile
+            values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, r.access, values)
+        for values in self._done[1:]:
+            values.setdefault(n, self._done[0][n])
+
+    def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
+        if isinstance(n.op, Gather):
+            return self._pick(n, access, done[n.src[1]])
+        if n in self._region.tables:
+            return ""  # read where it is picked from
+        return super()._node(n, access, done)
+
+    def _spread(self, access: Access, place: Place) -> tuple[str | None, str | None]:
+        """Also what varies along the columns alone is read as a tile, each thread its own columns: threads would share out a
+        vector, and exchange it through shared memory."""
+        rows, columns = super()._spread(access, place)
+        if rows is None and columns is not None:
+            columns = self.text.call("broadcast_to", columns, f"({self._tiles.tile_m}, {self._tiles.tile_n})")
+        return rows, columns
+
+    def _leaf(self, n: Node, access: Access) -> str:
+        if n not in self._region.read_in_pairs:
+            return super()._leaf(n, access)
+        t, (which, place) = self.text, self._region.read_in_pairs[n]
+        at, mask = self._at_pairs(place)
+        more = [f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}"] if mask else []
+        both = t.call("load", f"{self.pointer(n)} + {at}", *more)
+        if both not in self._split:
+            apart = t.call("reshape", both, f"({self._tiles.tile_m}, {self._tiles.tile_n}, 2)")
+            self._split[both] = (f"{both}_first", f"{both}_second")
+            t.do(f"{', '.join(self._split[both])} = tl.split({apart})")
+        value = self._split[both][which]
+        return t.v(f"{value} != 0") if n.dtype is PRED else value
+
+    def _store_pairs(self, place: Place, pointer: str, first: str, second: str, root: Node) -> None:
+        """Values of `root` and of another, each beside the other's."""
+        t, shape = self.text, f"({self._tiles.tile_m}, {self._tiles.tile_n})"
+        values = [self.cast(x, "uint8") if root.dtype is PRED else x for x in (first, second)]
+        both = t.call("join", *(t.call("broadcast_to", x, shape) for x in values))
+        at, mask = self._at_pairs(place)
+        both = t.call("reshape", both, f"({self._tiles.tile_m}, {2 * self._tiles.tile_n})")
+        t.do(f"tl.store({pointer} + {at}, {both}{f', mask={mask}' if mask else ''})")
+
+    def _at_pairs(self, place: Place) -> tuple[str, str | None]:
+        """Where pairs lie, a tile of twice the columns, and which of them exist."""
+        t, tile = self.text, self._of_pairs[self.tile.columns]
+        most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
+        rows = self._digits(tile.rows, place.rows, self._region.rows, wide=most >= 1 << 31)
+        base = t.v(f"{rows or f'{tile.rows} * 0'} + {place.offset}") if place.offset or rows is None else rows
+        masks = [self.along(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
+        mask = t.v(" & ".join(masks)) if len(masks) > 1 else masks[0] if masks else None
+        return t.v(f"{self.along(base, 0)} + {self.along(tile.columns, 1)}"), mask
+
+    def _reduce(self, n: Node) -> str:
+        """Chunk is combined with chunk before lanes and warps meet."""
+        assert isinstance(n.op, Reduce)
+        t, tiles, dtype = self.text, self._tiles, n.dtype
+        fn = OF_TESTS.get(n.op.fn, n.op.fn) if dtype is PRED else n.op.fn
+        adds, name = fn in ("add", "mean"), "uint" if dtype.kind == "uint" else "int"
+        parts: list[str] = []
+        for tile, values in zip(self._here, self._done, strict=True):
+            value = t.call("broadcast_to", values[n.src[0]], f"({tiles.tile_m}, {tiles.tile_n})")
+            if dtype is PRED or (adds and dtype.is_integer):
+                value = self.cast(value, f"{name}{max(dtype.bits, 32)}")
+            if tile.column_mask is not None:
+                if adds or fn == "or":
+                    nothing = "-0.0" if dtype is F32 else "0"
+                elif fn in BY_PAIRS:
+                    nothing = "1" if fn == "multiply" or dtype is PRED else str(int(dtype.max) if name == "uint" else -1)
+                else:
+                    worst = dtype.lowest if fn == "maximum" else dtype.highest
+                    nothing = f"float('{float(worst)}')" if dtype is F32 else str(int(worst))
+                value = self.where(t.v(f"{tile.column_mask}[None, :]"), value, nothing)
+            parts.append(value)
+        most = fn == "maximum"
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            if adds or fn in BY_PAIRS:
+                sign = "+" if adds else BY_PAIRS[fn][1]
+                parts = [t.v(f"{a} {sign} {b}") for a, b in pairs] + parts[len(parts) & ~1 :]
+            else:
+                how = [fn, "tl.PropagateNan.ALL"] if dtype is F32 else [fn]
+                parts = [t.call(how[0], a, b, *how[1:]) for a, b in pairs] + parts[len(parts) & ~1 :]
+        if adds:
+            total = t.call("sum", parts[0], "axis=1", "keep_dims=True")
+        elif fn in BY_PAIRS:
+            total = t.call("reduce", parts[0], "1", BY_PAIRS[fn][0], "keep_dims=True")
+        elif dtype is F32:
+            total = t.call("reduce", parts[0], "1", "highest" if most else "lowest", "keep_dims=True")
+        else:
+            total = t.call(fn[:3], parts[0], "axis=1", "keep_dims=True")
+        if fn == "mean":
+            return self._mean(total)
+        if dtype is PRED:
+            return t.v(f"{total} != 0")
+        return total if dtype is F32 else self.cast(total, in_registers(dtype))
+
+    def _mean(self, total: str) -> str:
+        """A sum over the number of columns, rounded once (see `Casts.quotient`): the mean of equal numbers is that number."""
+        t, n = self.text, self._region.columns
+        near = t.v(f"{total} * {1 / n!r}")
+        if not n & (n - 1):
+            return near
+        rest = t.call("fma", near, f"{-float(n)!r}", total)
+        exact = t.call("fma", rest, repr(1 / n), near)
+        return self.where(t.v(f"{exact} == {exact}"), exact, near)
+
+    def _store_by_row(self, access: Access, pointer: str, value: str) -> None:
+        """A result with one value a row."""
+        if access.root.dtype is PRED:
+            value = self.cast(value, "uint8")
+        rows, _ = self._spread(access, access.of_result())
+        mask = self._mask(access, rows=True, columns=False)
+        at = rows if rows is not None else self.along(f"{self.tile.rows} * 0", 0)
+        self.text.do(f"tl.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
+
+    def _pick(self, n: Node, access: Access, index: str) -> str:
+        """One row of the table for each index; out of range, the program ends as torch's own lookup does on a GPU."""
+        assert isinstance(n.op, Gather)
+        t, (table, picks), axis = self.text, n.src, n.op.axis % len(n.src[0].shape)
+        extent = table.shape[axis]
+        at = self.cast(index, "int64")
+        if picks.dtype.kind == "int" and n.op.wraps:
+            at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
+        inside = t.v(f"({at} >= 0) & ({at} < {extent})")
+        place = access.of_leaf(table)
+        mask = self._mask(access, rows=True, columns=bool(place.columns) or n.src[1] in self._region.across)
+        fine = inside if mask is None else t.v(f"{inside} | ({mask} == 0)")  # what is not there has no index
+        t.do(f"tl.device_assert({fine}, 'an index out of range')")
+        at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
+        at = self._sum(at, *self._spread(access, place))
+        value = t.call("load", f"{self.pointer(table)} + {at}", *([f"mask={mask}", "other=0"] if mask else []))
+        return t.v(f"{value} != 0") if table.dtype is PRED else value

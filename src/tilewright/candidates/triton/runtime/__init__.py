@@ -1,0 +1,1 @@
+"""Compiling generated Triton source and launching its kernels."""

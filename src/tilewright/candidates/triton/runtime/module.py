@@ -1,0 +1,260 @@
+"""From a kernel's text to what runs: a module, machine code for any architecture (no GPU needed), its needs, a launch.
+
+A kernel has every extent in its text, so that what a call passes is pointers, and the numbers that are the problem's own: a
+text is compiled once, however many problems have it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import linecache
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.abc import InspectLoader
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from tilewright.candidates.triton.expressions.text import Number, Written
+from tilewright.candidates.triton.runtime.versions import as_named, direct, named
+from tilewright.hardware.target import Target
+
+IMPORTS = """\
+import triton
+import triton.language as tl
+"""
+GLUON_IMPORTS = """\
+import triton
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+"""
+INSTALL = "Triton is not installed: pip install tilewright[gpu]"
+
+
+@cache
+def installed() -> bool:
+    """Whether Triton can be imported; it is not imported yet."""
+    return importlib.util.find_spec("triton") is not None
+
+
+@dataclass(frozen=True)
+class Arch:
+    """What Triton compiles for.
+
+    Attributes:
+        backend: "cuda" or "hip".
+        name: compute capability (90), or AMD's name of the architecture ("gfx942").
+        warp: threads of a warp.
+    """
+
+    backend: str
+    name: int | str
+    warp: int
+
+    @property
+    def capability(self) -> int:
+        """NVIDIA's compute capability, 0 for others."""
+        return self.name if isinstance(self.name, int) else 0
+
+
+def arch_of(target: Target) -> Arch | None:
+    """The architecture of a device; None where Triton makes nothing for it."""
+    if target.kind != "cuda":
+        return None
+    for feature in sorted(target.features):
+        nvidia, amd = re.fullmatch(r"sm_(\d+)a?", feature), re.fullmatch(r"gfx9[0-9a-f]+", feature)
+        if nvidia and int(nvidia[1]) >= 75:
+            return Arch("cuda", int(nvidia[1]), 32)
+        if amd:
+            return Arch("hip", feature, 64)
+    return None
+
+
+def exact_fp8(arch: Arch) -> frozenset[str]:
+    """fp8 types that the architecture's own instructions convert to and from as the graph says."""
+    return frozenset({"f8e4m3fn", "f8e5m2"}) if arch.capability >= 89 else frozenset()
+
+
+class _Text(InspectLoader):
+    """Loads a module from text in memory."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, fullname: str) -> str:
+        return self._text
+
+    def get_code(self, fullname: str) -> CodeType:
+        return compile(self._text, f"<{fullname}>", "exec")
+
+
+@lru_cache(maxsize=4096)
+def module(text: str) -> ModuleType:
+    """The module that a text makes, imports included. Equal texts are one module; nothing is written to a disk."""
+    with named():
+        text = as_named(text)
+    name = f"tilewright_kernel_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    linecache.cache[f"<{name}>"] = len(text), None, text.splitlines(keepends=True), f"<{name}>"  # where Triton reads it
+    loader = _Text(text)
+    made = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=f"<{name}>"))
+    made.__file__ = f"<{name}>"
+    sys.modules[name] = made
+    with named():
+        loader.exec_module(made)
+    return made
+
+
+def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned: bool = True, **options: object) -> Any:
+    """Triton's compiled kernel (`asm`, `metadata`) of a jitted function, for an architecture that need not be at hand.
+
+    Args:
+        function: from `module`, decorated with `triton.jit` or `gluon.jit`.
+        signature: Triton's type of each argument ("*fp16", "i32").
+        arch: the architecture.
+        aligned: all pointers are multiples of 16 bytes.
+        options: `num_warps`, `num_stages`, `enable_fp_fusion` and the like.
+
+    Raises:
+        CompilerError: the installed Triton makes none of it.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kind = GluonASTSource if function.is_gluon() else ASTSource
+    pointers = [i for i, t in enumerate(signature.values()) if t.startswith("*")]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else {}
+    source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
+    with named():
+        given = {"enable_fp_fusion": True} | options  # the default until 3.9
+        made = triton.compile(source, target=GPUTarget(arch.backend, arch.name, arch.warp), options=given)
+    for text in ("source", "llir"):  # up to megabytes, for as long as the kernel lives; they are in Triton's cache
+        made.asm.pop(text, None)
+    return made
+
+
+@dataclass(frozen=True)
+class Built:
+    """Machine code, and what a launch passes to it.
+
+    Attributes:
+        kernel: Triton's compiled kernel.
+        numbers: the last arguments.
+        names: of the arguments before them, where those are not known otherwise.
+    """
+
+    kernel: Any
+    numbers: tuple[Number, ...]
+    names: tuple[str, ...] = ()
+
+
+def build(
+    written: Written, function: str, pointers: Mapping[str, str], arch: Arch, device: int = 0, **options: int | bool
+) -> Built:
+    """A module's function as machine code, compiled once for each device, since it is loaded on one.
+
+    Args:
+        written: the module.
+        function: its name there.
+        pointers: Triton's type of each argument but numbers.
+        arch, options: see `compiled`.
+        device: where it runs.
+    """
+    kinds = tuple((dict(pointers) | written.signature).items())
+    kernel = _machine_code(written.text, function, kinds, arch, device, tuple(sorted(options.items())))
+    return Built(kernel, tuple(written.numbers.values()))
+
+
+@lru_cache(maxsize=256)
+def _machine_code(
+    text: str,
+    function: str,
+    kinds: tuple[tuple[str, str], ...],
+    arch: Arch,
+    device: int,
+    options: tuple[tuple[str, int | bool], ...],
+) -> Any:
+    given: dict[str, Any] = dict(options)
+    return compiled(getattr(module(text), function), dict(kinds), arch, **given)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What machine code takes: registers of a thread, bytes of local memory it spills to, bytes of shared memory."""
+
+    registers: int
+    spills: int
+    shared_bytes: int
+
+
+def needs(kernel: Any) -> Needs:
+    """Of a compiled kernel."""
+    shared = int(kernel.metadata.shared)
+    asm = kernel.asm
+    if "cubin" not in asm:
+        found = {k: int(v) for k, v in re.findall(r"\.(vgpr_count|vgpr_spill_count):\s+(\d+)", asm["amdgcn"])}
+        return Needs(found.get("vgpr_count", 0), 4 * found.get("vgpr_spill_count", 0), shared)
+    return Needs(*_usage(asm["cubin"]), shared)
+
+
+@lru_cache(maxsize=256)
+def _usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and bytes of local memory."""
+    usage = _tool("cuobjdump", cubin, "--dump-resource-usage")
+    registers, stack = re.search(r"REG:(\d+)", usage), re.search(r"STACK:(\d+)", usage)
+    return int(registers[1]) if registers else 0, int(stack[1]) if stack else 0
+
+
+def assembly(kernel: Any) -> str:
+    """The machine code of a compiled kernel: SASS, or AMD's assembly."""
+    return _tool("nvdisasm", kernel.asm["cubin"]) if "cubin" in kernel.asm else kernel.asm["amdgcn"]
+
+
+def _tool(name: str, binary: bytes, *arguments: str) -> str:
+    """What one of the tools in Triton's package says of machine code."""
+    import tempfile
+
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        return subprocess.run([tool, *arguments, file.name], check=True, capture_output=True, text=True, timeout=60).stdout
+
+
+Launch = Callable[..., None]
+
+
+def launcher(kernel: Any, grid: Sequence[int], device: int, numbers: Sequence[Number] = ()) -> Launch:
+    """A function of the kernel's arguments that starts it on torch's current stream of a device; `numbers` come after them.
+
+    Pointers are passed as numbers (`data_ptr()`), which nothing checks, and descriptors made already, with their extents and
+    strides. The device must be the current one. What Triton does on every call (binding, hooks, looking the kernel up) is done
+    here once.
+    """
+    import torch
+    from triton.runtime import driver
+
+    with torch.cuda.device(device):
+        start = kernel.run  # loads the code
+    x, y, z = (*grid, 1, 1)[:3]
+    scratch = kernel.metadata.global_scratch_size or getattr(kernel.metadata, "profile_scratch_size", 0)
+    if kernel.metadata.target.backend == "cuda" and not scratch:
+        with named((AttributeError, KeyError, TypeError)):
+            return direct(kernel, start, (x, y, z), device, tuple(numbers))
+    function, packed, ends = kernel.function, kernel.packed_metadata, tuple(numbers)
+    stream: Callable[[int], int] = getattr(driver.active, "get_current_stream")  # noqa: B009 (Triton does not declare it)
+
+    def general(*given: object) -> None:
+        start(x, y, z, stream(device), function, packed, None, None, None, *given, *ends)
+
+    return general

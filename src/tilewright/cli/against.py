@@ -1,0 +1,311 @@
+"""`perf --against`: other libraries run the same program on the same inputs, in turns with it, each in a process of its own.
+
+As a module of its own process (`python -m tilewright.cli.against NAME`) it is one of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilewright.cli.compile import load_program, make_feeds_of, progress
+from tilewright.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+
+    from tilewright.ir.graph import Graph
+    from tilewright.report.measure.inputs import Feed
+    from tilewright.report.schema import Comparison, Peer
+    from tilewright.runtime.executable import Executable
+
+ROUNDS = 7
+WARM_S, TIMED_S = 0.1, 0.3
+SOURCE_RMS = 1e-3  # what results of floats may differ by from another library's, relative, in norm
+LIBRARY = 10  # preferences from here on are libraries'
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program and its inputs, as the command line was given them; what one process tells another.
+
+    Attributes:
+        file, batch, dims: of the program.
+        seed, fill0, fill1, inputs: of the data.
+        device: where it runs.
+        threads: how many threads each contender may use.
+        calls: a `.tw` file may call any operator.
+    """
+
+    file: str
+    batch: int | None
+    dims: Mapping[str, Sequence[int]]
+    seed: int
+    fill0: Sequence[str]
+    fill1: Sequence[str]
+    inputs: str | None
+    device: str
+    threads: int
+    calls: bool = False
+
+    def load(self) -> tuple[Graph, list[Feed]]:
+        """The program's graph as it was read, and a value for each input."""
+        graph = load_program(Path(self.file), self.batch, self.dims, self.calls)
+        given = None if self.inputs is None else Path(self.inputs)
+        return graph, make_feeds_of(graph, self.seed, self.fill0, self.fill1, given)
+
+
+def torch_peer(case: Case) -> Callable[[], object]:
+    """torch's own kernels: norms, attentions and other recognised operations whole, all else one after the other."""
+    from tilewright.compiler import CANONICAL
+    from tilewright.hardware.detect import detect
+    from tilewright.ir.pattern import Rule, Trace, discover, rewrite
+    from tilewright.report.measure.perf import bind
+    from tilewright.runtime.executable import prepare
+    from tilewright.schedule.candidate import discover as candidates
+    from tilewright.schedule.search import search
+
+    source, feeds = case.load()
+    trace, target = Trace(), detect(case.device)
+    graph = source
+    for stage in ("accumulator", "recognise"):
+        rules = discover("tilewright.rules", Rule)
+        graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace)
+    libraries = [c for c in candidates() if c.preference >= LIBRARY and c.name != "split"]
+    known: dict[Any, Any] = {}
+
+    def decide(problem: Any, weights: Mapping[int, torch.Tensor]) -> Any:
+        if problem not in known:
+            known[problem] = search(problem, target, budget_s=0.2, candidates=libraries, weights=weights)
+        return known[problem]
+
+    program = prepare(source, graph, target, trace, decide)
+    inputs = bind(program, feeds)
+    return _waited(lambda: program.run(inputs), case.device)
+
+
+def _waited(run: Callable[[], object], device: str) -> Callable[[], object]:
+    """A call that ends when the device is done."""
+    from tilewright.schedule.measure import synchronize
+
+    if device == "cpu":
+        return run
+
+    def waited() -> object:
+        result = run()
+        synchronize(device)
+        return result
+
+    return waited
+
+
+def onnxruntime_peer(case: Case) -> Callable[[], object]:
+    """ONNX Runtime on the same file, with all its optimisations."""
+    if not case.file.endswith(".onnx"):
+        raise UnsupportedError("it reads ONNX files alone")
+    import onnxruntime as ort
+
+    wanted = "CPUExecutionProvider" if case.device == "cpu" else "CUDAExecutionProvider"
+    if wanted not in ort.get_available_providers():
+        raise UnsupportedError(f"this build of it has no {wanted}")
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = case.threads
+    options.log_severity_level = 4
+    session = ort.InferenceSession(case.file, options, providers=[wanted])
+    _, feeds = case.load()
+    values = {f.shown.name: _numpy(f.value) for f in feeds}
+    return lambda: session.run(None, values)
+
+
+def onnx_peer(case: Case) -> Callable[[], object]:
+    """onnx's own evaluator, operator by operator."""
+    if not case.file.endswith(".onnx"):
+        raise UnsupportedError("it reads ONNX files alone")
+    import onnx
+    from onnx.reference import ReferenceEvaluator
+
+    session = ReferenceEvaluator(onnx.load(case.file))
+    _, feeds = case.load()
+    values = {f.shown.name: _numpy(f.value) for f in feeds}
+    return lambda: session.run(None, values)
+
+
+def xla_peer(case: Case) -> Callable[[], object]:
+    """XLA on the CPU, compiled from the same text."""
+    if case.device != "cpu":
+        raise UnsupportedError("it is run on the CPU alone")
+    file = Path(case.file)
+    if file.suffix not in (".hlo", ".mlir", ".stablehlo", ".txt"):
+        raise UnsupportedError("it reads HLO and StableHLO alone")
+    if hasattr(os, "sched_setaffinity"):  # it takes as many threads as there are cores to run on
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: case.threads])
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    import jax
+
+    from tilewright.frontends import hlo
+    from tilewright.frontends.stablehlo.jaxlib import hlo_to_stablehlo
+
+    jax.config.update("jax_enable_x64", True)  # or 64-bit inputs become 32-bit ones
+    text = file.read_text("utf-8")
+    native: Any = importlib.import_module("jaxlib._jax")
+    device: Any = jax.devices("cpu")[0]
+    code = hlo_to_stablehlo(hlo.with_header(text, file.name), file.name) if hlo.accepts(text) else text
+    compiled = device.client.compile_and_load(code, native.DeviceList((device,)), native.CompileOptions())
+    _, feeds = case.load()
+    arrays = [jax.device_put(_numpy(f.value), device) for f in feeds]
+
+    def run() -> object:
+        results = compiled.execute(arrays)
+        for r in results:
+            r.block_until_ready()
+        return results
+
+    return run
+
+
+def _numpy(value: object) -> np.ndarray:
+    """An input as NumPy has it, in the types of ml_dtypes where NumPy lacks one."""
+    import numpy as np
+    import torch
+
+    if not isinstance(value, torch.Tensor):
+        return np.asarray(value)
+    if value.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        return value.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    return value.numpy()
+
+
+PEERS: dict[str, Callable[[Case], Callable[[], object]]] = {
+    "torch": torch_peer,
+    "onnxruntime": onnxruntime_peer,
+    "xla": xla_peer,
+}
+READERS = {**PEERS, "onnx": onnx_peer}
+
+
+def against(program: Executable, feeds: Sequence[Feed], case: Case, peers: Sequence[str]) -> list[Peer]:
+    """The peers' times and ours, interleaved; ours is timed in this process, whose threads sleep while it waits."""
+    import numpy as np
+
+    from tilewright.report.measure.perf import bind
+    from tilewright.report.measure.rounds import Contender, Here, Process, compete
+
+    inputs = bind(program, feeds)
+    environment = {"OMP_NUM_THREADS": str(case.threads), "TOKENIZERS_PARALLELISM": "false"}
+    contenders: list[Contender] = []
+    try:
+        for name in peers:
+            contenders.append(Process(name, [sys.executable, "-m", __spec__.name, name], environment))
+        ours = Here("tilewright", _waited(lambda: program.run(inputs), case.device))
+        with progress("timing beside others") as show, tempfile.TemporaryDirectory() as folder:
+            times, refused = compete(
+                [*contenders, ours],
+                asdict(case),
+                rounds=ROUNDS,
+                warm_s=WARM_S,
+                timed_s=TIMED_S,
+                least=2,
+                results=Path(folder),
+                keep=["tilewright"],
+                progress=show,
+            )
+            found = {n: np.load(Path(folder) / f"{n}.npy") for n in times}
+    finally:
+        for contender in contenders:
+            if isinstance(contender, Process):
+                contender.stop()
+    return [_row(name, times, refused, found) for name in peers]
+
+
+def by_source(program: Executable, feeds: Sequence[Feed], case: Case) -> tuple[str, Comparison | None]:
+    """A sentence on who else ran the program, and how far its results lie from ours; nothing without such a library.
+
+    It is the source's own: onnxruntime, or onnx's evaluator, for ONNX; XLA's CPU client for HLO and StableHLO, in a process of
+    its own. So what a front end misreads shows, which the oracle cannot see: it runs the program as it was read.
+    """
+    import numpy as np
+
+    from tilewright.report.measure.perf import bind
+    from tilewright.report.measure.rounds import Here, Process
+
+    inputs = bind(program, feeds)
+    refused: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        Here("tilewright", lambda: program.run(inputs)).take(None, Path(folder) / "ours.npy")
+        ours = np.load(Path(folder) / "ours.npy").reshape(-1)
+        for name in ("onnxruntime", "onnx") if case.file.endswith(".onnx") else ("xla",):
+            peer = Process(name, [sys.executable, "-m", __spec__.name, name], {"TOKENIZERS_PARALLELISM": "false"})
+            try:
+                why = peer.take(asdict(case), Path(folder) / f"{name}.npy")
+            finally:
+                peer.stop()
+            if why is None:
+                theirs = np.load(Path(folder) / f"{name}.npy").reshape(-1)
+                return f"the source's own library, {name}, ran the program, too", _compared(name, ours, theirs, program)
+            refused.append(f"{name}: {why}")
+    return f"no library of the source's own ran the program ({'; '.join(refused)})", None
+
+
+def _compared(name: str, ours: np.ndarray, theirs: np.ndarray, program: Executable) -> Comparison:
+    """One row of `verify`: the error is relative, of all results together; of integers alone it must be none."""
+    import numpy as np
+
+    from tilewright.report.schema import Comparison
+
+    floats = any(n.tensor.dtype.is_float for n in program.source.outputs)
+    bound = SOURCE_RMS if floats else 0.0
+    error, why = float("inf"), None
+    if ours.size != theirs.size:
+        why = f"{theirs.size} numbers from {name}, {ours.size} here"
+    else:
+        with np.errstate(invalid="ignore"):
+            differ = ~((ours == theirs) | (np.isnan(ours) & np.isnan(theirs)))
+            unequal = ours[differ] - theirs[differ]
+        size = float(np.linalg.norm(theirs[np.isfinite(theirs)]))
+        error = float(np.linalg.norm(unequal)) / (size or 1.0) if np.isfinite(unequal).all() else float("inf")
+        if error > bound:
+            at = int(np.flatnonzero(differ)[0])
+            why = (
+                f"{int(differ.sum())} of {ours.size} numbers differ, the first {ours[at]:g} for {theirs[at]:g}: read otherwise"
+            )
+    return Comparison(
+        f"the whole program by {name}", "output", "every output", "the whole program", error, bound, why is None, why
+    )
+
+
+def _row(name: str, times: Mapping[str, Sequence[float]], refused: Mapping[str, str], found: Mapping[str, np.ndarray]) -> Peer:
+    import statistics
+
+    import torch
+
+    from tilewright.report.measure.accuracy import relative_error
+    from tilewright.report.measure.rounds import ratio
+    from tilewright.report.schema import Peer
+
+    what = (PEERS[name].__doc__ or "").rstrip(".")
+    if name in refused:
+        return Peer(name, what, None, None, None, None, refused[name])
+    theirs, ours, mine = times[name], times["tilewright"], found["tilewright"]
+    same = found[name].size == mine.size
+    apart = relative_error(torch.from_numpy(mine.reshape(-1)), torch.from_numpy(found[name].reshape(-1))) if same else None
+    own_us, us = 1e6 * statistics.median(ours), 1e6 * statistics.median(theirs)
+    return Peer(name, what, round(us, 3), round(own_us, 3), round(ratio(ours, theirs), 4), apart, None)
+
+
+def _main() -> None:
+    from tilewright.report.measure.rounds import serve
+
+    serve(lambda case: READERS[sys.argv[1]](Case(**case)))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,112 @@
+"""`tune`, and `cache info|clear`: decisions that are kept."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from tilewright.cli.compile import Compiling, compile_options, compile_program, load_program
+from tilewright.cli.options import WRITTEN, Command, common_options, file_options
+from tilewright.cli.show import print_json
+
+TUNE_BUDGET_S = 60.0
+
+
+@click.command(cls=Command, short_help="Choose a program's kernels with more time, and keep the choices.")
+@file_options
+@click.option("--export", "exported", type=WRITTEN, metavar="F", help="Write the choices as a file, to be taken elsewhere.")
+@click.option("--import", "imported", type=click.Path(path_type=Path), metavar="F", help="Try first what such a file says.")
+@click.option("--retry", is_flag=True, help="Try again what is remembered to have crashed or hung.")
+@common_options
+@compile_options
+def tune(
+    file: Path,
+    batch: int | None,
+    input_dims: Mapping[str, Sequence[int]],
+    how: Compiling,
+    exported: Path | None,
+    imported: Path | None,
+    retry: bool,
+    as_json: bool,
+) -> None:
+    """Choose a program's kernels with more time than other verbs take (60 seconds by the clock unless --budget says), and keep
+    the choices: every verb and `tilewright.compile` then read them back, on this machine and with these libraries.
+
+    Each choice is kept as soon as it is made, and the best so far of the one under way if Ctrl-C ends it.
+    """
+    from tilewright.hardware.detect import detect
+    from tilewright.report.explain.tuning import describe_tuning
+    from tilewright.schedule.exchange import read_records, write_records
+    from tilewright.schedule.recall import Recall, user_cache
+
+    hints = () if imported is None else read_records(imported)
+    graph = load_program(file, batch, input_dims)
+    cache = user_cache() if how.cache else None
+    recall = Recall(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
+    budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
+    started = time.monotonic()
+    try:
+        program, _ = compile_program(graph, replace(how, budget=budget_s, within_s=budget_s, recall=recall))
+    except KeyboardInterrupt:
+        where = cache.file if cache is not None else None
+        made = len(recall.settled)
+        kept = f"{made} {'choice is' if made == 1 else 'choices are'} kept" if where is not None else "nothing is kept"
+        click.echo(f"interrupted after {time.monotonic() - started:.0f} s: {kept}", err=True)
+        raise
+    seconds = time.monotonic() - started
+    if exported is not None:
+        write_records(exported, program.target.name, list(recall.settled.values()))
+    names = [None if path is None else str(path) for path in (exported, imported)]
+    report = describe_tuning(program, str(file), seconds, budget_s, cache, *names)
+    if as_json:
+        print_json(report)
+        return
+    from tilewright.report.explain.tuning import print_tuning
+    from tilewright.report.text.console import console
+
+    print_tuning(console(), report)
+
+
+@click.group(short_help="Say what choices are kept, or forget them.")
+def cache() -> None:
+    """What was measured and decided before, and is read back: say what there is, or forget it."""
+
+
+@cache.command(cls=Command)
+@common_options
+def info(as_json: bool) -> None:
+    """Say where choices are kept, how many, of which chips and versions, and since when; and what crashed or hung."""
+    from tilewright.report.explain.tuning import describe_cache
+    from tilewright.schedule.recall import user_cache
+
+    report = describe_cache(user_cache())
+    if as_json:
+        print_json(report)
+        return
+    from tilewright.report.explain.tuning import print_cache
+    from tilewright.report.text.console import console
+
+    print_cache(console(), report)
+
+
+@cache.command(cls=Command)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def clear(yes: bool) -> None:
+    """Forget every choice. Machine code stays: it is found by its content."""
+    from tilewright.errors import InputError
+    from tilewright.schedule.recall import user_cache
+
+    if not yes and not click.confirm("Forget every choice that was measured?"):
+        click.echo("kept")
+        return
+    found = user_cache()
+    count = 0 if found is None else found.clear()
+    if found is None or found.unusable is not None:
+        raise InputError(
+            "choices cannot be forgotten", where=found and found.unusable, hint="TILEWRIGHT_CACHE names another folder"
+        )
+    click.echo(f"forgot {count:,} {'choice' if count == 1 else 'choices'}")

@@ -1,0 +1,301 @@
+"""How a verb compiles its program: the options that say so, and what they lead to."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, allow_calls, budget_option, cache_option, device_option
+from tilewright.errors import InputError, visible
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilewright.compiler import Quantization
+    from tilewright.hardware.target import Target
+    from tilewright.ir.graph import Graph
+    from tilewright.report.measure.inputs import Feed
+    from tilewright.report.measure.trace_events import Phases
+    from tilewright.report.schema import Quantized
+    from tilewright.runtime.executable import Executable
+    from tilewright.schedule.recall import Recall
+
+SCHEMES = ("int8", "fp8", "w4")
+RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
+RANDOM_WARNING = (
+    "calibrated on random inputs: its ranges and its errors say little about real data; give some with --calibration F.npz"
+)
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """How to compile a program.
+
+    Attributes:
+        device: cpu, cuda or cuda:1.
+        budget: seconds for choosing kernels; None takes the default.
+        excess_precision: leave out roundings to 16 bits inside a kernel.
+        half: f16 or bf16 for an f32 model's products, attention and norms; None to take them as they are.
+        scheme: int8, fp8 or w4 to quantise a float model, None to take the program as it is.
+        group: elements of K that share a scale, for w4.
+        per_row: activations are scaled per row as the program runs.
+        fp8_attention: what attention multiplies is quantised, too.
+        calibration: .npz files, each a batch of inputs; none: random.
+        rtol: products that lose more stay in float.
+        dump: folder to write the graph after each stage to.
+        cache: read back what was measured before, and keep what is measured now.
+        recall: that of `tune`, in place of the usual one.
+        within_s: seconds by the clock, of which choosing takes no more.
+    """
+
+    device: str = "cpu"
+    budget: float | None = None
+    excess_precision: bool = False
+    half: str | None = None
+    scheme: str | None = None
+    group: int = W4_GROUP
+    per_row: bool = False
+    fp8_attention: bool = False
+    calibration: tuple[Path, ...] = ()
+    rtol: float | None = None
+    dump: Path | None = None
+    cache: bool = True
+    recall: Recall | None = None
+    within_s: float | None = None
+
+
+_options = all_of(
+    device_option,
+    budget_option,
+    click.option("--fp16", is_flag=True, help="Run an f32 model in f16: its products, attention and norms."),
+    click.option("--bf16", is_flag=True, help="Run an f32 model in bf16."),
+    click.option("--int8", is_flag=True, help="Quantise a float model: s8 weights per column, s8 activations."),
+    click.option("--fp8", is_flag=True, help="Quantise a float model: f8e4m3fn weights per column and activations."),
+    click.option(
+        "--w4",
+        type=click.IntRange(min=1),
+        metavar="GROUP",
+        help="Quantise a float model's weights to s4 by GROUP of K: --w4=128; --w4 alone is --w4=64.",
+    ),
+    click.option("--per-row", is_flag=True, help="With --int8, --fp8: scale activations per row as the program runs."),
+    click.option("--fp8-attention", is_flag=True, help="With --fp8: quantise queries, keys and values of attention, too."),
+    click.option(
+        "--calibration",
+        type=click.Path(path_type=Path),
+        multiple=True,
+        metavar="F.npz",
+        help="Inputs by name to calibrate on; repeatable, a batch each. Random data if not given.",
+    ),
+    click.option(
+        "--excess-precision", is_flag=True, help="Keep values unrounded inside a kernel where the program rounds to 16 bits."
+    ),
+    cache_option,
+)
+rtol_option = click.option(
+    "--rtol", type=NOT_NEGATIVE, metavar="X", help="With --int8, --fp8, --w4: leave layers that lose more in float."
+)
+dump_option = click.option(
+    "--dump", type=click.Path(path_type=Path), metavar="DIR", help="Write the graph after each stage as text and as SVG."
+)
+
+
+def compile_options(f: F) -> F:
+    """Gather the options above, and `rtol` and `dump` where a verb has them, into one argument `how`."""
+
+    @functools.wraps(f)
+    def gathered(*, fp16: bool, bf16: bool, int8: bool, fp8: bool, w4: int | None, **given: Any) -> Any:
+        if fp16 and bf16:
+            raise InputError("--fp16 and --bf16 exclude each other", where="command line", hint="give one of them")
+        named = [name for name, wanted in zip(SCHEMES, (int8, fp8, w4 is not None), strict=True) if wanted]
+        if len(named) > 1:
+            raise InputError(f"--{named[0]} and --{named[1]} exclude each other", where="command line", hint="give one of them")
+        taken = {name: given.pop(name) for name in Compiling.__dataclass_fields__ if name in given}
+        half = "f16" if fp16 else "bf16" if bf16 else None
+        how = Compiling(half=half, scheme=named[0] if named else None, group=w4 or W4_GROUP, **taken)
+        _check(how, rtol_compares="rms_tol" in given)
+        return f(how=how, **given)
+
+    return _options(cast("F", gathered))
+
+
+def _check(how: Compiling, rtol_compares: bool) -> None:
+    """See that no option is given that would do nothing; `rtol_compares` where --rtol has another meaning, too."""
+    idle = {
+        "--calibration": bool(how.calibration),
+        "--per-row": how.per_row,
+        "--fp8-attention": how.fp8_attention,
+        "--rtol": how.rtol is not None and not rtol_compares,
+    }
+    for name, given in idle.items():
+        if given and how.scheme is None:
+            raise InputError(
+                f"{name} is for quantising",
+                where="command line",
+                hint="add --fp8" if name == "--fp8-attention" else "add --int8, --fp8 or --w4",
+            )
+    if how.per_row and how.scheme == "w4":
+        raise InputError("--per-row scales activations, and --w4 leaves them in float", where="command line")
+    if how.fp8_attention and (how.scheme != "fp8" or how.per_row):
+        hint = "leave --per-row out" if how.scheme == "fp8" else "--fp8 in its place"
+        raise InputError("--fp8-attention is for --fp8 without --per-row", where="command line", hint=hint)
+
+
+def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], calls: bool = False) -> Graph:
+    """The program in `file`, checked to have the shapes asked for and to fit in memory. `calls`: as --allow-calls.
+
+    Raises:
+        InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
+    """
+    from tilewright.frontends import LoadOptions, load
+    from tilewright.report.measure.inputs import check_memory
+
+    with progress(f"reading {file.name}"):
+        dims = {name: tuple(shape) for name, shape in input_dims.items()}
+        graph = load(file, LoadOptions(dims, batch, allow_calls=calls or allow_calls(), **_kept_aside()))
+    check_memory(graph)
+    return graph
+
+
+def _kept_aside() -> dict[str, Any]:
+    """Options of the command line for reading a program, beside its shapes."""
+    from tilewright.report.measure.inputs import npz_shapes
+
+    context = click.get_current_context(silent=True)
+    meta = {} if context is None else context.meta
+    inputs = meta.get("tilewright.inputs")
+    return {
+        "fixed": dict(meta.get("tilewright.fixed", ())),
+        "follow_links": meta.get("tilewright.follow_links", False),
+        "seen_dims": {} if inputs is None else npz_shapes(inputs),
+    }
+
+
+def make_feeds_of(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], inputs: Path | None) -> list[Feed]:
+    """A value for each input, from the options every running verb has."""
+    from tilewright.report.measure.inputs import make_feeds, read_npz
+
+    given = None if inputs is None else read_npz(inputs, graph)
+    return make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1, given=given)
+
+
+def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) -> tuple[Executable, Quantized | None]:
+    """The program compiled as told, each stage written if that was asked for; and what quantising it chose, if it was. `phases`
+    is told what takes how long.
+
+    Raises:
+        InputError: the calibration data or the dump folder is no good.
+    """
+    from tilewright.compiler import DEFAULT_BUDGET_S, compile
+    from tilewright.report.html.dump import Dump
+    from tilewright.report.measure.accuracy import describe_quantization
+
+    dump = None if how.dump is None else Dump(how.dump)
+    if how.scheme is not None and not how.calibration:
+        click.echo(f"{click.style('warning:', fg='yellow', bold=True)} {RANDOM_WARNING}", err=True)
+    with progress("calibrating and choosing kernels" if how.scheme else "choosing kernels", how.within_s) as show:
+        quantize = None if how.scheme is None else _quantization(graph, how)
+        program = compile(
+            graph,
+            device=how.device,
+            budget_s=DEFAULT_BUDGET_S if how.budget is None else how.budget,
+            quantize=quantize,
+            half=how.half,
+            excess_precision=how.excess_precision,
+            cache=how.recall if how.recall is not None else how.cache,
+            within_s=how.within_s,
+            progress=show if phases is None else both(phases.progress, show),
+            visit=dump if phases is None else both(phases.visit, dump),
+        )
+    if phases is not None:
+        phases.began("")
+    if quantize is None:
+        return program, None
+    data = ", ".join(map(str, how.calibration)) or f"random inputs, seed {RANDOM_SEED}"
+    return program, describe_quantization(quantize.scheme, data, program.layers)
+
+
+def _quantization(graph: Graph, how: Compiling) -> Quantization:
+    from tilewright.compiler import Quantization
+    from tilewright.report.measure.inputs import make_feeds
+    from tilewright.rules.calibrate import scheme
+
+    assert how.scheme is not None
+    batches = [_batch(graph, path) for path in how.calibration]
+    if not batches:
+        batches = [_tensors(graph, {f.shown.name: f.value for f in make_feeds(graph, seed=RANDOM_SEED)}, None)]
+    rows = "row" if how.per_row else "tensor"
+    to = scheme(how.scheme, group=how.group, rows=rows, attention=how.fp8_attention)
+    return Quantization(to, batches, rtol=how.rtol)
+
+
+def _batch(graph: Graph, path: Path) -> dict[str, torch.Tensor]:
+    """One calibration batch, every input of the program in it."""
+    from tilewright.report.measure.inputs import no_input, read_npz
+
+    arrays = read_npz(path, graph, option="--calibration")
+    names = [str(getattr(n.op, "label", "")) for n in graph.inputs]
+    for name in arrays:
+        if name not in names:
+            raise no_input(name, names, where=str(path))
+    for name in names:
+        if name not in arrays:
+            raise InputError(f"no value for input {name!r}", where=str(path), hint="calibration needs every input")
+    return _tensors(graph, arrays, path)
+
+
+def _tensors(graph: Graph, values: Mapping[str, object], path: Path | None) -> dict[str, torch.Tensor]:
+    from tilewright.runtime.arrays import from_user
+
+    found: dict[str, torch.Tensor] = {}
+    for node in graph.inputs:
+        name = str(getattr(node.op, "label", ""))
+        try:
+            found[name] = from_user(values[name], node.tensor, name, "cpu")
+        except InputError as error:
+            raise InputError(error.what, where=f"{error.where} of {path}", hint=error.hint) from None
+    return found
+
+
+def both(first: Callable[..., None], second: Callable[..., None] | None) -> Callable[..., None]:
+    """One call for two listeners, the second of which may be absent."""
+
+    def told(*said: Any) -> None:
+        first(*said)
+        if second is not None:
+            second(*said)
+
+    return told
+
+
+def measured_ceilings(program: Executable, times_us: Sequence[float | None] | None = None) -> Target:
+    """The program's target with its measured rates. Those that a product was seen to exceed, in the times given for each step
+    or else in those that decided, are measured again, which is said."""
+    from tilewright.hardware.ceilings import corrected, with_ceilings
+    from tilewright.report.measure.work import rates_seen
+
+    with (
+        progress("measuring the machine") if times_us is None else nullcontext()
+    ):  # then steps are timed, under a bar of its own
+        target = with_ceilings(program.target)
+        if times_us is None:
+            times_us = [None if s.decision is None else s.decision.time_us for s in program.steps]
+        target, said = corrected(target, rates_seen(program.steps, times_us, target))
+    for sentence in said:
+        click.echo(f"note: {visible(sentence)}", err=True)
+    return target
+
+
+def progress(what: str, within_s: float | None = None) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
+    """A progress bar, without importing what draws it where standard error is no terminal; with what is left of a time."""
+    if not sys.stderr.isatty():
+        return nullcontext(None)
+    from tilewright.report.text.console import progress as bar
+
+    return bar(what, within_s)

@@ -1,0 +1,285 @@
+"""Options that verbs share, spelt as migraphx-driver spells them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from tilewright.cli.errors import traceback_option
+from tilewright.cli.untrusted import GIB, SECONDS, is_supervised, limit_this_process, supervise
+from tilewright.files import require_writable
+
+F = TypeVar("F", bound=Callable[..., Any])
+Shapes = list[tuple[str, tuple[int, ...]]]
+INPUT_DIM = "--input-dim"
+W4_GROUP = 64
+
+
+_ARGUMENTS, _ALLOW_CALLS = "tilewright.arguments", "tilewright.allow_calls"
+_UNTRUSTED, _SECONDS, _GIB = "tilewright.untrusted", "tilewright.seconds", "tilewright.gib"
+
+
+def _remembered(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    """A callback that keeps what an option was given, if it was."""
+
+    def remember(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value is not None:
+            ctx.meta[key] = value
+
+    return remember
+
+
+class Command(click.Command):
+    """A verb. `--input-dim @NAME D D …` takes every name and number that follows it; `--w4` takes none."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_ARGUMENTS] = list(args)
+        return super().parse_args(ctx, gather_dims(bare_w4(args, ctx)))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        if ctx.meta.get(_UNTRUSTED):
+            if not is_supervised():
+                limits = ctx.meta.get(_SECONDS, SECONDS), ctx.meta.get(_GIB, GIB)
+                ctx.exit(supervise(str(ctx.info_name), ctx.meta[_ARGUMENTS], *limits))
+            limit_this_process()
+        elif ctx.meta.get(_SECONDS) is not None or ctx.meta.get(_GIB) is not None:
+            raise click.UsageError("--time-limit and --memory-limit belong to --untrusted", ctx)
+        return super().invoke(ctx)
+
+
+def bare_w4(args: Sequence[str], ctx: click.Context) -> list[str]:
+    """The arguments with `--w4` alone given its default group: only `--w4=GROUP` has a value.
+
+    Raises:
+        UsageError: a number stands behind `--w4`, and no file is called so.
+    """
+    end = args.index("--") if "--" in args else len(args)
+    for option, after in pairwise(args[:end]):
+        if option == "--w4" and after.isdigit() and not Path(after).exists():
+            raise click.UsageError(f"the group of --w4 stands behind an equals sign: --w4={after}", ctx)
+    return [f"--w4={W4_GROUP}" if arg == "--w4" and i < end else arg for i, arg in enumerate(args)]
+
+
+def gather_dims(args: Sequence[str]) -> list[str]:
+    """The arguments with everything that belongs to one `--input-dim` joined into its value."""
+    found: list[str] = []
+    at = 0
+    while at < len(args):
+        arg = args[at]
+        at += 1
+        if arg == "--":
+            return [*found, arg, *args[at:]]
+        name, given, first = arg.partition("=")
+        if name != INPUT_DIM:
+            found.append(arg)
+            continue
+        values = [first] if given else []
+        while at < len(args) and (args[at].startswith("@") or (values and re.fullmatch(r"-?\d+", args[at]))):
+            values.append(args[at])
+            at += 1
+        found += [INPUT_DIM, " ".join(values)]
+    return found
+
+
+class _Dims(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
+    """`@NAME D D …`, once or several times over."""
+
+    name = "shape"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "@NAME D D…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shapes:
+        shapes: Shapes = []
+        for word in str(value).split():
+            if word.startswith("@"):
+                shapes.append((word[1:], ()))
+            elif shapes and word.isdigit():
+                name, shape = shapes[-1]
+                shapes[-1] = (name, (*shape, int(word)))
+            else:
+                self.fail(f"{word!r} is no extent; write @NAME and then its extents", param, ctx)
+        for name, shape in shapes:
+            if not name or not shape:
+                self.fail(f"@{name} needs its extents", param, ctx)
+        if not shapes:
+            self.fail("write @NAME and then its extents", param, ctx)
+        return shapes
+
+
+class _NotNegative(click.FloatRange):
+    """A number of 0 or more. NaN is none: whatever is compared with it passes."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        found = float(super().convert(value, param, ctx))
+        if found != found:
+            self.fail("nan is no number", param, ctx)
+        return found
+
+
+class _Written(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
+    """A file that can be written: seen before the work whose result it is to hold."""
+
+    name = "path"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        require_writable(Path(value))
+        return Path(value)
+
+
+NOT_NEGATIVE = _NotNegative(min=0)
+WRITTEN = _Written()
+
+
+def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...]) -> dict[str, tuple[int, ...]]:
+    merged: dict[str, tuple[int, ...]] = {}
+    for name, shape in (pair for shapes in value for pair in shapes):
+        if name in merged:
+            raise click.BadParameter(f"@{name} is given twice", ctx, param)
+        merged[name] = shape
+    return merged
+
+
+def allow_calls() -> bool:
+    """Whether the verb under way was given --allow-calls."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool(context.meta.get(_ALLOW_CALLS))
+
+
+def all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
+    """The decorators as one, the first outermost."""
+
+    def decorate(f: F) -> F:
+        for d in reversed(decorators):
+            f = d(f)
+        return f
+
+    return decorate
+
+
+_PATH = click.Path(path_type=Path)
+json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, and nothing else, on standard output.")
+device_option = click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:1.")
+budget_option = click.option(
+    "--budget",
+    type=NOT_NEGATIVE,
+    metavar="SECONDS",
+    help="Time that choosing kernels may take in all; 0 measures none.",
+)
+cache_option = click.option("--no-cache", "cache", flag_value=False, default=True, help="Measure anew, and keep nothing of it.")
+iterations_option = click.option(
+    "--iterations",
+    "-n",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Timed runs; as many as a few seconds allow if not given.",
+)
+everything_option = click.option(
+    "--all", "everything", is_flag=True, help="List views, every step of a long program, and long problems whole."
+)
+
+
+class _Fixed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - generic only in click 8.5 and later
+    """`NAME=VALUE`, the value true, false or a number."""
+
+    name = "value"
+
+    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
+        return "NAME=VALUE"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, bool | float]:
+        name, _, text = str(value).rpartition("=")
+        words = {"true": True, "false": False}
+        try:
+            number = words[text.lower()] if text.lower() in words else int(text) if text.lstrip("+-").isdigit() else float(text)
+        except ValueError:
+            number = None
+        if not name or number is None:
+            self.fail(f"{value!r} is no NAME=VALUE with true, false or a number", param, ctx)
+        return name, number
+
+
+def _kept_aside(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Keep what only the reading of a program needs where `load_program` finds it."""
+    ctx.meta[f"tilewright.{param.name}"] = value
+    return value
+
+
+file_options = all_of(
+    click.argument("file", type=_PATH),
+    click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Value of a symbolic first axis."),
+    click.option(
+        INPUT_DIM,
+        "input_dims",
+        type=_Dims(),
+        multiple=True,
+        callback=_merged,
+        help="Shape of an input that the program leaves open; several may follow each other.",
+    ),
+    click.option(
+        "--untrusted",
+        is_flag=True,
+        expose_value=False,
+        callback=_remembered(_UNTRUSTED),
+        help="Read and run it in a process of its own, with limits on time and memory.",
+    ),
+    click.option(
+        "--time-limit",
+        type=_NotNegative(min=0),
+        metavar="SECONDS",
+        expose_value=False,
+        callback=_remembered(_SECONDS),
+        help=f"With --untrusted: by the clock, for all of it; {SECONDS:.0f} if not given.",
+    ),
+    click.option(
+        "--memory-limit",
+        type=_NotNegative(min=0),
+        metavar="GIB",
+        expose_value=False,
+        callback=_remembered(_GIB),
+        help=f"With --untrusted: address space; {GIB:.0f} if not given.",
+    ),
+    click.option(
+        "--allow-calls",
+        is_flag=True,
+        expose_value=False,
+        callback=_remembered(_ALLOW_CALLS),
+        help="Let a .tw file call any operator of torch: only if you trust it.",
+    ),
+    click.option(
+        "--fix",
+        "fixed",
+        type=_Fixed(),
+        multiple=True,
+        expose_value=False,
+        callback=_kept_aside,
+        help="Value of an input of one element of an ONNX model, true, false or a number; repeatable.",
+    ),
+    click.option(
+        "--follow-links",
+        is_flag=True,
+        expose_value=False,
+        callback=_kept_aside,
+        help="Read an ONNX model's data through symbolic links that leave its folder.",
+    ),
+)
+fill_options = all_of(
+    click.option("--fill0", multiple=True, metavar="NAME", help="Fill an input with 0 instead of random data; repeatable."),
+    click.option("--fill1", multiple=True, metavar="NAME", help="Fill an input with 1 instead of random data; repeatable."),
+    click.option(
+        "--seed", type=click.IntRange(0, (1 << 63) - 1), metavar="N", default=0, show_default=True, help="Of the random data."
+    ),
+)
+inputs_option = click.option(
+    "--inputs",
+    type=_PATH,
+    callback=_kept_aside,
+    metavar="F.npz",
+    help="Take inputs, and sizes that are left open, from an .npz file, by name.",
+)
+common_options = all_of(json_option, traceback_option)

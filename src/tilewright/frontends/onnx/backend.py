@@ -1,0 +1,81 @@
+"""Tilewright as a backend of `onnx.backend.base`: what onnx's own test suite and other tools drive.
+
+It evaluates the graph that the front end reads with the oracle, so what it proves is the reading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx.backend.base import Backend, BackendRep
+
+from tilewright.dtype import OPAQUE
+from tilewright.errors import InputError, counted
+from tilewright.frontends import LoadOptions
+from tilewright.frontends import onnx as front_end
+from tilewright.frontends.onnx.inputs import symbolic
+from tilewright.frontends.onnx.tensors import element_code, from_array, to_numpy
+from tilewright.ir.evaluate import evaluate
+from tilewright.ir.graph import Graph
+from tilewright.ir.types import Shape
+from tilewright.ir.verify import verify
+
+
+class TilewrightRep(BackendRep):
+    """A model ready to run.
+
+    Attributes:
+        graphs: one for each set of input shapes.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        constants = {t.name for t in model.graph.initializer}
+        self._model = model
+        self._inputs = [i for i in model.graph.input if i.name not in constants]
+        self.graphs: dict[tuple[Shape, ...], Graph] = {}
+        if not symbolic(self._inputs):
+            self.graph([])
+
+    def graph(self, inputs: Sequence[object]) -> Graph:
+        """The graph for inputs of these shapes, or for the model's own if they are not given."""
+        shapes = tuple(np.shape(v) if isinstance(v, np.ndarray) else () for v in inputs)  # type: ignore[arg-type]
+        dims: Mapping[str, Shape] = {}
+        if symbolic(self._inputs):
+            named = zip(self._inputs, inputs, shapes, strict=False)
+            dims = {i.name: s for i, v, s in named if isinstance(v, np.ndarray) and i.type.HasField("tensor_type")}
+        else:
+            shapes = ()
+        if shapes not in self.graphs:
+            self.graphs[shapes] = verify(front_end.load(self._model, LoadOptions(input_dims=dims)))
+        return self.graphs[shapes]
+
+    def run(self, inputs: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Results as NumPy arrays (or what a `call` gave, for sequences and strings)."""
+        values = [inputs] if isinstance(inputs, np.ndarray) else list(inputs)
+        if len(values) != len(self._inputs):
+            raise InputError(f"{counted(len(self._inputs), 'input')} wanted, {len(values)} given")
+        graph = self.graph(values)
+        feeds: list[Any] = []
+        for node, value in zip(graph.inputs, values, strict=True):
+            label = f"input {getattr(node.op, 'label', '')!r}"
+            feeds.append(value if node.dtype is OPAQUE else from_array(value, node.tensor, label))
+        results = evaluate(graph, feeds)
+        return tuple(
+            r if node.dtype is OPAQUE else to_numpy(r, element_code(node.dtype))  # type: ignore[arg-type]
+            for node, r in zip(graph.outputs, results, strict=True)
+        )
+
+
+class TilewrightBackend(Backend):
+    """`onnx.backend.base.Backend` by the front end and the oracle; CPU only."""
+
+    @classmethod
+    def prepare(cls, model: onnx.ModelProto, device: str = "CPU", **kwargs: Any) -> TilewrightRep:
+        return TilewrightRep(model)
+
+    @classmethod
+    def supports_device(cls, device: str) -> bool:
+        return device == "CPU"

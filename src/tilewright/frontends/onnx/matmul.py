@@ -1,0 +1,258 @@
+"""ONNX's matrix products: MatMul, Gemm, Einsum, and weights packed in 2, 4 or 8 bits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from tilewright.dtype import F32, S4, S8, U4, U8, DType
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
+from tilewright.ir.graph import Node
+from tilewright.ir.literal import Literal
+from tilewright.ir.ops import Concat, Const, Dequantize, Gather, Quantize, Reshape, gemm
+from tilewright.ir.types import TensorType
+
+EIGHT_BITS = 4  # accuracy_level of onnxruntime's MatMulNBits: activations may be quantised to 8 bits
+
+
+def matmul(a: Node, b: Node, acc_dtype: DType | None = None, out_dtype: DType | None = None) -> Node:
+    """a @ b as numpy.matmul has it: a vector is a row on the left and a column on the right, batch axes broadcast."""
+    left, right = a, b
+    if len(a.shape) == 1:
+        left = reshape(a, (1, *a.shape))
+    if len(b.shape) == 1:
+        right = reshape(b, (*b.shape, 1))
+    product = gemm(left, right, acc_dtype=acc_dtype, out_dtype=out_dtype)
+    shape = list(product.shape)
+    if len(b.shape) == 1:
+        del shape[-1]
+    if len(a.shape) == 1:
+        del shape[-1 if len(b.shape) == 1 else -2]
+    return reshape(product, shape)
+
+
+@converts("MatMul", 1, 13)
+def _matmul(op: OpNode) -> Node:
+    a, b = op.input(0), op.input(1)
+    return matmul(a, b, out_dtype=a.dtype)
+
+
+def gemm_of(op: OpNode) -> Node:
+    """alpha * A' @ B' + beta * C, rounded once to the operands' type."""
+    a, b, c = op.input(0), op.input(1), op.optional(2)
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        raise InputError(f"Gemm of {a.type} and {b.type}", where=op.where, hint="it takes matrices")
+    a = swap_last(a) if op.integer("transA", 0) else a
+    b = swap_last(b) if op.integer("transB", 0) else b
+    alpha, beta = op.real("alpha", 1.0), op.real("beta", 1.0)
+    dtype = a.dtype
+    if dtype.is_integer and (alpha != int(alpha) or beta != int(beta)):
+        raise Unmodelled("it scales integers by a fraction")
+    y = gemm(a, b)
+    if alpha != 1.0:
+        y = map_("multiply", y, const(alpha if dtype.is_float else int(alpha), y.dtype))
+    if c is not None:
+        c = convert(c, y.dtype)
+        if beta != 1.0:
+            c = map_("multiply", c, const(beta if dtype.is_float else int(beta), y.dtype))
+        y = map_("add", y, broadcast(c, y.shape))
+    return convert(y, dtype)
+
+
+converts("Gemm", 7, 13)(gemm_of)
+
+
+class _Term(NamedTuple):
+    """A tensor and a label for each of its axes."""
+
+    node: Node
+    labels: tuple[str, ...]
+
+
+@converts("Einsum", 12, 28)
+def _einsum(op: OpNode) -> Node:
+    """Operands two at a time: labels that both have and nothing later needs are multiplied out by a gemm."""
+    operands = [op.input(i) for i in range(len(op.sources))]
+    left, arrow, right = op.text("equation").replace(" ", "").partition("->")
+    texts = left.split(",")
+    if len(texts) != len(operands):
+        raise InputError(f"Einsum names {len(texts)} operands, {len(operands)} are given", where=op.where)
+    terms = [_Term(n, _labels(t, len(n.shape), op)) for t, n in zip(texts, operands, strict=True)]
+    named = [label for t in terms for label in t.labels]
+    if arrow:
+        widest = max((sum(label.startswith(".") for label in t.labels) for t in terms), default=0)
+        result = _labels(right, len(right.replace("...", "")) + (widest if "..." in right else 0), op)
+    else:
+        spread = sorted({label for label in named if label.startswith(".")}, key=lambda label: -int(label[1:]))
+        result = (*spread, *sorted(label for label in set(named) if named.count(label) == 1 and label.isalpha()))
+    for label in named:
+        extents = {t.node.shape[t.labels.index(label)] for t in terms if label in t.labels}
+        if len(extents - {1}) > 1:
+            raise Unmodelled(f"the axes called {label!r} differ in extent")
+        if len(extents) > 1:  # an axis of 1 stands for all of a longer one
+            terms = [_without(t, label) if label in t.labels and t.node.shape[t.labels.index(label)] == 1 else t for t in terms]
+    total = terms[0]
+    for i, term in enumerate(terms[1:], 1):
+        later = {label for t in terms[i + 1 :] for label in t.labels}
+        total = _contracted(total, term, {*result, *later})
+    total = _summed(total, set(result))
+    return transpose(total.node, [total.labels.index(label) for label in result])
+
+
+def _labels(text: str, rank: int, op: OpNode) -> tuple[str, ...]:
+    """A label for each axis; those an ellipsis stands for are counted from its right."""
+    before, dots, after = text.partition("...")
+    hidden = rank - len(before) - len(after)
+    if hidden < 0 or (hidden and not dots) or (not (before + after).isalpha() and before + after):
+        raise InputError(f"Einsum term {text!r} for a tensor of rank {rank}", where=op.where, hint="export the model again")
+    labels = (*before, *(f".{i}" for i in reversed(range(hidden))), *after)
+    if len(set(labels)) != len(labels):
+        raise Unmodelled("it takes a diagonal")
+    return labels
+
+
+def _without(term: _Term, label: str) -> _Term:
+    """The term less an axis of extent 1."""
+    at = term.labels.index(label)
+    shape = term.node.shape
+    return _Term(reshape(term.node, (*shape[:at], *shape[at + 1 :])), (*term.labels[:at], *term.labels[at + 1 :]))
+
+
+def _summed(term: _Term, wanted: set[str]) -> _Term:
+    """The term with the axes nobody wants added up."""
+    gone = [i for i, label in enumerate(term.labels) if label not in wanted]
+    if not gone:
+        return term
+    return _Term(reduce_("add", term.node, gone), tuple(label for label in term.labels if label in wanted))
+
+
+def _contracted(a: _Term, b: _Term, wanted: set[str]) -> _Term:
+    a, b = _summed(a, wanted | set(b.labels)), _summed(b, wanted | set(a.labels))
+    shared = [label for label in a.labels if label in b.labels]
+    batch = [label for label in shared if label in wanted]
+    inner = [label for label in shared if label not in wanted]
+    rows = [label for label in a.labels if label not in shared]
+    columns = [label for label in b.labels if label not in shared]
+    extent = dict(zip((*a.labels, *b.labels), (*a.node.shape, *b.node.shape), strict=True))
+
+    def flattened(term: _Term, *groups: Sequence[str]) -> Node:
+        order = [*batch, *(label for g in groups for label in g)]
+        moved = transpose(term.node, [term.labels.index(label) for label in order])
+        return reshape(moved, [*(extent[label] for label in batch), *(math.prod(extent[x] for x in g) for g in groups)])
+
+    left, right = flattened(a, rows, inner), flattened(b, inner, columns)
+    product = gemm(left, right, out_dtype=a.node.dtype) if inner else map_("multiply", left, right)
+    labels = (*batch, *rows, *columns)
+    return _Term(reshape(product, [extent[label] for label in labels]), labels)
+
+
+@converts("MatMulNBits", 1, 1, "com.microsoft")
+def _matmul_nbits(op: OpNode) -> Node:
+    """A @ W^T, W [N, K] in groups of `block_size` along K: (code - zero point) * scale (onnxruntime's contrib operator).
+
+    Codes lie in B [N, groups, bytes a group], the low half of a byte first; zero points, packed the same way or as floats,
+    are 2**(bits - 1) when absent. An `accuracy_level` of 4 permits to quantise A to 8 bits by the groups of the weights, which
+    is done for weights of 4 bits with whole zero points; the product is then one of f32, whatever A is. With `g_idx`, which is
+    the group of each place along K, every place has a scale of its own.
+    """
+    a, packed, scales = op.input(0), op.input(1), op.input(2)
+    n, k = op.integer("N"), op.integer("K")
+    bits, block = op.integer("bits", 4), op.integer("block_size")
+    if bits not in (2, 4, 8):
+        raise UnsupportedError(f"MatMulNBits of {bits} bits", where=op.where, hint="2, 4 or 8 bits")
+    groups = -(-k // block) if block > 0 else 0
+    if (
+        groups < 1
+        or n < 1
+        or packed.tensor.elements != n * groups * (block * bits // 8)
+        or scales.tensor.elements != n * groups
+    ):
+        raise InputError(f"MatMulNBits of N={n} K={k} by {packed.type}, scales {scales.type}", where=op.where)
+    zero = op.optional(3)
+    order = op.optional(4)
+    coded = op.integer("accuracy_level", 0) == EIGHT_BITS and bits == 4 and (zero is None or not zero.dtype.is_float)
+    coded = coded and order is None
+    if order is not None and (bits != 4 or (zero is not None and not zero.dtype.is_float)):  # onnxruntime's own differ or fail
+        what = f"MatMulNBits of {bits} bits with g_idx" + (" and zero points" if zero is not None else "")
+        raise UnsupportedError(what, where=op.where, hint="quantize without reordering (act_order)")
+    dtype = F32 if coded else a.dtype
+    plain = zero is None and bits < 8 and isinstance(packed.op, Const)  # then s4 codes: no zero points to keep
+    codes = unpacked(reshape(packed, (n, groups * block * bits // 8)), bits, signed=plain)
+    scale = reshape(scales, (n, groups))
+    if zero is not None:
+        held = -(-groups * bits // 8)
+        zero = (
+            reshape(zero, (n, groups))
+            if zero.dtype.is_float
+            else slice_(unpacked(reshape(zero, (n, held)), bits), 1, 0, groups)
+        )
+    if order is not None:
+        if len(order.shape) != 1 or order.shape[0] < k:
+            raise InputError(
+                f"MatMulNBits of K={k} with g_idx {order.type}", where=op.where, hint="a group for each place along K"
+            )
+        at = slice_(order, 0, 0, k)
+        codes, scale = slice_(codes, 1, 0, k), Node(Gather(1, wraps=False), scale, at)
+        zero = None if zero is None else Node(Gather(1, wraps=False), zero, at)
+        groups, block = k, 1
+    if zero is not None and zero.dtype.is_float:
+        apart = convert(convert(reshape(codes, (n, groups, block)), U8), F32)
+        shifted = map_("subtract", apart, reshape(convert(zero, F32), (n, groups, 1)))
+        whole = map_("multiply", shifted, reshape(convert(scale, F32), (n, groups, 1)))
+        weight = slice_(convert(reshape(whole, (n, groups * block)), dtype), 1, 0, k)
+    else:
+        codes = slice_(codes, 1, 0, k)
+        zeros = [] if zero is None else [zero]
+        if zero is None and not plain:
+            zeros = [broadcast(const(1 << bits - 1, codes.dtype), (n, groups))]
+        weight = Node(Dequantize(dtype, (1, block)), codes, scale, *zeros)
+    left = _quantized(a, block) if coded else a
+    y = convert(reshape(matmul(left, swap_last(weight), out_dtype=dtype), (*a.shape[:-1], n)), a.dtype)
+    bias = op.optional(5)
+    return y if bias is None else map_("add", y, bias)
+
+
+def _quantized(a: Node, block: int) -> Node:
+    """a [..., K] by way of s8 codes, `block` along K sharing a scale: their largest magnitude / 127. A vector becomes a row."""
+    a = convert(reshape(a, (1, *a.shape)) if len(a.shape) == 1 else a, F32)
+    *outer, k = a.shape
+    groups = -(-k // block)
+    if k % block:
+        nothing = broadcast(const(0.0, F32), (*outer, groups * block - k))
+        whole = Node(Concat(len(outer)), a, nothing)
+    else:
+        whole = a
+    apart = reshape(whole, (math.prod(outer) * groups, block))
+    scale = map_("divide", reduce_("maximum", map_("abs", apart), [1], keepdims=True), const(127.0, F32))
+    codes = reshape(Node(Quantize(S8), apart, scale), (*outer, groups * block))
+    shape = (*(1 for _ in outer), block)
+    return Node(Dequantize(F32, shape), slice_(codes, len(outer), 0, k), reshape(scale, (*outer, groups)))
+
+
+def unpacked(packed: Node, bits: int, *, signed: bool = False) -> Node:
+    """u8 [rows, bytes] as codes [rows, bytes * 8 / bits], those of 2 bits as u4 too.
+
+    A weight stays a weight, unpacked when first used, and may become s4: each code less half of how many there are.
+    """
+    if bits == 8:
+        return packed
+    each, ones = 8 // bits, (1 << bits) - 1
+    shape = (packed.shape[0], packed.shape[1] * each)
+    source = packed.src[0] if isinstance(packed.op, Reshape) else packed
+    if isinstance(source.op, Const):
+        data = source.op.data
+
+        def load() -> torch.Tensor:
+            whole = data.tensor().reshape(-1)
+            codes = torch.stack([whole >> bits * i & ones for i in range(each)], -1).reshape(shape)
+            return codes.to(torch.int8) - (1 << bits - 1) if signed else codes
+
+        return Node(Const(Literal(TensorType(S4 if signed else U4, shape), load, data.label)))
+    parts = [map_("and", map_("shift_right_logical", packed, const(bits * i, U8)), const(ones, U8)) for i in range(each)]
+    apart = [reshape(p, (*packed.shape, 1)) for p in parts]
+    return convert(reshape(Node(Concat(2), *apart), shape), U4)

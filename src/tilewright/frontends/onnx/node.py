@@ -1,0 +1,189 @@
+"""One ONNX node as a converter sees it, and the table of converters.
+
+A converter turns one node into nodes of the graph. It says for which versions of the operator's definition it holds, so
+that a later one, whose meaning may differ, is never read with an old meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from tilewright.errors import InputError
+from tilewright.frontends.onnx.files import quoted
+from tilewright.ir.graph import Node
+
+if TYPE_CHECKING:
+    import onnx
+    import torch
+
+Converted = Node | Sequence[Node | None]
+Converter = Callable[["OpNode"], Converted]
+
+# AttributeProto.AttributeType (onnx.proto)
+FLOAT, INT, STRING, TENSOR, FLOATS, INTS, STRINGS = 1, 2, 3, 4, 6, 7, 8
+
+
+class Unmodelled(Exception):  # noqa: N818 - a signal to the reader, never an error of the user's
+    """No converter is written for this form of a node; `reason` says why, for the note that reports the call."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(reason)
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A converter and the operator versions (`since_version` of the schema) whose meaning it implements."""
+
+    since: int
+    until: int
+    convert: Converter
+
+
+CONVERTERS: dict[tuple[str, str], list[Definition]] = {}
+
+
+def converts(name: str, since: int, until: int, domain: str = "") -> Callable[[Converter], Converter]:
+    """Register a converter for operator `name`, versions `since` to `until`."""
+
+    def register(f: Converter) -> Converter:
+        CONVERTERS.setdefault((domain, name), []).append(Definition(since, until, f))
+        return f
+
+    return register
+
+
+def converter_of(domain: str, name: str, version: int) -> Converter:
+    """The converter for this version of an operator.
+
+    Raises:
+        Unmodelled: none is written for it.
+    """
+    found = CONVERTERS.get((domain, name))
+    if not found:
+        raise Unmodelled("no node of the graph expresses it")
+    for d in found:
+        if d.since <= version <= d.until:
+            return d.convert
+    raise Unmodelled(f"version {version} of it is not modelled")
+
+
+@dataclass(frozen=True)
+class OpNode:
+    """One ONNX node with its sources resolved.
+
+    Attributes:
+        op_type, domain: operator.
+        name: what to call the node in messages and reports.
+        version: version of the operator's definition in force.
+        sources: the nodes it reads; None where an optional input is absent.
+        outputs: names of its results, "" where one is not wanted.
+        attributes: by name.
+        known: value of a source that follows from shapes and small constants alone, else None.
+        literal: reads a tensor-valued attribute.
+    """
+
+    op_type: str
+    domain: str
+    name: str
+    version: int
+    sources: tuple[Node | None, ...]
+    outputs: tuple[str, ...]
+    attributes: Mapping[str, onnx.AttributeProto]
+    known: Callable[[Node], torch.Tensor | None]
+    literal: Callable[[onnx.TensorProto], Node]
+
+    @property
+    def where(self) -> str:
+        return f"{self.op_type} node {quoted(self.name)}"
+
+    def input(self, index: int) -> Node:
+        """Required source `index`.
+
+        Raises:
+            InputError: it is absent.
+        """
+        found = self.optional(index)
+        if found is None:
+            raise InputError(f"{self.op_type} lacks its input {index}", where=self.where, hint="export the model again")
+        return found
+
+    def optional(self, index: int) -> Node | None:
+        return self.sources[index] if index < len(self.sources) else None
+
+    def wants(self, index: int) -> bool:
+        """Whether result `index` has a name."""
+        return index < len(self.outputs) and bool(self.outputs[index])
+
+    def has(self, attribute: str) -> bool:
+        return attribute in self.attributes
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        return cast("int", self._get(name, INT, "i", default))
+
+    def real(self, name: str, default: float | None = None) -> float:
+        return cast("float", self._get(name, FLOAT, "f", default))
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, STRING, "s", default)
+        return value.decode("utf-8", "replace") if isinstance(value, bytes) else cast("str", value)
+
+    def integers(self, name: str, default: Sequence[int] | None = None) -> list[int]:
+        return list(cast("Sequence[int]", self._get(name, INTS, "ints", default)))
+
+    def reals(self, name: str) -> list[float]:
+        return list(cast("Sequence[float]", self._get(name, FLOATS, "floats", None)))
+
+    def strings(self, name: str) -> list[bytes]:
+        return list(cast("Sequence[bytes]", self._get(name, STRINGS, "strings", None)))
+
+    def tensor(self, name: str) -> onnx.TensorProto:
+        return cast("onnx.TensorProto", self._get(name, TENSOR, "t", None))
+
+    def _get(self, name: str, kind: int, field: str, default: object) -> object:
+        found = self.attributes.get(name)
+        if found is None:
+            if default is None:
+                raise InputError(f"{self.op_type} lacks attribute {name!r}", where=self.where, hint="export the model again")
+            return default
+        if found.type != kind:
+            raise InputError(
+                f"attribute {name!r} of {self.op_type} has the wrong kind", where=self.where, hint="export the model again"
+            )
+        return getattr(found, field)
+
+    def known_ints(self, index: int) -> list[int]:
+        """Elements of an integer source that must be known while reading: a shape, axes, a size.
+
+        Raises:
+            Unmodelled: its value depends on an input of the model.
+        """
+        value = self.known(self.input(index))
+        if value is None:
+            raise Unmodelled(f"its input {index} is known only at run time")
+        if value.is_floating_point() or value.dim() > 1:
+            raise InputError(f"input {index} of {self.op_type} is no list of integers", where=self.where)
+        return [int(v) for v in value.reshape(-1).tolist()]
+
+    def axes(self, index: int, default: Sequence[int] | None = None) -> list[int] | None:
+        """Axes given as source `index` (newer versions) or as attribute `axes` (older ones); `default` if neither."""
+        if self.optional(index) is not None:
+            return self.known_ints(index)
+        if self.has("axes"):
+            return self.integers("axes")
+        return None if default is None else list(default)
+
+    def axis(self, name: str, default: int | None, rank: int) -> int:
+        """Attribute `name` as an axis of a rank-`rank` tensor, counted from the front.
+
+        Raises:
+            InputError: no such axis.
+        """
+        return self.normal_axis(self.integer(name, default), rank)
+
+    def normal_axis(self, axis: int, rank: int) -> int:
+        if not -rank <= axis < rank:
+            raise InputError(f"axis {axis} of a tensor of rank {rank}", where=self.where, hint="export the model again")
+        return axis % rank

@@ -1,0 +1,295 @@
+"""ONNX's operators that make, reshape, cut and join tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from tilewright.dtype import F32, F64, PRED, S64
+from tilewright.errors import InputError
+from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
+from tilewright.frontends.onnx.tensors import checked_shape, element_type
+from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_, transpose
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Concat, Gather, Iota, Pad, Select, Slice
+
+_LISTED = 1 << 22  # indices that may be listed as a constant
+
+
+@converts("Constant", 1, 25)
+def _constant(op: OpNode) -> Node:
+    """Whichever of the value attributes is there."""
+    import onnx
+
+    given = [name for name in op.attributes if name != "doc_string"]
+    if len(given) != 1:
+        raise InputError(f"Constant has {len(given)} values, not one", where=op.where, hint="export the model again")
+    name = given[0]
+    if name == "value":
+        return op.literal(op.tensor("value"))
+    if name in ("value_int", "value_ints"):
+        return const(torch.tensor(op.integer(name) if name == "value_int" else op.integers(name), dtype=torch.int64))
+    if name in ("value_float", "value_floats"):
+        values = op.real(name) if name == "value_float" else op.reals(name)
+        return const(torch.tensor(values, dtype=torch.float32))
+    if name in ("value_string", "value_strings"):
+        strings = op.strings(name) if name == "value_strings" else [op.text(name).encode()]
+        shape = [len(strings)] if name == "value_strings" else []
+        return op.literal(onnx.TensorProto(data_type=onnx.TensorProto.STRING, dims=shape, string_data=strings))
+    raise Unmodelled(f"its value is a {name.removeprefix('sparse_')}" if "sparse" in name else f"attribute {name!r}")
+
+
+@converts("ConstantOfShape", 9, 25)
+def _constant_of_shape(op: OpNode) -> Node:
+    shape = checked_shape(op.known_ints(0), op.where)
+    value = op.literal(op.tensor("value")) if op.has("value") else const(0.0, F32)
+    return broadcast(reshape(value, ()), shape)
+
+
+@converts("Shape", 1, 25)
+def _shape(op: OpNode) -> Node:
+    shape = op.input(0).shape
+    return const(torch.tensor(shape[_bound(op, "start", 0) : _bound(op, "end", len(shape))], dtype=torch.int64))
+
+
+def _bound(op: OpNode, name: str, default: int) -> int:
+    rank = len(op.input(0).shape)
+    at = op.integer(name, default)
+    return min(max(at + rank if at < 0 else at, 0), rank)
+
+
+@converts("Size", 1, 25)
+def _size(op: OpNode) -> Node:
+    return const(op.input(0).tensor.elements, S64)
+
+
+@converts("Reshape", 5, 25)
+def _reshape(op: OpNode) -> Node:
+    x = op.input(0)
+    wanted = op.known_ints(1)
+    if not op.integer("allowzero", 0):
+        wanted = [x.shape[i] if d == 0 and i < len(x.shape) else d for i, d in enumerate(wanted)]
+    if wanted.count(-1) > 1:
+        raise InputError(f"the shape {wanted[:8]} leaves two extents open", where=op.where, hint="export the model again")
+    if -1 in wanted:
+        rest = math.prod(d for d in wanted if d != -1)
+        filled = x.tensor.elements // rest if rest else 0
+        wanted = [filled if d == -1 else d for d in wanted]
+    return reshape(x, checked_shape(wanted, op.where))
+
+
+@converts("Flatten", 1, 25)
+def _flatten(op: OpNode) -> Node:
+    x = op.input(0)
+    axis = op.integer("axis", 1)
+    axis = len(x.shape) if axis == len(x.shape) else op.axis("axis", 1, len(x.shape))
+    return reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
+
+
+@converts("Squeeze", 1, 25)
+def _squeeze(op: OpNode) -> Node:
+    x = op.input(0)
+    given = op.axes(1)
+    axes = (
+        {op.normal_axis(a, len(x.shape)) for a in given} if given is not None else {a for a, d in enumerate(x.shape) if d == 1}
+    )
+    if any(x.shape[a] != 1 for a in axes):
+        raise InputError(f"cannot squeeze axes {sorted(axes)} of {x.type}", where=op.where, hint="only axes of extent 1")
+    return reshape(x, [d for a, d in enumerate(x.shape) if a not in axes])
+
+
+@converts("Unsqueeze", 1, 25)
+def _unsqueeze(op: OpNode) -> Node:
+    x = op.input(0)
+    given = op.axes(1, ()) or []
+    rank = len(x.shape) + len(given)
+    axes = {op.normal_axis(a, rank) for a in given}
+    if len(axes) != len(given):
+        raise InputError(f"axes {given} repeat themselves", where=op.where, hint="export the model again")
+    rest = iter(x.shape)
+    return reshape(x, [1 if a in axes else next(rest) for a in range(rank)])
+
+
+@converts("Transpose", 1, 25)
+def _transpose(op: OpNode) -> Node:
+    x = op.input(0)
+    return transpose(x, op.integers("perm", tuple(reversed(range(len(x.shape))))))
+
+
+@converts("Concat", 4, 13)
+def _concat(op: OpNode) -> Node:
+    parts = [op.input(i) for i in range(len(op.sources))]
+    axis = op.axis("axis", None, len(parts[0].shape))
+    return parts[0] if len(parts) == 1 else Node(Concat(axis), *parts)
+
+
+@converts("Split", 2, 18)
+def _split(op: OpNode) -> list[Node]:
+    x = op.input(0)
+    axis = op.axis("axis", 0, len(x.shape))
+    extent = x.shape[axis]
+    if op.optional(1) is not None:
+        sizes = op.known_ints(1)
+    elif op.has("split"):
+        sizes = op.integers("split")
+    else:
+        count = op.integer("num_outputs", len(op.outputs))
+        if count != len(op.outputs) or not count:
+            raise InputError(f"Split into {count} parts gives {len(op.outputs)}", where=op.where, hint="export the model again")
+        each = -(-extent // count)
+        sizes = [max(min(each, extent - i * each), 0) for i in range(count)]
+    if sum(sizes) != extent or any(s < 0 for s in sizes):
+        raise InputError(f"cannot split an axis of {extent} into {sizes[:8]}", where=op.where, hint="export the model again")
+    return [slice_(x, axis, end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
+
+
+@converts("Slice", 1, 13)
+def _slice(op: OpNode) -> Node:
+    x = op.input(0)
+    starts = op.known_ints(1) if op.optional(1) is not None else op.integers("starts")
+    stops = op.known_ints(2) if op.optional(2) is not None else op.integers("ends")
+    axes = op.axes(3, range(len(starts))) or []
+    steps = op.known_ints(4) if op.optional(4) is not None else [1] * len(starts)
+    if not len(starts) == len(stops) == len(axes) == len(steps) or 0 in steps:
+        raise InputError(f"Slice from {starts} to {stops} along {axes} by {steps}", where=op.where)
+    low, high, by = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
+    reversed_axes: list[tuple[int, range]] = []
+    for start, stop, axis, step in zip(starts, stops, axes, steps, strict=True):
+        a = op.normal_axis(axis, len(x.shape))
+        extent = x.shape[a]
+        if step < 0:  # unlike Python, ONNX lets a start before the first element be the first element
+            start = max(start, -extent)
+        picked = range(*slice(start, stop, step).indices(extent))
+        if step < 0:
+            reversed_axes.append((a, picked))
+        else:
+            low[a], high[a], by[a] = picked.start, max(picked.start, picked.stop), step
+    if (low, high, by) != ([0] * len(x.shape), list(x.shape), [1] * len(x.shape)):
+        x = Node(Slice(tuple(low), tuple(high), tuple(by)), x)
+    for a, picked in reversed_axes:
+        x = picked_along(x, a, picked)
+    return x
+
+
+def picked_along(x: Node, axis: int, indices: Sequence[int]) -> Node:
+    """The given elements of one axis.
+
+    Raises:
+        Unmodelled: they are too many to list.
+    """
+    if len(indices) > _LISTED:
+        raise Unmodelled(f"it picks {len(indices)} elements of one axis")
+    return Node(Gather(axis), x, const(torch.tensor(list(indices), dtype=torch.int64)))
+
+
+@converts("Tile", 6, 13)
+def _tile(op: OpNode) -> Node:
+    x = op.input(0)
+    repeats = op.known_ints(1)
+    if len(repeats) != len(x.shape) or any(r < 0 for r in repeats):
+        raise InputError(f"cannot tile {x.type} {repeats[:8]} times", where=op.where, hint="one count an axis")
+    apart = [e for r, d in zip(repeats, x.shape, strict=True) for e in (r, d)]
+    spread = reshape(x, [e for d in x.shape for e in (1, d)])
+    shape = [r * d for r, d in zip(repeats, x.shape, strict=True)]
+    return reshape(broadcast(spread, checked_shape(apart, op.where)), shape)
+
+
+@converts("Pad", 2, 25)
+def _pad(op: OpNode) -> Node:
+    x = op.input(0)
+    rank = len(x.shape)
+    pads = op.known_ints(1) if op.optional(1) is not None else op.integers("pads")
+    axes = [op.normal_axis(a, rank) for a in op.known_ints(3)] if op.optional(3) is not None else list(range(rank))
+    if len(pads) != 2 * len(axes):
+        raise InputError(f"{len(pads)} pads for {len(axes)} axes", where=op.where, hint="two an axis")
+    low, high = [0] * rank, [0] * rank
+    for i, a in enumerate(axes):
+        low[a], high[a] = pads[i], pads[i + len(axes)]
+    checked_shape([max(d + lo + hi, 0) for d, lo, hi in zip(x.shape, low, high, strict=True)], op.where)
+    mode = op.text("mode", "constant")
+    if mode == "constant":
+        value = op.optional(2)
+        if value is None:
+            value = const(op.real("value", 0.0), x.dtype)
+        return Node(Pad(tuple(low), tuple(high), (0,) * rank), x, reshape(value, ()))
+    if mode not in ("edge", "reflect", "wrap"):
+        raise Unmodelled(f"mode={mode!r}")
+    for a in axes:
+        if low[a] or high[a]:
+            places = range(-low[a], x.shape[a] + high[a])
+            if len(places) > _LISTED:
+                raise Unmodelled(f"it pads an axis to {len(places)}")
+            x = picked_along(x, a, [_source(i, x.shape[a], mode) for i in places])
+    return x
+
+
+def _source(index: int, extent: int, mode: str) -> int:
+    """Which element of an axis stands at `index`, which may lie outside it."""
+    if mode == "edge":
+        return min(max(index, 0), extent - 1)
+    if mode == "wrap":
+        return index % extent
+    period = max(2 * (extent - 1), 1)
+    index %= period
+    return min(index, period - index) if extent > 1 else 0
+
+
+@converts("Range", 11, 27)
+def _range(op: OpNode) -> Node:
+    limits = [op.known(op.input(i)) for i in range(3)]
+    if any(v is None or v.numel() != 1 for v in limits):
+        raise Unmodelled("its limits are known only at run time")
+    start, stop, step = (v.reshape(()).item() for v in limits if v is not None)
+    if step == 0:
+        raise InputError("Range with a step of 0", where=op.where, hint="export the model again")
+    dtype = op.input(0).dtype
+    count = max(math.ceil((stop - start) / step), 0) if dtype.is_float else len(range(int(start), int(stop), int(step)))
+    checked_shape([count], op.where)
+    line = Node(Iota(S64 if dtype.is_integer else F64, (count,), 0))
+    if step != 1:
+        line = map_("multiply", line, const(step, line.dtype))
+    if start != 0:
+        line = map_("add", line, const(start, line.dtype))
+    return convert(line, dtype)
+
+
+@converts("Trilu", 14, 14)
+def _trilu(op: OpNode) -> Node:
+    x = op.input(0)
+    offset = op.known_ints(1)[0] if op.optional(1) is not None else 0
+    if len(x.shape) < 2:
+        raise InputError(f"Trilu of {x.type}", where=op.where, hint="it takes matrices")
+    rows, columns = (Node(Iota(S64, x.shape[-2:], a)) for a in (0, 1))
+    keep = "greater_equal" if op.integer("upper", 1) else "less_equal"
+    kept = map_(keep, columns, map_("add", rows, const(offset, S64)))
+    return Node(Select(), kept, x, const(False, PRED) if x.dtype is PRED else const(0, x.dtype))
+
+
+@converts("DepthToSpace", 1, 28)
+def _depth_to_space(op: OpNode) -> Node:
+    x, b = op.input(0), op.integer("blocksize")
+    n, c, h, w = x.shape
+    if op.text("mode", "DCR") == "DCR":
+        apart, perm = (n, b, b, c // (b * b), h, w), (0, 3, 4, 1, 5, 2)
+    else:
+        apart, perm = (n, c // (b * b), b, b, h, w), (0, 1, 4, 2, 5, 3)
+    return reshape(transpose(reshape(x, apart), perm), (n, c // (b * b), h * b, w * b))
+
+
+@converts("SpaceToDepth", 1, 13)
+def _space_to_depth(op: OpNode) -> Node:
+    x, b = op.input(0), op.integer("blocksize")
+    n, c, h, w = x.shape
+    apart = reshape(x, (n, c, h // b, b, w // b, b))
+    return reshape(transpose(apart, (0, 3, 5, 1, 2, 4)), (n, c * b * b, h // b, w // b))
+
+
+@converts("EyeLike", 9, 22)
+def _eye_like(op: OpNode) -> Node:
+    x = op.input(0)
+    dtype = element_type(op.integer("dtype"), op.where) if op.has("dtype") else x.dtype
+    rows, columns = (Node(Iota(S64, x.shape, a)) for a in (0, 1))
+    return convert(map_("equal", columns, map_("add", rows, const(op.integer("k", 0), S64))), dtype)

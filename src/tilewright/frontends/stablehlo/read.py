@@ -1,0 +1,108 @@
+"""From a parsed module to a graph: the text, open extents, the walk. Both the HLO and the StableHLO reader end here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends import LoadOptions
+from tilewright.frontends.stablehlo import control as _stablehlo_control
+from tilewright.frontends.stablehlo import dot as _stablehlo_dot
+from tilewright.frontends.stablehlo import elementwise as _stablehlo_elementwise
+from tilewright.frontends.stablehlo import index as _stablehlo_index
+from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo import reduce as _stablehlo_reduce
+from tilewright.frontends.stablehlo import shape as _stablehlo_shape
+from tilewright.frontends.stablehlo import structure as _stablehlo_structure
+from tilewright.frontends.stablehlo.walk import Walk
+from tilewright.ir.graph import Graph
+
+# Each registers the lowerings of its topic as it is imported.
+TOPICS = (
+    _stablehlo_control,
+    _stablehlo_dot,
+    _stablehlo_elementwise,
+    _stablehlo_index,
+    _stablehlo_reduce,
+    _stablehlo_shape,
+    _stablehlo_structure,
+)
+
+
+def source_text(program: object) -> tuple[str, str]:
+    """The text of a program given as a path or as the text itself, and what to call it in messages.
+
+    Raises:
+        InputError: the file cannot be read, is no text, or is empty.
+    """
+    if not isinstance(program, Path):
+        return str(program), "the text given"
+    try:
+        text = program.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise InputError("not a text file", where=str(program), hint="print the module as text") from None
+    except OSError as error:
+        raise InputError(f"cannot be read: {error.strerror}", where=str(program)) from None
+    if not text.strip():
+        raise InputError("the file is empty", where=str(program), hint="print the module again")
+    return text, str(program)
+
+
+def read_module(
+    module: Any,
+    asm: str,
+    where: str,
+    options: LoadOptions,
+    labels: Sequence[str] = (),
+    output_names: Sequence[str] = (),
+) -> Graph:
+    """The graph of a parsed module.
+
+    Args:
+        module: as jaxlib parsed it; open extents are bound in place.
+        asm: its text, for names of arguments and bytes of constants.
+        where: the file, for messages.
+        options: open extents.
+        labels: names of the arguments, where another text has them.
+        output_names: names of the results, likewise.
+
+    Raises:
+        InputError: no entry function, or dimensions that do not fit an argument.
+        UnsupportedError: something that no graph expresses.
+    """
+    walk = Walk(module, asm, where)
+    names, types = walk.signature(labels)
+    wanted = _bound_types(dict(zip(names, types, strict=True)), options, where)
+    if wanted != [str(t) for t in types]:
+        problem = _jaxlib.bind_arguments(module, wanted)
+        if problem:
+            raise UnsupportedError(f"its shapes cannot be bound: {problem}", where=where, hint="lower it with concrete shapes")
+        walk = Walk(module, asm, where)
+    return walk.graph(names, output_names)
+
+
+def _bound_types(types: Mapping[str, Any], options: LoadOptions, where: str) -> list[str]:
+    """The arguments' MLIR types with open extents bound: by name, and open first axes by the batch."""
+    unknown = sorted(set(options.input_dims) - set(types))
+    if unknown:
+        hint = f"its inputs are {', '.join(types)}"
+        raise InputError(f"dimensions are given for {unknown[0]!r}, which is no input", where=where, hint=hint)
+    bound: list[str] = []
+    for name, raw in types.items():
+        open_axes = [a for a in range(raw.rank) if raw.is_dynamic_dim(a)] if getattr(raw, "has_rank", False) else []
+        given = options.input_dims.get(name)
+        if not open_axes and given is None:
+            bound.append(str(raw))
+            continue
+        extents = [None if a in open_axes else int(raw.get_dim_size(a)) for a in range(raw.rank)]
+        if given is None:
+            given = [options.batch if a == 0 and e is None else e for a, e in enumerate(extents)]
+        if len(given) != len(extents) or any(e not in (None, g) for e, g in zip(extents, given, strict=True)):
+            raise InputError(f"dimensions {list(given)} do not fit input {name!r}, which is {raw}", where=where)
+        if any(g is None or g < 0 for g in given):
+            hint = f"--input-dim @{name} with an extent for each axis (input_dims=…), or --batch (batch=…) for an open first"
+            raise UnsupportedError(f"input {name!r} is {raw}, whose extents are open", where=where, hint=hint)
+        bound.append(f"tensor<{''.join(f'{d}x' for d in given)}{raw.element_type}>")
+    return bound

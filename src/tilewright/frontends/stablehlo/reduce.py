@@ -1,0 +1,142 @@
+"""Reductions: over axes, and over sliding windows, by one associative function."""
+
+from __future__ import annotations
+
+import math
+from types import NotImplementedType
+from typing import Any, cast
+
+from tilewright.dtype import PRED, DType
+from tilewright.frontends.stablehlo.module import Block
+from tilewright.frontends.stablehlo.registry import Reader, Site, Value, lowers
+from tilewright.frontends.stablehlo.shape import pad, strided_slice
+from tilewright.ir.build import map_, reduce_
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Const
+from tilewright.ir.ops.norm import Reduction
+
+_ASSOCIATIVE: dict[str, Reduction] = {
+    "stablehlo.add": "add",
+    "stablehlo.multiply": "multiply",
+    "stablehlo.maximum": "maximum",
+    "stablehlo.minimum": "minimum",
+    "stablehlo.and": "and",
+    "stablehlo.or": "or",
+}
+
+
+@lowers("stablehlo.reduce")
+def _reduce(site: Site) -> Value | NotImplementedType:
+    """`reduce x, init, f -> f(reduce fn=f, init)`; the last step is dropped where init is f's identity.
+
+    Several operands are several reductions where none looks at another; where they do (argmax), it is a call.
+    """
+    half = len(site.nodes) // 2
+    axes = tuple(sorted(site.op.ints("dimensions")))
+    functions = [_combiner(site.op.block(), i, half, site.reader) for i in range(half)]
+    results: list[Value] = []
+    for fn, x, start in zip(functions, site.nodes[:half], site.nodes[half:], strict=True):
+        if fn is None:
+            return NotImplemented
+        reduced = reduce_(fn, x, axes) if axes else x
+        results.append(reduced if _is_identity(start, fn) else map_(fn, reduced, start))
+    return results[0] if half == 1 else results
+
+
+def _combiner(block: Block, index: int, half: int, reader: Reader) -> Reduction | None:
+    """The associative function that gives result `index` from the two arguments it belongs to, if that is all it does.
+
+    Conversions to a wider float and back around it are allowed: a float reduction is computed wide here anyway.
+    """
+    operations = block.operations()
+    last = operations[-1]
+    arguments = block.arguments
+    made = {r: op for op in operations[:-1] for r in op.results}
+    if len(operations) == 2 and half == 1 and operations[0].name == "func.call":
+        call = operations[0]
+        if call.operands == arguments and last.operands == call.results:
+            return _combiner(reader.function(call.string("callee"), call.where).block(), 0, 1, reader)
+    root = _unconverted(last.operands[index], made)
+    op = made.get(root)
+    if op is None or op.name not in _ASSOCIATIVE:
+        return None
+    reads = [_unconverted(v, made) for v in op.operands]
+    wanted = [arguments[index], arguments[half + index]]
+    return _ASSOCIATIVE[op.name] if reads in (wanted, wanted[::-1]) else None
+
+
+def _unconverted(value: Any, made: dict[Any, Any]) -> Any:
+    """The value before conversions between floats."""
+    while (op := made.get(value)) is not None and op.name == "stablehlo.convert":
+        source = op.operands[0]
+        if not all(str(v.type.element_type).startswith(("f", "bf")) for v in (value, source)):
+            break
+        value = source
+    return value
+
+
+def _identity(fn: str, dtype: DType) -> float | int | bool:
+    if dtype is PRED:
+        return fn in ("and", "multiply", "minimum")
+    if fn in ("maximum", "minimum"):
+        sign = -1 if fn == "maximum" else 1
+        return sign * math.inf if dtype.is_float else int(dtype.min if fn == "maximum" else dtype.max)
+    ones = -1 if dtype.kind == "int" else int(dtype.max)
+    return {"add": 0, "or": 0, "multiply": 1, "and": ones}[fn]
+
+
+def _is_identity(start: Node, fn: str) -> bool:
+    value = start.op.data.scalar() if isinstance(start.op, Const) else None
+    return value is not None and value == _identity(fn, start.dtype)
+
+
+@lowers("stablehlo.reduce_window")
+def _reduce_window(site: Site) -> Value | NotImplementedType:
+    """Windows of one associative function, whose init is its identity, axis by axis (pooling, running sums).
+
+    A window of n is built from windows of powers of two: w[2k][i] = f(w[k][i], w[k][i + k]), about log2(n) steps an axis.
+    """
+    if len(site.nodes) != 2:
+        return NotImplemented
+    x, start = site.nodes
+    fn = _combiner(site.op.block(), 0, 1, site.reader)
+    if fn is None or not _is_identity(start, fn):
+        return NotImplemented
+    rank = len(x.shape)
+    ones = (1,) * rank
+    sizes = site.op.ints("window_dimensions")
+    padding = site.op.ints("padding", (0, 0) * rank)
+    spread = tuple(d - 1 for d in site.op.ints("base_dilations", ones))
+    x = pad(x, start, padding[0::2], padding[1::2], spread)
+    steps = site.op.ints("window_strides", ones)
+    gaps = site.op.ints("window_dilations", ones)
+    for axis in range(rank):
+        x = _slid(x, fn, axis, sizes[axis], gaps[axis])
+        x = _cut(x, axis, 0, x.shape[axis], steps[axis])
+    return x
+
+
+def _slid(x: Node, fn: Reduction, axis: int, size: int, gap: int) -> Node:
+    """f over every window of `size` elements, `gap` apart, along one axis."""
+    reach = max(x.shape[axis] - (size - 1) * gap, 0)
+    if not reach:
+        return _cut(x, axis, 0, 0, 1)
+    total: Node | None = None
+    done, length, power = 0, 1, x
+    while done < size:
+        if size & length:
+            part = _cut(power, axis, done * gap, done * gap + reach, 1)
+            total = part if total is None else map_(fn, total, part)
+            done += length
+        if done < size:
+            room = power.shape[axis] - length * gap
+            power = map_(fn, _cut(power, axis, 0, room, 1), _cut(power, axis, length * gap, length * gap + room, 1))
+            length *= 2
+    return cast("Node", total)
+
+
+def _cut(x: Node, axis: int, start: int, stop: int, step: int) -> Node:
+    rank = len(x.shape)
+    low = [start if a == axis else 0 for a in range(rank)]
+    high = [stop if a == axis else d for a, d in enumerate(x.shape)]
+    return strided_slice(x, low, high, [step if a == axis else 1 for a in range(rank)])

@@ -1,0 +1,156 @@
+"""Which operations have a meaning in the graph, and what a lowering is told of the place it stands in.
+
+A lowering is a function of a `Site`: it returns what the operation's results are, or `NotImplemented` where it holds no
+meaning for this one, which then becomes a `call`. Modules named `_stablehlo_<topic>.py` register lowerings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from tilewright.errors import UnsupportedError
+from tilewright.frontends.stablehlo.module import Operation, carried_types, tensor_type
+from tilewright.ir.graph import Node
+from tilewright.ir.types import Shape, TensorType
+
+if TYPE_CHECKING:
+    from types import NotImplementedType
+
+
+@dataclass(frozen=True, slots=True)
+class Complex:
+    """A tensor of complex numbers: the tensors of their real and imaginary parts, of one type."""
+
+    re: Node
+    im: Node
+
+    @property
+    def shape(self) -> Shape:
+        """Extents of either."""
+        return self.re.shape
+
+
+# A tuple is a list; a token (an order of effects, no data) is None.
+Value = Node | Complex | list["Value"] | None
+T = TypeVar("T")
+Lowering = Callable[["Site"], "Value | NotImplementedType"]
+
+LOWERINGS: dict[str, Lowering] = {}
+
+
+class Reader(Protocol):
+    """What a lowering may ask of the walk it is part of."""
+
+    asm: str
+    elided: dict[str, Node]
+
+    def call(self, name: str, args: Sequence[Value], where: str) -> list[Value]:
+        """Results of the function called `name`."""
+        ...
+
+    def region(self, op: Operation, args: Sequence[Value], index: int = 0) -> list[Value]:
+        """Results of one of the operation's regions."""
+        ...
+
+    def outer(self, value: Any) -> Value:
+        """Node that stands for an MLIR value that is known where the operation stands."""
+        ...
+
+    def count(self) -> int:
+        """How many operations were read so far."""
+        ...
+
+    def attempt(self, read: Callable[[], T | None]) -> T | None:
+        """What `read` gives; if that is None, as if nothing had been read."""
+        ...
+
+    def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
+        """Results of another module's `main`, which stands for `op`, with its CHLO operations decomposed."""
+        ...
+
+    def function(self, name: str, where: str) -> Operation:
+        """The function called `name`."""
+        ...
+
+    def note(self, sentence: str) -> None:
+        """Keep a sentence that a reader should see."""
+        ...
+
+
+@dataclass
+class Site:
+    """One operation in its program, with the values it reads.
+
+    Attributes:
+        op: the operation.
+        values: its operands.
+        reader: the walk.
+    """
+
+    op: Operation
+    values: Sequence[Value]
+    reader: Reader
+    _outs: list[TensorType] = field(default_factory=list[TensorType])
+
+    @property
+    def out(self) -> TensorType:
+        """Type of the first result."""
+        return self.outs[0]
+
+    @property
+    def outs(self) -> list[TensorType]:
+        """Types of the results.
+
+        Raises:
+            UnsupportedError: one is no tensor that the graph can carry.
+        """
+        if not self._outs:
+            self._outs = [tensor_type(r.type, self.op.where) for r in self.op.results]
+        return self._outs
+
+    @property
+    def carried(self) -> list[list[TensorType]]:
+        """Types of what carries each result: one, or two for complex numbers.
+
+        Raises:
+            UnsupportedError: one is no tensor that the graph can carry.
+        """
+        return [carried_types(r.type, self.op.where) for r in self.op.results]
+
+    @property
+    def nodes(self) -> list[Node]:
+        """The operands, all of them tensors.
+
+        Raises:
+            UnsupportedError: one is a tuple, a token or complex.
+        """
+        found = [v for v in self.values if isinstance(v, Node)]
+        if len(found) != len(self.values):
+            if any(isinstance(v, Complex) for v in self.values):
+                raise self.refuse("it has no meaning for complex numbers here", hint="write it with real and imaginary parts")
+            raise self.refuse("it reads a tuple or a token where tensors are expected")
+        return found
+
+    def refuse(self, what: str, hint: str | None = None) -> UnsupportedError:
+        """An error about this operation, to be raised."""
+        return UnsupportedError(what, where=self.op.where, hint=hint)
+
+
+def lowers(*names: str) -> Callable[[Lowering], Lowering]:
+    """Register a lowering for operations by their full names."""
+
+    def register(f: Lowering) -> Lowering:
+        for name in names:
+            LOWERINGS[name] = f
+        return f
+
+    return register
+
+
+def lowering(name: str) -> Lowering | None:
+    """The lowering of an operation; MHLO's operations mean what StableHLO's and CHLO's of the same name mean."""
+    dialect, _, op = name.partition(".")
+    names = (name, f"stablehlo.{op}", f"chlo.{op}") if dialect == "mhlo" else (name,)
+    return next((LOWERINGS[n] for n in names if n in LOWERINGS), None)

@@ -1,0 +1,404 @@
+"""The walk from a StableHLO module to a graph: functions, regions and fusions inlined, names and notes kept."""
+
+from __future__ import annotations
+
+import re
+from collections import ChainMap, Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
+from tilewright.frontends import MOST_OPERATIONS, untrusted
+from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo.call import INTERPRETED, is_callable, make_call, make_module
+from tilewright.frontends.stablehlo.complex import is_complex, joined, lower_complex, parts
+from tilewright.frontends.stablehlo.module import Block, Operation, carried_types, is_e8m0, place
+from tilewright.frontends.stablehlo.registry import Complex, Site, Value, lowering
+from tilewright.frontends.stablehlo.scaled_dot import concerns_e8m0, lower_e8m0
+from tilewright.ir.build import input_
+from tilewright.ir.graph import Graph, Node
+
+MAX_OPERATIONS = 1_000_000
+MAX_DEPTH = 100
+_Scope = ChainMap[Any, Value]
+_RETURNS = ("func.return", "stablehlo.return", "mhlo.return")
+_COLLECTIVES = re.compile(r"(all_|reduce_scatter|collective_|partition_id|replica_id|send|recv|infeed|outfeed|cross_replica)")
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Regions:
+    """A loop or conditional and its regions.
+
+    Attributes:
+        op: the operation.
+        inputs: of the function it stands in.
+        operands: what it reads, computed from the inputs.
+        regions: of each, what it is given and what it gives; it may read the inputs besides.
+    """
+
+    op: Operation
+    inputs: list[Node]
+    operands: list[Node]
+    regions: list[tuple[list[Node], list[Node]]]
+
+
+class Walk:
+    """One module being read.
+
+    Attributes:
+        asm: the module's text, where bytes of constants may stand.
+        where: the file, for messages.
+        elided: inputs that stand for constants whose value the text leaves out, by name.
+        notes: sentences for the graph.
+    """
+
+    def __init__(self, module: Any, asm: str, where: str) -> None:
+        self.module = module
+        self.asm = asm
+        self.where = where
+        self.elided: dict[str, Node] = {}
+        self.notes: dict[str, None] = {}
+        self.called: Counter[str] = Counter()
+        self._functions = [_functions(module)]
+        self._origins: dict[Node, str] = {}
+        self._expanding: list[Operation] = []
+        self._active: list[tuple[int, str | None]] = []
+        self._scopes: list[_Scope] = []
+        self._count = 0
+
+    def signature(self, labels: Sequence[str]) -> tuple[list[str], list[Any]]:
+        """Names and MLIR types of the entry function's arguments; `labels` where they are as many, else the module's names.
+
+        Raises:
+            InputError: no entry function.
+        """
+        arguments = self._entry()[1].block().arguments
+        if len(labels) != len(arguments):
+            labels = [self._argument_name(a, i) for i, a in enumerate(arguments)]
+        return _unique(labels), [a.type for a in arguments]
+
+    def graph(self, labels: Sequence[str], output_names: Sequence[str]) -> Graph:
+        """The graph of the module's entry function.
+
+        Args:
+            labels: names of its arguments.
+            output_names: names of its results, taken where they are as many.
+
+        Raises:
+            InputError: no entry function, or the program calls itself or is too large once inlined.
+            UnsupportedError: an operation or a type that cannot be expressed.
+        """
+        name, entry = self._entry()
+        inputs, values = self._arguments(labels, entry.block().arguments)
+        results = self._flat(self._run(name, entry.block(), values), entry.where)
+        names = output_names if len(output_names) == len(results) else _result_names(entry, len(results))
+        self._note_annotations(entry, labels)
+        if self.elided:
+            self.note(f"the text leaves out the values of {', '.join(self.elided)}: they are inputs here")
+        for target, times in self.called.items():
+            by = "StableHLO's reference interpreter, which is slow" if target[10:] in INTERPRETED else "torch"
+            self.note(f"{target} ({times} in all) is evaluated by {by}")
+        said = self.module.operation.attributes
+        return Graph(
+            str(said["sym_name"].value) if "sym_name" in said else name,
+            (*inputs, *self.elided.values()),
+            tuple(results),
+            tuple(_unique(names)),
+            self._origins,
+            tuple(self.notes),
+        )
+
+    # What a lowering may ask for: see `_stablehlo_registry.Reader`.
+
+    def note(self, sentence: str) -> None:
+        self.notes[sentence] = None
+
+    def function(self, name: str, where: str) -> Operation:
+        found = self._functions[-1].get(name)
+        if found is None:
+            raise InputError(f"there is no function called {name!r}", where=where)
+        return found
+
+    def call(self, name: str, args: Sequence[Value], where: str) -> list[Value]:
+        return self._run(name, self.function(name, where).block(), args)
+
+    def region(self, op: Operation, args: Sequence[Value], index: int = 0) -> list[Value]:
+        return self._run(None, op.block(index), args, self._scopes[-1])
+
+    def outer(self, value: Any) -> Value:
+        return self._scopes[-1][value]
+
+    def count(self) -> int:
+        return self._count
+
+    def attempt(self, read: Callable[[], T | None]) -> T | None:
+        kept = (dict(self.notes), self.called.copy(), dict(self.elided))
+        found = read()
+        if found is None:
+            self.notes, self.called, self.elided = kept
+        return found
+
+    def regions(self, wanted: Collection[str]) -> Regions:
+        """The regions of the one operation in `main` whose name is wanted, as graphs.
+
+        Raises:
+            InputError: there is none.
+        """
+        _, entry = self._entry()
+        block = entry.block()
+        inputs, values = self._arguments([f"given{i}" for i in range(len(block.arguments))], block.arguments)
+        scope: _Scope = ChainMap(dict(zip(block.arguments, values, strict=True)))
+        self._scopes.append(scope)
+        try:
+            for op in block.operations():
+                operands = [scope[v] for v in op.operands]
+                if op.name in wanted:
+                    return self._regions(op, inputs, operands, scope)
+                if op.name in _RETURNS:
+                    break
+                scope.update(zip(op.results, self._results(op, operands), strict=True))
+        finally:
+            self._scopes.pop()
+        raise InputError("the payload of a call holds no loop or conditional", where=self.where)
+
+    def _regions(self, op: Operation, inputs: list[Node], operands: list[Value], scope: _Scope) -> Regions:
+        made: list[tuple[list[Node], list[Node]]] = []
+        for i in range(len(list(op.raw.regions))):
+            arguments = op.block(i).arguments
+            carried: list[Node] = []
+            values: list[Value] = []
+            for n, argument in enumerate(arguments):
+                types = carried_types(argument.type, op.where)
+                nodes = [input_(f"carried{n}.{k}", t.dtype, t.shape) for k, t in enumerate(types)]
+                carried += nodes
+                values.append(nodes[0] if len(nodes) == 1 else Complex(*nodes))
+            made.append((carried, _carriers(self._run(None, op.block(i), values, scope))))
+        return Regions(op, inputs, _carriers(operands), made)
+
+    def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
+        module = _jaxlib.parse(text, op.where, self.module.context)
+        problem = _jaxlib.expand_chlo(module)
+        if problem:
+            raise UnsupportedError(f"StableHLO has no decomposition of it: {problem}", where=op.where)
+        self._functions.append(_functions(module))
+        self._expanding.append(op)
+        try:
+            return self.call("main", args, op.where)
+        finally:
+            self._expanding.pop()
+            self._functions.pop()
+
+    # The walk itself.
+
+    def _entry(self) -> tuple[str, Operation]:
+        functions = self._functions[0]
+        public = [n for n, f in functions.items() if f.string("sym_visibility") != "private"]
+        if "main" in functions:
+            name = "main"
+        elif len(public) == 1:
+            name = public[0]
+        else:
+            shown = ", ".join(public[:8]) or "none"
+            raise InputError(
+                f"no function is called main, and {len(public)} are public: {shown}", where=self.where, hint="name one main"
+            )
+        entry = functions[name]
+        if not list(entry.raw.regions[0].blocks):
+            raise InputError(f"function {name!r} has no body", where=self.where)
+        return name, entry
+
+    def _argument_name(self, argument: Any, index: int) -> str:
+        """What the source calls an argument: the name of its location, or that of the argument it is passed on as (JAX's
+        exports wrap their program so), or the identifier that stands where it was parsed."""
+        location = argument.location
+        if getattr(location, "name_str", ""):
+            return str(location.name_str)
+        for use in argument.uses:
+            user = Operation(use.owner)
+            callee = self._functions[0].get(user.string("callee")) if user.name == "func.call" else None
+            if callee is not None:
+                inner = place(callee.block().arguments[use.operand_number].location)
+                if inner.name:
+                    return inner.name
+        found = _identifier_at(self.asm, location) if hasattr(location, "start_line") else None
+        return found or f"arg{index}"
+
+    def _run(self, name: str | None, block: Block, args: Sequence[Value], outer: _Scope | None = None) -> list[Value]:
+        """Results of a block; `name` is that of the function it is the body of, `outer` what a region may read besides."""
+        key = (len(self._functions), name)
+        if name is not None and key in self._active:
+            raise InputError(f"function {name!r} calls itself", where=self.where)
+        if len(self._active) >= MAX_DEPTH:
+            raise InputError(f"calls and regions nest more than {MAX_DEPTH} deep", where=self.where)
+        arguments = block.arguments
+        if len(arguments) != len(args):
+            raise InputError(f"{len(args)} values are passed where {len(arguments)} are taken", where=name or self.where)
+        scope: _Scope = ChainMap(dict(zip(arguments, args, strict=True)), *(outer.maps if outer is not None else ()))
+        self._active.append(key)
+        self._scopes.append(scope)
+        try:
+            for op in block.operations():
+                operands = [scope[v] for v in op.operands]
+                if op.name in _RETURNS:
+                    return operands
+                for result, value in zip(op.results, self._results(op, operands), strict=True):
+                    scope[result] = value
+        finally:
+            self._active.pop()
+            self._scopes.pop()
+        raise InputError("a function returns nothing", where=name or self.where)
+
+    def _results(self, op: Operation, operands: list[Value]) -> list[Value]:
+        self._count += 1
+        most = MOST_OPERATIONS if untrusted() else MAX_OPERATIONS
+        if self._count > most:
+            raise InputError(f"the program is more than {most} operations once inlined", where=self.where)
+        site = Site(op, operands, self)
+        try:
+            lower = lowering(op.name)
+            if is_complex(site):
+                value = lower_complex(site, lower)
+            elif concerns_e8m0(site):
+                value = lower_e8m0(site, lower)
+            else:
+                value = lower(site) if lower is not None else NotImplemented
+            if value is NotImplemented:
+                value = self._unmodelled(site)
+        except TypeMismatchError as error:
+            where = f"{op.where}: {error.where}" if error.where else op.where
+            raise UnsupportedError(error.what, where=where, hint=error.hint) from error
+        values = value if isinstance(value, list) and len(op.results) != 1 else [value]
+        if len(values) != len(op.results):
+            raise UnsupportedError(f"it has {len(op.results)} results, {len(values)} were found", where=op.where)
+        for result, v in zip(op.results, values, strict=True):
+            carriers = [v] if isinstance(v, Node) else [v.re, v.im] if isinstance(v, Complex) else []
+            for node in carriers:
+                self._credit(node, op)
+            if carriers and [n.type for n in carriers] != carried_types(result.type, op.where):
+                raise UnsupportedError(f"its result is {carriers[0].type} where the text says {result.type}", where=op.where)
+        return values
+
+    def _unmodelled(self, site: Site) -> Value:
+        """What becomes of an operation without a lowering: its own decomposition, a call, or an error."""
+        op = site.op
+        dialect, _, name = op.name.partition(".")
+        if name == "scan" and op.has("is_reverse") and str(op.attribute("is_reverse")) == "true":
+            # whose decomposition, as jaxlib has it, runs forwards
+            raise UnsupportedError("a scan from the end is not read", where=op.where, hint="reverse its operands and results")
+        if dialect == "chlo":
+            return _as_value(self.expand(make_module(op, self.function, split=False), site.values, op))
+        if dialect in ("stablehlo", "mhlo") and _COLLECTIVES.match(name):
+            hint = "read the program as it is before partitioning"
+            raise UnsupportedError(f"{name} needs several devices, and a program runs on one", where=op.where, hint=hint)
+        if name == "ragged_dot":
+            hint = "a product for each group, or every row by every group's matrix and a select"
+            raise UnsupportedError("ragged-dot, a product of groups of rows, is not read", where=op.where, hint=hint)
+        if is_callable(op):
+            self.called[op.name] += 1
+            return _as_value(make_call(site))
+        what = f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it"
+        raise UnsupportedError(what, where=op.where, hint="compute it outside, and make its result an input")
+
+    def _arguments(self, labels: Sequence[str], arguments: Sequence[Any]) -> tuple[list[Node], list[Value]]:
+        """An input for each argument, and what it stands for: [..., 2] for complex numbers."""
+        inputs: list[Node] = []
+        values: list[Value] = []
+        for label, argument in zip(labels, arguments, strict=True):
+            t, *others = carried_types(argument.type, f"input {label!r}")
+            inputs.append(input_(label, t.dtype, (*t.shape, 2) if others else t.shape))
+            values.append(parts(inputs[-1]) if others else inputs[-1])
+            self._origins[inputs[-1]] = label
+            if others:
+                self.note(f"input {label!r} is complex in its source: real and imaginary parts are its last axis here")
+            if is_e8m0(argument.type):
+                self.note(f"input {label!r} is f8e8m0fnu in its source: its bits are taken here, as u8")
+        return inputs, values
+
+    def _credit(self, root: Node, op: Operation) -> None:
+        """Name the nodes that `op` made: those under its results that have no name yet."""
+        origin = (self._expanding[0] if self._expanding else op).origin
+        stack = [root]
+        while stack:
+            node = stack.pop()
+            if node not in self._origins:
+                self._origins[node] = origin
+                stack.extend(node.src)
+
+    def _flat(self, values: Sequence[Value], where: str) -> list[Node]:
+        out: list[Node] = []
+        for v in values:
+            if v is None:
+                raise UnsupportedError("a token leaves the program", where=where)
+            if isinstance(v, Complex):
+                self.note("results that are complex have real and imaginary parts as their last axis here")
+            out.extend(self._flat(v, where) if isinstance(v, list) else [joined(v) if isinstance(v, Complex) else v])
+        return out
+
+    def _note_annotations(self, entry: Operation, labels: Sequence[str]) -> None:
+        """What the module says about its arguments beyond their logical types."""
+        attributes = self.module.operation.attributes
+        key = "mhlo.xla_entry_computation_parameter_layouts"
+        layouts = list(attributes[key]) if key in attributes else []
+        for label, layout in zip(labels, layouts, strict=False):
+            order = [int(d) for d in layout] if hasattr(layout, "is_splat") else []
+            if order != sorted(order, reverse=True):
+                shown = ",".join(map(str, order))
+                self.note(f"input {label!r} has layout {{{shown}}} in its source; it is taken and read row-major here")
+        for i, attrs in enumerate(list(entry.attribute("arg_attrs")) if entry.has("arg_attrs") else []):
+            for name in ("mhlo.sharding", "sdy.sharding"):
+                if name in attrs and not re.search(r"\{(replicated|maximal[^}]*)\}", str(attrs[name])):
+                    self.note(f"input {labels[i]!r} is sharded ({attrs[name]}) in its source; the whole of it is taken here")
+
+
+def _functions(module: Any) -> dict[str, Operation]:
+    found: dict[str, Operation] = {}
+    for raw in module.body.operations:
+        if raw.operation.name == "func.func":
+            op = Operation(raw)
+            found[op.string("sym_name")] = op
+    return found
+
+
+def _carriers(values: Sequence[Value]) -> list[Node]:
+    """The tensors that carry values, complex ones as two."""
+    return [n for v in values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
+
+
+def _as_value(values: list[Value]) -> Value:
+    return values[0] if len(values) == 1 else values
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """The names, with a number behind each that another has already."""
+    seen: set[str] = set()
+    out: list[str] = []
+    for name in names:
+        candidate, n = name, 1
+        while candidate in seen:
+            candidate, n = f"{name}.{n}", n + 1
+        seen.add(candidate)
+        out.append(candidate)
+    return out
+
+
+def _identifier_at(asm: str, location: Any) -> str | None:
+    """The SSA identifier at a line and column of the text, unless it is a mere number."""
+    start = 0
+    for _ in range(int(location.start_line) - 1):
+        start = asm.find("\n", start) + 1
+    found = re.compile(r"%([\w$.\-]+)").match(asm, start + int(location.start_col) - 1)
+    return found.group(1) if found and not found.group(1).isdigit() else None
+
+
+def _result_names(entry: Operation, count: int) -> list[str]:
+    """Names of the results: JAX writes them as attributes; else result0, result1, …"""
+    attributes = list(entry.attribute("res_attrs")) if entry.has("res_attrs") else []
+    names: list[str] = []
+    for i in range(count):
+        said = attributes[i]["jax.result_info"].value if i < len(attributes) and "jax.result_info" in attributes[i] else ""
+        names.append(str(said) or (f"result{i}" if count > 1 else "result"))
+    return names

@@ -1,0 +1,145 @@
+"""What of torch is other while it traces a module: what is asked and taken is noticed, and nothing of it is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+from tilewright.frontends.torch.registry import DependsOnDataError
+
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@contextlib.contextmanager
+def numbers_refused(where: str) -> Generator[None]:
+    """While it is open, a trace in which Python takes a number out of a tensor ends, whatever becomes of the number: the symbol
+    that stands for it is no `float` or `int`, and as one `v == v` is true where it is NaN. torch's own checks may ask."""
+    names = ("create_unbacked_symfloat", "create_unbacked_symint", "create_unbacked_symbool")
+    held: dict[str, Any] = {name: getattr(ShapeEnv, name) for name in names}
+    met = list[str]()
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def create(shapes: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
+            if _is_a_number_for_python():
+                met.append(name)
+                raise DependsOnDataError("Python takes a number out of a tensor", where=where)
+            return held[name](shapes, *args, **kwargs)
+
+        return create
+
+    try:
+        for name in names:
+            setattr(ShapeEnv, name, refusing(name))
+        yield
+    except Exception as error:
+        if not met:
+            raise
+        what, hint = "Python takes a number out of a tensor", "calculate with tensors, without .item() and .tolist()"
+        raise DependsOnDataError(what, where=where, hint=hint) from error
+    finally:
+        for name, own in held.items():
+            setattr(ShapeEnv, name, own)
+
+
+def _is_a_number_for_python() -> bool:
+    """Whether a symbol is made for what `.item()` gives the program's own code, and not for what torch checks at each call."""
+    frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
+    if frame.f_code.co_name != "local_scalar_dense":
+        return False
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
+        if frame.f_code.co_name.startswith("_check"):
+            return False
+        frame = frame.f_back
+    return True
+
+
+class NothingMade(TorchFunctionMode):
+    """`torch.tensor([])`, with which a cache of transformers begins, as an operator's result: torch loses such constants as it
+    decomposes."""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is torch.tensor and len(args) == 1 and args[0] == []:
+            return torch.empty(0, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def asking(found: list[str]) -> Generator[None]:
+    """While it is open, places outside torch that ask whether they are being traced are added to `found`."""
+    held = {name: getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")}
+
+    def noted(ask: Callable[[], bool]) -> Callable[[], bool]:
+        @functools.wraps(ask)
+        def told() -> bool:
+            asker = sys._getframe(1).f_code  # pyright: ignore[reportPrivateUsage] - a frame that is held holds tensors
+            if not asker.co_filename.startswith(_TORCH):
+                found.append(f"{asker.co_filename} in {asker.co_name}")
+            return ask()
+
+        return told
+
+    try:
+        for name, ask in held.items():
+            setattr(torch.compiler, name, noted(ask))
+        yield
+    finally:
+        for name, ask in held.items():
+            setattr(torch.compiler, name, ask)
+
+
+@contextlib.contextmanager
+def casts_that_change_nothing() -> Generator[None]:
+    """`self.router.to(self.dtype)` in `forward` leaves a module as it is; torch cannot exchange weights that it traces."""
+    own = torch.nn.Module.to
+
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        device, dtype, _, layout = torch._C._nn._parse_to(*args, **kwargs)  # pyright: ignore
+        held = [*module.parameters(), *module.buffers()]
+        same = all(
+            (dtype is None or not t.is_floating_point() or t.dtype is dtype) and device in (None, t.device) for t in held
+        )
+        return module if same and layout is None else own(module, *args, **kwargs)
+
+    torch.nn.Module.to = to  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch.nn.Module.to = own
+
+
+@contextlib.contextmanager
+def hooks_kept() -> Generator[None]:
+    """Hooks on buffers of all modules are afterwards those from before: a trace that fails leaves torch 2.11's own behind."""
+    hooks = cast("dict[int, object]", torch.nn.modules.module._global_buffer_registration_hooks)  # pyright: ignore[reportPrivateUsage]
+    before = {**hooks}
+    try:
+        yield
+    finally:
+        for key in [k for k in hooks if k not in before]:
+            del hooks[key]
+
+
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """torch logs tracebacks and prints programs before it raises; the error alone reaches the user."""
+    before = logging.root.manager.disable
+    logging.disable(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

@@ -1,0 +1,55 @@
+"""`tilewright::linear`, the operation of `tilewright.Linear`, as the product that it is: what follows can be folded into it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from tilewright.dtype import DType, dtype
+from tilewright.frontends.torch.registry import Site, operators
+from tilewright.ir.build import reshape
+from tilewright.ir.few_bits import quantised_linear, unpack_halves
+from tilewright.ir.graph import Node
+from tilewright.ir.literal import Literal
+from tilewright.ir.ops import Const
+from tilewright.ir.types import Shape, TensorType
+
+
+@operators("tilewright", "linear.default", "linear_without_derivative.default")
+def linear(
+    site: Site,
+    x: Node,
+    packed: Node,
+    scales: Node,
+    zero_points: Node | None,
+    offsets: Node | None,
+    order: Node | None,
+    bias: Node | None,
+    code_type: str,
+    group_size: int,
+    coded: bool,
+) -> Node | None:
+    """x [..., in] by a weight of a few bits; a weight that is computed, or whose inputs have an order, stays an operation."""
+    if order is not None or not isinstance(packed.op, Const) or not isinstance(scales.op, Const):
+        return None
+    of, inner = dtype(code_type), x.shape[-1]
+    codes = _retyped(packed.op, of, (packed.shape[0], inner))
+    zeros = None
+    if zero_points is not None:
+        if not isinstance(zero_points.op, Const):
+            return None
+        zeros = _retyped(zero_points.op, of, zero_points.shape, halves=False)
+    rows = reshape(x, (math.prod(x.shape[:-1]), inner))
+    y = quantised_linear(rows, codes, scales, group_size, zero_point=zeros, offset=offsets, bias=bias, coded=coded)
+    return reshape(y, site.out.shape)
+
+
+def _retyped(held: Const, of: DType, shape: Shape, *, halves: bool = True) -> Node:
+    """A constant as codes of a type, one to a byte, made when first used."""
+    data = held.data
+
+    def load() -> torch.Tensor:
+        return unpack_halves(data.tensor(), shape[-1], of) if halves and of.bits == 4 else data.tensor()
+
+    return Node(Const(Literal(TensorType(of, shape), load, data.label)))

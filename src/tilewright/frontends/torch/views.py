@@ -1,0 +1,235 @@
+"""ATen's operators that move, pick or make elements: views, joins, casts, padding, creation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+from tilewright.dtype import F64, S64
+from tilewright.frontends.torch.registry import Operand, Scalar, Site, aten
+from tilewright.frontends.torch.types import cast, mapped
+from tilewright.ir.build import broadcast, const, map_, reshape, slice_, transpose
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Concat, Gather, Iota, Pad, Select, Slice
+from tilewright.ir.types import normalize_axis
+
+_SAME_ELEMENTS = (
+    "_reshape_alias.default",
+    "_unsafe_view.default",
+    "flatten.using_ints",
+    "reshape.default",
+    "squeeze.default",
+    "squeeze.dim",
+    "squeeze.dims",
+    "unflatten.int",
+    "unsqueeze.default",
+    "view.default",
+    "view_as.default",
+)
+_SAME_VALUE = ("alias.default", "clone.default", "contiguous.default", "detach.default", "lift_fresh_copy.default")
+
+
+def _axis(x: Node, dim: int, site: Site) -> int:
+    """`dim` from the front; a rank-0 tensor has an axis 0 in ATen."""
+    return normalize_axis(dim, max(len(x.shape), 1), site.target)
+
+
+@aten(*_SAME_ELEMENTS)
+def same_elements(site: Site, self: Node, *_: object, **__: object) -> Node:
+    """The same elements in row-major order: the export knows the resulting shape."""
+    return reshape(self, site.out.shape)
+
+
+@aten(*_SAME_VALUE)
+def same_value(site: Site, self: Node, **_: object) -> Node:
+    """self: memory is none of the graph's business."""
+    return self
+
+
+@aten("_to_copy.default", "to.dtype", "to.dtype_layout", "to.device", "to.other", "type_as.default")
+def to(site: Site, self: Node, *_: object, **__: object) -> Node:
+    """self converted to the result's type."""
+    return cast(self, site.dtype)
+
+
+@aten("expand.default", "expand_as.default", "broadcast_to.default")
+def expand(site: Site, self: Node, *_: object, **__: object) -> Node:
+    """self repeated to the result's shape."""
+    return broadcast(self, site.out.shape)
+
+
+@aten("permute.default")
+def permute(site: Site, self: Node, dims: Sequence[int]) -> Node:
+    """Axes in the order `dims`."""
+    return transpose(self, [_axis(self, d, site) for d in dims])
+
+
+@aten("transpose.int", "t.default", "numpy_T.default", "mT.default")
+def exchange(site: Site, self: Node, dim0: int | None = None, dim1: int | None = None) -> Node:
+    """Two axes exchanged: the named ones, or the last two."""
+    order = list(range(len(self.shape)))
+    if len(order) > 1:
+        a, b = _axis(self, -2 if dim0 is None else dim0, site), _axis(self, -1 if dim1 is None else dim1, site)
+        order[a], order[b] = order[b], order[a]
+    return transpose(self, order)
+
+
+@aten("select.int")
+def select(site: Site, self: Node, dim: int, index: int) -> Node:
+    """One position of an axis, which goes."""
+    axis = _axis(self, dim, site)
+    start = index % self.shape[axis]
+    return reshape(slice_(self, axis, start, start + 1), site.out.shape)
+
+
+@aten("slice.Tensor")
+def slice_tensor(site: Site, self: Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Node:
+    """self[start:end:step] along one axis, by Python's rules."""
+    axis = _axis(self, dim, site)
+    low, high, by = slice(start, end, step).indices(self.shape[axis])
+    return _cut(self, axis, low, max(low, high), by)
+
+
+def _cut(x: Node, axis: int, start: int, stop: int, step: int) -> Node:
+    if step == 1:
+        return slice_(x, axis, start, stop)
+    low = tuple(start if a == axis else 0 for a in range(len(x.shape)))
+    high = tuple(stop if a == axis else d for a, d in enumerate(x.shape))
+    by = tuple(step if a == axis else 1 for a in range(len(x.shape)))
+    return Node(Slice(low, high, by), x)
+
+
+def _parts(site: Site, x: Node, axis: int, extents: Sequence[int]) -> list[Node]:
+    ends = list(accumulate(extents))
+    parts = [slice_(x, axis, stop - extent, stop) for extent, stop in zip(extents, ends, strict=True)]
+    return [reshape(part, t.shape) for part, t in zip(parts, site.outs, strict=True)]
+
+
+@aten("split.Tensor", "split.sizes", "split_with_sizes.default", "chunk.default", "unsafe_split.Tensor")
+def split(site: Site, self: Node, sizes: int | Sequence[int], dim: int = 0) -> list[Node]:
+    """self cut along an axis; the export knows the extents."""
+    axis = _axis(self, dim, site)
+    return _parts(site, self, axis, [t.shape[axis] for t in site.outs])
+
+
+@aten("unbind.int")
+def unbind(site: Site, self: Node, dim: int = 0) -> list[Node]:
+    """Every position of an axis, which goes."""
+    axis = _axis(self, dim, site)
+    return _parts(site, self, axis, [1] * self.shape[axis])
+
+
+@aten("cat.default")
+def cat(site: Site, tensors: Sequence[Node], dim: int = 0) -> Node:
+    """Tensors side by side, in the promoted type; an empty vector among them counts for nothing, as ATen has it."""
+    rank = len(site.out.shape)
+    whole = [cast(t, site.dtype) for t in tensors if len(t.shape) == rank and (rank == 1 or t.shape != (0,))]
+    if not whole:
+        return const([], site.dtype)
+    return Node(Concat(normalize_axis(dim, rank, site.target)), *whole) if len(whole) > 1 else whole[0]
+
+
+@aten("stack.default")
+def stack(site: Site, tensors: Sequence[Node], dim: int = 0) -> Node:
+    """Tensors side by side along a new axis."""
+    axis = normalize_axis(dim, len(site.out.shape), site.target)
+    shape = tuple(1 if a == axis else d for a, d in enumerate(site.out.shape))
+    parts = [reshape(cast(t, site.dtype), shape) for t in tensors]
+    return Node(Concat(axis), *parts) if len(parts) > 1 else parts[0]
+
+
+@aten("repeat.default")
+def repeat(site: Site, self: Node, repeats: Sequence[int]) -> Node:
+    """self laid side by side `repeats` times along each axis; new axes come first."""
+    shape = (1,) * (len(repeats) - len(self.shape)) + self.shape
+    beside = tuple(extent for d in shape for extent in (1, d))
+    spread = tuple(extent for r, d in zip(repeats, shape, strict=True) for extent in (r, d))
+    return reshape(broadcast(reshape(self, beside), spread), site.out.shape)
+
+
+@aten("flip.default")
+def flip(site: Site, self: Node, dims: Sequence[int]) -> Node:
+    """The order of some axes reversed."""
+    x = self
+    for axis in {_axis(self, d, site) for d in dims}:
+        if self.shape:
+            x = Node(Gather(axis), x, const(list(range(self.shape[axis] - 1, -1, -1)), S64))
+    return x
+
+
+@aten("constant_pad_nd.default")
+def constant_pad_nd(site: Site, self: Node, pad: Sequence[int], value: Scalar = 0) -> Node:
+    """A border of `value`; `pad` gives low and high from the last axis backwards, negative crops."""
+    rank = len(self.shape)
+    edges = [(pad[2 * i], pad[2 * i + 1]) if 2 * i < len(pad) else (0, 0) for i in range(rank)][::-1]
+    low, high = tuple(e[0] for e in edges), tuple(e[1] for e in edges)
+    return Node(Pad(low, high, (0,) * rank), self, cast(value, self.dtype))
+
+
+@aten("slice_scatter.default")
+def slice_scatter(
+    site: Site, self: Node, src: Node, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
+) -> Node | None:
+    """self with self[start:end] along one axis replaced by src."""
+    if step != 1:
+        return None
+    axis = _axis(self, dim, site)
+    low, high, _ = slice(start, end).indices(self.shape[axis])
+    return _replaced(self, cast(src, self.dtype), axis, low, max(low, high))
+
+
+@aten("select_scatter.default")
+def select_scatter(site: Site, self: Node, src: Node, dim: int, index: int) -> Node:
+    """self with one position of an axis replaced by src."""
+    axis = _axis(self, dim, site)
+    start = index % self.shape[axis]
+    shape = tuple(1 if a == axis else d for a, d in enumerate(self.shape))
+    return _replaced(self, reshape(cast(src, self.dtype), shape), axis, start, start + 1)
+
+
+def _replaced(x: Node, middle: Node, axis: int, start: int, stop: int) -> Node:
+    parts = [slice_(x, axis, 0, start), middle, slice_(x, axis, stop, x.shape[axis])]
+    kept = [p for p in parts if p.shape[axis]]
+    return Node(Concat(axis), *kept) if len(kept) > 1 else (kept or [x])[0]
+
+
+def _triangle(keep: str) -> Callable[..., Node]:
+    def triangle(site: Site, self: Node, diagonal: int = 0) -> Node:
+        shape = self.shape[-2:]
+        row, column = Node(Iota(S64, shape, 0)), Node(Iota(S64, shape, 1))
+        kept = map_(keep, map_("subtract", column, row), const(diagonal, S64))
+        return Node(Select(), kept, self, cast(0, self.dtype))
+
+    return triangle
+
+
+aten("tril.default")(_triangle("less_equal"))
+aten("triu.default")(_triangle("greater_equal"))
+
+
+@aten("full.default", "full_like.default")
+def full(site: Site, like: object, fill_value: Operand, **_: object) -> Node:
+    """One value everywhere."""
+    return broadcast(cast(fill_value, site.dtype), site.out.shape)
+
+
+@aten("scalar_tensor.default")
+def scalar_tensor(site: Site, s: Scalar, **_: object) -> Node:
+    """A number as a tensor of rank 0."""
+    return cast(s, site.dtype)
+
+
+@aten("empty.memory_format", "empty_strided.default", "empty_permuted.default")
+def empty(site: Site, *_: object, **__: object) -> Node:
+    """Uninitialised memory, given zeros so that a result never depends on what lay there."""
+    return broadcast(cast(0, site.dtype), site.out.shape)
+
+
+@aten("arange.start_step")
+def arange(site: Site, start: Scalar, end: Scalar, step: Scalar = 1, **_: object) -> Node:
+    """start + step * i. Floats are computed in f64 and rounded once."""
+    wide = F64 if site.dtype.is_float else site.dtype
+    if start == 0 and step == 1:
+        return Node(Iota(site.dtype, site.out.shape, 0))
+    line = Node(Iota(wide, site.out.shape, 0))
+    return cast(mapped("add", wide, mapped("multiply", wide, line, step), start), site.dtype)

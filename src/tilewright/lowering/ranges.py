@@ -1,0 +1,351 @@
+"""Results in ranges: a concatenation is one expression for each range of what it makes.
+
+    f(concat(a, b), y)  ->  f(a, y[: len(a)]) in the first range, f(b, y[len(a) :]) in the second
+
+Ranges are moved from the result down to the sources, past everything that works element by element or only moves elements, so
+that each element is still worked out once. What is left reads parts of the sources and writes a part of the result: addresses.
+The rotation of queries and keys, `x * cos + concat(-x2, x1) * sin`, is two such expressions over the halves of x.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from tilewright import deadline
+from tilewright.dtype import F32
+from tilewright.ir.axes import axes_of, layout_of, reshaped
+from tilewright.ir.build import broadcast, const, map_, reshape
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import (
+    VIEWS,
+    Broadcast,
+    Concat,
+    Const,
+    Dequantize,
+    Gather,
+    Param,
+    Quantize,
+    Reduce,
+    Reshape,
+    Slice,
+    Transpose,
+)
+from tilewright.ir.types import Shape
+from tilewright.lowering.access import ELEMENTWISE, Unsupported
+
+MOST = 16  # pieces of all results, each of which is code of its own
+Ranges = tuple[range, ...]  # of each axis, the elements start, start + step, …
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of a result.
+
+    Attributes:
+        root: their expression.
+        result: the number of the result they belong to.
+        shape: of that result, or one that it is a reshape of: the same memory.
+        ranges: which of its elements they are.
+    """
+
+    root: Node
+    result: int
+    shape: Shape
+    ranges: Ranges
+
+
+@dataclass(frozen=True)
+class Room:
+    """Where a result is to lie: in an array of `shape` from `start` on along `axis`, all of the other axes."""
+
+    shape: Shape
+    axis: int
+    start: int
+
+    def ranges(self, extent: int) -> Ranges:
+        """Its elements there, of so many along the axis."""
+        own = range(self.start, self.start + extent)
+        return tuple(own if a == self.axis else range(d) for a, d in enumerate(self.shape))
+
+
+def pieces_of(roots: Sequence[Node], rooms: Sequence[Room | None] = ()) -> list[Piece]:
+    """Results in pieces without concatenations on the way to them, in order; one piece a result where there are none.
+
+    Args:
+        roots: the results, of elementwise operations, reductions, gathers, views and concatenations.
+        rooms: for each result the array in which it lies, if it is not one of its own; none are where this is empty.
+
+    Raises:
+        Unsupported: a sentence, where concatenations make more than `MOST`.
+    """
+    made: dict[tuple[Node, Ranges], Node] = {}
+    found: list[Piece] = []
+    for i, root in enumerate(roots):
+        room = rooms[i] if rooms else None
+        while room is None and isinstance(root.op, Reshape):
+            root = root.src[0]
+        shape, ranges = root.shape, whole(root.shape)
+        if room is not None:
+            shape, ranges = room.shape, room.ranges(root.shape[room.axis])
+        pending = [Piece(_sums_of_parts(_cut_early(root, made), made), i, shape, ranges)]
+        while pending:
+            deadline.check()
+            piece = pending.pop()
+            parts = _parts(piece.root)
+            if not parts:
+                found.append(piece)
+            if len(parts) + len(pending) + len(found) > MOST + i:  # those before may be of one piece each
+                raise Unsupported(f"concatenations cut its results into more than {MOST} pieces")
+            for part in reversed(parts):
+                ranges = tuple(all_[r.start : r.stop : r.step] for all_, r in zip(piece.ranges, part, strict=True))
+                cut = _reduced_in_parts(cut_to(piece.root, part, made), piece.root.shape, parts, made)
+                pending.append(Piece(cut, i, shape, ranges))
+    return found
+
+
+def whole(shape: Shape) -> Ranges:
+    """All elements."""
+    return tuple(range(d) for d in shape)
+
+
+def _cut_early(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
+    """The expression with ranges of what is worked out in it moved to its sources."""
+    moved: dict[Node, Node] = {}
+    for n in toposort((root,)):
+        n_ = moved[n] = n.with_src([moved[s] for s in n.src])
+        if isinstance(n_.op, Slice):
+            moved[n] = cut_to(n_.src[0], _of_slice(n_.op), made)
+        elif isinstance(n_.op, Concat):  # one source that is all of it would be cut into itself for ever
+            moved[n] = next((s for s in n_.src if s.shape == n_.shape), n_)
+    return moved[root]
+
+
+def _of_slice(op: Slice) -> Ranges:
+    return tuple(range(*bounds) for bounds in zip(op.start, op.stop, op.step, strict=True))
+
+
+def _parts(root: Node) -> list[Ranges]:
+    """The ranges of a result that the sources of the first concatenation make which there is on the way to it; none if there
+    is no such concatenation."""
+    pending: list[tuple[Node, tuple[Node, ...]]] = [(root, ())]  # and the way to it
+    seen: set[Node] = set()
+    while pending:
+        n, way = pending.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if isinstance(n.op, Concat):
+            parts = [_upward(r, n, way) for r in _of_sources(n)]
+            known = [p for p in parts if p is not None]
+            if len(known) == len(parts):
+                return known
+        elif isinstance(n.op, (*ELEMENTWISE, Reshape, Transpose, Broadcast)):
+            pending.extend((s, (n, *way)) for s in reversed(n.src))
+    return []
+
+
+def _of_sources(n: Node) -> list[Ranges]:
+    """What each source of a concatenation makes of it."""
+    assert isinstance(n.op, Concat)
+    axis, first, found = n.op.axis % len(n.shape), 0, list[Ranges]()
+    for s in n.src:
+        found.append(tuple(range(first, first + s.shape[a]) if a == axis else range(d) for a, d in enumerate(n.shape)))
+        first += s.shape[axis]
+    return [r for r in found if all(len(x) for x in r)]
+
+
+def _upward(ranges: Ranges, n: Node, way: Sequence[Node]) -> Ranges | None:
+    """What part of the last of the nodes on the way is made of a part of `n`; None if no ranges are."""
+    for reader in way:
+        op = reader.op
+        if isinstance(op, Transpose):
+            ranges = tuple(ranges[p] for p in op.perm)
+        elif isinstance(op, Reshape):
+            found = _through_reshape(ranges, n.shape, reader.shape)
+            if found is None:
+                return None
+            ranges = found
+        else:
+            extra = len(reader.shape) - len(n.shape)
+            along = [range(d) if d != n.shape[i] else ranges[i] for i, d in enumerate(reader.shape[extra:])]
+            ranges = (*whole(reader.shape[:extra]), *along)
+        n = reader
+    return ranges
+
+
+def _through_reshape(ranges: Ranges, before: Shape, after: Shape) -> Ranges | None:
+    """The ranges of `after` that hold what these of `before` do, in the same order; None if no ranges do."""
+    layout = layout_of(before)
+    new = reshaped(layout, after)
+    if new is None:
+        return None
+    of_axis: dict[object, range] = {}
+    for r, dim in zip(ranges, layout, strict=True):
+        digits = _in_digits(r, [a.extent for a in axes_of((dim,))])
+        if digits is None:
+            return None
+        of_axis.update(zip(axes_of((dim,)), digits, strict=True))
+    found: list[range] = []
+    for dim in new:
+        joined = range(1)
+        for axis in reversed(axes_of((dim,))):  # inner first
+            outer, inner = of_axis[axis], math.prod(a.extent for a in axes_of((dim,))[axes_of((dim,)).index(axis) + 1 :])
+            step = outer.step * inner
+            if len(outer) > 1 and len(joined) > 1 and step != len(joined) * joined.step:
+                return None
+            start = outer.start * inner + joined.start
+            by = joined.step if len(joined) > 1 else step
+            joined = range(start, start + (len(outer) * len(joined) - 1) * by + 1, by)
+        found.append(joined)
+    return tuple(found)
+
+
+def _in_digits(r: range, extents: Sequence[int]) -> list[range] | None:
+    """A range of numbers as one of each digit, outer first; None if it is no product of such."""
+    if not extents:
+        return []
+    if len(extents) == 1:
+        return [r]
+    inner = math.prod(extents[1:])
+    first, rest = r.start // inner, r.start % inner
+    if len(r) == 1 or r[-1] // inner == first:  # within one outer digit
+        digits = _in_digits(range(rest, rest + r[-1] - r.start + 1, r.step), extents[1:])
+        return None if digits is None else [range(first, first + 1), *digits]
+    if r.step % inner == 0:
+        digits = _in_digits(range(rest, rest + 1), extents[1:])
+        return None if digits is None else [range(first, r[-1] // inner + 1, r.step // inner), *digits]
+    if inner % r.step or rest >= r.step or len(r) % (inner // r.step):
+        return None
+    digits = _in_digits(range(rest, inner, r.step), extents[1:])
+    return None if digits is None else [range(first, first + len(r) // (inner // r.step)), *digits]
+
+
+def cut_to(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node:
+    """`n[ranges]`, taken of its sources: as far down as there is nothing else than moves and elementwise operations.
+
+    Args:
+        n: a value.
+        ranges: of each of its axes, none of them empty.
+        made: what was made so before, and is from now on.
+    """
+    key = (n, tuple(range(r.start, r[-1] + 1, r.step if len(r) > 1 else 1) for r in ranges))
+    if key not in made:
+        made[key] = n if key[1] == whole(n.shape) else _cut(n, key[1], made)
+    return made[key]
+
+
+def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node:
+    op, shape = n.op, tuple(map(len, ranges))
+
+    def of_broadcast(s: Node) -> Node:
+        along = ranges[len(ranges) - len(s.shape) :]
+        return cut_to(s, tuple(range(1) if d == 1 else r for d, r in zip(s.shape, along, strict=True)), made)
+
+    if isinstance(op, ELEMENTWISE):
+        if not (isinstance(op, (Quantize, Dequantize)) and op.block is not None):
+            return n.with_src([of_broadcast(s) for s in n.src])
+    elif isinstance(op, Broadcast):
+        return broadcast(of_broadcast(n.src[0]), shape)
+    elif isinstance(op, Transpose):
+        inverse = sorted(range(len(op.perm)), key=op.perm.__getitem__)
+        return Node(op, cut_to(n.src[0], tuple(ranges[i] for i in inverse), made))
+    elif isinstance(op, Reshape):
+        before = _through_reshape(ranges, n.shape, n.src[0].shape)
+        if before is not None:
+            inner = cut_to(n.src[0], before, made)
+            return reshape(inner.src[0] if isinstance(inner.op, Reshape) else inner, shape)
+        split = _reshaped(n.src[0], n.shape)
+        if split is not None:
+            return cut_to(split, ranges, made)
+    elif isinstance(op, Slice):
+        return cut_to(n.src[0], tuple(a[r.start : r.stop : r.step] for a, r in zip(_of_slice(op), ranges, strict=True)), made)
+    elif isinstance(op, Concat):
+        axis, found = op.axis % len(shape), list[Node]()
+        r, first = ranges[axis], 0
+        for s in n.src:
+            ends = [max(0, -(-(end - r.start) // r.step)) for end in (first, first + s.shape[axis])]
+            inside = r[ends[0] : ends[1]]
+            if inside:
+                part = range(inside.start - first, inside[-1] - first + 1, inside.step)
+                found.append(cut_to(s, (*ranges[:axis], part, *ranges[axis + 1 :]), made))
+            first += s.shape[axis]
+        return found[0] if len(found) == 1 else Node(op, *found)
+    elif isinstance(op, Reduce):
+        kept = iter(ranges)
+        if op.keepdims:
+            inner = [range(d) if a in op.axes else r for a, (d, r) in enumerate(zip(n.src[0].shape, ranges, strict=True))]
+        else:
+            inner = [range(d) if a in op.axes else next(kept) for a, d in enumerate(n.src[0].shape)]
+        return Node(op, cut_to(n.src[0], tuple(inner), made))
+    elif isinstance(op, Gather) and not op.elementwise:
+        axis, rank = op.axis % len(n.src[0].shape), len(n.src[1].shape)
+        table = (*ranges[:axis], range(n.src[0].shape[axis]), *ranges[axis + rank :])
+        return Node(op, cut_to(n.src[0], table, made), cut_to(n.src[1], ranges[axis : axis + rank], made))
+    return Node(Slice(*(tuple(x) for x in zip(*((r.start, r.stop, r.step) for r in ranges), strict=True))), n)
+
+
+def _reshaped(n: Node, shape: Shape) -> Node | None:
+    """What elementwise operations work out of sources and numbers, worked out in another shape; None of a source alone."""
+    if not isinstance(n.op, ELEMENTWISE) or (isinstance(n.op, (Quantize, Dequantize)) and n.op.block is not None):
+        return None
+    found: list[Node] = []
+    for s in n.src:
+        if s.tensor.elements > 1 and s.shape != n.shape:
+            return None
+        to, below = shape if s.shape == n.shape else (), s
+        while isinstance(below.op, VIEWS):
+            below = below.src[0]
+        part = reshape(s, to) if isinstance(below.op, (Param, Const)) else _reshaped(s, to)
+        if part is None:
+            return None
+        found.append(part)
+    return n.with_src(found)
+
+
+def _reduced_in_parts(root: Node, shape: Shape, parts: Sequence[Ranges], made: dict[tuple[Node, Ranges], Node]) -> Node:
+    """A piece with what is reduced along the axis that was cut reduced in the same parts, so that their columns are its own.
+
+    mean(x) -> (sum(x[: n / 2]) + sum(x[n / 2 :])) / n, where all parts are of one size.
+    """
+    cut = [a for a, d in enumerate(shape) if len(parts[0][a]) < d]
+    if len(cut) != 1 or len({len(p[cut[0]]) for p in parts}) > 1:
+        return root
+    axis = cut[0]
+    moved: dict[Node, Node] = {}
+    for n in toposort((root,)):
+        n_ = moved[n] = n.with_src([moved[s] for s in n.src])
+        op = n_.op
+        if isinstance(op, Reduce) and len(op.axes) == 1 and n_.src[0].shape[op.axes[0]] == shape[axis]:
+            moved[n] = _joined(n_, [p[axis] for p in parts], made)
+    return moved[root]
+
+
+def _sums_of_parts(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
+    """An expression with what is reduced along a concatenation of equal parts reduced part by part."""
+    moved: dict[Node, Node] = {}
+    for n in toposort((root,)):
+        n_ = moved[n] = n.with_src([moved[s] for s in n.src])
+        if not isinstance(n_.op, Reduce) or len(n_.op.axes) != 1:
+            continue
+        axis, every, parts = n_.op.axes[0], whole(n_.src[0].shape), _parts(n_.src[0])
+        alone = all(p[:axis] == every[:axis] and p[axis + 1 :] == every[axis + 1 :] for p in parts)
+        if len(parts) > 1 and alone and len({len(p[axis]) for p in parts}) == 1:
+            moved[n] = _joined(n_, [p[axis] for p in parts], made)
+    return moved[root]
+
+
+def _joined(n: Node, parts: Sequence[range], made: dict[tuple[Node, Ranges], Node]) -> Node:
+    """A reduction along one axis as those of its parts; itself where they cannot be joined."""
+    op, x = n.op, n.src[0]
+    assert isinstance(op, Reduce)
+    fn = "add" if op.fn == "mean" else op.fn
+    if fn not in ("add", "maximum", "minimum") or not (n.dtype is F32 or n.dtype.is_integer):
+        return n
+    before, after = whole(x.shape[: op.axes[0]]), whole(x.shape[op.axes[0] + 1 :])
+    each = [cut_to(x, (*before, part, *after), made) for part in parts]
+    total, *more = (Node(Reduce(fn, op.axes, op.keepdims), part) for part in each)
+    for one in more:
+        total = map_(fn, total, one)
+    return map_("divide", total, const(float(x.shape[op.axes[0]]), F32)) if op.fn == "mean" else total

@@ -1,0 +1,111 @@
+"""A decision for people: who does it, who does not and why, what each was expected to take and what it took."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from tilewright.hardware.target import Target
+from tilewright.report.schema import Choice, Refusal
+from tilewright.report.text.tables import count, us
+from tilewright.schedule.candidate import discover
+from tilewright.schedule.cost import predict
+from tilewright.schedule.schedule import Knob, Schedule
+from tilewright.schedule.search import Decision
+
+WRONG = 2.0  # a prediction this many times off is said to be
+READ_BACK, MEASURED, NOT_MEASURED = "read back", "measured", "not measured"
+
+
+def way_of(decision: Decision) -> str:
+    """How a choice came about: read back from the cache, measured now, or the first that agrees with the reference."""
+    return READ_BACK if decision.recalled else MEASURED if decision.measured else NOT_MEASURED
+
+
+def ways_of(decisions: Iterable[Decision]) -> dict[str, int]:
+    """How many choices came about in each way; one for each distinct problem."""
+    found = Counter(way_of(d) for d in {d.problem: d for d in decisions}.values())
+    return {way: found[way] for way in (READ_BACK, MEASURED, NOT_MEASURED) if found[way]}
+
+
+def ways_words(ways: dict[str, int]) -> list[str]:
+    """The same as a sentence; none where nothing was chosen."""
+    said = {
+        READ_BACK: "read back from the cache and verified again",
+        MEASURED: "measured now",
+        NOT_MEASURED: "not measured: the first kernel that agrees with the reference",
+    }
+    parts = [f"{n:,} {said[way]}" for way, n in ways.items()]
+    return [f"{count(sum(ways.values()), 'choice')}: {', '.join(parts)}."] if parts else []
+
+
+def chosen_of(decision: Decision, target: Target | None = None) -> Choice:
+    """The candidate that does a product; with a target, what the cost model expects of it there."""
+    kernel = decision.kernel
+    expected = _predicted(decision, kernel.candidate, kernel.schedule, target)
+    return Choice(kernel.candidate, str(kernel.schedule), decision.time_us, expected, decision.recalled)
+
+
+def refusals_of(decision: Decision, target: Target | None = None) -> list[Refusal]:
+    """The candidates that do not; what the cost model expects of those that could."""
+    found: list[Refusal] = []
+    for r in decision.rejected:
+        name, schedule = parted(r.candidate)
+        expected = _predicted(decision, name, schedule, target) if schedule.knobs or r.time_us is not None else None
+        found.append(Refusal(r.candidate, r.why, r.time_us, str(schedule) if schedule.knobs else "", expected))
+    return found
+
+
+def parted(label: str) -> tuple[str, Schedule]:
+    """The candidate and the point of its space that a label of the search names: `aten (compute=f32)`."""
+    name, found, knobs = label.partition(" (")
+    if not found or not knobs.endswith(")"):
+        return label, Schedule()
+    settings: list[tuple[str, Knob]] = []
+    for word in knobs[:-1].split(" "):
+        key, given, value = word.partition("=")
+        if given:
+            settings.append((key, _knob(value)))
+        elif settings:  # a value of several words
+            last, before = settings[-1]
+            settings[-1] = (last, f"{before} {word}")
+    return name, Schedule(tuple(settings))
+
+
+def _knob(text: str) -> Knob:
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if text.lstrip("-").isdigit() else text
+
+
+def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target | None) -> float | None:
+    """What the cost model expects; None where it knows nothing of the candidate or of its settings."""
+    candidate = next((c for c in discover() if c.name == name), None)
+    if candidate is None or target is None:
+        return None
+    try:
+        expected = predict(candidate, decision.problem, schedule, target)
+    except (KeyError, ValueError, ArithmeticError):  # a label does not always name a whole point
+        return None
+    return None if expected is None else round(float(expected), 3)
+
+
+def mispredictions(chosen: Choice, rejected: Sequence[Refusal]) -> list[str]:
+    """A sentence for each candidate that took more than twice, or less than half, of what was expected."""
+    found: list[str] = []
+    timed = [(f"{chosen.candidate} (chosen)", chosen.predicted_us, chosen.time_us)]
+    timed += [(r.candidate, r.predicted_us, r.time_us) for r in rejected]
+    for name, expected, took in timed:
+        off = off_by(expected, took)
+        if expected and took and off is not None:
+            said = f"{off:.1f} times as {'long' if took > expected else 'fast'}"
+            found.append(f"{name}: {us(expected)} µs predicted, {us(took)} µs measured, {said}")
+    return found
+
+
+def off_by(predicted_us: float | None, took_us: float | None) -> float | None:
+    """By which factor a prediction was wrong, where that is more than `WRONG`; None where it was not, or nothing is known."""
+    if not predicted_us or not took_us:
+        return None
+    off = max(took_us / predicted_us, predicted_us / took_us)
+    return off if off > WRONG else None

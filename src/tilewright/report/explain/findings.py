@@ -1,0 +1,194 @@
+"""What fell back, what dangles, and why something stands beside a product instead of inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
+
+from tilewright.ir.carrier import CARRIERS
+from tilewright.ir.graph import Node, Op
+from tilewright.ir.ops import Call, Concat, Const, Convert, Dequantize, Input, Item, Map, Pad, Quantize, Select
+from tilewright.ir.shown import VIEWS, op_name
+from tilewright.report.measure.work import describe
+from tilewright.report.program import Program, Step
+from tilewright.report.schema import Finding
+from tilewright.schedule.bench import UNCHECKED
+from tilewright.schedule.candidate import LAST_RESORT, discover
+from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.search import Decision
+
+_PARTS = {"gemm": "product", "attention": "attention", "region": "epilogue"}
+FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)
+
+
+class Reasons:
+    """Why operations of a compiled program were not folded, from the rules that saw them or from where they stand."""
+
+    def __init__(self, program: Program) -> None:
+        self._graph = program.graph
+        self._by_node: dict[Node, dict[str, None]] = {}
+        self._by_origin: dict[tuple[str, str], dict[str, None]] = {}
+        for miss in program.trace.near_misses:
+            sentence = f"{miss.rule.replace('_', ' ')}: {miss.why}"
+            self._by_node.setdefault(miss.node, {})[sentence] = None
+            # A later stage may have rebuilt the node: what the source called it, and its operation, still name it.
+            if miss.where != miss.node.op.name:
+                self._by_origin.setdefault((miss.where, op_name(miss.node)), {})[sentence] = None
+        self._made: dict[Op, dict[str, tuple[int, Op | None]]] = {}
+        for i, step in enumerate(program.trace.steps):
+            after = _behind_items(step.after)
+            if isinstance(after.op, CARRIERS):
+                self._made.setdefault(after.op, {}).setdefault(step.rule, (i, _continued(step.before, after)))
+        self._readers: dict[Node, list[Node]] = {}
+        for node in program.graph.nodes():
+            for s in dict.fromkeys(node.src):
+                self._readers.setdefault(s, []).append(node)
+
+    def near_misses(self, node: Node) -> list[str]:
+        """What rules said that recognised the node and left it."""
+        found = self._by_node.get(node) or self._by_origin.get((self._graph.origin(node), op_name(node)), {})
+        return list(found)
+
+    def rules(self, carrier: Node) -> list[str]:
+        """The rules that made a gemm or attention what it is, in the order in which they fired.
+
+        A node is rebuilt without a rule when what it reads changes, so it is followed by its operation: of products with equal
+        operations the first one's history is told.
+        """
+        fired: dict[int, str] = {}
+        pending: list[Op] = [carrier.op]
+        seen: set[Op] = set(pending)
+        while pending:
+            for rule, (i, before) in self._made.get(pending.pop(), {}).items():
+                fired[i] = rule.replace("_", " ")
+                if before is not None and before not in seen:
+                    pending.append(before)
+                    seen.add(before)
+        runs = groupby(fired[i] for i in sorted(fired))
+        return [f"{rule}{f' x{n}' if (n := len(list(group))) > 1 else ''}" for rule, group in runs]
+
+    def readers(self, node: Node) -> Sequence[Node]:
+        """Who reads a node of the compiled graph."""
+        return self._readers.get(node, ())
+
+    def why(self, node: Node) -> str:
+        """Why a node that could belong to a product is an operation of its own: which rule nearly fitted, what stopped it."""
+        said = self.near_misses(node)
+        if said:
+            return "; ".join(said)
+        made_by = [_behind_items(s) for s in node.src if not s.constant]
+        if not made_by:
+            return "it depends on constants alone"
+        carriers = [s for s in made_by if isinstance(s.op, CARRIERS)]
+        if carriers:
+            return self._why_after(node, carriers)
+        before = ", ".join(dict.fromkeys(op_name(s) for s in made_by if not isinstance(s.op, Input)))
+        stands = f"it follows {before}, which has no epilogue to hold it" if before else "it reads an input of the program"
+        after = next((r for r in self._past_views(node) if isinstance(r.op, CARRIERS)), None)
+        if after is None:
+            return stands if before else f"{stands}, and no product stands before or after it"
+        return f"{stands}, and the {after.op.name} after it leaves it: {not_read_through(node)}"
+
+    def _why_after(self, node: Node, carriers: Sequence[Node]) -> str:
+        name = carriers[0].op.name
+        if isinstance(node.op, (Concat, Pad)):
+            return f"no rule writes part of a {op_name(node)}: a {name}'s stores are whole tensors"
+        several = [s for s in carriers if len(self.readers(s)) > 1 or s in self._graph.outputs]
+        if not several:
+            return f"no rule folds {op_name(node)} into a {name} here"
+        reads = ", ".join(dict.fromkeys(op_name(r) for r in self._past_views(node)))
+        return (
+            f"absorb elementwise into store: others read the {several[0].op.name} too; store every elementwise tail: what it "
+            f"gives need not be written, since only {reads or 'nothing'} reads it"
+        )
+
+    def _past_views(self, node: Node) -> list[Node]:
+        """Who reads a value or a view of it."""
+        found: list[Node] = []
+        pending = list(self.readers(node))
+        while pending:
+            reader = pending.pop()
+            if isinstance(reader.op, VIEWS):
+                pending += self.readers(reader)
+            else:
+                found.append(reader)
+        return found
+
+
+def _continued(before: Node, after: Node) -> Op | None:
+    """The carrier that lives on in what a rule made: the one rewritten, or the one whose sources come first in the new one."""
+    if isinstance(before.op, CARRIERS):
+        return before.op
+    found = (n for n in map(_behind_items, before.src) if isinstance(n.op, CARRIERS) and after.src[: len(n.src)] == n.src)
+    return next((n.op for n in found), None)
+
+
+def not_read_through(node: Node) -> str:
+    """Why a product's operand is not read through a node that makes it."""
+    return f"read operand through views and casts: {op_name(node)} is no view, dequantisation or widening cast"
+
+
+def _behind_items(node: Node) -> Node:
+    return node.src[0] if isinstance(node.op, Item) else node
+
+
+def dangling(program: Program, reasons: Reasons, cost_us: Mapping[int, float]) -> list[Finding]:
+    """Steps that only quantise, dequantise, convert or move data; `cost_us` by index of the step."""
+    return [
+        Finding(describe(step), step.name, reasons.why(_representative(step)), cost_us.get(i))
+        for i, step in enumerate(program.steps)
+        if step.part.dangling
+    ]
+
+
+def _representative(step: Step) -> Node:
+    """The node of a dangling step that makes it one."""
+    working = [n for n in step.part.nodes if not isinstance(n.op, (*VIEWS, Const))] or list(step.part.nodes)
+    return next((n for n in working if isinstance(n.op, Quantize)), working[0])
+
+
+def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
+    """Products on the reference, whole or in part, regions that no generated kernel takes, kernels that were called wrong,
+    operations in the source's own library, and the front end's notes."""
+    last_resort = {c.name for c in discover() if c.preference >= LAST_RESORT}
+    found: list[Finding] = []
+    for i, step in enumerate(program.steps):
+        if step.decision is not None:
+            whys = [_last_resort(step.decision, last_resort, program.target.kind), _wrong(step.decision)]
+            found += [Finding(describe(step), step.name, why, cost_us.get(i)) for why in whys if why is not None]
+        calls = [n.op for n in step.part.nodes if isinstance(n.op, Call)]
+        if calls:
+            op = ", ".join(dict.fromkeys(c.target for c in calls))
+            libraries = ", ".join(dict.fromkeys(c.library for c in calls))
+            why = f"no operation of the graph expresses it; {libraries} runs it"
+            if step.within:
+                steps = " and ".join(str(len(p.steps)) for p in step.within)
+                why += f" as the data says, its regions as programs of {steps} steps"
+            found.append(Finding(op, step.name, why, cost_us.get(i)))
+            found += [x for p in step.within for x in fallback(p, {})]
+    found += [Finding("note", program.source.name, note, None) for note in program.source.notes]
+    return found
+
+
+def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) -> str | None:
+    """What a step leaves to the reference, and what kept all others from it; None if nothing."""
+    problem, kernel = decision.problem, decision.kernel
+    said = [(r.candidate, r.why) for r in decision.rejected if r.time_us is None or not isinstance(problem, RegionProblem)]
+    refused = "; ".join(f"{name}: {why}" for name, why in said)
+    if kernel.candidate not in last_resort:
+        slow = [_PARTS[what] for what, who in kernel.parts if who in last_resort]
+        return (
+            f"{kernel.candidate} leaves its {' and '.join(dict.fromkeys(slow))} to the reference ({refused})" if slow else None
+        )
+    if not isinstance(problem, RegionProblem):
+        return f"no kernel takes it ({refused})" if refused else "no kernel takes it"
+    unchecked = any(why.startswith(UNCHECKED) for _, why in said)
+    if refused and not problem.only_views and (kind == "cpu" or unchecked):
+        return f"torch runs it operation by operation ({refused})"
+    return None
+
+
+def _wrong(decision: Decision) -> str | None:
+    """That kernels which could have been faster were refused for their results, or for not coming back."""
+    said = [f"{r.candidate}: {r.why}" for r in decision.rejected if r.fatal or " is wrong: " in r.why]
+    return f"kernels were refused that gave other results than the reference; report this ({'; '.join(said)})" if said else None

@@ -1,0 +1,1 @@
+"""Times, the work they are compared with, and results beside a reference."""

@@ -1,0 +1,1 @@
+"""Reports as lines and tables for people."""

@@ -1,0 +1,146 @@
+"""The shorter reports for people: `run`, `verify`, `gemm`, `devices`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from tilewright.report.schema import Comparison, Device, Devices, Gemm, Run, Verify
+from tilewright.report.text.explain_text import choice, how, refusals, section
+from tilewright.report.text.quantized_table import print_accuracy, print_quantized
+from tilewright.report.text.tables import Align, count, heading, input_lines, line, small, table
+
+STATISTICS: tuple[tuple[str, Align], ...] = tuple(
+    (n, "right") for n in ("minimum", "maximum", "mean", "rms", "NaN", "infinite")
+)
+
+
+def print_run(out: Console, report: Run) -> None:
+    """Print what a run gave."""
+    line(out, f"{report.program} on {report.target}", style="bold")
+    input_lines(out, report.inputs)
+    print_quantized(out, report.quantized)
+    heading(out, "Outputs")
+    made = table(("name", "left"), ("type", "left"), *STATISTICS)
+    for o in report.outputs:
+        values = [_number(x) for x in (o.minimum, o.maximum, o.mean, o.rms)]
+        made.add_row(Text(o.name), Text(o.type), *values, f"{o.nans:,}", f"{o.infinities:,}")
+    out.print(made)
+    if report.written is not None:
+        line(out, f"Written to {report.written}.")
+
+
+def _number(x: float | None) -> str:
+    return "" if x is None else f"{x:.6g}"
+
+
+def print_verify(out: Console, report: Verify) -> None:
+    """Print the worst error of each kind of step and of each output, then the verdict."""
+    line(out, f"{report.program} on {report.target}", style="bold")
+    input_lines(out, report.inputs)
+    print_quantized(out, report.quantized)
+    out.print()
+    made = table(
+        ("kind", "left"), ("steps", "right"), ("exact", "right"), ("worst error", "right"), ("bound", "right"), ("at", "left")
+    )
+    by_kind: dict[str, list[Comparison]] = {}
+    for s in report.steps:
+        by_kind.setdefault(s.kind, []).append(s)
+    for kind, group in by_kind.items():
+        worst = max(group, key=_used)
+        exact = sum(1 for s in group if s.error == 0 and s.ok)
+        made.add_row(kind, f"{len(group):,}", f"{exact:,}", *_worst(worst, worst.name))
+    for end in report.end_to_end:
+        exact = "1" if end.error == 0 and end.ok else "0"
+        error, bound, _ = _worst(end, end.name)
+        made.add_row("end to end", "", exact, error, bound, Text(f"output {end.name}"))
+    out.print(made)
+    if report.verified:
+        steps, outputs = count(len(report.steps), "step"), count(len(report.end_to_end), "output")
+        model = " for the quantised model" if report.quantized is not None else ""
+        line(out, f"Verified: {steps} and {outputs} agree with the oracle{model}.")
+    if report.source is not None:
+        line(out, f"{report.source[0].upper()}{report.source[1:]}.")
+    first = report.first_difference
+    if first is not None:
+        _difference(out, first, [c for c in (*report.steps, *report.end_to_end) if not c.ok])
+    print_accuracy(out, report.accuracy)
+
+
+def _worst(c: Comparison, name: str) -> tuple[str, str, Text]:
+    """Error, bound and place; a bound that nothing tried says nothing."""
+    if c.ok and c.error == 0:
+        return "0", "", Text("")
+    return small(c.error), small(c.bound), Text(name)
+
+
+def _used(c: Comparison) -> tuple[bool, float, float]:
+    return (not c.ok, c.error / c.bound if c.bound else c.error, c.bound)
+
+
+def _difference(out: Console, first: Comparison, wrong: Sequence[Comparison]) -> None:
+    what = "output" if first.kind == "output" else "step"
+    heading(out, f"The first {what} that differs: {first.name}")
+    section(out, "Computes", [first.problem])
+    section(out, "By", [first.candidate])
+    section(out, "Error", [f"{small(first.error)}, bound {small(first.bound)}"])
+    section(out, "Why", [first.why or ""])
+    if len(wrong) > 1:
+        line(out, f"{count(len(wrong) - 1, 'more comparison')} failed.", style="dim")
+
+
+def print_gemm(out: Console, report: Gemm) -> None:
+    """Print who does a product and who does not."""
+    line(out, f"{report.program} on {report.target}", style="bold")
+    input_lines(out, report.inputs)
+    out.print()
+    section(out, "Done by", [f"{choice(report.chosen)}: {how(report.chosen, report.measured)}"])
+    if not report.verified:
+        section(out, "NOT verified", [report.why or ""])
+    elif report.bound == 0:
+        section(out, "Verified", ["exactly equal to the reference on random data"])
+    else:
+        section(out, "Verified", [f"on random data, worst error {small(report.error)} where {small(report.bound)} is allowed"])
+    section(out, "Not by", refusals(report.rejected))
+
+
+def print_devices(out: Console, report: Devices) -> None:
+    """Print every device."""
+    for i, d in enumerate(report.devices):
+        if i:
+            out.print()
+        _device(out, d)
+
+
+def _device(out: Console, d: Device) -> None:
+    line(out, f"{d.device}: {d.name}", style="bold")
+    chip = d.chip if d.exact_match else f"{d.chip}, the nearest family: there is no description of this very chip"
+    section(out, "Chip", [chip])
+    section(out, "Cores" if d.device == "cpu" else "SMs", [f"{d.cores:,}"])
+    section(out, "Features", [" ".join(d.features) or "none that matter here"])
+    caches = ", ".join(f"{name} {_size(size)}" for name, size in d.caches_bytes.items())
+    section(out, "Caches" if d.device == "cpu" else "Memories", [caches or "unknown"])
+    section(out, "Memory", [f"{d.read_gbps:,.1f} GB/s read, {d.copy_gbps:,.1f} GB/s copied (measured)"])
+    made = table(
+        ("multiplies", "left"), ("into", "left"), ("instruction", "left"), ("ops/cycle", "right"), ("measured Gop/s", "right")
+    )
+    for u in d.units:
+        rate = "" if u.measured_gops is None else f"{u.measured_gops:,.1f}"
+        made.add_row(u.operand, u.acc, Text(u.instruction), f"{u.ops_per_cycle:,}", rate)
+    for operand, rate in d.other_gops.items():
+        made.add_row(operand, "", "no unit of its own", "", f"{rate:,.1f}")
+    out.print(made)
+    line(
+        out,
+        "ops/cycle is of one core by the chip's description; Gop/s is what all reached: the instruction alone, or where no "
+        "code is generated the best library matmul.",
+        style="dim",
+    )
+    for note in d.notes:
+        line(out, f"Note: {note}", style="dim")
+
+
+def _size(n: int) -> str:
+    return f"{n / 2**20:,.0f} MiB" if n >= 1 << 20 else f"{n / 2**10:,.0f} KiB"
