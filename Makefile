@@ -28,7 +28,7 @@ fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m fuzz
 
 torture: $(STAMP)
-	$(BIN)/python tests/torture_cache.py
+	$(BIN)/python tests/helpers/torture_cache.py
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/limits.py

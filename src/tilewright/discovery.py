@@ -6,30 +6,40 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 from tilewright.errors import InputError
 
 
-def modules(package: str, extra: Iterable[Path] = ()) -> list[ModuleType]:
+def modules(package: str, extra: Iterable[Path] = (), defining: str | None = None) -> list[ModuleType]:
     """Every module of `package` and of its subpackages, in name order, then those of the `extra` folders.
 
-    A name that starts with an underscore is skipped. A file of an extra folder becomes a module of `package` under its own
-    name, run once however often it is found. Import errors are the module's own and are not hidden.
+    With `defining`, only those that define that name are given, and a subpackage whose `__init__` defines it is one such
+    module: its own files are not searched. A name that starts with an underscore is skipped. A file of an extra folder becomes a
+    module of `package` under its own name, run once however often it is found. Import errors are the module's own and are not
+    hidden.
 
     Raises:
         InputError: an extra folder is not there, or two files would be the same module.
     """
-    root = importlib.import_module(package)
-    names = sorted(i.name for i in pkgutil.walk_packages(root.__path__, f"{package}.") if "._" not in i.name)
-    found = [importlib.import_module(name) for name in names]
+    found = list(_within(importlib.import_module(package), defining))
     for folder in extra:
         if not folder.is_dir():
             raise InputError(f"no such folder: {folder}", where=f"searching for modules of {package}")
         found += [_run(f"{package}.{file.stem}", file.resolve()) for file in sorted(folder.glob("[!_]*.py"))]
-    return found
+    return [m for m in found if defining is None or hasattr(m, defining)]
+
+
+def _within(package: ModuleType, defining: str | None) -> Iterator[ModuleType]:
+    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda i: i.name):
+        if info.name.startswith("_"):
+            continue
+        module = importlib.import_module(f"{package.__name__}.{info.name}")
+        yield module
+        if info.ispkg and (defining is None or not hasattr(module, defining)):
+            yield from _within(module, defining)
 
 
 def _run(name: str, file: Path) -> ModuleType:

@@ -5,19 +5,20 @@ import random
 from dataclasses import replace
 
 import pytest
+from tests.candidates.llvm.test_emulated_kernels import problem, wrong
+from tests.candidates.triton.hopper.test_attention import coded
+from w4_problems import posed
 
-from test_emulated_kernels import problem, wrong
-from test_hopper_attention import coded
 from tilewright.dtype import BF16, F16
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention
 from tilewright.schedule.problem import problem_of
-from w4_problems import posed
 
 pytest.importorskip("triton")
 
 from ptx import H200
+
 from tilewright.candidates.triton.attention import candidate as attention
 from tilewright.candidates.triton.gemm import candidate as gemm
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention

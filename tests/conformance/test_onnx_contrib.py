@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-
 from onnx_contrib import CASES
-from test_frontend_onnx_contrib import check, drawn
+from tests.frontends.onnx.test_contrib import check, drawn
 
 pytestmark = pytest.mark.conformance
 MORE_SEEDS = 100

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-import tilewright
 from onnx_models import native, read
 from onnx_operators import OPERATORS, draw
-from test_frontend_onnx_operators import check, reference
+from tests.frontends.onnx.test_operators import check, reference
+
+import tilewright
 from tilewright.errors import TilewrightError
 
 pytestmark = pytest.mark.conformance

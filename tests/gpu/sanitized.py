@@ -14,18 +14,20 @@ from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import torch
-
 from gated import gated, of_halves
-from test_hopper import alike_heads, heads, layer
-from test_hopper_attention import coded
-from test_llvm_attention import attention as posed_attention
-from test_llvm_attention import quantised
-from test_llvm_rows import by_row, norm
-from test_llvm_rows import problem_of as region_of
-from test_triton_attention import flash
+from tests.candidates.llvm.test_attention import attention as posed_attention
+from tests.candidates.llvm.test_attention import quantised
+from tests.candidates.llvm.test_rows import by_row, norm
+from tests.candidates.llvm.test_rows import problem_of as region_of
+from tests.candidates.triton.hopper.test_attention import coded
+from tests.candidates.triton.hopper.test_gemm import alike_heads, heads, layer
+from tests.candidates.triton.test_attention import flash
+from w4_problems import posed
+
 from tilewright.candidates.triton.attention import candidate as attention
 from tilewright.candidates.triton.gemm import candidate as gemm
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
@@ -45,7 +47,6 @@ from tilewright.ir.ops import Gather, Quantize, Softmax
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
-from w4_problems import posed
 
 H200 = Target(
     "NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}), caches_bytes={"shared": CHIP.shared_bytes}

@@ -120,7 +120,7 @@ def _within_limits(graph: Graph) -> Graph:
 
 def discover(extra: Sequence[Path] = ()) -> list[ModuleType]:
     """Every front end module, in file-name order; `extra` folders are searched after the package's own."""
-    return [m for m in modules(__name__, extra) if hasattr(m, "accepts")]
+    return modules(__name__, extra, "accepts")
 
 
 def load(program: object, options: LoadOptions | None = None) -> Graph:

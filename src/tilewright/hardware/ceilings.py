@@ -145,7 +145,7 @@ def _save(record: Record, kind: str) -> None:
 def _measure(target: Target, key: str) -> Record:
     device = target.device
     large = target.kind == "cuda"
-    loops = [found for m in modules("tilewright.candidates") if hasattr(m, "LOOPS") and (found := m.LOOPS(target)) is not None]
+    loops = [found for m in modules("tilewright.candidates", defining="LOOPS") if (found := m.LOOPS(target)) is not None]
     peaks = {name: measure() for each in loops for name, measure in each.peaks.items()}
     size = 8192 if large else 1024
     for name, build in _products(device, size, large).items():

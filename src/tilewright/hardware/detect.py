@@ -34,7 +34,7 @@ SYSFS_CACHE = Path("/sys/devices/system/cpu/cpu0/cache")
 
 def chips(extra: Iterable[Path] = ()) -> list[Chip]:
     """Every chip with a data file, the most demanding first, families last; `extra` folders are searched too."""
-    found = [m.CHIP for m in modules("tilewright.hardware.chips", extra) if hasattr(m, "CHIP")]
+    found = [m.CHIP for m in modules("tilewright.hardware.chips", extra, "CHIP")]
     return sorted(found, key=lambda c: (c.family, -len(c.requires), c.name))
 
 

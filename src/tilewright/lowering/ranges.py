@@ -34,6 +34,7 @@ from tilewright.ir.ops import (
 )
 from tilewright.ir.types import Shape
 from tilewright.lowering.access import ELEMENTWISE, Unsupported
+from tilewright.schedule.problem import Destination
 
 MOST = 16  # pieces of all results, each of which is code of its own
 Ranges = tuple[range, ...]  # of each axis, the elements start, start + step, …
@@ -56,26 +57,12 @@ class Piece:
     ranges: Ranges
 
 
-@dataclass(frozen=True)
-class Room:
-    """Where a result is to lie: in an array of `shape` from `start` on along `axis`, all of the other axes."""
-
-    shape: Shape
-    axis: int
-    start: int
-
-    def ranges(self, extent: int) -> Ranges:
-        """Its elements there, of so many along the axis."""
-        own = range(self.start, self.start + extent)
-        return tuple(own if a == self.axis else range(d) for a, d in enumerate(self.shape))
-
-
-def pieces_of(roots: Sequence[Node], rooms: Sequence[Room | None] = ()) -> list[Piece]:
+def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] = ()) -> list[Piece]:
     """Results in pieces without concatenations on the way to them, in order; one piece a result where there are none.
 
     Args:
         roots: the results, of elementwise operations, reductions, gathers, views and concatenations.
-        rooms: for each result the array in which it lies, if it is not one of its own; none are where this is empty.
+        destinations: for each result the array in which it lies, if it is not one of its own; none are where this is empty.
 
     Raises:
         Unsupported: a sentence, where concatenations make more than `MOST`.
@@ -83,7 +70,7 @@ def pieces_of(roots: Sequence[Node], rooms: Sequence[Room | None] = ()) -> list[
     made: dict[tuple[Node, Ranges], Node] = {}
     found: list[Piece] = []
     for i, root in enumerate(roots):
-        room = rooms[i] if rooms else None
+        room = destinations[i] if destinations else None
         while room is None and isinstance(root.op, Reshape):
             root = root.src[0]
         shape, ranges = root.shape, whole(root.shape)

@@ -33,7 +33,8 @@ from tilewright.ir.ops import (
 )
 from tilewright.lowering.access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
 from tilewright.lowering.decompose import apart, written_out
-from tilewright.lowering.ranges import Piece, Room, pieces_of
+from tilewright.lowering.ranges import Piece, pieces_of
+from tilewright.schedule.problem import Destination
 
 COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")
 KEPT_COLUMNS = 1 << 16  # of rows that are kept beside: past that they would leave the second-level cache
@@ -217,7 +218,7 @@ def _cost(n: Node) -> int:
 
 
 def regions_of_rows(
-    roots: Sequence[Node], check: Callable[[Node], None], rooms: Sequence[Room | None] = ()
+    roots: Sequence[Node], check: Callable[[Node], None], destinations: Sequence[Destination | None] = ()
 ) -> tuple[Region, ...]:
     """A problem's expressions as rows: one region, unless results, or the pieces into which concatenations cut them, are of
     several sizes; then one for each.
@@ -225,7 +226,7 @@ def regions_of_rows(
     Args:
         roots: the results.
         check: raises `Unsupported` where the generator has no form for a node, of any operation but reductions and gathers.
-        rooms: see `ranges.pieces_of`.
+        destinations: see `ranges.pieces_of`.
 
     Raises:
         Unsupported: a sentence why they have none.
@@ -237,7 +238,7 @@ def regions_of_rows(
     if not any(n.tensor.elements > 1 for n in toposort(roots)):
         raise Unsupported("a handful of numbers")
     written = written_out(roots)
-    pieces = pieces_of(written, rooms)
+    pieces = pieces_of(written, destinations)
     sizes = dict.fromkeys(p.root.tensor.elements for p in pieces)
     by_size = [[p for p in pieces if p.root.tensor.elements == size] for size in sizes]
     first: Unsupported | None = None

@@ -358,7 +358,7 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
     order = [part.inputs.index(s) for s in sources]
     if isinstance(problem, RegionProblem):
         picked = list(range(len(part.outputs)))
-        placed = any(problem.rooms)
+        placed = any(problem.destinations)
         runner = placing(problem, part, decision.kernel, weights, ready) if placed else decision.kernel.prepare(weights)
     else:
         runner = decision.kernel.prepare(weights)

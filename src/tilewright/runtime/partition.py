@@ -34,7 +34,7 @@ from tilewright.ir.ops import (
     Write,
 )
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, problem_of, region_of, room_of
+from tilewright.schedule.problem import AnyProblem, destination_of, problem_of, region_of
 
 Kind = Literal[
     "gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view", "write"
@@ -213,7 +213,7 @@ def _reduction(node: Node) -> tuple[int, int] | None:
 
 def _alone(node: Node) -> bool:
     """Whether a node is a step by itself: not a write that the region before it can do."""
-    return isinstance(node.op, ALONE) and not (isinstance(node.op, Write) and room_of(node) is not None)
+    return isinstance(node.op, ALONE) and not (isinstance(node.op, Write) and destination_of(node) is not None)
 
 
 def _waits_for(node: Node, readers: Mapping[Node, set[Node | None]]) -> Node | None:

@@ -41,7 +41,7 @@ def placing(
     def copied(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         results = list(run(sources))
         for i, array in arrays.items():
-            room = problem.rooms[i]
+            room = problem.destinations[i]
             assert room is not None
             array.narrow(room.axis, room.start, results[i].shape[room.axis]).copy_(results[i])
             results[i] = array

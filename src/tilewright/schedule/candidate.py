@@ -38,8 +38,8 @@ class Kernel:
         schedule: the point it was built for.
         prepare: given the weights by source index, packs them and returns what runs: all the problem's sources in, one tensor
             a result out. Sources may have any strides; the runner must not write them nor return memory it will write again.
-        place: the same, for a program that has results of a region in larger arrays (`RegionProblem.rooms`), given by result
-            number: they are written there, and the arrays returned. None if they are to be copied.
+        place: the same, for a program that has results of a region in larger arrays (`RegionProblem.destinations`), given by
+            result number: they are written there, and the arrays returned. None if they are to be copied.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
         unread: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
@@ -165,5 +165,5 @@ def discover(extra: Iterable[Path] = ()) -> list[Candidate]:
 
 @cache
 def _discover(extra: tuple[Path, ...]) -> tuple[Candidate, ...]:
-    found = [m.CANDIDATE for m in modules("tilewright.candidates", extra) if hasattr(m, "CANDIDATE")]
+    found = [m.CANDIDATE for m in modules("tilewright.candidates", extra, "CANDIDATE")]
     return tuple(sorted(found, key=lambda c: (c.preference, c.name)))

@@ -50,7 +50,7 @@ def text_of(problem: AnyProblem) -> str:
     """
     lines = [problem.kind, " ".join(map(str, problem.types)), str(problem.weights)]
     if isinstance(problem, RegionProblem):  # whose constants are sources
-        return "\n".join([*lines, *map(str, problem.rooms), _printed(problem.roots)])
+        return "\n".join([*lines, *map(str, problem.destinations), _printed(problem.roots)])
     regions = problem.op.regions()
     lines += [f"{name}={value}" for name, value in attributes(problem.op).items()]
     lines += [f"{label} {len(roots)}" for label, roots in regions.items()]

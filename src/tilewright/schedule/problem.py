@@ -30,7 +30,6 @@ from tilewright.ir.ops import (
 )
 from tilewright.ir.shown import show_gemm, show_region
 from tilewright.ir.types import Shape, TensorType
-from tilewright.lowering.ranges import Room
 
 LARGE_TABLE_BYTES = 16 << 20
 TABLE_END_BYTES = 1 << 20
@@ -221,6 +220,24 @@ class AttentionProblem:
 
 
 @dataclass(frozen=True)
+class Destination:
+    """The slice of a larger array that a result is written to: from `start` on along `axis`, all of the other axes.
+
+    Attributes:
+        shape: of the whole array.
+    """
+
+    shape: Shape
+    axis: int
+    start: int
+
+    def ranges(self, extent: int) -> tuple[range, ...]:
+        """The elements of each axis that the slice takes, for a result of `extent` elements along `axis`."""
+        own = range(self.start, self.start + extent)
+        return tuple(own if a == self.axis else range(d) for a, d in enumerate(self.shape))
+
+
+@dataclass(frozen=True)
 class RegionProblem:
     """What stands between products: expressions over `param`s, one a result, of any operations but products and calls.
 
@@ -230,14 +247,14 @@ class RegionProblem:
         roots: the results.
         types: of the sources.
         weights: which sources are constants.
-        rooms: for each result the array in which a program will have it, if that is not its own; none are where this is empty.
-            A kernel may write it there (`Kernel.place`).
+        destinations: for each result the array in which a program will have it, if that is not its own; none are where this is
+            empty. A kernel may write it there (`Kernel.place`).
     """
 
     roots: tuple[Node, ...]
     types: tuple[TensorType, ...]
     weights: tuple[bool, ...]
-    rooms: tuple[Room | None, ...] = ()
+    destinations: tuple[Destination | None, ...] = ()
 
     kind: ClassVar[ProblemKind] = "region"
 
@@ -311,8 +328,8 @@ def region_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[RegionPr
     problem, but an exponent is part of the expression: a square is one product, a power that nothing is known of a hundred
     instructions.
     """
-    rooms = tuple(room_of(n) for n in outputs)
-    outputs = [n if room is None else n.src[2] for n, room in zip(outputs, rooms, strict=True)]
+    destinations = tuple(destination_of(n) for n in outputs)
+    outputs = [n if at is None else n.src[2] for n, at in zip(outputs, destinations, strict=True)]
     stand_in = {s: Node(Param(i, s.tensor)) for i, s in enumerate(inputs)}
     roots = substitute(outputs, stand_in)
     exponents = {n: inputs[n.op.index] for n in _exponents(roots) if isinstance(n.op, Param)}
@@ -321,7 +338,7 @@ def region_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[RegionPr
     sources = tuple(inputs[n.op.index] for n in order if isinstance(n.op, Param))
     roots = substitute(roots, {n: Node(Param(i, n.tensor)) for i, n in enumerate(order)})
     types, weights = tuple(s.tensor for s in sources), tuple(s.constant for s in sources)
-    return RegionProblem(tuple(roots), types, weights, rooms if any(rooms) else ()), sources
+    return RegionProblem(tuple(roots), types, weights, destinations if any(destinations) else ()), sources
 
 
 def _exponents(roots: Sequence[Node]) -> set[Node]:
@@ -336,11 +353,11 @@ def _exponents(roots: Sequence[Node]) -> set[Node]:
     return found
 
 
-def room_of(n: Node) -> Room | None:
+def destination_of(n: Node) -> Destination | None:
     """Where a write puts what it writes: constant positions, one after the other, of what the program keeps; None for any other
     node."""
     if not isinstance(n.op, Write) or isinstance(n.src[0].op, Write) or not isinstance(n.src[1].op, Const):
         return None
     positions = [int(p) for p in n.src[1].op.data.tensor().tolist()]
     follow = bool(positions) and positions[0] >= 0 and positions == list(range(positions[0], positions[0] + len(positions)))
-    return Room(n.shape, n.op.axis, positions[0]) if follow else None
+    return Destination(n.shape, n.op.axis, positions[0]) if follow else None

@@ -94,7 +94,7 @@ def _by_kernel(step: Step, values: Sequence[Value], tolerances: Tolerances) -> l
     for i, (output, given_back) in enumerate(zip(step.part.outputs, step.run(values), strict=True)):
         picked = i if region else output.op.index if isinstance(output.op, Item) else 0
         result = cast("torch.Tensor", given_back)
-        room = problem.rooms[i] if isinstance(problem, RegionProblem) and problem.rooms else None
+        room = problem.destinations[i] if isinstance(problem, RegionProblem) and problem.destinations else None
         if room is not None:
             result = result.narrow(room.axis, room.start, results[picked].shape[room.axis])
         results[picked] = result.cpu()

@@ -29,10 +29,9 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.types import TensorType
 from tilewright.lowering.access import Unsupported, or_why
-from tilewright.lowering.ranges import Room
 from tilewright.lowering.region import Region, regions_of_rows
 from tilewright.schedule.candidate import GPU, Kernel, Runner
-from tilewright.schedule.problem import ProblemKind, RegionProblem
+from tilewright.schedule.problem import Destination, ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
@@ -49,7 +48,7 @@ EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead
 
 @or_why
 def _regions(problem: RegionProblem) -> tuple[Region, ...]:
-    regions = regions_of_rows(problem.roots, check_node, problem.rooms)
+    regions = regions_of_rows(problem.roots, check_node, problem.destinations)
     for region in regions:
         if any(region.level.values()) and region.columns > MOST_COLUMNS:
             raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
@@ -93,11 +92,11 @@ class TritonRows:
         several, built = self._machine_code(problem, schedule, target)
         found = needs(built.kernel)
         launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
-        read, arrays = sources_of(several), [t if r is None else t.with_shape(r.shape) for t, r in _with_rooms(problem)]
+        read, arrays = sources_of(several), [t if r is None else t.with_shape(r.shape) for t, r in _with_destinations(problem)]
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             run = caller(read, arrays, launch, weights, target)
-            return run if not problem.rooms else lambda sources: _parts(problem, run(sources))
+            return run if not problem.destinations else lambda sources: _parts(problem, run(sources))
 
         def place(weights: Mapping[int, torch.Tensor], places: Mapping[int, torch.Tensor]) -> Runner:
             return caller(read, arrays, launch, weights, target, places)
@@ -113,13 +112,13 @@ class TritonRows:
         )
 
 
-def _with_rooms(problem: RegionProblem) -> list[tuple[TensorType, Room | None]]:
-    return list(zip(problem.outputs, problem.rooms or [None] * len(problem.outputs), strict=True))
+def _with_destinations(problem: RegionProblem) -> list[tuple[TensorType, Destination | None]]:
+    return list(zip(problem.outputs, problem.destinations or [None] * len(problem.outputs), strict=True))
 
 
 def _parts(problem: RegionProblem, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results, of arrays in which some of them lie."""
-    each = zip(arrays, _with_rooms(problem), strict=True)
+    each = zip(arrays, _with_destinations(problem), strict=True)
     return [a if r is None else a.narrow(r.axis, r.start, t.shape[r.axis]) for a, (t, r) in each]
 
 

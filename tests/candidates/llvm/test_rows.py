@@ -1,0 +1,606 @@
+"""Generated kernels for what stands between products: right within the oracle's bounds, inside their memory, the same at any
+number of threads, and chosen where a model has such work."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from paths import SEARCHED
+from rotated import turned, turned_in_pairs
+
+import tilewright
+from tests.candidates.llvm.test_random import KEPT, fenced, guarded
+from tilewright.candidates.llvm.normalization import candidate as rows
+from tilewright.candidates.llvm.normalization import kernel as _rows
+from tilewright.candidates.llvm.runtime import engine
+from tilewright.dtype import BF16, F8E5M2, F16, F32, F64, PRED, S4, S8, S32, S64, U8
+from tilewright.errors import TypeMismatchError
+from tilewright.hardware.detect import chips, detect
+from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
+from tilewright.ir.graph import Graph, Node, toposort
+from tilewright.ir.ops import Concat, Dequantize, Gather, Input, LayerNorm, Pad, Quantize, Select, Softmax, gemm
+from tilewright.schedule.expected import check, expect
+from tilewright.schedule.measure import examine
+from tilewright.schedule.problem import RegionProblem, region_of
+from tilewright.schedule.sample import random_sources
+from tilewright.schedule.search import search
+
+CPU = detect("cpu")
+LENGTHS = (1, 7, 16, 17, 64, 65, 768, 1000)
+FLOATS = (F32, BF16, F16)
+
+
+def problem_of(*roots) -> RegionProblem:
+    return region_of([n for n in toposort(roots) if isinstance(n.op, Input)], roots)[0]
+
+
+def runner(problem):
+    assert rows.CANDIDATE.refuse(problem, CPU) is None
+    (schedule,) = rows.CANDIDATE.schedules(problem, CPU)
+    return rows.CANDIDATE.build(problem, schedule, CPU).prepare({})
+
+
+def right(*roots):
+    problem = problem_of(*roots)
+    sources = random_sources(problem)
+    why = examine(problem, expect(problem, sources), runner(problem), sources)
+    assert why is None, f"{problem}: {why}"
+
+
+def norm(x, *more, center=True, epsilon=1e-5):
+    return Node(LayerNorm(len(x.shape) - 1, epsilon, center), x, *more)
+
+
+def by_row(x, dtype=S8):
+    """Quantised by a scale of each row's own."""
+    scale = map_("divide", reduce_("maximum", map_("abs", x), (len(x.shape) - 1,), True), const(float(dtype.max), F32))
+    return Node(Quantize(dtype), x, scale), scale
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_norms_and_softmaxes(length, dtype):
+    x, residual = (input_(name, dtype, (5, length)) for name in "xr")
+    scale, bias = (input_(name, dtype, (length,)) for name in "sb")
+    total = map_("add", x, residual)
+    right(norm(x, scale, bias))
+    right(total, norm(total, scale, bias))
+    right(norm(x, scale, center=False))
+    right(Node(Softmax(1), x))
+    right(reduce_("mean", x, (1,)), reduce_("maximum", x, (1,), True))
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_quantising_ends_a_row(length):
+    x, residual = (input_(name, F32, (6, length)) for name in "xr")
+    scale, bias, step, zero = (
+        input_("s", F32, (length,)),
+        input_("b", F32, (length,)),
+        input_("q", F32, ()),
+        input_("z", U8, ()),
+    )
+    total = norm(map_("add", x, residual), scale, bias)
+    right(Node(Quantize(S8), total, step))
+    right(total, Node(Quantize(U8), total, step, zero))
+    right(*by_row(total))
+    right(*by_row(map_("gelu", x)))
+    code = input_("c", S8, (6, length))
+    right(norm(map_("add", Node(Dequantize(F32), code, step), x), scale, bias))
+
+
+def test_a_value_that_is_rounded_in_one_result_and_not_in_another_keeps_its_digits():
+    x = map_("gelu", input_("x", F32, (6, 100)))
+    right(convert(x, BF16), x)
+    right(x, convert(x, BF16))
+
+
+def test_rows_through_views():
+    x, head = input_("x", F32, (3, 4, 50)), input_("h", F32, (4, 1))
+    right(map_("tanh", transpose(x, (0, 2, 1))))
+    right(Node(Softmax(1), x))
+    right(reshape(Node(Softmax(2), map_("multiply", x, head)), (12, 50)), x)
+    right(map_("multiply", map_("silu", slice_(x, 2, 0, 25)), slice_(x, 2, 25, 50)))
+    right(map_("add", x, transpose(input_("y", F32, (50, 4, 3)), (2, 1, 0))))
+    right(Node(LayerNorm(1, 1e-6), x), Node(Quantize(S8), reshape(Node(LayerNorm(1, 1e-6), x), (12, 50)), const(0.02, F32)))
+    right(reduce_("add", map_("exponential", x), (0, 1, 2)))
+    right(broadcast(map_("exponential", input_("t", F32, (4, 1))), (3, 4, 50)), x)
+
+
+def test_integers_and_tests():
+    a, b = input_("a", S32, (7, 130)), input_("b", S8, (7, 130))
+    right(map_("add", a, convert(b, S32)), map_("greater", a, convert(b, S32)))
+    right(reduce_("add", a, (1,)), reduce_("minimum", b, (1,), True))
+    mask = input_("m", S64, (1, 130))
+    right(Node(Select(), map_("and", convert(mask, PRED), input_("p", PRED, (7, 1))), input_("x", F32, ()), const(-1e9, F32)))
+    right(convert(convert(a, F32), BF16))
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, S64, PRED], ids=str)
+def test_single_elements_are_picked(dtype):
+    table, one, each = input_("t", dtype, (3, 41)), input_("i", S64, (29,)), input_("e", S32, (2, 29))
+    right(Node(Gather(1), table, one))
+    right(Node(Gather(1, True), table, each), Node(Gather(0, True), table, input_("f", S64, (5, 20))))
+    right(Node(Gather(0), input_("v", dtype, (17,)), input_("j", U8, (4, 33))))
+    left, by = input_("l", dtype, (3, 4, 41)), input_("k", S64, (3, 4, 30))
+    right(Node(Gather(2, True), left, by))
+
+
+def test_an_index_is_computed_beside_what_it_picks():
+    """As positions are, and the rows of a mixture of experts."""
+    order, hidden, scale = input_("o", S64, (30,)), input_("h", F32, (7, 40)), input_("s", F32, (30, 1))
+    rows_ = Node(Gather(0), hidden, map_("modulo", order, const(7, S64)))
+    right(map_("multiply", rows_, scale), norm(rows_))
+    right(Node(Gather(0), map_("multiply", input_("m", F32, (30, 40)), scale), map_("modulo", order, const(30, S64))))
+    right(Node(Gather(1), hidden, map_("remainder", map_("abs", order), const(40, S64))))
+    picked = Node(Gather(0), hidden, map_("modulo", reduce_("add", input_("n", S64, (9, 40)), (1,)), const(7, S64)))
+    right(map_("add", picked, input_("r", F32, (9, 40))))
+    right(map_("add", *(Node(Gather(0), hidden, map_("modulo", order, const(n, S64))) for n in (5, 6))))
+
+
+def test_positions_as_sums_of_a_mask_are_sampled_in_range():
+    sums, mask, table = input_("c", S64, (2, 9)), input_("m", S64, (2, 9)), input_("t", F32, (12, 40))
+    ids = map_("add", map_("multiply", convert(convert(sums, S32), S64), mask), const(1, S64))
+    right(norm(map_("add", Node(Gather(0), table, ids), input_("x", F32, (2, 9, 40)))))
+
+
+def test_constants_that_indices_are_made_with_are_sampled_as_they_are():
+    order, by, table = input_("o", S64, (30,)), const([1, 2, 3] * 10, S64), input_("t", F32, (40, 20))
+    picked = Node(Gather(0), table, map_("add", map_("divide", order, by), const(7, S64)))
+    program = tilewright.compile(Graph("g", (table, order), (map_("tanh", picked),), ("y",)), budget_s=0, cache=False)
+    assert [s.decision.kernel.candidate for s in program.steps if s.decision is not None] == ["llvm_rows"]
+    values, at = torch.randn(40, 20), torch.arange(30)
+    torch.testing.assert_close(program(values, at), values[at // torch.tensor([1, 2, 3] * 10) + 7].tanh())
+
+
+def test_an_index_out_of_range_is_an_error_in_every_lane():
+    ids, table = input_("i", S64, (3, 21)), input_("t", F32, (3, 50))
+    problem = problem_of(map_("tanh", Node(Gather(1, True), table, ids)))
+    run, sources = runner(problem), random_sources(problem)
+    picks = next(t for t in sources if t.dtype == torch.int64)
+    values = next(t for t in sources if t.dtype == torch.float32)
+    picks[1, 20], picks[2, 0] = -50, -1
+    (got,) = run(sources)
+    torch.testing.assert_close(got, values.gather(1, picks % 50).tanh())
+    for wrong in (50, -51, 1 << 62, -(1 << 63)):
+        picks[1, 20] = wrong
+        with pytest.raises(TypeMismatchError, match=r"out of (bounds|range)"):
+            run(sources)
+
+
+@pytest.mark.parametrize("dtype", [F32, F16, S64, PRED], ids=str)
+def test_numbers_around_what_is_worked_out(dtype):
+    x, fill = input_("x", dtype, (3, 5, 18)), input_("f", dtype, ())
+    y = map_("maximum", x, input_("y", dtype, (18,)))
+    right(Node(Pad((0, 0, 1), (0, 0, 0), (0, 0, 0)), y, fill))
+    right(Node(Pad((0, 1, 2), (0, 2, 1), (0, 0, 0)), y, fill))
+    right(Node(Pad((0, -1, 2), (1, 0, -3), (0, 0, 0)), y, fill))
+    right(Node(Pad((0, 0, 0), (0, 0, 0), (0, 0, 0)), y, fill))
+    right(Node(Pad((1,), (2,), (0,)), map_("maximum", input_("v", dtype, (4,)), input_("w", dtype, (4,))), fill))
+
+
+def test_codes_of_a_rotation_and_their_sums():
+    """As a quantised model rotates queries: each value is a code in between, and the product asks for sums of codes."""
+    x, turn, step = input_("x", F32, (2, 6, 64)), input_("c", F32, (6, 64)), const(0.02, F32)
+
+    def coded(value):
+        return Node(Dequantize(F32), Node(Quantize(U8), value, step, const(120, U8)), step, const(120, U8))
+
+    x = coded(x)
+    halves = [coded(map_("negate", coded(slice_(x, 2, 32, 64)))), coded(slice_(x, 2, 0, 32))]
+    turned_ = coded(map_("multiply", coded(Node(Concat(2), *halves)), turn))
+    code = Node(Quantize(U8), coded(map_("add", coded(map_("multiply", x, turn)), turned_)), step, const(128, U8))
+    right(code, reduce_("add", convert(code, S32), (2,), True))
+    right(code, reduce_("maximum", convert(code, S32), (2,)))
+
+
+def test_a_norm_that_is_padded():
+    x = input_("x", F32, (6, 40))
+    y = norm(x)
+    right(y, Node(Pad((0, 0), (2, 0), (0, 0)), y, const(0.0, F32)))
+    right(reshape(Node(Pad((0, 0), (2, 0), (0, 0)), y, const(0.0, F32)), (2, 4, 40)))
+
+
+@pytest.mark.parametrize("dtype", [S64, S32, U8], ids=str)
+def test_indices_are_computed(dtype):
+    a, b, n = input_("a", dtype, (5, 37)), input_("b", dtype, (37,)), const(3, dtype)
+    right(map_("add", map_("multiply", a, b), map_("modulo", a, n)), map_("divide", a, b), map_("less", a, b))
+    right(Node(Select(), map_("equal", a, b), map_("power", a, n), map_("shift_left", b, n)), map_("remainder", b, a))
+    right(*(reduce_(fn, a, (1,)) for fn in ("add", "maximum", "minimum", "multiply", "and", "or")))
+    right(convert(a, F32), convert(map_("not_equal", a, n), dtype), convert(convert(b, F32), dtype), convert(a, S64))
+
+
+def test_whether_any_or_all_hold():
+    p = input_("p", PRED, (6, 35))
+    right(*(reduce_(fn, p, (1,)) for fn in ("and", "or", "add", "multiply", "maximum", "minimum")))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_functions_that_softplus_elu_and_rotary_angles_need(dtype):
+    x = input_("x", dtype, (5, 70))
+    right(map_("log_plus_one", map_("exponential", x)), map_("exponential_minus_one", x))
+    right(map_("sine", x), map_("cosine", x), map_("power", map_("abs", x), const(0.37, dtype)))
+    right(Node(Softmax(1, True), x))
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 2.0, 3.0, 4.0, -0.5, -1.0, -2.0, 0.0, 1.5])
+def test_powers_that_products_and_roots_give(exponent):
+    x = input_("x", F32, (3, 50))
+    right(map_("power", x, const(exponent, F32)))
+    infinity, nan = float("inf"), float("nan")
+    ends = torch.tensor([0.0, -0.0, infinity, -infinity, nan, 1.0, -1.0, 2.0, -2.0, 1e-45]).repeat(15).reshape(3, 50)
+    (got,) = runner(problem_of(map_("power", x, const(exponent, F32))))([ends])
+    torch.testing.assert_close(got, ends.pow(torch.full_like(ends, exponent)), equal_nan=True)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3])
+def test_ranges_of_what_is_worked_out_are_worked_out_from_ranges(heads):
+    codes, turns = input_("codes", U8, (1, 5, heads * 10)), input_("turns", F32, (1, 1, 5, 10))
+
+    def wide_of(x):
+        return Node(Dequantize(F32), x, const(0.03, F32), const(121, U8))
+
+    wide = reshape(wide_of(codes), (1, 5, heads, 10))
+    halves = [transpose(slice_(wide, 3, *at), (0, 2, 1, 3)) for at in ((5, 10), (0, 5))]
+    rotated = map_("multiply", Node(Concat(3), map_("negate", halves[0]), halves[1]), turns)
+    total = map_("add", map_("multiply", transpose(wide, (0, 2, 1, 3)), turns), rotated)
+    right(Node(Quantize(U8), total, const(0.05, F32), const(99, U8)))
+    right(map_("silu", halves[0]))
+    side = input_("side", F32, (heads * 10,))  # has no such shape
+    turned = reshape(map_("multiply", wide_of(codes), side), (1, 5, heads, 10))
+    if heads > 1:
+        assert "range" in str(rows.CANDIDATE.refuse(problem_of(map_("silu", slice_(turned, 3, 5, 10))), CPU))
+
+
+def test_large_elementwise_regions_are_cut_into_pieces():
+    a, b = input_("a", F32, (70, 1001)), input_("b", F32, (70, 1001))
+    right(map_("gelu_tanh", map_("add", a, b)))
+    right(Node(Quantize(S8), map_("multiply", a, input_("s", F32, (1001,))), const(0.01, F32)))
+
+
+def test_rows_picked_from_a_table():
+    ids, table, place = input_("i", S64, (2, 9)), input_("t", F32, (33, 50)), input_("p", F32, (9, 50))
+    total = map_("add", Node(Gather(0), table, ids), place)
+    right(total, norm(total))
+    right(map_("tanh", Node(Gather(1), input_("t3", F32, (3, 8, 20)), input_("k", S32, (5,)))))
+    problem = problem_of(map_("tanh", Node(Gather(0), table, ids)))
+    run, sources = runner(problem), random_sources(problem)
+    picks = next(t for t in sources if t.dtype == torch.int64)
+    values = next(t for t in sources if t.dtype == torch.float32)
+    picks[0, 0], picks[1, 8] = -1, -33
+    (got,) = run(sources)
+    torch.testing.assert_close(got[0, 0], values[-1].tanh())
+    torch.testing.assert_close(got[1, 8], values[0].tanh())
+    for wrong in (33, -34, 2**62, -(2**62)):
+        picks[0, 3] = wrong
+        with pytest.raises(TypeMismatchError, match=r"gather .* cannot be evaluated: index out of range"):
+            run(sources)
+
+
+def test_an_index_out_of_range_names_its_place():
+    ids, table = input_("i", S64, (4,)), const(torch.randn(10, 64))
+    root = norm(Node(Gather(0), table, ids))
+    program = tilewright.compile(Graph("g", (ids,), (root,), ("y",), {root: "embeddings/Norm"}), budget_s=0)
+    assert program.steps[0].decision.kernel.candidate == "llvm_rows"
+    with pytest.raises(TypeMismatchError, match=r"index out of range.*\(embeddings/Norm\)"):
+        program(torch.tensor([0, 1, 10, 2]))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_stays_in_its_row(value):
+    x = input_("x", F32, (6, 70))
+    scale, bias = input_("s", F32, (70,)), input_("b", F32, (70,))
+    for roots in ((norm(x, scale, bias),), (Node(Softmax(1), x),), (reduce_("maximum", x, (1,)), reduce_("add", x, (1,))),
+                  (map_("gelu", x), map_("exponential", x)), by_row(x)):  # fmt: skip
+        problem = problem_of(*roots)
+        sources = random_sources(problem)
+        at = next(i for i, t in enumerate(sources) if t.shape == (6, 70))
+        sources[at][2, 33] = value
+        wanted = expect(problem, sources)
+        results = runner(problem)(sources)
+        assert check(problem, wanted, results) is None, f"{problem}"
+        other = [r for i, r in enumerate(r for result in results for r in result.double()) if i % 6 != 2]
+        assert all(torch.isfinite(r).all() for r in other)
+
+
+def test_a_row_of_minus_infinity_has_no_softmax():
+    problem = problem_of(Node(Softmax(1), input_("x", F32, (3, 40))))
+    x = torch.randn(3, 40)
+    x[1], x[2, :39] = float("-inf"), float("-inf")
+    (got,) = runner(problem)([x])
+    assert got[1].isnan().all() and torch.equal(got[2], torch.nn.functional.one_hot(torch.tensor(39), 40).float())
+
+
+def test_the_variance_keeps_its_digits_far_from_zero():
+    """Two passes: E[x^2] - E[x]^2 would have none left."""
+    problem = problem_of(norm(input_("x", F32, (4, 768))))
+    x = torch.randn(4, 768) + 5000
+    wanted = expect(problem, [x])
+    assert check(problem, wanted, runner(problem)([x])) is None
+    shifted = (x.square().mean(1, True) - x.mean(1, True).square()).clamp(min=0)
+    assert "differ" in check(problem, wanted, [(x - x.mean(1, True)) * torch.rsqrt(shifted + 1e-5)])
+
+
+def test_bounds_catch_what_drops_precision():
+    x, step = input_("x", F32, (64, 768)), input_("q", F32, ())
+    data = torch.randn(64, 768)
+    for root in (norm(x), Node(Softmax(1), x), reduce_("add", x, (1,))):
+        problem = problem_of(root)
+        wanted = expect(problem, [data])
+        (narrow,) = expect(problem, [data.bfloat16().float()]).reference
+        assert check(problem, wanted, [narrow]) is not None
+        assert check(problem, wanted, [wanted.reference[0] * (1 + 1e-4)]) is not None
+    problem = problem_of(Node(Quantize(S8), norm(x), step))
+    wanted = expect(problem, [data, torch.tensor(0.02)])
+    (code,) = wanted.reference
+    loose = (wanted.high[0] - wanted.low[0]) > 0
+    assert 0 < loose.double().mean() < 0.01 and (wanted.high[0] - wanted.low[0]).max() == 1
+    wrong = code.clone()
+    wrong[~loose & (code < 100)] += 1
+    assert "differ" in check(problem, wanted, [wrong])
+
+
+@pytest.mark.parametrize(
+    ("roots", "why"),
+    [
+        ((map_("sine", input_("x", F8E5M2, (4, 8))),), "sine of f8e5m2 has no vector form"),
+        ((reshape(input_("x", F32, (4, 8)), (8, 4)),), "nothing but views"),
+        ((norm(input_("x", F64, (4, 8))),), "f64 has no vectors here"),
+        ((map_("exponential", input_("x", F32, (0, 8))),), "an extent is zero"),
+        ((reduce_("multiply", input_("x", F32, (4, 8)), (1,)),), "reducing f32 by multiply has no vector form"),
+        ((reduce_("add", input_("x", S4, (4, 8)), (1,)),), "reducing s4 has no vector form"),
+        ((norm(Node(Concat(1), input_("x", F32, (4, 8)), input_("y", F32, (4, 3)))),), "concat has no vector form"),
+        ((norm(transpose(norm(input_("x", F32, (8, 8))), (1, 0))),), "it reduces along different axes"),
+        ((map_("add", *(lambda y: (y, transpose(y, (1, 0))))(map_("tanh", input_("x", F32, (8, 8))))),), "two arrangements"),
+        ((map_("exponential", input_("x", F32, ())),), "a handful of numbers"),
+        ((Node(Gather(1, True), norm(input_("x", F32, (4, 8))), input_("i", S32, (4, 3))),), "from what is worked out here"),
+        ((Node(Pad((1,), (0,), (1,)), map_("tanh", input_("x", F32, (8,))), const(0.0, F32)),), "numbers between elements"),
+        ((convert(map_("add", input_("x", S64, (4, 8)), input_("y", S64, (4, 8))), F16),), "s64 has no vectors here"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)  # fmt: skip
+def test_what_has_no_kernel_says_why(roots, why):
+    said = rows.CANDIDATE.refuse(problem_of(*roots), CPU)
+    assert said is not None and why in said
+
+
+def test_other_machines_are_refused():
+    problem = problem_of(norm(input_("x", F32, (4, 8))))
+    plain = next(c for c in chips() if c.name == "x86_64")
+    assert "names no instruction" in rows.CANDIDATE.refuse(problem, replace(CPU, chip=plain))
+
+
+# -- random regions between guard pages
+
+
+@st.composite
+def regions(draw):
+    """Results over a few sources, of the operations that rows have."""
+    length = draw(st.sampled_from((1, 2, 7, 15, 16, 17, 33, 64, 65, 100, 130)))
+    lead = draw(st.sampled_from(((1,), (3,), (5,), (2, 3), (4, 1))))
+    shape, dtype = (*lead, length), draw(st.sampled_from(FLOATS))
+    count = 0
+
+    def source(dtype, shape):
+        nonlocal count
+        count += 1
+        return input_(f"x{count}", dtype, shape)
+
+    def side(t):
+        return source(t, draw(st.sampled_from((shape, (length,), (*lead, 1), ()))))
+
+    x = source(dtype, shape)
+    made = [x]
+    for _ in range(draw(st.integers(1, 5))):
+        t = x.dtype
+        match draw(st.integers(0, 12)):
+            case 11 if length % 2 == 0:
+                x = draw(st.sampled_from((turned, turned_in_pairs)))(x, source(t, (length,)), side(t))
+            case 12:
+                axis = draw(st.integers(0, len(shape) - 1))
+                more = source(t, tuple(2 if a == axis else d for a, d in enumerate(shape)))
+                made.append(Node(Concat(axis), *draw(st.permutations((x, more)))))
+            case 0:
+                x = map_(draw(st.sampled_from(("gelu", "silu", "tanh", "erf", "relu", "negate", "abs", "logistic"))), x)
+            case 1 | 2:
+                x = map_(draw(st.sampled_from(("add", "subtract", "multiply", "maximum"))), x, side(t))
+            case 3 | 4:
+                more = [source(t, (length,)) for _ in range(draw(st.integers(0, 2)))]
+                x = Node(LayerNorm(len(shape) - 1, 1e-3, draw(st.booleans())), x, *more)
+            case 5:
+                x = Node(Softmax(len(shape) - 1), x)
+            case 6:
+                reduced = reduce_(draw(st.sampled_from(("add", "mean", "maximum", "minimum"))), x, (len(shape) - 1,), True)
+                x = map_("subtract", x, reduced)
+                made.append(reduced)
+            case 7:
+                code = Node(Quantize(S8), x, source(F32, draw(st.sampled_from(((), (*lead, 1))))))
+                made.append(code)
+            case 8:
+                made += by_row(convert(x, F32), draw(st.sampled_from((S8, U8))))
+            case 9:
+                x = convert(x, draw(st.sampled_from(FLOATS)))
+            case _:
+                x = map_("add", x, convert(Node(Dequantize(F32), source(S8, shape), source(F32, ())), t))
+        made.append(x)
+    roots = draw(st.lists(st.sampled_from(made[1:]), min_size=1, max_size=3, unique=True))
+    return tuple(reshape(r, (r.tensor.elements,)) if draw(st.integers(0, 5)) == 0 else r for r in roots)
+
+
+def one(roots, data_seed, at_end, threads, wild, chip):
+    problem = problem_of(*roots)
+    if rows.CANDIDATE.refuse(problem, chip) is not None:
+        return False
+    sys.stdout.write(f"{problem} {roots}\n")
+    sys.stdout.flush()
+    plain = random_sources(problem, data_seed)
+    if wild:
+        generator = torch.Generator().manual_seed(data_seed)
+        for t in plain:
+            if t.is_floating_point() and t.numel() > 8:
+                at = int(torch.randint(t.numel(), (1,), generator=generator))
+                t.view(-1)[at] = (float("nan"), float("inf"), float("-inf"))[data_seed % 3]
+    sources = [guarded(t, at_end) for t in plain]
+    (schedule,) = rows.CANDIDATE.schedules(problem, chip)
+    run = rows.CANDIDATE.build(problem, schedule, chip).prepare({})
+    first = None
+    for count in threads:
+        torch.set_num_threads(count)
+        results = [r.clone() for r in run(sources)]
+        if first is None:
+            first = results
+            why = check(problem, expect(problem, plain), results) if not wild else None
+            assert why is None, f"{problem} {roots}: {why}"
+        bits = [(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8)) for a, b in zip(first, results, strict=True)]
+        assert all(torch.equal(a, b) for a, b in bits), f"{problem}: results depend on threads"
+    return True
+
+
+def child(start, count, chip, threads):
+    done, target = 0, CPU
+    if chip:
+        from tests.candidates.llvm.test_random import OLDER
+
+        target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
+        rows.module_text = lambda r: rows.RowsWriter(r).write().text(OLDER[chip], "")
+
+    @seed(start)
+    @settings(
+        max_examples=count, suppress_health_check=list(HealthCheck), phases=[Phase.generate], deadline=None, database=None
+    )
+    @given(regions(), st.integers(0, 1000), st.booleans(), st.sampled_from(threads), st.sampled_from([False, False, True]))
+    def attempt(roots, data_seed, at_end, counts, wild):
+        nonlocal done
+        rows.maker, rows.take = fenced(at_end)
+        rows.give = lambda scratch: None
+        rows.ONE_THREAD_WORK = -1
+        _rows.TASK_ELEMENTS = 64
+        done += one(roots, data_seed, at_end, counts, wild, target)
+        KEPT.clear()
+
+    attempt()
+    return done
+
+
+def run_child(start, count, chip="", threads=((1, 2), (1, 3), (1, 8), (1, 5))):
+    call = f"t.child({start}, {count}, {chip!r}, {list(threads)})"
+    begin = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_rows as t"
+    code = f"{begin}; sys.stdout.write('DONE ' + str({call}))"
+    ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
+    last = ran.stdout.strip().splitlines()[-1:] or [""]
+    assert ran.returncode == 0, f"at {last[0]}: exit {ran.returncode}\n{ran.stderr[-3000:]}"
+    return int(last[0].split()[1])
+
+
+def test_random_regions_between_guard_pages():
+    assert run_child(0, 120) > 80
+
+
+@pytest.mark.parametrize("chip", ["x86_64_avx2"])
+def test_kernels_for_older_processors_are_right_as_well(chip):
+    from tests.candidates.llvm.test_random import RUNNABLE
+
+    if chip not in RUNNABLE:
+        pytest.skip(f"this is no superset of {chip}")
+    assert run_child(1, 30, chip) > 20
+
+
+@pytest.mark.conformance
+@pytest.mark.parametrize("start", range(4))
+def test_a_thousand_random_regions_on_one_to_eight_threads(start):
+    assert run_child(100 + start, 250, threads=(tuple(range(1, 9)),)) > 150
+
+
+# -- processors at hand or not
+
+SHAPES = {
+    "norm": lambda: Node(Quantize(S8), norm(input_("x", F32, (9, 100)), input_("s", F32, (100,))), const(0.1, F32)),
+    "residual": lambda: norm(map_("add", input_("x", F16, (9, 100)), input_("y", F16, (9, 100))), center=False),
+    "softmax": lambda: Node(Softmax(1), input_("x", BF16, (9, 100))),
+    "half": lambda: map_("gelu", input_("x", F16, (9, 100))),
+    "dynamic": lambda: by_row(input_("x", F32, (9, 100)), U8)[0],
+    "mask": lambda: Node(Select(), convert(input_("m", S64, (1, 100)), PRED), input_("x", F32, (9, 1)), const(0.0, F32)),
+    "long": lambda: convert(input_("m", S64, (9, 100)), F32),
+    "table": lambda: norm(Node(Gather(0), input_("t", F32, (33, 100)), input_("i", S64, (9,)))),
+    "across": lambda: map_("tanh", transpose(input_("x", F32, (20, 30)), (1, 0))),
+    "pieces": lambda: Node(Concat(1), input_("x", BF16, (9, 40)), map_("negate", input_("y", BF16, (9, 3)))),
+}  # fmt: skip
+
+
+def assembled():
+    """In a process of its own, since LLVM aborts on what it cannot select: the assembly of the shape that a line asks for."""
+    for line in sys.stdin:
+        chip, triple, cpu, features, shape = json.loads(line)
+        target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
+        plan = rows._plan(problem_of(SHAPES[shape]()), target)
+        text = rows.RowsWriter(plan).write().text(cpu, features)
+        sys.stdout.write(json.dumps([engine.assembly(text, triple, cpu, features), plan.each[0].lanes]) + "\n")
+        sys.stdout.flush()
+
+
+def test_every_processor_has_kernels_that_call_nothing_strange():
+    from tests.candidates.llvm.test_targets import AS_LLVM_SAYS, INTENDED, strangers
+
+    asked = [[chip, *AS_LLVM_SAYS[chip], shape] for chip in INTENDED for shape in SHAPES]
+    code = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_rows as t; t.assembled()"
+    given_ = "".join(json.dumps(a) + "\n" for a in asked)
+    ran = subprocess.run([sys.executable, "-c", code], input=given_, capture_output=True, text=True, timeout=550)
+    made = [json.loads(line) for line in ran.stdout.splitlines()]
+    at = asked[min(len(made), len(asked) - 1)]
+    assert ran.returncode == 0, f"{at}: exit {ran.returncode}\n{ran.stderr[-2000:]}"
+    for (chip, *_, shape), (assembly, lanes) in zip(asked, made, strict=True):
+        assert strangers(assembly) == set(), f"{chip}: {shape}"
+        assert ("%zmm" in assembly) == (lanes == 16), f"{chip}: {shape}"
+
+
+# -- in programs
+
+
+def test_a_layer_s_norms_are_chosen_once_for_all_layers(monkeypatch):
+    built = []
+    build = rows.CANDIDATE.build
+    monkeypatch.setattr(type(rows.CANDIDATE), "build", lambda self, *a: built.append(a) or build(*a))
+    torch.manual_seed(0)
+    h = start = input_("h", F32, (64, 256))
+    for layer in range(3):
+        scale, bias = const(torch.rand(256) + 0.5), const(torch.randn(256))
+        total = norm(map_("add", h, start), scale, bias)
+        code = Node(Quantize(S8), total, const(0.02 + 0.01 * layer, F32))
+        weight = const(torch.randint(-127, 128, (256, 256), dtype=torch.int8))
+        h = map_("multiply", convert(gemm(code, weight), F32), const(1e-4, F32))
+    program = tilewright.compile(Graph("g", (start,), (h,), ("y",)), budget_s=2.0)
+    steps = [s for s in program.steps if s.decision.problem.kind == "region"]
+    assert len(steps) == 3 and {s.decision.kernel.candidate for s in steps} == {"llvm_rows"}
+    problems = {s.decision.problem for s in steps}  # gemms taken apart build theirs too
+    assert steps[1].decision is steps[2].decision and len([p for p, *_ in built if p in problems]) == len(problems) == 2
+    assert all(s.decision.verified and s.decision.measured for s in steps)
+
+
+def test_a_region_without_a_kernel_says_so():
+    from tilewright.report.explain.findings import fallback
+
+    x = input_("x", F32, (40, 64))
+    by_blocks = Node(Quantize(S8, (1, 8)), x, input_("s", F32, (40, 8)))
+    program = tilewright.compile(Graph("g", by_blocks.src, (by_blocks,), ("y",)), budget_s=0)
+    (found,) = fallback(program, {})
+    assert found.why.startswith(
+        "torch runs it operation by operation (llvm_rows: quantizing to s8 by blocks has no vector form"
+    )
+    assert fallback(tilewright.compile(Graph("g", (x,), (reshape(x, (64, 40)),), ("y",)), budget_s=0), {}) == []
+
+
+def test_torch_is_timed_too():
+    decision = search(problem_of(norm(input_("x", F32, (64, 256)))), CPU, budget_s=0.05)
+    timed = {r.candidate.split()[0] for r in decision.rejected if r.time_us is not None}
+    assert decision.measured and {decision.kernel.candidate, *timed} == {"llvm_rows", "reference"}
+
+
+def test_a_gelu_that_bf16_rounds_has_a_row_kernel():
+    """Rows of so many elements that every argument occurs."""
+    x = input_("x", F32, (512, 1024))
+    program = tilewright.compile(Graph("g", (x,), (convert(map_("gelu", x), BF16),), ("y",)), budget_s=0.1)
+    assert program.steps[0].decision.kernel.candidate == "llvm_rows"

@@ -1,0 +1,184 @@
+"""Attention that holds whole rows of scores: which it takes, in which sizes, and its machine code (no GPU at hand)."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+from tests.candidates.triton.test_attention import bert, flash
+from tests.candidates.triton.test_rows import gpu
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
+from tilewright.ir.build import const, input_, reshape, transpose
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Acc, Attention, Dequantize, Param, Quantize
+from tilewright.ir.types import TensorType
+from tilewright.schedule.problem import problem_of
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+from tilewright.candidates.triton.hopper.attention.attend import kernel_text
+from tilewright.candidates.triton.hopper.attention.sizes import (
+    Chunk,
+    Point,
+    Ring,
+    chunks,
+    last_seen,
+    points,
+    registers,
+    shared_bytes,
+)
+from tilewright.candidates.triton.runtime.module import assembly, needs
+
+TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
+
+
+def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale=1.0, batch=64, heads=12, given=None):
+    """Queries, keys and, if `values`, values given as codes; a quantised result, its heads side by side."""
+    depth = 64
+    shape = (batch, heads, tokens, depth)
+    kinds = [given] * 3 if given else [codes, codes, codes if values else dtype]
+    src = [input_(name, kind, shape) for name, kind in zip("qkv", kinds, strict=True)]
+    leaves = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    operands = [Node(Dequantize(dtype), n, const(0.05, F32)) if n.dtype is codes else n for n in leaves]
+    acc = Node(Acc(TensorType(dtype, shape)))
+    store = transpose(Node(Quantize(codes), acc, const(0.01, F32)), (0, 2, 1, 3))
+    store = reshape(store, (batch, tokens, heads * depth))
+    return problem_of(Node(Attention(scale, causal, True, tuple(operands), stores=(store,)), *src))
+
+
+def code_of(problem, ones):
+    heads = hopper_attention._found(problem)
+    kernel = hopper_attention.machine_code(heads, problem, Point(1, ones)).kernel
+    return assembly(kernel), needs(kernel)
+
+
+@pytest.mark.parametrize(
+    ("problem", "first", "ones"),
+    [
+        (flash(mask=PRED), "HGMMA.64x128x16.F32", False),
+        (coded(causal="upper", tokens=128), "QGMMA.64x128x32.F32.E4M3.E4M3", True),
+    ],
+    ids=["f16, a mask", "f8e4m3fn, causal"],
+)
+def test_both_products_are_warpgroup_instructions_and_two_blocks_share_a_multiprocessor(problem, first, ones):
+    code, found = code_of(problem, ones)
+    assert first in code and "HGMMA.64x64x16.F32" in code and "HMMA.16816" not in code
+    assert 2 * code.count("WARPGROUP.ARRIVE") < code.count("GMMA.64x")  # else each waits for the one before
+    assert found.registers <= 255 and found.spills <= 256 and found.shared_bytes <= TWO_BLOCKS
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (flash(F32), "the matrix unit takes f16 or bf16 here"),
+        (bert(S8, 128), "its scores or weights are changed on the way"),
+        (coded(S8), "queries and keys are multiplied as f16, bf16 or both as one 8-bit float"),
+        (coded(scale=-1.0), "its scale is not positive"),
+        (coded(tokens=448), "all scores of 448 keys do not fit into registers beside 64 columns"),
+        (flash(depth=256), "all scores of 384 keys do not fit into registers beside 256 columns"),
+        (flash(depth=20), "rows of its queries do not lie in pieces of 16 bytes"),
+        (
+            problem_of(
+                Node(Attention(1.0, "lower"), *(input_(n, F16, (1, 1, t, 64)) for n, t in (("q", 9), ("k", 8), ("v", 8))))
+            ),
+            "causality hides all keys from some queries",
+        ),
+    ],
+)
+def test_refusals(problem, why):
+    assert hopper_attention.CANDIDATE.refuse(problem, gpu()) == why
+    assert hopper_attention.CANDIDATE.refuse(flash(), gpu()) is None
+    assert "Hopper" in hopper_attention.CANDIDATE.refuse(flash(), gpu("sm_80"))
+
+
+def test_tiles_of_queries_see_as_many_keys_as_causality_lets_them():
+    heads = hopper_attention._found(flash())
+    assert chunks(300) == [Chunk(0, 128), Chunk(128, 128), Chunk(256, 64)] and chunks(64) == [Chunk(0, 64)]
+    assert registers(heads) == (384 + 64) // 2
+    assert [last_seen(heads, t) for t in range(6)] == [384] * 6
+    upper = replace(heads, causal="upper")
+    assert [last_seen(upper, t) for t in range(6)] == [64, 128, 192, 256, 320, 384]
+    lower = replace(heads, causal="lower", queries=100)
+    assert [last_seen(lower, t) for t in range(2)] == [348, 384]
+
+
+def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where_they_are_many():
+    def first(batch):
+        src = (input_(n, BF16, (batch, 12, 384, 64)) for n in "qkv")
+        return next(iter(hopper_attention.CANDIDATE.schedules(problem_of(Node(Attention(0.125), *src)), gpu())))
+
+    assert dict(first(1).knobs) == {"splits": 6, "sums": "adds"}
+    assert dict(first(64).knobs) == {"num_stages": 4, "groups": 3, "turns": True, "overlapped": False}
+
+
+@pytest.mark.parametrize(
+    ("problem", "code8"),
+    [(flash(mask=PRED, extents=(64, 12, 128, 128)), None), (coded(S8, BF16, tokens=130, causal="upper", given=BF16), "HFMA2")],
+    ids=["a mask", "causal, s8 codes"],
+)
+def test_blocks_that_stay_are_fed_by_tma_and_hold_all_in_registers(problem, code8):
+    heads, point = hopper_attention._found(problem), Point(1, ones=True, streamed=True)
+    kernel = hopper_attention.machine_code(heads, problem, point).kernel
+    code, found = assembly(kernel), needs(kernel)
+    assert "UTMALDG" in code and "HGMMA.64x128x16.F32" in code and "HGMMA.64x64x16.F32" in code
+    assert "USETMAXREG" in code and found.spills == 0
+    assert found.shared_bytes <= shared_bytes(heads, point) <= 227 << 10
+    assert code8 is None or (code8 in code and "F2I" not in code)  # conversions would take the exponentials' unit
+
+
+@pytest.mark.parametrize(
+    ("problem", "ring"),
+    [
+        (flash(mask=PRED, extents=(64, 12, 384, 700)), Ring(4, 3, turns=True, overlapped=False)),
+        (coded(S8, BF16, tokens=1000, causal="upper", given=BF16), Ring(4, 2, turns=False, overlapped=True)),
+    ],
+    ids=["a mask", "causal, s8 codes"],
+)
+def test_any_number_of_keys_passes_through_shared_memory(problem, ring):
+    heads, point = hopper_attention._found(problem), Point(1, ones=False, ring=ring)
+    assert point in points(heads, 132, 227 << 10)
+    kernel = hopper_attention.machine_code(heads, problem, point).kernel
+    code, found = assembly(kernel), needs(kernel)
+    assert "UTMALDG" in code and "HGMMA.64x128x16.F32" in code and "HGMMA.64x64x16.F32" in code
+    assert found.spills == 0 and found.shared_bytes <= 227 << 10
+    assert code.count("MUFU.EX2") < 400  # two chunks for each warpgroup, not all of them one after the other
+    if ring.overlapped:  # exponentials stand before the wait for the products that are asked for before them
+        last = code.rindex("HGMMA.64x128x16")
+        waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR", code[last:])]
+        assert code[last + waits[0] : last + waits[1]].count("MUFU.EX2") >= 64
+
+
+def test_point_and_schedule_name_one_another():
+    heads = hopper_attention._found(flash())
+    found = points(heads, 132, 227 << 10)
+    assert Point(1, ones=True, streamed=True) in found and len(found) == 17
+    assert [hopper_attention.point_of(hopper_attention.schedule_of(p)) for p in found] == found
+
+
+@pytest.mark.parametrize(
+    ("problem", "why"),
+    [
+        (flash(extents=(64, 12, 64, 64)), "a warpgroup has no tile"),
+        (coded(tokens=128), "values have to become floats"),
+        (flash(depth=128, extents=(64, 12, 192, 192)), "two heads do not fit into shared memory"),
+    ],
+)
+def test_blocks_do_not_stay_where(problem, why):
+    assert not any(p.streamed for p in points(hopper_attention._found(problem), 132, 227 << 10)), why
+
+
+@pytest.mark.parametrize(("causal", "queries", "tiles"), [("upper", 384, 6), ("lower", 33, 1), ("lower", 130, 3)])
+def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tiles):
+    """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""
+    src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", queries), ("k", 384), ("v", 384))]
+    heads = hopper_attention._found(problem_of(Node(Attention(0.125, causal), *src)))
+    text = kernel_text(heads, Point(1, False)).text
+    shift = 384 - queries if causal == "lower" else 0
+    cut = {  # of each run of tiles, the chunks that its first query does not see whole
+        (len(chunks(last_seen(heads, t))), c)
+        for t in range(tiles)
+        for c in chunks(last_seen(heads, t))
+        if t * 64 + shift < c.start + c.extent - 1
+    }
+    assert text.count(" >= ") == len(cut) >= 1

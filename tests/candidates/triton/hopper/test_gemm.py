@@ -1,0 +1,395 @@
+"""Generated Hopper gemms, compiled with no GPU at hand: the products, copies and stores that were meant, nothing spilled."""
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from gated import gated, of_ranges
+
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
+from tilewright.hardware.chips.nvidia_h200 import CHIP
+from tilewright.hardware.target import Target
+from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
+from tilewright.ir.graph import Node, substitute, toposort
+from tilewright.ir.notation import parse
+from tilewright.ir.ops import Acc, Gemm, Param, Quantize
+from tilewright.schedule.cost import predict
+from tilewright.schedule.problem import problem_of
+
+pytest.importorskip("triton")
+
+from tilewright.candidates.triton.hopper import ptx
+from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, plan_for, points
+from tilewright.candidates.triton.hopper.gemm.split import room_bytes
+from tilewright.candidates.triton.hopper.gemm.text import Writer
+from tilewright.candidates.triton.runtime import module as modules
+from tilewright.candidates.triton.runtime.module import assembly, needs
+
+H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
+WHOLE = Point(128, 256, 4, 16, pingpong=False, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
+
+
+def problem(line):
+    return problem_of(parse(line).outputs[0])
+
+
+def heads():
+    """One product for Q, K and V: each with a scale of its own, split into heads; K transposed."""
+    batch, tokens, width, count = 2, 384, 768, 12
+    src = [input_("x", S8, (batch, tokens, width)), input_("w", S8, (width, 3 * width))]
+    lhs, rhs = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
+    acc = Node(Acc(Gemm(S8.accumulator, lhs, rhs, (lhs,)).acc_type))
+    stores = []
+    for i in range(3):
+        x = map_("multiply", convert(slice_(acc, 2, i * width, (i + 1) * width), F32), const(0.01 + i, F32))
+        x = Node(Quantize(S8), x, const(0.5, F32)) if i != 1 else convert(x, BF16)
+        x = reshape(x, (batch, tokens, count, width // count))
+        stores.append(transpose(x, (0, 2, 3, 1) if i == 1 else (0, 2, 1, 3)))
+    return problem_of(Node(Gemm(S8.accumulator, lhs, rhs, tuple(stores)), *src))
+
+
+def alike_heads(batch=2, tokens=384, width=768, count=12, *, joined=False):
+    """The same without scales, K as Q and V are: each with a bias of its own, or, if `joined`, with a range of one for all."""
+    src = [input_("x", S8, (batch, tokens, width)), input_("w", S8, (width, 3 * width))]
+    src += [input_("bias", F16, (3 * width,))] if joined else [input_(f"bias{i}", F16, (width,)) for i in range(3)]
+    params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    acc = Node(Acc(Gemm(S8.accumulator, params[0], params[1], (params[0],)).acc_type))
+    stores = []
+    for i in range(3):
+        x = map_("multiply", convert(slice_(acc, 2, i * width, (i + 1) * width), F32), const(0.01, F32))
+        bias = slice_(params[2], 0, i * width, (i + 1) * width) if joined else params[2 + i]
+        x = convert(map_("add", x, convert(bias, F32)), F16)
+        stores.append(transpose(reshape(x, (batch, tokens, count, width // count)), (0, 2, 1, 3)))
+    return problem_of(Node(Gemm(S8.accumulator, params[0], params[1], tuple(stores)), *src))
+
+
+def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768):
+    """A product of a layer of BERT, with constant scales: bias, then a function and codes, or a residual."""
+    lhs, rhs, scale, bias, residual = (
+        input_(name, kind, shape)
+        for name, kind, shape in (
+            ("x", dtype, (*rows, depth)),
+            ("w", dtype, (depth, width)),
+            ("scale", F32, (width,)),
+            ("bias", F16, (width,)),
+            ("residual", F16, (*rows, width)),
+        )
+    )
+    src = [lhs, rhs, scale, bias, *([residual] if function is None else [])]
+    params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    acc = Node(Acc(Gemm(dtype.accumulator, params[0], params[1], (params[0],)).acc_type))
+    x = map_("multiply", map_("multiply", convert(acc, F32), const(0.01, F32)), params[2])
+    x = convert(map_("add", x, convert(params[3], F32)), F16)
+    if function is None:
+        x = map_("add", x, params[4])
+    else:
+        x = Node(Quantize(out), convert(map_(function, x), F32), const(0.03, F32))
+    p = problem_of(Node(Gemm(dtype.accumulator, params[0], params[1], (x,)), *src))
+    return replace(p, weights=(False, True, True, True, False)[: len(src)])
+
+
+def machine_code(p, point):
+    plan = plan_for(plan_of(p), point)
+    kernel = compiled(form_of(p, plan, point), tuple(t.dtype for t in p.types)).kernel
+    return kernel, assembly(kernel)
+
+
+MOST_INSTRUCTIONS = (
+    7000  # of 16 bytes: a tile took four times as long where those of both warpgroups did not fit the SM's cache
+)
+
+# What is multiplied, the point, instructions that must be there (patterns).
+CASES = {
+    "bf16, held": (
+        "bf16[8192,8192] @ bf16[8192,8192]^T -> bf16",
+        replace(WHOLE, hold=True),
+        ["HGMMA.64x256x16.F32.BF16", "UTMALDG.2D", "UTMASTG.2D"],
+    ),
+    "bf16, all other layouts": (
+        "bf16[1000,776]^T @ bf16[1000,520] -> f32",
+        WHOLE,
+        ["HGMMA.64x256x16.F32.BF16", "UTMALDG.2D", "UTMASTG.2D"],
+    ),
+    "f16, 160 columns, bias and gelu": (
+        "f16[3072,3072] @ f16[768,3072]^T + bias, gelu_tanh -> f16",
+        replace(WHOLE, tile_n=160, num_stages=5),
+        ["HGMMA.64x160x16.F32", "UTMASTG.2D", "MUFU.RCP", "MUFU.EX2"],
+    ),
+    "s8, batched": (
+        "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8",
+        replace(WHOLE, tile_m=256, tile_n=128),
+        ["IGMMA.64x128x32.S8.S8", "UTMASTG"],
+    ),
+    "s8, widest": ("s8[8192,8192] @ s8[8192,8192]^T -> s8", WHOLE, ["IGMMA.64x256x32.S8.S8", "UTMASTG.2D"]),
+    "u8, requantised": (
+        "u8[1000,512] zero_point @ s8[768,512]^T scale=channel -> s8 scale=tensor",
+        replace(WHOLE, tile_n=192),
+        ["IGMMA.64x192x32.U8.S8", "UTMASTG.2D"],
+    ),
+    "fp8, scales, in pairs": (
+        "f8e4m3fn[8192,8192] scale=channel @ f8e4m3fn[8192,8192]^T scale=channel -> bf16",
+        replace(WHOLE, hold=True, paired=True),
+        ["QGMMA.64x256x32.F32.E4M3.E4M3", r"UTMALDG.2D.MULTICAST", "UTMASTG.2D"],
+    ),
+    "fp8, mixed, fp8 out": (
+        "f8e5m2[1000,512] @ f8e4m3fn[512,512]^T -> f8e4m3fn scale=tensor",
+        replace(WHOLE, tile_n=128, num_stages=6),
+        ["QGMMA.64x128x32.F32.E5M2.E4M3", "UTMASTG.2D"],
+    ),
+    "fp8, scales by blocks": (
+        "f8e4m3fn[4096,7168] block=1x128 @ f8e4m3fn[4096,7168]^T block=128x128 -> bf16",
+        replace(WHOLE, tile_n=128, num_stages=6),
+        ["QGMMA.64x128x32.F32.E4M3.E4M3", "FFMA", "UTMASTG.2D"],
+    ),
+    "bf16, residual, K shared out": (
+        "bf16[512,4096] @ bf16[4096,1024] + bias + residual, relu -> bf16",
+        replace(WHOLE, tile_n=128, num_stages=6, shared_tiles=32, blocks=132),
+        ["HGMMA.64x128x16.F32.BF16", "ATOMG", "UTMASTG.2D"],
+    ),
+    "bf16, K shared out in clusters": (
+        "bf16[1000,4096] @ bf16[4096,1024] + bias, gelu_tanh -> bf16",
+        replace(WHOLE, tile_n=192, num_stages=4, split=3),
+        ["HGMMA.64x192x16.F32.BF16", "STS.128", "UBLKCP", "LDS.128", "UTMASTG.2D"],
+    ),
+    "s8, K shared out in clusters": (
+        "s8[64,4096] scale=tensor @ s8[1024,4096]^T scale=channel -> s8 scale=tensor",
+        replace(WHOLE, tile_n=128, num_stages=6, split=2),
+        ["IGMMA.64x128x32.S8.S8", "STS.128", "UBLKCP", "LDS.128", "UTMASTG.2D"],
+    ),
+    "fp8, gelu, fp8 out, in turns": (
+        layer(F8E4M3FN, 3072, "gelu", F8E4M3FN),
+        replace(WHOLE, tile_n=192, pingpong=True, widened=True),
+        ["QGMMA.64x192x32", "MUFU.EX2.F16", "F2FP.SATFINITE.E4M3.F16", "UTMASTG.2D"],
+    ),
+    "s8, gelu by tanh, s8 out, in turns, in pairs": (
+        layer(S8, 3072, "gelu_tanh", S8),
+        replace(WHOLE, tile_n=128, num_stages=6, pingpong=True, paired=True, widened=True, blocks=132),
+        ["IGMMA.64x128x32", "MUFU.EX2.F16", "HFMA2", r"UTMALDG.2D.MULTICAST", "UTMASTG.2D"],
+    ),
+    "fp8, residual by TMA": (
+        layer(F8E4M3FN, 768),
+        replace(WHOLE, tile_n=192),
+        ["QGMMA.64x192x32", "LDSM", "STSM", "UTMASTG.2D"],
+    ),
+    "s8, heads that are alike": (
+        alike_heads(),
+        replace(WHOLE, tile_n=192),
+        ["IGMMA.64x192x32.S8.S8", "UTMASTG.4D"],
+    ),
+    "s8, heads of Q, K and V": (heads(), replace(WHOLE, tile_n=128, num_stages=6), ["IGMMA.64x128x32.S8.S8", "UTMASTG.4D"]),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_machine_code_is_what_was_meant(name):
+    what, point, wanted = CASES[name]
+    kernel, sass = machine_code(problem(what) if isinstance(what, str) else what, point)
+    for pattern in wanted:
+        assert re.search(pattern.replace(".", r"\."), sass), pattern
+    found = needs(kernel)
+    assert found.spills == 0
+    assert found.shared_bytes <= CHIP.shared_bytes
+    assert not re.search(r"\b(STL|LDL)\b", sass)
+    assert sum(map(len, kernel.asm.values())) < 2 << 20  # no text is kept that nobody reads
+    instructions = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", sass))
+    assert instructions < MOST_INSTRUCTIONS, instructions
+    if point.paired:  # told of a free stage, the other block need not wait until memory has settled
+        assert sass.count("MEMBAR.ALL.GPU") <= 1
+
+
+def test_nothing_is_read_before_the_kernel_ahead_has_ended():
+    """Who loads waits for it, and who multiplies waits for those; but scales by blocks are read beforehand."""
+    for name, readers in (("bf16, held", 1), ("fp8, scales by blocks", 3)):
+        what, point, _ = CASES[name]
+        kernel, _ = machine_code(problem(what), point)
+        waits = kernel.asm["ptx"].count("griddepcontrol.wait")
+        assert waits == readers, (name, waits)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bf16[8192,8192] @ bf16[8192,8192]^T -> bf16",
+        "f8e4m3fn[128,8192] scale=channel @ f8e4m3fn[10240,8192]^T scale=channel -> bf16",
+        "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8",
+        "bf16[1000,4096] @ bf16[4096,776] + bias -> bf16",
+        "bf16[128,4096] @ bf16[4096,4096]^T + bias -> bf16",
+    ],
+)
+def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
+    p = problem(line)
+    plan = plan_of(p)
+    found = points(p, plan, H200)
+    assert found
+    for point in found:
+        form = form_of(p, plan_for(plan, point), point)
+        assert form.stage_bytes * form.num_stages + form.out_bytes < CHIP.shared_bytes
+        assert point.blocks <= H200.cores
+        assert point.blocks % form.cluster == 0
+        if point.split > 1:  # what the cluster's blocks send lies in the ring, and there is one tile for each cluster
+            assert room_bytes(point.tile_m * point.tile_n, point.split) <= form.num_stages * form.stage_bytes
+            assert form.tiles(plan.batch, plan.M, plan.N) * point.split == point.blocks
+    times = [predict(CANDIDATE, p, s, H200) for s in CANDIDATE.schedules(p, H200)]
+    assert times[0] == min(times) > max(p.ops / 1979e6, p.bytes / 4800e3)  # no product is faster than the chip
+
+
+def test_shares_of_k_are_worked_out_in_32_bits():
+    p = problem("bf16[1408,16777216] @ bf16[1408,16777216]^T -> bf16")
+    plan = plan_of(p)
+    found = points(p, plan, H200)
+    assert found
+    for x in found:
+        workers = x.blocks // 2 if x.paired else x.blocks
+        assert x.shared_tiles * -(-plan.K // plan.tile_k) * workers < 1 << 31
+
+
+REFUSED = {
+    "f32[64,64] @ f32[64,64] -> f32": "no f32 x f32 product",
+    "bf16[64,64] @ s8[64,64] scale=channel -> bf16": "stored as it is multiplied",
+    "bf16[0,64] @ bf16[64,64] -> bf16": "empty",
+    "s8[2147483600,64] @ s8[64,64] -> s8": "not counted in 31 bits",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_what_it_cannot_do_it_refuses_in_words(line):
+    assert REFUSED[line] in (CANDIDATE.refuse(problem(line), H200) or "")
+
+
+def test_other_architectures_are_refused():
+    other = replace(H200, features=frozenset({"cuda", "sm_80"}))
+    assert "Hopper" in (CANDIDATE.refuse(problem("bf16[64,64] @ bf16[64,64] -> bf16"), other) or "")
+
+
+@pytest.mark.parametrize(
+    "rewrite",
+    [
+        ptx.widest_products,
+        lambda t: ptx.paired(t, 1),
+        lambda t: ptx.narrowed(t, 192),
+        lambda t: ptx.unsigned(t, True, False),
+        lambda t: ptx.split(t, 2, 2, (4, 4)),
+    ],
+)
+def test_a_text_that_is_not_as_expected_is_not_rewritten(rewrite):
+    with pytest.raises(ptx.UnexpectedPtx):
+        rewrite(".visible .entry gemm()\n.reqntid 384\n{\n// %bb.0:\n\tret;\n}\n")
+
+
+def test_what_another_thread_compiles_meanwhile_is_not_rewritten(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    text = f"{modules.IMPORTS}\n\n@triton.jit\ndef f(p0):\n    tl.store(p0, 1)\n"
+
+    def plain(number):
+        function = modules.module(text.replace("1)", f"{number})")).f
+        return "rewritten" in modules.compiled(function, {"p0": "*i32"}, modules.Arch("cuda", 90, 32)).asm["ptx"]
+
+    with ptx.rewriting(lambda t: f"{t}\n// rewritten\n"), ThreadPoolExecutor(1) as pool:
+        assert not pool.submit(plain, 1).result()
+        assert plain(2)
+    assert not plain(3)
+
+
+def test_a_store_that_tma_cannot_write_goes_by_addresses():
+    _, sass = machine_code(problem("bf16[100,64] @ bf16[64,25] -> bf16"), replace(WHOLE, tile_m=64, tile_n=64))
+    assert "UTMASTG" not in sass
+    assert "STG" in sass
+
+
+def test_stores_that_are_alike_have_one_code():
+    texts = []
+    for p in (heads(), alike_heads(), alike_heads(joined=True)):
+        plan = plan_of(p)
+        form = form_of(p, plan, replace(WHOLE, tile_n=192))
+        texts.append(Writer(form, lambda n: f"p{n.op.index}").write().text)
+    assert [t.count("fence_async_shared()") for t in texts] == [9, 3, 3]  # pieces of 64 columns, in stores of 16 bits
+    assert [line.strip() for line in texts[2].split("\n") if line.strip().startswith("s0 = ")] == [
+        "s0 = p2",
+        "s0 = p2 + 768",
+        "s0 = p2 + 1536",
+    ]
+
+
+def test_a_tile_that_ends_in_two_stores_is_written_by_both():
+    p = alike_heads()
+    form = form_of(p, plan_of(p), replace(WHOLE, tile_n=256, num_stages=3))
+    assert "part" in Writer(form, lambda n: f"p{n.op.index}").write().text
+    form = form_of(p, plan_of(p), replace(WHOLE, tile_n=224, num_stages=3))
+    assert "part" not in Writer(form, lambda n: f"p{n.op.index}").write().text
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(F8E4M3FN, 768), (S8, 384)])
+def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
+    """Of an operand that comes while the product is worked out, by any tile: a kernel that waits for more never ends."""
+    p = layer(dtype, width, rows=(4, 333), depth=256)
+    plan = plan_of(p)
+    seen = set()
+    for point in points(p, plan, replace(H200, cores=4)):
+        form = form_of(p, plan_for(plan, point), point)
+        if not form.fetches:
+            continue
+        _, view = form.outs[0].fetched
+        each = math.prod(view.box) * 2
+        text = Writer(form, lambda n: f"p{n.op.index}").write().text
+        expected = [int(n) for n in re.findall(r"mbarrier.expect\(fetched.index\(g\), (\d+)\)", text)]
+        copies = text.count("tma.async_copy_global_to_shared(d0_desc")
+        assert (sum(expected), len(expected)) == (copies * each, text.count("mbarrier.wait(fetched"))
+        seen.add(form.outs[0].columns)
+    assert {32, 64} <= seen
+
+
+def test_with_scales_by_blocks_no_copy_brings_what_is_added():
+    """Their tiles ask for none: what stands where it would come to is not the residual."""
+    p = problem("f8e4m3fn[130,512] block=1x128 @ f8e4m3fn[256,512]^T block=128x128 + residual:bf16 -> bf16")
+    plan = plan_of(p)
+    found = [form_of(p, plan, point) for point in points(p, plan, H200)]
+    assert found
+    for form in found:
+        text = Writer(form, lambda n: f"p{n.op.index}").write().text
+        assert "gl.load(p4 + " in text
+        assert "fetched" not in text
+
+
+def test_gate_and_up_meet_in_the_registers_of_one_tile():
+    p = gated(BF16, (4096,), 4096, 14336)
+    point = points(p, plan_of(p), H200)[0]
+    assert point.pingpong and point.tile_n == 192
+    kernel, sass = machine_code(p, point)
+    assert "HGMMA.64x192x16.F32.BF16" in sass and needs(kernel).spills == 0
+    assert sass.count("UTMASTG") == 2 * 96 // 32  # both warpgroups: pieces of 32 columns, of 96 a tile
+
+
+def test_a_tile_reads_as_many_columns_of_both_halves():
+    p = gated(F16, (500,), 256, 200)
+    for tile_n, paired, rows in (
+        (128, False, ["0 * N + pn * 64 + 0", "1 * N + pn * 64 + 0"]),
+        (192, False, [f"{h} * N + pn * 96 + {i}" for h in (0, 1) for i in (0, 32, 64)]),
+        (192, True, [f"r * N + pn * 96 + {i}" for i in (0, 32, 64)]),
+    ):
+        form = form_of(p, plan_of(p), replace(WHOLE, tile_n=tile_n, paired=paired))
+        text = Writer(form, lambda n: f"p{n.op.index}").write().text
+        assert re.findall(r"copy_global_to_shared\(b_desc, \[b \* 2 \* N \+ (.*?), k \* 64\]", text) == rows
+        assert form.tiles(1, 500, 200) == -(-500 // (256 if paired else 128)) * -(-200 // (tile_n // 2))
+
+
+def test_halves_that_blocks_scale_are_refused():
+    p = problem("f8e4m3fn[130,256] block=1x128 @ f8e4m3fn[256,256]^T block=128x128 -> bf16")
+    (store,) = p.op.stores
+    left, right = (
+        substitute((store,), {n: slice_(n, -1, i * 128, i * 128 + 128) for n in toposort((store,)) if isinstance(n.op, Acc)})
+        for i in range(2)
+    )
+    halved = replace(p, op=replace(p.op, stores=(map_("multiply", map_("silu", *left), *right),)))
+    assert plan_of(halved) == "scales by blocks of both halves of the columns"
+
+
+def test_alike_stores_of_both_halves_read_no_memory_for_the_right_one():
+    wide = of_ranges(512, 512, 512, ((0, 256), (256, 512)))
+    plan = plan_of(wide)
+    form = form_of(wide, plan, points(wide, plan, H200)[0])
+    writer = Writer(form, lambda n: f"p{n.op.index}")
+    assert writer.alike and not re.search(r"\bp\d", writer.write().text)

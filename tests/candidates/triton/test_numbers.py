@@ -1,0 +1,126 @@
+"""Numbers of a problem are arguments of its GPU kernel: problems that differ in them alone have one machine code."""
+
+import re
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.candidates.triton.hopper.test_attention import coded
+from tests.candidates.triton.hopper.test_gemm import H200, WHOLE, layer
+from tilewright.candidates.triton.attention.heads import heads_of
+from tilewright.candidates.triton.attention.kernel import Point as AttentionPoint
+from tilewright.candidates.triton.attention.kernel import kernel_text as attention_text
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.gemm import candidate as gemm
+from tilewright.candidates.triton.gemm.kernel import Point, write
+from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
+from tilewright.candidates.triton.hopper.attention.attend import kernel_text as hopper_attention_text
+from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoint
+from tilewright.candidates.triton.hopper.gemm import candidate as hopper
+from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.space import form_of, plan_for
+from tilewright.candidates.triton.hopper.gemm.text import Writer
+from tilewright.candidates.triton.runtime.module import assembly, needs
+from tilewright.dtype import F8E4M3FN, F16, F32, S8, U8
+from tilewright.ir.build import const, convert, input_, map_
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Acc, Dequantize, Gemm, Param, Quantize
+from tilewright.schedule.problem import problem_of
+
+STEPS = {
+    "scales": lambda x, s, z: map_("multiply", map_("multiply", x, const(s, F32)), const(s / 3, F32)),
+    "silu": lambda x, s, z: map_("silu", map_("multiply", x, const(s, F32))),
+    "gelu of f16": lambda x, s, z: convert(map_("gelu", convert(map_("multiply", x, const(s, F32)), F16)), F32),
+    "clamp": lambda x, s, z: map_("clamp", const(-s, F32), map_("divide", x, const(s * 7, F32)), const(s * 9, F32)),
+    "codes on the way": lambda x, s, z: Node(
+        Dequantize(F32), Node(Quantize(U8), x, const(s, F32), const(z, U8)), const(s, F32), const(z, U8)
+    ),
+    "f16": lambda x, s, z: convert(map_("multiply", convert(x, F16), const(s, F16)), F32),
+}
+
+
+def product(step, scale, zero, dtype=S8, out=S8):
+    """A product with constant scales, a step, and codes."""
+    src = [input_("x", dtype, (256, 512)), input_("w", dtype, (512, 384)), input_("bias", F32, (384,))]
+    params = [Node(Param(i, s.tensor)) for i, s in enumerate(src)]
+    acc = Node(Acc(Gemm(dtype.accumulator, params[0], params[1], (params[0],)).acc_type))
+    x = map_("add", map_("multiply", convert(acc, F32), const(scale / 5, F32)), params[2])
+    x = STEPS[step](x, scale, zero)
+    x = Node(Quantize(out), x, const(scale / 2, F32), *([const(zero - 100, S8)] if out is S8 else []))
+    return problem_of(Node(Gemm(dtype.accumulator, params[0], params[1], (x,)), *src))
+
+
+def hopper_text(p, point=WHOLE):
+    return Writer(form_of(p, plan_for(plan_of(p), point), point), lambda n: f"p{n.op.index}").write()
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("out", [S8, F8E4M3FN], ids=str)
+def test_other_numbers_are_the_same_text(step, out):
+    some, others = product(step, 0.03, 117, out=out), product(step, 0.0417, 93, out=out)
+    for text in (hopper_text, lambda p: write(gemm.nest_of(p, H200, Point(64, 64, 64, 4, 2)))):
+        a, b = text(some), text(others)
+        assert a.text == b.text
+        assert a.numbers.keys() == b.numbers.keys() and a.signature == b.signature
+        assert all(x != y for x, y in zip(a.numbers.values(), b.numbers.values(), strict=True)), "each of them differs"
+        assert not re.search(r"0\.0[34]|\b(117|93|0\.006)\b", a.text)
+
+
+def test_what_less_is_done_with_is_written_as_it_is():
+    plain = hopper_text(product("scales", 3.0, 101)).text  # a factor of 1, a zero point of 1
+    assert plain != hopper_text(product("scales", 3.5, 110)).text
+
+
+def test_attention_of_other_codes_is_the_same_text():
+    def with_scales(scale):
+        p = coded()
+        operands = [Node(n.op, n.src[0], const(scale, F32)) for n in p.op.operands]
+        return replace(p, op=replace(p.op, operands=tuple(operands)))
+
+    some, others = with_scales(0.05), with_scales(0.07)
+    for text in (
+        lambda p: hopper_attention_text(hopper_attention._found(p), RowsPoint(1, True)),
+        lambda p: attention_text(heads_of(p, frozenset({"f8e4m3fn"})), AttentionPoint(64, 64, "ieee", "online"), frozenset()),
+    ):
+        a, b = text(some), text(others)
+        assert a.text == b.text and a.numbers != b.numbers
+
+
+def test_machine_code_is_made_once():
+    kernels = [
+        hopper.compiled(form_of(p, plan_for(plan_of(p), WHOLE), WHOLE), tuple(t.dtype for t in p.types))
+        for p in (product("silu", scale, 90) for scale in (0.03, 0.05))
+    ]
+    assert kernels[0].kernel is kernels[1].kernel
+    assert kernels[0].numbers != kernels[1].numbers
+    products = [
+        gemm.compile_for(gemm.nest_of(p, H200, point), gemm.plan_of(p, H200).arch, p, {})
+        for point in (Point(64, 64, 64, 4, 2),)
+        for p in (product("silu", scale, 90) for scale in (0.03, 0.05))
+    ]
+    assert products[0].kernel is products[1].kernel
+
+
+def count(p, point):
+    """Instructions of a kernel, and of those the ones that read memory."""
+    kernel = hopper.compiled(form_of(p, plan_for(plan_of(p), point), point), tuple(t.dtype for t in p.types)).kernel
+    assert needs(kernel).spills == 0
+    code = assembly(kernel)
+    return len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", code)), code.count("LDG"), code.count("LDS")
+
+
+@pytest.mark.parametrize(
+    ("p", "point"),
+    [
+        (product("silu", 0.03, 117), replace(WHOLE, tile_n=128, num_stages=6)),
+        (layer(F8E4M3FN, 3072, "gelu", F8E4M3FN), replace(WHOLE, tile_n=192, pingpong=True, widened=True)),
+    ],
+)
+def test_an_instruction_takes_them_as_it_takes_a_literal(p, point, monkeypatch):
+    """From the bank of constants, in both warpgroups."""
+    instructions, *reading = count(p, point)
+    monkeypatch.setattr(Text, "number", lambda self, key, value: repr(value))
+    literally, *reading_then = count(p, point)
+    assert instructions <= literally + 32 and reading == reading_then, (instructions, literally)

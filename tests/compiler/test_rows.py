@@ -1,0 +1,262 @@
+"""One product for any number of rows: families, crossovers, packings, and the program that serves them."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from click.testing import CliRunner
+from ptx import H200
+from w4_problems import posed as w4_problem
+
+import tilewright
+from tilewright.cli.main import cli
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.hardware.detect import detect
+from tilewright.ir.build import const
+from tilewright.ir.graph import Graph, substitute
+from tilewright.ir.notation import parse
+from tilewright.schedule import regimes as module
+from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.regimes import Family, Regime, regimes
+from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.search import Decision, Rejected
+
+CPU = detect("cpu")
+
+
+class Fake:
+    """Takes `start + slope * rows` µs with a packing of `nr`, if that is given."""
+
+    kinds = frozenset({"gemm"})
+    devices = frozenset({"cpu"})
+    preference = 5
+    packing_knobs = ("nr",)
+
+    def __init__(self, name, packings, most=10**9):
+        self.name, self.packings, self.most = name, packings, most
+
+    def refuse(self, problem, target):
+        return None if self.most >= problem.M else "too many rows"
+
+    def schedules(self, problem, target):
+        for nr in self.packings:
+            yield Schedule.of(mr=min(4, problem.M), nr=nr) if nr else Schedule()
+
+    def build(self, problem, schedule, target):
+        return Kernel(self.name, schedule, lambda weights: None, packed_bytes=100 * dict(schedule.knobs).get("nr", 0))
+
+
+def posed(rows):
+    problem = problem_of(parse(f"f32[{rows},8] @ f32[8,4]").outputs[0])
+    assert isinstance(problem, Problem)
+    return Problem(problem.op, problem.types, (False, True)), {}
+
+
+def timed_by(model, monkeypatch):
+    """The search as a table of times: family name -> (start, slope)."""
+    races = []
+
+    def search(problem, target, *, budget_s, candidates, weights, cold):
+        found = []
+        for family in candidates:
+            if family.refuse(problem, target) is None:
+                start, slope = model[family.name]
+                schedule = next(iter(family.schedules(problem, target)), None)
+                if schedule is not None:
+                    found.append((start + slope * problem.M, family, schedule))
+        found.sort(key=lambda f: f[0])
+        (us, best, schedule), *others = found
+        races.append((problem.M, [f.name for _, f, _ in found]))
+        rejected = tuple(Rejected(f"{f.name} ({s})", "slower", t) for t, f, s in others)
+        return Decision(problem, best.build(problem, schedule, target), us, rejected, True, True)
+
+    monkeypatch.setattr(module, "search", search)
+    return races
+
+
+def spans(table):
+    return [(r.first, r.last, r.family.name) for r in table.regimes]
+
+
+def test_crossovers_are_found_by_bisection(monkeypatch):
+    races = timed_by({"a nr=4": (10, 2), "b": (200, 1)}, monkeypatch)
+    table = regimes(posed, CPU, last=1000, candidates=[Fake("a", [4]), Fake("b", [0])])
+    # b is 5 % faster from 10 + 2 m > 1.05 (200 + m) on
+    assert spans(table) == [(1, 210, "a nr=4"), (211, 1000, "b")]
+    assert table.packings == {"a nr=4": 400}
+    assert len(races) <= 12 + 10 + 4
+    assert table.at(210).family.name == "a nr=4" and table.at(211).family.name == "b"
+    assert [m for m in table.measured if m.bit_count() == 1] == [1, 2, 4, 8, 16, 32, 64, 128, 256, 512]
+
+
+def test_one_packing_unless_a_second_is_worth_it(monkeypatch):
+    timed_by({"a nr=4": (10, 2), "a nr=8": (10.2, 2), "a nr=16": (9.9, 2.01)}, monkeypatch)
+    table = regimes(posed, CPU, last=64, candidates=[Fake("a", [4, 8, 16])])
+    assert len(table.regimes) == 1 and len(table.packings) == 1
+
+
+def test_at_most_two_packings(monkeypatch):
+    timed_by({"a nr=4": (1, 4), "a nr=8": (60, 1), "a nr=16": (20, 2)}, monkeypatch)
+    table = regimes(posed, CPU, last=4096, candidates=[Fake("a", [4, 8, 16])])
+    assert len(table.packings) == 2 and sum(table.packings.values()) == sum(100 * int(n.split("=")[1]) for n in table.packings)
+    assert {n for _, _, n in spans(table)} == set(table.packings)
+    assert [s for s, _, _ in spans(table)][1:] == [e + 1 for _, e, _ in spans(table)][:-1]
+
+
+def test_a_family_that_refuses_many_rows_serves_few(monkeypatch):
+    timed_by({"a nr=4": (1, 1), "b": (100, 2)}, monkeypatch)
+    table = regimes(posed, CPU, last=100, candidates=[Fake("a", [4], most=37), Fake("b", [0])])
+    assert spans(table) == [(1, 37, "a nr=4"), (38, 100, "b")]
+
+
+def test_packings_that_depend_on_the_rows_take_no_part(monkeypatch):
+    timed_by({"a": (0, 1), "b": (100, 2)}, monkeypatch)
+    always = Fake("a", [0])
+    always.build = lambda p, s, t: Kernel("a", s, lambda weights: None, packed_bytes=7)
+    assert spans(regimes(posed, CPU, last=10, candidates=[always, Fake("b", [0])])) == [(1, 10, "a")]
+    one = SimpleNamespace(**{n: getattr(always, n) for n in dir(always) if n[0] != "_" and n != "packing_knobs"})
+    assert spans(regimes(posed, CPU, last=10, candidates=[one, Fake("b", [0])])) == [(1, 10, "b")]
+
+
+def test_generated_kernels_and_the_library_may_serve_4_bit_weights_on_a_hopper(monkeypatch):
+    pytest.importorskip("triton")
+    took = {"hopper_w4": (1, 1), "aten compute=f16": (50, 0.5), "hopper widened=True": (90, 0.5), "triton": (999, 9)}
+
+    def at(rows):
+        return w4_problem(f"f16[{rows},1024] @ s4[1024,1024]^T group=64 -> f16"), {}
+
+    def times(race, rows, families):
+        able = [f.name for f in families if f.name in took and next(iter(f.schedules(at(rows)[0], H200)), None)]
+        race.measured[rows] = {n: took[n][0] + took[n][1] * rows for n in able}
+        return race.measured[rows]
+
+    monkeypatch.setattr(module._Race, "times", times)
+    monkeypatch.setattr(module._Race, "packed_bytes", lambda race, rows, family: 0 if family.name == "triton" else 100)
+    monkeypatch.setattr(module._Race, "regime", lambda race, *place: Regime(*place, None, None))
+    table = regimes(at, H200, first=64, last=256)
+    assert spans(table) == [(64, 108, "hopper_w4"), (109, 256, "aten compute=f16")]
+
+
+def test_ranges_and_rows_that_nothing_serves(monkeypatch):
+    timed_by({"a nr=4": (1, 1)}, monkeypatch)
+    table = regimes(posed, CPU, first=3, last=9, candidates=[Fake("a", [4])])
+    assert spans(table) == [(3, 9, "a nr=4")] and sorted(table.measured) == [3, 4, 8, 9]
+    with pytest.raises(InputError, match="10 rows are outside the table, 3 to 9"):
+        table.at(10)
+    with pytest.raises(InputError, match="no rows from 5 to 4"):
+        regimes(posed, CPU, first=5, last=4)
+    for none in (0, -1, float("nan")):
+        with pytest.raises(InputError, match=r"a table over the rows is measured, and .* seconds are none"):
+            regimes(posed, CPU, last=9, budget_s=none, candidates=[Fake("a", [4])])
+
+
+def test_a_family_is_a_candidate_of_one_packing():
+    family = Family(Fake("a", [4, 8]), (("nr", 8),))
+    problem, _ = posed(3)
+    assert family.name == "a nr=8"
+    assert [s["nr"] for s in family.schedules(problem, CPU)] == [8]
+    assert family.build(problem, Schedule.of(nr=8), CPU).packed_bytes == 800
+
+
+def test_weights_that_no_cache_holds_come_from_memory_when_families_race(monkeypatch):
+    colds = []
+
+    def search(problem, target, *, cold, **how):
+        colds.append(cold)
+        kernel = how["candidates"][0].build(problem, Schedule.of(nr=4), target)
+        return Decision(problem, kernel, 1.0, (), True, True)
+
+    monkeypatch.setattr(module, "search", search)
+    for most, cold in ((128, False), (127, True)):  # bytes: the weight's are 8 x 4 x 4
+        monkeypatch.setattr(module, "last_cache_bytes", lambda target, most=most: most)
+        regimes(lambda m: (posed(m)[0], {1: torch.ones(8, 4)}), CPU, last=2, candidates=[Fake("a", [4])])
+        assert set(colds) == {cold}
+        colds.clear()
+
+
+WEIGHT, BIAS = torch.randn(96, 128), torch.randn(128)
+
+
+def graph_at(rows, text="f32[{},96] @ f32[96,128] + bias, gelu"):
+    graph = parse(text.format(rows))
+    kept = {graph.inputs[1]: const(WEIGHT), graph.inputs[2]: const(BIAS)}
+    return Graph("linear", graph.inputs[:1], tuple(substitute(graph.outputs, kept)), graph.output_names)
+
+
+def test_a_program_for_any_number_of_rows():
+    asked = []
+    program = tilewright.compile_rows(lambda rows: asked.append(rows) or graph_at(rows), last=40, budget_s=2)
+    for rows in (1, 2, 3, 17, 39, 40, 17):
+        x = torch.randn(rows, 96)
+        wanted = torch.nn.functional.gelu(x @ WEIGHT + BIAS)
+        torch.testing.assert_close(program(x), wanted, rtol=1e-4, atol=1e-4)
+    assert program.at(17) is program.at(17)
+    assert len(asked) == len({*asked}) >= 7  # it may take a second to read it once
+    assert isinstance(program(np.ones((2, 96), np.float32)), np.ndarray)
+    assert len(program.table.packings) <= 2
+    with pytest.raises(InputError, match="41 rows are outside the table, 1 to 40"):
+        program(torch.randn(41, 96))
+    with pytest.raises(InputError, match="no value for input 'a'"):
+        program()
+    with pytest.raises(InputError, match=r"input 'a' has shape \[\]"):
+        program(torch.tensor(1.0))
+
+
+def test_programs_that_no_table_is_made_for():
+    with pytest.raises(InputError, match="no input changes with the number of rows"):
+        tilewright.compile_rows(lambda rows: graph_at(4), last=8, budget_s=1)
+    for first, last, hint in (
+        (8, 8, "tilewright.compile, for one number"),
+        (9, 8, "such as first=1"),
+        (0, 8, "such as first=1"),
+    ):
+        with pytest.raises(InputError, match=rf"no range of rows from {first} to {last}\n.*{hint}"):
+            tilewright.compile_rows(graph_at, first=first, last=last, budget_s=1)
+    with pytest.raises(InputError, match=r"is measured, and 0 seconds are none\n.*budget_s=60"):
+        tilewright.compile_rows(graph_at, last=8, budget_s=0)
+    with pytest.raises(InputError, match=r"an argument of type NoneType \(graph_at\)\n  try: a function from a number of rows"):
+        tilewright.compile_rows(None, last=8)
+    with pytest.raises(InputError, match=r"an argument of type str \(graph_at\(1\)\)"):
+        tilewright.compile_rows(lambda rows: "model.onnx", last=8)
+
+    def two(rows):
+        graph = graph_at(rows)
+        again = parse(f"f32[{rows},128] @ f32[128,7]")
+        outputs = substitute(again.outputs, {again.inputs[0]: graph.outputs[0], again.inputs[1]: const(torch.randn(128, 7))})
+        return Graph("two", graph.inputs, tuple(outputs), ("y",))
+
+    with pytest.raises(UnsupportedError, match="2 products"):
+        tilewright.compile_rows(two, last=8, budget_s=1)
+
+
+def test_the_command_line_prints_the_table():
+    line = "f32[1..5,32] @ f32[32,48] + bias"
+    said = CliRunner().invoke(cli, ["gemm", line, "--budget", "1"])
+    assert said.exit_code == 0, said.output
+    assert "1 to " in said.stdout
+    report = json.loads(CliRunner().invoke(cli, ["gemm", line, "--budget", "1", "--json"]).stdout)
+    assert report["ranges"][0]["first"]["rows"] == 1 and report["ranges"][-1]["last"]["rows"] == 5
+    assert set(report["measured_us"]) >= {"1", "2", "4", "5"}
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("f32[1..8,32] @ f32[32,1..4]", "two ranges"),
+        ("f32[8..1,32] @ f32[32,4]", "no range from 8 to 1"),
+        ("f32[4,1..8] @ f32[1..8,4]", "the range changes 'b', which is a weight"),
+    ],
+)
+def test_ranges_that_are_no_rows(line, why):
+    said = CliRunner().invoke(cli, ["gemm", line])
+    assert said.exit_code == 2 and why in said.output
+
+
+@pytest.mark.parametrize("options", [["--perf"], ["--weights"], ["--no-cache"], ["-n", "3"], ["--all"]])
+def test_options_that_say_nothing_about_a_range_are_refused(options):
+    said = CliRunner().invoke(cli, ["gemm", "f32[1..8,32] @ f32[32,4]", *options])
+    assert said.exit_code == 2 and "says nothing about a range of rows" in said.output
+    assert (options[0] if options[0] != "-n" else "--iterations") in said.output

@@ -1,0 +1,65 @@
+"""Every code block in the README and the docs runs. `no-run` after the language leaves one out; `text` is no code."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+BLOCK = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(language: str) -> list[pytest.param]:
+    found = []
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for i, (kind, rest, body) in enumerate(BLOCK.findall(file.read_text())):
+            if kind == language and "no-run" not in rest:
+                found.append(pytest.param(body, id=f"{file.name}-{i}"))
+    return found
+
+
+@functools.cache
+def cache() -> tempfile.TemporaryDirectory[str]:
+    """A folder for what the blocks measure: once for all of them."""
+    return tempfile.TemporaryDirectory()
+
+
+def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """In a folder of its own that has the examples, with the installed command on the path."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "examples").symlink_to(ROOT / "examples")
+        environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "TILEWRIGHT_CACHE": os.environ.get("TILEWRIGHT_CACHE", cache().name),
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+
+
+@pytest.mark.parametrize("body", blocks("python"))
+def test_python_block(body: str) -> None:
+    done = run([sys.executable, "-c", body])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("body", blocks("sh"))
+def test_shell_block(body: str) -> None:
+    done = run(["bash", "-euc", body])
+    assert done.returncode == 0, done.stderr
+
+
+def test_there_are_blocks_of_both_kinds() -> None:
+    assert len(blocks("python")) >= 5
+    assert len(blocks("sh")) >= 1
+
+
+def test_every_language_is_known() -> None:
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+        for kind, _, body in BLOCK.findall(file.read_text()):
+            assert kind in ("python", "sh", "text", "json"), f"{file.name}: {kind or 'no language'}: {body[:40]}"

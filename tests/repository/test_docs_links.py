@@ -1,0 +1,78 @@
+"""Links between the pages lead somewhere, and the page of the rules names every rule, in its stage."""
+
+import re
+from pathlib import Path
+
+import pytest
+from paths import ROOT
+
+from tilewright.compiler import CANONICAL, EXCESS_PRECISION, STAGES
+from tilewright.ir.pattern import Pass, Rule, discover
+
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+BLOCK = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in a link to it."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_relative_links_lead_somewhere(page):
+    for link in LINK.findall(BLOCK.sub("", page.read_text())):
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}"
+
+
+def test_there_are_links():
+    assert {"rules.md", "glossary.md"} <= {Path(link).name for page in PAGES for link in LINK.findall(page.read_text())}
+
+
+FOUND_BY_NAME = ("candidates", "frontends", "rules", "hardware/chips", "ir/ops")  # layout.md says what kind they are
+
+
+def test_the_layout_names_every_file():
+    package = ROOT / "src" / "tilewright"
+    layout = re.search(r"^```text\n(.*?)^```$", (ROOT / "docs" / "layout.md").read_text(), re.MULTILINE | re.DOTALL)[1]
+    named = set(re.findall(r"\w+", layout))
+    missing = [
+        str(path)
+        for path in (f.relative_to(package) for f in package.rglob("*.py"))
+        if path.stem not in named
+        and not path.stem.startswith("__")
+        and not path.stem.endswith(("_table", "_tables"))
+        and not str(path).startswith(FOUND_BY_NAME)
+    ]
+    assert missing == []
+    files = {f.stem for f in package.rglob("*.py")}
+    assert {Path(f).stem for f in re.findall(r"\w+\.py", layout)} - files == set()
+
+
+def test_the_page_of_the_rules_has_each_rule_in_its_stage():
+    stages: dict[str, list[str]] = {}
+    for level, title in re.findall(r"^(##+) (.+)$", BLOCK.sub("", (ROOT / "docs" / "rules.md").read_text()), re.MULTILINE):
+        if level == "##":
+            stages[title] = []
+        else:
+            stages[list(stages)[-1]].append(title.strip("`"))
+    wanted = {stage: set() for stage in (CANONICAL, *STAGES, EXCESS_PRECISION)}
+    for kind in (Rule, Pass):
+        for r in discover("tilewright.rules", kind):
+            wanted[r.stage].add(r.name)
+    assert list(stages)[: len(wanted)] == list(wanted)
+    assert {stage: set(names) for stage, names in stages.items() if names} == wanted
+    assert all(len(set(names)) == len(names) for names in stages.values())
+
+
+def test_every_rule_says_what_it_does_and_whether_it_is_exact():
+    for kind in (Rule, Pass):
+        for r in discover("tilewright.rules", kind):
+            assert "->" in r.doc, f"{r.name} has no `before -> after`"
+            assert "Exact:" in r.doc, f"{r.name} does not say whether it is exact"

@@ -1,0 +1,170 @@
+"""Machine code made before it is searched for, by processes beside the worker. No GPU is needed to compile for one."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from paths import python_path
+
+from tilewright import compiler
+from tilewright.dtype import F32
+from tilewright.hardware.chips.nvidia_h200 import CHIP
+from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
+from tilewright.ir.build import const, input_, map_
+from tilewright.ir.graph import Graph
+from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
+from tilewright.schedule import ahead
+from tilewright.schedule.nursery import SWITCH, nursery
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.worker import pickled, settings_here
+
+H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
+LINE = "f16[128,128] @ f16[128,128] -> f32"
+
+
+def test_kernels_are_in_the_compilers_cache_before_they_are_built(tmp_path):
+    pytest.importorskip("triton")
+    program = f"""
+        from pathlib import Path
+        from tests.candidates.triton.hopper.test_gemm import H200
+        from tilewright.ir.notation import parse
+        from tilewright.schedule import ahead
+        from tilewright.schedule.candidate import discover
+        from tilewright.schedule.problem import problem_of
+
+        ahead.POINTS = 1
+        problem, cache = problem_of(parse({LINE!r}).outputs[0]), Path({str(tmp_path)!r})
+        assert {{name for _, name, _ in ahead.jobs_for([problem], H200)}} == {{"hopper", "hopper_w4", "triton"}}
+        assert ahead.compile_ahead([problem], H200) == 3
+        made = sorted(cache.rglob("*.cubin"))
+        assert len(made) == 2, "codes are not what hopper_w4 multiplies"
+        for candidate in discover():
+            if candidate.name in ("hopper", "triton"):
+                candidate.compile(problem, next(iter(candidate.schedules(problem, H200))), H200)
+        assert sorted(cache.rglob("*.cubin")) == made
+    """
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1", SWITCH: "1"}
+    environment["PYTHONPATH"] = python_path()
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program)], env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_a_problem_is_taken_apart_to_is_compiled_too():
+    whole = problem_of(parse("f16[64,64] @ f16[64,64] + bias, relu -> f16").outputs[0])
+    jobs = ahead.jobs_for([whole], H200)
+    assert [at for *_, at in jobs] == sorted(at for *_, at in jobs)
+    assert {name for p, name, at in jobs if p == whole and at == ahead.POINTS - 1} == {"hopper", "hopper_w4", "triton"}
+    assert {(p.kind, name) for p, name, _ in jobs if p != whole} == {
+        ("gemm", "hopper"), ("gemm", "hopper_w4"), ("gemm", "triton"), ("region", "triton_rows")
+    }  # fmt: skip
+    assert not ahead.jobs_for([whole], detect("cpu"))
+
+
+def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothing_is_measured(monkeypatch):
+    asked, told = [], []
+    monkeypatch.setattr(compiler, "compile_ahead", lambda problems, target, *, within_s: asked.append((problems, within_s)))
+    given, w = input_("x", F32, (8, 8)), input_("w", F32, (8, 8))
+    value = given
+    for scale in (0.3, 0.7):
+        value = map_("multiply", gemm(value, w), const(scale, F32))
+    graph = compiler.optimise(Graph("layers", (given, w), (value,), ("y",)))
+    compiler._decider(graph, H200, 1.0, lambda *given: told.append(given))
+    compiler._decider(graph, H200, 0.0, None)
+    compiler._decider(graph, detect("cpu"), 1.0, None)
+    ((problems, within_s),) = asked
+    assert [p.kind for p in problems] == ["gemm"] and within_s is None
+    assert told == [(0, 2, "compiling what will be tried first")]
+
+
+@pytest.fixture
+def processes(monkeypatch):
+    monkeypatch.delenv(SWITCH, raising=False)
+
+
+def test_assistants_work_beside_the_worker_and_end_when_they_are_let_go(processes):
+    known = nursery()
+    with known.lock:
+        known.ensure_worker()
+        worker, (pid, assistant) = known.worker, known.assistant()
+        other, second = known.assistant()
+    assert known.worker is worker and len({pid, other}) == 2
+    problem = problem_of(parse(LINE).outputs[0])
+    message = pickled(("compile", problem, detect("cpu"), settings_here(), "no such candidate", 0))
+    for each in (assistant, second):
+        each.send_bytes(message)
+        assert each.poll(60) and each.recv_bytes()
+        each.close()
+    with known.lock:
+        assert known.worker is worker
+        known.end_worker()
+        known.ensure_worker()  # the nursery goes on, and has buried them
+    ends = time.monotonic() + 10  # it sees by itself that nobody is at the other end any more
+    while _lives(pid) and time.monotonic() < ends:
+        time.sleep(0.05)
+    assert not _lives(pid)
+
+
+def _lives(pid):
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_who_does_not_answer_is_ended(processes, monkeypatch):
+    killed, jobs = [], [(None, "slow", 0), (None, "slow", 1)]
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
+    monkeypatch.setattr(ahead, "_work_off", lambda found, messages, unanswered, within_s: unanswered.update(found[:1]))
+    monkeypatch.setattr(ahead, "end_group", killed.append)
+    made = {}
+    inner = ahead._assistants
+    monkeypatch.setattr(ahead, "_assistants", lambda count: made.update(inner(count)) or made)
+    assert ahead.compile_ahead([], detect("cpu")) == 2
+    assert killed == list(made.values())[:1]
+
+
+@pytest.mark.parametrize(("cores", "asked"), [(1, 5), (6, 6), (64, 9)])
+def test_points_that_come_later_are_for_processes_that_are_left(cores, asked, monkeypatch):
+    jobs = [(None, "any", at) for at in (0, 0, 0, 1, 1, 2, 2, 3, 3)]
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
+    monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(ahead, "_assistants", lambda count: {Mock(): i for i in range(count)})
+    done = []
+    monkeypatch.setattr(ahead, "_work_off", lambda found, messages, *_: done.append((len(found), len(messages))))
+    assert ahead.compile_ahead([], detect("cpu")) == asked
+    assert done == [(min(cores, asked, 16), asked)]
+
+
+def test_where_no_process_may_be_started_nothing_is_compiled(monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: [(None, "any", 0)])
+    assert ahead.compile_ahead([], detect("cpu")) == 0
+
+
+def test_a_problem_that_no_process_can_be_told_of_is_left_to_its_search(monkeypatch):
+    def told(message):
+        raise RecursionError
+
+    monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: [(None, "any", 0)])
+    monkeypatch.setattr(ahead, "pickled", told)
+    assert ahead.compile_ahead([], detect("cpu")) == 0
+
+
+def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(processes, monkeypatch):
+    def interrupted(count):
+        raise KeyboardInterrupt
+
+    first = nursery()
+    monkeypatch.setattr(first, "_hear", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.assistant()
+    assert nursery() is not first

@@ -1,0 +1,196 @@
+"""Time for choosing: by the clock, within one problem as over all of them, and what Ctrl-C leaves."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from cli_programs import write
+
+from tests.schedule.test_search import Fake
+from tilewright import compiler
+from tilewright.dtype import F32, S8
+from tilewright.hardware.detect import cpu, detect
+from tilewright.ir.build import const, input_, map_
+from tilewright.ir.graph import Graph
+from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
+from tilewright.schedule import measure
+from tilewright.schedule import search as search_module
+from tilewright.schedule.cache import Cache
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.recall import Recall
+from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.search import Interruption, search
+
+CPU = detect("cpu")
+PROBLEM = problem_of(parse("f32[8,16] @ f32[16,12]").outputs[0])
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes only when a test says so, on both of Python's clocks."""
+    now = [1000.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def slow(clock, name, seconds=1.0, points=20, **how):
+    """A candidate each of whose calls takes so long."""
+
+    def run(sources):
+        clock[0] += seconds
+        return [sources[0] @ sources[1]]
+
+    return Fake(name, run, schedules=[Schedule.of(point=i) for i in range(points)], **how)
+
+
+def whys(decision):
+    return {r.candidate: r.why for r in decision.rejected}
+
+
+@pytest.mark.parametrize("within_s", [20.0, 60.0, 200.0])
+def test_one_slow_problem_ends_by_the_clock(clock, within_s):
+    """Each call takes a second, a check eight of them: what would not fit is not tried, and what was checked is still timed."""
+    began = clock[0]
+    candidates = [slow(clock, n, preference=20 + i) for i, n in enumerate("abcdefgh")]
+    d = search(PROBLEM, CPU, budget_s=0.5, candidates=candidates, within_s=within_s)
+    took = clock[0] - began
+    assert within_s / 3 < took <= 1.1 * within_s and d.measured and d.verified
+    untried = [r for r in d.rejected if r.why == "not tried: the time for choosing was over"]
+    assert bool(untried) == (within_s < 200)
+    began = clock[0]
+    search(PROBLEM, CPU, budget_s=0.5, candidates=candidates)
+    assert clock[0] - began > 100
+
+
+def test_looking_further_ends_by_the_clock(clock):
+    began = clock[0]
+    d = search(PROBLEM, CPU, budget_s=1000.0, candidates=[slow(clock, "deep", points=1000)], within_s=300.0)
+    assert 200 < clock[0] - began <= 330 and d.measured
+    assert "more points ranked below were not tried" in whys(d)["deep"]
+
+
+def test_without_time_one_is_checked_and_none_is_timed(clock):
+    d = search(PROBLEM, CPU, budget_s=5.0, candidates=[slow(clock, "a"), slow(clock, "b")], within_s=1.0)
+    assert d.kernel.candidate == "a" and d.verified and not d.measured and d.time_us is None
+    assert whys(d)["b"] == "not tried: the time for choosing was over"
+
+
+def test_what_was_checked_too_late_to_be_timed_says_so(clock, monkeypatch):
+    """A check that takes longer than the ones before it, by a kernel that is examined to the end."""
+    monkeypatch.setattr(measure, "SLOWER", float("inf"))
+    first, late = slow(clock, "first", 0.01, points=1), slow(clock, "late", 10.0, points=1)
+    d = search(PROBLEM, CPU, budget_s=5.0, candidates=[first, late], within_s=30.0)
+    assert d.kernel.candidate == "first" and not d.measured
+    assert whys(d)["late (point=0)"] == "not timed: the time for choosing was over"
+
+
+def products(*columns):
+    x = input_("x", S8, (4, 8))
+    outputs = tuple(gemm(x, const(torch.ones(8, n, dtype=torch.int8))) for n in columns)
+    return Graph("g", (x,), outputs, tuple(f"y{n}" for n in columns))
+
+
+@pytest.mark.parametrize("checking_s", [0.0, 0.3, 1.0, 1.7])
+def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s):
+    """Each takes as long to be checked, measured or not; twenty end within a tenth of the time given, and the first of them are
+    measured."""
+    real, shares, limits = compiler.search, [], []
+
+    def costly(problem, target, **how):
+        share, within = how["budget_s"], how.get("within_s") or 0.0
+        shares.append(share)
+        limits.append(within)
+        clock[0] += max(checking_s, min(checking_s + share, within))
+        return replace(real(problem, target, **{**how, "budget_s": 0}), checked_s=checking_s)
+
+    monkeypatch.setattr(compiler, "search", costly)
+    graph, began = products(*range(1, 21)), clock[0]
+    decide = compiler._decider(graph, cpu(), 40.0, None, Recall(cpu(), Cache(tmp_path)), ends=began + 40.0)
+    for n in graph.outputs:
+        decide(problem_of(n), {1: n.src[1].op.data.tensor()})
+    assert 36 <= clock[0] - began <= 44 and len(shares) == 20
+    assert limits[0] == 20.0 and max(limits) <= 40.0 and shares[0] == 2.0 and sum(s > 0 for s in shares) >= 7
+
+
+def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp_path):
+    """Two are measured, and six more checked for their own numbers alone: the measuring leaves time for that."""
+    real, shares = compiler.search, []
+
+    def measured(problem, target, **how):
+        shares.append(how["budget_s"])
+        clock[0] += 1.0 + how["budget_s"]
+        return replace(real(problem, target, **{**how, "budget_s": 0}), checked_s=1.0)
+
+    def checked(problem, target, candidate, schedule, weights):
+        clock[0] += 1.0
+        return replace(again(problem, target, candidate, schedule, weights), checked_s=1.0)
+
+    again = compiler.repeat
+    monkeypatch.setattr(compiler, "search", measured)
+    monkeypatch.setattr(compiler, "repeat", checked)
+    inputs = [input_(f"x{i}", F32, (4, 8)) for i in range(8)]
+    weights = [const(torch.ones(8, 3 if i < 3 else 5)) for i in range(8)]
+    scales = [const(torch.tensor(1.5 + i)) for i in range(8)]
+    outputs = [map_("multiply", gemm(x, w), s) for x, w, s in zip(inputs, weights, scales, strict=True)]
+    graph = compiler.optimise(Graph("g", tuple(inputs), tuple(outputs), tuple(f"y{i}" for i in range(8))))
+    began = clock[0]
+    decide = compiler._decider(graph, cpu(), 10.5, None, Recall(cpu(), Cache(tmp_path)), ends=began + 10.5)
+    for n in graph.outputs:
+        decide(problem_of(n), {1: n.src[1].op.data.tensor()})
+    assert shares == [2.0, 10.5 - (1.0 + 2.0) - 2 * 1.0 - 5 * 1.0] and clock[0] - began == 10.5
+
+
+def test_an_interruption_keeps_the_best_of_the_problem_under_way(clock, monkeypatch, tmp_path):
+    def stopped(self, winner):
+        clock[0] += 0.5
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(search_module._Search, "_deepened", stopped)
+    with pytest.raises(Interruption) as stop:
+        search(PROBLEM, CPU, budget_s=5.0, candidates=[slow(clock, "a", 0.3), slow(clock, "b", 0.1)])
+    assert stop.value.decision.kernel.candidate == "b" and stop.value.decision.measured
+    cache = Cache(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.compile(products(3), budget_s=100.0, cache=Recall(cpu(), cache))
+    (kept,) = cache.records()
+    assert kept.key.budget == "short" and kept.time_us >= 0  # no more than it had
+
+
+SCRIPT = """
+import sys
+from tilewright.cli.main import main
+from tilewright.schedule import search
+deepened = search._Search._deepened
+def told(self, winner):
+    sys.stdout.write("deepening\\n")
+    sys.stdout.flush()
+    while True:  # as long as there is something to try
+        deepened(self, winner)
+search._Search._deepened = told
+sys.argv = ["tilewright", "tune", {program!r}, "--budget", "60"]
+main()
+"""
+
+
+def test_ctrl_c_keeps_the_best_so_far(tmp_path):
+    """A real SIGINT while the only problem of a program is searched."""
+    x, w = input_("x", F32, (64, 64)), input_("w", F32, (64, 64))
+    program = write(tmp_path, Graph("one", (x, w), (gemm(x, w),), ("y",)))
+    env = {**os.environ, "TILEWRIGHT_CACHE": str(tmp_path / "cache")}
+    script = SCRIPT.format(program=program)
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as p:
+        assert p.stdout.readline() == "deepening\n", p.stderr.read()
+        p.send_signal(signal.SIGINT)
+        _, said = p.communicate(timeout=300)
+    assert p.returncode == 130 and "1 choice is kept" in said, said
+    (kept,) = Cache(tmp_path / "cache").records()
+    assert kept.time_us > 0 and kept.problem == "f32[64,64] @ f32[64,64]"

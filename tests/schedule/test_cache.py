@@ -1,0 +1,492 @@
+"""The cache of decisions: what makes a record one's own, what becomes of it, and what is done without one."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from paths import HELPERS
+from torture_cache import KEY, record
+
+from tilewright import compiler
+from tilewright.dtype import BF16, F32
+from tilewright.errors import UnsupportedError
+from tilewright.hardware.detect import cpu
+from tilewright.ir.build import const, input_, map_
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Attention, gemm
+from tilewright.runtime.partition import decided, partition, problem_of_part
+from tilewright.schedule import cache as cache_module
+from tilewright.schedule import key as key_module
+from tilewright.schedule import recall
+from tilewright.schedule.cache import Cache, file_system
+from tilewright.schedule.candidate import concerns
+from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
+from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.recall import Recall
+from tilewright.schedule.record import Key, Loser
+from tilewright.schedule.schedule import Schedule
+
+BUDGET_S = 0.02
+
+
+@pytest.fixture
+def kept(tmp_path, monkeypatch):
+    """A cache in a folder of its own, which programs are compiled with."""
+    cache = Cache(tmp_path / "cache")
+    monkeypatch.setattr(compiler, "user_cache", lambda: cache)
+    monkeypatch.setattr(cache_module, "_said", set())
+    yield cache
+    cache.close()
+
+
+@pytest.fixture
+def searches(monkeypatch):
+    """The problems that were searched with time to measure."""
+    seen: list[str] = []
+    search = compiler.search
+
+    def counted(problem, target, **how):
+        if how["budget_s"] > 0:
+            seen.append(str(problem))
+        return search(problem, target, **how)
+
+    monkeypatch.setattr(compiler, "search", counted)
+    return seen
+
+
+def program(*scales: float) -> Graph:
+    """Products that differ in a number alone, one after the other."""
+    x = input_("x", F32, (8, 32))
+    y = x
+    for i, scale in enumerate(scales):
+        weight = const(torch.randn(32, 32, generator=torch.Generator().manual_seed(i)))
+        y = map_("multiply", gemm(y, weight), const(torch.tensor(scale)))
+    return Graph("g", (x,), (y,), ("y",))
+
+
+def decisions(executable):
+    return [s.decision for s in executable.steps if s.decision is not None]
+
+
+def test_it_survives_many_writers_kills_and_flipped_bytes():
+    done = subprocess.run([sys.executable, HELPERS / "torture_cache.py", "--small"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["8", "24", "100"]
+
+
+def test_each_field_of_the_key_changed_alone_is_a_miss(tmp_path):
+    cache = Cache(tmp_path)
+    made = record("0")
+    assert cache.put(made) and cache.get(KEY) == made
+    for name in Key.__struct_fields__:
+        value = getattr(KEY, name)
+        other = msgspec.structs.replace(KEY, **{name: value + 1 if isinstance(value, int) else f"{value}'"})
+        assert cache.get(other) is None, name
+    assert cache.get(KEY) == made
+
+
+def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
+    """What the fields are made of: change it where it comes from, and see the field change, and no other."""
+
+    def fields():
+        for made in (key_module._libraries, key_module._own, key_module._driver):
+            made.cache_clear()
+        return msgspec.structs.asdict(circumstances(target, excess_precision=excess))
+
+    target, excess, real = replace(cpu(), kind="cuda"), False, key_module._version
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    before = fields()
+    changed = {}
+    for what, new in {
+        "chip": replace(target, chip=replace(target.chip, name="other")),
+        "name": replace(target, name="other"),
+        "features": replace(target, features=target.features | {"other"}),
+        "caches": replace(target, caches_bytes={**target.caches_bytes, "L9": 1}),
+        "cores": replace(target, cores=99),
+        "kind": replace(target, kind="cpu"),
+    }.items():
+        old, target = target, new
+        changed[what] = {k for k, v in fields().items() if v != before[k]}
+        target = old
+    excess = True
+    changed["excess"] = {k for k, v in fields().items() if v != before[k]}
+    excess = False
+    for what, patch in {
+        "threads": lambda m: m.setattr(torch, "get_num_threads", lambda: 99),
+        "driver": lambda m: m.setattr(key_module, "DRIVERS", (Path(__file__),)),
+        "toolkit": lambda m: m.setattr(torch.version, "cuda", "14.0"),
+        "torch": lambda m: m.setattr(torch, "__version__", "9.9"),
+        "built": lambda m: m.setattr(torch.__config__, "show", lambda: "other"),
+        "llvmlite": lambda m: m.setattr(key_module, "_version", lambda p: p * (p == "llvmlite") or real(p)),
+        "onednn": lambda m: m.setenv("ONEDNN_MAX_CPU_ISA", "AVX2"),
+        "mkl": lambda m: m.setenv("MKL_CBWR", "COMPATIBLE"),
+        "verbose": lambda m: m.setenv("ONEDNN_VERBOSE", "1"),
+        "version": lambda m: m.setattr(key_module, "_version", lambda p: p * (p == "tilewright") or real(p)),
+        "code": lambda m: m.setattr(key_module, "CHOOSING", ("candidates",)),
+        "precision": lambda m: m.setattr(torch, "get_float32_matmul_precision", lambda: "medium"),
+    }.items():
+        with monkeypatch.context() as m:
+            patch(m)
+            changed[what] = {k for k, v in fields().items() if v != before[k]}
+    assert fields() == before
+    assert changed == {
+        "chip": {"chip"},
+        **{name: {"processor"} for name in ("name", "features", "caches")},
+        "cores": {"cores"},
+        "kind": {"alignment_bytes", "toolkit"} | ({"driver"} if before["driver"] else set()),
+        "threads": {"threads"},
+        "driver": {"driver"},
+        "toolkit": {"toolkit"},
+        **{name: {"libraries"} for name in ("torch", "built", "llvmlite", "onednn", "mkl")},
+        "verbose": set(),
+        **{name: {"tilewright"} for name in ("version", "code")},
+        **{name: {"numerics"} for name in ("excess", "precision")},
+    }
+
+
+def test_a_search_takes_what_had_as_much_time():
+    assert budgets_for(2.0) == ("long",)
+    assert budgets_for(0.1) == ("long", "short") == budgets_for(0)
+
+
+def test_the_text_of_a_problem_is_all_of_it_but_numbers():
+    def text(scale=2.0, fn="relu", shape=(4, 8), dtype=F32, weight=True):
+        x = input_("x", dtype, shape)
+        w = const(torch.ones(8, 3).to(dtype.to_torch())) if weight else input_("w", dtype, (8, 3))
+        y = map_(fn, map_("multiply", gemm(x, w, acc_dtype=F32), const(torch.tensor(scale))))
+        parts = partition(compiler.optimise(Graph("g", (x,) if weight else (x, w), (y,), ("y",))))
+        (problem,) = (problem_of_part(p)[0] for p in parts if decided(p))
+        return text_of(problem)
+
+    assert text(2.0) == text(3.0)
+    others = [text(), text(fn="tanh"), text(shape=(5, 8)), text(dtype=BF16), text(weight=False)]
+    assert len(set(others)) == len(others)
+    one, other = (problem_of(gemm(input_("x", F32, (4, 8)), input_("w", F32, (8, 3)))) for _ in range(2))
+    assert digest_of(one) == digest_of(other)
+    assert isinstance(one, Problem) and digest_of(replace(one, weights=(False, True))) != digest_of(one)
+
+
+def test_constants_inside_a_problem_count_bit_by_bit():
+    def with_table(values):
+        inner = problem_of(gemm(input_("x", F32, (4, 8)), input_("w", F32, (8, 20))))
+        (store,) = inner.op.stores
+        return replace(inner, op=replace(inner.op, stores=(map_("add", store, const(torch.tensor(values))),)))
+
+    zeros = [0.0] * 20
+    nan = torch.tensor([float("nan")]).view(torch.int32).add(1).view(torch.float32).item()
+    tables = [zeros, [-0.0, *zeros[1:]], [1.0, *zeros[1:]], [*zeros[1:], 1.0], [float("nan"), *zeros[1:]]]
+    assert len({digest_of(with_table(t)) for t in tables}) == len(tables), nan
+    assert digest_of(with_table(zeros)) == digest_of(with_table(list(zeros)))
+
+
+def test_attentions_differ_by_their_own_numbers():
+    q = [input_(n, F32, (1, 2, 16, 8)) for n in "qkv"]
+    ops = [Attention(0.5), Attention(0.25), Attention(0.5, "upper"), Attention(0.5, "lower"), Attention(0.5, "upper", True)]
+    assert len({digest_of(problem_of(Node(op, *q))) for op in ops}) == len(ops)
+
+
+def test_what_was_measured_is_read_back_checked_and_not_timed_again(kept, searches):
+    first = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+    assert len(searches) == 1 and not any(d.recalled for d in first)
+    second = decisions(compiler.compile(program(3.0), budget_s=BUDGET_S))  # another number: the same record
+    assert len(searches) == 1 and all(d.recalled and d.measured and d.verified for d in second)
+    for a, b in zip(first, second, strict=True):
+        assert (a.kernel.candidate, a.kernel.schedule, a.time_us) == (b.kernel.candidate, b.kernel.schedule, b.time_us)
+        assert a.rejected == b.rejected
+    third = decisions(compiler.compile(program(2.0), budget_s=0))
+    assert all(d.recalled for d in third)
+    fourth = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=False))
+    assert len(searches) == 2 and not any(d.recalled for d in fourth)
+    compiler.compile(program(2.0), budget_s=100.0)  # a search with more time than that one had
+    assert len(searches) == 3
+    compiler.compile(program(2.0), budget_s=BUDGET_S, excess_precision=True)
+    assert len(searches) == 4
+
+
+def test_a_record_that_does_not_hold_is_ignored(kept, searches):
+    (good,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+    (made,) = kept.records()
+    for candidate, knobs in (("nobody", made.knobs), (made.candidate, (("no", "such point"),)), ("reference", ())):
+        kept.put(msgspec.structs.replace(made, candidate=candidate, knobs=knobs))
+        before = len(searches)
+        (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+        if candidate != "reference" and not (candidate == made.candidate and not made.knobs):
+            assert len(searches) == before + 1 and not found.recalled
+            assert kept.records()[0].candidate == found.kernel.candidate
+    assert good.verified
+
+
+def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypatch):
+    compiler.compile(program(2.0), budget_s=BUDGET_S)
+    monkeypatch.setattr(recall, "search", failing)
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
+    assert len(searches) == 2 and found.verified and not found.recalled
+
+
+def failing(problem, target, **how):
+    raise UnsupportedError("differs from the reference")
+
+
+def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches, tmp_path):
+    compiler.compile(program(2.0), budget_s=BUDGET_S)
+    (made,) = kept.records()
+    kept.clear()
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[made])))
+    assert len(searches) == 1 and found.recalled and found.kernel.candidate == made.candidate
+    (taken,) = kept.records()
+    assert (taken.key, taken.knobs, taken.time_us) == (made.key, made.knobs, found.time_us)
+    kept.clear()
+    claims = Loser("\x1b[31mother", "slower: 9 µs", 9.0)
+    lies = msgspec.structs.replace(made, time_us=1e-3, rejected=(claims,), problem="\x1b[2J", made_s=0.0)
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[lies])))
+    (taken,) = kept.records()
+    assert len(searches) == 1 and found.recalled and found.measured and found.time_us == taken.time_us > 1e-2
+    assert taken.rejected == found.rejected == () and taken.problem == made.problem and taken.made_s >= made.made_s
+    kept.clear()
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=0, cache=Recall(cpu(), kept, hints=[lies])))
+    assert found.recalled and found.time_us is None and not found.measured and kept.records() == []
+    kept.clear()
+    elsewhere = msgspec.structs.replace(made, key=msgspec.structs.replace(made.key, chip="other"))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[elsewhere])))
+    assert len(searches) == 2 and not found.recalled
+    kept.clear()
+    forged = msgspec.structs.replace(made, knobs=(("mr", 100_000),))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[forged])))
+    assert len(searches) == 3 and not found.recalled and found.kernel.schedule != Schedule(forged.knobs)
+
+
+def test_a_hinted_point_comes_first_and_a_foreign_one_never(kept):
+    problem = problem_of(gemm(input_("x", F32, (8, 32)), input_("w", F32, (32, 32))))
+    target = cpu()
+    own = next(c for c in recall.discover() if concerns(c, problem, target) and c.refuse(problem, target) is None)
+    points = list(own.schedules(problem, target))
+
+    def first(knobs):
+        key = msgspec.structs.replace(KEY, problem=digest_of(problem))
+        hint = msgspec.structs.replace(record("0"), key=key, candidate=own.name, knobs=knobs)
+        found = Recall(target, None, hints=[hint]).candidates(problem)
+        return list(next(c for c in found if c.name == own.name).schedules(problem, target))
+
+    assert first(points[-1].knobs)[0] == points[-1] and {*first(points[-1].knobs)} == {*points}
+    assert first((("mr", 12345),)) == points
+    assert Recall(target, None, hints=[record("other")]).candidates(problem) is None
+
+
+def test_one_process_measures_and_others_wait_for_a_while(tmp_path):
+    one, two = Cache(tmp_path), Cache(tmp_path)
+    with one.alone(KEY, 1) as held:
+        assert held
+        started = time.monotonic()
+        with two.alone(KEY, 0.2) as too:
+            assert not too
+        assert 0.2 <= time.monotonic() - started < 5
+        threading.Timer(0.2, lambda: one.put(record("0"))).start()
+        started = time.monotonic()
+        with two.alone(KEY, 60) as too:
+            assert not too and two.get(KEY) == record("0")
+        assert time.monotonic() - started < 30
+    with two.alone(KEY, 1) as held:
+        assert held
+
+
+def test_files_are_the_owners_alone(tmp_path):
+    cache = Cache(tmp_path / "new")
+    cache.put(record("0"))
+    assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+    modes = {p.name: stat.S_IMODE(p.stat().st_mode) for p in (tmp_path / "new").iterdir()}
+    assert set(modes.values()) == {0o600} and {"decisions-0.sqlite", "decisions-0.sqlite-wal"} <= set(modes)
+    cache.close()
+    (tmp_path / "new" / "decisions-0.sqlite").chmod(0o622)
+    assert Cache(tmp_path / "new").get(KEY) is None
+
+
+def planted_link(folder, name, to):
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(to)
+
+
+PLANTED = {
+    "a folder that all may write to": (lambda f, out: f.chmod(0o777), "x can be written by other users"),
+    "a folder that the group may write to": (lambda f, out: f.chmod(0o770), "x can be written by other users"),
+    "a log that others may write": (
+        lambda f, out: (f / "decisions-0.sqlite-wal").chmod(0o666),
+        "-wal can be written by other users",
+    ),
+    "an index of the log that others may write": (lambda f, out: (f / "decisions-0.sqlite-shm").chmod(0o662), "-shm can be"),
+    "another database by a link": (lambda f, out: planted_link(f, "decisions-0.sqlite", out / "other"), "sqlite is a link"),
+    "a new file by a link": (lambda f, out: planted_link(f, "opening", out / "made"), "opening"),
+    "a log by a link": (lambda f, out: planted_link(f, "decisions-0.sqlite-wal", out / "made"), "-wal is a link"),
+    "a journal by a link": (lambda f, out: planted_link(f, "decisions-0.sqlite-journal", out / "made"), "-journal is a link"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_what_others_could_have_planted_is_not_used_and_said_once(tmp_path, kept, capfd, name):
+    plant, said = PLANTED[name]
+    folder, out = tmp_path / "x", tmp_path / "out"
+    out.mkdir()
+    (out / "other").write_bytes(b"")
+    before = Cache(folder)
+    assert before.put(record("0"))
+    for suffix in ("-wal", "-shm"):  # which a process that was killed leaves
+        content = (folder / f"decisions-0.sqlite{suffix}").read_bytes()
+        (folder / f"kept{suffix}").write_bytes(content)
+    before.close()
+    for suffix in ("-wal", "-shm"):
+        (folder / f"kept{suffix}").rename(folder / f"decisions-0.sqlite{suffix}")
+        (folder / f"decisions-0.sqlite{suffix}").chmod(0o600)
+    plant(folder, out)
+    unusable(Cache(folder), capfd, said)
+    assert sorted(p.name for p in out.iterdir()) == ["other"] and (out / "other").read_bytes() == b""
+
+
+def test_a_folder_that_is_a_link_is_not_used(tmp_path, kept, capfd, monkeypatch):
+    (tmp_path / "there").mkdir(mode=0o700)
+    (tmp_path / "x").symlink_to(tmp_path / "there")
+    unusable(Cache(tmp_path / "x"), capfd, "x is a link")
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "x"))
+    assert recall.user_cache() is None
+    (line,) = lines_of(capfd)
+    assert "it is a link" in line and list((tmp_path / "there").iterdir()) == []
+
+
+def lines_of(capfd):
+    return [line for line in capfd.readouterr().err.splitlines() if line.startswith("tilewright: ")]
+
+
+def unusable(cache, capfd, reason):
+    assert cache.get(KEY) is None and not cache.put(record("0")) and cache.records() == [] and cache.clear() == 0
+    assert cache.file is None
+    (line,) = lines_of(capfd)
+    assert line.startswith("tilewright: decisions are not kept: ") and reason in line and reason in (cache.unusable or "")
+
+
+def test_a_folder_that_cannot_be_is_done_without_and_said_once(tmp_path, kept, capfd):
+    (tmp_path / "file").touch()
+    unusable(Cache(tmp_path / "file" / "cache"), capfd, "Not a directory")
+
+
+def test_a_network_file_system_is_done_without(tmp_path, kept, capfd, monkeypatch):
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        f"1 0 8:1 / / rw - ext4 /dev/sda rw\n2 1 0:5 / {tmp_path}/net rw shared:1 - nfs4 server:/net rw\n"
+        f"3 2 8:2 / {tmp_path}/net/local\\040disk rw - xfs /dev/sdb rw\nodd\n"
+    )
+    monkeypatch.setattr(cache_module, "MOUNTS", mounts)
+    assert file_system(tmp_path) == "ext4" and file_system(tmp_path / "net" / "x") == "nfs4"
+    assert file_system(tmp_path / "net" / "local disk" / "x") == "xfs"
+    unusable(Cache(tmp_path / "net" / "cache"), capfd, "network file system (nfs4)")
+    monkeypatch.setattr(cache_module, "MOUNTS", tmp_path / "none")
+    assert file_system(tmp_path) == "" and Cache(tmp_path / "here").put(record("0"))
+
+
+def test_where_the_log_cannot_be_on_it_is_done_without(tmp_path, kept, capfd, monkeypatch):
+    class Rollback(cache_module.sqlite3.Connection):
+        def execute(self, sql, *values):
+            return super().execute("SELECT 'delete'" if "journal_mode" in sql else sql, *values)
+
+    connect = cache_module.sqlite3.connect
+    monkeypatch.setattr(cache_module.sqlite3, "connect", lambda *a, **k: connect(*a, **k, factory=Rollback))
+    unusable(Cache(tmp_path / "x"), capfd, "write-ahead log")
+
+
+def test_a_full_disk_is_done_without(tmp_path, kept, capfd):
+    cache = Cache(tmp_path / "x")
+    assert cache.put(record("0"))
+    cache._connection().execute("PRAGMA max_page_count = 4")
+    kept_ones = 1
+    while cache.put(record(f"{kept_ones}" * 400)):
+        kept_ones += 1
+    assert kept_ones < 50
+    (line,) = lines_of(capfd)
+    assert "decisions are not kept" in line and "full" in line
+    assert Cache(tmp_path / "x").get(KEY) == record("0")
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="only root can become another user")
+def test_a_folder_of_someone_else_is_done_without(tmp_path):
+    Cache(tmp_path / "x").put(record("0"))
+    for folder in (tmp_path / "x", *(tmp_path / "x").parents):
+        if folder.is_relative_to(tmp_path.parent.parent):
+            folder.chmod(0o755)
+    code = (
+        f"import os, sys, pathlib; sys.path.insert(0, {str(HELPERS)!r}); from torture_cache import *\n"
+        "os.setgid(65534); os.setuid(65534)\n"
+        f"c = Cache(pathlib.Path({str(tmp_path / 'x')!r})); print(c.get(KEY), c.put(record('1')), c.get(KEY))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.split() == ["None", "False", "None"], done.stderr
+    assert [line.split(":")[1] for line in done.stderr.splitlines()] == [" decisions are not kept"]
+
+
+def test_no_home_is_done_without(monkeypatch, kept, capfd, tmp_path):
+    monkeypatch.delenv("TILEWRIGHT_CACHE", raising=False)
+    monkeypatch.setattr(recall.cache_folder.__globals__["platformdirs"], "user_cache_dir", lambda *a, **k: "~/.cache/x")
+    monkeypatch.chdir(tmp_path)
+    assert recall.user_cache() is None and recall.user_cache() is None
+    (line,) = lines_of(capfd)
+    assert "home" in line and list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_made_is_done_without(monkeypatch, kept, capfd, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file" / "cache"))
+    assert recall.user_cache() is None
+    (line,) = lines_of(capfd)
+    assert str(tmp_path / "file") in line and line.endswith("; TILEWRIGHT_CACHE names another folder")
+
+
+@pytest.mark.parametrize(
+    "content", [b"not a database at all, but long enough to be read as one" * 30, b"SQLite format 3\0" * 40]
+)
+def test_a_file_that_is_no_database_is_set_aside(tmp_path, kept, capfd, content):
+    file = tmp_path / "decisions-0.sqlite"
+    file.touch(mode=0o600)
+    file.write_bytes(content)
+    cache, other = Cache(tmp_path), Cache(tmp_path)
+    assert cache.get(KEY) is None and cache.put(record("0")) and cache.get(KEY) == record("0") == other.get(KEY)
+    assert file.read_bytes() == content and cache.file == tmp_path / "decisions-1.sqlite"
+    (line,) = lines_of(capfd)
+    assert "decisions-0.sqlite is damaged" in line and "set aside" in line
+    assert cache.clear() == 1 and not file.exists() and other.get(KEY) is None
+
+
+@pytest.mark.parametrize("name", [b"refused", b"decisions"])
+def test_a_damaged_name_that_no_message_can_quote_is_damage(tmp_path, kept, capfd, name):
+    cache = Cache(tmp_path)
+    assert cache.put(record("0"))
+    cache.close()
+    file = tmp_path / "decisions-0.sqlite"
+    file.write_bytes(file.read_bytes().replace(b"CREATE TABLE " + name, b"CREATE \xf5ABLE " + name))
+    assert cache.get(KEY) in (None, record("0")) and cache.put(record("1")) and record("1") in cache.records()
+    assert cache.unusable is None
+
+
+def test_a_process_notices_that_another_one_set_the_file_aside(tmp_path, kept):
+    cache, other = Cache(tmp_path), Cache(tmp_path)
+    assert cache.put(record("0")) and other.get(KEY) == record("0")
+    (tmp_path / "decisions-1.sqlite").touch(mode=0o600)
+    assert other.get(KEY) is None and other.put(record("1"))
+    assert cache.get(KEY) is None and cache.records() == [record("1")]
+
+
+def test_a_forked_child_has_a_connection_of_its_own(tmp_path):
+    code = (
+        f"import os, sys, pathlib; sys.path.insert(0, {str(HELPERS)!r}); from torture_cache import *\n"
+        f"c = Cache(pathlib.Path({str(tmp_path)!r})); c.put(record('0'))\n"
+        "def work(n): assert c.get(KEY) and c.put(record(str(n + 1)))\n"
+        "codes = ended(children(3, work)); c.put(record('9'))\n"
+        "print(codes, len(c.records()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "[0, 0, 0] 5\n", done.stderr

@@ -1,0 +1,449 @@
+"""Candidates that crash, hang or never finish compiling cost themselves alone; nothing outlives the process that asked."""
+
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from dropped import dropped
+from paths import python_path
+
+from tilewright.dtype import F32, from_torch
+from tilewright.hardware.detect import detect
+from tilewright.ir.build import const, input_
+from tilewright.ir.literal import Literal
+from tilewright.ir.notation import parse
+from tilewright.ir.ops import gemm
+from tilewright.ir.types import TensorType
+from tilewright.schedule import ahead as ahead_module
+from tilewright.schedule import nursery as nursery_module
+from tilewright.schedule import search as search_module
+from tilewright.schedule import worker as worker_module
+from tilewright.schedule.candidate import discover
+from tilewright.schedule.nursery import SWITCH, nursery
+from tilewright.schedule.problem import problem_of
+from tilewright.schedule.regimes import Family
+from tilewright.schedule.search import search
+from tilewright.schedule.worker import pickled
+
+CPU = detect("cpu")
+COST_S = 8.0  # 4 until it is killed, a new process, the others; 5 where nothing else runs
+BUSY = ", while other programs had the processors"  # which may be so where tests run
+
+
+counter = iter(range(100))
+
+
+@pytest.fixture
+def drop(tmp_path):
+    """Drop a fake candidate into a folder of its own; `build` and `run` are what it does before it does right."""
+    return partial(dropped, tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def worker(monkeypatch):
+    """These tests are about the worker: have it, and have it started."""
+    monkeypatch.delenv(SWITCH, raising=False)
+    began = nursery()
+    with began.lock:
+        began.ensure_worker()
+    return began
+
+
+def problem(n=12):
+    return problem_of(parse(f"f32[9,17] @ f32[17,{n}]").outputs[0])
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def gone(pid, within_s=10.0):
+    ends = time.monotonic() + within_s
+    while alive(pid) and time.monotonic() < ends:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path):
+    seen = tmp_path / "pids"
+    note = f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')"
+    d = search(problem(), CPU, budget_s=0.02, candidates=[drop(note)])
+    assert d.measured and d.verified and d.time_us > 0
+    assert set(seen.read_text().split()) and str(os.getpid()) not in seen.read_text().split()
+    a, b = torch.randn(9, 17), torch.randn(17, 12)
+    assert torch.equal(d.kernel.prepare({})([a, b])[0], a @ b)
+    assert str(os.getpid()) in seen.read_text().split()
+
+
+def test_a_part_of_a_candidate_is_found_there_too(drop, tmp_path):
+    seen = tmp_path / "pids"
+    real = drop(f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')")
+    d = search(problem(51), CPU, budget_s=0.02, candidates=[Family(real)])
+    assert d.measured and d.kernel.candidate == real.name
+    assert seen.read_text() and str(os.getpid()) not in seen.read_text().split()
+
+
+class Awake:
+    """Seconds that pass while this process is not stopped."""
+
+    def __enter__(self):
+        self.seconds, self._over = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._count, daemon=True)
+        self._thread.start()
+        return self
+
+    def _count(self):
+        before = time.monotonic()
+        while not self._over.wait(0.02):
+            now = time.monotonic()
+            self.seconds, before = self.seconds + min(now - before, 0.2), now
+
+    def __exit__(self, *_):
+        self._over.set()
+        self._thread.join()
+
+
+LOST = {
+    "hangs in a call": ({"run": "while True: pass"}, "no answer in 4 s: killed"),
+    "hangs in C": ({"run": "ctypes.pythonapi.pause()"}, "no answer in 4 s: killed"),
+    "never compiles": ({"build": "while True: pass"}, "no answer in 4 s: killed"),
+    "reads what is not mapped": ({"run": "ctypes.string_at(8)"}, "crashed: SIGSEGV"),
+    "aborts as LLVM does": (
+        {"build": "sys.stderr.write('LLVM ERROR: Cannot select: t1\\n'); sys.stderr.flush(); os.abort()"},
+        "crashed: SIGABRT (LLVM ERROR: Cannot select: t1)",
+    ),
+    "is killed": ({"run": "os.kill(os.getpid(), signal.SIGKILL)"}, "crashed: SIGKILL (out of memory?)"),
+    "exits": ({"run": "os._exit(3)"}, "crashed: its process ended with status 3"),
+    "crashes once it is timed": ({"run": "if len(calls) > 12: ctypes.string_at(8)"}, "crashed: SIGSEGV"),
+}
+
+
+@pytest.mark.parametrize("how", LOST)
+def test_one_that_does_not_come_back_costs_itself_alone(drop, how):
+    """Its patience and little more; it is refused, and not tried again."""
+    what, why = LOST[how]
+    before, sound, bad = drop(preference=19), drop(preference=30), drop(points=3, **what)
+    posed = problem(20 + list(LOST).index(how))
+    with Awake() as took:
+        d = search(posed, CPU, budget_s=0.3, candidates=[bad, sound, before])  # all are timed on a busy machine, too
+    assert d.kernel.candidate in (before.name, sound.name) and d.measured
+    lost = [r for r in d.rejected if r.candidate.startswith(bad.name)]
+    assert [r.why.removesuffix(BUSY) for r in lost if r.fatal] == [why]
+    assert took.seconds < COST_S
+    with Awake() as took:
+        again = search(posed, CPU, budget_s=0.02, candidates=[bad, sound, before])
+    assert [r.why.removesuffix(BUSY) for r in again.rejected if r.candidate == bad.name] == [why] and took.seconds < 2.0
+
+
+def test_a_slow_candidate_that_shows_life_is_not_killed(drop, monkeypatch):
+    monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.6)
+    slow = drop("if len(calls) < 5: time.sleep(0.4)")
+    assert search(problem(40), CPU, budget_s=0.02, candidates=[slow]).kernel.candidate == slow.name
+
+
+@pytest.mark.parametrize(
+    ("doing", "starved"),
+    [
+        (lambda now: ("R", now), False),  # it computes all the time
+        (lambda now: ("S", 0.0), False),  # it sleeps, and wants nothing
+        (lambda now: ("R", now / 4), True),  # it would compute, and has a quarter of a processor
+        (lambda now: ("S", now / 4), True),  # so do its other threads, while the first one waits for them
+        (lambda now: ("", 0.0), False),  # nobody knows
+    ],
+)
+def test_one_that_had_not_its_time_is_killed_and_not_remembered(drop, monkeypatch, doing, starved):
+    """For the machine is to blame; it is out of this search, and the next process tries it again."""
+    monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.9)
+    monkeypatch.setattr(nursery_module, "_doing", lambda pid: doing(time.monotonic()))
+    bad, told = drop("while True: pass"), []
+    posed = problem(60 + next(counter))
+    d = search(posed, CPU, budget_s=0.02, candidates=[bad, drop(preference=30)], lost=lambda *lost: told.append(lost))
+    (lost,) = (r for r in d.rejected if r.fatal)
+    assert lost.why.removesuffix(BUSY) == "no answer in 1 s: killed" and lost.why.endswith(BUSY) == starved
+    assert told == ([] if starved else [(bad.name, lost.why)])
+
+
+def test_what_a_process_does_is_read_off_the_system():
+    state, before = nursery_module._doing(os.getpid())
+    ends = time.process_time() + 0.1
+    while time.process_time() < ends:
+        pass
+    assert state == "R" and 0.05 < nursery_module._doing(os.getpid())[1] - before < 60
+    assert nursery_module._doing(1 << 30) == ("", 0.0)
+
+
+def test_out_of_memory_is_a_sentence(drop):
+    d = search(problem(41), CPU, budget_s=0.02, candidates=[drop("torch.empty(1 << 60)"), drop()])
+    assert any(r.why.startswith("failed: ") and "allocate" in r.why for r in d.rejected) and not any(
+        r.fatal for r in d.rejected
+    )
+
+
+def test_weights_reach_the_worker_with_their_values(drop):
+    """Large ones through memory that is mapped, small ones in the message; the sum of each is asked for."""
+    for rows, columns in ((300, 200), (7, 3)):
+        weight = torch.randn(rows, columns)
+        posed = problem_of(gemm(input_("a", F32, (5, rows)), const(weight)))
+        check = f"assert abs(float(s[1].double().sum()) - {float(weight.double().sum())!r}) < 1e-9, 'other weights'"
+        d = search(posed, CPU, budget_s=0.02, candidates=[drop(check)], weights={1: weight})
+        assert d.measured and not d.rejected
+        with pytest.raises(Exception, match="other weights"):
+            search(posed, CPU, budget_s=0.02, candidates=[drop(check)], weights={1: weight + 1})
+
+
+def test_the_worker_has_the_parents_threads_and_leaves_them(drop):
+    check = f"assert torch.get_num_threads() in (2, {torch.get_num_threads()}), torch.get_num_threads()"
+    d = search(problem(42), CPU, budget_s=0.02, candidates=[drop(check)])
+    assert not d.rejected
+
+
+def test_an_interrupt_kills_the_worker_and_the_next_search_has_another(drop, worker, monkeypatch):
+    first = worker._pid
+    monkeypatch.setattr(nursery_module, "_doing", lambda pid: (_ for _ in ()).throw(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        search(problem(43), CPU, budget_s=0.02, candidates=[drop("time.sleep(60)")])
+    assert gone(first)
+    monkeypatch.undo()
+    assert search(problem(44), CPU, budget_s=0.02, candidates=[drop()]).measured
+
+
+def test_a_nursery_that_was_killed_is_replaced(drop, worker):
+    os.kill(worker._process.pid, signal.SIGKILL)
+    assert gone(worker._pid)  # the worker dies with it
+    assert search(problem(45), CPU, budget_s=0.02, candidates=[drop()]).measured
+    assert search(problem(46), CPU, budget_s=0.02, candidates=[drop()]).measured
+    assert nursery() is not worker
+
+
+def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatch, capfd):
+    monkeypatch.setattr(nursery_module, "_known", None)
+    monkeypatch.setattr(nursery_module, "_lines", set())
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    for n in (47, 48):
+        d = search(problem(n), CPU, budget_s=0.02, candidates=[drop(f"assert os.getpid() == {os.getpid()}")])
+        assert d.measured and not d.rejected
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith("tilewright: no worker process: ")
+
+
+def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, capfd):
+    def full(name, size_bytes):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tilewright.schedule.worker.memory_file", full)
+    monkeypatch.setattr(nursery_module, "_lines", set())
+    weight = torch.randn(300, 200)
+    posed = problem_of(gemm(input_("a", F32, (7, 300)), const(weight)))
+    d = search(posed, CPU, budget_s=0.01, candidates=[drop(f"assert os.getpid() == {os.getpid()}")], weights={1: weight})
+    assert d.measured and not d.rejected
+    assert "cannot have the weights of" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("place", ["a path object", "no temporary folder"])
+def test_a_nursery_starts_or_is_done_without(drop, monkeypatch, place):
+    def nowhere(*_):
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr(nursery_module, "_known", None)
+    if place == "a path object":
+        monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
+        began = nursery()
+        began.ensure_worker()
+        began.stop()
+    else:
+        monkeypatch.setattr(nursery_module.tempfile, "TemporaryFile", nowhere)
+        assert search(problem(52), CPU, budget_s=0.01, candidates=[drop()]).measured
+
+
+ORPHAN = """
+import os, sys, time
+from tilewright.schedule.nursery import nursery
+n = nursery()
+n.ensure_worker()
+print(n._process.pid, n._pid, flush=True)
+{end}
+"""
+
+
+FORKED = """
+child = os.fork()
+if child:
+    print(child, flush=True)
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_its_parent_though_a_fork_of_it_lives():
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    code = ORPHAN.format(end=FORKED)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        pids = [int(p) for p in parent.stdout.readline().split()]
+        child = int(parent.stdout.readline())
+        try:
+            parent.kill()
+            assert all(gone(p) for p in pids) and alive(child)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_parent_that_ignores_the_end_of_its_children_has_workers():
+    """And that is inherited: worker after worker, each killed."""
+    again = "n.end_worker(); n.ensure_worker(); print(n.end_worker(), n._process.poll(), flush=True)"
+    code = "import signal; signal.signal(signal.SIGCHLD, signal.SIG_IGN)" + ORPHAN.format(end=again)
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, timeout=120, check=False)
+    assert done.stdout.splitlines()[1:] == [f"{int(signal.SIGKILL)} None"], done.stderr
+
+
+def test_nothing_outlives_a_parent_that_ends():
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    done = subprocess.run([sys.executable, "-c", ORPHAN.format(end="")], capture_output=True, text=True, env=env, check=True)
+    pids = [int(p) for p in done.stdout.split()]
+    assert len(pids) == 2 and all(gone(p) for p in pids)
+
+
+STARTED = """
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen(["sleep", "600"])
+Path({to!r}).with_suffix(".draft").write_text(str(child.pid))
+Path({to!r}).with_suffix(".draft").replace({to!r})
+"""
+
+
+class Does:
+    """A message that does as a text says where it is read."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __reduce__(self):
+        return exec, (self.text,)
+
+
+def started(path, within_s=60.0):
+    """The process that `STARTED` started, once it has."""
+    ends = time.monotonic() + within_s
+    while not path.exists() and time.monotonic() < ends:
+        time.sleep(0.02)
+    return int(path.read_text())
+
+
+@pytest.mark.parametrize(("then", "why"), [("time.sleep(600)", "no answer in 1 s: killed"), ("os._exit(3)", "crashed: ")])
+def test_what_a_lost_candidate_started_ends_with_it(drop, tmp_path, monkeypatch, then, why):
+    """As an assembler that a compiler waits for."""
+    monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.6)
+    bad = drop(build=STARTED.format(to=str(tmp_path / "pid")) + then)
+    d = search(problem(53 + len(then)), CPU, budget_s=0.02, candidates=[bad, drop()])
+    assert [r.why.startswith(why) for r in d.rejected if r.candidate.startswith(bad.name)] == [True], d.rejected
+    assert gone(started(tmp_path / "pid"))
+
+
+def test_what_an_interrupted_search_started_ends_with_it(drop, tmp_path, monkeypatch):
+    def doing(pid):
+        if (tmp_path / "pid").exists():
+            raise KeyboardInterrupt
+        return "", 0.0
+
+    monkeypatch.setattr(nursery_module, "_doing", doing)
+    with pytest.raises(KeyboardInterrupt):
+        search(problem(54), CPU, candidates=[drop(build=STARTED.format(to=str(tmp_path / "pid")) + "time.sleep(600)")])
+    assert gone(started(tmp_path / "pid"))
+
+
+def test_what_an_assistant_started_ends_with_it(tmp_path, monkeypatch):
+    def work_off(assistants, messages, unanswered, within_s):
+        assistants[0].send_bytes(messages[0])
+        unanswered.update(assistants)
+        started(tmp_path / "pid")
+        raise KeyboardInterrupt
+
+    slow = pickle.dumps(Does(STARTED.format(to=str(tmp_path / "pid")) + "time.sleep(600)"))
+    monkeypatch.setattr(ahead_module, "jobs_for", lambda problems, target: [(None, "slow", 0)])
+    monkeypatch.setattr(ahead_module, "_message", lambda *_: slow)
+    monkeypatch.setattr(ahead_module, "_work_off", work_off)
+    with pytest.raises(KeyboardInterrupt):
+        ahead_module.compile_ahead([], CPU)
+    assert gone(started(tmp_path / "pid"))
+
+
+BOTH = """
+import pickle
+from tests.schedule.test_worker import Does
+n = nursery()
+_, assistant = n.assistant()
+for connection, text in ((n.worker, {first!r}), (assistant, {second!r})):
+    connection.send_bytes(pickle.dumps(Does(text)))
+time.sleep(600)
+"""
+
+
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
+    """Without a word: neither its processes nor what they started."""
+    paths = [tmp_path / "first", tmp_path / "second"]
+    first, second = (STARTED.format(to=str(p)) + "time.sleep(600)" for p in paths)
+    env = {k: v for k, v in os.environ.items() if k != SWITCH}
+    env["PYTHONPATH"] = python_path()
+    code = ORPHAN.format(end=BOTH.format(first=first, second=second))
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=env) as parent:
+        pids = [int(p) for p in parent.stdout.readline().split()] + [started(p) for p in paths]
+        assert len(pids) == 4 and all(alive(p) for p in pids)
+        parent.kill()
+        parent.wait(60)
+    assert all(gone(p) for p in pids)
+
+
+def test_memory_shared_with_the_worker_is_given_back(drop):
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    weight = torch.randn(300, 200)
+    posed = problem_of(gemm(input_("a", F32, (5, 300)), const(weight)))
+    for _ in range(3):
+        search(posed, CPU, budget_s=0.01, candidates=[drop()], weights={1: weight})
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
+def test_real_candidates_are_all_found_there():
+    d = search(problem(50), CPU, budget_s=0.05)
+    assert d.measured and d.kernel.candidate in {c.name for c in discover()}
+    assert not [r for r in d.rejected if r.why.startswith("failed") or r.fatal]
+    assert search_module.TIE_BAND < 0.1
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_weights_of_8_bit_floats_reach_another_process(codes: torch.dtype) -> None:
+    weight = torch.randn(6, 5).to(codes)
+    whole = pickle.loads(pickled(Literal(TensorType(from_torch(codes), (6, 5)), weight, "w"))).tensor()
+    part, one = pickle.loads(pickled([weight[::2, 1:4], weight[0, 0]]))
+    for got, want in ((whole, weight), (part, weight[::2, 1:4]), (one, weight[0, 0])):
+        assert got.dtype is codes and torch.equal(got.view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+@pytest.mark.skipif("amx_int8" not in CPU.features, reason="no AMX that this process may use")
+def test_workers_may_use_the_tiles_that_this_process_may(worker):
+    """Linux grants AMX's tiles to a process that asks, and to those it forks from then on: not to one that it starts."""
+    with worker.lock:
+        worker.end_worker()
+    nursery_module.nursery()
+    line = problem_of(parse("s8[64,64] @ s8[64,64] -> s32").outputs[0])
+    (generated,) = [c for c in discover() if c.name == "llvm"]
+    schedule = next(iter(generated.schedules(line, CPU)))
+    assert dict(schedule.knobs)["instruction"] == "tdpbssd"
+    hosted = worker_module.hosted(line, CPU, {}, [generated], cold=False)
+    assert hosted is not None
+    try:
+        assert hosted.attempt(0, generated, schedule).why is None
+    finally:
+        hosted.close()
