@@ -21,7 +21,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from tilewright.candidates.triton.expressions.text import Number, Written
+from tilewright.candidates.triton.expressions.text import Number, Text, Written
 from tilewright.candidates.triton.runtime.versions import as_named, direct, named
 from tilewright.hardware.target import Target
 
@@ -139,6 +139,52 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned
     for text in ("source", "llir"):  # up to megabytes, for as long as the kernel lives; they are in Triton's cache
         made.asm.pop(text, None)
     return made
+
+
+Function = tuple[Sequence[str], Text]  # arguments and body; a body that has `side` among them may name what is in it
+
+
+def instance(
+    kernel: str,
+    config: object,
+    given: Sequence[str],
+    pointers: Sequence[str],
+    functions: Mapping[str, Function],
+    numbers: Mapping[str, Number],
+    scalars: Sequence[str] = (),
+    note: str = "",
+) -> Written:
+    """A module for one use of a kernel that stands in a source file: its function `kernel` calls that one with a configuration
+    and with generated functions, all constants, so that Triton compiles them into one. Triton's cache knows it by the source
+    of all files that are called, by the configuration and by the generated text.
+
+    Args:
+        kernel: "module.function", called as `function(*given, side, CONFIG, **functions)`, with `side` the tuple of pointers,
+            `scalars` and numbers.
+        config: a frozen dataclass of numbers, strings and their tuples; its fields are `constexpr` there.
+        given: arguments of its own: names of the entry's arguments before `pointers`, or tuples of names and numbers.
+        pointers: arguments that generated functions alone read.
+        functions: by the names that the kernel has for them.
+        numbers: what a launch passes last (`Text.numbers`, which all bodies share).
+        scalars: arguments between pointers and numbers, which `given` may name, too.
+        note: what else machine code depends on, such as what is rewritten in it.
+    """
+    path, _, name = kernel.rpartition(".")
+    record = type(config)
+    side = [*pointers, *scalars, *numbers]
+    lines = [
+        GLUON_IMPORTS + f"from {path} import {name}",
+        f"from {record.__module__} import {record.__qualname__}",
+        "from tilewright.candidates.triton.runtime._gluon import constants\n",
+        f"CONFIG = constants({config!r})",
+    ]
+    for own, (arguments, body) in functions.items():
+        unpacked = f"    {', '.join(side)}, = side\n" if "side" in arguments and side else ""
+        lines.append(f"\n\n@gluon.jit\ndef {own}({', '.join(arguments)}):\n{unpacked}{body}")
+    entry = [*(g for g in given if g.isidentifier() and g not in scalars), *side]
+    call = [*given, f"({''.join(f'{x}, ' for x in side)})", "CONFIG", *(f"{own}={own}" for own in functions)]
+    lines.append(f'\n\n@gluon.jit\ndef kernel({", ".join(entry)}):\n    """{note}"""\n    {name}({", ".join(call)})\n')
+    return Written("\n".join(lines), numbers)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,40 @@
+"""Gluon for kernels that are source files: its names in the installed Triton, and configuration records as constants.
+
+Whoever imports this has Triton. A name that Gluon changed after 3.6 is bound here once, as its newer name.
+"""
+
+import copy
+from dataclasses import fields
+from typing import Any
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language import _core  # pyright: ignore[reportPrivateUsage]
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.language import core
+
+
+def _either(holder: Any, new: str, old: str) -> Any:
+    return getattr(holder, new, None) or getattr(holder, old)
+
+
+aggregate = _either(core, "aggregate", "_aggregate")
+barrier = _either(gl, "barrier", "thread_barrier")
+async_load = _either(async_copy, "async_load", "async_copy_global_to_shared")
+tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
+tma_store = _either(tma, "async_store", "async_copy_shared_to_global")
+_view = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+
+
+@_core.builtin
+def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
+    """Shared memory seen as another type, shape and layout."""
+    return _view(buffer, dtype, shape, layout, _semantic=_semantic)
+
+
+def constants(record: Any) -> Any:
+    """A frozen dataclass as a `constexpr` whose fields are such, too, so that a kernel computes with them before it runs."""
+    made = copy.copy(record)
+    for field in fields(record):
+        object.__setattr__(made, field.name, gl.constexpr(getattr(record, field.name)))
+    return gl.constexpr(made)
