@@ -1,3 +1,4 @@
+# type: ignore  (what is jitted is Triton's language, whose calls are not Python's)
 """A ring of stages in shared memory, between the warp that has TMA fill them and the warpgroups that read them (CUTLASS's
 `PipelineTmaAsync`).
 
@@ -6,8 +7,6 @@ barrier once every consumer has released it. Who goes from stage to stage keeps 
 (`position`), or a stage with its phase (`advance`).
 """
 
-# What is jitted is Triton's language, whose calls are not Python's.
-# pyright: basic, reportGeneralTypeIssues=false, reportCallIssue=false
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier

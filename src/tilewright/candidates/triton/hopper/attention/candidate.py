@@ -1,5 +1,5 @@
-"""Generated attention for Hopper: whole rows of scores in registers (`_hopper_attend.py`, `_hopper_stream.py`), or of some keys
-at a time (`_hopper_flash.py`)."""
+"""Generated attention for Hopper: whole rows of scores in registers (`attend.py`, `stream.py`), or of some keys
+at a time (`_flash.py`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.candidates.triton.attention.kernel import power, sources_of
 from tilewright.candidates.triton.expressions.casts import FP8, pointer_type
 from tilewright.candidates.triton.expressions.text import Written
 from tilewright.candidates.triton.hopper.attention.attend import WARPS, arguments, kernel_text
-from tilewright.candidates.triton.hopper.attention.flash import flash_text
+from tilewright.candidates.triton.hopper.attention.functions import flash_text, streamed_arguments
 from tilewright.candidates.triton.hopper.attention.run import streamed_caller
 from tilewright.candidates.triton.hopper.attention.sizes import (
     HELD,
@@ -25,7 +25,7 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
     registers,
     unaligned,
 )
-from tilewright.candidates.triton.hopper.attention.stream import streamed_arguments, streamed_text
+from tilewright.candidates.triton.hopper.attention.stream import streamed_text
 from tilewright.candidates.triton.hopper.brief import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.build import TMA_TYPES, descriptor
 from tilewright.candidates.triton.runtime.launch import caller

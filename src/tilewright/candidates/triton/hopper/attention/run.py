@@ -1,4 +1,4 @@
-"""Calls of attention whose operands come by TMA (`_hopper_stream.py`)."""
+"""Calls of attention whose operands come by TMA (`stream.py`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from tilewright.candidates.triton.attention.heads import Heads
+from tilewright.candidates.triton.hopper.attention.functions import streamed_arguments
 from tilewright.candidates.triton.hopper.attention.sizes import brought
-from tilewright.candidates.triton.hopper.attention.stream import streamed_arguments
 from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT, of_view
 from tilewright.candidates.triton.runtime.launch import addresses, dense, maker, on
 from tilewright.candidates.triton.runtime.module import Built, launcher

@@ -1,4 +1,4 @@
-"""Sizes of attention on Hopper that holds whole rows of scores (`_hopper_attend.py`): which fit, and which are best."""
+"""Sizes of attention on Hopper that holds whole rows of scores (`attend.py`): which fit, and which are best."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ class Point:
     Attributes:
         splits: blocks that share a head's queries.
         ones: weights are added up by the matrix unit, as their product with ones: fewer instructions and registers.
-        ring: keys and values pass through shared memory, however many there are (`_hopper_flash.py`).
-        streamed: blocks stay, two warpgroups each, and have the next head brought meanwhile (`_hopper_stream.py`).
+        ring: keys and values pass through shared memory, however many there are (`_flash.py`).
+        streamed: blocks stay, two warpgroups each, and have the next head brought meanwhile (`stream.py`).
     """
 
     splits: int

@@ -1,7 +1,7 @@
 """Attention on Hopper whose blocks stay: one warp brings the keys and values of a block's next head by TMA while two warpgroups
 multiply those of this one.
 
-A tile is what it is in `_hopper_attend.py`: all scores of 64 queries in a warpgroup's registers. The warpgroups take every
+A tile is what it is in `attend.py`: all scores of 64 queries in a warpgroup's registers. The warpgroups take every
 other tile of a head, and have its queries brought themselves, into the place of those that they have multiplied. Chunks of
 keys that a mask hides to the last one are left out.
 """
@@ -16,10 +16,9 @@ from tilewright.candidates.triton.expressions.casts import in_memory
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.hopper.attention.attend import NATIVE_FP8, NONE, PROLOGUE, WARPS, Writer, chained, pointer_of
+from tilewright.candidates.triton.hopper.attention.functions import streamed_arguments
 from tilewright.candidates.triton.hopper.attention.sizes import AHEAD, GROUPS, ROWS, WIDEST, Chunk, Point, brought, chunks
 from tilewright.dtype import F32, PRED, DType
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Param
 
 MATH_REGISTERS, LOADING_REGISTERS = 240, 24  # of 64K in all, for 128 threads each
 _MORE = '''\
@@ -37,13 +36,6 @@ STREAMED = PROLOGUE.replace("\n\n\n@", f"\n{_MORE}\n\n@", 1)
 def streamed_text(heads: Heads, point: Point) -> Written:
     """A module with the function `kernel` of descriptors of queries, keys and values, and of `streamed_arguments`."""
     return Streamed(heads, point).kernel()
-
-
-def streamed_arguments(heads: Heads) -> list[str]:
-    """Pointers that such a kernel takes: to what its mask and its stores read, and to its results."""
-    roots = [*([heads.mask.root] if heads.mask else []), *(s.root for s in heads.stores)]
-    read = sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
-    return [f"p{i}" for i in read] + [f"o{i}" for i in range(len(heads.stores))]
 
 
 def operand_rooms(t: Text, rooms: Sequence[tuple[str, int, int, int, DType]]) -> None:

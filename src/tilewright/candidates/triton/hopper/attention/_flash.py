@@ -1,0 +1,444 @@
+# type: ignore  (what is jitted is Triton's language, whose calls are not Python's)
+"""Attention on Hopper over any number of keys: one warp brings keys and values into rings in shared memory by TMA, two or three
+warpgroups multiply them by 64 queries each and carry the largest score along (Dao et al. 2022, arXiv 2205.14135).
+
+While a warpgroup works out the weights of some keys, the matrix unit multiplies those before them by their values; with
+ping-pong barriers one warpgroup is at its exponentials while another one has the matrix unit (as in Shah et al. 2024, arXiv
+2407.08608). Keys are taken from the last to the first, so that what is cut off comes first. Blocks are persistent.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tilewright.candidates.triton.attention.kernel import LOG2_E
+from tilewright.candidates.triton.hopper._pipeline import barriers, pipeline
+from tilewright.candidates.triton.hopper.attention import sizes
+from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret, tma_load
+
+ROWS = gl.constexpr(sizes.ROWS)
+CHUNK = gl.constexpr(sizes.WIDEST)  # keys of a product
+SCANNED = gl.constexpr(512)  # places of a mask that are read at once
+TO_POWERS_OF_2 = gl.constexpr(LOG2_E)
+HIDDEN = gl.constexpr(float("-inf"))
+SHOWN = gl.constexpr(float("inf"))
+PRODUCER_REGISTERS = gl.constexpr(24)
+
+
+# -- parts of the softmax
+
+
+@gluon.constexpr_function
+def fragment(columns, dtype):
+    """A product of a warpgroup with so many columns, whose operands have this type."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // dtype.primitive_bitwidth])
+
+
+@gluon.jit
+def ex2(x):
+    """2^x as the special function unit gives it, 0 below the normal numbers."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def ex2_in_order(x):
+    """`ex2` that LLVM leaves before waits that follow."""
+    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def max_of_rows(x, config: gl.constexpr):
+    """The largest of each row; where products overlap, a thread goes through four parts at once: each step waits for the one
+    before."""
+    if config.overlapped:
+        parts = gl.max(x.reshape((x.shape[0], x.shape[1] // 8, 8)), 1)
+        return gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, x.type.layout))
+    else:
+        return gl.max(x, 1)
+
+
+@gluon.jit
+def sum_of_rows(x, config: gl.constexpr):
+    """The sum of each row, likewise."""
+    if config.overlapped:
+        parts = gl.sum(x.reshape((x.shape[0], x.shape[1] // 8, 8)), 1)
+        return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, x.type.layout))
+    else:
+        return gl.sum(x, 1)
+
+
+@gluon.jit
+def base_of(row_max, scales, config: gl.constexpr):
+    """What is added to scores as powers of two, so that the largest of a row becomes one; 0 where no key was seen."""
+    if config.masked or config.causal:
+        row_max = gl.where(row_max == HIDDEN, 0.0, row_max)
+    return row_max * scales[1]
+
+
+@gluon.jit
+def weights_of(scores, base, scales, config: gl.constexpr):
+    """Scores as weights, the largest of a row one."""
+    if config.added:
+        powers = scores + base[:, None]
+    else:
+        powers = gl.fma(scores, scales[0], base[:, None])
+    if config.overlapped:
+        return ex2_in_order(powers)
+    else:
+        return ex2(powers)
+
+
+# -- which work is whose
+
+
+@gluon.jit
+def locate(item, config: gl.constexpr):
+    """An item of work: a head, and which part of its queries, a tile for each warpgroup. Where causality makes some parts
+    longer, those come first."""
+    parts: gl.constexpr = (config.queries + config.groups * ROWS - 1) // (config.groups * ROWS)
+    if config.causal:
+        return item % config.heads, parts - 1 - item // config.heads
+    else:
+        return item // parts, item % parts
+
+
+@gluon.jit
+def items(config: gl.constexpr):
+    """How many there are."""
+    return config.heads * ((config.queries + config.groups * ROWS - 1) // (config.groups * ROWS))
+
+
+@gluon.jit
+def chunks_of(part, config: gl.constexpr):
+    """How many chunks of keys a part sees."""
+    if config.causal:
+        last = (part + 1) * (config.groups * ROWS) + config.shift
+        return gl.minimum((last + (CHUNK - 1)) // CHUNK, (config.keys + CHUNK - 1) // CHUNK)
+    else:
+        return (config.keys + CHUNK - 1) // CHUNK
+
+
+# -- the warp that loads
+
+
+@gluon.jit
+def last_chunk(head, count, side, config: gl.constexpr, mask: gl.constexpr):
+    """Chunks up to the last key that a mask shows: those after it are left out."""
+    layout: gl.constexpr = gl.BlockedLayout([1, SCANNED // 32], [1, 32], [1, 1], [1, 0])
+    last = 0
+    for start in gl.static_range(0, config.keys, SCANNED):
+        keys = start + gl.arange(0, SCANNED, gl.SliceLayout(0, layout))
+        shown = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, start + SCANNED > config.keys, side)
+        last = gl.maximum(last, gl.max(gl.max(gl.where(shown, keys[None, :], 0), 1), 0))
+    return gl.minimum(count, last // CHUNK + 1)
+
+
+@gluon.jit
+def mask_of_chunk(head, key, side, config: gl.constexpr, mask: gl.constexpr):
+    """What is done to the scores of each key of a chunk: the least of both is taken (infinities), or it is added."""
+    layout: gl.constexpr = gl.BlockedLayout([1, CHUNK // 32], [1, 32], [1, 1], [1, 0])
+    keys = key + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+    read = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, config.keys % CHUNK > 0, side)
+    if config.added:
+        return gl.max(read * TO_POWERS_OF_2, 0)
+    else:
+        return gl.max(gl.where(read, SHOWN, HIDDEN), 0)
+
+
+@gluon.jit
+def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config: gl.constexpr, k_at, v_at, mask):
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    step = 0
+    done = 0
+    for item in range(gl.program_id(0), items(config), gl.num_programs(0)):
+        head, part = locate(item, config)
+        count = chunks_of(part, config)
+        if config.hides:
+            count = last_chunk(head, count, side, config, mask)
+            slot, phase = counts.position(done)
+            counts.acquire(slot, phase)
+            counts.buffers[0].index(slot).store(gl.zeros([1], gl.int32, one) + count)
+            counts.commit(slot)
+            done += 1
+        key_head = head // config.shared
+        for j in range(count):
+            stage, phase = k_ring.position(step)
+            key = (count - 1 - j) * CHUNK
+            if config.by_keys:
+                hidden = mask_of_chunk(head, key, side, config, mask)
+
+            k_ring.acquire(stage, phase)
+            k_ring.expect(stage, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
+            k_ring.load(stage, k_desc, k_at(key_head, key), k_ring.buffers[0].index(stage))
+            if config.by_keys:
+                k_ring.buffers[1].index(stage).store(hidden)
+                if config.hides:
+                    shows_all = (gl.min(hidden, 0) > 0).to(gl.int32)
+                    k_ring.buffers[2].index(stage).store(gl.zeros([1], gl.int32, one) + shows_all)
+                k_ring.commit(stage)
+
+            v_ring.acquire(stage, phase)
+            v_ring.expect(stage, CHUNK * config.width * v_desc.dtype.primitive_bitwidth // 8)
+            v_ring.load(stage, v_desc, v_at(key_head, key), v_ring.buffers[0].index(stage))
+            step += 1
+
+
+# -- the warpgroups that multiply
+
+
+@gluon.jit
+def load_queries(group: gl.constexpr, item, q_desc, q, q_full, config: gl.constexpr, q_at: gl.constexpr):
+    """Has TMA bring a tile of queries, once those before it are multiplied."""
+    head, part = locate(item, config)
+    row = (part * config.groups + group) * ROWS
+    mbarrier.expect(q_full.index(group), ROWS * config.depth * q_desc.dtype.primitive_bitwidth // 8)
+    box = reinterpret(q.index(group), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
+    tma_load(q_desc, q_at(head, row), q_full.index(group), box)
+
+
+@gluon.jit
+def multiply_keys(q, k_ring, step, config: gl.constexpr):
+    """Asks for the scores of a chunk; its stage."""
+    stage, phase = k_ring.position(step)
+    k_ring.wait(stage, phase)
+    zeros = gl.zeros([ROWS, CHUNK], gl.float32, fragment(CHUNK, q.dtype))
+    k = k_ring.buffers[0].index(stage)
+    return stage, warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def wait_for_values(v_ring, step):
+    stage, phase = v_ring.position(step)
+    v_ring.wait(stage, phase)
+
+
+@gluon.jit
+def multiply_values(weights, v_ring, step, acc, config: gl.constexpr):
+    """Asks for what weights make of the values of a chunk."""
+    if not config.overlapped:
+        wait_for_values(v_ring, step)
+    return warpgroup_mma(weights, v_ring.buffers[0].index(step % v_ring.stages), acc, use_acc=True, is_async=True)
+
+
+@gluon.jit
+def apply_mask(scores, k_ring, stage, scales, config: gl.constexpr):
+    """A mask that is the same for all queries, as it lies beside the keys."""
+    if config.by_keys:
+        layout: gl.constexpr = scores.type.layout
+        row = k_ring.buffers[1].index(stage)
+        if config.added:
+            scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
+        else:
+            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+            if gl.max(k_ring.buffers[2].index(stage).load(one), 0) == 0:
+                scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])
+    return scores
+
+
+@gluon.jit
+def apply_causal(scores, tile, chunk, config: gl.constexpr, first: gl.constexpr):
+    """Minus infinity where there is no key, which is in a head's last chunk, the first; and where causality hides one."""
+    layout: gl.constexpr = scores.type.layout
+    if first and config.keys % CHUNK > 0 and chunk == config.keys // CHUNK:
+        place = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+        scores = gl.where((place < config.keys % CHUNK)[None, :], scores, HIDDEN)
+    if config.causal and tile * ROWS + config.shift < chunk * CHUNK + (CHUNK - 1):
+        row = tile * ROWS + config.shift + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        place = gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
+        scores = gl.where(row[:, None] >= (chunk * CHUNK + place)[None, :], scores, HIDDEN)
+    return scores
+
+
+@gluon.jit
+def consumer(
+    group: gl.constexpr,
+    q_desc,
+    q,
+    q_full,
+    k_ring,
+    v_ring,
+    counts,
+    turns,
+    scales,
+    side,
+    config: gl.constexpr,
+    q_at: gl.constexpr,
+    epilogue: gl.constexpr,
+):
+    out: gl.constexpr = fragment(config.width, v_ring.buffers[0].dtype)
+    operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
+    rows: gl.constexpr = gl.SliceLayout(1, out)
+    one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    step = 0
+    q_phase = 0
+    done = 0
+    turn = 1 if group == 0 else 0
+    load_queries(group, gl.program_id(0), q_desc, q, q_full, config, q_at)
+    for item in range(gl.program_id(0), items(config), gl.num_programs(0)):
+        head, part = locate(item, config)
+        if config.hides:
+            slot, phase = counts.position(done)
+            counts.wait(slot, phase)
+            count = gl.max(counts.buffers[0].index(slot).load(one), 0)
+            counts.release(slot)
+            done += 1
+        else:
+            count = chunks_of(part, config)
+        tile = part * config.groups + group
+
+        # Prologue: the weights of the last chunk.
+        mbarrier.wait(q_full.index(group), q_phase)
+        q_phase = q_phase ^ 1
+        stage, scores = multiply_keys(q.index(group), k_ring, step, config)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        scores = apply_mask(scores, k_ring, stage, scales, config)
+        k_ring.release(stage)
+        scores = apply_causal(scores, tile, count - 1, config, True)
+        row_max = max_of_rows(scores, config)
+        base = base_of(row_max, scales, config)
+        if config.turns:
+            mbarrier.wait(turns.index(group), turn)
+            turn = turn ^ 1
+        p = weights_of(scores, base, scales, config)
+        row_sum = sum_of_rows(p, config)
+        if config.turns:
+            mbarrier.arrive(turns.index((group + 1) % config.groups))
+        weights = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
+        acc = warpgroup_mma_init(gl.zeros([ROWS, config.width], gl.float32, out))
+        # As the wait for a chunk's values is a loop, ptxas leaves before it what stands there: it would move the wait for the
+        # products before up to the exponentials, which are to be worked out meanwhile.
+        if config.overlapped:
+            wait_for_values(v_ring, step)
+
+        # Mainloop: the scores of a chunk, while the weights of the one before meet their values.
+        for j in range(1, count):
+            stage, scores = multiply_keys(q.index(group), k_ring, step + j, config)
+            acc = multiply_values(weights, v_ring, step + j - 1, acc, config)
+            scores = warpgroup_mma_wait(1, deps=(scores,))
+            scores = apply_mask(scores, k_ring, stage, scales, config)
+            k_ring.release(stage)
+            scores = apply_causal(scores, tile, count - 1 - j, config, False)
+            before = base
+            row_max = gl.maximum(row_max, max_of_rows(scores, config))
+            base = base_of(row_max, scales, config)
+            alpha = ex2(gl.minimum(base - before, 0.0))  # above zero where no key was seen before
+            if config.turns:
+                mbarrier.wait(turns.index(group), turn)
+                turn = turn ^ 1
+            p = weights_of(scores, base, scales, config)
+            row_sum = row_sum * alpha + sum_of_rows(p, config)
+            if config.turns:
+                mbarrier.arrive(turns.index((group + 1) % config.groups))
+            following = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
+            if config.overlapped:
+                wait_for_values(v_ring, step + j)
+            result = warpgroup_mma_wait(0, deps=(acc,))
+            v_ring.release((step + j - 1) % config.stages)
+            acc = warpgroup_mma_init(result * gl.convert_layout(alpha, rows)[:, None])
+            weights = following
+
+        # The next queries may come, and the first chunk's weights meet their values.
+        barrier()
+        if item + gl.num_programs(0) < items(config):
+            load_queries(group, item + gl.num_programs(0), q_desc, q, q_full, config, q_at)
+        acc = multiply_values(weights, v_ring, step + count - 1, acc, config)
+        result = warpgroup_mma_wait(0, deps=(acc,))
+        v_ring.release((step + count - 1) % config.stages)
+        step += count
+
+        inverse = 1.0 / gl.convert_layout(row_sum, rows)
+        if config.zero_rows:
+            inverse = gl.where(gl.convert_layout(row_sum, rows) == 0.0, 0.0, inverse)
+        epilogue(result, inverse, head, tile, side)
+
+
+# -- the kernel
+
+
+@gluon.jit
+def flash(
+    q_desc,
+    k_desc,
+    v_desc,
+    scales,
+    side,
+    config: gl.constexpr,
+    q_at: gl.constexpr,
+    k_at: gl.constexpr,
+    v_at: gl.constexpr,
+    epilogue: gl.constexpr,
+    mask: gl.constexpr = None,
+):
+    """`scales` and the generated functions are those of `functions.py`, `side` what they read and write."""
+    stages: gl.constexpr = config.stages
+    groups: gl.constexpr = config.groups
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q = gl.allocate_shared_memory(
+        q_desc.dtype, [groups, ROWS, config.depth], gl.NVMMASharedLayout.get_default_for([ROWS, config.depth], q_desc.dtype)
+    )
+    k = gl.allocate_shared_memory(
+        k_desc.dtype, [stages, CHUNK, config.depth], gl.NVMMASharedLayout.get_default_for([CHUNK, config.depth], k_desc.dtype)
+    )
+    v = gl.allocate_shared_memory(
+        v_desc.dtype, [stages, CHUNK, config.width], gl.NVMMASharedLayout.get_default_for([CHUNK, config.width], v_desc.dtype)
+    )
+    if config.hides:
+        hidden = gl.allocate_shared_memory(gl.float32, [stages, CHUNK], plain)
+        shows_all = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
+        count = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
+        beside = (k, hidden, shows_all)
+    elif config.by_keys:
+        beside = (k, gl.allocate_shared_memory(gl.float32, [stages, CHUNK], plain))
+    else:
+        beside = (k,)
+
+    q_full = barriers(groups, 1)
+    k_ring = pipeline(beside, stages, 2 if config.by_keys else 1, groups)
+    v_ring = pipeline((v,), stages, 1, groups)
+    if config.hides:
+        counts = pipeline((count,), 2, 1, groups)
+    else:
+        counts: gl.constexpr = None
+    if config.turns:
+        turns = barriers(groups, 1)
+    else:
+        turns: gl.constexpr = None
+    gdc_launch_dependents()
+    gdc_wait()
+
+    if groups == 1:
+        gl.warp_specialize(
+            [
+                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+            ],
+            [1],
+            [PRODUCER_REGISTERS],
+        )
+    elif groups == 2:
+        gl.warp_specialize(
+            [
+                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+            ],
+            [4, 1],
+            [240, PRODUCER_REGISTERS],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (consumer, (2, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
+            ],
+            [4, 4, 1],
+            [160, 160, PRODUCER_REGISTERS],
+        )

@@ -1,0 +1,221 @@
+"""What a program adds to the kernels of attention on Hopper, whose sources are `_flash.py` and its siblings: the constants of a
+configuration, and small generated functions (where its operands lie, what its mask does, how its results leave).
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+
+from tilewright.candidates.triton.attention.heads import Heads
+from tilewright.candidates.triton.attention.kernel import LOG2_E, power
+from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.text import Text, Written
+from tilewright.candidates.triton.hopper.attention.codes import codes_at_once
+from tilewright.candidates.triton.hopper.attention.sizes import ROWS, Brought, Ring, brought, same_for_queries
+from tilewright.candidates.triton.hopper.brief import NATIVE_FP8
+from tilewright.candidates.triton.runtime.module import Function, instance
+from tilewright.dtype import F32, PRED
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
+
+PACKAGE = "tilewright.candidates.triton.hopper.attention"
+
+
+@dataclass(frozen=True)
+class Config:
+    """What every kernel is compiled for; extents are constants of it.
+
+    Attributes:
+        heads: of queries, over the whole batch.
+        shared: how many of them have the same keys and values.
+        queries, keys: of a head.
+        depth, width: columns of queries and keys, and of values, filled up to powers of two.
+        causal: a query sees no key more than `shift` after its own place.
+        masked: a mask is read, which is the same for all queries of a head if it is `by_keys`, and is `added` to the scores
+            (a number) or hides some (a truth value).
+        zero_rows: a query that sees no key gets zeros, not NaN.
+    """
+
+    heads: int
+    shared: int
+    queries: int
+    keys: int
+    depth: int
+    width: int
+    causal: bool
+    shift: int
+    masked: bool
+    by_keys: bool
+    added: bool
+    zero_rows: bool
+
+
+@dataclass(frozen=True)
+class FlashConfig(Config):
+    """What `_flash.py` is compiled for beside that; see `sizes.Ring`.
+
+    Attributes:
+        hides: chunks after the last key that a mask shows are left out.
+    """
+
+    stages: int
+    groups: int
+    turns: bool
+    overlapped: bool
+    hides: bool
+
+
+class _Values(Emitter):
+    """An emitter that divides what was summed up in f32 without a remainder's correction."""
+
+    def corrected(self, near: str, x: str, divisor: str, inverse: str) -> str:
+        return near
+
+
+def pointer_of(leaf: Node) -> str:
+    """What kernels call the memory of a source."""
+    assert isinstance(leaf.op, Param)
+    return f"p{leaf.op.index}"
+
+
+def streamed_arguments(heads: Heads) -> list[str]:
+    """Pointers that a kernel takes whose operands TMA brings: to what its mask and its stores read, and to its results."""
+    roots = [*([heads.mask.root] if heads.mask else []), *(s.root for s in heads.stores)]
+    read = sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
+    return [f"p{i}" for i in read] + [f"o{i}" for i in range(len(heads.stores))]
+
+
+def flash_text(heads: Heads, ring: Ring) -> Written:
+    """The module of `_flash.py` for one attention: `kernel` of descriptors of queries, keys and values, and of
+    `streamed_arguments`."""
+    made = _Generated(heads, ring.groups * ROWS)
+    hides = made.by_keys and not made.added
+    return made.module("_flash.flash", FlashConfig(**made.config, **asdict(ring), hides=hides))
+
+
+class _Generated:
+    """The generated functions of one attention; the numbers they are given are those of its kernel.
+
+    Args:
+        heads: the attention.
+        rows: queries that a block takes at once.
+    """
+
+    def __init__(self, heads: Heads, rows: int = ROWS) -> None:
+        self.h, self._numbers, self._ragged = heads, Text("gl"), heads.queries % rows != 0
+        mask = heads.mask
+        self.added = mask is not None and mask.root.dtype is not PRED
+        self.by_keys = mask is not None and same_for_queries(heads, mask)
+
+    @property
+    def config(self) -> dict[str, int]:
+        """The arguments of any `Config`."""
+        h = self.h
+        return {
+            "heads": h.batch * h.heads,
+            "shared": h.shared,
+            "queries": h.queries,
+            "keys": h.keys,
+            "depth": power(h.depth),
+            "width": power(h.width),
+            "causal": h.causal != "no",
+            "shift": h.keys - h.queries if h.causal == "lower" else 0,
+            "masked": h.mask is not None,
+            "by_keys": self.by_keys,
+            "added": self.added,
+            "zero_rows": h.zero_masked_rows and h.mask is not None,
+        }
+
+    def module(self, kernel: str, config: Config) -> Written:
+        """The module of a kernel ("file.function"), which takes descriptors of queries, keys and values, `scales`, and what is
+        made here."""
+        functions = {f"{n}_at": self._coordinates(v) for n, v in zip("qkv", self._views, strict=True)}
+        functions["epilogue"] = self._epilogue()
+        if self.h.mask is not None:
+            functions["mask"] = self._mask()
+        given = ["q_desc", "k_desc", "v_desc", f"({', '.join(self._scales)},)"]
+        return instance(f"{PACKAGE}.{kernel}", config, given, streamed_arguments(self.h), functions, self._numbers.numbers)
+
+    @cached_property
+    def _views(self) -> tuple[Brought, Brought, Brought]:
+        """Queries, keys and values as TMA brings them."""
+        found = brought(self.h)
+        assert found is not None
+        return found
+
+    @property
+    def _scales(self) -> list[str]:
+        """What scores, the largest of a row and scores beside a mask that is added are multiplied by, to be powers of two; and
+        the result. They are data where scales of codes are in them."""
+        h = self.h
+        factor = 1.0 if self.added else h.scale * LOG2_E
+        found = {"factor": factor, "opposite": -factor, "scale": h.scale * LOG2_E}
+        coded = h.q.codes is not None
+        scales = [self._numbers.number(key, value) if coded else repr(value) for key, value in found.items()]
+        return [*scales, "1.0" if h.v.codes is None else self._numbers.number("scale of values", h.v.codes.scale)]
+
+    def _body(self) -> Text:
+        return Text("gl", beside=self._numbers)
+
+    def _emitter(self, t: Text, tile: Tile) -> _Values:
+        return _Values(t, tile, pointer_of, NATIVE_FP8)
+
+    def _coordinates(self, view: Brought) -> Function:
+        """Where a box begins: a head's rows from one on."""
+        t = self._body()
+        t.do(f"return {', '.join(view.array.coordinates('head', 'row', '0'))}")
+        return ("head", "row"), t
+
+    def _mask(self) -> Function:
+        """A mask of a head: f32 that is added, or what is seen; of one row of it where it is the same for all queries.
+        `ragged`: some of these keys do not exist."""
+        h, t = self.h, self._body()
+        assert h.mask is not None
+        t.do(f"rows = head * {h.queries} + queries")
+        few = f"queries < {h.queries}" if not self.by_keys and self._ragged else None
+        for header, inside in (("if ragged:", f"keys < {h.keys}"), ("else:", None)):
+            with t.block(header):
+                row_mask, column_mask = (None if m is None else t.v(m) for m in (few, inside))
+                emitter = self._emitter(t, Tile("rows", "keys", h.keys, row_mask, column_mask))
+                value = emitter.value(h.mask)
+                t.do(f"return {emitter.convert(value, h.mask.root.dtype, F32) if self.added else value}")
+        return ("head", "queries", "keys", "ragged: gl.constexpr", "side"), t
+
+    def _epilogue(self) -> Function:
+        """Results of a tile of queries, worked out where the product left them, then moved to where rows are written in pieces
+        of 16 bytes."""
+        h, t = self.h, self._body()
+        t.do("O: gl.constexpr = acc.type.layout")
+        t.do(f"C: gl.constexpr = {self._leaving()}")
+        emitters: list[_Values] = []
+        for name, layout in (("x", "O"), ("o", "C")):
+            t.do(f"{name}_column = gl.arange(0, {power(h.width)}, gl.SliceLayout(0, {layout}))")
+            t.do(f"{name}_m = tile * {ROWS} + gl.arange(0, {ROWS}, gl.SliceLayout(1, {layout}))")
+            t.do(f"{name}_rows = head * {h.queries} + {name}_m")
+            row_mask = t.v(f"{name}_m < {h.queries}") if self._ragged else None
+            column_mask = t.v(f"{name}_column < {h.width}") if power(h.width) != h.width else None
+            tile = Tile(f"{name}_rows", f"{name}_column", h.width, row_mask, column_mask)
+            emitters.append(self._emitter(t, replace(tile, acc="result")))
+        quick = [codes_at_once(store.root) for store in h.stores]
+        if None in quick:
+            t.do("result = acc * inverse[:, None]")
+            t.do(f"result = {emitters[0].convert('result', F32, h.result)}")
+        for i, (store, codes) in enumerate(zip(h.stores, quick, strict=True)):
+            if codes is None:
+                value = emitters[0].value(store)
+            else:
+                t.do(f"scaled = acc * (inverse * {t.number(('codes', i), codes.factor)})[:, None]")
+                value = codes.integers(t) or emitters[0].convert("scaled", F32, codes.dtype, saturate=True)
+            emitters[1].store(store, f"o{i}", f"gl.convert_layout({value}, C)")
+        return ("acc", "inverse", "head", "tile", "side"), t
+
+    def _leaving(self) -> str:
+        """Rows as they are written: each thread has a piece, of those that it and the three beside it have after the product
+        (PTX ISA 9.0, 9.7.15.5.1), so that pieces are exchanged among four threads."""
+        width = power(self.h.width)
+        each = min(128 // max(self.h.stores[0].root.dtype.bits, 8), width // 4)
+        powers = [1 << b for b in range(width.bit_length() - 1)]
+        registers = [[0, n] for n in powers if n < each] + [[8, 0]] + [[0, n] for n in powers if n >= 4 * each]
+        lanes, warps = [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+        return f"gl.DistributedLinearLayout({registers}, {lanes}, {warps}, [], [{ROWS}, {width}])"
