@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from tilewright.candidates.llvm.expressions.math import Math
+from tilewright.candidates.llvm.expressions.steps import PARTS, PAST, parts_of, scale_of, usable
 from tilewright.candidates.llvm.expressions.text import Function, f32, suffix, vec
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED, S4, S8, U4, U8, DType
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Const, Quantize
+from tilewright.ir.ops import Const, Dequantize, Quantize
 from tilewright.lowering.access import Unsupported
 
 # 16-bit floats are the integers of their bits until they are converted: instruction selection has no masked memory for bfloat,
 # and no conversions where the processor lacks the type.
+ROUNDING = 1.5 * 2**23  # floats from 2^23 to 2^24 are the integers
 CONVERTED = 16  # floats that an instruction of AVX-512 BF16 rounds
 FLOATS = {"f32": "float", "bf16": "i16", "f16": "i16"}
 FP8 = (F8E4M3FN, F8E4M3FNUZ, F8E5M2)
@@ -64,7 +68,7 @@ class Casts:
     def __init__(self, f: Function, lanes: int):
         self.f, self.lanes = f, lanes
         self.math = Math(f, lanes)
-        self._codes: dict[str, str] = {}  # quantised values as floats
+        self._codes: dict[str, tuple[str, str | None]] = {}  # quantised values as floats from their zero point on, and that
 
     def convert(self, value: str, source: DType, target: DType, *, saturate: bool = False) -> str:
         """`Convert`'s meaning on a vector."""
@@ -243,38 +247,100 @@ class Casts:
         return f.v(f"select {i1} {is_nan}, {t} splat (float 0x7FF8000000000000), {t} {scaled}")
 
     def quantize(self, n: Node, args: list[str]) -> str:
-        """Round half to even in f32 and hold the code to its range there, where all of it is exact; NaN gives 0.
+        """Hold the quotient to the codes' range, seen from the zero point, and round it half to even; NaN gives 0.
 
-        To a float the quotient is converted.
+        Adding `ROUNDING` rounds to an integer, which then stands in the low bits. To a float the quotient is converted.
         """
         assert isinstance(n.op, Quantize)
         f, m, target = self.f, self.math, n.dtype
         x, scale = (self.convert(a, s.dtype, F32) for a, s in zip(args[:2], n.src[:2], strict=True))
-        quotient = m.op("fdiv", x, scale)
         if target.is_float:
-            if n.op.overflow == "saturate":
-                quotient = self._held(quotient, target)
-            return self.convert(quotient, F32, target)
-        rounded = m.call("rint", quotient)
-        low, high, nothing = m.const(float(target.min)), m.const(float(target.max)), m.const(0.0)
-        zero = self.convert(args[2], target, F32) if len(args) == 3 else None
-        if zero is not None:
-            low, high, nothing = (m.op("fsub", bound, zero) for bound in (low, high, nothing))
-        held = m.at_least(m.at_most(rounded, high), low)
-        code = m.select(m.compare("ord", rounded, rounded), held, nothing)
-        if zero is not None:
-            code = m.op("fadd", code, zero)
+            quotient = m.op("fdiv", x, scale)
+            return self.convert(self._held(quotient, target) if n.op.overflow == "saturate" else quotient, F32, target)
+        zero = args[2] if len(args) == 3 else None
+        parts = self._parts(n, scale)
+        low, high, nothing = self._bounds(zero, target, scale if parts else None)
+        x = x if parts else m.op("fdiv", x, scale)
+        held = m.at_most(m.select(m.compare("ogt", x, low), x, low), high)
+        if target.min < 0:  # else the least code is 0, which NaN has become
+            held = m.select(m.compare("ord", x, x), held, nothing)
+        if parts:
+            held = m.fma(held, parts[0], m.fma(held, parts[1], m.op("fmul", held, parts[2])))
         i32 = vec(self.lanes, "i32")
-        whole = f.v(f"fptosi {m.type} {code} to {i32}")
+        rounded = m.op("fadd", held, m.const(ROUNDING))
+        whole = f.v(f"bitcast {m.type} {rounded} to {i32}")
+        if zero is not None:
+            whole = f.v(f"add {i32} {whole}, {self._whole(zero, target)}")
         result = f.v(f"trunc {i32} {whole} to {vec(self.lanes, element(target))}")
-        self._codes[result] = code
+        self._codes[result] = (m.op("fsub", rounded, m.const(ROUNDING)), zero)
         return result
+
+    def _parts(self, n: Node, scale: str) -> tuple[str, ...]:
+        """The parts of a scale's reciprocal, if it is to be multiplied by: see `steps`."""
+        constant = scale_of(n)
+        if constant is None or not isinstance(constant.op, Const):
+            return self.f.known.get(("parts", scale), ())
+        value = constant.op.data.tensor()
+        return tuple(self.math.const(part) for part in parts_of(float(value))) if usable((value,)) else ()
+
+    def _bounds(self, zero: str | None, target: DType, scale: str | None) -> tuple[str, ...]:
+        """The least and the largest code of a type and the code 0, seen from a zero point; or what they are of a scale, the
+        first two `PAST` further out."""
+        m, past = self.math, 0.0 if scale is None else PAST
+        found = self.f.known.get((target.name, str(zero), str(scale)))
+        if found is None:
+            found = tuple(m.const(float(bound)) for bound in (target.min - past, target.max + past, 0))
+            if zero is not None:
+                found = tuple(m.op("fsub", bound, self._single(zero, target)) for bound in found)
+            if scale is not None:
+                found = tuple(m.op("fmul", bound, scale) for bound in found)
+        return found
+
+    def _single(self, zero: str, dtype: DType) -> str:
+        """A zero point in f32."""
+        return self.f.known.get(("single", zero), ("",))[0] or self.convert(zero, dtype, F32)
+
+    def _whole(self, zero: str, dtype: DType) -> str:
+        """A zero point in 32 bits."""
+        grow, from_ = "sext" if dtype.kind == "int" else "zext", vec(self.lanes, element(dtype))
+        made = self.f.known.get(("whole", zero), ("",))[0]
+        return made or self.f.v(f"{grow} {from_} {zero} to {vec(self.lanes, 'i32')}")
+
+    def prepare(self, n: Node, values: Mapping[Node, str], *, multiplied: bool = False) -> None:
+        """Work out what quantising takes of a scale and a zero point that are among `values`, once for all columns and rows.
+
+        `multiplied`: the scale is known to be `steps.usable`.
+        """
+        f, m = self.f, self.math
+        if not isinstance(n.op, (Quantize, Dequantize)) or not all(s in values for s in n.src[1:]):
+            return
+        codes = n.dtype if isinstance(n.op, Quantize) else n.src[0].dtype
+        if codes.is_float:
+            return
+        zero = values[n.src[2]] if len(n.src) == 3 else None
+        if zero is not None:
+            f.known["single", zero] = (self._single(zero, codes),)
+            f.known["whole", zero] = (self._whole(zero, codes),)
+        if isinstance(n.op, Dequantize):
+            return
+        scale = self.convert(values[n.src[1]], n.src[1].dtype, F32)
+        if multiplied and ("parts", scale) not in f.known:
+            parts, rest, back = list[str](), m.const(1.0), m.negated(scale)
+            for _ in range(PARTS):
+                parts.append(m.op("fdiv", rest, scale))
+                rest = m.fma(parts[-1], back, rest)  # exact, as the rest of a division is
+            f.known["parts", scale] = tuple(parts)
+        by = scale if self._parts(n, scale) else None
+        f.known[n.dtype.name, str(zero), str(by)] = self._bounds(zero, n.dtype, by)
 
     def dequantize(self, n: Node, args: list[str]) -> str:
         """A code that was quantised here needs no way back from an integer; floats have no zero point."""
         source = n.src[0].dtype
-        value, *zero = (self._codes.get(a) or self.convert(a, source, F32) for a in (args[0], *args[2:]))
-        if zero and source.is_integer:
-            value = self.math.op("fsub", value, zero[0])  # exact: at most 17 bits
+        zero = args[2] if len(args) == 3 and source.is_integer else None
+        value, counted_from = self._codes.get(args[0]) or (self.convert(args[0], source, F32), None)
+        if zero != counted_from:
+            for how, other in (("fadd", counted_from), ("fsub", zero)):
+                if other is not None:  # exact: at most 17 bits
+                    value = self.math.op(how, value, self._single(other, source))
         scaled = self.math.op("fmul", value, self.convert(args[1], n.src[1].dtype, F32))
         return self.convert(scaled, F32, n.dtype)

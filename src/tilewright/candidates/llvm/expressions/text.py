@@ -86,6 +86,7 @@ class Function:
         self._block = "entry"
         self._count = 0
         self._allocas: list[str] = []
+        self.known: dict[tuple[str, ...], tuple[str, ...]] = {}  # what was worked out once, by what it was made of
 
     def finish(self, value: str = "void") -> None:
         """End with a return and hand the text to the module."""

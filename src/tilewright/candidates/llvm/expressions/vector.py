@@ -387,6 +387,8 @@ class Vectors(Lanes):
             else:
                 self._fixed[n] = self.value(n, self._fixed, 0)
         self._order = [n for n in order if n in moving]
+        for n in self._order:
+            self.prepare(n, self._fixed)
 
     def row(self, row: Int, *sums: str) -> str:
         """The root's value on one row, `sums` the accumulator's there, and the second's if there is one."""

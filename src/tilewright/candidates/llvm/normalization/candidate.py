@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ctypes import addressof, c_int64
+from dataclasses import replace
 
 import torch
 
+from tilewright.candidates.llvm.expressions.steps import usable
 from tilewright.candidates.llvm.expressions.vector import check_node
 from tilewright.candidates.llvm.gemm.dots import choose
 from tilewright.candidates.llvm.normalization.kernel import Loops, Rows, RowsWriter
@@ -18,13 +20,14 @@ from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Unsupported, or_why
-from tilewright.lowering.region import regions_of_rows
+from tilewright.lowering.region import Region, regions_of_rows
 from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.problem import ProblemKind, RegionProblem
 from tilewright.schedule.schedule import Schedule
 
 ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
 UNROLL = 4
+FULL = 16  # lanes of a register of 64 bytes
 
 
 @or_why
@@ -33,7 +36,16 @@ def _plan(problem: RegionProblem, target: Target) -> Rows:
     if choice is None:
         raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
     regions = regions_of_rows(problem.roots, check_node)
-    return Rows(tuple(Loops(r, choice.dot.lanes, UNROLL) for r in regions), len(problem.roots))
+    each = tuple(_loops(r, choice.dot.lanes) for r in regions)
+    scales = frozenset(i for loops in each for i in loops.scales if problem.weights[i])
+    return Rows(each, len(problem.roots), scales)
+
+
+def _loops(region: Region, lanes: int) -> Loops:
+    """On vectors of two registers where these are short and the columns come out even: each operation is then two that do not
+    wait for each other, next to each other, while whole vectors side by side are further apart than processors look ahead."""
+    wide = lanes < FULL and region.columns % (2 * lanes) == 0
+    return Loops(region, 2 * lanes, UNROLL // 2) if wide else Loops(region, lanes, UNROLL)
 
 
 class LlvmRows:
@@ -56,10 +68,16 @@ class LlvmRows:
         plan = _plan(problem, target)
         assert isinstance(plan, Rows)
         call = engine.function(module_text(plan))
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            if usable(weights.get(i) for i in plan.scales):
+                return _prepared(problem, plan, call)
+            return _prepared(problem, plan, engine.function(module_text(replace(plan, scales=frozenset()))))
+
         return Kernel(
             self.name,
             schedule,
-            lambda weights: _prepared(problem, plan, call),
+            prepare,
             workspace_bytes=plan.thread_bytes * torch.get_num_threads(),
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from tilewright.candidates.llvm.expressions.casts import element, size_bytes
 from tilewright.candidates.llvm.expressions.math import Math
+from tilewright.candidates.llvm.expressions.steps import scale_of
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module, f32, suffix, vec
 from tilewright.candidates.llvm.expressions.vector import Columns, Lanes
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
@@ -71,6 +72,16 @@ class Loops:
     def thread_bytes(self) -> int:
         return sum(map(self._kept_bytes, self.region.kept))
 
+    def scale(self, n: Node) -> int | None:
+        """The problem's source that is the one scale of a quantisation."""
+        found = scale_of(n)
+        return self.region.sources[found.op.index] if found is not None and isinstance(found.op, Param) else None
+
+    @property
+    def scales(self) -> frozenset[int]:
+        """Of all its quantisations."""
+        return frozenset(i for n in self.region.nodes if (i := self.scale(n)) is not None)
+
 
 @dataclass(frozen=True)
 class Rows:
@@ -79,10 +90,12 @@ class Rows:
     Attributes:
         each: the regions.
         results: of the problem.
+        scales: sources of the problem that quantising multiplies by the reciprocal of, known to be `steps.usable`.
     """
 
     each: tuple[Loops, ...]
     results: int
+    scales: frozenset[int] = frozenset()
 
     @property
     def sources(self) -> tuple[int, ...]:
@@ -125,7 +138,9 @@ class RowsWriter:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
             room = f.at(room, f.mul(me, r.thread_bytes))
         at = dict(zip(r.sources, given, strict=False))
-        writers = [_LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, room) for x in r.each]
+        writers = [
+            _LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, room, r.scales & x.scales) for x in r.each
+        ]
         with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
             begun = 0
             for writer in writers:
@@ -172,9 +187,19 @@ class _LoopsWriter:
         results: of the problem.
         missed: where to tell of an index out of range.
         room: the thread's memory.
+        scales: see `Rows`.
     """
 
-    def __init__(self, f: Function, rows: Loops, read: Sequence[str], results: Sequence[str], missed: str, room: str):
+    def __init__(
+        self,
+        f: Function,
+        rows: Loops,
+        read: Sequence[str],
+        results: Sequence[str],
+        missed: str,
+        room: str,
+        scales: frozenset[int],
+    ):
         self._f, self.rows, self.region = f, rows, rows.region
         self._read, self._results, self._missed, self._room = read, results, missed, room
         self._picked: dict[Node, str] = {}
@@ -182,6 +207,8 @@ class _LoopsWriter:
         whole = Columns(0, True, None)
         for n in self.region.fixed:
             self._fixed[n] = self._lanes(whole).value(n, self._fixed, 0)
+        for n in self.region.nodes:
+            self._lanes(whole).prepare(n, self._fixed, multiplied=rows.scale(n) in scales)
 
     def task(self, task: Int) -> None:
         r, f = self.rows, self._f
