@@ -13,6 +13,7 @@ from tilewright.candidates.llvm.expressions.vector import check_node
 from tilewright.candidates.llvm.gemm.dots import choose
 from tilewright.candidates.llvm.normalization.kernel import Loops, Rows, RowsWriter
 from tilewright.candidates.llvm.runtime import engine
+from tilewright.candidates.llvm.runtime.calls import Call, bound
 from tilewright.candidates.llvm.runtime.scratch import give, maker, take
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
@@ -38,7 +39,7 @@ def _plan(problem: RegionProblem, target: Target) -> Rows:
     regions = regions_of_rows(problem.roots, check_node)
     each = tuple(_loops(r, choice.dot.lanes) for r in regions)
     scales = frozenset(i for loops in each for i in loops.scales if problem.weights[i])
-    return Rows(each, len(problem.roots), scales)
+    return Rows(each, len(problem.types), len(problem.outputs), scales)
 
 
 def _loops(region: Region, lanes: int) -> Loops:
@@ -89,10 +90,12 @@ def module_text(rows: Rows) -> str:
 
 def _prepared(problem: RegionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
     picks = any(loops.region.tables for loops in rows.each)
-    meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
     small = sum(loops.region.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
     makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     read, each = rows.sources, rows.thread_bytes
+    if not picks:
+        return bound(Call(call, rows.pointers, read, rows.types, makers, each, each, small, 0), keep=None)
+    meaning = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
 
     def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         held = [t if t.is_contiguous() else t.contiguous() for t in sources]  # copies live until the call is over
@@ -100,12 +103,12 @@ def _prepared(problem: RegionProblem, rows: Rows, call: Callable[..., None]) -> 
         threads = 1 if small else torch.get_num_threads()
         at = [t.data_ptr() for t in held]
         to = [t.data_ptr() for t in results]
-        missed = c_int64(0) if picks else None
+        missed = c_int64(0)
         memory = take(each * threads) if each else None
-        call(*[at[i] for i in read], *to, 0 if missed is None else addressof(missed), memory[0] if memory else 0, threads)
+        call(*at, *to, memory[0] if memory else 0, addressof(missed), threads)
         if memory:
             give(memory)
-        if missed is not None and missed.value:  # an index out of range: an error in the words of the operation it is meant for
+        if missed.value:  # an index out of range: an error in the words of the operation it is meant for
             meaning(sources)
         return results
 

@@ -89,23 +89,24 @@ class Rows:
 
     Attributes:
         each: the regions.
-        results: of the problem.
+        types, results: how many sources and results the problem has.
         scales: sources of the problem that quantising multiplies by the reciprocal of, known to be `steps.usable`.
     """
 
     each: tuple[Loops, ...]
+    types: int
     results: int
     scales: frozenset[int] = frozenset()
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Which of the problem's sources each pointer that is read stands for."""
+        """Which of the problem's sources are read."""
         return tuple(dict.fromkeys(i for loops in self.each for i in loops.region.sources))
 
     @property
     def pointers(self) -> int:
-        """Sources, results, what tells of an index out of range, and the scratch memory."""
-        return len(self.sources) + self.results + 2
+        """Sources, results, the scratch memory, and what tells of an index out of range."""
+        return self.types + self.results + 2
 
     @property
     def tasks(self) -> int:
@@ -117,7 +118,7 @@ class Rows:
 
 
 class RowsWriter:
-    """Writes rows as a module with an entry `python(pointers…, threads)`."""
+    """Writes rows as a module with the entries of a product's, see `runtime.calls`."""
 
     def __init__(self, rows: Rows):
         self.rows, self.module = rows, Module()
@@ -131,13 +132,11 @@ class RowsWriter:
         """Takes tasks: those of the first region, then those of the next."""
         r = self.rows
         f = Function(self.module, "worker", [("ptr", "d")])
-        given = [f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.pointers)]
-        first = len(r.sources)
-        results, (missed, room) = given[first : first + r.results], given[first + r.results :]
+        at = {i: f.load("ptr", f.at("%d", 8 * i), 8) for i in r.sources}
+        *results, room, missed = (f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.types, r.pointers))
         if r.thread_bytes:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
             room = f.at(room, f.mul(me, r.thread_bytes))
-        at = dict(zip(r.sources, given, strict=False))
         writers = [
             _LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, room, r.scales & x.scales) for x in r.each
         ]
@@ -154,23 +153,28 @@ class RowsWriter:
         f.finish()
 
     def _entry(self) -> None:
-        """python(pointers…, threads), called by CPython as METH_FASTCALL."""
+        """run(pointers, threads, pack), a counter following the pointers; python(pointers…, threads) is the same, called by
+        CPython as METH_FASTCALL."""
         count = self.rows.pointers
-        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
         counter = rounded(8 * count)
+        f = Function(self.module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
+        f.store("i64", "0", f.at("%d", counter), 8)
+        alone = f.compare("eq", "%threads", 1)
+        with f.when(alone):
+            f.call("worker", ("ptr", "%d"))
+        with f.when(f.v(f"xor i1 {alone}, true")):
+            many = f.v("trunc i64 %threads to i32")
+            f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", "%d"), ("i32", many), ("i32", "0"))
+        f.finish()
+
+        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
         d = f.alloca(counter + CACHE_LINE)
         for i in range(count):
             value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
             f.store("ptr", value, f.at(d, 8 * i), 8)
-        f.store("i64", "0", f.at(d, counter), 8)
         threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * count), 8)))
         state = f.intrinsic("PyEval_SaveThread", "ptr")
-        alone = f.compare("eq", threads, 1)
-        with f.when(alone):
-            f.do(f"call void @worker(ptr {d})")
-        with f.when(f.v(f"xor i1 {alone}, true")):
-            many = f.v(f"trunc i64 {threads} to i32")
-            f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", d), ("i32", many), ("i32", "0"))
+        f.call("run", ("ptr", d), ("i64", threads), ("i64", "0"))
         f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
         self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
         f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
