@@ -17,9 +17,9 @@ def modules(package: str, extra: Iterable[Path] = (), defining: str | None = Non
     """Every module of `package` and of its subpackages, in name order, then those of the `extra` folders.
 
     With `defining`, only those that define that name are given, and a subpackage whose `__init__` defines it is one such
-    module: its own files are not searched. A name that starts with an underscore is skipped. A file of an extra folder becomes a
-    module of `package` under its own name, run once however often it is found. Import errors are the module's own and are not
-    hidden.
+    module: its own files are not searched. A name that starts with an underscore is skipped. A file of an extra folder becomes
+    a module of `package` under its own name, run once however often it is found. Import errors are the module's own and are
+    not hidden.
 
     Raises:
         InputError: an extra folder is not there, or two files would be the same module.

@@ -1,4 +1,4 @@
-"""Numerics of generated Triton code in its interpreter: run by test_triton_interpreted.py, which sets TRITON_INTERPRET=1."""
+"""Numerics of generated Triton code in its interpreter: run by tests/candidates/triton/test_interpreted.py, which sets TRITON_INTERPRET=1."""
 
 import itertools
 

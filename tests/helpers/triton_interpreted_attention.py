@@ -1,4 +1,4 @@
-"""Generated attention in Triton's interpreter against the oracle: run by test_triton_interpreted.py."""
+"""Generated attention in Triton's interpreter against the oracle: run by tests/candidates/triton/test_interpreted.py."""
 
 import itertools
 from dataclasses import replace

@@ -1,5 +1,5 @@
 """Generated plain Triton gemms in the interpreter, on random gemms and at every place where extents end: run by
-test_triton_interpreted.py, which sets TRITON_INTERPRET=1."""
+tests/candidates/triton/test_interpreted.py, which sets TRITON_INTERPRET=1."""
 
 import numpy as np
 import pytest

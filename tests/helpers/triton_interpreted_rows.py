@@ -1,4 +1,4 @@
-"""Generated row kernels in Triton's interpreter against the oracle: run by test_triton_interpreted.py."""
+"""Generated row kernels in Triton's interpreter against the oracle: run by tests/candidates/triton/test_interpreted.py."""
 
 import pytest
 import torch

@@ -34,7 +34,7 @@ class _GemmCommand(Command):
         import ast
 
         # Read, not imported: the module needs torch, and help should not.
-        source = Path(__file__).parent.joinpath("ir", "notation.py").read_text("utf-8")
+        source = Path(__file__).parents[1].joinpath("ir", "notation.py").read_text("utf-8")
         described = (ast.get_docstring(ast.parse(source)) or "").split("\n\n")[1:]
         with formatter.section("Notation"):
             for paragraph in described:

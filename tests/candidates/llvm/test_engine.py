@@ -171,7 +171,7 @@ def test_a_cache_that_cannot_exist_is_done_without(tmp_path, generated, monkeypa
 
 CHILD = """
 import sys, torch
-from tilewright.candidates.llvm import _engine as engine
+from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm import gemm
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse

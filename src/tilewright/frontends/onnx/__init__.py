@@ -93,7 +93,7 @@ def evaluate_call(call: Call, values: Sequence[object]) -> Sequence[object]:
 def backend() -> type[Backend]:
     """The class that onnx's backend test suite (or any user of `onnx.backend.base`) drives."""
     _require_onnx()
-    from tilewright.frontends.onnx.backend import TilewrightBackend
+    from tilewright.frontends.onnx.onnx_backend import TilewrightBackend
 
     return TilewrightBackend
 

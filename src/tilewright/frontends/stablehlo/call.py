@@ -29,7 +29,7 @@ from tilewright.frontends.stablehlo.module import (
 )
 from tilewright.frontends.stablehlo.order import spelt_out
 from tilewright.frontends.stablehlo.registry import Complex, Site, Value
-from tilewright.frontends.stablehlo.torch import COMPUTED, Kernel, maker
+from tilewright.frontends.stablehlo.torch_calls import COMPUTED, Kernel, maker
 from tilewright.ir.build import items
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import FUNCTIONS, Call
