@@ -20,7 +20,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import Input
 from tilewright.linear.kernels import FEW_ROWS
 from tilewright.schedule.candidate import discover
-from tilewright.schedule.problem import Problem, RegionProblem, problem_of, region_of
+from tilewright.schedule.problem import FusionProblem, Problem, fusion_of, problem_of
 
 Run = Callable[[], object]
 KINDS = ("f16", "e4m3", "s8")
@@ -48,7 +48,7 @@ def _coded(kind: str, rows: int, outs: int, k: int, group: int) -> Node:
     codes, scale = input_("b", S4, (outs, k)), input_("b_scale", F16, (outs, k // group))
     if kind == "s8":
         x = input_("x", F16, (rows, k))
-        inputs, y = (x, codes, scale), quantised_linear(x, codes, scale, group, coded=True)
+        inputs, y = (x, codes, scale), quantised_linear(x, codes, scale, group, quantise_activations=True)
     else:
         x, of_rows = input_("x", F8E4M3FN, (rows, k)), input_("x_scale", F32, (rows, 1))
         y = fused_gemm(Side(x, scale=of_rows), Side(codes, True, scale, None, (1, group)), Result(F16))
@@ -57,38 +57,38 @@ def _coded(kind: str, rows: int, outs: int, k: int, group: int) -> Node:
     return node
 
 
-def quantising(rows: int, k: int) -> RegionProblem:
+def quantising(rows: int, k: int) -> FusionProblem:
     """x f16 [rows, k] to s8 codes and a scale a row, as a layer poses it."""
     node = _coded("s8", rows, 64, k, k)
     codes, scale = node.src[:2]
     inputs = [n for n in Graph("x", (), (codes,), ("y",)).nodes() if isinstance(n.op, Input)]
-    return region_of(inputs, (codes, scale))[0]
+    return fusion_of(inputs, (codes, scale))[0]
 
 
-def rescaling(rows: int, outs: int) -> RegionProblem:
+def rescaling(rows: int, outs: int) -> FusionProblem:
     """Sums s32 [rows, outs] by scales [rows, 1] and [outs], as f16."""
     sums, of_rows, of_columns = input_("acc", S32, (rows, outs)), input_("x", F32, (rows, 1)), input_("w", F32, (outs,))
     scaled = map_("multiply", map_("multiply", convert(sums, F32), of_rows), of_columns)
     (y,) = optimise(Graph("rescaling", (sums, of_rows, of_columns), (convert(scaled, F16),), ("y",))).outputs
-    return region_of((sums, of_rows, of_columns), (y,))[0]
+    return fusion_of((sums, of_rows, of_columns), (y,))[0]
 
 
-def regions(kind: str, rows: int, outs: int, k: int) -> list[RegionProblem]:
+def regions(kind: str, rows: int, outs: int, k: int) -> list[FusionProblem]:
     """What runs beside the products."""
     return [quantising(rows, k), rescaling(rows, outs)] if kind == "s8" else []
 
 
 @cache
 def _generator() -> Any:
-    return next(c for c in discover() if c.name == "triton_rows")
+    return next(c for c in discover() if c.name == "triton_norm")
 
 
-def compile_region(p: RegionProblem, target: Target) -> None:
+def compile_region(p: FusionProblem, target: Target) -> None:
     """Into Triton's cache."""
     _generator().compile(p, next(iter(_generator().schedules(p, target))), target)
 
 
-def region(p: RegionProblem, target: Target) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+def region(p: FusionProblem, target: Target) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
     """The first kernel that is generated for a region."""
     return _generator().build(p, next(iter(_generator().schedules(p, target))), target).prepare({})
 

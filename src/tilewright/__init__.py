@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from tilewright.frontends import load
     from tilewright.linear.module import Linear
     from tilewright.linear.replace import quantize_
+    from tilewright.m_dispatch import AnyRows, compile_rows
     from tilewright.product import matmul
-    from tilewright.rows import AnyRows, compile_rows
     from tilewright.rules.calibrate import scheme
     from tilewright.runtime.checkpoint import read_checkpoint, weights_of
     from tilewright.runtime.executable import Executable
@@ -43,8 +43,8 @@ _HOME = {
     "scheme": "tilewright.rules.calibrate",
     "load": "tilewright.frontends",
     "matmul": "tilewright.product",
-    "compile_rows": "tilewright.rows",
-    "AnyRows": "tilewright.rows",
+    "compile_rows": "tilewright.m_dispatch",
+    "AnyRows": "tilewright.m_dispatch",
     "Executable": "tilewright.runtime.executable",
     "Linear": "tilewright.linear.module",
     "TilewrightError": "tilewright.errors",

@@ -36,8 +36,8 @@ from tilewright.schedule.ahead import compile_ahead
 from tilewright.schedule.key import text_of
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.recall import Recall, repeat, user_cache
 from tilewright.schedule.search import Decision, Interruption, search
+from tilewright.schedule.tuning_database import TuningDatabase, repeat, user_cache
 from tilewright.schedule.worker import begin
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
@@ -121,7 +121,7 @@ def compile(
     quantize: Quantization | None = None,
     half: str | None = None,
     excess_precision: bool = False,
-    cache: bool | Recall = True,
+    cache: bool | TuningDatabase = True,
     within_s: float | None = None,
     allow_calls: bool = False,
     untrusted: bool = False,
@@ -147,8 +147,8 @@ def compile(
         excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
             them again: the result is not the program's to the last bit, but nearer to the real numbers'.
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in
-            the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are verified again, not timed. A `Recall`
-            for this device says what else is known, and where decisions are kept.
+            the user's cache folder ($TILEWRIGHT_CACHE). Kernels that are read back are verified again, not timed. A
+            `TuningDatabase` for this device says what else is known, and where decisions are kept.
         within_s: seconds by the clock for all of it, reading, building and checking included; the budget is then shared out of
             what is left of them. Once they are over, problems left take the first choice that passes its check.
         allow_calls: let a `.tw` file call any operator of torch, as only one that is trusted may (`LoadOptions`).
@@ -201,7 +201,7 @@ def compile(
     allowed_s = ENOUGH_S + (budget_s if within_s is None else within_s)
     graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
     source = replace(source, notes=(*source.notes, *trace.notes))
-    recall = Recall(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
+    recall = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
     with deadline.allowing(allowed_s):
 
         def prepared(source: Graph, graph: Graph, trace: Trace, within: float, progress: Progress | None) -> Executable:
@@ -233,7 +233,7 @@ def _uncompiled(
     program keeps copies of the module's buffers, which would no longer agree."""
     from tilewright.frontends.torch import compares, itself
 
-    own = all(a.data_ptr() == b.data_ptr() for a, b in zip(made.source.kept, made.kept.values(), strict=True))
+    own = all(a.data_ptr() == b.data_ptr() for a, b in zip(made.source.state, made.kept.values(), strict=True))
     return itself(module, example_inputs) if own and compares(made.source) else None
 
 
@@ -243,7 +243,7 @@ def home(source: Graph, example_inputs: object = None) -> str:
     Raises:
         InputError: they lie on several GPUs.
     """
-    given = (*source.kept, *tree_leaves(example_inputs))
+    given = (*source.state, *tree_leaves(example_inputs))
     consts = (n.op.data.device for n in source.nodes() if isinstance(n.op, Const))
     return one_of((*consts, *(str(t.device) for t in given if isinstance(t, torch.Tensor))))
 
@@ -261,7 +261,7 @@ class _decider:  # noqa: N801 - a function with memory
         target: Target,
         budget_s: float,
         progress: Progress | None,
-        recall: Recall | None = None,
+        recall: TuningDatabase | None = None,
         ends: float | None = None,
     ) -> None:
         """`ends`: when all must be chosen, by `time.monotonic`."""

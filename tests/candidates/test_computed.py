@@ -83,8 +83,8 @@ def test_a_weight_that_the_product_has_packed_is_not_read_again():
     sources = random_sources(p)
     kernel = split.CANDIDATE.build(p, next(iter(split.CANDIDATE.schedules(p, HOST))), HOST)
     run = kernel.prepare({i: sources[i] for i, w in enumerate(p.weights) if w})
-    assert kernel.unread or "llvm" not in str(kernel.schedule["by"]).split(", ")[-1:]
-    got = run([None if i in kernel.unread else t for i, t in enumerate(sources)])
+    assert kernel.releasable or "llvm" not in str(kernel.schedule["by"]).split(", ")[-1:]
+    got = run([None if i in kernel.releasable else t for i, t in enumerate(sources)])
     assert check(p, expect(p, sources), got) is None
 
 

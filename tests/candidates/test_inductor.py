@@ -23,18 +23,18 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import concerns
-from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.schedule import Schedule
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 X = Node(Param(0, TensorType(F16, (48, 40))))
 
 
-def region(*roots: Node) -> RegionProblem:
-    return RegionProblem(roots, (X.tensor,), (False,))
+def region(*roots: Node) -> FusionProblem:
+    return FusionProblem(roots, (X.tensor,), (False,))
 
 
-def both_ways() -> RegionProblem:
+def both_ways() -> FusionProblem:
     """Sums along rows and along columns: no generated kernel has both."""
     rows = reduce_("add", X, [1], keepdims=True)
     columns = reduce_("add", map_("tanh", X), [0], keepdims=True)
@@ -46,7 +46,7 @@ def test_it_is_asked_where_no_kernel_is_generated() -> None:
     assert CANDIDATE.refuse(both_ways(), H200) is None
     assert CANDIDATE.refuse(region(transpose(X, (1, 0))), H200) == "nothing is computed"
     served = CANDIDATE.refuse(region(map_("tanh", X)), H200)
-    assert served == "triton_rows generates a kernel, and Inductor takes seconds to compile one"
+    assert served == "triton_norm generates a kernel, and Inductor takes seconds to compile one"
 
 
 def test_what_it_compiles_means_what_the_region_means(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
-from tilewright.schedule import recall
+from tilewright.schedule import tuning_database as recall
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.exchange import Exported, read_records
 from tilewright.schedule.record import Refusal

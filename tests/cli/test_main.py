@@ -44,7 +44,7 @@ PERF_KEYS = [
     "total_us",
     "verified",
     "steps",
-    "dangling",
+    "unfused",
     "fallback",
     "inputs",
     "steps_per_layer",
@@ -238,7 +238,7 @@ def test_perf_prints_steps_summary_totals_and_findings(program: str) -> None:
     assert "median of 2 runs" in words and "Rate" in words
     assert "Verified: every product agrees with the reference on random data." in words
     assert "Fell back" in words and "Frobnicate" in words and "fake_library runs it" in words and "assumed a default" in words
-    assert "Dangling" in words and "at net/Quantize" in words and "it reads an input of the program" in words
+    assert "Unfused" in words and "at net/Quantize" in words and "it reads an input of the program" in words
     assert "1 more step" in words and "--all lists them" in words  # the view
     assert "transpose -> f32[8,11]" not in words
     assert "transpose -> f32[8,11]" in " ".join(invoke("perf", program, "-n", 1, "--all", *FAST).stdout.split())
@@ -251,7 +251,7 @@ def test_perf_json_has_the_stable_schema_and_nothing_else(program: str) -> None:
     assert list(found) == PERF_KEYS
     assert all(list(step) == STEP_KEYS for step in found["steps"])
     assert all(list(r) == ["candidate", "why"] for step in found["steps"] for r in step["rejected"])
-    assert all(list(f) == FINDING_KEYS for f in (*found["dangling"], *found["fallback"]))
+    assert all(list(f) == FINDING_KEYS for f in (*found["unfused"], *found["fallback"]))
     (product,) = (s for s in found["steps"] if s["kind"] == "gemm")
     assert product["ops"] == 2 * 10 * 6 * 8
     assert product["bytes"] == 4 * (2 * 5 * 8 + 8 * 6 + 6 + 2 * 5 * 6)
@@ -259,8 +259,8 @@ def test_perf_json_has_the_stable_schema_and_nothing_else(program: str) -> None:
     assert product["peak_fraction"] == pytest.approx(product["limit_us"] / product["time_us"], rel=0.05)
     assert product["rejected"] and found["verified"] is True and found["total_us"] > 0
     assert {s["kind"] for s in found["steps"]} >= {"gemm", "norm", "call", "quantize", "view"}
-    assert [(f["op"], f["where"]) for f in found["dangling"]] == [("quantize -> s8[4,4]", "net/Quantize")]
-    assert found["dangling"][0]["cost_us"] > 0
+    assert [(f["op"], f["where"]) for f in found["unfused"]] == [("quantize -> s8[4,4]", "net/Quantize")]
+    assert found["unfused"][0]["cost_us"] > 0
     assert [f["op"] for f in found["fallback"]] == ["Frobnicate", "note"]
     assert found["fallback"][1]["cost_us"] is None
 
@@ -322,7 +322,7 @@ def test_explain_json(program: str) -> None:
     assert product["names"] == ["net/Relu"] and product["measured"] and product["chosen"]["time_us"] > 0
     assert product["stores"] == [{"steps": ["+ f32[6] (input b)", "relu"], "writes": "f32[2,5,6]"}]
     assert all(list(r) == ["candidate", "why", "time_us", "schedule", "predicted_us"] for r in product["rejected"])
-    assert [f["op"] for f in found["dangling"]] == ["quantize -> s8[4,4]"]
+    assert [f["op"] for f in found["unfused"]] == ["quantize -> s8[4,4]"]
 
 
 def test_explain_groups_products_that_are_alike(tmp_path: Path) -> None:
@@ -461,7 +461,7 @@ def test_the_docs_describe_the_schema_the_notation_and_every_option() -> None:
     described = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
     assert list(described) == PERF_KEYS
     assert list(described["steps"][0]) == STEP_KEYS
-    assert list(described["dangling"][0]) == list(described["fallback"][0]) == FINDING_KEYS
+    assert list(described["unfused"][0]) == list(described["fallback"][0]) == FINDING_KEYS
     grammar = [row.strip() for row in (notation.__doc__ or "").splitlines() if re.match(r" +\w+ *= ", row)]
     assert len(grammar) == 6 and all(f"\n{row}\n" in text for row in grammar)
     for name, command in cli.commands.items():

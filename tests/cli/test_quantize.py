@@ -1,4 +1,4 @@
-"""Quantising a float model from the command line: choices, losses, what bad options say, and that nothing dangles."""
+"""Quantising a float model from the command line: choices, losses, what bad options say, and that nothing is unfused."""
 
 from __future__ import annotations
 
@@ -69,9 +69,9 @@ def found(result: Result) -> dict[str, object]:
 
 @pytest.mark.parametrize("flag", ["--int8", "--fp8"])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_float_model_quantised_has_seven_steps_a_layer_and_nothing_dangles(name: str, flag: str, model) -> None:
+def test_a_float_model_quantised_has_seven_steps_a_layer_and_nothing_is_unfused(name: str, flag: str, model) -> None:
     report = found(invoke("explain", model(name), flag, "--json", *FAST))
-    assert report["dangling"] == [] and [f["op"] for f in report["fallback"]] == ["note"]
+    assert report["unfused"] == [] and [f["op"] for f in report["fallback"]] == ["note"]
     assert "of the bytes of all matrices in float" in report["fallback"][0]["why"]  # of its embeddings
     assert report["steps_per_layer"] == 7 and sum(report["steps"].values()) == STEPS[name]
     joined = [p for p in report["products"] if len(p["stores"]) == 3]
@@ -80,28 +80,28 @@ def test_a_float_model_quantised_has_seven_steps_a_layer_and_nothing_dangles(nam
     codes = {"--int8": "s8", "--fp8": "f8e4m3fn"}[flag]
     gemms = [p for p in report["products"] if p["kind"] == "gemm"]
     assert all(p["problem"].startswith(f"{codes}[") and f"@ {codes}[" in p["problem"] for p in gemms)
-    assert all(layer["kept"] is None for layer in report["quantized"]["layers"])
+    assert all(layer["skip_reason"] is None for layer in report["quantized"]["layers"])
 
 
-def test_scaling_by_the_row_dangles_behind_a_product_and_is_said_to(model) -> None:
+def test_scaling_by_the_row_is_unfused_behind_a_product_and_is_said_to(model) -> None:
     """What a row's scale is found from must be whole first: no epilogue holds that, and a step that only quantises is none."""
     report = found(invoke("explain", model("bert"), "--int8", "--per-row", "--json", *FAST))
-    assert report["steps_per_layer"] == 9 and report["steps"]["quantize"] == 4 == len(report["dangling"])
-    assert {f["where"] for f in report["dangling"]} == {
+    assert report["steps_per_layer"] == 9 and report["steps"]["quantize"] == 4 == len(report["unfused"])
+    assert {f["where"] for f in report["unfused"]} == {
         "node_gelu Gelu",
         "node_gelu_1 Gelu",
         "node_view_4 Reshape",
         "node_view_9 Reshape",
     }
-    for finding in report["dangling"]:
+    for finding in report["unfused"]:
         assert finding["why"].startswith("absorb elementwise into store: 2 operations read the ") and finding["cost_us"] > 0
 
 
 @pytest.mark.parametrize("variant", ["int8", "int8-asymmetric", "uint8", "fp8", "fp8-fnuz"])
 @pytest.mark.parametrize("name", STEPS)
-def test_a_quantised_file_has_seven_steps_a_layer_and_nothing_dangles(name: str, variant: str, model) -> None:
+def test_a_quantised_file_has_seven_steps_a_layer_and_nothing_is_unfused(name: str, variant: str, model) -> None:
     parts = [p for p in partition(optimise(load(model(name, variant)))) if not p.once]
-    assert not any(p.dangling for p in parts)
+    assert not any(p.unfused for p in parts)
     assert len(parts) == STEPS[name]
     at = [i for i, p in enumerate(parts) if p.kind == "attention"]
     assert at[1] - at[0] == 7
@@ -123,7 +123,7 @@ def test_choices_are_printed_and_layers_that_lose_too_much_stay(tmp_path: Path) 
     assert quantized["scheme"] == "s8 weights per column, s8 activations per tensor"
     assert quantized["calibration"] == str(data)
     up, down = quantized["layers"]
-    assert (up["name"], up["product"], up["kept"]) == ("net/up", "f32[8,4] @ f32[4,4]", None)
+    assert (up["name"], up["product"], up["skip_reason"]) == ("net/up", "f32[8,4] @ f32[4,4]", None)
     x = np.load(data)["x"]
     assert up["activation_scale"] == pytest.approx(float(np.abs(x).max()) / 127)
     assert up["weight_scale_max"] == pytest.approx(1 / 127) and up["weight_scale_min"] < up["weight_scale_max"]
@@ -136,7 +136,7 @@ def test_choices_are_printed_and_layers_that_lose_too_much_stay(tmp_path: Path) 
     assert "1 layer quantised, 1 layer left in float." in words
     assert f"in float: its error {most['error']:.3g} exceeds {bound:g}" in words
     kept = found(invoke("explain", path, "--int8", "--calibration", data, "--rtol", bound, "--json", *FAST))
-    stays = [layer["name"] for layer in kept["quantized"]["layers"] if layer["kept"] is not None]
+    stays = [layer["name"] for layer in kept["quantized"]["layers"] if layer["skip_reason"] is not None]
     assert stays == [most["name"]]
     assert len([p for p in kept["products"] if p["problem"].startswith("f32")]) == 1
 
@@ -278,7 +278,7 @@ def test_calibration_data_that_is_no_good(tmp_path: Path) -> None:
 def test_calibration_data_that_is_not_finite_leaves_layers_in_float(tmp_path: Path) -> None:
     data = batch(tmp_path, x=np.full((8, 4), np.inf, np.float32))
     layers = found(invoke("run", mlp(tmp_path), "--int8", "--calibration", data, "--json", *FAST))["quantized"]["layers"]
-    assert layers[0]["kept"] == "its activations are not finite"
+    assert layers[0]["skip_reason"] == "its activations are not finite"
 
 
 def test_dump_writes_every_stage(tmp_path: Path) -> None:

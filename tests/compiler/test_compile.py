@@ -87,7 +87,7 @@ def test_rules_keep_the_meaning_of_random_programs(graph, seed):
 
 
 def test_what_is_quantised_ends_as_one_kernel_a_product():
-    """Codes in, codes out: nothing dangles between two quantised layers."""
+    """Codes in, codes out: nothing is unfused between two quantised layers."""
     scale = [const(s, F32) for s in (0.02, 0.01, 0.5, 0.03, 4.0)]
 
     def layer(x, x_scale, weights, w_scale, out_scale):
@@ -101,7 +101,7 @@ def test_what_is_quantised_ends_as_one_kernel_a_product():
     graph = program(out, inputs=(x,))
     executable = compile(graph, budget_s=0)
     assert [s.part.kind for s in executable.steps] == ["gemm", "gemm"]
-    assert not any(s.part.dangling for s in executable.steps)
+    assert not any(s.part.unfused for s in executable.steps)
     codes = torch.randint(-128, 128, (5, 32), dtype=torch.int8)
     wanted, got = evaluate(graph, [codes], float64=True)[0], executable(codes)
     assert (got.int() - wanted.int()).abs().max() <= 1 and float((got == wanted).double().mean()) > 0.95

@@ -7,9 +7,9 @@ import os
 
 import pytest
 import torch
-
 from forked import outcomes
 from hostile_calls import case
+
 from tilewright.frontends.torch.allowed import ALLOWED
 
 CASES = int(os.environ.get("TILEWRIGHT_CASES", "12"))

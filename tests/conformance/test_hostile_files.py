@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from forked import outcomes
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.torch import save
 
 import tilewright
-from forked import outcomes
 from tilewright.dtype import F32
 from tilewright.frontends import load
 from tilewright.ir.build import input_, map_

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from report import DOCUMENT, tables, written
-
 from onnx_node_suite import NAMED, Outcome, outcomes
+
+from report import DOCUMENT, tables, written
 
 pytestmark = pytest.mark.conformance
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-import pytest
-
 import ort_tool_files as files
-import tilewright
+import pytest
 from onnx_models import ours, read, theirs
+
+import tilewright
 from tilewright.compiler import optimise
 from tilewright.errors import UnsupportedError
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from onnx_models import native, ours, read, theirs
 from transformer_exports import exported, feeds, quantised_agreement
 

@@ -9,7 +9,6 @@ import os
 from itertools import islice
 
 import pytest
-
 from torch_samples import DTYPES, NO_FUNCTIONS, Sample, compared, own_samples, samples_of
 
 pytestmark = pytest.mark.conformance

@@ -6,8 +6,8 @@ from multiprocessing import get_context
 
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from random_anchors import gemms
 
-from random_carriers import gemms
 from tilewright.hardware.detect import detect
 from tilewright.schedule.bench import Bench
 from tilewright.schedule.problem import problem_of

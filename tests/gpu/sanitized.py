@@ -21,8 +21,8 @@ import torch
 from gated import gated, of_halves
 from tests.candidates.llvm.test_attention import attention as posed_attention
 from tests.candidates.llvm.test_attention import quantised
-from tests.candidates.llvm.test_rows import by_row, norm
-from tests.candidates.llvm.test_rows import problem_of as region_of
+from tests.candidates.llvm.test_normalization import by_row, norm
+from tests.candidates.llvm.test_normalization import problem_of as region_of
 from tests.candidates.triton.hopper.test_attention import coded
 from tests.candidates.triton.hopper.test_gemm import alike_heads, heads, layer
 from tests.candidates.triton.test_attention import flash

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.candidates.llvm.test_attention import SHAPES, attention, quantised
-from tests.candidates.llvm.test_rows import by_row, norm
-from tests.candidates.llvm.test_rows import problem_of as region_of
+from tests.candidates.llvm.test_normalization import by_row, norm
+from tests.candidates.llvm.test_normalization import problem_of as region_of
 
 import tilewright
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, PRED, S8, S32, S64, U8
@@ -31,7 +31,7 @@ if torch.cuda.is_available():
     from tilewright.candidates.triton.attention import candidate as triton_attention
     from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
     from tilewright.candidates.triton.hopper.attention.sizes import points
-    from tilewright.candidates.triton.normalization import candidate as triton_rows
+    from tilewright.candidates.triton.normalization import candidate as triton_norm
 
     GPU = detect("cuda")
 
@@ -96,7 +96,7 @@ def test_a_model_gives_the_same_with_and_without_graphs(graphs, monkeypatch):
         assert "in one CUDA graph of" in program.launched and program.graph_bytes > 0
     else:
         assert program.launched == f"step by step: {SWITCH} is 0"
-    assert {s.decision.kernel.candidate for s in program.steps if s.part.kind == "norm"} <= {"triton_rows", "reference"}
+    assert {s.decision.kernel.candidate for s in program.steps if s.part.kind == "norm"} <= {"triton_norm", "reference"}
 
 
 def test_streams_and_threads_do_not_meet():
@@ -236,7 +236,7 @@ def regions():
 
 def test_regions_agree_with_the_oracle():
     for problem in regions():
-        right(problem, triton_rows.CANDIDATE, 2)
+        right(problem, triton_norm.CANDIDATE, 2)
 
 
 @pytest.mark.parametrize(("dtype", "causal"), [(BF16, "no"), (F16, "upper"), (F32, "lower"), (F16, "lower")])

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from on_device import assert_right, device
-
 from gated import of_halves
+from on_device import assert_right, device
+from w4_problems import posed
+
 from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE
 from tilewright.dtype import F16
-from w4_problems import posed
 
 pytestmark = [
     pytest.mark.gpu,

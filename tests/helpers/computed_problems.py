@@ -1,8 +1,8 @@
 """Products whose operands and side inputs are computed, of any extents and types."""
 
 from tilewright.dtype import BF16, F16, F32, PRED, S32, DType
+from tilewright.ir.anchor import operands_of, rebuilt, stores_of
 from tilewright.ir.build import const, convert, input_, map_, reshape, swap_last
-from tilewright.ir.carrier import operands_of, rebuilt, stores_of
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Graph, Node, substitute, toposort
 from tilewright.ir.ops import Convert, Input, Select, gemm

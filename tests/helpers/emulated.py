@@ -1,8 +1,8 @@
 """Instructions that this processor lacks, as plain IR: a kernel for another chip runs here, packing, tails, threads and all.
 
-Slow, and no word on the code that LLVM makes for the chip itself: `tests/candidates/llvm/test_targets.py` reads that. Sources: Intel SDM volume 2
-(LDTILECFG, TILELOADD, TILESTORED, TDP*); Arm Architecture Reference Manual, C7.2 (SDOT, UDOT, BFDOT, and as matrices SMMLA,
-UMMLA, USMMLA, BFMMLA).
+Slow, and no word on the code that LLVM makes for the chip itself: `tests/candidates/llvm/test_targets.py` reads that. Sources:
+Intel SDM volume 2 (LDTILECFG, TILELOADD, TILESTORED, TDP*); Arm Architecture Reference Manual, C7.2 (SDOT, UDOT, BFDOT, and as
+matrices SMMLA, UMMLA, USMMLA, BFMMLA).
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Numerics of generated Triton code in its interpreter: run by tests/candidates/triton/test_interpreted.py, which sets TRITON_INTERPRET=1."""
+"""Numerics of generated Triton code in its interpreter: run by tests/candidates/triton/test_interpreted.py, which sets
+TRITON_INTERPRET=1."""
 
 import itertools
 
@@ -126,7 +127,7 @@ def test_every_function_is_right_on_every_type_or_refused(fn):
 
 
 def close(root, given):
-    """Within four roundings of the operand's size and the result's, as kernels are held to (`schedule/bands.py`)."""
+    """Within four roundings of the operand's size and the result's, as kernels are held to (`schedule/intervals.py`)."""
     wide = {param(i, t, F32): t.float() for i, t in enumerate(given.values())}  # torch's own f16 functions lose small numbers
     (wanted,) = evaluate_nodes([Node(Convert(root.dtype), Node(root.op, *wide))], wide)
     got = run_expression(root, list(given.values())).double()

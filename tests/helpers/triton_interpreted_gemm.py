@@ -8,7 +8,7 @@ from computed_problems import problem
 from gated import CASES, of_ranges
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
-from random_carriers import gemms
+from random_anchors import gemms
 from triton_map import in_memory, scalars
 
 from tilewright.candidates.triton.gemm import candidate as triton_gemm

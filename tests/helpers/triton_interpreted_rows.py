@@ -3,7 +3,7 @@
 import pytest
 import torch
 from rotated import FORMS as CONCATENATIONS
-from tests.candidates.llvm.test_rows import by_row, norm, problem_of
+from tests.candidates.llvm.test_normalization import by_row, norm, problem_of
 from triton_map import in_memory, scalars
 
 from tilewright.candidates.triton.expressions.emit import check_node
@@ -14,7 +14,7 @@ from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8, S32, S64, U8
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Dequantize, Gather, Pad, Quantize, Select, Softmax
-from tilewright.lowering.region import regions_of_rows
+from tilewright.lowering.reduction_nest import reduction_nests
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.sample import random_sources
 
@@ -24,7 +24,7 @@ LENGTHS = (1, 7, 100)
 def run(problem, sources, tile_m, parts=1, piece=16):
     """`parts`: of a row that is reduced."""
     several = []
-    for region in regions_of_rows(problem.roots, check_node):
+    for region in reduction_nests(problem.roots, check_node):
         whole = _power(region.columns)
         tile_n = max(whole // parts, 1) if any(region.level.values()) else min(piece, whole)
         several.append(Tiles(region, tile_m, tile_n))

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tilewright.dtype import BF16, F32, F64, S32
-from tilewright.ir.axes import Placed, above, against, axes_of, below, layout_of, reshaped
+from tilewright.ir.axes import Placed, axes_of, broadcast_aligned, layout_of, propagate_to_source, propagate_to_user, reshaped
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
@@ -109,12 +109,12 @@ def test_an_axis_that_is_cut_is_cut_everywhere():
 def test_what_does_not_divide_has_no_layout():
     assert reshaped(layout_of((4, 6)), (3, 8)) is None
     assert reshaped(layout_of((0, 3)), (0,)) is None
-    assert against((3,), layout_of((4, 2))) is None
-    assert against((5, 4, 2), layout_of((4, 2))) is None
+    assert broadcast_aligned((3,), layout_of((4, 2))) is None
+    assert broadcast_aligned((5, 4, 2), layout_of((4, 2))) is None
     x = input_("x", F32, (2, 3))
-    assert below(map_("tanh", x), layout_of((2, 3))) is None
-    assert above(Node(Reshape((6,)), x), layout_of((6,))) is not None
-    assert above(Node(Transpose((1, 0)), x), layout_of((3, 2))) is not None
+    assert propagate_to_user(map_("tanh", x), layout_of((2, 3))) is None
+    assert propagate_to_source(Node(Reshape((6,)), x), layout_of((6,))) is not None
+    assert propagate_to_source(Node(Transpose((1, 0)), x), layout_of((3, 2))) is not None
 
 
 def test_repetition_has_no_axis():

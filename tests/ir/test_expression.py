@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from values import assert_same, constant, from_numpy, random_array, to_numpy, value_of
 
 from tilewright.dtype import BF16, F16, F32, S8
+from tilewright.ir.anchor import acc_of, operands_of, rebuilt, stores_of
 from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, transpose
-from tilewright.ir.carrier import acc_of, operands_of, rebuilt, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import (
     REARRANGE,

@@ -13,7 +13,7 @@ from tilewright.ir.ops import Gather, Param
 from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
-from tilewright.schedule.problem import TABLE_END_BYTES, RegionProblem
+from tilewright.schedule.problem import TABLE_END_BYTES, FusionProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.worker import _Weights
 
@@ -59,11 +59,11 @@ def test_a_large_embedding_takes_no_memory(tmp_path):
     assert max(grown) < 0.05 * 100_000 * 512 * 4
 
 
-def picking(weight: bool = True, twice: bool = False) -> RegionProblem:
+def picking(weight: bool = True, twice: bool = False) -> FusionProblem:
     table, index = Node(Param(0, TensorType(F32, (ROWS, COLUMNS)))), Node(Param(1, TensorType(S64, (50,))))
     picked = map_("tanh", Node(Gather(0), table, index))
     roots = (picked, map_("negate", table)) if twice else (picked,)
-    return RegionProblem(roots, (table.tensor, index.tensor), (weight, False))
+    return FusionProblem(roots, (table.tensor, index.tensor), (weight, False))
 
 
 def test_a_table_is_what_is_picked_from_and_nothing_else():
@@ -72,7 +72,7 @@ def test_a_table_is_what_is_picked_from_and_nothing_else():
     assert not picking(twice=True).large_tables
     small = Node(Param(0, TensorType(F32, (9, 4))))
     index = Node(Param(1, TensorType(S64, (5,))))
-    assert not RegionProblem((Node(Gather(0), small, index),), (small.tensor, index.tensor), (True, False)).large_tables
+    assert not FusionProblem((Node(Gather(0), small, index),), (small.tensor, index.tensor), (True, False)).large_tables
 
 
 def test_rows_at_both_ends_are_picked_and_a_wrong_one_shows():

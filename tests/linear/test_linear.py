@@ -19,7 +19,7 @@ from tilewright.dtype import S4
 from tilewright.errors import InputError, TypeMismatchError
 from tilewright.linear import kernels, op
 from tilewright.linear.kernels import MOST_ROWS_OF_A_CPU, pieces, rungs
-from tilewright.rows import MOST_ROWS
+from tilewright.m_dispatch import MOST_ROWS
 from tilewright.runtime.packing import QuantizedWeight, pack
 
 LIMIT = {torch.float32: 2e-6, torch.bfloat16: 3e-3, torch.float16: 3e-4}
@@ -103,7 +103,7 @@ def test_many_rows_give_what_few_give():
 
 
 def test_layers_of_one_form_are_searched_once(monkeypatch):
-    from tilewright import rows
+    from tilewright import m_dispatch as rows
 
     searched = []
     inner = rows.search
@@ -252,7 +252,7 @@ def test_a_table_over_the_rows_serves_layers_made_later(monkeypatch):
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 48), group_size=32)
     table = layer.tune(budget_s=0.5)
     try:
-        assert table.regimes[0].first == 1 and table.regimes[-1].last == 4
+        assert table.buckets[0].first == 1 and table.buckets[-1].last == 4
         later = tilewright.Linear.from_float(torch.nn.Linear(64, 48), group_size=32)
         for rows in (1, 3, 9):
             assert error(later, torch.randn(rows, 64)) < 2e-6

@@ -8,7 +8,7 @@ from rotated import FORMS, every_other, heads, of_queries_and_keys, turned, turn
 from torch.utils._pytree import tree_leaves
 
 import tilewright
-from tests.candidates.llvm.test_rows import CPU, problem_of, right
+from tests.candidates.llvm.test_normalization import CPU, problem_of, right
 from tilewright.candidates.llvm.expressions.vector import check_node
 from tilewright.candidates.llvm.normalization import candidate as rows
 from tilewright.dtype import BF16, F16, F32
@@ -17,9 +17,9 @@ from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Concat, Param
 from tilewright.lowering.access import Unsupported
-from tilewright.lowering.decompose import written_out
+from tilewright.lowering.decompose import decompose
 from tilewright.lowering.ranges import MOST, pieces_of
-from tilewright.lowering.region import MOST_AGAIN, regions_of_rows
+from tilewright.lowering.reduction_nest import MOST_AGAIN, reduction_nests
 from tilewright.schedule.sample import random_sources
 
 
@@ -31,7 +31,7 @@ def work(roots):
 def put_together(roots):
     """The results from their pieces, and the results, both by the oracle."""
     problem = problem_of(*roots)
-    written = written_out(problem.roots)
+    written = decompose(problem.roots)
     pieces = pieces_of(written)
     sources = random_sources(problem)
     given_ = [Node(Param(i, t)) for i, t in enumerate(problem.types)]
@@ -50,14 +50,14 @@ def test_pieces_are_the_results_without_more_work(form):
         torch.testing.assert_close(got, meant)
     roots = [p.root for p in pieces]
     assert not any(isinstance(n.op, Concat) for n in toposort(roots))
-    regions = regions_of_rows(problem_of(*FORMS[form]()).roots, check_node)
+    regions = reduction_nests(problem_of(*FORMS[form]()).roots, check_node)
     before, after = work(written), sum(work(r.roots) for r in regions)
     assert after <= before * MOST_AGAIN, f"{form}: {before} elements became {after}"
     assert sum(len(r.roots) for r in regions) == len(pieces)
 
 
 def test_a_rotation_reads_every_element_once_for_both_halves():
-    (region,) = regions_of_rows(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    (region,) = reduction_nests(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
     assert (region.rows, region.columns, region.passes) == (2 * 3 * 5, 17, 1)
     assert len(region.sources) == 6 and [sorted(region.sources).count(i) for i in range(3)] == [2, 2, 2], (
         "halves of x, cos, sin"
@@ -66,25 +66,25 @@ def test_a_rotation_reads_every_element_once_for_both_halves():
 
 
 def test_neighbours_that_are_turned_are_read_and_written_as_pairs():
-    (region,) = regions_of_rows(problem_of(turned_in_pairs(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    (region,) = reduction_nests(problem_of(turned_in_pairs(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
     assert len(region.read_in_pairs) == len(region.sources) == 6 and list(region.written_in_pairs) == [0]
     assert sorted(which for which, _ in region.read_in_pairs.values()) == [0, 0, 0, 1, 1, 1]
-    (other,) = regions_of_rows(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    (other,) = reduction_nests(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
     assert not other.read_in_pairs and not other.written_in_pairs
 
 
 def test_a_pair_that_leaves_its_memory_is_none():
     x = input_("x", F32, (3, 7))
     first, second = (map_("tanh", every_other(x, i)) for i in range(2))
-    regions = [regions_of_rows(problem_of(root).roots, check_node)[0] for root in (first, second)]
+    regions = [reduction_nests(problem_of(root).roots, check_node)[0] for root in (first, second)]
     assert [len(r.read_in_pairs) for r in regions] == [0, 1], "the last of 7 is the first of a pair whose second is not there"
     right(first)
     right(second)
 
 
 def test_pieces_of_one_size_share_a_region_and_others_have_their_own():
-    assert [r.outputs for r in regions_of_rows(problem_of(*of_queries_and_keys()).roots, check_node)] == [(0, 0), (1, 1)]
-    assert [len(r.roots) for r in regions_of_rows(problem_of(*FORMS["in part"]()).roots, check_node)] == [2, 1]
+    assert [r.outputs for r in reduction_nests(problem_of(*of_queries_and_keys()).roots, check_node)] == [(0, 0), (1, 1)]
+    assert [len(r.roots) for r in reduction_nests(problem_of(*FORMS["in part"]()).roots, check_node)] == [2, 1]
 
 
 @st.composite
@@ -146,7 +146,7 @@ def test_random_pieces_are_the_results(root):
 
 def test_results_without_concatenations_may_be_many():
     roots = [map_("tanh", input_(f"x{i}", F32, (2, 8))) for i in range(MOST + 2)]
-    (region,) = regions_of_rows(problem_of(*roots).roots, check_node)
+    (region,) = reduction_nests(problem_of(*roots).roots, check_node)
     assert len(region.roots) == MOST + 2
 
 
@@ -194,7 +194,7 @@ def test_a_rotation_is_one_step_between_its_product_and_attention():
     program = tilewright.compile(block, example_inputs=(x,), budget_s=0)
     steps = [s for s in program.steps if not s.part.once]
     assert [s.part.kind for s in steps] == ["gemm", "elementwise", "attention", "gemm"]
-    assert steps[1].decision.kernel.candidate == "llvm_rows" and len(steps[1].part.outputs) == 2
+    assert steps[1].decision.kernel.candidate == "llvm_norm" and len(steps[1].part.outputs) == 2
     torch.testing.assert_close(torch.as_tensor(program(x)), block(x), atol=1e-5, rtol=1e-4)
 
 
@@ -213,7 +213,7 @@ def test_onnx_s_rotary_embedding_is_one_step(interleaved):
     graph = onnx.helper.make_graph([node], "g", told, [result])
     model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 23)])
     program = tilewright.compile(model, budget_s=0)
-    assert [s.decision.kernel.candidate for s in program.steps if not s.part.once] == ["llvm_rows"]
+    assert [s.decision.kernel.candidate for s in program.steps if not s.part.once] == ["llvm_norm"]
     values = {n: torch.randn(s).numpy() for n, s in shapes.items()} | {"places": torch.randint(0, 50, (2, 5)).numpy()}
     (wanted,) = ReferenceEvaluator(model).run(None, values)
     got = program(*values.values())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from tilewright.report.explain.attribution import attribution, attribution_words
 from tilewright.report.explain.choices import mispredictions, off_by, parted
-from tilewright.report.explain.doers import done_by, done_words
 from tilewright.report.schema import Choice, Refusal, Rejected, Step
 from tilewright.report.text.explain_text import how, refusals
 from tilewright.schedule.schedule import Schedule
@@ -71,13 +71,13 @@ def test_a_line_says_who_does_the_products_and_why_a_library_does_some() -> None
         *[step("gemm", "llvm")] * 3,
         step("gemm", "onednn", ("llvm (mr=6)", "slower: 2.0 µs, 1.20 times the winner"), ("llvm_w4", "no codes")),
         step("gemm", "aten", ("llvm_w4", "no codes"), ("llvm", "no kernel for f64")),
-        step("norm", "llvm_rows"),
+        step("norm", "llvm_norm"),
         step("view", "torch"),
     ]
-    assert done_by(steps) == {"gemm": {"llvm": 3, "onednn": 1, "aten": 1}, "other": {"llvm_rows": 1}}
-    assert done_words(steps) == [
+    assert attribution(steps) == {"gemm": {"llvm": 3, "onednn": 1, "aten": 1}, "other": {"llvm_norm": 1}}
+    assert attribution_words(steps) == [
         "5 matrix products: 3 by llvm, 1 by onednn, 1 by aten. onednn where the generated kernel is slower: 2.0 µs, 1.20 times "
         "the winner. aten where llvm says: no kernel for f64.",
-        "1 other step: by llvm_rows.",
+        "1 other step: by llvm_norm.",
     ]
-    assert msgspec.json.encode(done_by(steps))
+    assert msgspec.json.encode(attribution(steps))

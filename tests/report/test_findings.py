@@ -34,7 +34,7 @@ def test_a_part_that_the_reference_does_is_no_secret(only_split):
     program = compiled()
     (step,) = program.steps
     assert step.decision.kernel.candidate == "split"
-    assert dict(step.decision.kernel.parts) == {"gemm": "reference", "region": "reference"}
+    assert dict(step.decision.kernel.parts) == {"gemm": "reference", "fusion": "reference"}
     assert any(f.why.startswith("split leaves its product and epilogue to the reference") for f in fallback(program, {}))
 
 

@@ -98,7 +98,7 @@ def test_the_page_tells_what_the_reports_tell(written: str) -> None:
         "Machine",
         "Inputs",
         "Fell back",
-        "Dangling",
+        "Unfused",
         "Who is who",
         "float_exact is for integer",
     ):

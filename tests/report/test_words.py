@@ -23,7 +23,7 @@ from tilewright.ir.ops import Attention, Call, Concat, Dequantize, Gather, Layer
 from tilewright.ir.types import TensorType
 from tilewright.report import schema
 from tilewright.report.explain.explain import explain_program
-from tilewright.report.explain.findings import Reasons, dangling, fallback
+from tilewright.report.explain.findings import Reasons, fallback, unfused
 from tilewright.report.measure.timing import Rounds, device_us, wall_us
 from tilewright.report.measure.work import Work, describe, work_of
 from tilewright.report.text import console
@@ -146,10 +146,10 @@ def test_joined_products_are_named_by_what_they_give() -> None:
 
 
 def reasons_for(program: Executable) -> list[schema.Finding]:
-    return dangling(program, Reasons(program), {0: 1.5})
+    return unfused(program, Reasons(program), {0: 1.5})
 
 
-def test_why_something_dangles() -> None:
+def test_why_something_is_unfused() -> None:
     x, s = input_("x", F32, (4, 8)), input_("s", F32, ())
     (found,) = reasons_for(compiled(Node(Quantize(S8), x, s), origins={}))
     assert found.cost_us == 1.5
@@ -226,7 +226,7 @@ def test_the_schema_is_what_was_promised() -> None:
         "total_us",
         "verified",
         "steps",
-        "dangling",
+        "unfused",
         "fallback",
         "inputs",
         "steps_per_layer",

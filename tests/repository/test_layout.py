@@ -33,7 +33,7 @@ OUTSIDE = {"tilewright": "tilewright/__init__.py", "__main__": "cli"}  # public 
 DISCOVERED = {"frontends": "accepts", "candidates": "CANDIDATE", "hardware/chips": "CHIP"}
 HEAVY = {"torch", "numpy", "ml_dtypes", "onnx", "onnxruntime", "jax", "jaxlib", "triton", "rich", "scipy", "plotly"}
 REFUSED = {"pickle", "marshal", "shelve", "dill", "joblib", "eval()", "exec()", "os.system()", "os.popen()"}
-TO_ITS_CHILD = {"schedule/nursery.py", "schedule/worker.py"}  # a process and the children it started exchange pickles
+TO_ITS_CHILD = {"schedule/fork_server.py", "schedule/worker.py"}  # a process and the children it started exchange pickles
 
 
 def modules() -> list[Path]:

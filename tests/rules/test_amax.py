@@ -17,8 +17,8 @@ from rule_checks import (
 
 from tilewright.compiler import compile, optimise
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, S8, S32
+from tilewright.ir.anchor import stores_of
 from tilewright.ir.build import const, convert, input_, map_, reshape, swap_last
-from tilewright.ir.carrier import stores_of
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Quantize, Reduce, gemm
 from tilewright.rules.amax import RULE

@@ -24,8 +24,8 @@ from rule_checks import (
 
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, PRED, S8, S32, U8
+from tilewright.ir.anchor import stores_of
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, swap_last, transpose
-from tilewright.ir.carrier import stores_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Attention, Convert, Dequantize, Gemm, LayerNorm, Quantize, Select, gemm
 

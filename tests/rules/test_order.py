@@ -75,7 +75,7 @@ def test_small_models(written, name, variant):
         (a,), (b,) = (results(g, tokens(before)) for g in (before, after))
         assert (a - b).abs().max() <= 1e-4 * a.abs().max()
     else:
-        assert not [p for p in partition(after) if p.dangling]
+        assert not [p for p in partition(after) if p.unfused]
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8", "w4"])
@@ -84,4 +84,4 @@ def test_small_models_quantised_here(written, name, to):
     graph = written(name, "f32")
     coded, _ = quantize(graph, scheme(to, group=16), calibrate(graph, [tokens(graph)]))
     after = one_graph(coded)
-    assert not [p for p in partition(after) if p.dangling]
+    assert not [p for p in partition(after) if p.unfused]

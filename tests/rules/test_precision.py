@@ -7,8 +7,8 @@ from rule_checks import arithmetic, assert_close, assert_order_is_free, fired, g
 from tilewright import compile
 from tilewright.compiler import EXCESS_PRECISION, STAGES, optimise
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, F64, S4, S8, U4
+from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import const, convert, input_, map_
-from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.ops import Attention, Convert, Dequantize, Gemm, gemm
@@ -22,8 +22,8 @@ def _program(narrow, out=None):
 
 
 def _roundings(graph):
-    (carrier,) = [n for n in graph.nodes() if isinstance(n.op, Gemm)]
-    return sum(isinstance(n.op, Convert) for n in toposort(stores_of(carrier)))
+    (anchor,) = [n for n in graph.nodes() if isinstance(n.op, Gemm)]
+    return sum(isinstance(n.op, Convert) for n in toposort(stores_of(anchor)))
 
 
 @pytest.mark.parametrize("narrow", [F16, BF16])
@@ -112,8 +112,8 @@ def _grouped(left, codes, block=(8, 1), to=BF16):
 
 
 def _dequantized(graph):
-    (carrier,) = [n for n in graph.nodes() if isinstance(n.op, Gemm)]
-    return {n.dtype for n in toposort(operands_of(carrier)) if isinstance(n.op, Dequantize)}
+    (anchor,) = [n for n in graph.nodes() if isinstance(n.op, Gemm)]
+    return {n.dtype for n in toposort(operands_of(anchor)) if isinstance(n.op, Dequantize)}
 
 
 @pytest.mark.parametrize(("left", "codes", "to"), [(BF16, S4, BF16), (F16, U4, F16)])

@@ -20,8 +20,8 @@ from rule_checks import (
 
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, F64, PRED, S4, S8, S16, S32, U4, U8, U16
+from tilewright.ir.anchor import stores_of
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, swap_last, transpose
-from tilewright.ir.carrier import stores_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Quantize, Reduce, gemm
 from tilewright.ir.ops.functions import narrow_integer

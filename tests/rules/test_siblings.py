@@ -22,8 +22,8 @@ from rule_checks import (
 
 from tilewright.compiler import optimise
 from tilewright.dtype import F8E4M3FN, F8E4M3FNUZ, F16, F32, S4, S8, U8
+from tilewright.ir.anchor import stores_of
 from tilewright.ir.build import const, convert, input_, items, map_, reshape, slice_, swap_last, transpose
-from tilewright.ir.carrier import stores_of
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Call, Concat, Dequantize, Quantize, Slice, gemm
 from tilewright.runtime.partition import partition
@@ -117,7 +117,7 @@ def test_the_migraphx_graph_is_one_gemm_with_three_stores_and_no_quantize_step(t
     assert [n.dtype for n in stores_of(node)] == [F16, to, F16]
     assert {n.shape for n in stores_of(node)} == {(b, h, s, d)} and node.op.rhs.shape == (768, 2304)
     assert kinds(after) == ["gemm"] + ["attention"] * (consumer == "attention")
-    assert not [p for p in partition(after) if p.dangling]
+    assert not [p for p in partition(after) if p.unfused]
     assert_exact(before, after)
     assert_no_growth(before, after)
 

@@ -16,8 +16,8 @@ from rule_checks import (
 )
 
 from tilewright.dtype import F16, F32, PRED, S8
+from tilewright.ir.anchor import stores_of
 from tilewright.ir.build import const, convert, input_, items, map_, reduce_, reshape, slice_, swap_last, transpose
-from tilewright.ir.carrier import stores_of
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Call, Dequantize, LayerNorm, Quantize, Select, Softmax, gemm
 

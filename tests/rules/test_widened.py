@@ -15,8 +15,8 @@ from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, F64, S4, DType
 from tilewright.errors import InputError
 from tilewright.frontends import load
+from tilewright.ir.anchor import operands_of
 from tilewright.ir.build import const, convert, input_, map_, slice_, swap_last
-from tilewright.ir.carrier import operands_of
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, Gemm, gemm

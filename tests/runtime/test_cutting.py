@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tilewright
-from tests.candidates.llvm.test_rows import norm
+from tests.candidates.llvm.test_normalization import norm
 from tilewright.dtype import F32, S8, S32
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, convert, input_, map_, reduce_, transpose
@@ -57,7 +57,7 @@ def test_what_is_cut_runs_as_it_did(name):
     for mine, wanted in zip(got, evaluate(program.source, given), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
     doers = [s.decision.kernel.candidate for s in program.steps if s.decision is not None]
-    assert doers.count("reference") == left and "llvm_rows" in doers
+    assert doers.count("reference") == left and "llvm_norm" in doers
     assert count is None or len(doers) == count
 
 

@@ -73,7 +73,7 @@ def test_parts_run_one_by_one_give_what_the_graph_gives(graph):
 
 
 def table(*outputs, inputs=(X, Y)):
-    return [(p.kind, p.once, p.dangling) for p in parts_of(*outputs, inputs=inputs)]
+    return [(p.kind, p.once, p.unfused) for p in parts_of(*outputs, inputs=inputs)]
 
 
 def test_a_chain_of_products_and_what_lies_between():
@@ -131,7 +131,7 @@ def by_its_peak(data, of=X):
 
 
 @pytest.mark.parametrize(
-    ("build", "kind", "dangling"),
+    ("build", "kind", "unfused"),
     [
         (lambda: Node(Quantize(S8), X, SCALE), "quantize", True),
         (lambda: Node(Dequantize(F32), Q, SCALE), "quantize", True),
@@ -156,16 +156,16 @@ def by_its_peak(data, of=X):
         (lambda: gemm(X, Y), "gemm", False),
     ],
 )
-def test_kinds_and_what_dangles(build, kind, dangling):
+def test_kinds_and_what_is_unfused(build, kind, unfused):
     (part,) = parts_of(build(), inputs=(X, Y, Q))
-    assert (part.kind, part.dangling, part.once) == (kind, dangling, False)
+    assert (part.kind, part.unfused, part.once) == (kind, unfused, False)
 
 
-def test_what_depends_on_constants_alone_runs_once_and_does_not_dangle():
+def test_what_depends_on_constants_alone_runs_once_and_is_not_unfused():
     weight = quantised(CONSTANTS[0])
     folded = gemm(weight, CONSTANTS[1])
     parts = parts_of(gemm(X, folded))
-    assert [(p.once, p.dangling) for p in parts] == [(True, False), (False, False)]
+    assert [(p.once, p.unfused) for p in parts] == [(True, False), (False, False)]
     assert parts[1].inputs == (X, folded)
 
 
@@ -237,9 +237,9 @@ def test_kernels_compete_for_what_runs_at_every_call_but_for_opaque_calls(graph)
         assert decided(part) == (not part.once and not called)
         if decided(part):
             problem, sources = problem_of_part(part)
-            assert (problem.kind == "region") == (part.kind not in ("gemm", "attention"))
+            assert (problem.kind == "fusion") == (part.kind not in ("gemm", "attention"))
             assert set(sources) == set(part.inputs) and problem.types == tuple(s.tensor for s in sources)
-            if problem.kind == "region":
+            if problem.kind == "fusion":
                 assert problem.outputs == tuple(n.tensor for n in part.outputs)
 
 

@@ -21,7 +21,7 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import ahead
-from tilewright.schedule.nursery import SWITCH, nursery
+from tilewright.schedule.fork_server import SWITCH, fork_server
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.worker import pickled, settings_here
 
@@ -64,7 +64,7 @@ def test_what_a_problem_is_taken_apart_to_is_compiled_too():
     assert [at for *_, at in jobs] == sorted(at for *_, at in jobs)
     assert {name for p, name, at in jobs if p == whole and at == ahead.POINTS - 1} == {"hopper", "hopper_w4", "triton"}
     assert {(p.kind, name) for p, name, _ in jobs if p != whole} == {
-        ("gemm", "hopper"), ("gemm", "hopper_w4"), ("gemm", "triton"), ("region", "triton_rows")
+        ("gemm", "hopper"), ("gemm", "hopper_w4"), ("gemm", "triton"), ("fusion", "triton_norm")
     }  # fmt: skip
     assert not ahead.jobs_for([whole], detect("cpu"))
 
@@ -91,22 +91,22 @@ def processes(monkeypatch):
 
 
 def test_assistants_work_beside_the_worker_and_end_when_they_are_let_go(processes):
-    known = nursery()
+    known = fork_server()
     with known.lock:
         known.ensure_worker()
-        worker, (pid, assistant) = known.worker, known.assistant()
-        other, second = known.assistant()
+        worker, (pid, compile_worker) = known.worker, known.compile_worker()
+        other, second = known.compile_worker()
     assert known.worker is worker and len({pid, other}) == 2
     problem = problem_of(parse(LINE).outputs[0])
     message = pickled(("compile", problem, detect("cpu"), settings_here(), "no such candidate", 0))
-    for each in (assistant, second):
+    for each in (compile_worker, second):
         each.send_bytes(message)
         assert each.poll(60) and each.recv_bytes()
         each.close()
     with known.lock:
         assert known.worker is worker
         known.end_worker()
-        known.ensure_worker()  # the nursery goes on, and has buried them
+        known.ensure_worker()  # the fork server goes on, and has buried them
     ends = time.monotonic() + 10  # it sees by itself that nobody is at the other end any more
     while _lives(pid) and time.monotonic() < ends:
         time.sleep(0.05)
@@ -126,8 +126,8 @@ def test_who_does_not_answer_is_ended(processes, monkeypatch):
     monkeypatch.setattr(ahead, "_work_off", lambda found, messages, unanswered, within_s: unanswered.update(found[:1]))
     monkeypatch.setattr(ahead, "end_group", killed.append)
     made = {}
-    inner = ahead._assistants
-    monkeypatch.setattr(ahead, "_assistants", lambda count: made.update(inner(count)) or made)
+    inner = ahead._compile_workers
+    monkeypatch.setattr(ahead, "_compile_workers", lambda count: made.update(inner(count)) or made)
     assert ahead.compile_ahead([], detect("cpu")) == 2
     assert killed == list(made.values())[:1]
 
@@ -137,7 +137,7 @@ def test_points_that_come_later_are_for_processes_that_are_left(cores, asked, mo
     jobs = [(None, "any", at) for at in (0, 0, 0, 1, 1, 2, 2, 3, 3)]
     monkeypatch.setattr(ahead, "jobs_for", lambda problems, target: jobs)
     monkeypatch.setattr(ahead.os, "cpu_count", lambda: cores)
-    monkeypatch.setattr(ahead, "_assistants", lambda count: {Mock(): i for i in range(count)})
+    monkeypatch.setattr(ahead, "_compile_workers", lambda count: {Mock(): i for i in range(count)})
     done = []
     monkeypatch.setattr(ahead, "_work_off", lambda found, messages, *_: done.append((len(found), len(messages))))
     assert ahead.compile_ahead([], detect("cpu")) == asked
@@ -163,8 +163,8 @@ def test_an_answer_that_nobody_waited_for_is_not_taken_for_the_next(processes, m
     def interrupted(count):
         raise KeyboardInterrupt
 
-    first = nursery()
+    first = fork_server()
     monkeypatch.setattr(first, "_hear", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        first.assistant()
-    assert nursery() is not first
+        first.compile_worker()
+    assert fork_server() is not first

@@ -27,14 +27,14 @@ from tilewright.ir.ops import Attention, gemm
 from tilewright.runtime.partition import decided, partition, problem_of_part
 from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
-from tilewright.schedule import recall
+from tilewright.schedule import tuning_database as recall
 from tilewright.schedule.cache import Cache, file_system
 from tilewright.schedule.candidate import concerns
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
-from tilewright.schedule.recall import Recall
 from tilewright.schedule.record import Key, Loser
 from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.tuning_database import TuningDatabase
 
 BUDGET_S = 0.02
 
@@ -241,27 +241,29 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
     compiler.compile(program(2.0), budget_s=BUDGET_S)
     (made,) = kept.records()
     kept.clear()
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[made])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[made])))
     assert len(searches) == 1 and found.recalled and found.kernel.candidate == made.candidate
     (taken,) = kept.records()
     assert (taken.key, taken.knobs, taken.time_us) == (made.key, made.knobs, found.time_us)
     kept.clear()
     claims = Loser("\x1b[31mother", "slower: 9 µs", 9.0)
     lies = msgspec.structs.replace(made, time_us=1e-3, rejected=(claims,), problem="\x1b[2J", made_s=0.0)
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[lies])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[lies])))
     (taken,) = kept.records()
     assert len(searches) == 1 and found.recalled and found.measured and found.time_us == taken.time_us > 1e-2
     assert taken.rejected == found.rejected == () and taken.problem == made.problem and taken.made_s >= made.made_s
     kept.clear()
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=0, cache=Recall(cpu(), kept, hints=[lies])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=0, cache=TuningDatabase(cpu(), kept, hints=[lies])))
     assert found.recalled and found.time_us is None and not found.measured and kept.records() == []
     kept.clear()
     elsewhere = msgspec.structs.replace(made, key=msgspec.structs.replace(made.key, chip="other"))
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[elsewhere])))
+    (found,) = decisions(
+        compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[elsewhere]))
+    )
     assert len(searches) == 2 and not found.recalled
     kept.clear()
     forged = msgspec.structs.replace(made, knobs=(("mr", 100_000),))
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=Recall(cpu(), kept, hints=[forged])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[forged])))
     assert len(searches) == 3 and not found.recalled and found.kernel.schedule != Schedule(forged.knobs)
 
 
@@ -274,12 +276,12 @@ def test_a_hinted_point_comes_first_and_a_foreign_one_never(kept):
     def first(knobs):
         key = msgspec.structs.replace(KEY, problem=digest_of(problem))
         hint = msgspec.structs.replace(record("0"), key=key, candidate=own.name, knobs=knobs)
-        found = Recall(target, None, hints=[hint]).candidates(problem)
+        found = TuningDatabase(target, None, hints=[hint]).candidates(problem)
         return list(next(c for c in found if c.name == own.name).schedules(problem, target))
 
     assert first(points[-1].knobs)[0] == points[-1] and {*first(points[-1].knobs)} == {*points}
     assert first((("mr", 12345),)) == points
-    assert Recall(target, None, hints=[record("other")]).candidates(problem) is None
+    assert TuningDatabase(target, None, hints=[record("other")]).candidates(problem) is None
 
 
 def test_one_process_measures_and_others_wait_for_a_while(tmp_path):

@@ -57,7 +57,7 @@ def test_every_chip_has_a_space_of_legal_points(name, dtype):
             assert len(points) and legal(points, p, target).all()
             best = next(ranked(p, target))
             assert legal(Points.of(best, p.dot), p, target).all()
-            assert 1 <= best.mr <= min(rows, p.dot.most_rows(best.nv)) and not (constant and best.private)
+            assert 1 <= best.mr <= min(rows, p.dot.most_rows(best.nv)) and not (constant and best.packs_per_thread)
             assert np.isfinite(predict_us(work(p, points, target), target)).all()
 
 

@@ -23,11 +23,11 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.problem import Problem, RegionProblem, problem_of
-from tilewright.schedule.recall import offered, repeat
+from tilewright.schedule.problem import FusionProblem, Problem, problem_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
+from tilewright.schedule.tuning_database import offered, repeat
 
 CPU = detect("cpu")
 AVX2 = replace(CPU, chip=next(c for c in chips() if c.name == "x86_64_avx2"))
@@ -314,7 +314,7 @@ def test_a_product_and_what_follows_it_apart(text):
     problem = posed(text)
     product, rest = by_epilogue(problem)
     assert product.problem.ops == problem.ops and product.problem.outputs == (problem.acc,)
-    assert isinstance(rest.problem, RegionProblem) and rest.problem.outputs == problem.outputs
+    assert isinstance(rest.problem, FusionProblem) and rest.problem.outputs == problem.outputs
     sources = random_sources(problem)
     kernel = FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU)
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
@@ -382,7 +382,7 @@ def test_candidates_are_found_by_file_name(tmp_path):
 def test_every_candidate_keeps_the_protocol():
     for candidate in discover():
         assert isinstance(candidate, Candidate)
-        assert candidate.kinds <= {"gemm", "attention", "region"} and candidate.kinds
+        assert candidate.kinds <= {"gemm", "attention", "fusion"} and candidate.kinds
         assert candidate.devices <= {"cpu", "cuda"} and candidate.devices
     assert len({c.name for c in discover()}) == len(discover())
     assert isinstance(next(kernels(posed("f32[3,4] @ f32[4,5]")))[1], Kernel)

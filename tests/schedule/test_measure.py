@@ -13,7 +13,7 @@ from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule import measure
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.guard import far_apart, guarded, spoil
+from tilewright.schedule.guard import guarded, poison, with_wide_strides
 from tilewright.schedule.measure import Cold, Pace, examine, last_cache_bytes, time_interleaved
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
@@ -528,11 +528,15 @@ def test_each_planted_mistake_looks_right_when_it_runs_once():
 def test_sources_far_apart_take_little_memory_and_hold_the_same():
     for shape in ((128, 65), (1, 3, 4, 5), (2, 7)):
         t = torch.randn(shape)
-        far = far_apart(t)
+        far = with_wide_strides(t)
         assert torch.equal(far, t)
         span = sum((extent - 1) * stride for extent, stride in zip(far.shape, far.stride(), strict=True)) * 4
         assert 1 << 31 <= span < 1 << 32
-    assert far_apart(torch.randn(7)) is None and far_apart(torch.randn(1, 7)) is None and far_apart(torch.randn(0, 7)) is None
+    assert (
+        with_wide_strides(torch.randn(7)) is None
+        and with_wide_strides(torch.randn(1, 7)) is None
+        and with_wide_strides(torch.randn(0, 7)) is None
+    )
 
 
 def test_free_memory_is_spoiled_before_each_run():
@@ -545,7 +549,7 @@ def test_free_memory_is_spoiled_before_each_run():
     kept = large().fill_(3.0)
     address = kept.data_ptr()
     del kept
-    spoil([], "cpu")
+    poison([], "cpu")
     assert bool((block[2] == 0xFF).all())
     again = large()
     assert again.data_ptr() == address and bool(again.isnan().all())

@@ -8,7 +8,7 @@ from tilewright.candidates.llvm.runtime.engine import available
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.candidate import discover
-from tilewright.schedule.nursery import SWITCH
+from tilewright.schedule.fork_server import SWITCH
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.search import search
 from tilewright.schedule.worker import HostedBench, address

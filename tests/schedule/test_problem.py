@@ -8,7 +8,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, LayerNorm, Param, Quantize, gemm
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AttentionProblem, Problem, problem_of, read_operand, region_of
+from tilewright.schedule.problem import AttentionProblem, Problem, fusion_of, problem_of, read_operand
 
 
 def posed(text):
@@ -137,12 +137,12 @@ def test_a_region_is_the_same_problem_wherever_it_stands():
         total = map_("add", x, other)
         y = Node(LayerNorm(1, 1e-5), total, scale)
         roots = (y, Node(Quantize(S8), y, const(0.5, F32)))
-        return region_of([other, scale, x, roots[1].src[1]], roots)
+        return fusion_of([other, scale, x, roots[1].src[1]], roots)
 
     a, b = input_("a", F32, (4, 8)), input_("b", F32, (4, 8))
     first, sources = posed(a, const([1.0] * 8, F32), b)
     again, others = posed(b, const([2.0] * 8, F32), a)
-    assert first == again and hash(first) == hash(again) and first.kind == "region"
+    assert first == again and hash(first) == hash(again) and first.kind == "fusion"
     assert (
         [s.op.name for s in sources] == ["input", "input", "const", "const"] and sources[:2] == (a, b) and others[:2] == (b, a)
     )
@@ -151,15 +151,15 @@ def test_a_region_is_the_same_problem_wherever_it_stands():
     assert first.bytes == 4 * (32 + 32 + 8 + 1) + 4 * 32 + 32
     other, _ = posed(a, const([1.0] * 8, F32), input_("c", F32, (4, 1)))
     assert other != first
-    moved, _ = region_of([a], [reshape(a, (8, 4))])
+    moved, _ = fusion_of([a], [reshape(a, (8, 4))])
     assert moved.only_views
 
 
 def test_an_exponent_is_part_of_its_region():
     x, two, scale = input_("x", F32, (4, 8)), const(2.0, F32), const(0.5, F32)
     power = map_("multiply", map_("power", x, broadcast(two, (4, 8))), scale)
-    problem, sources = region_of([scale, two, x], [power])
+    problem, sources = fusion_of([scale, two, x], [power])
     assert sources == (x, scale) and len(problem.types) == 2 and str(problem) == "power, multiply -> f32[4,8]"
-    assert problem != region_of([scale, x, const(3.0, F32)], [map_("multiply", map_("power", x, const(3.0, F32)), scale)])[0]
+    assert problem != fusion_of([scale, x, const(3.0, F32)], [map_("multiply", map_("power", x, const(3.0, F32)), scale)])[0]
     computed = input_("n", F32, (8,))
-    assert region_of([x, computed], [map_("power", x, computed)])[1] == (x, computed)
+    assert fusion_of([x, computed], [map_("power", x, computed)])[1] == (x, computed)

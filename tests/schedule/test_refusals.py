@@ -19,13 +19,13 @@ from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
-from tilewright.schedule import recall
 from tilewright.schedule import search as search_module
+from tilewright.schedule import tuning_database as recall
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import discover
-from tilewright.schedule.nursery import SWITCH
-from tilewright.schedule.recall import Recall
+from tilewright.schedule.fork_server import SWITCH
 from tilewright.schedule.record import Key, Refusal
+from tilewright.schedule.tuning_database import TuningDatabase
 
 SIGSEGV = "ctypes.string_at(8)"
 BUDGET_S = 0.02
@@ -94,7 +94,7 @@ def test_refusals_are_kept_by_key_and_candidate(tmp_path):
         assert cache.refusals(other) == [], name
     assert cache.refuse(msgspec.structs.replace(refusal(), why="no answer in 4 s: killed"))
     assert {r.why for r in cache.refusals(KEY) if r.candidate == "llvm"} == {"no answer in 4 s: killed"}
-    cache.forgive(refusal("aten"))
+    cache.evict_refusal(refusal("aten"))
     assert [r.candidate for r in cache.refusals(KEY)] == ["llvm"]
     cache._connection().execute("UPDATE refused SET value = zeroblob(100) WHERE key = ?", (KEY.digest(),))
     assert [r.key.problem for r in cache.refusals()] == ["other"]
@@ -117,8 +117,8 @@ def test_what_crashed_is_not_tried_by_the_next_process(kept, candidates, tmp_pat
         again = compiled(**how)
         assert [r.why for r in again.rejected if r.candidate == bad.name] == [sentence(kept)]
         assert again.kernel.candidate == candidates[1].name and seen.read_text() == runs
-    assert Recall(cpu(), kept).candidates(first.problem) is not None
-    assert Recall(cpu(), kept).candidates(elsewhere) is None
+    assert TuningDatabase(cpu(), kept).candidates(first.problem) is not None
+    assert TuningDatabase(cpu(), kept).candidates(elsewhere) is None
 
 
 def test_it_is_kept_before_the_search_is_over(kept, candidates, tmp_path, monkeypatch):
@@ -135,19 +135,19 @@ def test_only_a_retry_tries_it_again(kept, candidates, tmp_path):
     candidates.insert(0, dropped(tmp_path, f"if not os.path.exists({str(mended)!r}): {SIGSEGV}", preference=1))
     compiled()
     assert compiled().recalled
-    still = compiled(cache=Recall(cpu(), kept, retry=True))
+    still = compiled(cache=TuningDatabase(cpu(), kept, retry=True))
     assert not still.recalled and any(r.fatal for r in still.rejected) and len(kept.refusals()) == 1
     mended.touch()
     assert compiled().recalled and len(kept.refusals()) == 1
-    now = compiled(cache=Recall(cpu(), kept, retry=True))
+    now = compiled(cache=TuningDatabase(cpu(), kept, retry=True))
     assert not now.recalled and not any(r.fatal for r in now.rejected) and kept.refusals() == []
-    assert compiled(cache=Recall(cpu(), kept, retry=True)).recalled
+    assert compiled(cache=TuningDatabase(cpu(), kept, retry=True)).recalled
 
 
 def test_a_choice_that_crashed_since_is_not_read_back(kept, candidates):
     (made,) = (compiled().kernel.candidate,)
     assert compiled().recalled
-    Recall(cpu(), kept).lost(compiled().problem, made, "crashed: SIGILL")
+    TuningDatabase(cpu(), kept).lost(compiled().problem, made, "crashed: SIGILL")
     candidates.append(next(c for c in discover() if c.name == "aten"))
     found = compiled()
     assert not found.recalled and found.kernel.candidate == "aten"
@@ -159,7 +159,7 @@ def test_explain_prints_the_sentence_and_the_cache_lists_it(kept, tmp_path):
     (problem,) = {
         s.decision.problem for s in compiler.compile(parse("f32[4,32] @ f32[32,16] + bias"), budget_s=0).steps if s.decision
     }
-    Recall(cpu(), kept).lost(problem, "aten", "crashed: SIGSEGV")
+    TuningDatabase(cpu(), kept).lost(problem, "aten", "crashed: SIGSEGV")
     said = " ".join(invoke("explain", program, "--budget", "0").stdout.split())
     assert f"aten: {sentence(kept)}" in said
     (listed,) = json.loads(invoke("cache", "info", "--json").stdout)["refused"]

@@ -14,7 +14,7 @@ from tilewright.ir.ops import Gather, Param
 from tilewright.ir.types import TensorType
 from tilewright.report.explain.findings import fallback
 from tilewright.schedule.bench import UNCHECKED
-from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
 
@@ -58,7 +58,7 @@ def test_indices_made_beside_their_gather_are_in_range(name, two_candidates):
             return f(x * 2, i)
 
     program = tilewright.compile(M(), example_inputs=(TABLE, index), budget_s=0, cache=False)
-    regions = [s.decision for s in program.steps if s.decision is not None and isinstance(s.decision.problem, RegionProblem)]
+    regions = [s.decision for s in program.steps if s.decision is not None and isinstance(s.decision.problem, FusionProblem)]
     assert regions and not any(r.why.startswith(UNCHECKED) for d in regions for r in d.rejected)
     torch.testing.assert_close(program(TABLE, index), M()(TABLE, index))
 
@@ -67,12 +67,12 @@ def picking(extent, *, far):
     """x[i + far], of which no row is in range where `far` is past it."""
     x, i = Node(Param(0, TensorType(F32, (extent, 3)))), Node(Param(1, TensorType(S64, (4,))))
     index = map_("add", map_("multiply", i, const(0, S64)), const(far, S64))
-    return RegionProblem((Node(Gather(0), map_("tanh", x), index),), (x.tensor, i.tensor), (False, False))
+    return FusionProblem((Node(Gather(0), map_("tanh", x), index),), (x.tensor, i.tensor), (False, False))
 
 
 def test_weights_beside_an_index_are_what_they_are():
     x, i, w = (Node(Param(n, TensorType(t, s))) for n, (t, s) in enumerate(((F32, (9, 3)), (S64, (4,)), (S64, (4,)))))
-    problem = RegionProblem((Node(Gather(0), x, map_("add", i, w)),), (x.tensor, i.tensor, w.tensor), (False, False, True))
+    problem = FusionProblem((Node(Gather(0), x, map_("add", i, w)),), (x.tensor, i.tensor, w.tensor), (False, False, True))
     far = torch.tensor([8, 7, 6, 5])
     _, drawn, given = random_sources(problem, given={2: far})
     assert given is far and int((drawn + far).max()) < 9 and int((drawn + far).min()) >= -9

@@ -24,13 +24,13 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.ir.types import TensorType
 from tilewright.schedule import ahead as ahead_module
-from tilewright.schedule import nursery as nursery_module
+from tilewright.schedule import fork_server as nursery_module
 from tilewright.schedule import search as search_module
 from tilewright.schedule import worker as worker_module
+from tilewright.schedule.buckets import PackingVariants
 from tilewright.schedule.candidate import discover
-from tilewright.schedule.nursery import SWITCH, nursery
+from tilewright.schedule.fork_server import SWITCH, fork_server
 from tilewright.schedule.problem import problem_of
-from tilewright.schedule.regimes import Family
 from tilewright.schedule.search import search
 from tilewright.schedule.worker import pickled
 
@@ -52,7 +52,7 @@ def drop(tmp_path):
 def worker(monkeypatch):
     """These tests are about the worker: have it, and have it started."""
     monkeypatch.delenv(SWITCH, raising=False)
-    began = nursery()
+    began = fork_server()
     with began.lock:
         began.ensure_worker()
     return began
@@ -90,7 +90,7 @@ def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path)
 def test_a_part_of_a_candidate_is_found_there_too(drop, tmp_path):
     seen = tmp_path / "pids"
     real = drop(f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')")
-    d = search(problem(51), CPU, budget_s=0.02, candidates=[Family(real)])
+    d = search(problem(51), CPU, budget_s=0.02, candidates=[PackingVariants(real)])
     assert d.measured and d.kernel.candidate == real.name
     assert seen.read_text() and str(os.getpid()) not in seen.read_text().split()
 
@@ -154,7 +154,7 @@ def test_a_slow_candidate_that_shows_life_is_not_killed(drop, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("doing", "starved"),
+    ("doing", "contended"),
     [
         (lambda now: ("R", now), False),  # it computes all the time
         (lambda now: ("S", 0.0), False),  # it sleeps, and wants nothing
@@ -163,7 +163,7 @@ def test_a_slow_candidate_that_shows_life_is_not_killed(drop, monkeypatch):
         (lambda now: ("", 0.0), False),  # nobody knows
     ],
 )
-def test_one_that_had_not_its_time_is_killed_and_not_remembered(drop, monkeypatch, doing, starved):
+def test_one_that_had_not_its_time_is_killed_and_not_remembered(drop, monkeypatch, doing, contended):
     """For the machine is to blame; it is out of this search, and the next process tries it again."""
     monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.9)
     monkeypatch.setattr(nursery_module, "_doing", lambda pid: doing(time.monotonic()))
@@ -171,8 +171,8 @@ def test_one_that_had_not_its_time_is_killed_and_not_remembered(drop, monkeypatc
     posed = problem(60 + next(counter))
     d = search(posed, CPU, budget_s=0.02, candidates=[bad, drop(preference=30)], lost=lambda *lost: told.append(lost))
     (lost,) = (r for r in d.rejected if r.fatal)
-    assert lost.why.removesuffix(BUSY) == "no answer in 1 s: killed" and lost.why.endswith(BUSY) == starved
-    assert told == ([] if starved else [(bad.name, lost.why)])
+    assert lost.why.removesuffix(BUSY) == "no answer in 1 s: killed" and lost.why.endswith(BUSY) == contended
+    assert told == ([] if contended else [(bad.name, lost.why)])
 
 
 def test_what_a_process_does_is_read_off_the_system():
@@ -224,7 +224,7 @@ def test_a_nursery_that_was_killed_is_replaced(drop, worker):
     assert gone(worker._pid)  # the worker dies with it
     assert search(problem(45), CPU, budget_s=0.02, candidates=[drop()]).measured
     assert search(problem(46), CPU, budget_s=0.02, candidates=[drop()]).measured
-    assert nursery() is not worker
+    assert fork_server() is not worker
 
 
 def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatch, capfd):
@@ -259,7 +259,7 @@ def test_a_nursery_starts_or_is_done_without(drop, monkeypatch, place):
     monkeypatch.setattr(nursery_module, "_known", None)
     if place == "a path object":
         monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
-        began = nursery()
+        began = fork_server()
         began.ensure_worker()
         began.stop()
     else:
@@ -269,8 +269,8 @@ def test_a_nursery_starts_or_is_done_without(drop, monkeypatch, place):
 
 ORPHAN = """
 import os, sys, time
-from tilewright.schedule.nursery import nursery
-n = nursery()
+from tilewright.schedule.fork_server import fork_server
+n = fork_server()
 n.ensure_worker()
 print(n._process.pid, n._pid, flush=True)
 {end}
@@ -364,9 +364,9 @@ def test_what_an_interrupted_search_started_ends_with_it(drop, tmp_path, monkeyp
 
 
 def test_what_an_assistant_started_ends_with_it(tmp_path, monkeypatch):
-    def work_off(assistants, messages, unanswered, within_s):
-        assistants[0].send_bytes(messages[0])
-        unanswered.update(assistants)
+    def work_off(compile_workers, messages, unanswered, within_s):
+        compile_workers[0].send_bytes(messages[0])
+        unanswered.update(compile_workers)
         started(tmp_path / "pid")
         raise KeyboardInterrupt
 
@@ -382,9 +382,9 @@ def test_what_an_assistant_started_ends_with_it(tmp_path, monkeypatch):
 BOTH = """
 import pickle
 from tests.schedule.test_worker import Does
-n = nursery()
-_, assistant = n.assistant()
-for connection, text in ((n.worker, {first!r}), (assistant, {second!r})):
+n = fork_server()
+_, compile_worker = n.compile_worker()
+for connection, text in ((n.worker, {first!r}), (compile_worker, {second!r})):
     connection.send_bytes(pickle.dumps(Does(text)))
 time.sleep(600)
 """
@@ -436,7 +436,7 @@ def test_workers_may_use_the_tiles_that_this_process_may(worker):
     """Linux grants AMX's tiles to a process that asks, and to those it forks from then on: not to one that it starts."""
     with worker.lock:
         worker.end_worker()
-    nursery_module.nursery()
+    nursery_module.fork_server()
     line = problem_of(parse("s8[64,64] @ s8[64,64] -> s32").outputs[0])
     (generated,) = [c for c in discover() if c.name == "llvm"]
     schedule = next(iter(generated.schedules(line, CPU)))

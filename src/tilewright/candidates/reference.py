@@ -12,13 +12,13 @@ from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import CPU, GPU, LAST_RESORT, Kernel, Runner
-from tilewright.schedule.problem import AnyProblem, ProblemKind, RegionProblem
+from tilewright.schedule.problem import AnyProblem, FusionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 
 class Reference:
     name = "reference"
-    kinds = frozenset[ProblemKind]({"gemm", "attention", "region"})
+    kinds = frozenset[ProblemKind]({"gemm", "attention", "fusion"})
     devices = CPU | GPU
     preference = LAST_RESORT
 
@@ -29,8 +29,8 @@ class Reference:
         return (Schedule(),)
 
     def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
-        several = len(problem.outputs) > 1 and not isinstance(problem, RegionProblem)  # results of one node
-        roots = problem.roots if isinstance(problem, RegionProblem) else (problem.node,)
+        several = len(problem.outputs) > 1 and not isinstance(problem, FusionProblem)  # results of one node
+        roots = problem.roots if isinstance(problem, FusionProblem) else (problem.node,)
         evaluate = evaluator(roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
 
         def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

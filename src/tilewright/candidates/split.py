@@ -18,7 +18,7 @@ from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gemm, Param, Slice, Transpose
 from tilewright.schedule.candidate import CPU, GPU, LIBRARIES, Candidate, Kernel, Runner, concerns, discover
 from tilewright.schedule.cost import passes, predict, predict_us
-from tilewright.schedule.problem import AnyProblem, Problem, ProblemKind, RegionProblem, problem_of, region_of
+from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, ProblemKind, fusion_of, problem_of
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
 
@@ -90,7 +90,7 @@ def by_epilogue(problem: Problem) -> list[Piece]:
     result = Node(Param(len(own), sums.tensor))
     roots = substitute(roots, {acc: result})
     read = [n for n in toposort(roots) if isinstance(n.op, Param)]
-    region, order = region_of(read, roots)
+    region, order = fusion_of(read, roots)
     places = tuple(n.op.index for n in order if isinstance(n.op, Param))
     weights = tuple(i < len(own) and problem.weights[i] for i in places)
     return [product, Piece(replace(region, weights=weights), places)]
@@ -105,7 +105,7 @@ def by_operands(problem: Problem) -> list[Piece]:
         node = computed(root, problem.weights)
         if node is None or node in made:
             continue
-        region, order = region_of([n for n in toposort((node,)) if isinstance(n.op, Param)], (node,))
+        region, order = fusion_of([n for n in toposort((node,)) if isinstance(n.op, Param)], (node,))
         places = tuple(n.op.index for n in order if isinstance(n.op, Param))
         pieces.append(Piece(replace(region, weights=tuple(problem.weights[i] for i in places)), places))
         made[node] = Node(Param(len(own) + len(made), node.tensor))
@@ -201,7 +201,7 @@ class Split:
         unread = frozenset(
             i
             for i, weight in enumerate(problem.weights)
-            if weight and all(p.places.index(i) in k.unread for k, p in zip(kernels, pieces, strict=True) if i in p.places)
+            if weight and all(p.places.index(i) in k.releasable for k, p in zip(kernels, pieces, strict=True) if i in p.places)
         )
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
@@ -224,7 +224,7 @@ class Split:
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
-            unread=unread,
+            releasable=unread,
             roundoff=max(k.roundoff for k in kernels),
             parts=tuple((p.problem.kind, k.candidate) for k, p in zip(kernels, pieces, strict=True)),
         )
@@ -302,7 +302,7 @@ def _first(problem: AnyProblem, candidates: Sequence[Candidate], target: Target)
 
 def _expected_us(candidate: Candidate, point: Schedule, problem: AnyProblem, target: Target) -> float:
     """Predict the microseconds of a kernel. Those that are not generated for the problem compute its operands op by op."""
-    if isinstance(problem, RegionProblem):
+    if isinstance(problem, FusionProblem):
         return predict_us(passes(problem.roots, together=candidate.preference < min(LIBRARIES)), target)
     us = predict(candidate, problem, point, target) or math.inf
     if isinstance(problem, Problem) and candidate.preference >= min(LIBRARIES):

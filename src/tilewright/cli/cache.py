@@ -41,12 +41,12 @@ def tune(
     from tilewright.hardware.detect import detect
     from tilewright.report.explain.tuning import describe_tuning
     from tilewright.schedule.exchange import read_records, write_records
-    from tilewright.schedule.recall import Recall, user_cache
+    from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
     hints = () if imported is None else read_records(imported)
     graph = load_program(file, batch, input_dims)
     cache = user_cache() if how.cache else None
-    recall = Recall(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
+    recall = TuningDatabase(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
     budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
     started = time.monotonic()
     try:
@@ -81,7 +81,7 @@ def cache() -> None:
 def info(as_json: bool) -> None:
     """Say where choices are kept, how many, of which chips and versions, and since when; and what crashed or hung."""
     from tilewright.report.explain.tuning import describe_cache
-    from tilewright.schedule.recall import user_cache
+    from tilewright.schedule.tuning_database import user_cache
 
     report = describe_cache(user_cache())
     if as_json:
@@ -98,7 +98,7 @@ def info(as_json: bool) -> None:
 def clear(yes: bool) -> None:
     """Forget every choice. Machine code stays: it is found by its content."""
     from tilewright.errors import InputError
-    from tilewright.schedule.recall import user_cache
+    from tilewright.schedule.tuning_database import user_cache
 
     if not yes and not click.confirm("Forget every choice that was measured?"):
         click.echo("kept")

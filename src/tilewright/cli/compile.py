@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilewright.report.measure.trace_events import Phases
     from tilewright.report.schema import Quantized
     from tilewright.runtime.executable import Executable
-    from tilewright.schedule.recall import Recall
+    from tilewright.schedule.tuning_database import TuningDatabase
 
 SCHEMES = ("int8", "fp8", "w4")
 RANDOM_SEED = 1001  # of random calibration data: not that of the data a program is run on
@@ -67,7 +67,7 @@ class Compiling:
     rtol: float | None = None
     dump: Path | None = None
     cache: bool = True
-    recall: Recall | None = None
+    recall: TuningDatabase | None = None
     within_s: float | None = None
 
 

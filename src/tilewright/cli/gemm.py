@@ -75,9 +75,9 @@ def gemm(
     A range of rows, as in "f32[1..4096,768] @ f32[768,3072]", gives a table: which kernel serves which rows of a product with
     that weight, which is a constant. It is measured each time, and keeps no choices.
     """
-    from tilewright.cli.rows import row_range, table_of_rows
+    from tilewright.cli.gemm_rows import row_range, table_of_rows
     from tilewright.ir.notation import parse
-    from tilewright.report.measure.inputs import check_memory, kept, make_feeds
+    from tilewright.report.measure.inputs import baked, check_memory, make_feeds
 
     span = row_range(problem)
     if span is not None:
@@ -98,7 +98,7 @@ def gemm(
     feeds = make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1)
     names = {f.shown.name for f in feeds}
     if weights:
-        graph, feeds = kept(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
+        graph, feeds = baked(graph, feeds, [f.shown.name for f in feeds if f.shown.name.startswith("b")])
     elif names >= {"b_scale"} and "a_scale" not in names:
         click.echo(f"note: {NOT_CONSTANT}", err=True)
     program, _ = compile_program(graph, Compiling(device, GEMM_BUDGET_S if budget is None else budget, cache=cache))

@@ -198,7 +198,7 @@ def verify(
         click.get_current_context().exit(DIFFERS)
 
 
-@cli.command(cls=Command, short_help="Time a program and each step; what fell back, what dangles.")
+@cli.command(cls=Command, short_help="Time a program and each step; what fell back, what is unfused.")
 @file_options
 @rtol_option
 @fill_options
@@ -223,7 +223,7 @@ def perf(
     reports: Reports,
     as_json: bool,
 ) -> None:
-    """Time a program and each of its steps; say what fell back and what dangles."""
+    """Time a program and each of its steps; say what fell back and what is unfused."""
     phases = reports.phases()
     graph = load_program(file, batch, input_dims)
     feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)

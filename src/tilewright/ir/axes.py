@@ -72,14 +72,14 @@ def reshaped(layout: Layout, shape: Shape) -> Layout | None:
     return None if rest else tuple(result)
 
 
-def below(view: Node, layout: Layout) -> Layout | None:
+def propagate_to_user(view: Node, layout: Layout) -> Layout | None:
     """The layout of a reshape or transpose whose source has `layout`."""
     if isinstance(view.op, Transpose):
         return tuple(layout[p] for p in view.op.perm)
     return reshaped(layout, view.shape) if isinstance(view.op, Reshape) else None
 
 
-def above(view: Node, layout: Layout) -> Layout | None:
+def propagate_to_source(view: Node, layout: Layout) -> Layout | None:
     """The layout of the source of a reshape, transpose or broadcast which itself has `layout`.
 
     What a broadcast repeats has none of the axes along which it does.
@@ -89,11 +89,11 @@ def above(view: Node, layout: Layout) -> Layout | None:
         inverse = sorted(range(len(source)), key=view.op.perm.__getitem__)
         return tuple(layout[i] for i in inverse)
     if isinstance(view.op, Broadcast):
-        return against(source, layout)
+        return broadcast_aligned(source, layout)
     return reshaped(layout, source) if isinstance(view.op, Reshape) else None
 
 
-def against(shape: Shape, layout: Layout) -> Layout | None:
+def broadcast_aligned(shape: Shape, layout: Layout) -> Layout | None:
     """The layout of a value of `shape` that broadcasts against one of `layout`; None if it is the larger."""
     extra = len(layout) - len(shape)
     if extra < 0:
@@ -123,7 +123,7 @@ class Placed:
         """What it is a view of, as far up as views go."""
         placed = self
         while isinstance(placed.node.op, (Reshape, Transpose, Broadcast)):
-            layout = above(placed.node, placed.layout)
+            layout = propagate_to_source(placed.node, placed.layout)
             if layout is None:
                 return placed
             placed = Placed(placed.node.src[0], layout)

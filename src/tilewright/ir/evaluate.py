@@ -61,7 +61,7 @@ def evaluate(
         InputError: an input is missing or of another type.
         TilewrightError: a node failed; says which.
     """
-    held = dict(zip([_label(n) for n in graph.inputs[len(graph.inputs) - len(graph.kept) :]], graph.kept, strict=True))
+    held = dict(zip([_label(n) for n in graph.inputs[len(graph.inputs) - len(graph.state) :]], graph.state, strict=True))
     by_name = feeds if isinstance(feeds, Mapping) else _by_order(graph, feeds)
     by_name = {**{name: t.cpu() for name, t in held.items() if name not in by_name}, **by_name}
     bound: dict[Node, Value] = {}
@@ -83,7 +83,7 @@ def evaluate(
 
 
 def _by_order(graph: Graph, feeds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-    if len(feeds) not in (len(graph.inputs), len(graph.inputs) - len(graph.kept)):
+    if len(feeds) not in (len(graph.inputs), len(graph.inputs) - len(graph.state)):
         raise InputError(f"{counted(len(graph.inputs), 'input')} wanted, {len(feeds)} given", where=graph.name)
     return {_label(n): t for n, t in zip(graph.inputs, feeds, strict=False)}
 

@@ -57,7 +57,7 @@ class Sources:
         return substitute(roots, moved)
 
 
-COARSE = frozenset({"gelu"})  # of which kernels have a form for values that are rounded to bf16 at once
+REDUCED_PRECISION_SAFE = frozenset({"gelu"})  # of which kernels have a form for values that are rounded to bf16 at once
 ROUNDED_AT_ONCE = 2.0**-14  # the rounding to bf16 itself: up to 2^-9
 COARSE_TO_8_BITS = frozenset({"gelu", "gelu_tanh"})  # and for values that are quantised to 8 bits at once
 QUANTISED_AT_ONCE = 2.0**-8  # the rounding to f8e4m3fn itself: up to 2^-4; to s8, up to 2^-8 of the largest value
@@ -88,7 +88,7 @@ def rounds_to_bf16(n: Node) -> bool:
     """Whether a node only rounds the f32 value of a function in `COARSE` to bf16. A kernel may compute that value to
     `ROUNDED_AT_ONCE` of it: a thirty-second of what the rounding may change."""
     function = n.src[0].op if isinstance(n.op, Convert) else None
-    return isinstance(function, Map) and function.fn in COARSE and n.dtype is BF16 and n.src[0].dtype is F32
+    return isinstance(function, Map) and function.fn in REDUCED_PRECISION_SAFE and n.dtype is BF16 and n.src[0].dtype is F32
 
 
 def rounded_at_once(*roots: Node) -> set[Node]:

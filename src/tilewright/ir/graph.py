@@ -236,8 +236,8 @@ class Graph:
         output_names: one a result, as the source calls it.
         origins: a node's name in the source ("layer.3/attention/query MatMul"), for reports.
         notes: sentences that the front end wants a reader to see (an op it could not model, a default it assumed).
-        kept: what the program keeps from call to call, in memory that it writes to: values of its last inputs, which no caller
-            gives; its last outputs, which no caller gets, are what becomes of them (`ir/kept.py`).
+        state: what the program keeps from call to call, in memory that it writes to: values of its last inputs, which no caller
+            gives; its last outputs, which no caller gets, are what becomes of them (`ir/state.py`).
         places: names of the positional arguments of the program's own function, where others come before its last input; one
             that is no input's was fixed as the program was read. Empty: they are the inputs, in order.
     """
@@ -248,7 +248,7 @@ class Graph:
     output_names: tuple[str, ...]
     origins: Mapping[Node, str] = field(default_factory=dict[Node, str], compare=False, hash=False)
     notes: tuple[str, ...] = field(default=(), compare=False, hash=False)
-    kept: tuple[torch.Tensor, ...] = field(default=(), compare=False, hash=False, repr=False)
+    state: tuple[torch.Tensor, ...] = field(default=(), compare=False, hash=False, repr=False)
     places: tuple[str, ...] = field(default=(), compare=False, hash=False, repr=False)
 
     def nodes(self) -> list[Node]:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from tilewright.errors import TypeMismatchError, UnsupportedError
 from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.kept import is_kept
 from tilewright.ir.ops import Acc, Call, Input, Item, Param, Write
+from tilewright.ir.state import is_state
 from tilewright.ir.types import TensorType, TupleType
 
 MOST_AXES = 64  # that torch's kernels walk
@@ -35,7 +35,7 @@ def verify(graph: Graph) -> Graph:
         raise TypeMismatchError("inputs that a program keeps come last, and each has an output", where=graph.name)
     declared, readers = set(graph.inputs), graph.users()
     for node in graph.nodes():
-        if isinstance(node.op, Write) and (len(readers[node.src[0]]) > 1 or not is_kept(node.src[0])):
+        if isinstance(node.op, Write) and (len(readers[node.src[0]]) > 1 or not is_state(node.src[0])):
             raise TypeMismatchError("writes to what is read elsewhere, or is not kept", where=graph.origin(node))
         if isinstance(node.op, Input) and node not in declared:
             raise TypeMismatchError(f"reads input {node.op.label!r}, which the graph does not declare", where=graph.name)

@@ -23,9 +23,9 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const
 from tilewright.ir.types import TensorType
-from tilewright.rows import MOST_ROWS, AnyRows, compile_rows
+from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows
 from tilewright.runtime.packing import QuantizedWeight
-from tilewright.schedule.regimes import Progress, Regimes
+from tilewright.schedule.buckets import Buckets, Progress
 
 FEW_ROWS = 32  # for which kernels on Hopper scale sums rather than weights
 MOST_ROWS_OF_A_CPU = 512  # where a row costs the same in any number of them, and checking a kernel takes seconds
@@ -106,7 +106,9 @@ def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int
     def at(rows: int) -> Graph:
         x = input_("x", form.activations, (rows, inner))
         bias = None if form.bias is None else input_("bias", form.bias, (out,))
-        y = quantised_linear(x, codes, scale, form.group_size, zero_point=zero, offset=shift, bias=bias, coded=form.coded)
+        y = quantised_linear(
+            x, codes, scale, form.group_size, zero_point=zero, offset=shift, bias=bias, quantise_activations=form.coded
+        )
         graph = Graph("linear", (x,) if bias is None else (x, bias), (y,), ("y",))
         return optimise(graph, excess_precision=True) if keeps_digits(form, rows) else graph
 
@@ -143,7 +145,7 @@ def pieces(rows: int, most: int) -> list[tuple[int, int]]:
     return found
 
 
-_tables: dict[Form, Regimes] = {}
+_tables: dict[Form, Buckets] = {}
 
 
 class Kernels:
@@ -235,7 +237,7 @@ def _elsewhere(make: Callable[[int], Run], rung: int) -> Run:
         return other.submit(made).result()
 
 
-def tune(form: Form, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Regimes:
+def tune(form: Form, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
     """Measure which kernels serve which rows of a form; kernels made from now on go by that.
 
     Raises:

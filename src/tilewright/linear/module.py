@@ -15,7 +15,7 @@ from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.linear.weight import LayerWeight
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.packing import QuantizedWeight, pack
-from tilewright.schedule.regimes import Progress, Regimes
+from tilewright.schedule.buckets import Buckets, Progress
 
 _OPTIONAL = ("zero_points", "offsets", "order")
 _BITS = {2: torch.int16, 4: torch.int32}
@@ -160,7 +160,7 @@ class Linear(torch.nn.Module):
             self(torch.zeros(count, self.in_features, dtype=self._usual(dtype), device=self.packed.device))
         return self
 
-    def tune(self, dtype: torch.dtype | None = None, *, budget_s: float = 30.0, progress: Progress | None = None) -> Regimes:
+    def tune(self, dtype: torch.dtype | None = None, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
         """Measure which kernels serve which numbers of rows, for all layers of this form in this process.
 
         Args:

@@ -14,7 +14,7 @@ from functools import lru_cache, wraps
 from typing import ParamSpec, TypeVar, cast
 
 from tilewright.dtype import F32, DType
-from tilewright.ir.axes import Axis, Layout, above, axes_of, layout_of, reshaped
+from tilewright.ir.axes import Axis, Layout, axes_of, layout_of, propagate_to_source, reshaped
 from tilewright.ir.build import slice_
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
@@ -90,7 +90,7 @@ class View:
 
 
 @dataclass(frozen=True)
-class Term:
+class StridedDigit:
     """A digit of the row or column number, times a stride: (number // inner) % extent * stride."""
 
     extent: int
@@ -99,20 +99,20 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Place:
+class AccessMap:
     """Where a leaf's element is: offset + the row's terms + the column's terms, in elements; terms inner first."""
 
     offset: int
-    rows: tuple[Term, ...]
-    columns: tuple[Term, ...]
+    rows: tuple[StridedDigit, ...]
+    columns: tuple[StridedDigit, ...]
 
-    def in_pairs(self, columns: int, elements: int) -> tuple[int, Place] | None:
+    def in_pairs(self, columns: int, elements: int) -> tuple[int, AccessMap] | None:
         """Where every other element is meant, 0 or 1 for the first or the second of each pair of neighbours, and where the
         pairs lie, twice as many columns; None if something else is meant or not all of them lie within `elements` elements."""
-        if self.columns != (Term(columns, 1, 2),):
+        if self.columns != (StridedDigit(columns, 1, 2),):
             return None
         which = self.offset % 2
-        pairs = Place(self.offset - which, self.rows, (Term(2 * columns, 1, 1),))
+        pairs = AccessMap(self.offset - which, self.rows, (StridedDigit(2 * columns, 1, 1),))
         last = pairs.offset + sum((t.extent - 1) * t.stride for t in self.rows) + 2 * columns
         return (which, pairs) if last <= elements else None
 
@@ -136,11 +136,11 @@ class Access:
     first: int = 0
     within: tuple[Shape, tuple[range, ...]] | None = None
 
-    def of_leaf(self, leaf: Node) -> Place:
+    def of_leaf(self, leaf: Node) -> AccessMap:
         """Where elements of a dense array are found that stands for `leaf`."""
         return self._place(self.views[leaf], contiguous(leaf.shape))
 
-    def of_result(self) -> Place:
+    def of_result(self) -> AccessMap:
         """Where elements of the root go in the dense result."""
         if self.within is None:
             return self._place(self.views[self.root], contiguous(self.root.shape))
@@ -152,7 +152,7 @@ class Access:
     def columns_extent(self) -> int:
         return math.prod(a.extent for a in axes_of((self.columns,)))
 
-    def _place(self, view: View, strides: Sequence[int]) -> Place:
+    def _place(self, view: View, strides: Sequence[int]) -> AccessMap:
         offset, stride_of = 0, dict[Axis, int]()
         for dim, start, step, stride in zip(view.layout, view.start, view.step, strides, strict=True):
             offset += start * stride
@@ -163,12 +163,12 @@ class Access:
         rows, columns = (_terms(axes_of((axes,)), stride_of) for axes in (self.rows, self.columns))
         if stride_of:
             raise Unsupported("a side input varies along an axis that the product does not have")
-        return Place(offset, rows, columns)
+        return AccessMap(offset, rows, columns)
 
 
-def _terms(axes: Sequence[Axis], stride_of: dict[Axis, int]) -> tuple[Term, ...]:
+def _terms(axes: Sequence[Axis], stride_of: dict[Axis, int]) -> tuple[StridedDigit, ...]:
     """The digits with a stride, neighbours that step evenly taken as one."""
-    terms: list[Term] = []
+    terms: list[StridedDigit] = []
     inner = 1
     for axis in reversed(axes):
         stride = stride_of.pop(axis, 0)
@@ -176,7 +176,7 @@ def _terms(axes: Sequence[Axis], stride_of: dict[Axis, int]) -> tuple[Term, ...]
         if last is not None and last.inner * last.extent == inner and stride == last.stride * last.extent:
             terms[-1] = replace(last, extent=last.extent * axis.extent)
         else:
-            terms.append(Term(axis.extent, inner, stride))
+            terms.append(StridedDigit(axis.extent, inner, stride))
         inner *= axis.extent
     return tuple(t for t in terms if t.stride)
 
@@ -222,7 +222,7 @@ def below_view(node: Node, source: Node, view: View) -> View:
         raise Unsupported(f"{op.name} has no place in a generated kernel")
     if [d for d in node.shape if d > 1] == [d for d in source.shape if d > 1]:
         return _with_ones(source.shape, node.shape, view)
-    layout = above(node, view.layout)
+    layout = propagate_to_source(node, view.layout)
     if layout is None:
         raise Unsupported(f"{op.name} does not follow the axes of the product")
     if not view.is_whole:
@@ -303,7 +303,7 @@ def largest_of(root: Node) -> Node | None:
     return inner
 
 
-def two_halves(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node] | None:
+def gate_up(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node] | None:
     """Stores that all read the left half of the accumulator's columns and the right half together, as SwiGLU does, as stores
     over the left half alone, which is their accumulator then; None if they are otherwise.
 

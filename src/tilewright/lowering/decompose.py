@@ -30,7 +30,7 @@ from tilewright.lowering.access import Unsupported
 POWERS = (0.5, 1.0, 2.0, 3.0, 4.0)
 
 
-def written_out(roots: Sequence[Node]) -> list[Node]:
+def decompose(roots: Sequence[Node]) -> list[Node]:
     """The expressions with no operation left but sums, means, maxima, elementwise ones, views; floats are added up in f32."""
     made: dict[Node, Node] = {}
     for n in toposort(roots):
@@ -144,7 +144,7 @@ def _softmax(op: Softmax, n: Node, x: Node) -> Node:
     return convert(map_("multiply", weight, map_("divide", const(1.0, F32), _over(weight, "add", axes))), n.dtype)
 
 
-def apart(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
+def param_per_access(roots: Sequence[Node]) -> tuple[list[Node], tuple[int, ...]]:
     """The expressions with a param of its own for each arrangement in which a source is read, and whose each is. Sources are
     dense: a reshape of one is a param of that shape."""
     order = toposort(roots)

@@ -58,7 +58,7 @@ class Layer(msgspec.Struct, frozen=True):
 
     name: str
     product: str
-    kept: str | None
+    skip_reason: str | None
     error: float
     activation_scale: float | None
     weight_scale_min: float
@@ -97,7 +97,7 @@ class Perf(msgspec.Struct, frozen=True):
     total_us: float
     verified: bool
     steps: list[Step]
-    dangling: list[Finding]
+    unfused: list[Finding]
     fallback: list[Finding]
     inputs: list[Input]
     steps_per_layer: int | None = None
@@ -250,7 +250,7 @@ class Explain(msgspec.Struct, frozen=True):
     program: str
     target: str
     products: list[Product]
-    dangling: list[Finding]
+    unfused: list[Finding]
     fallback: list[Finding]
     steps: dict[str, int] = msgspec.field(default_factory=dict[str, int])
     steps_per_layer: int | None = None

@@ -11,7 +11,7 @@ from typing import Literal, cast
 import torch
 
 from tilewright.dtype import PRED, DType
-from tilewright.ir.axes import Placed, against
+from tilewright.ir.axes import Placed, broadcast_aligned
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.constant import repeating_value, scalar_value
 from tilewright.ir.graph import Node
@@ -56,7 +56,7 @@ class Masks:
         node = side.node
         if isinstance(node.op, Select) and not negated:
             on, off = scalar_value(node.src[1]), scalar_value(node.src[2])
-            lies = against(node.src[0].shape, side.layout)
+            lies = broadcast_aligned(node.src[0].shape, side.layout)
             infinite = float("-inf")
             if lies is not None and (on, off) in ((0, infinite), (infinite, 0)):
                 self.hide(Placed(node.src[0], lies).without_views(), infinite, kept=on == 0)

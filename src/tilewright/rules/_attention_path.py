@@ -11,7 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tilewright.dtype import DType
-from tilewright.ir.axes import Axis, Layout, Placed, above, against, axes_of, below, layout_of
+from tilewright.ir.axes import (
+    Axis,
+    Layout,
+    Placed,
+    axes_of,
+    broadcast_aligned,
+    layout_of,
+    propagate_to_source,
+    propagate_to_user,
+)
 from tilewright.ir.constant import is_rounding, scalar_value
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Map, Param, Quantize, Reshape, Select, Softmax, Transpose
@@ -173,7 +182,7 @@ def _applied(step: Step, layout: Layout) -> Applied | None:
         if i == step.at or step.is_nan_guard or scalar_value(side) is not None:
             sides.append(None)
             continue
-        lies = against(side.shape, layout)
+        lies = broadcast_aligned(side.shape, layout)
         if lies is None:
             return None
         sides.append(Placed(side, lies).without_views())
@@ -185,7 +194,7 @@ def _upward(steps: list[Step], layout: Layout) -> tuple[list[Applied], Layout] |
     done: list[Applied] = []
     for step in steps:
         if isinstance(step.node.op, _VIEWS):
-            source = above(step.node, layout)
+            source = propagate_to_source(step.node, layout)
             if source is None:
                 return None
             layout = source
@@ -202,7 +211,7 @@ def _downward(steps: list[Step], layout: Layout) -> tuple[list[Applied], Layout]
     done: list[Applied] = []
     for step in reversed(steps):
         if isinstance(step.node.op, _VIEWS):
-            end = below(step.node, layout)
+            end = propagate_to_user(step.node, layout)
             if end is None:
                 return None
             layout = end
@@ -223,7 +232,7 @@ def _first_operands(first: Node, product: Layout, keys: tuple[Axis, ...]) -> tup
     lhs, rhs = first.src
     rows, columns = product[-2:]
     depth = _fresh(lhs.shape[-1])
-    left, right = (against(s.shape[:-2], product[:-2]) for s in (lhs, rhs))
+    left, right = (broadcast_aligned(s.shape[:-2], product[:-2]) for s in (lhs, rhs))
     if left is None or right is None:
         return None
     on_left, on_right = Placed(lhs, (*left, rows, depth)), Placed(rhs, (*right, depth, columns))
@@ -237,7 +246,7 @@ def _second_operand(
 ) -> tuple[Placed, tuple[Axis, ...], Layout] | None:
     """Value, the axis it adds, and the layout of the product, for weights that are operand `at` of it."""
     value = second.src[1 - at]
-    batch = against(value.shape[:-2], weights[:-2])
+    batch = broadcast_aligned(value.shape[:-2], weights[:-2])
     summed, rows = (weights[-1], weights[-2]) if at == 0 else (weights[-2], weights[-1])
     if batch is None or axes_of((summed,)) != axes_of((keys,)):
         return None

@@ -15,7 +15,7 @@ from tilewright.rules.casts import holds
 
 
 @dataclass(frozen=True)
-class Coded:
+class QuantizedOperand:
     """An operand read as codes: (codes - zero) * scale, or divided by it, all expressions over the gemm's sources; `scale` None
     is 1."""
 
@@ -81,7 +81,7 @@ def varies(t: Node | None, summed_axis: int) -> bool:
     return t is not None and len(t.shape) >= -summed_axis and t.shape[summed_axis] != 1
 
 
-def corrected(value: Node, lhs: Coded, rhs: Coded, src: Sequence[Node], sources: Sources) -> Node:
+def corrected(value: Node, lhs: QuantizedOperand, rhs: QuantizedOperand, src: Sequence[Node], sources: Sources) -> Node:
     """A product of codes less za colsum(b) - K za zb and zb rowsum(a), in a store over `sources`.
 
     Zero points and sums are sources as the graph has them, and multiplied in the store; what is constant is computed once.

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
 from tilewright.dtype import F32
+from tilewright.ir.anchor import operands_of, rebuilt, stores_of
 from tilewright.ir.build import convert, items, map_
-from tilewright.ir.carrier import operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
 from tilewright.ir.ops import Convert, Gemm, Input, Item, Map, Quantize, Reduce

@@ -16,7 +16,7 @@ from tilewright.ir.types import TensorType
 from tilewright.rules._attention_mask import DROWNS, HIDES, Masks, causality
 from tilewright.rules._attention_parts import Operand, Slots, operand, slots
 from tilewright.rules._attention_path import Applied, Found, find
-from tilewright.rules._rows import function_of
+from tilewright.rules._row_statistics import function_of
 
 
 class _LeftError(Exception):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, QUICK, Sources
 from tilewright.ir.graph import Node, Users, substitute, toposort
 from tilewright.ir.ops import VIEWS, Call, Convert, Dequantize, Gemm, Input, Item, Map, Param, Quantize, Select, Write

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Node, Users
 from tilewright.ir.ops import Convert, Dequantize, Quantize, Slice

@@ -11,7 +11,7 @@ from tilewright.ir.expression import Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute
 from tilewright.ir.ops import VIEWS, Acc, Convert, Gemm, Map
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import Coded, as_operand, corrected, varies, viewed
+from tilewright.rules._codes import QuantizedOperand, as_operand, corrected, varies, viewed
 
 LARGEST_ZEROS = 1 << 20  # elements of a constant zero point that are looked at
 
@@ -35,7 +35,7 @@ def multiply_shifted_integers_as_stored(m: Match) -> Node | None:
         if isinstance(side, str):
             m.refuse(side)
             return None
-    lhs, rhs = (s for s in sides if isinstance(s, Coded))
+    lhs, rhs = (s for s in sides if isinstance(s, QuantizedOperand))
     sources = Sources(node.src)
     a, b = as_operand(lhs.codes, sources), as_operand(rhs.codes, sources)
     acc = Node(Acc(op.acc_type))
@@ -43,7 +43,7 @@ def multiply_shifted_integers_as_stored(m: Match) -> Node | None:
     return make_gemm(S32, a, b, substitute(op.stores, {acc: value}), sources.nodes)
 
 
-def _read(root: Node, summed_axis: int) -> Coded | str:
+def _read(root: Node, summed_axis: int) -> QuantizedOperand | str:
     """An integer operand as codes and a zero point in nodes of the graph, or a sentence why it is none."""
     views: list[Node] = []
     node = root
@@ -61,7 +61,7 @@ def _read(root: Node, summed_axis: int) -> Coded | str:
         return "a zero point varies along an axis that a reshape splits"
     if varies(shift, summed_axis):
         return "a zero point varies along K"
-    return Coded(_under(codes, views), None, shift)
+    return QuantizedOperand(_under(codes, views), None, shift)
 
 
 def _is_nought(zero: Node) -> bool:

@@ -16,7 +16,7 @@ from tilewright.ir.constant import is_rounding, scalar_value, unrounded
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Convert, LayerNorm, Map, Reshape
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._rows import RowReader, Spread, function_of, spans_rows
+from tilewright.rules._row_statistics import RowReader, Spread, function_of, spans_rows
 from tilewright.rules.casts import before_cast
 
 MAX_FACTORS = 8

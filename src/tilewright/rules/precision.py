@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.dtype import BF16, F16, F32
-from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Convert, Dequantize, Gemm

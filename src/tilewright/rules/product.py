@@ -11,10 +11,10 @@ from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import VIEWS, Acc, Broadcast, Const, Dequantize, Gemm, Map, Param
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import Coded, as_operand, corrected, varies, viewed, widened_codes
+from tilewright.rules._codes import QuantizedOperand, as_operand, corrected, varies, viewed, widened_codes
 
 
-def read_codes(root: Node, summed_axis: int, sources: Sources) -> Coded | str:
+def read_codes(root: Node, summed_axis: int, sources: Sources) -> QuantizedOperand | str:
     """The operand as codes with a scale that does not vary along the summed axis, or a sentence why it is not one."""
     views: list[Node] = []
     node = root
@@ -39,7 +39,7 @@ def read_codes(root: Node, summed_axis: int, sources: Sources) -> Coded | str:
     codes = node.src[0]
     for view in views:
         codes = Node(view.op, codes)
-    return Coded(codes, scale, zero, divided is not None)
+    return QuantizedOperand(codes, scale, zero, divided is not None)
 
 
 def _quotient(node: Node, sources: Sources) -> Node | None:
@@ -116,7 +116,7 @@ def multiply_codes_and_scale_the_accumulator(m: Match) -> Node | None:
     return make_gemm(acc_dtype, lhs.codes, rhs.codes, stores, sources.nodes)
 
 
-def _largest(operand: Coded, src: Sequence[Node]) -> int:
+def _largest(operand: QuantizedOperand, src: Sequence[Node]) -> int:
     """The largest magnitude that a code less its zero point can have."""
     low, high = int(operand.codes.dtype.min), int(operand.codes.dtype.max)
     if operand.zero is None:

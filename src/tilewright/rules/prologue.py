@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import VIEWS, Convert, Dequantize, Param, Slice

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tilewright.ir.anchor import stores_of
 from tilewright.ir.build import slice_
-from tilewright.ir.carrier import stores_of
 from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside, views_outward
 from tilewright.ir.graph import Graph, Node, substitute, toposort
 from tilewright.ir.join import join, manner_of

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from tilewright.dtype import BF16, F16, F32
-from tilewright.ir.axes import Placed, against, axes_of, layout_of
+from tilewright.ir.axes import Placed, axes_of, broadcast_aligned, layout_of
 from tilewright.ir.build import convert
 from tilewright.ir.constant import scalar_value, unrounded
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Map, Reduce, Select, Softmax
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._rows import RowReader, function_of, spans_rows
+from tilewright.rules._row_statistics import RowReader, function_of, spans_rows
 
 
 @rule(Pat(Map, where=lambda n: function_of(n) in ("divide", "multiply") and n.dtype.is_float), stage="recognise")
@@ -93,7 +93,7 @@ def softmax_subtracts_the_maximum_itself(m: Match) -> Node | None:
 def _is_maximum(row: Node, x: Node, axis: int) -> bool:
     """Whether `row` is the maximum of x along `axis`, as it lies against x, whatever views either is seen through."""
     layout = layout_of(x.shape)
-    lies = against(row.shape, layout)
+    lies = broadcast_aligned(row.shape, layout)
     if lies is None:
         return False
     peak = _bare(Placed(row, lies))

@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 
+from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.build import items
-from tilewright.ir.carrier import CARRIERS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
 from tilewright.ir.ops import Call, Item, Quantize, Slice
@@ -43,13 +43,13 @@ def store_every_elementwise_tail(graph: Graph, trace: Trace) -> Graph:
     return rewrite(graph.replace(replacement), [read_side_inputs_unbroadcast], trace)
 
 
-def _tails(carrier: Node, users: Users, turn: Mapping[Node, Turn], place: Mapping[Node, int], trace: Trace) -> dict[Node, Node]:
-    """The carrier's results and the nodes that become stores, each with what replaces it."""
-    results = [r for r in items(carrier) if r in place]
-    sources = Sources(carrier.src)
-    stores = stores_of(carrier)
+def _tails(anchor: Node, users: Users, turn: Mapping[Node, Turn], place: Mapping[Node, int], trace: Trace) -> dict[Node, Node]:
+    """The anchor's results and the nodes that become stores, each with what replaces it."""
+    results = [r for r in items(anchor) if r in place]
+    sources = Sources(anchor.src)
+    stores = stores_of(anchor)
     own = {r: stores[r.op.index if isinstance(r.op, Item) else 0] for r in results}
-    expression = _closure(carrier, own, users, turn, place, sources)
+    expression = _closure(anchor, own, users, turn, place, sources)
     wanted = {*own, *_wanted(expression, users, place)}
     while True:
         leaving = {n: [r for r in users[n] if r is None or r not in wanted] for n in expression if n in wanted}
@@ -65,21 +65,21 @@ def _tails(carrier: Node, users: Users, turn: Mapping[Node, Turn], place: Mappin
     if all(n in own for n in leaving):
         return {}
     roots = [views_outward(expression[n]) for n in leaving]
-    one = rebuilt(carrier, operands_of(carrier), roots, sources.nodes)
+    one = rebuilt(anchor, operands_of(anchor), roots, sources.nodes)
     made = dict(zip(leaving, items(one), strict=True))
     trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in leaving if n not in own)
     return made
 
 
 def _closure(
-    carrier: Node,
+    anchor: Node,
     own: Mapping[Node, Node],
     users: Users,
     turn: Mapping[Node, Turn],
     place: Mapping[Node, int],
     sources: Sources,
 ) -> dict[Node, Node]:
-    """Everything elementwise that can be computed from one of the carrier's stores when its turn comes, as expressions."""
+    """Everything elementwise that can be computed from one of the anchor's stores when its turn comes, as expressions."""
     expression = dict(own)
     result_of = {r: r for r in own}
     waiting = [(place[r], r) for n in own for r in users[n] if r is not None]
@@ -92,7 +92,7 @@ def _closure(
         seen.add(n)
         inner = [s for s in n.src if s in expression]
         absorbable = all(_absorbable(n, s) for s in inner)
-        late = any(s not in expression and turn[s] >= turn[carrier] for s in n.src)
+        late = any(s not in expression and turn[s] >= turn[anchor] for s in n.src)
         if late or not absorbable or len({result_of[s] for s in inner}) != 1:
             continue
         expression[n] = Node(n.op, *(expression[s] if s in expression else sources.param(s) for s in n.src))
@@ -123,7 +123,7 @@ def _follows(
 ) -> bool:
     """Whether the single reader of what would be stored moves into the store, as a rule of the epilogue would have it.
 
-    If nothing else leaves the carrier, that reader may wait for whatever it likes: it is all that waits for the carrier.
+    If nothing else leaves the anchor, that reader may wait for whatever it likes: it is all that waits for the anchor.
     """
     if reader is None or left_to_its_readers(reader, users):
         return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
+from tilewright.ir.anchor import CARRIERS, operands_of, stores_of
 from tilewright.ir.build import slice_
-from tilewright.ir.carrier import CARRIERS, operands_of, stores_of
 from tilewright.ir.expression import ELEMENTWISE, Sources, make_gemm, reshape_groups, slice_columns
 from tilewright.ir.graph import Node, substitute
 from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Param, Reshape, Slice, Transpose

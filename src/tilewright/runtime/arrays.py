@@ -44,13 +44,13 @@ def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
     native = array if array.dtype.isnative else array.astype(dtype.to_numpy())
     contiguous = np.require(native, requirements=["C", "W"])
     if contiguous.dtype.isbuiltin != 1:
-        carrier = contiguous.view(_CARRIER[contiguous.dtype.itemsize])
-        return torch.from_numpy(carrier).view(dtype.to_torch()) if dtype.bits != 4 else _codes(carrier, dtype)
+        anchor = contiguous.view(_CARRIER[contiguous.dtype.itemsize])
+        return torch.from_numpy(anchor).view(dtype.to_torch()) if dtype.bits != 4 else _codes(anchor, dtype)
     return torch.from_numpy(contiguous)
 
 
-def _codes(carrier: np.ndarray, dtype: DType) -> torch.Tensor:
-    low = torch.from_numpy(carrier).to(torch.int16) & 15
+def _codes(anchor: np.ndarray, dtype: DType) -> torch.Tensor:
+    low = torch.from_numpy(anchor).to(torch.int16) & 15
     return (torch.where(low > 7, low - 16, low) if dtype.kind == "int" else low).to(dtype.to_torch())
 
 

@@ -13,17 +13,17 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import VIEWS, Const, Write
 from tilewright.runtime.partition import Part, decided, part_of, partition, problem_of_part, readers_of
 from tilewright.schedule.candidate import LAST_RESORT, discover, refusal
-from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.problem import FusionProblem
 
-Taken = Callable[[RegionProblem], bool]
+Taken = Callable[[FusionProblem], bool]
 MOST_NODES = 200  # of a region that is cut: each is asked for
 
 
 def parts_for(graph: Graph, target: Target) -> list[Part]:
     """The graph's parts, those that no candidate of a target takes whole cut; in an order in which they can run."""
-    able = [c for c in discover() if "region" in c.kinds and target.kind in c.devices and c.preference < LAST_RESORT]
+    able = [c for c in discover() if "fusion" in c.kinds and target.kind in c.devices and c.preference < LAST_RESORT]
 
-    def taken(problem: RegionProblem) -> bool:
+    def taken(problem: FusionProblem) -> bool:
         return any(refusal(c, problem, target) is None for c in able)
 
     readers = readers_of(graph)
@@ -53,12 +53,12 @@ def _may_be_cut(part: Part) -> bool:
         return False
     problem, _ = problem_of_part(part)
     alone = any(isinstance(n.op, Write) for n in part.nodes)
-    return isinstance(problem, RegionProblem) and not problem.only_views and not alone
+    return isinstance(problem, FusionProblem) and not problem.only_views and not alone
 
 
 def _taken(part: Part, taken: Taken) -> bool:
     problem, _ = problem_of_part(part)
-    return isinstance(problem, RegionProblem) and taken(problem)
+    return isinstance(problem, FusionProblem) and taken(problem)
 
 
 def _grown(nodes: Sequence[Node], readers: Mapping[Node, set[Node | None]], taken: Taken) -> list[list[Node]]:

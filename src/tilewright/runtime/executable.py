@@ -12,12 +12,12 @@ import torch
 
 from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, counted
 from tilewright.hardware.target import Target
-from tilewright.ir.carrier import CARRIERS
+from tilewright.ir.anchor import CARRIERS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.kept import callers, meets, span
 from tilewright.ir.ops import Call, Const, Input, Item, Write
 from tilewright.ir.pattern import Trace
+from tilewright.ir.state import caller_inputs, meets, span
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
@@ -25,8 +25,8 @@ from tilewright.runtime.cutting import parts_for
 from tilewright.runtime.partition import Part, decided, problem_of_part
 from tilewright.runtime.regions import Inner, with_regions
 from tilewright.runtime.replay import Bound, OnDevice
-from tilewright.runtime.writing import compared_first, placing, written, written_before_compared
-from tilewright.schedule.problem import AnyProblem, RegionProblem
+from tilewright.runtime.writing import bind_outputs, compared_first, written, written_before_compared
+from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.search import Decision
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ class Executable:
     _on_device: OnDevice | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.graph.kept:
+        if self.graph.state:
             self.steps = compared_first(self.steps)
         slot: dict[Node, int] = {}
         for node in self.graph.inputs:
@@ -125,13 +125,13 @@ class Executable:
             for i, step in enumerate(self.steps)
         ]
         self._wanted = [Wanted(name, t, self.target.device) for name, t in self.input_types.items()]
-        self._inputs = [slot[n] for n in callers(self.graph)]
-        count = len(self.graph.outputs) - len(self.graph.kept)
+        self._inputs = [slot[n] for n in caller_inputs(self.graph)]
+        count = len(self.graph.outputs) - len(self.graph.state)
         ends = zip(self.graph.outputs[count:], self.graph.inputs[len(self._inputs) :], strict=True)
         copied = [(new, old) for new, old in ends if new is not old and not isinstance(new.op, Write)]
         self._outputs = [slot[n] for n in (*self.graph.outputs[:count], *(new for new, _ in copied))]
         self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in copied]
-        risked = written_before_compared(self.steps) if self.graph.kept else set[Node]()
+        risked = written_before_compared(self.steps) if self.graph.state else set[Node]()
         self._at_risk = [cast("torch.Tensor", self._ready[n]) for n in risked if n in self._ready]
         self._start = [None] * len(slot)
         for node, value in self._ready.items():
@@ -152,7 +152,7 @@ class Executable:
         Raises:
             InputError: it keeps something from call to call, which kernels of both would write to.
         """
-        if self.graph.kept:
+        if self.graph.state:
             what = f"a program that writes to {', '.join(self.kept)} cannot be copied"
             raise InputError(what, where=self.graph.name, hint="compile a copy of the module")
         made = memo[id(self)] = copy.copy(self)
@@ -172,7 +172,7 @@ class Executable:
     @property
     def input_types(self) -> dict[str, TensorType]:
         """The inputs by name, in call order."""
-        return {cast("Input", n.op).label: n.tensor for n in callers(self.graph)}
+        return {cast("Input", n.op).label: n.tensor for n in caller_inputs(self.graph)}
 
     @property
     def kept(self) -> dict[str, torch.Tensor]:
@@ -192,7 +192,7 @@ class Executable:
         values = self.bind(args, kwargs)
         results = separate(self.run(values), map(address, values), self.constant_memory)
         plain = all(map(is_numpy, (*args, *kwargs.values()))) and bool(args or kwargs)
-        shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=not self.graph.kept)]
+        shown = [to_user(r, n.tensor, plain) for r, n in zip(results, self.graph.outputs, strict=not self.graph.state)]
         return shown[0] if len(shown) == 1 else tuple(shown)
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
@@ -324,11 +324,11 @@ def prepare(
     for node in graph.nodes():
         if isinstance(node.op, Const):
             ready[node] = node.op.data.tensor().detach().to(target.device)
-    held = graph.inputs[len(callers(graph)) :]
-    if len(held) != len(graph.kept):
+    held = graph.inputs[len(caller_inputs(graph)) :]
+    if len(held) != len(graph.state):
         what = "what the program keeps from call to call is missing: a text holds none of it"
         raise InputError(what, where=graph.name, hint="compile the module itself")
-    for node, kept in zip(held, graph.kept, strict=True):
+    for node, kept in zip(held, graph.state, strict=True):
         ready[node] = kept.to(target.device)
     steps: list[Step] = []
     for part in parts:
@@ -356,10 +356,10 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
     decision = decide(problem, weights)
     name = _name(graph, part)
     order = [part.inputs.index(s) for s in sources]
-    if isinstance(problem, RegionProblem):
+    if isinstance(problem, FusionProblem):
         picked = list(range(len(part.outputs)))
         placed = any(problem.destinations)
-        runner = placing(problem, part, decision.kernel, weights, ready) if placed else decision.kernel.prepare(weights)
+        runner = bind_outputs(problem, part, decision.kernel, weights, ready) if placed else decision.kernel.prepare(weights)
     else:
         runner = decision.kernel.prepare(weights)
         picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
@@ -374,8 +374,8 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
             raise TypeMismatchError(error.what, where=name, hint=error.hint) from error
         return [results[i] for i in picked]
 
-    unread = frozenset(sources[i] for i in decision.kernel.unread)
-    return Step(name, part, run, decision, unread - {s for i, s in enumerate(sources) if i not in decision.kernel.unread})
+    unread = frozenset(sources[i] for i in decision.kernel.releasable)
+    return Step(name, part, run, decision, unread - {s for i, s in enumerate(sources) if i not in decision.kernel.releasable})
 
 
 def _name(graph: Graph, part: Part) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tilewright.ir.carrier import CARRIERS
+from tilewright.ir.anchor import CARRIERS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import (
     Attention,
@@ -34,7 +34,7 @@ from tilewright.ir.ops import (
     Write,
 )
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, destination_of, problem_of, region_of
+from tilewright.schedule.problem import AnyProblem, destination_of, fusion_of, problem_of
 
 Kind = Literal[
     "gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view", "write"
@@ -78,7 +78,7 @@ class Part:
     once: bool = False
 
     @property
-    def dangling(self) -> bool:
+    def unfused(self) -> bool:
         """Whether it only quantises, dequantises, converts or moves data: work that belongs inside another step."""
         return self.kind in ("quantize", "move") and not self.once
 
@@ -98,7 +98,7 @@ def problem_of_part(part: Part) -> tuple[AnyProblem, tuple[Node, ...]]:
     node = part.nodes[0]
     if isinstance(node.op, CARRIERS):
         return problem_of(node), node.src
-    return region_of(part.inputs, part.outputs)
+    return fusion_of(part.inputs, part.outputs)
 
 
 def partition(graph: Graph) -> list[Part]:

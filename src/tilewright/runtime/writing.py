@@ -12,7 +12,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Call, Write
 from tilewright.runtime.partition import Part
 from tilewright.schedule.candidate import Kernel, Runner
-from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.problem import FusionProblem
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -29,8 +29,8 @@ _S = TypeVar("_S", bound=_Step)
 ALIGNED = 16  # bytes, as generated kernels take memory
 
 
-def placing(
-    problem: RegionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], kept: Mapping[Node, Value]
+def bind_outputs(
+    problem: FusionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], kept: Mapping[Node, Value]
 ) -> Runner:
     """A region's kernel with those results that are writes in what is kept: it writes them there, or they are copied."""
     arrays = {i: cast("torch.Tensor", kept[n.src[0]]) for i, n in enumerate(part.outputs) if isinstance(n.op, Write)}

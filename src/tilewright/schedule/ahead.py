@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Composed, Precompiled, concerns, discover
-from tilewright.schedule.nursery import UnavailableError, end_group, nursery
+from tilewright.schedule.candidate import MetaCandidate, Precompiled, concerns, discover
+from tilewright.schedule.fork_server import UnavailableError, end_group, fork_server
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
 from tilewright.schedule.worker import UNTOLD, pickled, settings_here
@@ -28,7 +28,7 @@ LIMIT_S = 60.0  # for one kernel
 def jobs_for(problems: Sequence[AnyProblem], target: Target) -> list[tuple[AnyProblem, str, int]]:
     """Problem, candidate and which of its points, first points first; of pieces to which problems are taken apart no others."""
     found = [(p, name, at) for at in range(POINTS) for p in problems for name in _able(p, target)]
-    composed = [c for c in discover() if isinstance(c, Composed)]
+    composed = [c for c in discover() if isinstance(c, MetaCandidate)]
     pieces = [p for whole in problems for c in composed if concerns(c, whole, target) for p in c.pieces(whole, target)]
     return sorted(found + [(p, name, 0) for p in dict.fromkeys(pieces) for name in _able(p, target)], key=lambda job: job[2])
 
@@ -51,44 +51,44 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
     processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)
     jobs = jobs[: max(processes, sum(at < DEPTH for *_, at in jobs))]
     messages = [m for problem, name, at in jobs if (m := _message(problem, target, name, at)) is not None]
-    assistants = _assistants(min(processes, len(messages)))
+    compile_workers = _compile_workers(min(processes, len(messages)))
     unanswered = set[Connection]()
     try:
-        _work_off(list(assistants), messages, unanswered, within_s)
+        _work_off(list(compile_workers), messages, unanswered, within_s)
     finally:
-        for each, pid in assistants.items():
+        for each, pid in compile_workers.items():
             each.close()
             if each in unanswered:
                 end_group(pid)
-    return len(messages) if assistants else 0
+    return len(messages) if compile_workers else 0
 
 
 def _message(problem: AnyProblem, target: Target, name: str, at: int) -> bytes | None:
-    """What an assistant is told; None if no process can be told of this problem."""
+    """What a compile worker is told; None if no process can be told of this problem."""
     with contextlib.suppress(*UNTOLD):
         return pickled(("compile", problem, target, settings_here(), name, at))
     return None
 
 
-def _assistants(count: int) -> dict[Connection, int]:
+def _compile_workers(count: int) -> dict[Connection, int]:
     """As many as can be had, and the numbers of their processes."""
     found: dict[Connection, int] = {}
     with contextlib.suppress(UnavailableError):
         for _ in range(count):
-            known = nursery()
+            known = fork_server()
             with known.lock:
-                pid, connection = known.assistant()
+                pid, connection = known.compile_worker()
             found[connection] = pid
     return found
 
 
 def _work_off(
-    assistants: Sequence[Connection], messages: Sequence[bytes], unanswered: set[Connection], within_s: float | None
+    compile_workers: Sequence[Connection], messages: Sequence[bytes], unanswered: set[Connection], within_s: float | None
 ) -> None:
     """Have each job done by whoever is free; `unanswered` are those at work. Who takes too long is given nothing any more."""
     until = math.inf if within_s is None else time.monotonic() + within_s
     left, busy = iter(messages), dict[Connection, float]()
-    for each in assistants:
+    for each in compile_workers:
         _next(each, left, busy, unanswered)
     while busy and (now := time.monotonic()) < until:
         for late in [c for c, since in busy.items() if now - since > LIMIT_S]:
@@ -102,11 +102,13 @@ def _work_off(
                 _next(ready, left, busy, unanswered)
 
 
-def _next(assistant: Connection, left: Iterator[bytes], busy: dict[Connection, float], unanswered: set[Connection]) -> None:
-    """Give an assistant something to do, if there is something."""
+def _next(
+    compile_worker: Connection, left: Iterator[bytes], busy: dict[Connection, float], unanswered: set[Connection]
+) -> None:
+    """Give a compile worker something to do, if there is something."""
     message = next(left, None)
     if message is not None:
-        unanswered.add(assistant)
+        unanswered.add(compile_worker)
         with contextlib.suppress(OSError):
-            assistant.send_bytes(message)
-            busy[assistant] = time.monotonic()
+            compile_worker.send_bytes(message)
+            busy[compile_worker] = time.monotonic()

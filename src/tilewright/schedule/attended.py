@@ -15,11 +15,11 @@ from typing import cast
 import torch
 
 from tilewright.dtype import F32, F64
-from tilewright.ir.carrier import operands_of
+from tilewright.ir.anchor import operands_of
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Map, Param
-from tilewright.schedule.bands import size as size_of
+from tilewright.schedule.intervals import size as size_of
 from tilewright.schedule.pieces import most_at_once, pieces
 from tilewright.schedule.problem import AttentionProblem, params_of
 from tilewright.schedule.reductions import SAFETY

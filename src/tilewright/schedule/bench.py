@@ -37,14 +37,14 @@ class Attempt:
         why: the sentence that refused it; None if it may be timed.
         kernel: what was built, where that was done in this process.
         fatal: it did not come back, and is not tried again.
-        starved: nor had it the time that it was given.
+        contended: nor had it the time that it was given.
     """
 
     schedule: Schedule
     why: str | None = None
     kernel: Kernel | None = None
     fatal: bool = False
-    starved: bool = False
+    contended: bool = False
 
 
 class Bench:

@@ -29,7 +29,7 @@ from typing import TypeVar
 
 from tilewright.errors import visible
 from tilewright.files import foreign, open_own
-from tilewright.schedule.record import Key, Record, Refusal, sealed, unsealed
+from tilewright.schedule.record import Key, Record, Refusal, checked, with_checksum
 
 BUSY_S = 20.0
 NETWORK = re.compile(
@@ -88,24 +88,24 @@ class Cache:
         """The record under a key."""
         digest = key.digest()
         rows = self._do(lambda c: c.execute("SELECT value FROM decisions WHERE key = ?", (digest,)).fetchall(), [])
-        return unsealed(rows[0][0], digest, Record) if rows else None
+        return checked(rows[0][0], digest, Record) if rows else None
 
     def put(self, record: Record) -> bool:
         """Keep a record in place of what was there; True once it is kept."""
-        row = (record.key.digest(), sealed(record))
+        row = (record.key.digest(), with_checksum(record))
         return self._do(lambda c: c.execute("INSERT OR REPLACE INTO decisions VALUES (?, ?)", row).rowcount == 1, False)
 
     def records(self) -> list[Record]:
         """Every record that is whole."""
         rows = self._do(lambda c: c.execute("SELECT key, value FROM decisions").fetchall(), [])
-        return [r for digest, value in rows if (r := unsealed(value, digest, Record)) is not None]
+        return [r for digest, value in rows if (r := checked(value, digest, Record)) is not None]
 
     def refuse(self, refusal: Refusal) -> bool:
         """Keep a refusal in place of what was there on the same candidate; True once it is kept."""
-        row = (refusal.key.digest(), refusal.candidate, sealed(refusal))
+        row = (refusal.key.digest(), refusal.candidate, with_checksum(refusal))
         return self._do(lambda c: c.execute("INSERT OR REPLACE INTO refused VALUES (?, ?, ?)", row).rowcount == 1, False)
 
-    def forgive(self, refusal: Refusal) -> None:
+    def evict_refusal(self, refusal: Refusal) -> None:
         """Forget a refusal."""
         row = (refusal.key.digest(), refusal.candidate)
         self._do(lambda c: c.execute("DELETE FROM refused WHERE key = ? AND candidate = ?", row).rowcount, 0)
@@ -115,7 +115,7 @@ class Cache:
         digest = None if key is None else key.digest()
         which = "SELECT key, value FROM refused WHERE ?1 IS NULL OR key = ?1"
         rows = self._do(lambda c: c.execute(which, (digest,)).fetchall(), [])
-        return [r for found, value in rows if (r := unsealed(value, found, Refusal)) is not None]
+        return [r for found, value in rows if (r := checked(value, found, Refusal)) is not None]
 
     def clear(self) -> int:
         """Forget every record and refusal, and delete files set aside; how many records there were."""

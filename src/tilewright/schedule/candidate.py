@@ -38,7 +38,7 @@ class Kernel:
         schedule: the point it was built for.
         prepare: given the weights by source index, packs them and returns what runs: all the problem's sources in, one tensor
             a result out. Sources may have any strides; the runner must not write them nor return memory it will write again.
-        place: the same, for a program that has results of a region in larger arrays (`RegionProblem.destinations`), given by
+        place: the same, for a program that has results of a region in larger arrays (`FusionProblem.destinations`), given by
             result number: they are written there, and the arrays returned. None if they are to be copied.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
@@ -55,7 +55,7 @@ class Kernel:
     place: Callable[[Mapping[int, torch.Tensor], Mapping[int, torch.Tensor]], Runner] | None = None
     workspace_bytes: int = 0
     packed_bytes: int = 0
-    unread: frozenset[int] = frozenset()
+    releasable: frozenset[int] = frozenset()
     roundoff: float = 0.0
     parts: tuple[tuple[ProblemKind, str], ...] = ()
     registers: int | None = None
@@ -69,7 +69,7 @@ class Candidate(Protocol):
 
     Attributes:
         name: unique.
-        kinds: of problem it is ever asked about: a `Problem`, an `AttentionProblem`, a `RegionProblem`.
+        kinds: of problem it is ever asked about: a `Problem`, an `AttentionProblem`, a `FusionProblem`.
         devices: kinds of device it is ever asked about: on others nobody hears of it.
         preference: order in which candidates are tried when nothing is measured, and which of two equally fast ones is kept:
             below 10 for kernels generated for the problem, 10 to 89 for libraries, `LAST_RESORT` for the reference.
@@ -94,7 +94,7 @@ class Candidate(Protocol):
 
 
 @runtime_checkable
-class Accountable(Protocol):
+class HasCostModel(Protocol):
     """A candidate that can say what a schedule makes the machine do, so that it can be ranked without being built."""
 
     def work(self, problem: Any, schedule: Schedule, target: Target) -> Work | None:
@@ -103,7 +103,7 @@ class Accountable(Protocol):
 
 
 @runtime_checkable
-class Composed(Protocol):
+class MetaCandidate(Protocol):
     """A candidate whose kernels are of points that `schedules` does not list, since it searches for kernels itself."""
 
     def pieces(self, problem: Any, target: Target) -> Sequence[AnyProblem]:

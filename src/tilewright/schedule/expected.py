@@ -7,7 +7,7 @@ intervals. Every element must lie in the first; all of them together may differ 
 with a factor for safety, adds up to. The sum is what shows a silent drop of precision: operands rounded to 10 bits (TF32) stay
 within the first bound from K = 400 on, and within the second only past K = 30,000.
 
-A step of the epilogue, or of a region of other operations, may round a few times (`bands.py`), sums and norms more often
+A step of the epilogue, or of a region of other operations, may round a few times (`intervals.py`), sums and norms more often
 (`reductions.py`). Nothing is allowed where nothing rounds: an integer result is the exact one, a conversion or a quantisation
 rounds as the graph says, to the last bit: codes may differ by one only where the value lies within its error of an edge.
 """
@@ -21,16 +21,16 @@ from typing import cast
 
 import torch
 
-from tilewright.ir.carrier import acc_of, stores_of
+from tilewright.ir.anchor import acc_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_bf16
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import LayerNorm, Map, Param, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
 from tilewright.schedule.attended import attended
-from tilewright.schedule.bands import Band, loosened, orderable, stepped
+from tilewright.schedule.intervals import Interval, inflate, orderable, propagate
 from tilewright.schedule.pieces import by_pieces, most_at_once, part, pieces
-from tilewright.schedule.problem import AnyProblem, CarrierProblem, Problem, RegionProblem, params_of
+from tilewright.schedule.problem import AnyProblem, CarrierProblem, FusionProblem, Problem, params_of
 from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
 from tilewright.schedule.spreads import spread
 
@@ -59,7 +59,7 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
 
     `roundoff` is that of a kernel that says it keeps fewer bits of its sums than the accumulator has (`Kernel.roundoff`).
     """
-    if isinstance(problem, RegionProblem):
+    if isinstance(problem, FusionProblem):
         worst, typical = (_worked_out(problem.roots, sources, usual=usual) for usual in (False, True))
         return _between(worst, typical, _inexact(problem))
     storage = problem.acc.dtype.to_torch()
@@ -68,19 +68,19 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
         assert isinstance(problem, Problem)
         a, b = _operands(problem, params)
         exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, problem.acc.dtype)
-        worst = typical = _bands(problem, params, Band(exact, exact, exact))
+        worst = typical = _bands(problem, params, Interval(exact, exact, exact))
     else:
         if isinstance(problem, Problem):
             ends = _product(problem, params, sources, roundoff)
         else:
             ends = _around(*attended(problem, sources), storage)
-        worst = _bands(problem, params, Band(ends[1], ends[0], ends[2]))
-        typical = _bands(problem, params, Band(ends[3], ends[0], ends[4]), USUAL_COARSENESS)
+        worst = _bands(problem, params, Interval(ends[1], ends[0], ends[2]))
+        typical = _bands(problem, params, Interval(ends[3], ends[0], ends[4]), USUAL_COARSENESS)
         del ends
     return _between(worst, typical, _rounding(problem))
 
 
-def _between(worst: Sequence[Band], typical: Sequence[Band], rounds: Sequence[bool]) -> Expected:
+def _between(worst: Sequence[Interval], typical: Sequence[Interval], rounds: Sequence[bool]) -> Expected:
     """What both bounds allow together."""
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for w, t, inexact in zip(worst, typical, rounds, strict=True):
@@ -162,7 +162,7 @@ def _product(
     return tuple(found)
 
 
-def _with_error(band: Band) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_error(band: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     """A value in float64, and how far from it a right one may be; nothing where it is no number or infinite."""
     low, mid, high = (t.double() for t in (band.low, band.mid, band.high))
     return mid, torch.where(mid.isfinite(), torch.maximum(high - mid, mid - low), torch.zeros_like(mid))
@@ -186,16 +186,16 @@ def _inexact_nodes(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _inexact(problem: RegionProblem) -> list[bool]:
+def _inexact(problem: FusionProblem) -> list[bool]:
     found = _inexact_nodes(problem.nodes)
     return [r in found for r in problem.roots]
 
 
-def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual: bool) -> list[Band]:
+def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual: bool) -> list[Interval]:
     """Expressions over sources, with one of the two bounds."""
     nodes = toposort(roots)
     inexact = _inexact_nodes(nodes)
-    values: dict[Node, Band] = {}
+    values: dict[Node, Interval] = {}
     last = {s: n for n in nodes for s in n.src}
     for n in nodes:
         src = [values[s] for s in n.src]
@@ -203,11 +203,11 @@ def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual
             if last[s] is n and s not in roots:
                 values.pop(s, None)
         if isinstance(n.op, Param):
-            values[n] = Band.exact(sources[n.op.index])
+            values[n] = Interval.exact(sources[n.op.index])
         elif n not in inexact:
-            values[n] = Band.exact(cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src])))
+            values[n] = Interval.exact(cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src])))
         elif isinstance(n.op, (Map, Select)):
-            values[n] = stepped(n, src, inexact)
+            values[n] = propagate(n, src, inexact)
         elif isinstance(n.op, REDUCING):
             values[n] = reduced(n, src, usual=usual)
         else:
@@ -215,17 +215,17 @@ def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual
     return [values[r] for r in roots]
 
 
-def _loosened(n: Node, src: Sequence[Band], share: float) -> list[Band]:
+def _loosened(n: Node, src: Sequence[Interval], share: float) -> list[Interval]:
     """The operands of a node, the first with room for a function whose value is rounded at once, or a share of that."""
     room = ROUNDED_AT_ONCE if rounds_to_bf16(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
-    return [loosened(src[0], share * room), *src[1:]] if room else list(src)
+    return [inflate(src[0], share * room), *src[1:]] if room else list(src)
 
 
-def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Band, share: float = 1.0) -> list[Band]:
+def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Interval, share: float = 1.0) -> list[Interval]:
     """The stores for an accumulator known up to its error; `share` of the room for what is rounded at once."""
     stores = stores_of(problem.node)
     dependent = _moving(stores)
-    values: dict[Node, Band] = {acc_of(problem.node): acc}
+    values: dict[Node, Interval] = {acc_of(problem.node): acc}
     del acc
     order = toposort(stores)
     last = {s: n for n in order for s in n.src}
@@ -238,14 +238,14 @@ def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Ba
                 values.pop(s, None)  # its memory, for what follows
         if n not in dependent:
             t = params[n] if n in params else cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-            values[n] = Band(t, t, t)
+            values[n] = Interval(t, t, t)
         elif isinstance(n.op, (Map, Select)) and any(s.dtype.is_float for s in n.src):
-            values[n] = stepped(n, src, dependent)
+            values[n] = propagate(n, src, dependent)
         elif all(b.low is b.mid is b.high for b in src):
             t = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-            values[n] = Band(t, t, t)
+            values[n] = Interval(t, t, t)
         elif isinstance(n.op, (Map, Select)):
-            values[n] = stepped(n, src, dependent)
+            values[n] = propagate(n, src, dependent)
         else:
             values[n] = spread(n, _loosened(n, src, share))
     return [values[r] for r in stores]

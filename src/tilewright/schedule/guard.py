@@ -44,7 +44,7 @@ def before_runs(spoil: Callable[[], None]) -> None:
     _spoilers.append(spoil)
 
 
-def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """A dense tensor of NaN, with 4 KiB of the same before and behind it in its storage."""
     size = math.prod(shape) * dtype.itemsize
     raw = torch.full((size + 2 * SIDE_BYTES,), BYTE, dtype=torch.uint8, device=device)
@@ -53,7 +53,7 @@ def room(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 
 
 def guarded(t: torch.Tensor) -> torch.Tensor:
     """A dense copy with watched memory on both sides."""
-    return room(t.shape, t.dtype, t.device).copy_(t)
+    return allocate(t.shape, t.dtype, t.device).copy_(t)
 
 
 def intact(t: torch.Tensor) -> bool:
@@ -67,10 +67,10 @@ def otherwise_laid_out(t: torch.Tensor) -> torch.Tensor:
     if t.dim() < 2:
         return guarded(t)
     *batch, rows, columns = t.shape
-    return room((*batch, columns, rows + 1), t.dtype, t.device)[..., :rows].transpose(-1, -2).copy_(t)
+    return allocate((*batch, columns, rows + 1), t.dtype, t.device)[..., :rows].transpose(-1, -2).copy_(t)
 
 
-def far_apart(t: torch.Tensor) -> torch.Tensor | None:
+def with_wide_strides(t: torch.Tensor) -> torch.Tensor | None:
     """The same values with the parts along the first axis so far from one another that the last lies past 2^31 bytes.
 
     On a CPU only the pages that hold something take memory. None where there is one part, or no room.
@@ -115,7 +115,7 @@ class Watch(TorchDispatchMode):
             return given
         if not given.is_contiguous() or given.is_quantized or given.is_pinned():
             return given
-        made = room(given.shape, given.dtype, given.device)
+        made = allocate(given.shape, given.dtype, given.device)
         self._made.append(made)
         return made
 
@@ -144,7 +144,7 @@ def threads(count: int) -> Generator[None]:
         torch.set_num_threads(before)
 
 
-def spoil(types: Sequence[tuple[tuple[int, ...], torch.dtype]], device: str) -> None:
+def poison(types: Sequence[tuple[tuple[int, ...], torch.dtype]], device: str) -> None:
     """Fill free memory that an allocator is likely to hand out next for tensors of these types."""
     for call in _spoilers:
         call()

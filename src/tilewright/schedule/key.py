@@ -18,7 +18,7 @@ from tilewright.ir.graph import Graph, Node, attributes, substitute, toposort
 from tilewright.ir.literal import tensor_bytes
 from tilewright.ir.ops import Const, Input
 from tilewright.ir.text import print_with_literals
-from tilewright.schedule.problem import AnyProblem, RegionProblem
+from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.record import Key
 
 PACKAGE = Path(__file__).parent.parent
@@ -49,7 +49,7 @@ def text_of(problem: AnyProblem) -> str:
     Two layers that differ in a scale have one text. Constants of more elements stand in it as digests of their bits.
     """
     lines = [problem.kind, " ".join(map(str, problem.types)), str(problem.weights)]
-    if isinstance(problem, RegionProblem):  # whose constants are sources
+    if isinstance(problem, FusionProblem):  # whose constants are sources
         return "\n".join([*lines, *map(str, problem.destinations), _printed(problem.roots)])
     regions = problem.op.regions()
     lines += [f"{name}={value}" for name, value in attributes(problem.op).items()]

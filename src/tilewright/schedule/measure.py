@@ -19,8 +19,8 @@ from tilewright.ir.literal import bits_of
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
-from tilewright.schedule.guard import Watch, far_apart, guarded, intact, otherwise_laid_out, spoil, threads
-from tilewright.schedule.problem import AnyProblem, RegionProblem
+from tilewright.schedule.guard import Watch, guarded, intact, otherwise_laid_out, poison, threads, with_wide_strides
+from tilewright.schedule.problem import AnyProblem, FusionProblem
 
 HOPELESS = 8
 SHORT_S = 0.01
@@ -77,7 +77,7 @@ def examine(
     pace, took_s = pace or Pace(), list[float]()
 
     def run(given: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        spoil(outputs, device)
+        poison(outputs, device)
         began = time.perf_counter()
         with watch if watched else nullcontext():
             results = runner(given)
@@ -91,7 +91,7 @@ def examine(
         made = [None if weight else f(t) for t, weight in zip(sources, problem.weights, strict=True)]
         return [t if m is None else m for t, m in zip(sources, made, strict=True)]
 
-    tables = problem.large_tables if isinstance(problem, RegionProblem) else {}
+    tables = problem.large_tables if isinstance(problem, FusionProblem) else {}
     seen = [i for i in range(len(sources)) if i not in tables]  # a table is neither copied nor read whole
 
     def of(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -117,7 +117,7 @@ def examine(
     if not _all_same(before, of(sources)) or not _all_same(before, of(laid_out)):
         return "it writes its sources"
     right = [t.clone() for t in again]
-    far = variant(far_apart)
+    far = variant(with_wide_strides)
     if any(a is not b for a, b in zip(far, sources, strict=True)):
         results = run(far)
         why = None if _all_same(right, results) else check(problem, expected, results)

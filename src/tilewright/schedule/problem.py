@@ -34,7 +34,7 @@ from tilewright.ir.types import Shape, TensorType
 LARGE_TABLE_BYTES = 16 << 20
 TABLE_END_BYTES = 1 << 20
 
-ProblemKind = Literal["gemm", "attention", "region"]
+ProblemKind = Literal["gemm", "attention", "fusion"]
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class Destination:
 
 
 @dataclass(frozen=True)
-class RegionProblem:
+class FusionProblem:
     """What stands between products: expressions over `param`s, one a result, of any operations but products and calls.
 
     All constants are sources, numbers too, so that the norms of two layers are one problem.
@@ -256,7 +256,7 @@ class RegionProblem:
     weights: tuple[bool, ...]
     destinations: tuple[Destination | None, ...] = ()
 
-    kind: ClassVar[ProblemKind] = "region"
+    kind: ClassVar[ProblemKind] = "fusion"
 
     @cached_property
     def nodes(self) -> tuple[Node, ...]:
@@ -301,7 +301,7 @@ class RegionProblem:
 
 
 CarrierProblem = Problem | AttentionProblem
-AnyProblem = CarrierProblem | RegionProblem
+AnyProblem = CarrierProblem | FusionProblem
 
 
 def params_of(problem: CarrierProblem) -> list[Node]:
@@ -320,7 +320,7 @@ def problem_of(node: Node) -> CarrierProblem:
     return Problem(node.op, types, weights)
 
 
-def region_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[RegionProblem, tuple[Node, ...]]:
+def fusion_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[FusionProblem, tuple[Node, ...]]:
     """The problem of computing `outputs` from `inputs` (tensors both), and the inputs in the order of its sources.
 
     That is the order in which the expressions come to them: equal regions are equal problems wherever they stand. Of an output
@@ -338,7 +338,7 @@ def region_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[RegionPr
     sources = tuple(inputs[n.op.index] for n in order if isinstance(n.op, Param))
     roots = substitute(roots, {n: Node(Param(i, n.tensor)) for i, n in enumerate(order)})
     types, weights = tuple(s.tensor for s in sources), tuple(s.constant for s in sources)
-    return RegionProblem(tuple(roots), types, weights, destinations if any(destinations) else ()), sources
+    return FusionProblem(tuple(roots), types, weights, destinations if any(destinations) else ()), sources
 
 
 def _exponents(roots: Sequence[Node]) -> set[Node]:

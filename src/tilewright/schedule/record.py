@@ -82,13 +82,13 @@ class Refusal(msgspec.Struct, frozen=True):
 Kept = TypeVar("Kept", Record, Refusal)
 
 
-def sealed(content: Record | Refusal) -> bytes:
+def with_checksum(content: Record | Refusal) -> bytes:
     """As it is stored."""
     encoded = msgspec.json.encode(content)
     return hashlib.sha256(encoded).digest() + encoded
 
 
-def unsealed(value: object, digest: bytes, type_: type[Kept]) -> Kept | None:
+def checked(value: object, digest: bytes, type_: type[Kept]) -> Kept | None:
     """What stored bytes hold; None if a bit of it changed, or if it stands under another key than its own."""
     if not isinstance(value, bytes) or hashlib.sha256(value[32:]).digest() != value[:32]:
         return None

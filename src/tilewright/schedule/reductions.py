@@ -21,7 +21,7 @@ import torch
 from tilewright.dtype import F32, F64, PRED, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import LayerNorm, Reduce, Softmax
-from tilewright.schedule.bands import STEP_ROUNDINGS, Band, any_of, size, unsure
+from tilewright.schedule.intervals import STEP_ROUNDINGS, Interval, any_of, size, unsure
 from tilewright.schedule.pieces import by_pieces, most_at_once
 
 SAFETY = 16.0
@@ -32,12 +32,12 @@ REDUCING = (Reduce, Softmax, LayerNorm)
 _Row = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
-def reduced(n: Node, src: Sequence[Band], *, usual: bool) -> Band:
+def reduced(n: Node, src: Sequence[Interval], *, usual: bool) -> Interval:
     """The result of a reduction, softmax or norm over intervals; `usual` takes the typical size of rounding errors."""
     op, x = n.op, src[0]
     if isinstance(op, Reduce):
         if op.fn in ("maximum", "minimum") or not op.axes or n.dtype is PRED:  # nothing rounds, and order is kept
-            return Band.spanning(_value(n, x.mid), (_value(n, x.low), _value(n, x.high)))
+            return Interval.spanning(_value(n, x.mid), (_value(n, x.low), _value(n, x.high)))
         if n.dtype.is_integer:
             return _integers(n, op, x)
         row = _product(n.dtype, usual) if op.fn == "multiply" else _sum(n.dtype, op.fn == "mean", usual)
@@ -51,9 +51,9 @@ def reduced(n: Node, src: Sequence[Band], *, usual: bool) -> Band:
     return _scaled(n, mid, room, src[1:])
 
 
-def _integers(n: Node, op: Reduce, x: Band) -> Band:
+def _integers(n: Node, op: Reduce, x: Interval) -> Interval:
     """Sums of integers are in order until they wrap; of their products and bits nothing is known unless all are exact."""
-    band = Band.spanning(_value(n, x.mid), (_value(n, x.low), _value(n, x.high)))
+    band = Interval.spanning(_value(n, x.mid), (_value(n, x.low), _value(n, x.high)))
     loose = unsure(x).expand(x.mid.shape)
     unknown = loose.to(torch.int8).amax(op.axes, keepdim=op.keepdims).bool() if loose.numel() else loose.any()
     if op.fn == "add":
@@ -80,7 +80,7 @@ def _roundoff(dtype: DType) -> float:
     return (F64 if dtype is F64 else F32).epsilon / 2
 
 
-def _by_rows(x: Band, axes: Sequence[int], row: _Row, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _by_rows(x: Interval, axes: Sequence[int], row: _Row, *, keep: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """A row function on (values, how far off they may be), both float64 [rows, n], of a tensor whose `axes` make up the rows, a
     piece at a time; in the tensor's own shape if it keeps the elements of a row."""
     rank = x.mid.dim()
@@ -104,10 +104,10 @@ def _by_rows(x: Band, axes: Sequence[int], row: _Row, *, keep: bool) -> tuple[to
     return results[0], results[1]
 
 
-def _around(mid: torch.Tensor, room: torch.Tensor, dtype: DType) -> Band:
+def _around(mid: torch.Tensor, room: torch.Tensor, dtype: DType) -> Interval:
     storage = dtype.to_torch()
     room = torch.where(mid.isfinite(), room, torch.zeros_like(room))
-    return Band((mid - room).to(storage), mid.to(storage), (mid + room).to(storage))
+    return Interval((mid - room).to(storage), mid.to(storage), (mid + room).to(storage))
 
 
 def _growth(n: int, usual: bool) -> float:
@@ -177,12 +177,12 @@ def _norm(op: LayerNorm, dtype: DType, usual: bool) -> _Row:
     return row
 
 
-def _scaled(n: Node, mid: torch.Tensor, room: torch.Tensor, more: Sequence[Band]) -> Band:
+def _scaled(n: Node, mid: torch.Tensor, room: torch.Tensor, more: Sequence[Interval]) -> Interval:
     """A norm's elements times its scale, and its bias added."""
     u = _roundoff(n.dtype)
 
     def step(y: torch.Tensor, room: torch.Tensor, *ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        beside = [Band(*(t.double() for t in ends[i : i + 3])) for i in range(0, len(ends), 3)]
+        beside = [Interval(*(t.double() for t in ends[i : i + 3])) for i in range(0, len(ends), 3)]
         off = [torch.maximum(b.high - b.mid, b.mid - b.low).nan_to_num(0.0) for b in beside]
         if beside:
             room = room * beside[0].mid.abs() + (y.abs() + room) * off[0]
@@ -194,4 +194,4 @@ def _scaled(n: Node, mid: torch.Tensor, room: torch.Tensor, more: Sequence[Band]
         band = _around(y, room + SMALLEST, n.dtype)
         return band.low, band.mid, band.high
 
-    return Band(*by_pieces(n.shape, step, mid, room, *(t for b in more for t in (b.low, b.mid, b.high))))
+    return Interval(*by_pieces(n.shape, step, mid, room, *(t for b in more for t in (b.low, b.mid, b.high))))

@@ -14,14 +14,14 @@ from typing import cast
 import torch
 
 from tilewright.dtype import F64
-from tilewright.ir.carrier import acc_of, operands_of, stores_of
+from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Convert, Dequantize, Gather, Map, Param, Quantize, Write
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, CarrierProblem, Operand, Problem, RegionProblem
+from tilewright.schedule.problem import AnyProblem, CarrierProblem, FusionProblem, Operand, Problem
 
 ADDITIVE = frozenset({"add", "subtract", "maximum", "minimum"})
 LARGE = 16.0
@@ -63,7 +63,7 @@ class _Sampler:
         self.sources = [
             given[i].to(device) if i in given else random_tensor(t, self._generator) for i, t in enumerate(problem.types)
         ]
-        if isinstance(problem, RegionProblem):
+        if isinstance(problem, FusionProblem):
             self._params = [n for n in problem.nodes if isinstance(n.op, Param)]
             self._settle_region(problem)
             return
@@ -82,7 +82,7 @@ class _Sampler:
             code = n.src[0].dtype
             self._settle(n.src[1], 2 / code.max if code.is_integer else 1.0, positive=True)
 
-    def _settle_indices(self, problem: RegionProblem) -> None:
+    def _settle_indices(self, problem: FusionProblem) -> None:
         """Indices inside what they pick from, however they are made of the sources: those are drawn as small numbers, smaller
         each time until every index is in range. Where none are (the oracle then fails), the last draw stands."""
         settled: list[Node] = []
@@ -138,7 +138,7 @@ class _Sampler:
                 return False
         return True
 
-    def _settle_region(self, problem: RegionProblem) -> None:
+    def _settle_region(self, problem: FusionProblem) -> None:
         """Indices inside what they pick from, values of about 1, scales so that codes spread over their range."""
         self._settle_indices(problem)
         for n in problem.nodes:

@@ -16,8 +16,8 @@ from tilewright.hardware.target import Target
 from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, concerns, discover, refusal
-from tilewright.schedule.nursery import UnavailableError, say
-from tilewright.schedule.problem import AnyProblem, RegionProblem
+from tilewright.schedule.fork_server import UnavailableError, say
+from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.worker import HostedBench, hosted
 
@@ -183,7 +183,7 @@ class _Search:
 
     def run(self, candidates: Sequence[Candidate], depth: int) -> Decision:
         spaces = self._spaces(candidates)
-        region = isinstance(self._problem, RegionProblem)
+        region = isinstance(self._problem, FusionProblem)
         if region and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
             only = spaces[0]
             return self._decision(only.candidate.build(self._problem, next(only.points), self._target))
@@ -222,7 +222,7 @@ class _Search:
 
     def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial | None:
         """The winner among all spaces; None if the oracle cannot work out what is right on random data."""
-        region = isinstance(self._problem, RegionProblem)
+        region = isinstance(self._problem, FusionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:
                 self._reject(space.candidate.name, "not tried: no time budget, and an earlier candidate passed")
@@ -397,7 +397,7 @@ class _Search:
         space.points = iter(())
         _refused[self._name(space.candidate)] = why
         self._rejected.append(Rejected(_label(space.candidate, attempt.schedule), why, fatal=True))
-        if not attempt.starved:
+        if not attempt.contended:
             self._lost(space.candidate.name, why)
 
     def _name(self, candidate: Candidate) -> tuple[AnyProblem, str, str]:

@@ -12,10 +12,10 @@ import torch
 from tilewright.dtype import PRED
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Dequantize, Gather, Quantize, Write
-from tilewright.schedule.bands import Band, any_of, lost, spans_zero, unsure
+from tilewright.schedule.intervals import Interval, any_of, lost, spans_zero, unsure
 
 
-def spread(n: Node, src: Sequence[Band]) -> Band:
+def spread(n: Node, src: Sequence[Interval]) -> Interval:
     """The result at the ends of the operands' intervals, for a scale's and a value's each with each."""
     op = n.op
     if isinstance(op, (Gather, Write)):
@@ -25,7 +25,7 @@ def spread(n: Node, src: Sequence[Band]) -> Band:
     else:
         corners = iter(([b.low for b in src], [b.high for b in src]))
     mid = _value(n, [b.mid for b in src])
-    band = Band.spanning(mid, [_value(n, list(c)) for c in corners])
+    band = Interval.spanning(mid, [_value(n, list(c)) for c in corners])
     if isinstance(op, Convert):
         return band.forgotten(_wraps(n, src[0]), n.dtype)
     if isinstance(op, (Quantize, Dequantize)):
@@ -40,7 +40,7 @@ def _value(n: Node, src: Sequence[torch.Tensor]) -> torch.Tensor:
     return cast("torch.Tensor", n.op.evaluate(n, list(src)))
 
 
-def _wraps(n: Node, x: Band) -> torch.Tensor:
+def _wraps(n: Node, x: Interval) -> torch.Tensor:
     """Where a conversion is not in order between the ends of what it converts."""
     op, source, target = cast("Convert", n.op), n.src[0].dtype, n.dtype
     if target is PRED:
@@ -55,10 +55,10 @@ def _wraps(n: Node, x: Band) -> torch.Tensor:
     return any_of(outside) & unsure(x)
 
 
-def _picked(n: Node, src: Sequence[Band]) -> Band:
+def _picked(n: Node, src: Sequence[Interval]) -> Interval:
     """Where an index may be another nothing is known of what it picks."""
     picks = src[1].mid
-    band = Band.spanning(
+    band = Interval.spanning(
         _value(n, [src[0].mid, picks, *(b.mid for b in src[2:])]),
         [_value(n, [getattr(src[0], end), picks, *(getattr(b, end) for b in src[2:])]) for end in ("low", "high")],
     )

@@ -1,8 +1,8 @@
 """A bench in a process of its own, so that a candidate that never comes back costs itself alone.
 
-Problems, targets and schedules are sent (`nursery.py`); sources are drawn in the worker from the same seed. Weights must be the
-program's own, since kernels may be right for some values alone: all of a problem's are copied once into memory that the worker
-maps, whatever number of candidates reads them. Standard error of the worker is kept for the sentence on how it ended.
+Problems, targets and schedules are sent (`fork_server.py`); sources are drawn in the worker from the same seed. Weights must be
+the program's own, since kernels may be right for some values alone: all of a problem's are copied once into memory that the
+worker maps, whatever number of candidates reads them. Standard error of the worker is kept for the sentence on how it ended.
 """
 
 from __future__ import annotations
@@ -29,9 +29,18 @@ from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover
+from tilewright.schedule.fork_server import (
+    KEY,
+    PULSE,
+    DiedError,
+    UnavailableError,
+    fork_server,
+    fork_server_main,
+    memory_file,
+    say,
+)
 from tilewright.schedule.guard import Watch
-from tilewright.schedule.nursery import KEY, PULSE, DiedError, UnavailableError, memory_file, nurse, nursery, say
-from tilewright.schedule.problem import AnyProblem, RegionProblem
+from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.schedule import Schedule
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
@@ -44,7 +53,7 @@ Address = tuple[str, str | None]
 def address(candidate: Candidate) -> Address | None:
     """Where another process finds a candidate: its name and, for one from a folder of its own, that folder.
 
-    One that is a part of another (`regimes.Family`) stands for it: it is schedules that tell them apart.
+    One that is a part of another (`buckets.Family`) stands for it: it is schedules that tell them apart.
     """
     candidate = getattr(candidate, "candidate", candidate)
     module = sys.modules.get(type(candidate).__module__)
@@ -59,9 +68,9 @@ def address(candidate: Candidate) -> Address | None:
 
 
 def begin() -> None:
-    """Start the nursery, so that it is ready when it is first needed. Does not wait, and never fails."""
+    """Start the fork server, so that it is ready when it is first needed. Does not wait, and never fails."""
     with contextlib.suppress(UnavailableError):
-        nursery()
+        fork_server()
 
 
 def hosted(
@@ -94,10 +103,10 @@ class HostedBench:
         self.lost: dict[int, Attempt] = {}
         self._passed: dict[int, tuple[Address, Schedule]] = {}
         self._problem, self._target, self.expect_s = problem, target, 0.0
-        self._nursery = nursery()
+        self._nursery = fork_server()
         self._limit_s = LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S
         try:
-            tables = problem.large_tables if isinstance(problem, RegionProblem) else {}
+            tables = problem.large_tables if isinstance(problem, FusionProblem) else {}
             self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]}, tables)
         except (OSError, ValueError) as error:  # no memory for another copy, no descriptor
             raise UnavailableError(f"the worker process cannot have the weights of {problem}: {error}") from None
@@ -177,7 +186,7 @@ class HostedBench:
 
 
 def _lost(schedule: Schedule, died: DiedError) -> Attempt:
-    return Attempt(schedule, str(died), fatal=True, starved=died.starved)
+    return Attempt(schedule, str(died), fatal=True, contended=died.contended)
 
 
 class _Weights:
@@ -185,7 +194,7 @@ class _Weights:
     between which the worker has zeros that take no memory."""
 
     def __init__(self, weights: Mapping[int, torch.Tensor], tables: Mapping[int, int]) -> None:
-        """`tables`: how many slices at either end of one are to be had (`RegionProblem.large_tables`)."""
+        """`tables`: how many slices at either end of one are to be had (`FusionProblem.large_tables`)."""
         self.places: list[tuple[int, torch.dtype, tuple[int, ...], int | torch.Tensor | tuple[torch.Tensor, ...]]] = []
         self.fd: int | None = None
         at, large = 0, list[tuple[int, torch.Tensor]]()
@@ -254,12 +263,12 @@ def settings_here() -> dict[str, Any]:
 
 
 def main(fd: int) -> None:
-    """What the nursery runs: workers that each serve a `HostedBench`."""
+    """What the fork server runs: workers that each serve a `HostedBench`."""
     discover()
     cpu()  # asks the system for what a process has to ask for, AMX's tiles: what this one may use its workers may
     with Watch():  # loads what is slow to load
         torch.empty(1)
-    nurse(fd, lambda connection, shared: _Host(connection, shared).serve())
+    fork_server_main(fd, lambda connection, shared: _Host(connection, shared).serve())
 
 
 class _Host:
@@ -323,8 +332,8 @@ class _Host:
         )
 
     def _compile(self, problem: AnyProblem, target: Target, settings: dict[str, Any], name: str, at: int) -> None:
-        """What an assistant does: machine code of one of a candidate's points, if there is such a point. What fails here fails
-        again where it is built, and is told of there."""
+        """What a compile worker does: machine code of one of a candidate's points, if there is such a point. What fails here
+        fails again where it is built, and is told of there."""
         torch.set_float32_matmul_precision(settings["precision"])
         with contextlib.suppress(Exception):
             candidate = _find((name, None))

@@ -15,7 +15,7 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Dequantize, Param, Reduce, Slice
 from tilewright.ir.types import TensorType
-from tilewright.lowering.access import Place, Unsupported, of_operand, of_store, two_halves
+from tilewright.lowering.access import AccessMap, Unsupported, gate_up, of_operand, of_store
 
 EXTENT = st.sampled_from([1, 2, 3, 4, 6, 8, 12])
 
@@ -63,7 +63,7 @@ def chains(draw, start, ranges=True):
     return node
 
 
-def places(place: Place, rows: int, columns: int) -> np.ndarray:
+def places(place: AccessMap, rows: int, columns: int) -> np.ndarray:
     """The address of every row and column."""
 
     def part(terms, count):
@@ -247,7 +247,7 @@ def test_leaves_are_all_placed():
 def test_two_halves_of_the_columns_are_two_values_over_one():
     acc = accumulator(3, 4, 10)
     left, right = slice_(acc, -1, 0, 5), slice_(acc, -1, 5, 10)
-    (store,), second = two_halves((map_("multiply", map_("silu", left), right),), 7)
+    (store,), second = gate_up((map_("multiply", map_("silu", left), right),), 7)
     assert second.op == Param(7, second.tensor) and second.shape == (3, 4, 5)
     assert store == map_("multiply", map_("silu", accumulator(3, 4, 5)), second)
     assert of_store(store).columns_extent == 5
@@ -255,4 +255,4 @@ def test_two_halves_of_the_columns_are_two_values_over_one():
     thrice = map_("add", left, map_("add", right, slice_(acc, -1, 1, 6)))
     crossed = map_("multiply", slice_(left, -1, 0, 3), slice_(right, -1, 2, 5))
     for others in ((left,), (crossed,), (uneven,), (thrice,), (map_("add", left, right), left), ()):
-        assert two_halves(others, 0) is None
+        assert gate_up(others, 0) is None

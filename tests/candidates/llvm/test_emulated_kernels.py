@@ -15,7 +15,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Attention, Concat, Param, Write
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.problem import problem_of, region_of
+from tilewright.schedule.problem import fusion_of, problem_of
 from tilewright.schedule.sample import random_sources
 
 pytest.importorskip("triton")
@@ -64,7 +64,7 @@ def in_a_cache():
     cosine = const(torch.randn(64).bfloat16())
     turned = Node(Concat(1), map_("negate", slice_(x, 1, 32, 64)), slice_(x, 1, 0, 32))
     new = map_("add", map_("multiply", x, cosine), turned)
-    return region_of([x, cosine, cache], [Node(Write(1), cache, const([5], S64), reshape(new, (3, 1, 64)))])[0]
+    return fusion_of([x, cosine, cache], [Node(Write(1), cache, const([5], S64), reshape(new, (3, 1, 64)))])[0]
 
 
 KERNELS = {

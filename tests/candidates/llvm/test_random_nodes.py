@@ -1,4 +1,4 @@
-"""Generated gemms with several stores and generated attentions on random problems, between guard pages; see `random_carriers`.
+"""Generated gemms with several stores and generated attentions on random problems, between guard pages; see `random_anchors`.
 
 Results lie within the reference's bounds and are the same on any number of threads and for sources in other strides. NaN and
 infinities in a source are not felt where the reference does not feel them.
@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from paths import SEARCHED
-from random_carriers import attentions, gemms
+from random_anchors import attentions, gemms
 
 from tests.candidates.llvm.test_random import CPU, KEPT, OLDER, RUNNABLE, fence, guarded
 from tilewright.candidates.llvm.attention import candidate as attention

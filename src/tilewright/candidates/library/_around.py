@@ -13,7 +13,7 @@ from typing import cast
 import torch
 
 from tilewright.dtype import DType
-from tilewright.ir.carrier import acc_of
+from tilewright.ir.anchor import acc_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Slice

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.ir.carrier import acc_of
+from tilewright.ir.anchor import acc_of
 from tilewright.ir.expression import REARRANGE
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Convert, Map, Param

@@ -58,7 +58,7 @@ class Aten:
             return run
 
         packed = _converted_bytes(problem, compute)
-        return Kernel(self.name, schedule, prepare, packed_bytes=packed, unread=unread(problem))
+        return Kernel(self.name, schedule, prepare, packed_bytes=packed, releasable=unread(problem))
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

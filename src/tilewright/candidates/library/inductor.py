@@ -20,7 +20,7 @@ from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import GPU, LIBRARIES, Kernel, Runner, concerns, discover
-from tilewright.schedule.problem import ProblemKind, RegionProblem
+from tilewright.schedule.problem import FusionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 from tilewright.tracing import TRACING
 
@@ -31,11 +31,11 @@ class Inductor:
     """Found by file name; see `schedule.candidate.Candidate`."""
 
     name = "inductor"
-    kinds = frozenset[ProblemKind]({"region"})
+    kinds = frozenset[ProblemKind]({"fusion"})
     devices = GPU  # on a CPU it needs a C++ compiler
     preference = 30
 
-    def refuse(self, problem: RegionProblem, target: Target) -> str | None:
+    def refuse(self, problem: FusionProblem, target: Target) -> str | None:
         if problem.only_views:
             return "nothing is computed"
         for other in discover():
@@ -44,10 +44,10 @@ class Inductor:
                 return f"{other.name} generates a kernel, and Inductor takes seconds to compile one"
         return None
 
-    def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
+    def schedules(self, problem: FusionProblem, target: Target) -> Iterable[Schedule]:
         return (Schedule(),)
 
-    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, problem: FusionProblem, schedule: Schedule, target: Target) -> Kernel:
         device = torch.device(target.device)
         compiled = _compiled(problem, device)
 
@@ -82,7 +82,7 @@ def keep_folders_own() -> None:
         os.environ[INDUCTORS] = str(cache_folder() / "inductor")
 
 
-def _compiled(problem: RegionProblem, device: torch.device) -> Callable[..., Sequence[torch.Tensor]]:
+def _compiled(problem: FusionProblem, device: torch.device) -> Callable[..., Sequence[torch.Tensor]]:
     """The region as one function that Inductor compiles at its first call, rounding wherever the graph rounds."""
     from torch.fx.experimental.proxy_tensor import make_fx
 

@@ -10,7 +10,7 @@ import torch
 from tilewright.candidates.library._around import side
 from tilewright.dtype import BF16, F16, F32, F64, PRED, dtype
 from tilewright.hardware.target import Target
-from tilewright.ir.carrier import acc_of, operands_of, stores_of
+from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param

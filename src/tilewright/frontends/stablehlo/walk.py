@@ -176,8 +176,8 @@ class Walk:
                 nodes = [input_(f"carried{n}.{k}", t.dtype, t.shape) for k, t in enumerate(types)]
                 carried += nodes
                 values.append(nodes[0] if len(nodes) == 1 else Complex(*nodes))
-            made.append((carried, _carriers(self._run(None, op.block(i), values, scope))))
-        return Regions(op, inputs, _carriers(operands), made)
+            made.append((carried, _carried(self._run(None, op.block(i), values, scope))))
+        return Regions(op, inputs, _carried(operands), made)
 
     def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
         module = _jaxlib.parse(text, op.where, self.module.context)
@@ -275,11 +275,11 @@ class Walk:
         if len(values) != len(op.results):
             raise UnsupportedError(f"it has {len(op.results)} results, {len(values)} were found", where=op.where)
         for result, v in zip(op.results, values, strict=True):
-            carriers = [v] if isinstance(v, Node) else [v.re, v.im] if isinstance(v, Complex) else []
-            for node in carriers:
+            anchors = [v] if isinstance(v, Node) else [v.re, v.im] if isinstance(v, Complex) else []
+            for node in anchors:
                 self._credit(node, op)
-            if carriers and [n.type for n in carriers] != carried_types(result.type, op.where):
-                raise UnsupportedError(f"its result is {carriers[0].type} where the text says {result.type}", where=op.where)
+            if anchors and [n.type for n in anchors] != carried_types(result.type, op.where):
+                raise UnsupportedError(f"its result is {anchors[0].type} where the text says {result.type}", where=op.where)
         return values
 
     def _unmodelled(self, site: Site) -> Value:
@@ -363,7 +363,7 @@ def _functions(module: Any) -> dict[str, Operation]:
     return found
 
 
-def _carriers(values: Sequence[Value]) -> list[Node]:
+def _carried(values: Sequence[Value]) -> list[Node]:
     """The tensors that carry values, complex ones as two."""
     return [n for v in values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
 

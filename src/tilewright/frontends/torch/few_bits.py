@@ -41,7 +41,9 @@ def linear(
             return None
         zeros = _retyped(zero_points.op, of, zero_points.shape, halves=False)
     rows = reshape(x, (math.prod(x.shape[:-1]), inner))
-    y = quantised_linear(rows, codes, scales, group_size, zero_point=zeros, offset=offsets, bias=bias, coded=coded)
+    y = quantised_linear(
+        rows, codes, scales, group_size, zero_point=zeros, offset=offsets, bias=bias, quantise_activations=coded
+    )
     return reshape(y, site.out.shape)
 
 

@@ -10,8 +10,8 @@ from tilewright.frontends.torch.registry import Site, aten
 from tilewright.frontends.torch.types import cast
 from tilewright.ir.build import broadcast, const, map_, reshape, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.kept import is_kept
 from tilewright.ir.ops import Gather, Select, Write
+from tilewright.ir.state import is_state
 from tilewright.ir.types import normalize_axis
 
 
@@ -68,7 +68,7 @@ def index_put(site: Site, self: Node, indices: Sequence[Node | None], values: No
         index is None
         or accumulate
         or not site.in_place
-        or not is_kept(self)
+        or not is_state(self)
         or index.dtype not in (S32, S64)
         or len(index.shape) != 1
     ):

@@ -23,9 +23,9 @@ from tilewright.frontends.torch.types import cast as as_type
 from tilewright.frontends.torch.types import dtype_of, type_of
 from tilewright.ir.build import broadcast, input_, items, transpose
 from tilewright.ir.graph import Graph, Node
-from tilewright.ir.kept import in_place, share
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Const, Convert, Input
+from tilewright.ir.state import in_place, share
 from tilewright.ir.types import TensorType
 
 

@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.ir.carrier import CARRIERS, operands_of
+from tilewright.ir.anchor import CARRIERS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Const, Input, Item, Param
 from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.explain.choices import chosen_of, mispredictions, refusals_of
-from tilewright.report.explain.findings import FOLDABLE, Reasons, dangling, fallback, not_read_through
+from tilewright.report.explain.findings import FOLDABLE, Reasons, fallback, not_read_through, unfused
 from tilewright.report.explain.words import accumulator_words, operand_words, store_words
 from tilewright.report.measure.work import counts, describe, steps_per_layer, work_of
 from tilewright.report.program import Program, Step, target_name, tensor_types
@@ -38,7 +38,7 @@ def explain_program(program: Program, name: str, ceilings: Target | None = None,
     reasons = Reasons(program)
     alike: dict[object, list[Product]] = {}
     for step in program.steps:
-        if step.decision is not None and step.decision.problem.kind != "region":
+        if step.decision is not None and step.decision.problem.kind != "fusion":
             product = _product(program, step, step.decision, reasons, ceilings)
             alike.setdefault(_likeness(product), []).append(product)
     products = [replace(group[0], names=[n for p in group for n in p.names]) for group in alike.values()]
@@ -47,7 +47,7 @@ def explain_program(program: Program, name: str, ceilings: Target | None = None,
         name,
         target_name(program.target),
         products,
-        dangling(program, reasons, cost),
+        unfused(program, reasons, cost),
         fallback(program, cost),
         counts(program.steps),
         steps_per_layer(program.steps),

@@ -1,11 +1,11 @@
-"""What fell back, what dangles, and why something stands beside a product instead of inside it."""
+"""What fell back, what is unfused, and why something stands beside a product instead of inside it."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from tilewright.ir.carrier import CARRIERS
+from tilewright.ir.anchor import CARRIERS
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops import Call, Concat, Const, Convert, Dequantize, Input, Item, Map, Pad, Quantize, Select
 from tilewright.ir.shown import VIEWS, op_name
@@ -14,10 +14,10 @@ from tilewright.report.program import Program, Step
 from tilewright.report.schema import Finding
 from tilewright.schedule.bench import UNCHECKED
 from tilewright.schedule.candidate import LAST_RESORT, discover
-from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.search import Decision
 
-_PARTS = {"gemm": "product", "attention": "attention", "region": "epilogue"}
+_PARTS = {"gemm": "product", "attention": "attention", "fusion": "epilogue"}
 FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)
 
 
@@ -49,14 +49,14 @@ class Reasons:
         found = self._by_node.get(node) or self._by_origin.get((self._graph.origin(node), op_name(node)), {})
         return list(found)
 
-    def rules(self, carrier: Node) -> list[str]:
+    def rules(self, anchor: Node) -> list[str]:
         """The rules that made a gemm or attention what it is, in the order in which they fired.
 
         A node is rebuilt without a rule when what it reads changes, so it is followed by its operation: of products with equal
         operations the first one's history is told.
         """
         fired: dict[int, str] = {}
-        pending: list[Op] = [carrier.op]
+        pending: list[Op] = [anchor.op]
         seen: set[Op] = set(pending)
         while pending:
             for rule, (i, before) in self._made.get(pending.pop(), {}).items():
@@ -79,9 +79,9 @@ class Reasons:
         made_by = [_behind_items(s) for s in node.src if not s.constant]
         if not made_by:
             return "it depends on constants alone"
-        carriers = [s for s in made_by if isinstance(s.op, CARRIERS)]
-        if carriers:
-            return self._why_after(node, carriers)
+        anchors = [s for s in made_by if isinstance(s.op, CARRIERS)]
+        if anchors:
+            return self._why_after(node, anchors)
         before = ", ".join(dict.fromkeys(op_name(s) for s in made_by if not isinstance(s.op, Input)))
         stands = f"it follows {before}, which has no epilogue to hold it" if before else "it reads an input of the program"
         after = next((r for r in self._past_views(node) if isinstance(r.op, CARRIERS)), None)
@@ -89,11 +89,11 @@ class Reasons:
             return stands if before else f"{stands}, and no product stands before or after it"
         return f"{stands}, and the {after.op.name} after it leaves it: {not_read_through(node)}"
 
-    def _why_after(self, node: Node, carriers: Sequence[Node]) -> str:
-        name = carriers[0].op.name
+    def _why_after(self, node: Node, anchors: Sequence[Node]) -> str:
+        name = anchors[0].op.name
         if isinstance(node.op, (Concat, Pad)):
             return f"no rule writes part of a {op_name(node)}: a {name}'s stores are whole tensors"
-        several = [s for s in carriers if len(self.readers(s)) > 1 or s in self._graph.outputs]
+        several = [s for s in anchors if len(self.readers(s)) > 1 or s in self._graph.outputs]
         if not several:
             return f"no rule folds {op_name(node)} into a {name} here"
         reads = ", ".join(dict.fromkeys(op_name(r) for r in self._past_views(node)))
@@ -116,7 +116,7 @@ class Reasons:
 
 
 def _continued(before: Node, after: Node) -> Op | None:
-    """The carrier that lives on in what a rule made: the one rewritten, or the one whose sources come first in the new one."""
+    """The anchor that lives on in what a rule made: the one rewritten, or the one whose sources come first in the new one."""
     if isinstance(before.op, CARRIERS):
         return before.op
     found = (n for n in map(_behind_items, before.src) if isinstance(n.op, CARRIERS) and after.src[: len(n.src)] == n.src)
@@ -132,17 +132,17 @@ def _behind_items(node: Node) -> Node:
     return node.src[0] if isinstance(node.op, Item) else node
 
 
-def dangling(program: Program, reasons: Reasons, cost_us: Mapping[int, float]) -> list[Finding]:
+def unfused(program: Program, reasons: Reasons, cost_us: Mapping[int, float]) -> list[Finding]:
     """Steps that only quantise, dequantise, convert or move data; `cost_us` by index of the step."""
     return [
         Finding(describe(step), step.name, reasons.why(_representative(step)), cost_us.get(i))
         for i, step in enumerate(program.steps)
-        if step.part.dangling
+        if step.part.unfused
     ]
 
 
 def _representative(step: Step) -> Node:
-    """The node of a dangling step that makes it one."""
+    """The node of a unfused step that makes it one."""
     working = [n for n in step.part.nodes if not isinstance(n.op, (*VIEWS, Const))] or list(step.part.nodes)
     return next((n for n in working if isinstance(n.op, Quantize)), working[0])
 
@@ -173,14 +173,14 @@ def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
 def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) -> str | None:
     """What a step leaves to the reference, and what kept all others from it; None if nothing."""
     problem, kernel = decision.problem, decision.kernel
-    said = [(r.candidate, r.why) for r in decision.rejected if r.time_us is None or not isinstance(problem, RegionProblem)]
+    said = [(r.candidate, r.why) for r in decision.rejected if r.time_us is None or not isinstance(problem, FusionProblem)]
     refused = "; ".join(f"{name}: {why}" for name, why in said)
     if kernel.candidate not in last_resort:
         slow = [_PARTS[what] for what, who in kernel.parts if who in last_resort]
         return (
             f"{kernel.candidate} leaves its {' and '.join(dict.fromkeys(slow))} to the reference ({refused})" if slow else None
         )
-    if not isinstance(problem, RegionProblem):
+    if not isinstance(problem, FusionProblem):
         return f"no kernel takes it ({refused})" if refused else "no kernel takes it"
     unchecked = any(why.startswith(UNCHECKED) for _, why in said)
     if refused and not problem.only_views and (kind == "cpu" or unchecked):

@@ -25,7 +25,7 @@ def account(program: Program, name: str, feeds: Sequence[Feed]) -> Gemm:
 
     program.run(bind(program, feeds), compare)
     decided = ((i, s.decision) for i, s in enumerate(program.steps))
-    at, decision = next((i, d) for i, d in decided if d is not None and d.problem.kind != "region")
+    at, decision = next((i, d) for i, d in decided if d is not None and d.problem.kind != "fusion")
     wrong = next((c for c in compared if not c.ok), None)
     shown = wrong or compared[at]
     return Gemm(

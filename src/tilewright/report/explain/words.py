@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewright.ir.carrier import acc_of, operands_of, stores_of
+from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.ops import (

@@ -41,7 +41,7 @@ def page(measured: Measured, explained: Explain, machine: Device) -> str:
         _steps(measured),
         _choices(explained),
         _findings("Fell back", report.fallback, "Nothing fell back: no product was left to the reference."),
-        _findings("Dangling", report.dangling, "Nothing dangles: no step only converts or moves what another step made."),
+        _findings("Unfused", report.unfused, "Nothing is unfused: no step only converts or moves what another step made."),
         _machine(machine),
         _inputs(report.inputs),
     ]

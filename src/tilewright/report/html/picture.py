@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from xml.sax.saxutils import escape
 
-from tilewright.ir.carrier import CARRIERS
+from tilewright.ir.anchor import CARRIERS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Const, Convert, Dequantize, Gather, Input, Item, LayerNorm, Quantize, Reduce, Softmax
 from tilewright.ir.shown import VIEWS, op_name

@@ -13,11 +13,11 @@ import torch
 
 from tilewright.errors import InputError
 from tilewright.files import whole_file
+from tilewright.ir.anchor import CARRIERS, acc_of, operands_of
 from tilewright.ir.build import const
-from tilewright.ir.carrier import CARRIERS, acc_of, operands_of
 from tilewright.ir.graph import Graph, Node, substitute
-from tilewright.ir.kept import callers
 from tilewright.ir.ops import Input, Param
+from tilewright.ir.state import caller_inputs
 from tilewright.ir.types import TensorType, no_numbers
 from tilewright.report.measure.domains import domains
 from tilewright.report.program import tensor_types
@@ -59,7 +59,7 @@ def make_feeds(
         InputError: a name is no input, or is filled twice; an input is no array of numbers.
     """
     given = given or {}
-    labels = {_label(n): n for n in callers(graph)}
+    labels = {_label(n): n for n in caller_inputs(graph)}
     for name in (*fill0, *fill1, *given):
         if name not in labels:
             raise no_input(name, labels)
@@ -91,7 +91,7 @@ def make_feeds(
     return feeds
 
 
-def kept(graph: Graph, feeds: Sequence[Feed], names: Collection[str]) -> tuple[Graph, list[Feed]]:
+def baked(graph: Graph, feeds: Sequence[Feed], names: Collection[str]) -> tuple[Graph, list[Feed]]:
     """The program with these inputs as constants of the values they were fed, and the other inputs' feeds."""
     constants = {
         node: const(cast("torch.Tensor", feed.value), node.tensor.dtype)

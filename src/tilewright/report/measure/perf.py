@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.hardware.target import Target
+from tilewright.report.explain.attribution import attribution, attribution_words
 from tilewright.report.explain.choices import way_of, ways_of, ways_words
-from tilewright.report.explain.doers import done_by, done_words
-from tilewright.report.explain.findings import Reasons, dangling, fallback
+from tilewright.report.explain.findings import Reasons, fallback, unfused
 from tilewright.report.measure.arithmetic import arithmetic
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.timing import Rounds, Times, device_us
@@ -96,13 +96,13 @@ def measure(
         total_us=round(whole.median_us, 3),
         verified=all(s.decision.verified for s in program.steps if s.decision is not None),
         steps=rows,
-        dangling=dangling(program, Reasons(program), cost),
+        unfused=unfused(program, Reasons(program), cost),
         fallback=fallback(program, cost),
         inputs=[f.shown for f in feeds],
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
-        done_by=done_by(rows),
-        summary=[*done_words(rows), *ways_words(choices), *_launched_words(program, whole, taken)],
+        done_by=attribution(rows),
+        summary=[*attribution_words(rows), *ways_words(choices), *_launched_words(program, whole, taken)],
         choices=choices,
     )
     counted = tuple(arithmetic(step, work.ops) for step, work in zip(program.steps, works, strict=True))

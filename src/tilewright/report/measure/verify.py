@@ -19,7 +19,7 @@ from tilewright.report.measure.work import candidate_of, describe
 from tilewright.report.program import Program, Step, restored, target_name, tensor_types
 from tilewright.report.schema import Comparison, Verify
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.problem import RegionProblem, region_of
+from tilewright.schedule.problem import FusionProblem, fusion_of
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -85,16 +85,16 @@ def _comparison(name: str, kind: str, problem: str, candidate: str, gaps: Sequen
 def _by_kernel(step: Step, values: Sequence[Value], tolerances: Tolerances) -> list[Gap]:
     assert step.decision is not None
     problem = step.decision.problem
-    region = isinstance(problem, RegionProblem)
+    region = isinstance(problem, FusionProblem)
     given = dict(zip(step.part.inputs, values, strict=True))
-    taken = region_of(step.part.inputs, step.part.outputs)[1] if region else step.part.nodes[0].src
+    taken = fusion_of(step.part.inputs, step.part.outputs)[1] if region else step.part.nodes[0].src
     sources = [cast("torch.Tensor", given[s]).cpu() for s in taken]
     expected = expect(problem, sources, step.decision.kernel.roundoff)
     results = list(expected.reference)  # a store that nothing reads is not given, and not judged
     for i, (output, given_back) in enumerate(zip(step.part.outputs, step.run(values), strict=True)):
         picked = i if region else output.op.index if isinstance(output.op, Item) else 0
         result = cast("torch.Tensor", given_back)
-        room = problem.destinations[i] if isinstance(problem, RegionProblem) and problem.destinations else None
+        room = problem.destinations[i] if isinstance(problem, FusionProblem) and problem.destinations else None
         if room is not None:
             result = result.narrow(room.axis, room.start, results[picked].shape[room.axis])
         results[picked] = result.cpu()

@@ -13,7 +13,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Call, Gather, Write
 from tilewright.ir.shown import VIEWS, show_region
 from tilewright.report.program import Part, Step, tensor_types
-from tilewright.schedule.problem import Problem, RegionProblem
+from tilewright.schedule.problem import FusionProblem, Problem
 
 TOLD_US = 20.0  # a product that is over sooner tells nothing of a rate
 
@@ -44,7 +44,7 @@ class Work:
 def work_of(step: Step) -> Work:
     """The least that a step can do."""
     problem = step.decision.problem if step.decision is not None else None
-    if problem is None or isinstance(problem, RegionProblem):
+    if problem is None or isinstance(problem, FusionProblem):
         return Work(0, _read(step.part) + _written(step.part), F32)
     multiplied = problem.lhs.dtype if isinstance(problem, Problem) else problem.operands[0].dtype
     return Work(problem.ops, problem.bytes, multiplied)
@@ -119,7 +119,7 @@ def candidate_of(step: Step) -> str:
     """Who does a step: the chosen candidate, torch (a region's operations one by one), or the source's own library."""
     if step.decision is not None:
         name = step.decision.kernel.candidate
-        return "torch" if name == "reference" and step.decision.problem.kind == "region" else name
+        return "torch" if name == "reference" and step.decision.problem.kind == "fusion" else name
     libraries = dict.fromkeys(n.op.library for n in step.part.nodes if isinstance(n.op, Call))
     return ", ".join(libraries) or "torch"
 
@@ -132,7 +132,7 @@ def counts(steps: Sequence[Step]) -> dict[str, int]:
 def steps_per_layer(steps: Sequence[Step]) -> int | None:
     """The most steps from one attention up to the next, views left out; None with fewer than two attentions.
 
-    A transformer has one attention a layer, so this counts what a layer takes: seven where nothing dangles.
+    A transformer has one attention a layer, so this counts what a layer takes: seven where nothing is unfused.
     """
     working = [s.part.kind for s in steps if s.part.kind != "view"]
     at = [i for i, kind in enumerate(working) if kind == "attention"]

@@ -16,7 +16,7 @@ from tilewright.schedule.candidate import discover
 from tilewright.schedule.schedule import Schedule
 
 NOTHING_FELL_BACK = "Nothing fell back: no step was left to the slow reference or to the source's own library."
-NOTHING_DANGLES = "Nothing dangles: no step only converts or moves what another step made."
+NOTHING_UNFUSED = "Nothing is unfused: no step only converts or moves what another step made."
 
 
 def print_explain(out: Console, report: Explain) -> None:
@@ -33,8 +33,8 @@ def print_explain(out: Console, report: Explain) -> None:
         _product(out, i, p)
     out.print()
     findings(out, "Fell back", report.fallback, NOTHING_FELL_BACK)
-    findings(out, "Dangling: work that belongs inside another step", report.dangling, NOTHING_DANGLES)
-    if report.dangling or report.fallback:
+    findings(out, "Unfused: work that belongs inside another step", report.unfused, NOTHING_UNFUSED)
+    if report.unfused or report.fallback:
         line(out, "Costs are what this machine's ceilings allow at best; `tilewright perf` measures them.", style="dim")
     known = who_is_who(report)
     if known:

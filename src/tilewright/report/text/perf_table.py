@@ -1,4 +1,4 @@
-"""The performance report for people: steps, a summary by kind, totals, what fell back, what dangles."""
+"""The performance report for people: steps, a summary by kind, totals, what fell back, what is unfused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.text import Text
 from tilewright.report.measure.perf import Measured
 from tilewright.report.schema import Peer, Step
 from tilewright.report.text.console import WIDE
-from tilewright.report.text.explain_text import NOTHING_DANGLES, NOTHING_FELL_BACK
+from tilewright.report.text.explain_text import NOTHING_FELL_BACK, NOTHING_UNFUSED
 from tilewright.report.text.quantized_table import print_quantized
 from tilewright.report.text.tables import Align, count, findings, heading, input_lines, line, percent, table, us
 
@@ -42,7 +42,7 @@ def print_perf(out: Console, measured: Measured, *, everything: bool = False) ->
     for sentence in report.summary:
         line(out, sentence)
     findings(out, "Fell back", report.fallback, NOTHING_FELL_BACK)
-    findings(out, "Dangling: work that belongs inside another step", report.dangling, NOTHING_DANGLES)
+    findings(out, "Unfused: work that belongs inside another step", report.unfused, NOTHING_UNFUSED)
     _against(out, report.against)
 
 

@@ -21,7 +21,7 @@ def print_quantized(out: Console, report: Quantized | None, *, everything: bool 
     if not report.layers:
         line(out, "Nothing: no product of a float with a constant matrix was found.", style="yellow")
         return
-    kept = sum(1 for layer in report.layers if layer.kept is not None)
+    kept = sum(1 for layer in report.layers if layer.skip_reason is not None)
     line(out, f"{report.scheme}; calibrated on {report.calibration}.")
     stay = f", {count(kept, 'layer')} left in float" if kept else ""
     line(out, f"{count(len(report.layers) - kept, 'layer')} quantised{stay}.")
@@ -29,11 +29,11 @@ def print_quantized(out: Console, report: Quantized | None, *, everything: bool 
         ("layer", "left"), ("product", "left"), ("error %", "right"), ("activation scale", "right"), ("weight scales", "right")
     )
     made.add_column("", overflow="fold")
-    ordered = sorted(report.layers, key=lambda x: (x.kept is None, -_size(x.error)))
+    ordered = sorted(report.layers, key=lambda x: (x.skip_reason is None, -_size(x.error)))
     shown = ordered if everything else ordered[: max(MOST_LAYERS, kept)]
     for x in shown:
         scale = "" if x.activation_scale is None else f"{x.activation_scale:.3g}"
-        note = Text("" if x.kept is None else f"in float: {x.kept}", style="yellow")
+        note = Text("" if x.skip_reason is None else f"in float: {x.skip_reason}", style="yellow")
         made.add_row(Text(x.name), Text(x.product), _percent(x.error), scale, _weights(x), note)
     out.print(made)
     _rest(out, len(ordered) - len(shown), everything)

@@ -321,7 +321,7 @@ def test_many_rows_meet_halves_that_the_multiplying_warps_made(line, tile):
     schedule = next(s for s in CANDIDATE.schedules(problem, H200) if {("tile_m", tile[0]), ("tile_n", tile[1])} <= {*s.knobs})
     kernel = CANDIDATE.build(problem, schedule, H200)
     assert kernel.spills == 0 and kernel.packed_bytes < 0.7 * problem.N * problem.K
-    assert kernel.unread == frozenset(i for i, weight in enumerate(problem.weights) if weight)
+    assert kernel.releasable == frozenset(i for i, weight in enumerate(problem.weights) if weight)
 
 
 def test_words_of_many_rows_come_by_tma_and_not_through_registers():

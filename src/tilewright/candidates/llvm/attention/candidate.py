@@ -15,8 +15,8 @@ from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.scratch import give, maker, take
 from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.target import Chip, Target
+from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
-from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, Unsupported, of_operand, of_store, or_why

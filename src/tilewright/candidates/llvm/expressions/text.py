@@ -134,7 +134,7 @@ class Function:
         self._allocas.append(f"  {name} = alloca [{size_bytes} x i8], align 64")
         return name
 
-    def room(self, size_bytes: Int) -> str:
+    def dynamic_alloca(self, size_bytes: Int) -> str:
         """Like `alloca`, of a size that is known when the function runs. Not in a loop: it stays until the function returns."""
         return self.v(f"alloca i8, i64 {size_bytes}, align 64")
 

@@ -11,10 +11,10 @@ from tilewright.candidates.llvm.expressions.integers import SHIFTS, Integers
 from tilewright.candidates.llvm.expressions.math_wide import WideMath
 from tilewright.candidates.llvm.expressions.text import Function, Int, suffix, vec
 from tilewright.dtype import BF16, F32, PRED, DType
-from tilewright.ir.expression import COARSE, rounded_at_once
+from tilewright.ir.expression import REDUCED_PRECISION_SAFE, rounded_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Gather, Map, Param, Quantize, Select
-from tilewright.lowering.access import Access, Place, Unsupported, too_wide
+from tilewright.lowering.access import Access, AccessMap, Unsupported, too_wide
 
 BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
 LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
@@ -99,7 +99,7 @@ class Lanes(Casts):
         columns: Columns,
         pointer: Callable[[Node], str],
         roots: Sequence[Node] = (),
-        in_pairs: Mapping[Node, tuple[int, Place]] | None = None,
+        in_pairs: Mapping[Node, tuple[int, AccessMap]] | None = None,
     ):
         super().__init__(f, lanes)
         self._in_pairs = in_pairs or {}
@@ -121,7 +121,7 @@ class Lanes(Casts):
             where = self._lanes_apart(place, at, in_memory(dtype))
             self.f.intrinsic(name, "void", (type_, value), (self._pointers, where), ("i32 immarg", "1"), mask)
 
-    def store_pairs(self, row: Int, place: Place, first: str, second: str, pointer: str) -> None:
+    def store_pairs(self, row: Int, place: AccessMap, first: str, second: str, pointer: str) -> None:
         """Write the root's values and those of another, each beside the other's, where pairs of them go."""
         dtype = self.access.root.dtype
         memory, bits = in_memory(dtype), vec(self.lanes, "i8")
@@ -134,9 +134,9 @@ class Lanes(Casts):
 
     # -- addresses
 
-    def _first_pair(self, place: Place, row: Int, pointer: str, size: int) -> str:
+    def _first_pair(self, place: AccessMap, row: Int, pointer: str, size: int) -> str:
         """Of the pair that lane 0 is one of."""
-        at = self._address(Place(place.offset, place.rows, ()), row, pointer, size)
+        at = self._address(AccessMap(place.offset, place.rows, ()), row, pointer, size)
         return self.f.at(at, self.f.mul(self.columns.first, 2 * size))
 
     def _twice(self, mask: str | None) -> str | None:
@@ -148,12 +148,12 @@ class Lanes(Casts):
     def _pointers(self) -> str:
         return vec(self.lanes, "ptr")
 
-    def _spread(self, place: Place) -> list[tuple[int, int, int]]:
+    def _spread(self, place: AccessMap) -> list[tuple[int, int, int]]:
         """The column terms that differ between lanes."""
         whole = self.columns.aligned
         return [(t.extent, t.inner, t.stride) for t in place.columns if not (whole and t.inner % self.lanes == 0)]
 
-    def _consecutive(self, place: Place) -> bool:
+    def _consecutive(self, place: AccessMap) -> bool:
         """Lanes lie one after the other."""
         spread = self._spread(place)
         if len(spread) != 1:
@@ -162,7 +162,7 @@ class Lanes(Casts):
         alone = len(place.columns) == 1 and extent * inner >= self.access.columns_extent
         return (inner, stride) == (1, 1) and (alone or (self.columns.aligned and extent % self.lanes == 0))
 
-    def _address(self, place: Place, row: Int, pointer: str, size: int, *, common: bool = False) -> str:
+    def _address(self, place: AccessMap, row: Int, pointer: str, size: int, *, common: bool = False) -> str:
         """Address of lane 0, or of what is `common` to all lanes: always where they do not lie one after the other."""
         f, offset = self.f, place.offset
         total: Int = offset
@@ -190,7 +190,7 @@ class Lanes(Casts):
             extent *= axis.extent
         return extent
 
-    def _lanes_apart(self, place: Place, base: str, element_type: str, further: str = "zeroinitializer") -> str:
+    def _lanes_apart(self, place: AccessMap, base: str, element_type: str, further: str = "zeroinitializer") -> str:
         """A pointer for each lane, so many elements `further`."""
         f, i32, i64 = self.f, vec(self.lanes, "i32"), vec(self.lanes, "i64")
         first = (
@@ -278,7 +278,7 @@ class Lanes(Casts):
         if isinstance(op, Dequantize):
             return self.dequantize(n, args)
         assert isinstance(op, Map)
-        coarse = op.fn in COARSE and (n in self._coarse or n.dtype is BF16)
+        coarse = op.fn in REDUCED_PRECISION_SAFE and (n in self._coarse or n.dtype is BF16)
         return self._map(op.fn, n.src[0].dtype, args, coarse=coarse)
 
     def _map(self, fn: str, dtype: DType, args: list[str], *, coarse: bool = False) -> str:

@@ -21,7 +21,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
-from tilewright.lowering.access import Unsupported, largest_of, of_operand, of_store, or_why, two_halves
+from tilewright.lowering.access import Unsupported, gate_up, largest_of, of_operand, of_store, or_why
 from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
@@ -43,7 +43,7 @@ def _plan(problem: Problem, target: Target) -> Plan:
     largest = tuple(largest_of(root) for root in problem.op.stores)
     kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
     check(kept)
-    roots, second = two_halves(kept, len(problem.types)) or (kept, None)
+    roots, second = gate_up(kept, len(problem.types)) or (kept, None)
     stores = tuple(of_store(root) for root in roots)
     lhs_root, rhs_root = problem.op.lhs, problem.op.rhs
     if lhs_root.shape[:-2] != batch_shape:
@@ -106,7 +106,7 @@ class LlvmGemm:
             lambda weights: _prepared(problem, plan, nest, call, weights),
             workspace_bytes=nest.scratch(torch.get_num_threads()),
             packed_bytes=nest.packed_rhs if plan.constant else 0,
-            unread=unread(problem, plan),
+            releasable=unread(problem, plan),
         )
 
 
@@ -120,7 +120,7 @@ def _schedule(dot: Dot, blocks: Blocks) -> Schedule:
         mc=blocks.mc * blocks.mr,
         nc=blocks.nc * nr,
         pack_lhs=blocks.pack_lhs,
-        private=blocks.private,
+        private=blocks.packs_per_thread,
     )
 
 

@@ -40,12 +40,12 @@ class Dot:
     acc: DType
     emit: Emit
     tile: int = 1
-    numbered: bool = False
+    tile_registers: bool = False
 
     @property
     def rows(self) -> int:
         """Of the left operand in an operand vector."""
-        return 1 if self.numbered else self.tile
+        return 1 if self.tile_registers else self.tile
 
     @property
     def lane_bytes(self) -> int:
@@ -60,7 +60,7 @@ class Dot:
     @property
     def steps(self) -> int:
         """Lanes along K that an operand register holds."""
-        return self.tile if self.numbered else 1
+        return self.tile if self.tile_registers else 1
 
     def most_rows(self, nv: int) -> int:
         """Rows of a tile of `nv` vectors that stay in registers; 0 if not one does.
@@ -69,7 +69,7 @@ class Dot:
         needs; on Arm, whose broadcasts are loads of their own, the one on its way. Numbered tiles are two by two. Vectors of
         several rows are packed, and read, as many at once.
         """
-        if self.numbered:
+        if self.tile_registers:
             return 2 * self.tile if nv == 2 else 0
         if nv % self.rows:
             return 0
@@ -177,7 +177,7 @@ def _tdp(instruction: str, lhs: DType, rhs: DType, acc: DType) -> Dot:
     def emit(f: Function, c: str, a: str, b: str) -> str:
         return f.intrinsic(f"llvm.x86.{instruction}", "void", *[("i8 immarg", number) for number in (c, a, b)])
 
-    return Dot(instruction, 16, 8, lhs, rhs, acc, emit, 16, numbered=True)
+    return Dot(instruction, 16, 8, lhs, rhs, acc, emit, 16, tile_registers=True)
 
 
 _NEON = "llvm.aarch64.neon"

@@ -50,8 +50,8 @@ class Writer(Micro):
         self._pack_rhs()
         if n.blocks.pack_lhs or n.choice.correction:
             self._pack_lhs()
-        if n.blocks.private:
-            self._ask()
+        if n.blocks.packs_per_thread:
+            self._prefetch()
         self._multiply()
         self._worker()
         self._entry()
@@ -135,12 +135,12 @@ class Writer(Micro):
     def _multiply(self) -> None:
         n, blocks = self.nest, self.nest.blocks
         f = self._function("multiply")
-        if blocks.private or n.passes > 1:
+        if blocks.packs_per_thread or n.passes > 1:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-            own = self._scratch(f, f.add(0 if blocks.private else n.threads_at, f.mul(me, n.thread_bytes)))
+            own = self._scratch(f, f.add(0 if blocks.packs_per_thread else n.threads_at, f.mul(me, n.thread_bytes)))
         else:
             own = f.alloca(n.result_tile)
-        if not blocks.private:
+        if not blocks.packs_per_thread:
             copies, right, sums = self._scratch(f, 0), self._rhs(f), self._scratch(f, n.sums_at)
             across, down = -(-n.panels // blocks.nc), -(-n.tiles // blocks.mc)
             with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
@@ -167,11 +167,11 @@ class Writer(Micro):
                         self._block(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
                         with f.when(f.compare("slt", b2, n.batch)):
                             f.call("ask", ("ptr", "%d"), ("i64", b2), ("i64", p2), ("i64", t0.index))
-        if n.dot.numbered:
+        if n.dot.tile_registers:
             tiles.release(f)
         f.finish()
 
-    def _ask(self) -> None:
+    def _prefetch(self) -> None:
         """ask(d, b, panel, tile): for a part of the operands of the block that starts at `panel` of matrix b.
 
         Each block of tiles asks for its share, so that memory is read at an even pace while products are computed.
@@ -192,7 +192,7 @@ class Writer(Micro):
         for half in range(0, n.columns, n.stored):
             column = f.add(f.mul("%panel", n.width), half)
             until = f.min(f.add(column, blocks.nc * n.width), half + n.stored)
-            if n.along:
+            if n.k_contiguous:
                 each = -(-blocks.nc * n.width // shares)
                 first = f.add(column, f.mul(share, each))
                 region(n.rhs, n.columns, first, f.min(f.add(first, each), until), 0, n.depth)
@@ -222,8 +222,8 @@ class Writer(Micro):
                     out = f.at(out, f.mul(index, n.result_tile))
                 right = f.at(packed.rhs, place)
                 args = [("ptr", a), ("i64", stride), ("ptr", right), ("ptr", out), ("i64", groups)]
-                if n.asks:  # this tile's share of the block that comes after
-                    share = f.mul(f.mul(tile, n.asks * CACHE_LINE), groups)
+                if n.prefetch_distance:  # this tile's share of the block that comes after
+                    share = f.mul(f.mul(tile, n.prefetch_distance * CACHE_LINE), groups)
                     args.append(("ptr", f.at(right, f.add(self._pass_bytes, share))))
                 row = f.add(f.mul(b, n.rows), begin)
                 if self.direct:
@@ -233,7 +233,7 @@ class Writer(Micro):
                     self._stores(f, out, row, rows, loop.index, packed.sums)
 
         def configure(rows: int) -> None:
-            if n.dot.numbered:
+            if n.dot.tile_registers:
                 tiles.configure(f, n.dot, rows)
 
         def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
@@ -279,7 +279,7 @@ class Writer(Micro):
         n = self.nest
         f = self._function("worker")
         steps: list[str] = []
-        if not n.blocks.private:
+        if not n.blocks.packs_per_thread:
             steps = ([] if n.constant else ["pack_rhs"]) + (["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else [])
         for step in steps:
             f.call(step, ("ptr", "%d"))

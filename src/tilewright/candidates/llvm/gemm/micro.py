@@ -41,11 +41,11 @@ class Micro(Packing):
         """result tile (+)= lhs tile x rhs panel over `groups` groups of K; or the result itself, see `direct`."""
         d, nv = self.nest.dot, self.nest.blocks.nv
         name = f"micro_{rows}{'' if fresh else '_more'}"
-        if d.numbered:
+        if d.tile_registers:
             tiles.micro(self.module, self.nest, name, rows, fresh=fresh)
             return
         args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
-        asks = self.nest.asks
+        asks = self.nest.prefetch_distance
         args += [("ptr", "next")] if asks else []
         f = Function(self.module, name, [*args, ("ptr", "d"), *PLACE] if self.direct else args)
         width, tops = d.vector_bytes, range(0, rows, d.rows)

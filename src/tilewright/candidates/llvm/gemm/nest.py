@@ -40,7 +40,7 @@ class Blocks:
     mc: int
     nc: int
     pack_lhs: bool
-    private: bool = False
+    packs_per_thread: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Nest:
     choice: Choice
     lhs: Access
     rhs: Access
-    along: bool
+    k_contiguous: bool
     constant: bool
     stores: tuple[Access, ...]
     sources: int
@@ -112,7 +112,7 @@ class Nest:
         return max(1, -(-self.depth // self.blocks.kc))
 
     @cached_property
-    def asks(self) -> int:
+    def prefetch_distance(self) -> int:
         """Lines of the next block of the right operand that each group of K asks for: its share, if two or three tiles of rows
         are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
         few = self.constant and 1 < self.tiles <= 3 and self.blocks.nc == 1 and self.dot.tile == 1
@@ -156,7 +156,7 @@ class Nest:
 
     @property
     def packed_rhs(self) -> int:
-        panels = self.blocks.nc if self.blocks.private else self.batch * self.panels
+        panels = self.blocks.nc if self.blocks.packs_per_thread else self.batch * self.panels
         return panels * self.panel + 4096  # room to prefetch into
 
     @property
@@ -166,7 +166,7 @@ class Nest:
     @property
     def matrices(self) -> int:
         """That are packed at a time."""
-        return 1 if self.blocks.private else self.batch
+        return 1 if self.blocks.packs_per_thread else self.batch
 
     @property
     def sums_at(self) -> int:
@@ -184,10 +184,10 @@ class Nest:
     def thread_bytes(self) -> int:
         """Of what each thread has to itself, behind what all share; of everything if nothing is shared."""
         results = self.blocks.mc * self.blocks.nc * self.result_tile if self.passes > 1 else 0
-        return rounded(self.threads_at + results) if self.blocks.private else results
+        return rounded(self.threads_at + results) if self.blocks.packs_per_thread else results
 
     def scratch(self, threads: int) -> int:
-        shared = 0 if self.blocks.private else self.threads_at
+        shared = 0 if self.blocks.packs_per_thread else self.threads_at
         return shared + threads * self.thread_bytes + CACHE_LINE
 
     @property

@@ -57,7 +57,7 @@ class Packing:
         """pack_lhs(d): tiles of the left operand, a task each; pack_tile(d, b, tile, to, sums): one of them."""
         n = self.nest
         self._pack_tile()
-        if n.blocks.private:
+        if n.blocks.packs_per_thread:
             return
         f = self._function("pack_lhs")
         copies, sums = self._scratch(f, 0), self._scratch(f, n.sums_at)
@@ -122,10 +122,10 @@ class Packing:
         n = self.nest
         f = self._function(f"{name}_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "out"))
         if n.depth:
-            (self._pack_along if n.along else self._pack_across)(f, "%b", "%panel", "%out")
+            (self._pack_along if n.k_contiguous else self._pack_across)(f, "%b", "%panel", "%out")
         f.finish()
         f = self._function(name)
-        if not n.blocks.private:
+        if not n.blocks.packs_per_thread:
             with f.tasks(self._counter(f, counter), n.batch * n.panels) as task:
                 b, panel = f.div(task, n.panels), f.rem(task, n.panels)
                 out = f.at(self._rhs(f), f.mul(task, n.panel))

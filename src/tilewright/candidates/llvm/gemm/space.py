@@ -164,7 +164,7 @@ class Points:
         """One nest's."""
         kc = rounded(-(-blocks.kc // dot.k), dot.steps)
         mr, nv, deep, mc, nc = (np.array([x], np.int64) for x in (blocks.mr, blocks.nv, kc, blocks.mc, blocks.nc))
-        return cls(mr, nv, deep, mc, nc, np.array([blocks.pack_lhs]), np.array([blocks.private]))
+        return cls(mr, nv, deep, mc, nc, np.array([blocks.pack_lhs]), np.array([blocks.packs_per_thread]))
 
 
 def legal(points: Points, product: Product, target: Target) -> Flags:

@@ -128,7 +128,9 @@ def _tile(n: Product, p: Points, c: _Counts, target: Target, r: Rates) -> tuple[
     whole = near is not None and 0 < near.bytes_per_cycle <= dot.vector_bytes  # no two vectors are loaded in a cycle
     narrow = max(1.0, 64 / near.bytes_per_cycle) if near is not None and whole else 1.0
     loads = p.mr * spread / (dot.tile * dot.steps) + p.nv * r.wide * narrow * dot.vector_bytes / 64
-    group = np.maximum(-(-p.mr // dot.tile) * p.nv * issue / dot.steps, np.maximum(0 if dot.numbered else r.latency, loads))
+    group = np.maximum(
+        -(-p.mr // dot.tile) * p.nv * issue / dot.steps, np.maximum(0 if dot.tile_registers else r.latency, loads)
+    )
     crowded = ~p.pack_lhs & (p.mr * math.gcd(n.lhs_row, WAY) >= WAYS * WAY)
     vectors = p.mr * c.nr * 4 / dot.vector_bytes
     beside = r.call + r.sums * vectors * np.where(c.passes > 1, 2.0, 1.0)

@@ -21,9 +21,9 @@ from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Unsupported, or_why
-from tilewright.lowering.region import Region, regions_of_rows
+from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.schedule.candidate import CPU, Kernel, Runner
-from tilewright.schedule.problem import ProblemKind, RegionProblem
+from tilewright.schedule.problem import FusionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
@@ -32,17 +32,17 @@ FULL = 16  # lanes of a register of 64 bytes
 
 
 @or_why
-def _plan(problem: RegionProblem, target: Target) -> Rows:
+def _plan(problem: FusionProblem, target: Target) -> Rows:
     choice = choose(F32, F32, F32, target.chip)
     if choice is None:
         raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
-    regions = regions_of_rows(problem.roots, check_node)
+    regions = reduction_nests(problem.roots, check_node)
     each = tuple(_loops(r, choice.dot.lanes) for r in regions)
     scales = frozenset(i for loops in each for i in loops.scales if problem.weights[i])
     return Rows(each, len(problem.types), len(problem.outputs), scales)
 
 
-def _loops(region: Region, lanes: int) -> Loops:
+def _loops(region: ReductionNest, lanes: int) -> Loops:
     """On vectors of two registers where these are short and the columns come out even: each operation is then two that do not
     wait for each other, next to each other, while whole vectors side by side are further apart than processors look ahead."""
     wide = lanes < FULL and region.columns % (2 * lanes) == 0
@@ -52,20 +52,20 @@ def _loops(region: Region, lanes: int) -> Loops:
 class LlvmRows:
     """Found by file name; see `schedule.candidate.Candidate`."""
 
-    name = "llvm_rows"
-    kinds = frozenset[ProblemKind]({"region"})
+    name = "llvm_norm"
+    kinds = frozenset[ProblemKind]({"fusion"})
     devices = CPU
     preference = 5
 
-    def refuse(self, problem: RegionProblem, target: Target) -> str | None:
+    def refuse(self, problem: FusionProblem, target: Target) -> str | None:
         return engine.refusal(lambda: _plan(problem, target))
 
-    def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
+    def schedules(self, problem: FusionProblem, target: Target) -> Iterable[Schedule]:
         plan = _plan(problem, target)
         assert isinstance(plan, Rows)
         return (Schedule.of(passes=max(r.region.passes for r in plan.each), lanes=plan.each[0].lanes),)
 
-    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, problem: FusionProblem, schedule: Schedule, target: Target) -> Kernel:
         plan = _plan(problem, target)
         assert isinstance(plan, Rows)
         call = engine.function(module_text(plan))
@@ -88,7 +88,7 @@ def module_text(rows: Rows) -> str:
     return RowsWriter(rows).write().text(*engine.host())
 
 
-def _prepared(problem: RegionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
+def _prepared(problem: FusionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
     picks = any(loops.region.tables for loops in rows.each)
     small = sum(loops.region.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
     makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]

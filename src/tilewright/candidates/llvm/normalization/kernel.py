@@ -20,7 +20,7 @@ from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
 from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
-from tilewright.lowering.region import Region, is_named
+from tilewright.lowering.reduction_nest import ReductionNest, is_named
 
 TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
 ALL = ("and", "multiply", "minimum")  # of pred: whether all hold
@@ -37,7 +37,7 @@ class Loops:
         unroll: vectors side by side.
     """
 
-    region: Region
+    region: ReductionNest
     lanes: int
     unroll: int
 
@@ -62,7 +62,7 @@ class Loops:
 
     def kept_at(self, n: Node) -> int:
         """Where in a thread's memory a row of a kept node starts."""
-        kept = self.region.kept
+        kept = self.region.materialised
         return sum(self._kept_bytes(k) for k in kept[: kept.index(n)])
 
     def _kept_bytes(self, n: Node) -> int:
@@ -70,7 +70,7 @@ class Loops:
 
     @property
     def thread_bytes(self) -> int:
-        return sum(map(self._kept_bytes, self.region.kept))
+        return sum(map(self._kept_bytes, self.region.materialised))
 
     def scale(self, n: Node) -> int | None:
         """The problem's source that is the one scale of a quantisation."""
@@ -347,7 +347,7 @@ class _LoopsWriter:
 
         def value(n: Node) -> str:
             if n not in values:
-                if n in region.kept and region.level[n] < pass_:
+                if n in region.materialised and region.level[n] < pass_:
                     values[n] = f.load(*self._kept(n, column))
                 else:
                     for s in (n.src[1:] if n in region.by_lanes else ()) if isinstance(n.op, Gather) else n.src:
@@ -355,7 +355,7 @@ class _LoopsWriter:
                     values[n] = self._value(lanes, n, values, row)
             return values[n]
 
-        for n in region.kept:
+        for n in region.materialised:
             if region.level[n] == pass_:
                 type_, at, aligned = self._kept(n, column)
                 f.store(type_, value(n), at, aligned)

@@ -101,8 +101,8 @@ def _text() -> str:
     table = f.intrinsic("PyBytes_AsString", "ptr", ("ptr", part(0)))
     numbers = [f.load("i64", f.at(table, 8 * i)) for i in range(INDICES)]
     counters = f.v(f"and i64 {f.add(f.mul(numbers[POINTERS], 8), CACHE_LINE - 1)}, -{CACHE_LINE}")
-    d = f.room(f.add(counters, COUNTERS))
-    held = f.room(f.mul(numbers[READ], 8))
+    d = f.dynamic_alloca(f.add(counters, COUNTERS))
+    held = f.dynamic_alloca(f.mul(numbers[READ], 8))
     for pointers, count in ((d, numbers[POINTERS]), (held, numbers[READ])):
         with f.loop(0, count) as loop:
             f.store("ptr", "null", f.at(pointers, f.mul(loop.index, 8)), 8)
@@ -138,7 +138,7 @@ def _text() -> str:
         address = f.intrinsic("PyTuple_GetItem", "ptr", ("ptr", taken), ("i64", "0"))
         f.store("ptr", f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", address)), f.at(last, -16), 8)
     with f.when(f.v(f"xor i1 {pooled}, true")):
-        f.store("ptr", f.room(numbers[ALONE]), f.at(last, -16), 8)
+        f.store("ptr", f.dynamic_alloca(numbers[ALONE]), f.at(last, -16), 8)
     state = f.intrinsic("PyEval_SaveThread", "ptr")
     kernel = f.v(f"inttoptr i64 {numbers[KERNEL]} to ptr")
     f.do(f"call void {kernel}(ptr {d}, i64 {team}, i64 0)")

@@ -19,7 +19,7 @@ from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
-from tilewright.lowering.access import Unsupported, of_store, or_why, two_halves
+from tilewright.lowering.access import Unsupported, gate_up, of_store, or_why
 from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem, ProblemKind
@@ -76,7 +76,7 @@ def planned(problem: Problem, target: Target) -> Plan:
     check(problem.op.stores)
     rows, count = problem.batch * problem.M, len(problem.types)
     rhs = side_of(problem.op.rhs, count + 1, columns_last=True, outside=True)
-    roots, second = two_halves(problem.op.stores, count) or (problem.op.stores, None)
+    roots, second = gate_up(problem.op.stores, count) or (problem.op.stores, None)
     stores = tuple(of_store(root) for root in roots)
     coded = _coded(problem, target.chip)
     if coded is not None:
@@ -163,7 +163,12 @@ class LlvmW4:
 
         scratch = nest.scratch(torch.get_num_threads())
         return Kernel(
-            self.name, schedule, prepare, workspace_bytes=scratch, packed_bytes=nest.packed_rhs, unread=unread(problem, plan)
+            self.name,
+            schedule,
+            prepare,
+            workspace_bytes=scratch,
+            packed_bytes=nest.packed_rhs,
+            releasable=unread(problem, plan),
         )
 
 

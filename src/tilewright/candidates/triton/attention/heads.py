@@ -10,8 +10,8 @@ from typing import Literal, cast
 from tilewright.candidates.triton.expressions.casts import FP8
 from tilewright.candidates.triton.expressions.emit import NUMBERED, VIEWS, check
 from tilewright.dtype import BF16, F16, F32, DType
+from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
-from tilewright.ir.carrier import operands_of, stores_of
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Param, Quantize
 from tilewright.lowering.access import Access, Unsupported, of_operand, of_store

@@ -20,7 +20,7 @@ from tilewright.ir.axes import axes_of
 from tilewright.ir.expression import quantised_at_once, rounded_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
-from tilewright.lowering.access import Access, Place, Term, Unsupported, too_wide
+from tilewright.lowering.access import Access, AccessMap, StridedDigit, Unsupported, too_wide
 
 NUMBERED = (1 << 31) - (1 << 16)  # rows or columns that 32 bits count, with those of the last tile that do not exist
 
@@ -173,7 +173,7 @@ class Emitter(Functions):
             columns = self.text.v(f"{self.tile.step} + {columns}")
         return self.text.v(f"{columns} - {access.first}") if access.first else columns
 
-    def _spread(self, access: Access, place: Place) -> tuple[str | None, str | None]:
+    def _spread(self, access: Access, place: AccessMap) -> tuple[str | None, str | None]:
         """Offsets of a place by row and by column as tiles of one column and one row, in elements, None where it has none."""
         most = place.offset + sum((t.extent - 1) * t.stride for t in (*place.rows, *place.columns))
         wide = most >= 1 << 31
@@ -195,7 +195,7 @@ class Emitter(Functions):
             rows = self.along(rows, 0)
         return rows, None if columns is None else self.along(columns, 1)
 
-    def _of_step(self, term: Term, *, wide: bool) -> str:
+    def _of_step(self, term: StridedDigit, *, wide: bool) -> str:
         """What a digit that the whole tile of a step shares adds to an address."""
         digit = self.text.v(f"{self.tile.step} // {term.inner} % {term.extent}")
         return f"{self.cast(digit, 'int64') if wide else digit} * {term.stride}"
@@ -205,7 +205,7 @@ class Emitter(Functions):
         places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param)]
         return any(p.rows for p in places), any(self._apart(p)[1] for p in places)
 
-    def _apart(self, place: Place) -> tuple[list[Term], list[Term]]:
+    def _apart(self, place: AccessMap) -> tuple[list[StridedDigit], list[StridedDigit]]:
         """The columns' digits that are one number for the whole tile of a step, and the others."""
         steps = self.tile.step is not None
         alike = [t for t in place.columns if steps and t.inner % self.tile.stride == 0 and t.inner > 1]
@@ -215,7 +215,7 @@ class Emitter(Functions):
         """A vector along the rows (0) or columns (1) as a tile of one column or one row."""
         return self.text.v(f"{self.text.v(vector)}{'[:, None]' if (axis == 0) != self.tile.across else '[None, :]'}")
 
-    def _digits(self, number: str, terms: Sequence[Term], extent: int, *, wide: bool) -> str | None:
+    def _digits(self, number: str, terms: Sequence[StridedDigit], extent: int, *, wide: bool) -> str | None:
         """The sum of digits times strides."""
         parts: list[str] = []
         for term in terms:
@@ -248,14 +248,14 @@ class Emitter(Functions):
             return self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
         return self.tile.column_mask
 
-    def _evenly(self, place: Place, access: Access) -> bool:
+    def _evenly(self, place: AccessMap, access: Access) -> bool:
         """A step moves every column of the place by the same distance."""
         if self.tile.step is None or len(place.columns) != 1:
             return False
         (term,) = place.columns
         return term.inner == 1 and term.extent >= access.columns_extent
 
-    def _base(self, n: Node, place: Place, access: Access) -> str:
+    def _base(self, n: Node, place: AccessMap, access: Access) -> str:
         """Pointers to the columns of step 0."""
         still = Emitter(self.text, replace(self.tile, step=None), self.pointer, self.fp8)
         at = still._sum(*still._spread(access, place))
@@ -277,7 +277,7 @@ class Emitter(Functions):
             value = t.call("load", where, f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}")
         return t.v(f"{value} != 0") if n.dtype is PRED else value
 
-    def _stepped(self, place: Place) -> str:
+    def _stepped(self, place: AccessMap) -> str:
         """How far the step moves a place's columns."""
         (term,) = place.columns
         if term.stride == 1:

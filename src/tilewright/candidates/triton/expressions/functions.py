@@ -1,6 +1,6 @@
 """The elementwise functions that `map` names, as Triton's arithmetic on values in registers.
 
-Errors are within the few roundings that a step of an epilogue may have (`schedule/bands.py`).
+Errors are within the few roundings that a step of an epilogue may have (`schedule/intervals.py`).
 """
 
 from __future__ import annotations

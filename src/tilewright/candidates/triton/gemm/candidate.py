@@ -19,7 +19,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.lowering.access import Access, Unsupported, largest_of, of_operand, of_store, or_why, two_halves
+from tilewright.lowering.access import Access, Unsupported, gate_up, largest_of, of_operand, of_store, or_why
 from tilewright.schedule.candidate import GPU, Kernel, Runner
 from tilewright.schedule.cost import Work
 from tilewright.schedule.problem import Problem, ProblemKind
@@ -70,7 +70,7 @@ def _plan(problem: Problem, target: Target, tf32: bool) -> Plan:
     largest = [largest_of(root) for root in problem.op.stores]
     kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
     check(kept, blocks=True)
-    roots, second = two_halves(kept, len(problem.types)) or (kept, None)
+    roots, second = gate_up(kept, len(problem.types)) or (kept, None)
     stores = tuple(of_store(root) for root in roots)
     columns = problem.N if second is None else problem.N // 2
     if any(inner and (s.first, s.columns_extent) != (0, columns) for inner, s in zip(largest, stores, strict=True)):
@@ -158,7 +158,7 @@ class TritonGemm:
             prepare,
             workspace_bytes=nest.workspace_bytes,
             packed_bytes=packed,
-            unread=_unread(problem, nest),
+            releasable=_unread(problem, nest),
             roundoff=plan.dot.roundoff,
             registers=needs.registers,
             spills=needs.spills,

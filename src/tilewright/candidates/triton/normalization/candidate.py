@@ -29,9 +29,9 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.types import TensorType
 from tilewright.lowering.access import Unsupported, or_why
-from tilewright.lowering.region import Region, regions_of_rows
+from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.schedule.candidate import GPU, Kernel, Runner
-from tilewright.schedule.problem import Destination, ProblemKind, RegionProblem
+from tilewright.schedule.problem import Destination, FusionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
@@ -47,8 +47,8 @@ EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead
 
 
 @or_why
-def _regions(problem: RegionProblem) -> tuple[Region, ...]:
-    regions = regions_of_rows(problem.roots, check_node, problem.destinations)
+def _regions(problem: FusionProblem) -> tuple[ReductionNest, ...]:
+    regions = reduction_nests(problem.roots, check_node, problem.destinations)
     for region in regions:
         if any(region.level.values()) and region.columns > MOST_COLUMNS:
             raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
@@ -60,12 +60,12 @@ def _regions(problem: RegionProblem) -> tuple[Region, ...]:
 class TritonRows:
     """Found by file name; see `schedule.candidate.Candidate`."""
 
-    name = "triton_rows"
-    kinds = frozenset[ProblemKind]({"region"})
+    name = "triton_norm"
+    kinds = frozenset[ProblemKind]({"fusion"})
     devices = GPU
     preference = 5
 
-    def refuse(self, problem: RegionProblem, target: Target) -> str | None:
+    def refuse(self, problem: FusionProblem, target: Target) -> str | None:
         if not installed():
             return INSTALL
         if arch_of(target) is None:
@@ -73,22 +73,22 @@ class TritonRows:
         found = _regions(problem)
         return found if isinstance(found, str) else None
 
-    def schedules(self, problem: RegionProblem, target: Target) -> Iterable[Schedule]:
+    def schedules(self, problem: FusionProblem, target: Target) -> Iterable[Schedule]:
         regions, arch = _regions(problem), arch_of(target)
         assert not isinstance(regions, str) and arch is not None
         return tuple(_points(_largest(regions), arch, max(target.cores, 1)))[:POINTS]
 
-    def compile(self, problem: RegionProblem, schedule: Schedule, target: Target) -> None:
+    def compile(self, problem: FusionProblem, schedule: Schedule, target: Target) -> None:
         self._machine_code(problem, schedule, target)
 
     @staticmethod
-    def _machine_code(problem: RegionProblem, schedule: Schedule, target: Target) -> tuple[tuple[Tiles, ...], Built]:
+    def _machine_code(problem: FusionProblem, schedule: Schedule, target: Target) -> tuple[tuple[Tiles, ...], Built]:
         regions, arch = _regions(problem), arch_of(target)
         assert not isinstance(regions, str) and arch is not None
         several = _tiles(regions, schedule, arch, max(target.cores, 1), problem.weights)
         return several, machine_code(several, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
 
-    def build(self, problem: RegionProblem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, problem: FusionProblem, schedule: Schedule, target: Target) -> Kernel:
         several, built = self._machine_code(problem, schedule, target)
         found = needs(built.kernel)
         launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
@@ -112,17 +112,17 @@ class TritonRows:
         )
 
 
-def _with_destinations(problem: RegionProblem) -> list[tuple[TensorType, Destination | None]]:
+def _with_destinations(problem: FusionProblem) -> list[tuple[TensorType, Destination | None]]:
     return list(zip(problem.outputs, problem.destinations or [None] * len(problem.outputs), strict=True))
 
 
-def _parts(problem: RegionProblem, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _parts(problem: FusionProblem, arrays: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results, of arrays in which some of them lie."""
     each = zip(arrays, _with_destinations(problem), strict=True)
     return [a if r is None else a.narrow(r.axis, r.start, t.shape[r.axis]) for a, (t, r) in each]
 
 
-def machine_code(several: Sequence[Tiles], problem: RegionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
+def machine_code(several: Sequence[Tiles], problem: FusionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
     """The kernel of a problem's regions for an architecture."""
     types = [problem.types[i] for i in sources_of(several)] + list(problem.outputs)
     signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
@@ -133,13 +133,13 @@ def machine_code(several: Sequence[Tiles], problem: RegionProblem, arch: Arch, d
     return build(written, "kernel", signature, arch, device, num_warps=num_warps, **options)
 
 
-def _largest(regions: Sequence[Region]) -> Region:
+def _largest(regions: Sequence[ReductionNest]) -> ReductionNest:
     """The region whose tiles a schedule says; the others' follow from its number of warps."""
     return max(regions, key=lambda r: r.rows * r.columns)
 
 
 def _tiles(
-    regions: Sequence[Region], schedule: Schedule, arch: Arch, cores: int, weights: Sequence[bool] = ()
+    regions: Sequence[ReductionNest], schedule: Schedule, arch: Arch, cores: int, weights: Sequence[bool] = ()
 ) -> tuple[Tiles, ...]:
     """What a schedule stands for."""
     named, num_warps = _largest(regions), int(schedule["num_warps"])
@@ -163,7 +163,7 @@ def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, .
     return tuple(params) if size <= EARLY_BYTES else ()
 
 
-def _points(region: Region, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:
+def _points(region: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:
     """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row, best first: if it were more,
     narrow results would be exchanged through shared memory. A warp, or several, take a row, or several."""
     along = [n for n in region.nodes if n in region.across and (isinstance(n.op, Param) or n in region.roots)]

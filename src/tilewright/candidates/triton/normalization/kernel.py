@@ -19,8 +19,8 @@ from tilewright.candidates.triton.runtime.module import IMPORTS
 from tilewright.dtype import F32, PRED
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
-from tilewright.lowering.access import Access, Place
-from tilewright.lowering.region import Region
+from tilewright.lowering.access import Access, AccessMap
+from tilewright.lowering.reduction_nest import ReductionNest
 
 CHAINED = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
 # tl.max passes over NaN
@@ -65,7 +65,7 @@ class Tiles:
         early: params of the region that are constants, and are read before that one has ended.
     """
 
-    region: Region
+    region: ReductionNest
     tile_m: int
     tile_n: int
     chained: bool = False
@@ -224,7 +224,7 @@ class _Rows(Emitter):
             return ""  # read where it is picked from
         return super()._node(n, access, done)
 
-    def _spread(self, access: Access, place: Place) -> tuple[str | None, str | None]:
+    def _spread(self, access: Access, place: AccessMap) -> tuple[str | None, str | None]:
         """Also what varies along the columns alone is read as a tile, each thread its own columns: threads would share out a
         vector, and exchange it through shared memory."""
         rows, columns = super()._spread(access, place)
@@ -246,7 +246,7 @@ class _Rows(Emitter):
         value = self._split[both][which]
         return t.v(f"{value} != 0") if n.dtype is PRED else value
 
-    def _store_pairs(self, place: Place, pointer: str, first: str, second: str, root: Node) -> None:
+    def _store_pairs(self, place: AccessMap, pointer: str, first: str, second: str, root: Node) -> None:
         """Values of `root` and of another, each beside the other's."""
         t, shape = self.text, f"({self._tiles.tile_m}, {self._tiles.tile_n})"
         values = [self.cast(x, "uint8") if root.dtype is PRED else x for x in (first, second)]
@@ -255,7 +255,7 @@ class _Rows(Emitter):
         both = t.call("reshape", both, f"({self._tiles.tile_m}, {2 * self._tiles.tile_n})")
         t.do(f"tl.store({pointer} + {at}, {both}{f', mask={mask}' if mask else ''})")
 
-    def _at_pairs(self, place: Place) -> tuple[str, str | None]:
+    def _at_pairs(self, place: AccessMap) -> tuple[str, str | None]:
         """Where pairs lie, a tile of twice the columns, and which of them exist."""
         t, tile = self.text, self._of_pairs[self.tile.columns]
         most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))

@@ -10,7 +10,7 @@ from tilewright.candidates.triton.attention.kernel import power
 from tilewright.candidates.triton.hopper.gemm.view import TmaView, tma_view
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.lowering.access import Access, Place
+from tilewright.lowering.access import Access, AccessMap
 
 HELD = 224  # registers of a thread that scores and result may take
 ROWS = 64  # queries of a warpgroup
@@ -149,7 +149,7 @@ def brought(heads: Heads) -> tuple[Brought, Brought, Brought] | None:
     return found[0], found[1], found[2]
 
 
-def _place(at: Access) -> Place | None:
+def _place(at: Access) -> AccessMap | None:
     leaf = leaf_of(at)
     return None if leaf is None else at.of_leaf(leaf)
 

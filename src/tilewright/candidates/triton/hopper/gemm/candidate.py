@@ -77,7 +77,7 @@ class Hopper:
             prepare,
             workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
             packed_bytes=sum(m.copied_bytes for m in packed),
-            unread=frozenset(i for m in packed for i in _sources(m.root) if i not in side_inputs),
+            releasable=frozenset(i for m in packed for i in _sources(m.root) if i not in side_inputs),
             roundoff=2.0 ** (1 - SHORT_SUM_BITS) if _short(plan) else 0.0,
             registers=needs.registers,
             spills=needs.spills,

@@ -17,7 +17,7 @@ from tilewright.ir.build import broadcast, swap_last
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
-from tilewright.lowering.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
+from tilewright.lowering.access import Access, Unsupported, gate_up, of_operand, of_store, or_why
 from tilewright.schedule.problem import Operand, Problem, read_operand
 
 BLOCK = 128  # of K, as wide as a stage of 8-bit operands
@@ -141,7 +141,7 @@ def plan_of(problem: Problem) -> Plan:
     shape = problem.acc.shape[:-2]
     lhs = _matrix(problem, read_operand(lhs_root), lhs_root, batch, rows, None if shared and batch == 1 else shape, left=True)
     rhs = _matrix(problem, read_operand(rhs_root), rhs_root, batch, problem.N, None if shared else shape, left=False)
-    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    roots, second = gate_up(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
     if second is not None and blocks is not None:
         raise Unsupported("scales by blocks of both halves of the columns")
     stores = tuple(of_store(root) for root in roots)

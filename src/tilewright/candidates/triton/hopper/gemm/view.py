@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tilewright.lowering.access import Place, Term
+from tilewright.lowering.access import AccessMap, StridedDigit
 
 ALIGNED = 16  # bytes, of addresses and of every stride but the last
 AXES = 5
@@ -40,13 +40,13 @@ def _digit(number: str, inner: int, extent: int | None) -> str:
     return part if extent is None else f"({part}) % {extent}"
 
 
-def tma_view(place: Place, batch: int, M: int, columns_extent: int, rows: int, columns: int, size: int) -> TmaView | None:
+def tma_view(place: AccessMap, batch: int, M: int, columns_extent: int, rows: int, columns: int, size: int) -> TmaView | None:
     """A result as TMA writes it in pieces of `rows` x `columns` elements of `size` bytes, None where it cannot."""
     split = by_batch(place.rows, M, batch)
     if split is None:
         return None
     batches, own = split
-    axes: list[tuple[Term, str, int]] = []
+    axes: list[tuple[StridedDigit, str, int]] = []
     for terms, name, piece, extent in ((own, "row", rows, M), (place.columns, "column", columns, columns_extent)):
         if not terms or terms[0].inner != 1 or (len(terms) > 1 and terms[0].extent % piece):
             return None
@@ -71,10 +71,10 @@ def tma_view(place: Place, batch: int, M: int, columns_extent: int, rows: int, c
     return TmaView(place.offset, tuple(t.extent for t, _, _ in axes), tuple(strides), box, digits, across)
 
 
-def by_batch(terms: Sequence[Term], M: int, batch: int) -> tuple[list[Term], list[Term]] | None:
+def by_batch(terms: Sequence[StridedDigit], M: int, batch: int) -> tuple[list[StridedDigit], list[StridedDigit]] | None:
     """Digits of a row number over the whole batch as digits of the matrix and digits of the row in it."""
-    outer: list[Term] = []
-    inner: list[Term] = []
+    outer: list[StridedDigit] = []
+    inner: list[StridedDigit] = []
     for t in terms:
         if t.inner >= M:
             outer.append(replace(t, inner=t.inner // M))
@@ -83,7 +83,7 @@ def by_batch(terms: Sequence[Term], M: int, batch: int) -> tuple[list[Term], lis
         elif M % t.inner == 0:
             within = M // t.inner
             inner.append(replace(t, extent=within))
-            outer.append(Term(t.extent // within, 1, t.stride * within))
+            outer.append(StridedDigit(t.extent // within, 1, t.stride * within))
         else:
             return None
     if batch > 1 and not outer:

@@ -106,7 +106,7 @@ class HopperW4:
             schedule,
             prepare,
             packed_bytes=plan.packed_bytes,
-            unread=w.sources - frozenset(sides),
+            releasable=w.sources - frozenset(sides),
             registers=needs.registers,
             spills=needs.spills,
             shared_bytes=needs.shared_bytes,

@@ -16,7 +16,7 @@ from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Transpose
-from tilewright.lowering.access import Access, Unsupported, of_operand, of_store, or_why, two_halves
+from tilewright.lowering.access import Access, Unsupported, gate_up, of_operand, of_store, or_why
 from tilewright.schedule.problem import Problem, read_operand
 
 SMALLEST_GROUP = 32
@@ -138,7 +138,7 @@ def plan_of(problem: Problem) -> Plan:
     integers = problem.acc.dtype is S32
     if operand not in OPERANDS or not (integers or problem.acc.dtype is F32):
         raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits, added up in f32 or as integers")
-    roots, second = two_halves(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    roots, second = gate_up(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
     sums = [n for n in toposort(roots) if isinstance(n.op, Acc) or n is second]
     if integers:
         found = [Node(replace(n.op, type=replace(n.tensor, dtype=F32))) for n in sums if isinstance(n.op, (Acc, Param))]

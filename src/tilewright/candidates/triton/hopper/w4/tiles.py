@@ -177,7 +177,7 @@ def build(name: str, problem: Problem, plan: Plan, weights: PlanOfWeights, sched
         prepare,
         workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
         packed_bytes=weights.ready_bytes if point.ready else weights.packed_bytes,
-        unread=w.sources - read,
+        releasable=w.sources - read,
         roundoff=SHORT_SUM_ROUNDOFF if weights.operand in SHORT_SUMMED else 0.0,
         registers=needs.registers,
         spills=needs.spills,

@@ -26,9 +26,9 @@ from tilewright.ir.ops import (
     Write,
 )
 from tilewright.ir.types import TensorType
-from tilewright.schedule.bands import Band, orderable, stepped
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.problem import RegionProblem
+from tilewright.schedule.intervals import Interval, orderable, propagate
+from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.reductions import REDUCING, reduced
 from tilewright.schedule.sample import random_tensor
 from tilewright.schedule.spreads import spread
@@ -128,7 +128,7 @@ def banded(n, i, generator, loose):
     t = n.src[i].tensor
     mid = drawn(t, generator, is_index(n, i))
     if not loose:
-        return Band.exact(mid)
+        return Interval.exact(mid)
     other = drawn(t, generator, is_index(n, i))
     if t.dtype.is_float:  # near it or far from it
         near = (mid.double() * (1 + 1e-2 * torch.randn(t.shape, generator=generator))).clamp(t.dtype.min, t.dtype.max)
@@ -137,12 +137,12 @@ def banded(n, i, generator, loose):
     still = torch.rand(t.shape, generator=generator) < 0.3
     other = torch.where(still, mid.view(raw(mid)), other.view(raw(other))).view(mid.dtype)
     low, high = in_order(mid, other, t.dtype)
-    return Band(low, mid, high)
+    return Interval(low, mid, high)
 
 
 def bounds(n, src, usual):
     if isinstance(n.op, (Map, Select)):
-        return stepped(n, src, n.src)
+        return propagate(n, src, n.src)
     return reduced(n, src, usual=usual) if isinstance(n.op, REDUCING) else spread(n, src)
 
 
@@ -183,7 +183,7 @@ def test_every_operation_on_what_was_rounded_has_a_bound(dtype):
         for i, s in enumerate(n.src):
             if is_index(n, i):
                 types[2 * i] = s.tensor
-        problem = RegionProblem((root,), tuple(types), (False,) * len(types))
+        problem = FusionProblem((root,), tuple(types), (False,) * len(types))
         sources = [drawn(t, generator, is_index(n, i // 2) and i % 2 == 0) for i, t in enumerate(types)]
         expected = expect(problem, sources)
         assert check(problem, expected, [expected.reference[0].clone()]) is None, n.op

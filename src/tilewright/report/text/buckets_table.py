@@ -9,12 +9,12 @@ from rich.text import Text
 from tilewright.hardware.ceilings import with_ceilings
 from tilewright.hardware.target import Target
 from tilewright.report.text.tables import Align, heading, line, table
-from tilewright.schedule.regimes import Regimes
+from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.search import Decision
 
 
 class End(msgspec.Struct, frozen=True):
-    """One end of a regime: rows, the kernel's schedule, its time and the limit there in µs."""
+    """One end of a bucket: rows, the kernel's schedule, its time and the limit there in µs."""
 
     rows: int
     schedule: str
@@ -48,7 +48,7 @@ class Rows(msgspec.Struct, frozen=True):
     measured_us: dict[int, dict[str, float]]
 
 
-def describe_rows(regimes: Regimes, target: Target, name: str) -> Rows:
+def describe_rows(buckets: Buckets, target: Target, name: str) -> Rows:
     """The table as data."""
     ceilings = with_ceilings(target)
 
@@ -59,9 +59,9 @@ def describe_rows(regimes: Regimes, target: Target, name: str) -> Rows:
         limit = ceilings.limit_us(ops, problem.bytes, lhs.dtype) if lhs is not None else 0.0
         return End(rows, str(decision.kernel.schedule), decision.time_us, limit)
 
-    ranges = [Range(r.family.name, end(r.first, r.at_first), end(r.last, r.at_last)) for r in regimes.regimes]
-    measured = {m: dict(times) for m, times in sorted(regimes.measured.items())}
-    return Rows(name, target.name, ranges, dict(regimes.packings), measured)
+    ranges = [Range(r.family.name, end(r.first, r.at_first), end(r.last, r.at_last)) for r in buckets.buckets]
+    measured = {m: dict(times) for m, times in sorted(buckets.measured.items())}
+    return Rows(name, target.name, ranges, dict(buckets.packings), measured)
 
 
 def print_rows(out: Console, report: Rows) -> None:

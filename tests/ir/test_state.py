@@ -30,7 +30,7 @@ from tilewright.report.measure.perf import measure
 from tilewright.report.measure.verify import compare_step, verify_program
 from tilewright.report.measure.work import work_of
 from tilewright.runtime.partition import partition, problem_of_part
-from tilewright.runtime.writing import placing
+from tilewright.runtime.writing import bind_outputs
 from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.key import text_of
 from tilewright.schedule.schedule import Schedule
@@ -215,7 +215,7 @@ AT = input_("at", S64, (2,))
 
 
 def kept(*outputs: Node, inputs: tuple[Node, ...] = (AT, Y, X)) -> Graph:
-    return Graph("g", inputs, outputs, tuple(f"o{i}" for i in range(len(outputs))), kept=(torch.zeros(4, 3),))
+    return Graph("g", inputs, outputs, tuple(f"o{i}" for i in range(len(outputs))), state=(torch.zeros(4, 3),))
 
 
 def only_position(cache: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -426,6 +426,6 @@ def test_a_kernel_may_write_a_result_in_its_place_and_others_are_copied():
         (torch.zeros(32, 3).T, kernel, False),
         (torch.zeros(97)[1:].view(3, 32), kernel, False),  # on no multiple of 16 bytes
     ):
-        run = placing(problem, part, made, {}, {part.outputs[0].src[0]: memory})
+        run = bind_outputs(problem, part, made, {}, {part.outputs[0].src[0]: memory})
         assert run([torch.zeros(3, 32)])[0] is memory
         assert memory[1:].equal(torch.zeros(2, 32) if placed else new) and not memory[0].any()

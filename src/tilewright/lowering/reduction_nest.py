@@ -15,7 +15,16 @@ from functools import cached_property
 
 from tilewright import deadline
 from tilewright.dtype import PRED
-from tilewright.ir.axes import Axis, Layout, above, against, axes_of, below, layout_of, reshaped
+from tilewright.ir.axes import (
+    Axis,
+    Layout,
+    axes_of,
+    broadcast_aligned,
+    layout_of,
+    propagate_to_source,
+    propagate_to_user,
+    reshaped,
+)
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     VIEWS,
@@ -31,8 +40,8 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
-from tilewright.lowering.access import ELEMENTWISE, Access, Place, Unsupported, View, below_view
-from tilewright.lowering.decompose import apart, written_out
+from tilewright.lowering.access import ELEMENTWISE, Access, AccessMap, Unsupported, View, below_view
+from tilewright.lowering.decompose import decompose, param_per_access
 from tilewright.lowering.ranges import Piece, pieces_of
 from tilewright.schedule.problem import Destination
 
@@ -44,7 +53,7 @@ LONG = frozenset({"exponential", "exp", "logistic", "silu", "tanh", "erf", "erfc
 
 
 @dataclass(frozen=True)
-class Region:
+class ReductionNest:
     """Rows to generate.
 
     Attributes:
@@ -128,7 +137,7 @@ class Region:
 
     def goals(self, pass_: int) -> list[Node]:
         """What a pass works out along the columns, in order."""
-        kept = [n for n in self.kept if self.level[n] == pass_]
+        kept = [n for n in self.materialised if self.level[n] == pass_]
         return [*kept, *(n.src[0] for n in self.reductions(pass_)), *(self.roots[i] for i in self.results(pass_))]
 
     @cached_property
@@ -164,7 +173,7 @@ class Region:
         return frozenset(n for n in found if n not in self.roots)
 
     @cached_property
-    def kept(self) -> list[Node]:
+    def materialised(self) -> list[Node]:
         """What is written beside when it is first known and read in later passes."""
         found: dict[Node, None] = {}
         for n in self.nodes if self.columns <= KEPT_COLUMNS else ():
@@ -175,17 +184,17 @@ class Region:
         return list(found)
 
     @cached_property
-    def read_in_pairs(self) -> dict[Node, tuple[int, Place]]:
+    def read_in_pairs(self) -> dict[Node, tuple[int, AccessMap]]:
         """What is read as every other element along the columns: which of each pair, and where the pairs lie."""
         leaves = [n for n in self.nodes if isinstance(n.op, Param) and n not in self.tables]
         found = {n: self.access.of_leaf(n).in_pairs(self.columns, n.tensor.elements) for n in leaves}
         return {n: pairs for n, pairs in found.items() if pairs is not None}
 
     @cached_property
-    def written_in_pairs(self) -> dict[int, tuple[int, Place]]:
+    def written_in_pairs(self) -> dict[int, tuple[int, AccessMap]]:
         """Roots that are the first of each pair of neighbours in a result: the root that is the second, and where pairs go."""
-        firsts: dict[tuple[int, Place, int], int] = {}
-        seconds: dict[tuple[int, Place, int], int] = {}
+        firsts: dict[tuple[int, AccessMap, int], int] = {}
+        seconds: dict[tuple[int, AccessMap, int], int] = {}
         for i, (root, store) in enumerate(zip(self.roots, self.stores, strict=True)):
             elements = math.prod(store.within[0]) if store.within is not None else root.tensor.elements
             pairs = store.of_result().in_pairs(self.columns, elements) if root in self.across else None
@@ -217,9 +226,9 @@ def _cost(n: Node) -> int:
     return 6 if isinstance(op, Quantize) else 2 if isinstance(op, (Convert, Dequantize)) else 1
 
 
-def regions_of_rows(
+def reduction_nests(
     roots: Sequence[Node], check: Callable[[Node], None], destinations: Sequence[Destination | None] = ()
-) -> tuple[Region, ...]:
+) -> tuple[ReductionNest, ...]:
     """A problem's expressions as rows: one region, unless results, or the pieces into which concatenations cut them, are of
     several sizes; then one for each.
 
@@ -237,7 +246,7 @@ def regions_of_rows(
         raise Unsupported("an extent is zero")
     if not any(n.tensor.elements > 1 for n in toposort(roots)):
         raise Unsupported("a handful of numbers")
-    written = written_out(roots)
+    written = decompose(roots)
     pieces = pieces_of(written, destinations)
     sizes = dict.fromkeys(p.root.tensor.elements for p in pieces)
     by_size = [[p for p in pieces if p.root.tensor.elements == size] for size in sizes]
@@ -259,9 +268,9 @@ def _work(roots: Sequence[Node]) -> int:
     return sum(_cost(n) * n.tensor.elements for n in toposort(roots) if n.src)
 
 
-def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> Region:
+def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> ReductionNest:
     """The rows that pieces of results share."""
-    written, sources = apart([p.root for p in pieces])
+    written, sources = param_per_access([p.root for p in pieces])
     order = toposort(written)
     for n in order:
         if isinstance(n.op, Reduce):
@@ -287,7 +296,7 @@ def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> Region:
         if not (mine == whole | across or (mine == whole and any(isinstance(n.op, Reduce) for n in order))):
             raise Unsupported("a result is smaller than its rows")
         store.of_result()
-    return Region(tuple(written), sources, tuple(p.result for p in pieces), stores)
+    return ReductionNest(tuple(written), sources, tuple(p.result for p in pieces), stores)
 
 
 def _check_gather(n: Node) -> None:
@@ -364,13 +373,13 @@ class _Places:
     def _down(self, n: Node, source: Node) -> Layout | None:
         layout = self._layouts[n]
         if isinstance(n.op, ELEMENTWISE):
-            return against(source.shape, layout)
+            return broadcast_aligned(source.shape, layout)
         if isinstance(n.op, Gather):  # the axis that is picked along is none of the rows': it is an offset
             axis, rank = n.op.axis % len(n.src[0].shape), len(n.src[1].shape)
             if n.op.elementwise:
                 return layout if source is n.src[1] else (*layout[:axis], (), *layout[axis + 1 :])
             return layout[axis : axis + rank] if source is n.src[1] else (*layout[:axis], (), *layout[axis + rank :])
-        return above(n, layout) if isinstance(n.op, (Reshape, Transpose, Broadcast)) else None
+        return propagate_to_source(n, layout) if isinstance(n.op, (Reshape, Transpose, Broadcast)) else None
 
     def _up(self, source: Node, n: Node) -> Layout | None:
         layout = self._layouts[source]
@@ -379,7 +388,7 @@ class _Places:
         if isinstance(n.op, Reduce):
             dims = [() if a in n.op.axes else d for a, d in enumerate(layout)]
             return tuple(d for a, d in enumerate(dims) if n.op.keepdims or a not in n.op.axes)
-        return below(n, layout)
+        return propagate_to_user(n, layout)
 
     def _agree(self, n: Node, source: Node) -> None:
         if isinstance(n.op, Reduce):
@@ -415,6 +424,6 @@ def _rows_and_columns(stores: Sequence[Access]) -> tuple[list[Axis], list[Axis]]
     return all_axes[:-1], all_axes[-1:]
 
 
-def _in_line(place: Place, columns: int) -> bool:
+def _in_line(place: AccessMap, columns: int) -> bool:
     """Columns lie one after the other, or are all the same element."""
     return [(t.extent, t.inner, t.stride) for t in place.columns] in ([], [(columns, 1, 1)])

@@ -16,7 +16,7 @@ CARRIERS = (Gemm, Attention)
 
 
 def acc_of(node: Node) -> Node:
-    """The accumulator leaf of a carrier's stores."""
+    """The accumulator leaf of an anchor's stores."""
     op = node.op
     if isinstance(op, Gemm):
         return Node(Acc(op.acc_type))
@@ -25,14 +25,14 @@ def acc_of(node: Node) -> Node:
 
 
 def stores_of(node: Node) -> tuple[Node, ...]:
-    """A carrier's stores, written out."""
+    """An anchor's stores, written out."""
     op = node.op
     assert isinstance(op, CARRIERS)
     return op.stores or (acc_of(node),)
 
 
 def operands_of(node: Node) -> tuple[Node, ...]:
-    """A carrier's operands as expressions over its sources: lhs and rhs, or q, k, v and maybe a mask."""
+    """An anchor's operands as expressions over its sources: lhs and rhs, or q, k, v and maybe a mask."""
     op = node.op
     if isinstance(op, Gemm):
         return (op.lhs, op.rhs)
@@ -41,7 +41,7 @@ def operands_of(node: Node) -> tuple[Node, ...]:
 
 
 def rebuilt(node: Node, operands: Sequence[Node], stores: Sequence[Node], src: Sequence[Node]) -> Node:
-    """The carrier with other operands and stores, all over the sources `src`; unused sources are dropped.
+    """The anchor with other operands and stores, all over the sources `src`; unused sources are dropped.
 
     Raises:
         TypeMismatchError: the expressions do not fit together.

@@ -1,6 +1,6 @@
 """One product for any number of rows: which kernel serves which range of M, found by measuring, over one packing of the weight.
 
-A regime's rows are served by one family: a candidate, and the order it packs the weight in. Within a regime the sizes that do
+A bucket's rows are served by one family: a candidate, and the order it packs the weight in. Within a bucket the sizes that do
 not touch that order may change with M.
 """
 
@@ -31,7 +31,7 @@ PosedAt = Callable[[int], tuple[Problem, Mapping[int, torch.Tensor]]]
 Progress = Callable[[int, int, str], None]
 
 
-class Family:
+class PackingVariants:
     """A candidate held to one packing: itself a candidate.
 
     Attributes:
@@ -61,44 +61,44 @@ def _order(candidate: Candidate, schedule: Schedule) -> tuple[tuple[str, Knob], 
 
 
 @dataclass(frozen=True)
-class Regime:
+class Bucket:
     """Rows `first` to `last`, the family that serves them, and what it took at both ends (µs and the kernel)."""
 
     first: int
     last: int
-    family: Family
+    family: PackingVariants
     at_first: Decision
     at_last: Decision
 
 
 @dataclass(frozen=True)
-class Regimes:
+class Buckets:
     """A table over M.
 
     Attributes:
-        regimes: without gaps, in order.
+        buckets: without gaps, in order.
         packings: bytes of the packed weight by family; at most two.
         measured: the numbers of rows at which families raced, with the time of each in µs.
     """
 
-    regimes: tuple[Regime, ...]
+    buckets: tuple[Bucket, ...]
     packings: Mapping[str, int]
     measured: Mapping[int, Mapping[str, float]]
 
-    def at(self, rows: int) -> Regime:
-        """The regime of a number of rows.
+    def at(self, rows: int) -> Bucket:
+        """The bucket of a number of rows.
 
         Raises:
             InputError: the table does not reach it.
         """
-        found = next((r for r in self.regimes if r.first <= rows <= r.last), None)
+        found = next((r for r in self.buckets if r.first <= rows <= r.last), None)
         if found is None:
-            first, last = self.regimes[0].first, self.regimes[-1].last
+            first, last = self.buckets[0].first, self.buckets[-1].last
             raise InputError(f"{rows} rows are outside the table, {first} to {last}", hint="make the table for more rows")
         return found
 
 
-def regimes(
+def bucketed(
     posed_at: PosedAt,
     target: Target,
     *,
@@ -107,7 +107,7 @@ def regimes(
     budget_s: float = 60.0,
     candidates: Sequence[Candidate] | None = None,
     progress: Progress | None = None,
-) -> Regimes:
+) -> Buckets:
     """The table from `first` to `last` rows.
 
     All families race at the powers of two between them and at both ends. Of the families that pack the weight one is kept, or
@@ -150,7 +150,7 @@ def regimes(
         best = min(now, key=now.__getitem__)
         stays = winners.get(before or 0)
         winners[m] = stays if stays in now and now[stays] <= WORTH * now[best] else best
-    table: list[Regime] = []
+    table: list[Bucket] = []
     start = first
     for left, right in itertools.pairwise(probes):
         if winners[left] != winners[right]:
@@ -162,12 +162,12 @@ def regimes(
                 low, high = (
                     (middle, high) if now.get(one.name, math.inf) <= WORTH * now.get(two.name, math.inf) else (low, middle)
                 )
-            table.append(race.regime(start, low, one))
+            table.append(race.bucket(start, low, one))
             start = high
-    table.append(race.regime(start, last, families[winners[last]]))
+    table.append(race.bucket(start, last, families[winners[last]]))
     used = dict.fromkeys(r.family.name for r in table)
     packings = {n: packed_bytes[n] for n in used if packed_bytes[n]}
-    return Regimes(tuple(table), packings, race.measured)
+    return Buckets(tuple(table), packings, race.measured)
 
 
 def _serves(candidate: Candidate) -> bool:
@@ -175,14 +175,14 @@ def _serves(candidate: Candidate) -> bool:
     return candidate.preference < LAST_RESORT and candidate.name != "split"
 
 
-def _families(candidates: Sequence[Candidate], problem: Problem, target: Target) -> list[Family]:
-    found: list[Family] = []
+def _families(candidates: Sequence[Candidate], problem: Problem, target: Target) -> list[PackingVariants]:
+    found: list[PackingVariants] = []
     for candidate in candidates:
         if not concerns(candidate, problem, target) or candidate.refuse(problem, target) is not None:
             continue
         points = itertools.islice(candidate.schedules(problem, target), LOOKED_AT)
         orders = list(dict.fromkeys(_order(candidate, s) for s in points))
-        found += [Family(candidate, order) for order in orders[:FAMILIES]]
+        found += [PackingVariants(candidate, order) for order in orders[:FAMILIES]]
     return found
 
 
@@ -218,7 +218,7 @@ class _Race:
         self._posed_at, self._target, self._share_s, self._total, self._progress = posed_at, target, share_s, total, progress
         self.measured: dict[int, dict[str, float]] = {}
 
-    def times(self, rows: int, families: Sequence[Family]) -> Mapping[str, float]:
+    def times(self, rows: int, families: Sequence[PackingVariants]) -> Mapping[str, float]:
         """Microseconds by family; those that refuse or fail are missing."""
         if self._progress is not None:
             self._progress(len(self.measured), max(self._total, len(self.measured) + 1), f"{rows} rows")
@@ -231,22 +231,22 @@ class _Race:
         self.measured.setdefault(rows, {}).update(found)
         return found
 
-    def packed_bytes(self, rows: int, family: Family) -> int:
+    def packed_bytes(self, rows: int, family: PackingVariants) -> int:
         """What a family's packing takes, built for a number of rows that it serves."""
         problem, _ = self._posed_at(rows)
         schedule = next(iter(family.schedules(problem, self._target)))
         return family.build(problem, schedule, self._target).packed_bytes
 
-    def regime(self, first: int, last: int, family: Family) -> Regime:
+    def bucket(self, first: int, last: int, family: PackingVariants) -> Bucket:
         at_first = self._search(first, [family])
-        return Regime(first, last, family, at_first, at_first if first == last else self._search(last, [family]))
+        return Bucket(first, last, family, at_first, at_first if first == last else self._search(last, [family]))
 
-    def _search(self, rows: int, families: Sequence[Family]) -> Decision:
+    def _search(self, rows: int, families: Sequence[PackingVariants]) -> Decision:
         problem, weights = self._posed_at(rows)
         cold = sum(problem.types[i].size_bytes for i in weights) > last_cache_bytes(self._target)  # as a program's are
         return search(problem, self._target, budget_s=self._share_s, candidates=families, weights=weights, cold=cold)
 
     @staticmethod
-    def _name(kernel: Kernel, families: Sequence[Family]) -> str:
+    def _name(kernel: Kernel, families: Sequence[PackingVariants]) -> str:
         own = (f for f in families if f.candidate.name == kernel.candidate)
         return next(f.name for f in own if f.order == _order(f.candidate, kernel.schedule))

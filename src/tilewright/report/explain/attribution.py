@@ -13,7 +13,7 @@ FIRST_LIBRARY = 10  # the least preference of a candidate that is not generated 
 _PRODUCTS = {"gemm": "matrix product", "attention": "attention"}
 
 
-def done_by(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
+def attribution(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
     """For each kind of product how many each candidate does, the most first; views aside, all other steps count as "other"."""
     found: dict[str, Counter[str]] = {}
     for s in steps:
@@ -22,11 +22,11 @@ def done_by(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
     return {kind: dict(found[kind].most_common()) for kind in (*_PRODUCTS, "other") if kind in found}
 
 
-def done_words(steps: Sequence[Step]) -> list[str]:
+def attribution_words(steps: Sequence[Step]) -> list[str]:
     """The same in sentences; those done by a library say what kept the generated kernels from it."""
     generated = {c.name for c in discover() if c.preference < FIRST_LIBRARY}
     sentences: list[str] = []
-    for kind, by in done_by(steps).items():
+    for kind, by in attribution(steps).items():
         noun = _PRODUCTS.get(kind, "other step")
         parts = [f"{n:,} by {name}" if len(by) > 1 else f"by {name}" for name, n in by.items()]
         said = f"{count(sum(by.values()), noun)}: {', '.join(parts)}."

@@ -5,7 +5,7 @@ were not there. Records from elsewhere are hints: a point that the candidate doe
 they say of times is not believed: one made in these circumstances saves the search, and its kernel alone is timed here.
 
 A candidate that crashed or hung is refused on the problem from then on, by every process in the same circumstances, with the
-sentence how and the day. Only a `Recall` that says `retry` tries it again.
+sentence how and the day. Only a `TuningDatabase` that says `retry` tries it again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache, say
-from tilewright.schedule.candidate import Candidate, Composed, Kernel, concerns, discover
+from tilewright.schedule.candidate import Candidate, Kernel, MetaCandidate, concerns, discover
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import Key, Loser, Record, Refusal
@@ -54,7 +54,7 @@ def _cache_in(folder: Path) -> Cache:
     return Cache(folder)
 
 
-class Recall:
+class TuningDatabase:
     """What is known of problems on one target, and where decisions are kept."""
 
     def __init__(
@@ -166,7 +166,7 @@ class Recall:
             lost = {r.candidate.split(" ")[0] for r in decision.rejected if r.fatal}
             for refusal in self._refusals(decision.problem):
                 if refusal.candidate not in lost:
-                    self._cache.forgive(refusal)
+                    self._cache.evict_refusal(refusal)
 
     def _any_budget(self, problem: AnyProblem) -> Key:
         """Of what depends neither on the time that a search had nor on where weights were."""
@@ -217,7 +217,10 @@ def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Sched
     try:
         return any(
             c.refuse(problem, target) is None
-            and (schedule in c.schedules(problem, target) or (isinstance(c, Composed) and c.offers(problem, schedule, target)))
+            and (
+                schedule in c.schedules(problem, target)
+                or (isinstance(c, MetaCandidate) and c.offers(problem, schedule, target))
+            )
             for c in discover()
             if c.name == candidate and concerns(c, problem, target)
         )

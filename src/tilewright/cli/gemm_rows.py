@@ -45,11 +45,11 @@ def table_of_rows(
 ) -> None:
     """Make the table and print it: which kernel serves which rows of `problem`, whose right operand is a constant."""
     from tilewright.ir.ops import Input
-    from tilewright.report.measure.inputs import check_memory, kept, make_feeds
-    from tilewright.report.measure.regimes import describe_rows, print_rows
+    from tilewright.m_dispatch import compile_rows
+    from tilewright.report.measure.inputs import baked, check_memory, make_feeds
     from tilewright.report.schema import to_json
+    from tilewright.report.text.buckets_table import describe_rows, print_rows
     from tilewright.report.text.console import console, progress
-    from tilewright.rows import compile_rows
 
     first, last = span
     full = _at(problem, last)
@@ -64,7 +64,7 @@ def table_of_rows(
         )
 
     def graph_at(rows: int) -> Graph:
-        return kept(_at(problem, rows), feeds, weights)[0]
+        return baked(_at(problem, rows), feeds, weights)[0]
 
     with progress("racing kernels") as show:
         program = compile_rows(

@@ -17,10 +17,10 @@ from tilewright.hardware.detect import detect
 from tilewright.ir.build import const
 from tilewright.ir.graph import Graph, substitute
 from tilewright.ir.notation import parse
-from tilewright.schedule import regimes as module
+from tilewright.schedule import buckets as module
+from tilewright.schedule.buckets import Bucket, PackingVariants, bucketed
 from tilewright.schedule.candidate import Kernel
 from tilewright.schedule.problem import Problem, problem_of
-from tilewright.schedule.regimes import Family, Regime, regimes
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected
 
@@ -78,12 +78,12 @@ def timed_by(model, monkeypatch):
 
 
 def spans(table):
-    return [(r.first, r.last, r.family.name) for r in table.regimes]
+    return [(r.first, r.last, r.family.name) for r in table.buckets]
 
 
 def test_crossovers_are_found_by_bisection(monkeypatch):
     races = timed_by({"a nr=4": (10, 2), "b": (200, 1)}, monkeypatch)
-    table = regimes(posed, CPU, last=1000, candidates=[Fake("a", [4]), Fake("b", [0])])
+    table = bucketed(posed, CPU, last=1000, candidates=[Fake("a", [4]), Fake("b", [0])])
     # b is 5 % faster from 10 + 2 m > 1.05 (200 + m) on
     assert spans(table) == [(1, 210, "a nr=4"), (211, 1000, "b")]
     assert table.packings == {"a nr=4": 400}
@@ -94,13 +94,13 @@ def test_crossovers_are_found_by_bisection(monkeypatch):
 
 def test_one_packing_unless_a_second_is_worth_it(monkeypatch):
     timed_by({"a nr=4": (10, 2), "a nr=8": (10.2, 2), "a nr=16": (9.9, 2.01)}, monkeypatch)
-    table = regimes(posed, CPU, last=64, candidates=[Fake("a", [4, 8, 16])])
-    assert len(table.regimes) == 1 and len(table.packings) == 1
+    table = bucketed(posed, CPU, last=64, candidates=[Fake("a", [4, 8, 16])])
+    assert len(table.buckets) == 1 and len(table.packings) == 1
 
 
 def test_at_most_two_packings(monkeypatch):
     timed_by({"a nr=4": (1, 4), "a nr=8": (60, 1), "a nr=16": (20, 2)}, monkeypatch)
-    table = regimes(posed, CPU, last=4096, candidates=[Fake("a", [4, 8, 16])])
+    table = bucketed(posed, CPU, last=4096, candidates=[Fake("a", [4, 8, 16])])
     assert len(table.packings) == 2 and sum(table.packings.values()) == sum(100 * int(n.split("=")[1]) for n in table.packings)
     assert {n for _, _, n in spans(table)} == set(table.packings)
     assert [s for s, _, _ in spans(table)][1:] == [e + 1 for _, e, _ in spans(table)][:-1]
@@ -108,7 +108,7 @@ def test_at_most_two_packings(monkeypatch):
 
 def test_a_family_that_refuses_many_rows_serves_few(monkeypatch):
     timed_by({"a nr=4": (1, 1), "b": (100, 2)}, monkeypatch)
-    table = regimes(posed, CPU, last=100, candidates=[Fake("a", [4], most=37), Fake("b", [0])])
+    table = bucketed(posed, CPU, last=100, candidates=[Fake("a", [4], most=37), Fake("b", [0])])
     assert spans(table) == [(1, 37, "a nr=4"), (38, 100, "b")]
 
 
@@ -116,9 +116,9 @@ def test_packings_that_depend_on_the_rows_take_no_part(monkeypatch):
     timed_by({"a": (0, 1), "b": (100, 2)}, monkeypatch)
     always = Fake("a", [0])
     always.build = lambda p, s, t: Kernel("a", s, lambda weights: None, packed_bytes=7)
-    assert spans(regimes(posed, CPU, last=10, candidates=[always, Fake("b", [0])])) == [(1, 10, "a")]
+    assert spans(bucketed(posed, CPU, last=10, candidates=[always, Fake("b", [0])])) == [(1, 10, "a")]
     one = SimpleNamespace(**{n: getattr(always, n) for n in dir(always) if n[0] != "_" and n != "packing_knobs"})
-    assert spans(regimes(posed, CPU, last=10, candidates=[one, Fake("b", [0])])) == [(1, 10, "b")]
+    assert spans(bucketed(posed, CPU, last=10, candidates=[one, Fake("b", [0])])) == [(1, 10, "b")]
 
 
 def test_generated_kernels_and_the_library_may_serve_4_bit_weights_on_a_hopper(monkeypatch):
@@ -135,26 +135,26 @@ def test_generated_kernels_and_the_library_may_serve_4_bit_weights_on_a_hopper(m
 
     monkeypatch.setattr(module._Race, "times", times)
     monkeypatch.setattr(module._Race, "packed_bytes", lambda race, rows, family: 0 if family.name == "triton" else 100)
-    monkeypatch.setattr(module._Race, "regime", lambda race, *place: Regime(*place, None, None))
-    table = regimes(at, H200, first=64, last=256)
+    monkeypatch.setattr(module._Race, "bucket", lambda race, *place: Bucket(*place, None, None))
+    table = bucketed(at, H200, first=64, last=256)
     assert spans(table) == [(64, 108, "hopper_w4"), (109, 256, "aten compute=f16")]
 
 
 def test_ranges_and_rows_that_nothing_serves(monkeypatch):
     timed_by({"a nr=4": (1, 1)}, monkeypatch)
-    table = regimes(posed, CPU, first=3, last=9, candidates=[Fake("a", [4])])
+    table = bucketed(posed, CPU, first=3, last=9, candidates=[Fake("a", [4])])
     assert spans(table) == [(3, 9, "a nr=4")] and sorted(table.measured) == [3, 4, 8, 9]
     with pytest.raises(InputError, match="10 rows are outside the table, 3 to 9"):
         table.at(10)
     with pytest.raises(InputError, match="no rows from 5 to 4"):
-        regimes(posed, CPU, first=5, last=4)
+        bucketed(posed, CPU, first=5, last=4)
     for none in (0, -1, float("nan")):
         with pytest.raises(InputError, match=r"a table over the rows is measured, and .* seconds are none"):
-            regimes(posed, CPU, last=9, budget_s=none, candidates=[Fake("a", [4])])
+            bucketed(posed, CPU, last=9, budget_s=none, candidates=[Fake("a", [4])])
 
 
 def test_a_family_is_a_candidate_of_one_packing():
-    family = Family(Fake("a", [4, 8]), (("nr", 8),))
+    family = PackingVariants(Fake("a", [4, 8]), (("nr", 8),))
     problem, _ = posed(3)
     assert family.name == "a nr=8"
     assert [s["nr"] for s in family.schedules(problem, CPU)] == [8]
@@ -172,7 +172,7 @@ def test_weights_that_no_cache_holds_come_from_memory_when_families_race(monkeyp
     monkeypatch.setattr(module, "search", search)
     for most, cold in ((128, False), (127, True)):  # bytes: the weight's are 8 x 4 x 4
         monkeypatch.setattr(module, "last_cache_bytes", lambda target, most=most: most)
-        regimes(lambda m: (posed(m)[0], {1: torch.ones(8, 4)}), CPU, last=2, candidates=[Fake("a", [4])])
+        bucketed(lambda m: (posed(m)[0], {1: torch.ones(8, 4)}), CPU, last=2, candidates=[Fake("a", [4])])
         assert set(colds) == {cold}
         colds.clear()
 

@@ -26,7 +26,7 @@ from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.ops import Concat, Dequantize, Gather, Input, LayerNorm, Pad, Quantize, Select, Softmax, gemm
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.measure import examine
-from tilewright.schedule.problem import RegionProblem, region_of
+from tilewright.schedule.problem import FusionProblem, fusion_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
 
@@ -35,8 +35,8 @@ LENGTHS = (1, 7, 16, 17, 64, 65, 768, 1000)
 FLOATS = (F32, BF16, F16)
 
 
-def problem_of(*roots) -> RegionProblem:
-    return region_of([n for n in toposort(roots) if isinstance(n.op, Input)], roots)[0]
+def problem_of(*roots) -> FusionProblem:
+    return fusion_of([n for n in toposort(roots) if isinstance(n.op, Input)], roots)[0]
 
 
 def runner(problem):
@@ -152,7 +152,7 @@ def test_constants_that_indices_are_made_with_are_sampled_as_they_are():
     order, by, table = input_("o", S64, (30,)), const([1, 2, 3] * 10, S64), input_("t", F32, (40, 20))
     picked = Node(Gather(0), table, map_("add", map_("divide", order, by), const(7, S64)))
     program = tilewright.compile(Graph("g", (table, order), (map_("tanh", picked),), ("y",)), budget_s=0, cache=False)
-    assert [s.decision.kernel.candidate for s in program.steps if s.decision is not None] == ["llvm_rows"]
+    assert [s.decision.kernel.candidate for s in program.steps if s.decision is not None] == ["llvm_norm"]
     values, at = torch.randn(40, 20), torch.arange(30)
     torch.testing.assert_close(program(values, at), values[at // torch.tensor([1, 2, 3] * 10) + 7].tanh())
 
@@ -285,7 +285,7 @@ def test_an_index_out_of_range_names_its_place():
     ids, table = input_("i", S64, (4,)), const(torch.randn(10, 64))
     root = norm(Node(Gather(0), table, ids))
     program = tilewright.compile(Graph("g", (ids,), (root,), ("y",), {root: "embeddings/Norm"}), budget_s=0)
-    assert program.steps[0].decision.kernel.candidate == "llvm_rows"
+    assert program.steps[0].decision.kernel.candidate == "llvm_norm"
     with pytest.raises(TypeMismatchError, match=r"index out of range.*\(embeddings/Norm\)"):
         program(torch.tensor([0, 1, 10, 2]))
 
@@ -488,7 +488,7 @@ def child(start, count, chip, threads):
 
 def run_child(start, count, chip="", threads=((1, 2), (1, 3), (1, 8), (1, 5))):
     call = f"t.child({start}, {count}, {chip!r}, {list(threads)})"
-    begin = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_rows as t"
+    begin = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_normalization as t"
     code = f"{begin}; sys.stdout.write('DONE ' + str({call}))"
     ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
     last = ran.stdout.strip().splitlines()[-1:] or [""]
@@ -546,7 +546,7 @@ def test_every_processor_has_kernels_that_call_nothing_strange():
     from tests.candidates.llvm.test_targets import AS_LLVM_SAYS, INTENDED, strangers
 
     asked = [[chip, *AS_LLVM_SAYS[chip], shape] for chip in INTENDED for shape in SHAPES]
-    code = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_rows as t; t.assembled()"
+    code = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_normalization as t; t.assembled()"
     given_ = "".join(json.dumps(a) + "\n" for a in asked)
     ran = subprocess.run([sys.executable, "-c", code], input=given_, capture_output=True, text=True, timeout=550)
     made = [json.loads(line) for line in ran.stdout.splitlines()]
@@ -573,8 +573,8 @@ def test_a_layer_s_norms_are_chosen_once_for_all_layers(monkeypatch):
         weight = const(torch.randint(-127, 128, (256, 256), dtype=torch.int8))
         h = map_("multiply", convert(gemm(code, weight), F32), const(1e-4, F32))
     program = tilewright.compile(Graph("g", (start,), (h,), ("y",)), budget_s=2.0)
-    steps = [s for s in program.steps if s.decision.problem.kind == "region"]
-    assert len(steps) == 3 and {s.decision.kernel.candidate for s in steps} == {"llvm_rows"}
+    steps = [s for s in program.steps if s.decision.problem.kind == "fusion"]
+    assert len(steps) == 3 and {s.decision.kernel.candidate for s in steps} == {"llvm_norm"}
     problems = {s.decision.problem for s in steps}  # gemms taken apart build theirs too
     assert steps[1].decision is steps[2].decision and len([p for p, *_ in built if p in problems]) == len(problems) == 2
     assert all(s.decision.verified and s.decision.measured for s in steps)
@@ -588,7 +588,7 @@ def test_a_region_without_a_kernel_says_so():
     program = tilewright.compile(Graph("g", by_blocks.src, (by_blocks,), ("y",)), budget_s=0)
     (found,) = fallback(program, {})
     assert found.why.startswith(
-        "torch runs it operation by operation (llvm_rows: quantizing to s8 by blocks has no vector form"
+        "torch runs it operation by operation (llvm_norm: quantizing to s8 by blocks has no vector form"
     )
     assert fallback(tilewright.compile(Graph("g", (x,), (reshape(x, (64, 40)),), ("y",)), budget_s=0), {}) == []
 
@@ -596,11 +596,11 @@ def test_a_region_without_a_kernel_says_so():
 def test_torch_is_timed_too():
     decision = search(problem_of(norm(input_("x", F32, (64, 256)))), CPU, budget_s=0.05)
     timed = {r.candidate.split()[0] for r in decision.rejected if r.time_us is not None}
-    assert decision.measured and {decision.kernel.candidate, *timed} == {"llvm_rows", "reference"}
+    assert decision.measured and {decision.kernel.candidate, *timed} == {"llvm_norm", "reference"}
 
 
 def test_a_gelu_that_bf16_rounds_has_a_row_kernel():
     """Rows of so many elements that every argument occurs."""
     x = input_("x", F32, (512, 1024))
     program = tilewright.compile(Graph("g", (x,), (convert(map_("gelu", x), BF16),), ("y",)), budget_s=0.1)
-    assert program.steps[0].decision.kernel.candidate == "llvm_rows"
+    assert program.steps[0].decision.kernel.candidate == "llvm_norm"

@@ -43,7 +43,7 @@ _TOP = -(1 << 63)
 
 
 @dataclass(frozen=True)
-class Band:
+class Interval:
     """A value, and the interval its error bound leaves it."""
 
     low: torch.Tensor
@@ -51,7 +51,7 @@ class Band:
     high: torch.Tensor
 
     @classmethod
-    def exact(cls, value: torch.Tensor) -> Band:
+    def exact(cls, value: torch.Tensor) -> Interval:
         return cls(value, value, value)
 
     @property
@@ -59,12 +59,12 @@ class Band:
         return self.low is self.mid is self.high
 
     @classmethod
-    def spanning(cls, mid: torch.Tensor, others: Sequence[torch.Tensor]) -> Band:
+    def spanning(cls, mid: torch.Tensor, others: Sequence[torch.Tensor]) -> Interval:
         """The least and the largest of some values. NaN beside a number says that nothing is known there."""
         low, high = (reduce(f, map(_in_order, others), _in_order(mid)) for f in (torch.minimum, torch.maximum))
         return cls(_back(low, mid.dtype), mid, _back(high, mid.dtype))
 
-    def forgotten(self, where: torch.Tensor, dtype: DType) -> Band:
+    def forgotten(self, where: torch.Tensor, dtype: DType) -> Interval:
         """The band with nothing known in some places, which broadcast to it."""
         where = where.expand(self.mid.shape)
         if not bool(where.any()):
@@ -77,10 +77,10 @@ class Band:
             least, largest = (torch.tensor(v).view(storage) for v in (0, -1))
         else:
             least, largest = (torch.tensor(int(v)).to(storage) for v in (dtype.min, dtype.max))
-        return Band(picked(where, least, self.low), self.mid, picked(where, largest, self.high))
+        return Interval(picked(where, least, self.low), self.mid, picked(where, largest, self.high))
 
 
-def unsure(b: Band) -> torch.Tensor:
+def unsure(b: Interval) -> torch.Tensor:
     """Where a band is more than a point."""
     if b.is_exact:
         return torch.zeros((), dtype=torch.bool)
@@ -88,14 +88,14 @@ def unsure(b: Band) -> torch.Tensor:
     return ~((low == high) | (low.isnan() & _in_order(b.mid).isnan() & high.isnan()))
 
 
-def lost(b: Band) -> torch.Tensor:
+def lost(b: Interval) -> torch.Tensor:
     """Where nothing is known of a float that is a number."""
     if not b.mid.dtype.is_floating_point or b.is_exact:
         return torch.zeros((), dtype=torch.bool)
     return (orderable(b.low).isnan() | orderable(b.high).isnan()) & ~orderable(b.mid).isnan()
 
 
-def spans_zero(b: Band) -> torch.Tensor:
+def spans_zero(b: Interval) -> torch.Tensor:
     """Where a band is more than a point and zero may lie in it."""
     low, high = b.low.double(), b.high.double()
     return (low <= 0) & (high >= 0) & (low != high)
@@ -111,16 +111,16 @@ def any_of(places: Sequence[torch.Tensor]) -> torch.Tensor:
     return reduce(torch.logical_or, places, torch.zeros((), dtype=torch.bool))
 
 
-def stepped(n: Node, src: Sequence[Band], dependent: Collection[Node]) -> Band:
+def propagate(n: Node, src: Sequence[Interval], dependent: Collection[Node]) -> Interval:
     """An elementwise step over intervals: its least and largest value over their ends, and room for its roundings."""
     fn = n.op.fn if isinstance(n.op, Map) else "select"
     kind = n.src[-1].dtype
     rounded = isinstance(n.op, Map) and n.dtype.is_float
 
     def step(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        here = [Band(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
+        here = [Interval(*tensors[i : i + 3]) for i in range(0, len(tensors), 3)]
         wide = [
-            Band(low, b.mid, high)
+            Interval(low, b.mid, high)
             for s, b in zip(n.src, here, strict=True)
             for low, high in (_rounded(b, s.dtype) if s in dependent else (b.mid, b.mid),)
         ]
@@ -131,7 +131,7 @@ def stepped(n: Node, src: Sequence[Band], dependent: Collection[Node]) -> Band:
             ends[0] = (*ends[0], _nearest(TURNS.get(fn, 0.0), ends[0][0], ends[0][-1]))
         mid = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in here]))
         corners = [list(corner) for corner in itertools.product(*ends)]
-        band = Band.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, corner)) for corner in corners])
+        band = Interval.spanning(mid, [cast("torch.Tensor", n.op.evaluate(n, corner)) for corner in corners])
         if fn != "select":
             band = (_known_float if kind.is_float else _known_integer)(fn, wide, corners, band, n.dtype)
         if not rounded:
@@ -141,17 +141,17 @@ def stepped(n: Node, src: Sequence[Band], dependent: Collection[Node]) -> Band:
             left = STEP_ROUNDINGS * n.dtype.epsilon * size(here[0].mid)
         return _moved(band.low, n.dtype, -1, left), mid, _moved(band.high, n.dtype, 1, left)
 
-    return Band(*by_pieces(n.shape, step, *(t for b in src for t in (b.low, b.mid, b.high))))
+    return Interval(*by_pieces(n.shape, step, *(t for b in src for t in (b.low, b.mid, b.high))))
 
 
-def _known_float(fn: str, src: Sequence[Band], corners: object, band: Band, result: DType) -> Band:
+def _known_float(fn: str, src: Sequence[Interval], corners: object, band: Interval, result: DType) -> Interval:
     """What is known of a function of floats whose ends are those of `band`."""
     x, y = src[0], src[-1]
     if fn in ("sine", "cosine"):
         room = (x.high.double() - x.low.double()).nan_to_num(2.0)
         mid = band.mid.double()
         ends = ((mid + sign * room).clamp(-1.0, 1.0).to(band.mid.dtype) for sign in (-1, 1))
-        return Band.spanning(band.mid, [band.low, band.high, *(picked(mid.isnan(), band.mid, e) for e in ends)])
+        return Interval.spanning(band.mid, [band.low, band.high, *(picked(mid.isnan(), band.mid, e) for e in ends)])
     if fn == "tan":
         low, high = (torch.floor(t.double() / math.pi + 0.5) for t in (x.low, x.high))
         return band.forgotten(low != high, result)
@@ -163,7 +163,7 @@ def _known_float(fn: str, src: Sequence[Band], corners: object, band: Band, resu
         jumps = any_of([t != times[0] for t in times[1:]]) & (unsure(x) | unsure(y))
         largest = torch.maximum(y.low.double().abs(), y.high.double().abs())
         least, most = ((sign * largest).to(band.mid.dtype) for sign in (-1, 1))
-        band = Band(picked(jumps, least, band.low), band.mid, picked(jumps, most, band.high))
+        band = Interval(picked(jumps, least, band.low), band.mid, picked(jumps, most, band.high))
         return band.forgotten(spans_zero(y), result)
     if fn == "power":
         negative, loose = x.low.double() < 0, unsure(y)
@@ -171,7 +171,7 @@ def _known_float(fn: str, src: Sequence[Band], corners: object, band: Band, resu
     if fn == "atan2":
         turns = (src[1].low.double() <= 0) & spans_zero(x)
         least, most = (torch.tensor(sign * math.pi).to(band.mid.dtype) for sign in (-1, 1))
-        return Band(picked(turns, least, band.low), band.mid, picked(turns, most, band.high))
+        return Interval(picked(turns, least, band.low), band.mid, picked(turns, most, band.high))
     if result is PRED:
         places = [lost(b) for b in src]
         if fn in ("equal", "not_equal"):
@@ -181,7 +181,9 @@ def _known_float(fn: str, src: Sequence[Band], corners: object, band: Band, resu
     return band
 
 
-def _known_integer(fn: str, src: Sequence[Band], corners: Sequence[Sequence[torch.Tensor]], band: Band, result: DType) -> Band:
+def _known_integer(
+    fn: str, src: Sequence[Interval], corners: Sequence[Sequence[torch.Tensor]], band: Interval, result: DType
+) -> Interval:
     """The same for integers, which wrap, and pred."""
     kind = band.mid.dtype if result is not PRED else src[0].mid.dtype
     if kind == torch.bool:  # all there is was tried
@@ -209,12 +211,12 @@ def _known_integer(fn: str, src: Sequence[Band], corners: Sequence[Sequence[torc
     return band
 
 
-def _turned(fn: str, x: Band, band: Band) -> Band:
+def _turned(fn: str, x: Interval, band: Interval) -> Interval:
     """The size of an integer, whose least is zero where that lies between."""
     if fn != "abs" or not x.mid.dtype.is_signed:
         return band
     inside = (x.low <= 0) & (x.high >= 0)
-    return Band(torch.where(inside, torch.zeros_like(band.low), band.low), band.mid, band.high)
+    return Interval(torch.where(inside, torch.zeros_like(band.low), band.low), band.mid, band.high)
 
 
 def _nearest(value: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
@@ -223,17 +225,17 @@ def _nearest(value: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tenso
     return torch.minimum(torch.maximum(torch.full_like(a, value), a), b).to(low.dtype)
 
 
-def _zero(b: Band) -> int:
+def _zero(b: Interval) -> int:
     return _TOP if b.mid.dtype == torch.uint64 else 0
 
 
-def loosened(band: Band, fraction: float) -> Band:
+def inflate(band: Interval, fraction: float) -> Interval:
     """A band whose ends are a fraction of themselves further out."""
     low, high = ((end.double() + sign * fraction * size(end)).to(end.dtype) for end, sign in ((band.low, -1), (band.high, 1)))
-    return Band(low, band.mid, high)
+    return Interval(low, band.mid, high)
 
 
-def _rounded(band: Band, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounded(band: Interval, dtype: DType) -> tuple[torch.Tensor, torch.Tensor]:
     """Both ends of an interval, a few roundings further out."""
     if not dtype.is_float:
         return band.low, band.high

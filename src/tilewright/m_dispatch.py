@@ -15,9 +15,9 @@ from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
 from tilewright.ir.pattern import Trace
 from tilewright.runtime.executable import Executable, prepare
+from tilewright.schedule.buckets import Buckets, PackingVariants, Progress, bucketed
 from tilewright.schedule.candidate import LAST_RESORT, discover
 from tilewright.schedule.problem import AnyProblem, Problem
-from tilewright.schedule.regimes import Family, Progress, Regimes, regimes
 from tilewright.schedule.search import Decision, search
 
 MOST_ROWS = 4096
@@ -45,9 +45,9 @@ class AnyRows:
         target: where it runs.
     """
 
-    def __init__(self, graph_at: GraphAt, table: Regimes | None, target: Target) -> None:
+    def __init__(self, graph_at: GraphAt, table: Buckets | None, target: Target) -> None:
         self.table, self.target = table, target
-        first, last = (1, MOST_ROWS) if table is None else (table.regimes[0].first, table.regimes[-1].last)
+        first, last = (1, MOST_ROWS) if table is None else (table.buckets[0].first, table.buckets[-1].last)
         self._graph_at = graph_at
         self._kept: dict[int, Executable] = {}  # the last used at the end
         self._lock = threading.Lock()
@@ -95,7 +95,7 @@ class AnyRows:
 
         return decide
 
-    def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], family: Family | None) -> Decision:
+    def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], family: PackingVariants | None) -> Decision:
         if family is not None:
             try:
                 return search(problem, self.target, budget_s=0, candidates=[family], weights=weights)
@@ -137,7 +137,9 @@ def compile_rows(
         check_type(graph_at(rows), Graph, f"graph_at({rows})", GIVEN)
     target = target or detect(home(graph_at(first)))
     _varying_axis(graph_at(first), graph_at(last))
-    table = regimes(lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress)
+    table = bucketed(
+        lambda m: _posed(graph_at(m), target), target, first=first, last=last, budget_s=budget_s, progress=progress
+    )
     return AnyRows(graph_at, table, target)
 
 

@@ -26,9 +26,9 @@ def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
         tuple: the graph, and the names of those for which neither can be: their positions are data and something else reads the
         old value, or the new one is of another type.
     """
-    if not graph.kept:
+    if not graph.state:
         return graph, ()
-    count = len(graph.kept)
+    count = len(graph.state)
     kept, new = graph.inputs[-count:], graph.outputs[-count:]
     made, can = _with_writes(graph, set(range(count)))
     if not all(can):  # those that cannot be are left as they were read
@@ -52,14 +52,14 @@ def _root(node: Node) -> Node:
 
 def _written_ones(graph: Graph) -> set[Node]:
     """The kept inputs whose new value is a write to them."""
-    count = len(graph.kept)
+    count = len(graph.state)
     pairs = zip(graph.inputs[-count:], graph.outputs[-count:], strict=True)
     return {old for old, end in pairs if isinstance(end.op, Write) and _root(end) is old}
 
 
 def _with_writes(graph: Graph, chosen: set[int]) -> tuple[Graph, list[bool]]:
     """The graph with the chosen new values as writes, and of which values that is so and may be."""
-    count = len(graph.kept)
+    count = len(graph.state)
     kept, new = graph.inputs[-count:], graph.outputs[-count:]
     pairs = [(i, old, n) for i, (old, n) in enumerate(zip(kept, new, strict=True)) if i in chosen]
     writes = {n: w for _, old, n in pairs if (w := _written(n, old)) is not None}
@@ -79,9 +79,9 @@ def _written_again(node: Node, users: Users) -> bool:
     return any(reader is not None and isinstance(reader.op, Write) and reader.src[0] is node for reader in users[node])
 
 
-def callers(graph: Graph) -> tuple[Node, ...]:
+def caller_inputs(graph: Graph) -> tuple[Node, ...]:
     """The inputs that a caller gives: those that the program does not keep."""
-    return tuple(n for n in graph.inputs if not is_kept(n))
+    return tuple(n for n in graph.inputs if not is_state(n))
 
 
 def share(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -101,7 +101,7 @@ def span(t: torch.Tensor) -> tuple[int, int]:
     return t.data_ptr(), t.data_ptr() + reach * t.element_size()
 
 
-def is_kept(node: Node) -> bool:
+def is_state(node: Node) -> bool:
     """Whether a node is an input that the program keeps, or what a write made of one."""
     return isinstance(node.op, Write) or (isinstance(node.op, Input) and node.op.kept)
 

@@ -1,14 +1,14 @@
 """Processes for work that may never come back.
 
-Three of them, and sometimes more. The *parent* asks. Its one child, the *nursery*, has imported torch and the candidates and
-does nothing but fork: so the third, the *worker*, which does the work, is replaced within milliseconds after a crash or a
-hang. Beside it there may be *assistants*, which compile. The nursery runs no parallel operation and touches no GPU, so that
-forking it is sound. It is no fork of the parent, whose threads and `__main__` it must not inherit, but a fresh interpreter
+Three of them, and sometimes more. The *parent* asks. Its one child, the *fork server*, has imported torch and the candidates
+and does nothing but fork: so the third, the *worker*, which does the work, is replaced within milliseconds after a crash or a
+hang. Beside it there may be *compile workers*, which compile. The fork server runs no parallel operation and touches no GPU, so
+that forking it is sound. It is no fork of the parent, whose threads and `__main__` it must not inherit, but a fresh interpreter
 with the parent's path and environment.
 
-The nursery ends when the parent's end of its socket closes, however the parent ended; the worker is killed when the nursery
-ends. Workers and assistants are killed with what they started, such as an assembler: each leads a process group. Messages are
-pickles between a process and its own children; nothing else ever reads them.
+The fork server ends when the parent's end of its socket closes, however the parent ended; the worker is killed when the fork
+server ends. Workers and compile workers are killed with what they started, such as an assembler: each leads a process group.
+Messages are pickles between a process and its own children; nothing else ever reads them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from typing import IO, Any, cast
 
 from tilewright.errors import visible
 
-START_S = 60.0  # for the nursery to import torch
+START_S = 60.0  # for the fork server to import torch
 SLICE_S = 0.05
 HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
 SWITCH = "TILEWRIGHT_WORKER"  # 0: everything in the process that asks
@@ -49,12 +49,12 @@ Serve = Callable[[Connection, mmap.mmap], None]
 class DiedError(Exception):
     """The worker is gone; the message says how.
 
-    `starved`: it was killed for its silence, but other programs had the processors for much of that time.
+    `contended`: it was killed for its silence, but other programs had the processors for much of that time.
     """
 
-    def __init__(self, why: str, *, starved: bool = False) -> None:
+    def __init__(self, why: str, *, contended: bool = False) -> None:
         super().__init__(why)
-        self.starved = starved
+        self.contended = contended
 
 
 class UnavailableError(Exception):
@@ -77,12 +77,12 @@ def memory_file(name: str, size_bytes: int) -> int:
 
 
 def end_group(pid: int) -> None:
-    """Kill a worker or an assistant, and what it started."""
+    """Kill a worker or of either kind, and what it started."""
     with contextlib.suppress(OSError):  # all of them are gone
         os.killpg(pid, signal.SIGKILL)
 
 
-class Nursery:
+class ForkServer:
     """The parent's side of the two processes below it.
 
     Attributes:
@@ -127,7 +127,7 @@ class Nursery:
         if self.worker is None:
             self._pid, self.worker = self._forked(b"f")
 
-    def assistant(self) -> tuple[int, Connection]:
+    def compile_worker(self) -> tuple[int, Connection]:
         """One more process that does what a worker does, and how to reach it; it ends when the connection is closed.
 
         Raises:
@@ -158,7 +158,7 @@ class Nursery:
         return pid, Connection(ours.detach())
 
     def _hear(self, count: int) -> bytes:
-        """An answer of the nursery."""
+        """An answer of the fork server."""
         self._control.settimeout(START_S)
         heard = b""
         while len(heard) < count:
@@ -209,9 +209,9 @@ class Nursery:
                 waited, had, pulse = 0.0, 0.0, self.number(PULSE)
             if limit_s is not None and waited > limit_s:
                 self.end_worker()
-                starved = had < HAD * waited
-                busy = ", while other programs had the processors" if starved else ""
-                raise DiedError(f"no answer in {limit_s:.0f} s: killed{busy}", starved=starved)
+                contended = had < HAD * waited
+                busy = ", while other programs had the processors" if contended else ""
+                raise DiedError(f"no answer in {limit_s:.0f} s: killed{busy}", contended=contended)
 
     def end_worker(self) -> int:
         """Kill the worker, if there is one; how it ended, as `os.waitpid` says."""
@@ -278,11 +278,11 @@ class Nursery:
             self._process.wait()
 
 
-_known: Nursery | None = None
+_known: ForkServer | None = None
 
 
 def _part() -> None:
-    """In a fork of the parent: let go of the sockets, for the nursery ends, and the worker hears, when nobody holds them."""
+    """Let go of the sockets, in a fork of the parent: the fork server ends, and the worker hears, when nobody holds them."""
     if _known is not None:
         _known.forsake()
 
@@ -295,7 +295,7 @@ _lines: set[str] = set()
 _starting = threading.Lock()
 
 
-def nursery() -> Nursery:
+def fork_server() -> ForkServer:
     """The one of this process; a fork of it does not use its parent's."""
     global _known
     if in_worker or os.environ.get(SWITCH) == "0":
@@ -303,7 +303,7 @@ def nursery() -> Nursery:
     with _starting:
         if _known is None or _known.owner != os.getpid():
             try:
-                _known = Nursery()
+                _known = ForkServer()
             except OSError as error:
                 raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
             atexit.register(_known.stop)
@@ -328,16 +328,16 @@ def _doing(pid: int) -> tuple[str, float]:
         return "", 0.0
 
 
-def nurse(fd: int, serve: Serve) -> None:
-    """The nursery: fork a worker for each `f`, an assistant for each `a`, say how the last worker ended for each `w`, end with
-    the parent."""
+def fork_server_main(fd: int, serve: Serve) -> None:
+    """The fork server: fork a worker for each `f`, a compile worker for each `a`, say how the last worker ended for each `w`,
+    end with the parent."""
     control = socket.socket(fileno=fd)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # who inherits that it is ignored has no children to wait for
-    me, child, assistants = os.getpid(), 0, list[int]()
+    me, child, compile_workers = os.getpid(), 0, list[int]()
     while True:
         word, fds, _, _ = socket.recv_fds(control, 1, 2)
-        assistants = [pid for pid in assistants if os.waitpid(pid, os.WNOHANG)[0] == 0]
-        for pid in [] if word else assistants:
+        compile_workers = [pid for pid in compile_workers if os.waitpid(pid, os.WNOHANG)[0] == 0]
+        for pid in [] if word else compile_workers:
             end_group(pid)
         if child and word in (b"", b"f"):
             end_group(child)
@@ -365,11 +365,11 @@ def nurse(fd: int, serve: Serve) -> None:
         if word != b"a":
             child = max(made, 0)
         elif made > 0:
-            assistants.append(made)
+            compile_workers.append(made)
         control.sendall(struct.pack("q", made))
 
 
-def _live(nursery: int, serve: Serve, fd: int, shared_fd: int) -> None:
+def _live(parent: int, serve: Serve, fd: int, shared_fd: int) -> None:
     """A worker, until it is killed or its parent is gone."""
     global in_worker
     in_worker = True
@@ -377,7 +377,7 @@ def _live(nursery: int, serve: Serve, fd: int, shared_fd: int) -> None:
         os.setpgid(0, 0)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != nursery:
+    if os.getppid() != parent:
         os._exit(0)
     try:
         serve(Connection(fd), mmap.mmap(shared_fd, mmap.PAGESIZE))
