@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import tilewright
-from tests.candidates.llvm.test_rows import CPU
+from tests.candidates.llvm.test_normalization import CPU
 from tilewright.candidates.llvm.expressions.steps import parts_of
 from tilewright.candidates.llvm.normalization import candidate as rows
 from tilewright.candidates.llvm.runtime import engine
