@@ -15,7 +15,7 @@ from tilewright.dtype import F32, S8, S32, U8
 from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Quantize, gemm
-from tilewright.schedule.problem import region_of
+from tilewright.schedule.problem import fusion_of
 
 DIVIDES = re.compile(r"fdiv <\d+ x float>")
 # Those whose quotients come nearest to where f32 rounds: the last 16 of a mantissa's bits are near 0.
@@ -44,7 +44,7 @@ def kernel(monkeypatch, dtype, scale, zero, length):
     monkeypatch.setattr(engine, "function", lambda text: texts.append(text) or made(text))
     x = input_("x", F32, (1, length))
     step, start = const(scale, F32), const(zero, dtype)
-    problem, sources = region_of((x, step, start), (Node(Quantize(dtype), x, step, start),))
+    problem, sources = fusion_of((x, step, start), (Node(Quantize(dtype), x, step, start),))
     weights = {i: s.op.data.tensor() for i, s in enumerate(sources) if s.constant}
     (schedule,) = rows.CANDIDATE.schedules(problem, CPU)
     run = rows.CANDIDATE.build(problem, schedule, CPU).prepare(weights)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.candidates.triton.test_rows import ARCHES, gpu
+from tests.candidates.triton.test_normalization import ARCHES, gpu
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
 from tilewright.ir.build import const, input_, reshape, transpose
 from tilewright.ir.graph import Node

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tests.candidates.triton.test_attention import bert, flash
-from tests.candidates.triton.test_rows import gpu
+from tests.candidates.triton.test_normalization import gpu
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
 from tilewright.ir.build import const, input_, reshape, transpose
 from tilewright.ir.graph import Node
