@@ -16,7 +16,7 @@ from tilewright.candidates.triton.expressions.text import Text
 from tilewright.candidates.triton.gemm import candidate as gemm
 from tilewright.candidates.triton.gemm.kernel import Point, write
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
-from tilewright.candidates.triton.hopper.attention.attend import kernel_text as hopper_attention_text
+from tilewright.candidates.triton.hopper.attention.functions import kernel_text as hopper_attention_text
 from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoint
 from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of

@@ -68,9 +68,9 @@ class Pipeline:
         mbarrier.wait(self.full_barriers.index(stage), phase)
 
     @gluon.jit
-    def release(self, stage):
-        """A consumer is done with a stage."""
-        mbarrier.arrive(self.empty_barriers.index(stage))
+    def release(self, stage, pred=True):
+        """A consumer is done with a stage, if `pred`."""
+        mbarrier.arrive(self.empty_barriers.index(stage), pred=pred)
 
 
 @gluon.jit

@@ -175,7 +175,7 @@ def instance(
     lines = [
         GLUON_IMPORTS + f"from {path} import {name}",
         f"from {record.__module__} import {record.__qualname__}",
-        "from tilewright.candidates.triton.runtime._gluon import constants\n",
+        "from tilewright.candidates.triton.runtime._gluon import async_load, constants\n",
         f"CONFIG = constants({config!r})",
     ]
     for own, (arguments, body) in functions.items():

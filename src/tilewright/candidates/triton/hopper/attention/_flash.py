@@ -5,6 +5,8 @@ warpgroups multiply them by 64 queries each and carry the largest score along (D
 While a warpgroup works out the weights of some keys, the matrix unit multiplies those before them by their values; with
 ping-pong barriers one warpgroup is at its exponentials while another one has the matrix unit (as in Shah et al. 2024, arXiv
 2407.08608). Keys are taken from the last to the first, so that what is cut off comes first. Blocks are persistent.
+
+`config`, `group` and generated functions are constants everywhere.
 """
 
 from triton.experimental import gluon
@@ -17,43 +19,30 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilewright.candidates.triton.attention.kernel import LOG2_E
 from tilewright.candidates.triton.hopper._pipeline import barriers, pipeline
-from tilewright.candidates.triton.hopper.attention import sizes
+from tilewright.candidates.triton.hopper.attention._softmax import (
+    CHUNK,
+    HIDDEN,
+    PRODUCER_REGISTERS,
+    ROWS,
+    SHOWN,
+    TO_POWERS_OF_2,
+    base_of,
+    ex2,
+    fragment,
+    inverse_of,
+    weights_of,
+)
 from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret, tma_load
 
-ROWS = gl.constexpr(sizes.ROWS)
-CHUNK = gl.constexpr(sizes.WIDEST)  # keys of a product
 SCANNED = gl.constexpr(512)  # places of a mask that are read at once
-TO_POWERS_OF_2 = gl.constexpr(LOG2_E)
-HIDDEN = gl.constexpr(float("-inf"))
-SHOWN = gl.constexpr(float("inf"))
-PRODUCER_REGISTERS = gl.constexpr(24)
 
 
-# -- parts of the softmax
-
-
-@gluon.constexpr_function
-def fragment(columns, dtype):
-    """A product of a warpgroup with so many columns, whose operands have this type."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 256 // dtype.primitive_bitwidth])
+# -- rows of scores
 
 
 @gluon.jit
-def ex2(x):
-    """2^x as the special function unit gives it, 0 below the normal numbers."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def ex2_in_order(x):
-    """`ex2` that LLVM leaves before waits that follow."""
-    return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def max_of_rows(x, config: gl.constexpr):
+def max_of_rows(x, config):
     """The largest of each row; where products overlap, a thread goes through four parts at once: each step waits for the one
     before."""
     if config.overlapped:
@@ -64,7 +53,7 @@ def max_of_rows(x, config: gl.constexpr):
 
 
 @gluon.jit
-def sum_of_rows(x, config: gl.constexpr):
+def sum_of_rows(x, config):
     """The sum of each row, likewise."""
     if config.overlapped:
         parts = gl.sum(x.reshape((x.shape[0], x.shape[1] // 8, 8)), 1)
@@ -73,32 +62,11 @@ def sum_of_rows(x, config: gl.constexpr):
         return gl.sum(x, 1)
 
 
-@gluon.jit
-def base_of(row_max, scales, config: gl.constexpr):
-    """What is added to scores as powers of two, so that the largest of a row becomes one; 0 where no key was seen."""
-    if config.masked or config.causal:
-        row_max = gl.where(row_max == HIDDEN, 0.0, row_max)
-    return row_max * scales[1]
-
-
-@gluon.jit
-def weights_of(scores, base, scales, config: gl.constexpr):
-    """Scores as weights, the largest of a row one."""
-    if config.added:
-        powers = scores + base[:, None]
-    else:
-        powers = gl.fma(scores, scales[0], base[:, None])
-    if config.overlapped:
-        return ex2_in_order(powers)
-    else:
-        return ex2(powers)
-
-
 # -- which work is whose
 
 
 @gluon.jit
-def locate(item, config: gl.constexpr):
+def locate(item, config):
     """An item of work: a head, and which part of its queries, a tile for each warpgroup. Where causality makes some parts
     longer, those come first."""
     parts: gl.constexpr = (config.queries + config.groups * ROWS - 1) // (config.groups * ROWS)
@@ -109,13 +77,13 @@ def locate(item, config: gl.constexpr):
 
 
 @gluon.jit
-def items(config: gl.constexpr):
+def items(config):
     """How many there are."""
     return config.heads * ((config.queries + config.groups * ROWS - 1) // (config.groups * ROWS))
 
 
 @gluon.jit
-def chunks_of(part, config: gl.constexpr):
+def chunks_of(part, config):
     """How many chunks of keys a part sees."""
     if config.causal:
         last = (part + 1) * (config.groups * ROWS) + config.shift
@@ -128,7 +96,7 @@ def chunks_of(part, config: gl.constexpr):
 
 
 @gluon.jit
-def last_chunk(head, count, side, config: gl.constexpr, mask: gl.constexpr):
+def last_chunk(head, count, side, config, mask):
     """Chunks up to the last key that a mask shows: those after it are left out."""
     layout: gl.constexpr = gl.BlockedLayout([1, SCANNED // 32], [1, 32], [1, 1], [1, 0])
     last = 0
@@ -140,7 +108,7 @@ def last_chunk(head, count, side, config: gl.constexpr, mask: gl.constexpr):
 
 
 @gluon.jit
-def mask_of_chunk(head, key, side, config: gl.constexpr, mask: gl.constexpr):
+def mask_of_chunk(head, key, side, config, mask):
     """What is done to the scores of each key of a chunk: the least of both is taken (infinities), or it is added."""
     layout: gl.constexpr = gl.BlockedLayout([1, CHUNK // 32], [1, 32], [1, 1], [1, 0])
     keys = key + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
@@ -152,7 +120,7 @@ def mask_of_chunk(head, key, side, config: gl.constexpr, mask: gl.constexpr):
 
 
 @gluon.jit
-def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config: gl.constexpr, k_at, v_at, mask):
+def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     done = 0
@@ -193,7 +161,7 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config: gl.constexpr,
 
 
 @gluon.jit
-def load_queries(group: gl.constexpr, item, q_desc, q, q_full, config: gl.constexpr, q_at: gl.constexpr):
+def load_queries(group, item, q_desc, q, q_full, config, q_at):
     """Has TMA bring a tile of queries, once those before it are multiplied."""
     head, part = locate(item, config)
     row = (part * config.groups + group) * ROWS
@@ -203,7 +171,7 @@ def load_queries(group: gl.constexpr, item, q_desc, q, q_full, config: gl.conste
 
 
 @gluon.jit
-def multiply_keys(q, k_ring, step, config: gl.constexpr):
+def multiply_keys(q, k_ring, step, config):
     """Asks for the scores of a chunk; its stage."""
     stage, phase = k_ring.position(step)
     k_ring.wait(stage, phase)
@@ -219,7 +187,7 @@ def wait_for_values(v_ring, step):
 
 
 @gluon.jit
-def multiply_values(weights, v_ring, step, acc, config: gl.constexpr):
+def multiply_values(weights, v_ring, step, acc, config):
     """Asks for what weights make of the values of a chunk."""
     if not config.overlapped:
         wait_for_values(v_ring, step)
@@ -227,7 +195,7 @@ def multiply_values(weights, v_ring, step, acc, config: gl.constexpr):
 
 
 @gluon.jit
-def apply_mask(scores, k_ring, stage, scales, config: gl.constexpr):
+def apply_mask(scores, k_ring, stage, scales, config):
     """A mask that is the same for all queries, as it lies beside the keys."""
     if config.by_keys:
         layout: gl.constexpr = scores.type.layout
@@ -242,7 +210,7 @@ def apply_mask(scores, k_ring, stage, scales, config: gl.constexpr):
 
 
 @gluon.jit
-def apply_causal(scores, tile, chunk, config: gl.constexpr, first: gl.constexpr):
+def apply_causal(scores, tile, chunk, config, first: gl.constexpr):
     """Minus infinity where there is no key, which is in a head's last chunk, the first; and where causality hides one."""
     layout: gl.constexpr = scores.type.layout
     if first and config.keys % CHUNK > 0 and chunk == config.keys // CHUNK:
@@ -256,21 +224,7 @@ def apply_causal(scores, tile, chunk, config: gl.constexpr, first: gl.constexpr)
 
 
 @gluon.jit
-def consumer(
-    group: gl.constexpr,
-    q_desc,
-    q,
-    q_full,
-    k_ring,
-    v_ring,
-    counts,
-    turns,
-    scales,
-    side,
-    config: gl.constexpr,
-    q_at: gl.constexpr,
-    epilogue: gl.constexpr,
-):
+def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue):
     out: gl.constexpr = fragment(config.width, v_ring.buffers[0].dtype)
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
     rows: gl.constexpr = gl.SliceLayout(1, out)
@@ -301,11 +255,11 @@ def consumer(
         k_ring.release(stage)
         scores = apply_causal(scores, tile, count - 1, config, True)
         row_max = max_of_rows(scores, config)
-        base = base_of(row_max, scales, config)
+        base = base_of(row_max, scales, config.masked or config.causal)
         if config.turns:
             mbarrier.wait(turns.index(group), turn)
             turn = turn ^ 1
-        p = weights_of(scores, base, scales, config)
+        p = weights_of(scores, base, scales, config, config.overlapped)
         row_sum = sum_of_rows(p, config)
         if config.turns:
             mbarrier.arrive(turns.index((group + 1) % config.groups))
@@ -326,12 +280,12 @@ def consumer(
             scores = apply_causal(scores, tile, count - 1 - j, config, False)
             before = base
             row_max = gl.maximum(row_max, max_of_rows(scores, config))
-            base = base_of(row_max, scales, config)
+            base = base_of(row_max, scales, config.masked or config.causal)
             alpha = ex2(gl.minimum(base - before, 0.0))  # above zero where no key was seen before
             if config.turns:
                 mbarrier.wait(turns.index(group), turn)
                 turn = turn ^ 1
-            p = weights_of(scores, base, scales, config)
+            p = weights_of(scores, base, scales, config, config.overlapped)
             row_sum = row_sum * alpha + sum_of_rows(p, config)
             if config.turns:
                 mbarrier.arrive(turns.index((group + 1) % config.groups))
@@ -352,9 +306,7 @@ def consumer(
         v_ring.release((step + count - 1) % config.stages)
         step += count
 
-        inverse = 1.0 / gl.convert_layout(row_sum, rows)
-        if config.zero_rows:
-            inverse = gl.where(gl.convert_layout(row_sum, rows) == 0.0, 0.0, inverse)
+        inverse = inverse_of(gl.convert_layout(row_sum, rows), scales, config)
         epilogue(result, inverse, head, tile, side)
 
 
@@ -362,19 +314,7 @@ def consumer(
 
 
 @gluon.jit
-def flash(
-    q_desc,
-    k_desc,
-    v_desc,
-    scales,
-    side,
-    config: gl.constexpr,
-    q_at: gl.constexpr,
-    k_at: gl.constexpr,
-    v_at: gl.constexpr,
-    epilogue: gl.constexpr,
-    mask: gl.constexpr = None,
-):
+def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
     """`scales` and the generated functions are those of `functions.py`, `side` what they read and write."""
     stages: gl.constexpr = config.stages
     groups: gl.constexpr = config.groups

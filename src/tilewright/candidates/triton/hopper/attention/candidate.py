@@ -1,19 +1,15 @@
-"""Generated attention for Hopper: whole rows of scores in registers (`attend.py`, `stream.py`), or of some keys
-at a time (`_flash.py`)."""
+"""Generated attention for Hopper: whole rows of scores in registers (`_rows.py`), or of some keys at a time (`_flash.py`)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from tilewright.candidates.triton.attention.heads import Heads, heads_of
 from tilewright.candidates.triton.attention.kernel import power, sources_of
 from tilewright.candidates.triton.expressions.casts import FP8, pointer_type
-from tilewright.candidates.triton.expressions.text import Written
-from tilewright.candidates.triton.hopper.attention.attend import WARPS, arguments, kernel_text
-from tilewright.candidates.triton.hopper.attention.functions import flash_text, streamed_arguments
-from tilewright.candidates.triton.hopper.attention.run import streamed_caller
+from tilewright.candidates.triton.hopper.attention.functions import arguments, kernel_text
 from tilewright.candidates.triton.hopper.attention.sizes import (
     HELD,
     Point,
@@ -25,10 +21,10 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
     registers,
     unaligned,
 )
-from tilewright.candidates.triton.hopper.attention.stream import streamed_text
 from tilewright.candidates.triton.hopper.brief import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.build import TMA_TYPES, descriptor
-from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT, of_view
+from tilewright.candidates.triton.runtime.launch import addresses, caller, dense, maker, on
 from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
@@ -101,8 +97,8 @@ class HopperAttention:
         count = blocks(heads, point, target.cores)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            if point.streamed or point.ring:
-                return streamed_caller(heads, problem, built, count, target, weights)
+            if point.by_tma:
+                return _tma_caller(heads, problem, point, built, count, target, weights)
             launch = launcher(built.kernel, (count,), target.index, built.numbers)
             return caller(sources_of(heads), problem.outputs, launch, weights, target)
 
@@ -146,24 +142,62 @@ def point_of(schedule: Schedule) -> Point:
 
 def machine_code(heads: Heads, problem: AttentionProblem, point: Point, device: int = 0) -> Built:
     """The kernel."""
-    names = (streamed_arguments if point.streamed or point.ring else arguments)(heads)
+    names = arguments(heads, point)
     signature = {n: pointer_type((problem.types if n[0] == "p" else problem.outputs)[int(n[1:])].dtype) for n in names}
-    tma = point.streamed or point.ring
-    found = brought(heads) if tma else None
+    found = brought(heads) if point.by_tma else None
     if found is not None:
         operands = zip("qkv", (heads.q, heads.k, heads.v), found, strict=True)
         boxes = {f"{n}_desc": descriptor(TMA_TYPES[o.dtype.name], b.array.box) for n, o, b in operands}
         signature = boxes | signature
-    text = _text(heads, point)
-    return build(
-        text, "kernel", signature, Arch("cuda", 90, 32), device, enable_fp_fusion=False, num_warps=WARPS, launch_pdl=True
-    )
+    text = kernel_text(heads, point)
+    return build(text, "kernel", signature, Arch("cuda", 90, 32), device, enable_fp_fusion=False, num_warps=4, launch_pdl=True)
 
 
-def _text(heads: Heads, point: Point) -> Written:
-    if point.ring:
-        return flash_text(heads, point.ring)
-    return streamed_text(heads, point) if point.streamed else kernel_text(heads, point)
+def _tma_caller(
+    heads: Heads,
+    problem: AttentionProblem,
+    point: Point,
+    built: Built,
+    blocks: int,
+    target: Target,
+    weights: Mapping[int, torch.Tensor],
+) -> Runner:
+    """What runs a kernel whose operands come by TMA.
+
+    Args:
+        heads, point: what it was made for.
+        problem: the attention, for its results' types.
+        built: its machine code.
+        blocks: how many.
+        target: the device.
+        weights: sources that do not change, by number.
+    """
+    operands = brought(heads)
+    assert operands is not None
+    start = launcher(built.kernel, (blocks,), target.index, built.numbers)
+    metas = built.kernel.metadata.tensordesc_meta
+    sizes = [o.dtype.bits // 8 for o in (heads.q, heads.k, heads.v)]
+    arrays = [of_view(o.array, size, meta) for o, size, meta in zip(operands, sizes, metas, strict=True)]
+    read = [o.source for o in operands] + [int(n[1:]) for n in arguments(heads, point) if n[0] == "p"]
+    constant = {i: dense(t) for i, t in weights.items() if i in read}
+    fixed = [constant[i].data_ptr() if i in constant else 0 for i in read]
+    given = [(at, i) for at, i in enumerate(read) if i not in constant]
+    make = maker(problem.outputs, target.device)
+    known: dict[tuple[int, ...], list[object]] = {}
+
+    def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
+        found, _copies = addresses(fixed, given, sources)
+        made = make()
+        brought_from = tuple(found[: len(arrays)])
+        descriptors = known.get(brought_from)
+        if descriptors is None:
+            if len(known) >= MOST_KEPT:
+                known.clear()
+            descriptors = known[brought_from] = [x for a, at in zip(arrays, brought_from, strict=True) for x in a.at(at)]
+        start(*descriptors, *found[len(arrays) :], *[t.data_ptr() for t in made])
+        return made
+
+    return on(target.index, run)
 
 
 CANDIDATE = HopperAttention()

@@ -5,19 +5,30 @@ configuration, and small generated functions (where its operands lie, what its m
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from itertools import groupby
+from typing import Any
 
-from tilewright.candidates.triton.attention.heads import Heads
-from tilewright.candidates.triton.attention.kernel import LOG2_E, power
+from tilewright.candidates.triton.attention.heads import Heads, Operand
+from tilewright.candidates.triton.attention.kernel import LOG2_E, power, sources_of
+from tilewright.candidates.triton.expressions.casts import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.hopper.attention.codes import codes_at_once
-from tilewright.candidates.triton.hopper.attention.sizes import ROWS, Brought, Ring, brought, same_for_queries
+from tilewright.candidates.triton.hopper.attention.sizes import (
+    ROWS,
+    Point,
+    brought,
+    chunks,
+    last_seen,
+    leaf_of,
+    same_for_queries,
+)
 from tilewright.candidates.triton.hopper.brief import NATIVE_FP8
 from tilewright.candidates.triton.runtime.module import Function, instance
-from tilewright.dtype import F32, PRED
+from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
+from tilewright.lowering.access import Access
 
 PACKAGE = "tilewright.candidates.triton.hopper.attention"
 
@@ -66,11 +77,38 @@ class FlashConfig(Config):
     hides: bool
 
 
+@dataclass(frozen=True)
+class RowsConfig(Config):
+    """What `_rows.py` is compiled for beside that; see `sizes.Point`.
+
+    Attributes:
+        runs: tiles that see as many chunks of keys: first, last, and how many keys that one sees.
+        stored, product: what Triton calls queries and keys in shared memory, and as the matrix unit takes them.
+        unit: what it calls values and weights.
+    """
+
+    splits: int
+    ones: bool
+    runs: tuple[tuple[int, int, int], ...]
+    stored: str
+    product: str
+    unit: str
+
+
 class _Values(Emitter):
-    """An emitter that divides what was summed up in f32 without a remainder's correction."""
+    """An emitter that has operands copied, and that divides what was summed up in f32 without a remainder's correction."""
 
     def corrected(self, near: str, x: str, divisor: str, inverse: str) -> str:
         return near
+
+    def copy(self, at: Access, into: str) -> None:
+        """A tile of an operand to shared memory, zeros where there is nothing."""
+        leaf = leaf_of(at)
+        assert leaf is not None
+        where = self._sum(*self._spread(at, at.of_leaf(leaf)))
+        mask = self._mask(at, rows=True, columns=True)
+        more = f", mask={mask}" if mask else ""
+        self.text.do(f"async_load({into}, {pointer_of(leaf)} + {where}{more})")
 
 
 def pointer_of(leaf: Node) -> str:
@@ -79,19 +117,23 @@ def pointer_of(leaf: Node) -> str:
     return f"p{leaf.op.index}"
 
 
-def streamed_arguments(heads: Heads) -> list[str]:
-    """Pointers that a kernel takes whose operands TMA brings: to what its mask and its stores read, and to its results."""
-    roots = [*([heads.mask.root] if heads.mask else []), *(s.root for s in heads.stores)]
-    read = sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
+def arguments(heads: Heads, point: Point) -> list[str]:
+    """Pointers that a point's kernel takes: to the sources that it reads itself, not through TMA, and to its results."""
+    read = sources_of(heads)
+    if point.by_tma:
+        roots = [*([heads.mask.root] if heads.mask else []), *(s.root for s in heads.stores)]
+        read = sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
     return [f"p{i}" for i in read] + [f"o{i}" for i in range(len(heads.stores))]
 
 
-def flash_text(heads: Heads, ring: Ring) -> Written:
-    """The module of `_flash.py` for one attention: `kernel` of descriptors of queries, keys and values, and of
-    `streamed_arguments`."""
-    made = _Generated(heads, ring.groups * ROWS)
-    hides = made.by_keys and not made.added
-    return made.module("_flash.flash", FlashConfig(**made.config, **asdict(ring), hides=hides))
+def kernel_text(heads: Heads, point: Point) -> Written:
+    """The module of a point's kernel: `kernel` of descriptors of queries, keys and values, if TMA brings them, and of
+    `arguments`."""
+    made = _Generated(heads, point)
+    if point.ring:
+        hides = made.by_keys and not made.added
+        return made.module("_flash.flash", FlashConfig(**made.config, **asdict(point.ring), hides=hides))
+    return made.module("_rows.stream" if point.streamed else "_rows.attend", made.rows)
 
 
 class _Generated:
@@ -99,17 +141,18 @@ class _Generated:
 
     Args:
         heads: the attention.
-        rows: queries that a block takes at once.
+        point: its kernel's sizes.
     """
 
-    def __init__(self, heads: Heads, rows: int = ROWS) -> None:
-        self.h, self._numbers, self._ragged = heads, Text("gl"), heads.queries % rows != 0
+    def __init__(self, heads: Heads, point: Point) -> None:
+        self.h, self._point, self._numbers = heads, point, Text("gl")
+        self._ragged = heads.queries % (point.ring.groups * ROWS if point.ring else ROWS) != 0
         mask = heads.mask
         self.added = mask is not None and mask.root.dtype is not PRED
         self.by_keys = mask is not None and same_for_queries(heads, mask)
 
     @property
-    def config(self) -> dict[str, int]:
+    def config(self) -> dict[str, Any]:
         """The arguments of any `Config`."""
         h = self.h
         return {
@@ -127,22 +170,55 @@ class _Generated:
             "zero_rows": h.zero_masked_rows and h.mask is not None,
         }
 
+    @property
+    def rows(self) -> RowsConfig:
+        """The configuration of `_rows.py`."""
+        h, point = self.h, self._point
+        first = h.q.dtype if h.q.codes is not None else h.unit
+        product = FP8_NAMES.get(first) or NATIVE[first.name]
+        seen = [last_seen(h, t) for t in range(-(-h.queries // ROWS))]
+        runs = [list(run) for _, run in groupby(range(len(seen)), lambda t: chunks(seen[t]))]
+        return RowsConfig(
+            **self.config,
+            splits=point.splits,
+            ones=point.ones,
+            runs=tuple((run[0], run[-1], seen[run[-1]]) for run in runs),
+            stored=in_memory(first),
+            product=product,
+            unit=NATIVE[h.unit.name],
+        )
+
     def module(self, kernel: str, config: Config) -> Written:
-        """The module of a kernel ("file.function"), which takes descriptors of queries, keys and values, `scales`, and what is
+        """The module of a kernel ("file.function"), which takes descriptors, if TMA brings operands, `scales`, and what is
         made here."""
-        functions = {f"{n}_at": self._coordinates(v) for n, v in zip("qkv", self._views, strict=True)}
+        functions: dict[str, Function] = self._by_tma() if self._point.by_tma else self._copies()
         functions["epilogue"] = self._epilogue()
         if self.h.mask is not None:
             functions["mask"] = self._mask()
-        given = ["q_desc", "k_desc", "v_desc", f"({', '.join(self._scales)},)"]
-        return instance(f"{PACKAGE}.{kernel}", config, given, streamed_arguments(self.h), functions, self._numbers.numbers)
+        given = [*(["q_desc", "k_desc", "v_desc"] if self._point.by_tma else []), f"({', '.join(self._scales)},)"]
+        pointers = arguments(self.h, self._point)
+        return instance(f"{PACKAGE}.{kernel}", config, given, pointers, functions, self._numbers.numbers)
 
-    @cached_property
-    def _views(self) -> tuple[Brought, Brought, Brought]:
-        """Queries, keys and values as TMA brings them."""
-        found = brought(self.h)
-        assert found is not None
-        return found
+    def _by_tma(self) -> dict[str, Function]:
+        """Where boxes of each operand begin: a head's rows from one on."""
+        views = brought(self.h)
+        assert views is not None
+        made: dict[str, Function] = {}
+        for name, view in zip("qkv", views, strict=True):
+            t = self._body()
+            t.do(f"return {', '.join(view.array.coordinates('head', 'row', '0'))}")
+            made[f"{name}_at"] = ("head", "row"), t
+        return made
+
+    def _copies(self) -> dict[str, Function]:
+        """What copies each operand to shared memory; values that are codes are read, and made floats."""
+        h = self.h
+        made = {"load_q": self._queries(), "load_k": self._keys(h.k, h.depth)}
+        if h.v.codes is None:
+            return made | {"load_v": self._keys(h.v, h.width)}
+        t = self._body()
+        t.do(f"return {self._emitter(t, Tile('', '', 0)).convert('codes', h.v.dtype, h.unit)}")
+        return made | {"read_v": self._keys(h.v, h.width, read=True), "as_floats": (("codes",), t)}
 
     @property
     def _scales(self) -> list[str]:
@@ -161,11 +237,39 @@ class _Generated:
     def _emitter(self, t: Text, tile: Tile) -> _Values:
         return _Values(t, tile, pointer_of, NATIVE_FP8)
 
-    def _coordinates(self, view: Brought) -> Function:
-        """Where a box begins: a head's rows from one on."""
-        t = self._body()
-        t.do(f"return {', '.join(view.array.coordinates('head', 'row', '0'))}")
-        return ("head", "row"), t
+    def _queries(self) -> Function:
+        """Has a tile of queries copied to shared memory."""
+        h, t = self.h, self._body()
+        columns = self._pieces(t, h.q.dtype, h.depth)
+        t.do(f"queries = tile * {ROWS} + gl.arange(0, {ROWS}, gl.SliceLayout(1, C))")
+        mask = t.v(f"queries < {h.queries}") if self._ragged else None
+        tile = replace(columns, rows=t.v(f"head * {h.queries} + queries"), row_mask=mask)
+        self._emitter(t, tile).copy(h.q.at, "into")
+        return ("into", "head", "tile", "side"), t
+
+    def _keys(self, operand: Operand, extent: int, *, read: bool = False) -> Function:
+        """Has a chunk's rows of keys or values copied to shared memory, or reads them; `ragged`: some do not exist."""
+        h, t = self.h, self._body()
+        columns = self._pieces(t, operand.dtype, extent)
+        t.do("keys = first + gl.arange(0, count, gl.SliceLayout(1, C))")
+        rows = t.v(f"key_head * {h.keys} + keys")
+        for header, inside in (("if ragged:", f"keys < {h.keys}"), ("else:", None)):
+            with t.block(header):
+                emitter = self._emitter(t, replace(columns, rows=rows, row_mask=None if inside is None else t.v(inside)))
+                if read:
+                    t.do(f"return {emitter.value(operand.at)}")
+                else:
+                    emitter.copy(operand.at, "into")
+        own = ["key_head", "first: gl.constexpr", "count: gl.constexpr", "ragged: gl.constexpr", "side"]
+        return own if read else ["into", *own], t
+
+    def _pieces(self, t: Text, dtype: DType, extent: int) -> Tile:
+        """Columns of an operand as a warpgroup moves them in pieces of 16 bytes."""
+        each = 128 // max(dtype.bits, 8)
+        along = min(max(power(extent) // each, 1), 32)
+        t.do(f"C: gl.constexpr = gl.BlockedLayout([1, {each}], [{32 // along}, {along}], [4, 1], [1, 0])")
+        t.do(f"columns = gl.arange(0, {power(extent)}, gl.SliceLayout(0, C))")
+        return Tile("", "columns", extent, None, t.v(f"columns < {extent}") if power(extent) != extent else None)
 
     def _mask(self) -> Function:
         """A mask of a head: f32 that is added, or what is seen; of one row of it where it is the same for all queries.

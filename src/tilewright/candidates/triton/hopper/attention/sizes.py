@@ -1,4 +1,4 @@
-"""Sizes of attention on Hopper that holds whole rows of scores (`attend.py`): which fit, and which are best."""
+"""Sizes of attention on Hopper that holds whole rows of scores (`_rows.py`): which fit, and which are best."""
 
 from __future__ import annotations
 
@@ -46,13 +46,18 @@ class Point:
         splits: blocks that share a head's queries.
         ones: weights are added up by the matrix unit, as their product with ones: fewer instructions and registers.
         ring: keys and values pass through shared memory, however many there are (`_flash.py`).
-        streamed: blocks stay, two warpgroups each, and have the next head brought meanwhile (`stream.py`).
+        streamed: blocks stay, two warpgroups each, and have the next head brought meanwhile (`_rows.py`).
     """
 
     splits: int
     ones: bool
     streamed: bool = False
     ring: Ring | None = None
+
+    @property
+    def by_tma(self) -> bool:
+        """Whether TMA brings the operands."""
+        return self.streamed or self.ring is not None
 
 
 @dataclass(frozen=True)
@@ -61,11 +66,6 @@ class Chunk:
 
     start: int
     extent: int
-
-    @property
-    def name(self) -> str:
-        """By which a kernel tells apart what it has for each."""
-        return f"{self.start}_{self.extent}"
 
 
 def chunks(keys: int) -> list[Chunk]:

@@ -1,0 +1,602 @@
+# type: ignore  (what is jitted is Triton's language, whose calls are not Python's)
+# ruff: noqa: RUF005, SIM113  (it has neither stars in tuples nor enumerate)
+"""Attention on Hopper whose warpgroups hold all scores of 64 queries in registers, a tile.
+
+With a whole row at hand the softmax is done once: no maximum is carried along and nothing is scaled again. The products are
+asynchronous: the scores' maximum is sought while the next keys are multiplied, and the weights of some keys are worked out
+while those before them meet their values.
+
+`attend`: a block is one warpgroup, which copies a head's keys and values to shared memory and takes some of its tiles. Two
+share a multiprocessor, one at its exponentials while the other has the matrix unit. `stream`: blocks are persistent; one warp
+brings the keys and values of a block's next head by TMA while two warpgroups multiply those of this one. They take every other
+tile of a head, and have its queries brought themselves, into the place of those that they have multiplied.
+
+`config`, `group`, `first`, `keys` and generated functions are constants everywhere.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from tilewright.candidates.triton.hopper._pipeline import barriers, pipeline
+from tilewright.candidates.triton.hopper.attention import sizes
+from tilewright.candidates.triton.hopper.attention._softmax import (
+    CHUNK,
+    HIDDEN,
+    PRODUCER_REGISTERS,
+    ROWS,
+    SHOWN,
+    TO_POWERS_OF_2,
+    base_of,
+    fragment,
+    inverse_of,
+    weights_of,
+)
+from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret, tma_load
+
+GROUPS = gl.constexpr(sizes.GROUPS)
+AHEAD = gl.constexpr(sizes.AHEAD)
+
+# -- constants of a head: its keys in chunks, its tiles in runs that see as many chunks
+
+
+@gluon.constexpr_function
+def chunks(keys):
+    """How many chunks so many keys are (`sizes.chunks`)."""
+    return (keys + CHUNK.value - 1) // CHUNK.value
+
+
+@gluon.constexpr_function
+def extent(keys, i):
+    """Keys of a chunk, with zeros after the last up to a multiple of `ROWS`."""
+    return min(CHUNK.value, (keys + ROWS.value - 1) // ROWS.value * ROWS.value - i * CHUNK.value)
+
+
+@gluon.constexpr_function
+def runs(config):
+    return len(config.runs.value)
+
+
+@gluon.constexpr_function
+def first_tile(config, run):
+    return config.runs.value[run][0]
+
+
+@gluon.constexpr_function
+def last_tile(config, run):
+    return config.runs.value[run][1]
+
+
+@gluon.constexpr_function
+def seen_keys(config, run):
+    """Keys that the last tile of a run sees."""
+    return config.runs.value[run][2]
+
+
+@gluon.constexpr_function
+def ragged(config, i):
+    """Whether some keys of a head's chunk do not exist."""
+    padded = (config.keys.value + ROWS.value - 1) // ROWS.value * ROWS.value
+    return min((i + 1) * CHUNK.value, padded) > config.keys.value
+
+
+@gluon.constexpr_function
+def flat(size):
+    """Keys of a chunk over a warpgroup."""
+    return gl.BlockedLayout([size // 32], [32], [4], [0])
+
+
+@gluon.constexpr_function
+def keys_of(config, count):
+    """Keys of a head's first chunks."""
+    return min(config.keys.value, count * CHUNK.value)
+
+
+@gluon.constexpr_function
+def dtype(name):
+    return getattr(gl, name)
+
+
+# -- parts of a tile
+
+
+@gluon.jit
+def begin_of(part, parts: gl.constexpr, first: gl.constexpr):
+    """The first of a part's tiles from tile `first` on; parts take tiles in turn."""
+    if parts == 1:
+        return first
+    elif first == 0:
+        return part
+    else:
+        return first + (part + (parts - first % parts) % parts) % parts
+
+
+@gluon.jit
+def head_of(buffer, keys: gl.constexpr):
+    """The first rows of a buffer."""
+    if buffer.shape[0] == keys:
+        return buffer
+    else:
+        return buffer.slice(0, keys)
+
+
+@gluon.jit
+def as_product(buffer, config):
+    """Codes in shared memory as the matrix unit takes them."""
+    if config.stored == config.product:
+        return buffer
+    else:
+        return reinterpret(buffer, dtype(config.product), buffer.shape, buffer.layout)
+
+
+@gluon.jit
+def multiply_chunk(q, k, size: gl.constexpr):
+    zeros = gl.zeros([ROWS, size], gl.float32, fragment(size, q.dtype))
+    return warpgroup_mma(q, head_of(k, size).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def multiply_keys(q, k, keys: gl.constexpr, config):
+    """Asks for the scores of all chunks."""
+    scores = ()
+    for i in gl.static_range(chunks(keys)):
+        scores = scores + (multiply_chunk(q, k[i], extent(keys, i)),)
+    return scores
+
+
+@gluon.jit
+def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config, mask):
+    """A mask as it lies in memory. `whole`: of each chunk, whether a mask that is the same for all queries hides none."""
+    layout: gl.constexpr = scores.type.layout
+    size: gl.constexpr = scores.shape[1]
+    if config.masked:
+        if config.added:
+            read = mask_of(layout, size, i, head, tile, side, config, mask)
+            scores = gl.fma(scores, scales[2], read * TO_POWERS_OF_2)
+        elif config.by_keys:
+            if whole[i] == 0:
+                shown = mask_of(layout, size, i, head, tile, side, config, mask)
+                scores = gl.where(shown, scores, HIDDEN)
+        else:
+            shown = mask_of(layout, size, i, head, tile, side, config, mask)
+            scores = gl.where(shown, scores, HIDDEN)
+    return scores
+
+
+@gluon.jit
+def mask_of(layout: gl.constexpr, size: gl.constexpr, i: gl.constexpr, head, tile, side, config, mask):
+    """Of a chunk of keys; of one row where it is the same for all queries."""
+    keys = i * CHUNK + gl.arange(0, size, gl.SliceLayout(0, layout))
+    if config.by_keys:
+        queries = gl.arange(0, 1, gl.SliceLayout(1, layout))
+    else:
+        queries = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    return mask(head, queries, keys, i * CHUNK + size > config.keys, side)
+
+
+@gluon.jit
+def shows_all(size: gl.constexpr, i: gl.constexpr, head, side, config, mask):
+    """Whether a mask that is the same for all queries hides no key of a chunk."""
+    shown = mask_of(fragment(size, dtype(config.product)), size, i, head, 0, side, config, mask)
+    return gl.min(shown.to(gl.int32), 1).sum(0)
+
+
+@gluon.jit
+def apply_causal(scores, i: gl.constexpr, tile, first: gl.constexpr, config):
+    """Minus infinity where there is no key, and where causality hides one; the first query of tile `first` may see all."""
+    layout: gl.constexpr = scores.type.layout
+    size: gl.constexpr = scores.shape[1]
+    if config.causal and first * ROWS + config.shift < i * CHUNK + size - 1:
+        row = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+        place = gl.arange(0, size, gl.SliceLayout(0, layout))
+        scores = gl.where((row + (config.shift - i * CHUNK))[:, None] >= place[None, :], scores, HIDDEN)
+    if i * CHUNK + size > config.keys:
+        place = gl.arange(0, size, gl.SliceLayout(0, layout))
+        scores = gl.where((place < config.keys - i * CHUNK)[None, :], scores, HIDDEN)
+    return scores
+
+
+@gluon.jit
+def max_with(row_max, scores, i: gl.constexpr, out: gl.constexpr):
+    """The largest of each row so far, laid out as rows of the result."""
+    top = gl.convert_layout(gl.max(scores, 1), gl.SliceLayout(1, out))
+    if i == 0:
+        return top
+    else:
+        return gl.maximum(row_max, top)
+
+
+@gluon.jit
+def begin_sums(out: gl.constexpr, unit: gl.constexpr, config):
+    """The result, and the sums of weights, as the matrix unit or the lanes add them up."""
+    acc = warpgroup_mma_init(gl.zeros([ROWS, config.width], gl.float32, out))
+    if config.ones:
+        return acc, warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, fragment(8, unit)))
+    else:
+        return acc, 0.0
+
+
+@gluon.jit
+def multiply_values(acc, sums, scores, base, v, ones, i: gl.constexpr, scales, out: gl.constexpr, config):
+    """The weights of a chunk meet its values, and are added up."""
+    unit: gl.constexpr = v.dtype
+    size: gl.constexpr = scores.shape[1]
+    p = weights_of(scores, gl.convert_layout(base, gl.SliceLayout(1, scores.type.layout)), scales, config)
+    if not config.ones:
+        row_sum = gl.convert_layout(gl.sum(p, 1), gl.SliceLayout(1, out))
+        if i == 0:
+            sums = row_sum
+        else:
+            sums = sums + row_sum
+    weights = gl.convert_layout(p.to(unit), gl.DotOperandLayout(0, out, 2))
+    acc = warpgroup_mma(weights, head_of(v, size), acc, use_acc=i > 0, is_async=True)
+    if config.ones:
+        beside = ones
+        if size != CHUNK:
+            beside = ones.slice(0, size, dim=1)
+        weights = gl.convert_layout(p.to(unit), gl.DotOperandLayout(0, fragment(8, unit), 2))
+        sums = warpgroup_mma(weights, beside.permute((1, 0)), sums, use_acc=i > 0, is_async=True)
+    return acc, sums
+
+
+@gluon.jit
+def finish(acc, sums, head, tile, scales, side, out: gl.constexpr, config, epilogue):
+    """The result of a tile, over the sums of its weights, leaves."""
+    if config.ones:
+        result, sums = warpgroup_mma_wait(0, deps=(acc, sums))
+        row_sum = gl.convert_layout(gl.max(sums, 1), gl.SliceLayout(1, out))
+    else:
+        result = warpgroup_mma_wait(0, deps=(acc,))
+        row_sum = sums
+    epilogue(result, inverse_of(row_sum, scales, config), head, tile, side)
+
+
+@gluon.jit
+def ones_of(unit: gl.constexpr, config):
+    """What weights are multiplied by to be added up."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, CHUNK], unit)
+    ones = gl.allocate_shared_memory(unit, [8, CHUNK], layout)
+    ones.store(gl.full([8, CHUNK], 1.0, unit, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
+    fence_async_shared()
+    return ones
+
+
+@gluon.jit
+def room(kind: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    return gl.allocate_shared_memory(kind, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind))
+
+
+@gluon.jit
+def rooms(kind: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Several of them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+    return gl.allocate_shared_memory(kind, [count, rows, columns], layout)
+
+
+# -- blocks of one head
+
+
+@gluon.jit
+def arrived():
+    """What was copied has come, from all threads, and the matrix unit sees it."""
+    async_copy.wait_group(0)
+    fence_async_shared()
+    barrier()
+
+
+@gluon.jit
+def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexpr, config, load_q, mask, epilogue):
+    out: gl.constexpr = fragment(config.width, v[0].dtype)
+    keys: gl.constexpr = seen_keys(config, run)
+    tiles: gl.constexpr = last_tile(config, runs(config) - 1) + 1
+    follows: gl.constexpr = first_tile(config, run) + config.splits < tiles
+
+    # Prologue: all scores, masked, and the largest of each row.
+    asked = multiply_keys(as_product(q, config), k, keys, config)
+    scores = ()
+    row_max = 0.0
+    for i in gl.static_range(chunks(keys)):
+        s = warpgroup_mma_wait(chunks(keys) - 1 - i, deps=(asked[i],))
+        s = apply_mask(s, i, head, tile, whole, scales, side, config, mask)
+        s = apply_causal(s, i, tile, first_tile(config, run), config)
+        row_max = max_with(row_max, s, i, out)
+        scores = scores + (s,)
+    if follows:
+        if last_tile(config, run) + config.splits < tiles or tile + config.splits < tiles:
+            load_q(q, head, tile + config.splits, side)
+        async_copy.commit_group()
+
+    # Mainloop: weights, chunk by chunk.
+    base = base_of(row_max, scales, config.masked)
+    acc, sums = begin_sums(out, v[0].dtype, config)
+    for i in gl.static_range(chunks(keys)):
+        acc, sums = multiply_values(acc, sums, scores[i], base, v[i], ones, i, scales, out, config)
+    if follows:
+        arrived()
+    finish(acc, sums, head, tile, scales, side, out, config, epilogue)
+
+
+@gluon.jit
+def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=None, as_floats=None, mask=None):
+    """`scales` and the generated functions are those of `functions.py`, `side` what they read and write. Values that are codes
+    become floats on their way (`read_v`, `as_floats`); others are copied (`load_v`)."""
+    gdc_launch_dependents()
+    gdc_wait()
+    unit: gl.constexpr = dtype(config.unit)
+    count: gl.constexpr = chunks(config.keys)
+    program = gl.program_id(0)
+    head = program // config.splits
+    part = program % config.splits
+    key_head = head // config.shared
+    stored = room(dtype(config.stored), ROWS, config.depth)
+    k = ()
+    v = ()
+    for i in gl.static_range(count):
+        k = k + (room(dtype(config.stored), extent(config.keys, i), config.depth),)
+        v = v + (room(unit, extent(config.keys, i), config.width),)
+    if config.ones:
+        ones = ones_of(unit, config)
+    else:
+        ones: gl.constexpr = None
+
+    codes = ()
+    if read_v is not None:
+        for i in gl.static_range(count):
+            codes = codes + (read_v(key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side),)
+    load_q(stored, head, part, side)
+    products = ()
+    for i in gl.static_range(count):
+        load_k(k[i], key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side)
+        products = products + (as_product(k[i], config),)
+    for i in gl.static_range(count):
+        if read_v is not None:
+            v[i].store(as_floats(codes[i]))
+        else:
+            load_v(v[i], key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side)
+    async_copy.commit_group()
+    whole = ()
+    if config.by_keys and not config.added:
+        for i in gl.static_range(count):  # read again where it is needed, as registers are full
+            whole = whole + (shows_all(extent(config.keys, i), i, head, side, config, mask),)
+    arrived()
+
+    # Tiles go to blocks in turn.
+    n: gl.constexpr = config.splits
+    for run in gl.static_range(runs(config)):
+        for tile in range(begin_of(part, n, first_tile(config, run)), last_tile(config, run) + 1, n):
+            attend_tile(
+                tile, head, stored, products, v, ones, whole, scales, side, run, config, load_q, mask, epilogue
+            )  # fmt: skip
+
+
+# -- blocks that stay
+
+
+@gluon.jit
+def pin(x):
+    """The number, worked out here."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def turned(number, config):
+    """Heads from the last to the first: what the product before wrote last is still in the L2 cache."""
+    return config.heads - 1 - number
+
+
+@gluon.jit
+def stream_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask):
+    count: gl.constexpr = chunks(config.keys)
+    size: gl.constexpr = extent(config.keys, 0)
+    n = 0
+    for at in range(gl.program_id(0), config.heads, gl.num_programs(0)):
+        head = turned(at, config)
+        key_head = head // config.shared
+        stage, phase = k_ring.position(n)
+        k_ring.acquire(stage, phase)
+        k_ring.expect(stage, count * size * config.depth * k_desc.dtype.primitive_bitwidth // 8)
+        for i in gl.static_range(count):
+            k_ring.load(stage, k_desc, k_at(key_head, i * CHUNK), k_ring.buffers[0].index(stage * count + i))
+        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+        for i in gl.static_range(count):
+            full = v_full.index(stage * count + i)
+            mbarrier.expect(full, size * config.width * v_desc.dtype.primitive_bitwidth // 8)
+            box = reinterpret(v.index(stage * count + i), v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
+            tma_load(v_desc, v_at(key_head, i * CHUNK), full, box)
+        if config.by_keys:  # the least of scores and this is taken (infinities), or it is added
+            layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+            for i in gl.static_range(count):
+                keys = i * CHUNK + gl.arange(0, size, gl.SliceLayout(0, layout))
+                queries = gl.arange(0, 1, gl.SliceLayout(1, layout))
+                read = mask(head, queries, keys, i * CHUNK + size > config.keys, side)
+                if config.added:
+                    bias.index(stage * count + i).store(gl.max(read * TO_POWERS_OF_2, 0))
+                else:
+                    bias.index(stage * count + i).store(gl.max(gl.where(read, SHOWN, HIDDEN), 0))
+            mbarrier.arrive(m_full.index(stage), count=1)
+        n += 1
+
+
+@gluon.jit
+def apply_bias(scores, bias, i: gl.constexpr, stage, whole, scales, config):
+    """A mask that is the same for all queries, as it lies beside the keys."""
+    layout: gl.constexpr = scores.type.layout
+    row = head_of(bias.index(stage * chunks(config.keys) + i), scores.shape[1])
+    if config.added:
+        scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
+    elif whole[i] == 0:
+        scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])
+    return scores
+
+
+@gluon.jit
+def load_queries(group, head, tile, q_desc, q, q_full, config, q_at):
+    mbarrier.expect(q_full.index(group), ROWS * config.depth * q_desc.dtype.primitive_bitwidth // 8)
+    box = reinterpret(q.index(group), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
+    tma_load(q_desc, q_at(head, tile * ROWS), q_full.index(group), box)
+
+
+@gluon.jit
+def stream_tile(
+    group,
+    at,
+    tile,
+    following,
+    stage,
+    phase,
+    q_phase,
+    rings,
+    bias,
+    ones,
+    whole,
+    scales,
+    side,
+    first,
+    keys,
+    config,
+    q_at,
+    mask,
+    epilogue,
+):
+    """A tile of queries, of which all see no more than `keys`, and causality cuts nothing that tile `first` sees; the phase of
+    the next queries."""
+    q_desc, q, q_full, k_ring, v, v_full, _ = rings
+    out: gl.constexpr = fragment(config.width, v.dtype)
+    count: gl.constexpr = chunks(config.keys)
+    tiles: gl.constexpr = last_tile(config, runs(config) - 1) + 1
+    head = turned(at, config)
+
+    # Prologue: all scores, masked, and the largest of each row.
+    mbarrier.wait(q_full.index(group), q_phase)
+    own = pin(stage)  # places are worked out anew: as invariants of the loop they would fill registers
+    k = ()
+    for i in gl.static_range(chunks(keys)):
+        k = k + (k_ring.buffers[0].index(own * count + i),)
+    asked = multiply_keys(q.index(group), k, keys, config)
+    scores = ()
+    row_max = 0.0
+    for i in gl.static_range(chunks(keys)):
+        s = warpgroup_mma_wait(chunks(keys) - 1 - i, deps=(asked[i],))
+        if config.by_keys:
+            s = apply_bias(s, bias, i, stage, whole, scales, config)
+        else:
+            s = apply_mask(s, i, head, tile, whole, scales, side, config, mask)
+        s = apply_causal(s, i, tile, first, config)
+        row_max = max_with(row_max, s, i, out)
+        scores = scores + (s,)
+
+    # The next queries may come, after a head's last tile its keys may go.
+    barrier()
+    more = tile + 2 < tiles
+    k_ring.release(stage, more == 0)
+    ahead = gl.where(more, at, at + gl.num_programs(0))
+    tile_ahead = gl.where(more, tile + 2, following)
+    if ahead < config.heads:
+        load_queries(group, turned(ahead, config), tile_ahead, q_desc, q, q_full, config, q_at)
+
+    # Mainloop: weights, chunk by chunk.
+    base = base_of(row_max, scales, config.masked)
+    own = pin(stage)
+    acc, sums = begin_sums(out, v.dtype, config)
+    for i in gl.static_range(chunks(keys)):
+        mbarrier.wait(v_full.index(stage * count + i), phase)
+        acc, sums = multiply_values(acc, sums, scores[i], base, v.index(own * count + i), ones, i, scales, out, config)
+    finish(acc, sums, head, tile, scales, side, out, config, epilogue)
+    return q_phase ^ 1
+
+
+@gluon.jit
+def stream_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue):
+    q_desc, q, q_full, k_ring, _, v_full, v_empty = rings
+    count: gl.constexpr = chunks(config.keys)
+    tiles: gl.constexpr = last_tile(config, runs(config) - 1) + 1
+    n = 0
+    q_phase = 0
+    load_queries(group, turned(gl.program_id(0), config), group, q_desc, q, q_full, config, q_at)
+    for at in range(gl.program_id(0), config.heads, gl.num_programs(0)):
+        stage, phase = k_ring.position(n)
+        if tiles % 2 == 1:  # who begins with the first tile takes one more
+            start = (group + n) % 2
+            following = 1 - start
+        else:
+            start = group
+            following = group
+        n += 1
+
+        # Which chunks keep all of their keys, and up to which one keys are kept.
+        seen = 1
+        whole = ()
+        if config.by_keys:
+            mbarrier.wait(m_full.index(stage), phase)
+            if not config.added:
+                for i in gl.static_range(count):
+                    own = head_of(bias.index(stage * count + i), extent(config.keys, i)).load(flat(extent(config.keys, i)))
+                    whole = whole + (gl.min(own, 0) > 0,)
+                    if i > 0:
+                        seen = gl.where(gl.max(own, 0) > 0, i + 1, seen)
+        k_ring.wait(stage, phase)
+        if config.by_keys and not config.added and not config.causal:
+            for some in gl.static_range(1, count + 1):
+                if seen == some:
+                    for tile in range(start, tiles, 2):
+                        q_phase = stream_tile(
+                            group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
+                            0, keys_of(config, some), config, q_at, mask, epilogue,
+                        )  # fmt: skip
+        else:
+            for run in gl.static_range(runs(config)):
+                for tile in range(begin_of(start, 2, first_tile(config, run)), last_tile(config, run) + 1, 2):
+                    q_phase = stream_tile(
+                        group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
+                        first_tile(config, run), seen_keys(config, run), config, q_at, mask, epilogue,
+                    )  # fmt: skip
+        for i in gl.static_range(count):  # those that no tile saw have come, too, before others take their place
+            mbarrier.wait(v_full.index(stage * count + i), phase)
+        barrier()
+        mbarrier.arrive(v_empty.index(stage))
+
+
+@gluon.jit
+def stream(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
+    """`scales` and the generated functions are those of `functions.py`, `side` what they read and write."""
+    count: gl.constexpr = chunks(config.keys)
+    size: gl.constexpr = extent(config.keys, 0)
+    q = rooms(q_desc.dtype, GROUPS, ROWS, config.depth)
+    k = rooms(k_desc.dtype, AHEAD * count, size, config.depth)
+    v = rooms(v_desc.dtype, AHEAD * count, size, config.width)
+    if config.by_keys:
+        bias = gl.allocate_shared_memory(gl.float32, [AHEAD * count, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    else:
+        bias: gl.constexpr = None
+    if config.ones:
+        ones = ones_of(v_desc.dtype, config)
+    else:
+        ones: gl.constexpr = None
+    q_full = barriers(GROUPS, 1)
+    k_ring = pipeline((k,), AHEAD, 1, GROUPS)
+    v_full = barriers(AHEAD * count, 1)  # values come chunk by chunk, and go head by head
+    v_empty = barriers(AHEAD, GROUPS)
+    if config.by_keys:
+        m_full = barriers(AHEAD, 1)
+    else:
+        m_full: gl.constexpr = None
+    gdc_launch_dependents()
+    gdc_wait()
+    rings = (q_desc, q, q_full, k_ring, v, v_full, v_empty)
+    gl.warp_specialize(
+        [
+            (stream_consumer, (0, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
+            (stream_consumer, (1, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
+            (stream_producer, (k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask)),
+        ],
+        [4, 1],
+        [240, PRODUCER_REGISTERS],
+    )
