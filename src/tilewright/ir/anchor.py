@@ -1,4 +1,4 @@
-"""What gemm and attention have in common: operands and stores that other operations can be folded into.
+"""Operands and stores of gemm and attention, into which other operations can be folded.
 
 A rule that folds asks these functions and does not care which of the two it has before it.
 """

@@ -1,5 +1,5 @@
-"""Where the elements of a value lie: axes that keep their identity while reshapes split and merge them and transposes move
-them, so that "the keys" or "the heads" can be found in any layout a program chose.
+"""Axes of the elements of a value: they keep their identity while reshapes split and merge them and transposes move them, so
+that "the keys" or "the heads" can be found in any layout a program chose.
 
 A layout gives, for each dimension of a tensor, the axes that make it up, outer first. Extents of 1 are no axes. An axis that
 some reshape cuts in two is two axes everywhere from then on.
@@ -120,7 +120,7 @@ class Placed:
         return axes_of(self.layout)
 
     def without_views(self) -> Placed:
-        """What it is a view of, as far up as views go."""
+        """The value of which this one is a view, as far up as views go."""
         placed = self
         while isinstance(placed.node.op, (Reshape, Transpose, Broadcast)):
             layout = propagate_to_source(placed.node, placed.layout)

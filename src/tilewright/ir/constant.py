@@ -1,5 +1,5 @@
-"""What can be said of a node without running the program: the number it holds everywhere, its value if constants make it, what
-it is a multiple or a rounding of."""
+"""Facts about a node known without running the program: the number it holds everywhere, its value if constants make it, what it
+is a multiple or a rounding of."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ _masks: WeakKeyDictionary[Node, bool | None] = WeakKeyDictionary()
 
 
 def _everywhere(mask: Node) -> bool | None:
-    """What a pred is in all places, None if it differs or is not known."""
+    """The value of a pred that is the same everywhere; None if it differs or is not known."""
     if mask not in _masks:
         values = constant_value(mask, LARGEST_MASK, MASK_NODES)
         known = values is not None and values.numel() > 0 and values.any() == values.all()
@@ -97,7 +97,7 @@ def is_rounding(node: Node) -> bool:
 
 
 def scaling(node: Node) -> tuple[int, float] | None:
-    """Which source a node multiplies by a number, and the number; a divisor counts as its reciprocal."""
+    """The source that a node multiplies by a number, by index, and the number; a divisor counts as its reciprocal."""
     if not isinstance(node.op, Map) or node.op.fn not in ("multiply", "divide") or not node.dtype.is_float:
         return None
     for at, other in ((0, 1), (1, 0))[: 1 if node.op.fn == "divide" else 2]:
@@ -152,7 +152,8 @@ def _once(value: torch.Tensor) -> torch.Tensor:
 
 
 def _made_of(node: Node, max_nodes: int) -> set[Node] | None:
-    """What a node is made of, if that is nothing but constants, `iota` and at most `max_nodes` nodes."""
+    """The nodes that `node` is made of, itself included; None unless they are constants, `iota` and at most `max_nodes`
+    nodes."""
     if not node.constant:
         return None
     seen: set[Node] = {node}

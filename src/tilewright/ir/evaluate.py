@@ -31,7 +31,7 @@ def float64_gemms() -> bool:
 
 @contextlib.contextmanager
 def accumulate_in_float64(enabled: bool = True) -> Generator[None]:
-    """Within: every float gemm accumulates in float64 and rounds once to its accumulator type."""
+    """A context in which every float gemm accumulates in float64 and rounds once to its accumulator type."""
     token = _WIDE.set(enabled)
     try:
         yield

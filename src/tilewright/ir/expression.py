@@ -195,7 +195,8 @@ def _viewed(inner: Node, views: Sequence[View]) -> Node:
 
 
 def unview(side: Node, views: Sequence[View]) -> Node | None:
-    """What broadcasts against a value as `side` broadcasts against that value under `views`; None if nothing does."""
+    """The view of `side` that broadcasts against a value as `side` broadcasts against that value under `views`; None if none
+    does."""
     if side.tensor.elements == 1:
         return reshape(side, ()) if views else side
     for v in reversed(views):

@@ -45,7 +45,7 @@ class Apply:
 
 @dataclass(frozen=True)
 class Result:
-    """What is stored: the type, and the scale (and zero point) if it is quantised on the way."""
+    """The type that is stored, and the scale (and zero point) if it is quantised on the way."""
 
     dtype: DType
     overflow: Overflow = "wrap"

@@ -167,7 +167,7 @@ def toposort(roots: Iterable[Node]) -> list[Node]:
 
 
 class Users:
-    """Who reads each node, and how often, with leaving the graph counted as a read. A rule only asks."""
+    """The readers of each node, with their counts; leaving the graph is a read. A rule only asks."""
 
     def __init__(self, roots: Sequence[Node]) -> None:
         self._of: dict[Node, dict[Node | None, int]] = {}
@@ -187,7 +187,7 @@ class Users:
         return node in self._of
 
     def count(self, node: Node) -> int:
-        """How many source slots (and outputs) read `node`; 0 when it is not in the graph."""
+        """The number of source slots (and outputs) that read `node`; 0 when it is not in the graph."""
         return sum(self._of.get(node, {}).values())
 
     def only(self, node: Node) -> bool:
@@ -259,7 +259,7 @@ class Graph:
         return Users(self.outputs)
 
     def origin(self, node: Node) -> str:
-        """What the source called this node, or its op's name."""
+        """The source's name of a node, or its op's name."""
         return self.origins.get(node, node.op.name)
 
     def with_outputs(self, outputs: Sequence[Node], origins: Mapping[Node, str] | None = None) -> Graph:

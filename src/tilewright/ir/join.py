@@ -16,7 +16,7 @@ Manner = tuple[tuple[Op | type[Op], tuple[tuple[DType, int], ...]] | DType, ...]
 
 
 def manner_of(root: Node) -> Manner:
-    """How an operand is read, whatever its data and its width: the operations on the way and the types that they read.
+    """The way in which an operand is read, whatever its data and width: the operations on it and the types that they read.
 
     Parts of one manner stand side by side under one copy of these operations.
     """

@@ -65,7 +65,7 @@ class Literal:
 
     @property
     def device(self) -> str:
-        """Where the value lies, such as "cuda:1"; "cpu" if it is still to be read from a file."""
+        """The device on which the value lies, such as "cuda:1"; "cpu" if it is still to be read from a file."""
         return "cpu" if self._tensor is None else str(self._tensor.device)
 
     def drop(self) -> None:

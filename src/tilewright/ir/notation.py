@@ -88,7 +88,7 @@ class _Reader:
 
     @property
     def column(self) -> int:
-        """Of the token taken last."""
+        """The column of the token taken last."""
         return self.tokens[max(self.at - 1, 0)][2]
 
     def peek(self) -> tuple[str, str]:
@@ -136,7 +136,7 @@ class _Reader:
 
 @dataclass
 class _Operand:
-    """What a line says of an operand: its type, and attributes with the columns where they stand."""
+    """A line's statement of an operand: its type, and attributes with the columns where they stand."""
 
     type: TensorType
     column: int
@@ -145,7 +145,7 @@ class _Operand:
 
 @dataclass
 class _Stored:
-    """What a line says after the arrow."""
+    """A line's statement after the arrow: the stored type, its overflow, scale and zero point, and the accumulator type."""
 
     dtype: DType
     overflow: Overflow = "wrap"

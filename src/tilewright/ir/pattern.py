@@ -64,7 +64,7 @@ class Pat:
 
 
 class Match:
-    """What a rule is given: the node, the captured nodes by name, and who reads what."""
+    """A place where a pattern matched, as a rule is given it: the node, the captured nodes by name, and who reads what."""
 
     def __init__(self, node: Node, captured: dict[str, Node], users: Users) -> None:
         self.node = node
@@ -170,8 +170,10 @@ class NearMiss:
 
 @dataclass
 class Trace:
-    """What rewrites did. Near misses are those of each rewrite's last sweep: what stood unfolded when it settled, and why.
-    Notes are on time that was over."""
+    """A record of rewrites. Near misses are those of each rewrite's last sweep: what stood unfolded when it settled, and why.
+
+    Notes are on time that was over.
+    """
 
     steps: list[Step] = field(default_factory=list[Step])
     near_misses: list[NearMiss] = field(default_factory=list[NearMiss])

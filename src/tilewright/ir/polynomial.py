@@ -45,7 +45,7 @@ def agree(found: Polynomial, ideal: Polynomial, tolerance: float) -> bool:
 
 
 def rounding_tolerance(dtype: DType) -> float:
-    """How far from its ideal value a constant of type `dtype`, or the product of two, may be by rounding: two of its epsilons.
+    """The relative error that rounding may give a constant of type `dtype`, or the product of two: two of its epsilons.
 
     A constant of an f64 program is often an f32 one made wider, so f64 is given f32's tolerance.
     """

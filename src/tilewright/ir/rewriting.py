@@ -33,7 +33,7 @@ Reader = Place | Node | None
 
 
 class Rewriting(Users):
-    """Who reads each node while a sweep is under way.
+    """The readers of each node while a sweep is under way.
 
     The program at any moment is the nodes settled so far, below the places still to come. Counts are exact for it, with one
     lag: two places that will turn out to be the same node are two readers until then.
@@ -73,7 +73,7 @@ class Rewriting(Users):
             yield place.readers
 
     def results(self) -> list[Node]:
-        """What the roots became, when every place is settled."""
+        """The nodes that the roots became, when every place is settled."""
         return [_settled(self._first[root]) for root in self._roots]
 
     def arrive(self, place: Place) -> Node:

@@ -170,7 +170,7 @@ def _show_number(value: float | int | bool | None, t: DType) -> str:
 
 
 def op_name(node: Node) -> str:
-    """What an operation is called in reports: the function of a `map`, the target of a `call`, else the op."""
+    """The name of an operation in reports: the function of a `map`, the target of a `call`, else the op."""
     if isinstance(node.op, Map):
         return node.op.fn
     return node.op.target if isinstance(node.op, Call) else node.op.name

@@ -44,7 +44,7 @@ def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
 
 
 def _root(node: Node) -> Node:
-    """What a chain of writes begins with."""
+    """The node that a chain of writes begins with."""
     while isinstance(node.op, Write):
         node = node.src[0]
     return node

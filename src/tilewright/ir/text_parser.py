@@ -84,7 +84,7 @@ class _Parser:
         return found
 
     def nested(self, read: Callable[[], T]) -> T:
-        """What `read` gives, if it is not nested too deeply: recursion must end before Python's does."""
+        """Call `read`, unless it is nested too deeply: recursion must end before Python's does."""
         self._depth += 1
         if self._depth > MAX_NESTING:
             self.refuse(f"nested more than {MAX_NESTING} deep")

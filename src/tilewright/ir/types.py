@@ -1,7 +1,7 @@
-"""What a value is: an element type and a shape, or a tuple of such.
+"""The type of a value: an element type and a shape, or a tuple of such.
 
-Shapes are concrete today. `Dim` is where a bounded symbolic extent ("tokens", 1 to 4096) will go: an axis is typed `int`
-here and only `shape` handling in this file, `text.py` and the problem need to learn of it.
+Shapes are concrete today. `Dim` is where a bounded symbolic extent ("tokens", 1 to 4096) will go: an axis is typed `int` here
+and only `shape` handling in this file, `text.py` and the problem need to learn of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a graph must satisfy at any time. Run after reading, after every stage, and on anything parsed."""
+"""Checks of all that a graph must satisfy at any time. Run after reading, after every stage, and on anything parsed."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a generator reads off a problem: where leaves lie, rows and columns that values share, composites as steps."""
+"""Analyses of a problem that generators share: where leaves lie, rows and columns that values share, composites as steps."""

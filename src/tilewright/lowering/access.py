@@ -1,8 +1,8 @@
-"""Where an expression's leaves lie in memory, seen from the rows and columns that a kernel walks.
+"""Addresses of an expression's leaves in memory, as functions of the rows and columns that a kernel walks.
 
 An operand or a store is an expression with views in it. Instead of moving data, each leaf gets one stride for each axis, and
-the rows and columns of the kernel's own space are written in those axes: splitting heads, exchanging axes or repeating a
-bias are then nothing but address arithmetic.
+the rows and columns of the kernel's own space are written in those axes: splitting heads, exchanging axes or repeating a bias
+are then nothing but address arithmetic.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def contiguous(shape: Shape) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class View:
-    """How a value of the expression lies in the space of its root: the axes of each dimension, and the part of it taken."""
+    """A value's place in the space of its root: the axes of each dimension, and the part of it taken."""
 
     layout: Layout
     start: Shape
@@ -100,15 +100,15 @@ class StridedDigit:
 
 @dataclass(frozen=True)
 class AccessMap:
-    """Where a leaf's element is: offset + the row's terms + the column's terms, in elements; terms inner first."""
+    """The address of a leaf's element: offset + the row's terms + the column's terms, in elements; terms inner first."""
 
     offset: int
     rows: tuple[StridedDigit, ...]
     columns: tuple[StridedDigit, ...]
 
     def in_pairs(self, columns: int, elements: int) -> tuple[int, AccessMap] | None:
-        """Where every other element is meant, 0 or 1 for the first or the second of each pair of neighbours, and where the
-        pairs lie, twice as many columns; None if something else is meant or not all of them lie within `elements` elements."""
+        """A map of every other element as pairs of neighbours: 0 or 1, for the first or the second of each pair, and the map of
+        the pairs, over twice as many columns. None if other elements are meant or a pair lies past `elements` elements."""
         if self.columns != (StridedDigit(columns, 1, 2),):
             return None
         which = self.offset % 2
@@ -137,11 +137,11 @@ class Access:
     within: tuple[Shape, tuple[range, ...]] | None = None
 
     def of_leaf(self, leaf: Node) -> AccessMap:
-        """Where elements of a dense array are found that stands for `leaf`."""
+        """The map of a dense array that stands for `leaf`."""
         return self._place(self.views[leaf], contiguous(leaf.shape))
 
     def of_result(self) -> AccessMap:
-        """Where elements of the root go in the dense result."""
+        """The map of the root's elements in the dense result."""
         if self.within is None:
             return self._place(self.views[self.root], contiguous(self.root.shape))
         shape, ranges = self.within
@@ -287,8 +287,8 @@ def of_store(root: Node) -> Access:
 
 
 def largest_of(root: Node) -> Node | None:
-    """What a store keeps the largest element of and nothing else: magnitudes in f32, none below 0, so that their bits order as
-    integers, NaN's above all. None for any other store.
+    """The expression whose largest element is all that a store keeps: magnitudes in f32, none below 0, so that their bits order
+    as integers, NaN's above all. None for a store that does not reduce.
 
     Raises:
         Unsupported: it reduces otherwise.

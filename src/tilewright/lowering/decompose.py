@@ -82,7 +82,11 @@ def _power(n: Node, src: Sequence[Node]) -> Node:
 
 
 def _padded(op: Pad, x: Node, fill: Node) -> Node:
-    """What is padded beside numbers that are repeated."""
+    """A pad as a concatenation of `x` with repetitions of the fill value; cuts where the padding is negative.
+
+    Raises:
+        Unsupported: it pads between elements.
+    """
     if any(i and d > 1 for i, d in zip(op.interior, x.shape, strict=True)):
         raise Unsupported("numbers between elements have no vector form")
     fill = reshape(fill, (1,) * len(x.shape))

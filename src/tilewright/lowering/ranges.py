@@ -134,7 +134,7 @@ def _parts(root: Node) -> list[Ranges]:
 
 
 def _of_sources(n: Node) -> list[Ranges]:
-    """What each source of a concatenation makes of it."""
+    """The part of a concatenation that each of its sources makes, empty sources left out."""
     assert isinstance(n.op, Concat)
     axis, first, found = n.op.axis % len(n.shape), 0, list[Ranges]()
     for s in n.src:
@@ -144,7 +144,7 @@ def _of_sources(n: Node) -> list[Ranges]:
 
 
 def _upward(ranges: Ranges, n: Node, way: Sequence[Node]) -> Ranges | None:
-    """What part of the last of the nodes on the way is made of a part of `n`; None if no ranges are."""
+    """The part of the last of the nodes on the way that is made of a part of `n`; None if it is no range along each axis."""
     for reader in way:
         op = reader.op
         if isinstance(op, Transpose):
@@ -274,7 +274,7 @@ def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node
 
 
 def _reshaped(n: Node, shape: Shape) -> Node | None:
-    """What elementwise operations work out of sources and numbers, worked out in another shape; None of a source alone."""
+    """Elementwise operations on params and numbers, computed in another shape; None for any other node."""
     if not isinstance(n.op, ELEMENTWISE) or (isinstance(n.op, (Quantize, Dequantize)) and n.op.block is not None):
         return None
     found: list[Node] = []

@@ -78,13 +78,13 @@ class ReductionNest:
 
     @cached_property
     def tables(self) -> frozenset[Node]:
-        """What rows are picked from by index."""
+        """The sources from which rows are picked by index."""
         return frozenset(n.src[0] for n in self.nodes if isinstance(n.op, Gather))
 
     @cached_property
     def by_lanes(self) -> frozenset[Node]:
-        """What picks anew in every column, or by an index that a pass over the row comes to; other tables are one row of them
-        for the whole row."""
+        """Gathers that pick anew in every column, or by an index that a pass over the row computes; any other picks one row of
+        its table for the whole row."""
         picks = [n for n in self.nodes if isinstance(n.op, Gather)]
         return frozenset(n for n in picks if n.src[1] in self.across or self.level[n.src[1]])
 
@@ -114,7 +114,7 @@ class ReductionNest:
 
     @cached_property
     def level(self) -> dict[Node, int]:
-        """How many passes over a row come before a node can be worked out."""
+        """The number of passes over a row that come before each node can be computed."""
         found: dict[Node, int] = {}
         for n in self.nodes:
             found[n] = max((found[s] for s in n.src), default=0) + isinstance(n.op, Reduce)
@@ -136,7 +136,7 @@ class ReductionNest:
         return [i for i, r in enumerate(self.roots) if r in self.across and self.level[r] == pass_]
 
     def goals(self, pass_: int) -> list[Node]:
-        """What a pass works out along the columns, in order."""
+        """The nodes that a pass computes along the columns, in order."""
         kept = [n for n in self.materialised if self.level[n] == pass_]
         return [*kept, *(n.src[0] for n in self.reductions(pass_)), *(self.roots[i] for i in self.results(pass_))]
 
@@ -174,7 +174,7 @@ class ReductionNest:
 
     @cached_property
     def materialised(self) -> list[Node]:
-        """What is written beside when it is first known and read in later passes."""
+        """The intermediates that are stored when first computed and read in later passes."""
         found: dict[Node, None] = {}
         for n in self.nodes if self.columns <= KEPT_COLUMNS else ():
             for s in n.src:
@@ -185,7 +185,7 @@ class ReductionNest:
 
     @cached_property
     def read_in_pairs(self) -> dict[Node, tuple[int, AccessMap]]:
-        """What is read as every other element along the columns: which of each pair, and where the pairs lie."""
+        """The params of which every other element along the columns is read: which of each pair, and the map of the pairs."""
         leaves = [n for n in self.nodes if isinstance(n.op, Param) and n not in self.tables]
         found = {n: self.access.of_leaf(n).in_pairs(self.columns, n.tensor.elements) for n in leaves}
         return {n: pairs for n, pairs in found.items() if pairs is not None}

@@ -1,4 +1,4 @@
-"""What hides scores from a softmax, however it is written, as one mask or as causality."""
+"""Recognition of what hides scores from a softmax, however it is written, as one mask or as causality."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Masks:
 
 
 def causality(mask: Node, queries: int, keys: int) -> tuple[Causal, Node | None]:
-    """What of a mask over [batch, heads, queries, keys] is causality, and the mask that is left, None for none.
+    """Split a mask over [batch, heads, queries, keys] into causality and the mask that is left, None for none.
 
     Of predicates that hold together, those that constants make may be causal between them. A mask that is nothing but causal
     may hide with a large finite number, too.
@@ -167,8 +167,8 @@ def _apart(mask: Node) -> tuple[list[Node], Node | None]:
 
 
 def sight(mask: Node, queries: int, keys: int) -> Sight:
-    """What a constant mask that broadcasts to [batch, heads, queries, keys] lets be seen: all; keys up to the query's own
-    place, counted from the first key ("upper") or from the last ("lower"); anything else, or not constant: "other"."""
+    """The keys that a constant mask that broadcasts to [batch, heads, queries, keys] lets be seen: all; keys up to the query's
+    own place, counted from the first key ("upper") or from the last ("lower"); anything else, or not constant: "other"."""
     known = _SIGHT.setdefault(mask, {})
     if (queries, keys) not in known:
         known[queries, keys] = _sight(mask, queries, keys)

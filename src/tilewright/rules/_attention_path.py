@@ -133,7 +133,7 @@ def _way(start: Node, wanted: Callable[[Node], bool]) -> list[Step] | None:
 
 
 def _onward(node: Node) -> Sequence[int]:
-    """Which sources of `node` scores or weights may come from."""
+    """The sources of `node`, by index, that scores or weights may come from."""
     op = node.op
     if isinstance(op, _VIEWS):
         return (0,)
@@ -190,7 +190,8 @@ def _applied(step: Step, layout: Layout) -> Applied | None:
 
 
 def _upward(steps: list[Step], layout: Layout) -> tuple[list[Applied], Layout] | None:
-    """What the steps compute, in order of execution, and the layout of what they start from, given that of their end."""
+    """The steps in order of execution, and the layout of what they start from, given that of their end; None if a view breaks
+    it."""
     done: list[Applied] = []
     for step in steps:
         if isinstance(step.node.op, _VIEWS):
@@ -207,7 +208,8 @@ def _upward(steps: list[Step], layout: Layout) -> tuple[list[Applied], Layout] |
 
 
 def _downward(steps: list[Step], layout: Layout) -> tuple[list[Applied], Layout] | None:
-    """What the steps compute, in order of execution, and the layout of their end, given that of what they start from."""
+    """The steps in order of execution, and the layout of their end, given that of what they start from; None if a view breaks
+    it."""
     done: list[Applied] = []
     for step in reversed(steps):
         if isinstance(step.node.op, _VIEWS):

@@ -84,14 +84,14 @@ class RowReader:
         return base
 
     def reduction(self, node: Node, fn: str) -> RowMean | None:
-        """What `node` reduces by `fn`, and over which axes."""
+        """The value that `node` reduces by `fn`, and the axes; None for any other node."""
         node = self.bare(node)
         if not isinstance(node.op, Reduce) or node.op.fn != fn or not node.dtype.is_float:
             return None
         return RowMean(self.wide(node.src[0]), node.op.axes)
 
     def mean(self, node: Node) -> RowMean | None:
-        """What `node` is the mean of: a mean, or a sum divided by the count or multiplied by its reciprocal."""
+        """The value that `node` is the mean of: by a mean, or by a sum divided by the count or multiplied by its reciprocal."""
         node = self.bare(node)
         if isinstance(node.op, Reduce):
             return self.reduction(node, "mean")

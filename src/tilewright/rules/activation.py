@@ -120,7 +120,7 @@ def _reading(inner: Node, x: Node) -> Reading | None:
 
 
 def _variables(argument: Node) -> Iterator[Node]:
-    """What x may be: any value the argument is computed from by arithmetic."""
+    """Yield candidates for x: values that the argument is computed from by arithmetic."""
     queue, seen = [argument], {argument}
     while queue and len(seen) <= CANDIDATES:
         node = queue.pop(0)
@@ -257,7 +257,7 @@ def _with_number(node: Node) -> tuple[Node, float] | None:
 
 
 def _bound(node: Node) -> tuple[Node, str, float] | None:
-    """What is bounded, by which function and number."""
+    """The value that is bounded, and by which function and number."""
     if not isinstance(node.op, Map):
         return None
     if node.op.fn == "relu":

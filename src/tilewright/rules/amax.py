@@ -58,7 +58,7 @@ def _with_largest(node: Node, users: Users, present: AbstractSet[Node], trace: T
 
 
 def _path(result: Node, store: Node, reader: Node | None, users: Users) -> list[Node]:
-    """From what reads a result to the reduction of its magnitudes; empty where it does not lead there."""
+    """The nodes from the reader of a result to the reduction of its magnitudes; empty where it does not lead there."""
     path: list[Node] = []
     before = result
     while isinstance(store.op, REARRANGE):

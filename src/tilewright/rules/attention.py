@@ -199,7 +199,7 @@ class _Expression:
 
 
 class _Scores(_Expression):
-    """What is done to the first product: a scale, an expression, then masks."""
+    """The expression on the first product: a scale, an expression, then masks."""
 
     def __init__(self, acc: Node, sources: Sources, by_role: Slots, scale: float) -> None:
         super().__init__(acc, sources, by_role)
@@ -252,7 +252,7 @@ class _Scores(_Expression):
 
 
 class _Weights(_Expression):
-    """What is done to the softmax: a guard against rows that see nothing, then an expression."""
+    """The expression on the softmax: a guard against rows that see nothing, then an expression."""
 
     def __init__(self, acc: Node, sources: Sources, by_role: Slots, masks: Masks) -> None:
         super().__init__(acc, sources, by_role)

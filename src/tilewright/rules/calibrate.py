@@ -34,7 +34,7 @@ SMALLEST_SCALE = 2.0**-126  # a column of zeros gets a scale that divides: the s
 
 @dataclass(frozen=True)
 class Scheme:
-    """What to quantise to.
+    """The types and the granularity to quantise to.
 
     Attributes:
         weight: type of the weights' codes.
@@ -84,8 +84,8 @@ def scheme(name: str, *, group: int = 64, rows: Literal["tensor", "row"] = "tens
 
 @dataclass
 class Seen:
-    """What calibration saw of one product's left operand: its largest magnitude (NaN if it holds one) and some of its rows; of
-    a product with one matrix for each batch, some rows of each batch."""
+    """Statistics of one product's left operand in calibration: its largest magnitude (NaN if it holds one) and some of its
+    rows; of a product with one matrix for each batch, some rows of each batch."""
 
     largest: float = 0.0
     rows: torch.Tensor | None = None
@@ -93,7 +93,7 @@ class Seen:
 
 @dataclass(frozen=True)
 class Layer:
-    """What quantising did to one product.
+    """The outcome of quantising one product.
 
     Attributes:
         where: its name in the source.
@@ -186,7 +186,7 @@ def _see(seen: Seen, value: torch.Tensor, *, batched: bool) -> None:
 
 
 def _multiplied(node: Node) -> tuple[Node, ...]:
-    """What an attention multiplies: queries, keys and values; nothing of other nodes."""
+    """The operands that an attention multiplies: queries, keys and values; nothing of other nodes."""
     return node.src[:3] if isinstance(node.op, Attention) and not node.op.regions() else ()
 
 
@@ -280,7 +280,7 @@ def _bytes(node: Node) -> int:
 
 
 def _quantized_attentions(graph: Graph, to: Scheme, calibration: Calibration, rtol: float | None) -> dict[Node, Node]:
-    """What stands for each attention of which all operands may be quantised; sums, scores and weights stay as they are."""
+    """Replacements of each attention whose operands may all be quantised; sums, scores and weights stay as they are."""
     if to.attention is None:
         return {}
     coded: dict[Node, Node] = {}
@@ -345,7 +345,7 @@ def _quantized(node: Node, to: Scheme, seen: Seen, device: str) -> _Made:
 def _error(
     rows: torch.Tensor, weight: torch.Tensor, other_rows: torch.Tensor, other_weight: torch.Tensor, device: str
 ) -> float:
-    """How far one product is from another, in norm, relative to that."""
+    """The relative distance of one product from another, in norm."""
     try:
         a, b, c, d = (t.to(device).double() for t in (rows, weight, other_rows, other_weight))
         exact = a @ b

@@ -1,5 +1,4 @@
-"""What is computed before a product is computed where the product reads it: prologues of its operands, and of what its stores
-read beside the sum."""
+"""Prologues: values computed before a product are computed where the product reads them, as operands or beside the sum."""
 
 from __future__ import annotations
 
@@ -133,7 +132,8 @@ def _in_memory(n: Node) -> bool:
 
 
 def _read_elsewhere(found: Sequence[Node], reader: Node, users: Users) -> Node | None:
-    """Of a prologue, what something else reads as well; a view or a cast is nothing that was computed."""
+    """The first computed node of a prologue that something else reads as well, None if none is; views and casts compute
+    nothing."""
     inside = {*found, reader}
     computes = (n for n in found if isinstance(n.op, (Map, Select)))
     return next((n for n in computes if not all(r in inside for r in users[n])), None)

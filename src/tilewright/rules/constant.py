@@ -1,4 +1,4 @@
-"""What is known before the program runs is computed then: numbers, and operands that change nothing."""
+"""Constant folding: numbers, and operands that change nothing, known before the program runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What follows a product is computed where the product stands: elementwise tails and views become part of its store."""
+"""Epilogues: elementwise tails and views that follow a product become part of its store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def left_to_its_readers(node: Node, users: Users) -> bool:
 
 
 def _readers_past_views(users: Users, node: Node) -> set[Node | None]:
-    """Who reads a value, views of it left out of account."""
+    """The readers of a value, past views of it."""
     found: set[Node | None] = set()
     pending = [node]
     while pending:

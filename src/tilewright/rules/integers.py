@@ -95,7 +95,7 @@ def _shifted(node: Node) -> tuple[Node, Node | None] | None:
 
 
 def _codes(node: Node) -> Node | None:
-    """What a node widens, or a node that is narrow itself; None where it is neither."""
+    """The narrow source that a node widens, or the node if it is narrow itself; None where it is neither."""
     if _small(node.dtype):
         return node
     if isinstance(node.op, Convert) and _small(node.src[0].dtype) and node.dtype.is_integer:

@@ -67,7 +67,7 @@ def _without(factors: Sequence[Node], *used: Node) -> list[Node]:
 
 
 def _factors(m: Match, inside: list[Node]) -> tuple[list[Node], list[Node]]:
-    """What the matched node multiplies and what it divides by, through products that nothing else reads."""
+    """The factors and the divisors of the matched node, through products that nothing else reads."""
     above: list[Node] = []
     below: list[Node] = []
     stack = [(m.node, above, below)]
@@ -88,7 +88,7 @@ def _factors(m: Match, inside: list[Node]) -> tuple[list[Node], list[Node]]:
 
 @dataclass(frozen=True)
 class _Subject:
-    """What a norm is of, whether it takes its mean off, and what is then no longer needed."""
+    """The input of a norm, whether its mean is subtracted, and the nodes that are then no longer needed."""
 
     x: Node
     centred: bool

@@ -1,4 +1,4 @@
-"""What stands before a product is read where it is multiplied: views, casts and dequantisation become part of the operand."""
+"""Prologues: views, casts and dequantisation before a product become part of the operand."""
 
 from __future__ import annotations
 

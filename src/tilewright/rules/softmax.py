@@ -40,7 +40,7 @@ def exponentials_divided_by_their_sum_are_a_softmax(m: Match) -> Node | None:
 
 
 def _sum(reader: RowReader, row: Node, power: float) -> tuple[Node, tuple[int, ...]] | None:
-    """What `row` is the sum of, or the reciprocal of the sum if the power is -1."""
+    """The value and axes that `row` is the sum of, or the reciprocal of the sum if the power is -1."""
     if power < 0:
         row = reader.bare(row)
         if function_of(row) != "divide" or scalar_value(row.src[0]) != 1:
@@ -109,7 +109,7 @@ def _is_maximum(row: Node, x: Node, axis: int) -> bool:
 
 
 def _bare(placed: Placed) -> Placed:
-    """What a value is a view of, or a rounding."""
+    """The value below all views and roundings."""
     while True:
         placed = placed.without_views()
         node = unrounded(placed.node)

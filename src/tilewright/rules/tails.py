@@ -104,7 +104,7 @@ def _closure(
 
 
 def _wanted(expression: Mapping[Node, Node], users: Users, place: Mapping[Node, int]) -> set[Node]:
-    """What must be written whoever computes it, and what that is computed from."""
+    """The nodes that must be stored whoever computes them, and all that these are computed from."""
     wanted: set[Node] = set()
     for n in sorted(expression, key=place.__getitem__, reverse=True):
         inside = any(r in wanted for r in users[n])

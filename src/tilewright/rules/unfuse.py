@@ -71,7 +71,7 @@ def slice_before_what_does_not_mix(m: Match) -> Node | None:
 
 
 def _cuts(x: Node, cut: Cut) -> list[Cut | None]:
-    """How each operand of an elementwise operation is cut with its result; None for one that does not vary along the axis."""
+    """The cut of each operand of an elementwise operation; None for one that does not vary along the axis."""
     axis, start, stop = cut
     found: list[Cut | None] = []
     for s in x.src:

@@ -1,4 +1,4 @@
-"""Where values come from: graph inputs, constants, a gemm's own parameters, opaque calls, one of several results."""
+"""Sources of values: graph inputs, constants, a gemm's own parameters, opaque calls, one of several results."""
 
 from __future__ import annotations
 
