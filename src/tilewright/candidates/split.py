@@ -72,7 +72,7 @@ def by_store(problem: Problem) -> list[Piece]:
 
 
 def by_epilogue(problem: Problem) -> list[Piece]:
-    """The product alone, and then what its stores do with it, as a region that gives all results.
+    """The product alone, and then what its stores do with it, as a fusion that gives all results.
 
     What lies between has the narrower type to which all stores convert sums first, if there is one: half the bytes, and kernels
     that give no other type can make it.
@@ -97,7 +97,7 @@ def by_epilogue(problem: Problem) -> list[Piece]:
 
 
 def by_operands(problem: Problem) -> list[Piece]:
-    """Regions that compute the operands, one result each, and then the product of what lies in memory."""
+    """Fusions that compute the operands, one result each, and then the product of what lies in memory."""
     op, own = problem.op, problem.node.src
     pieces: list[Piece] = []
     made: dict[Node, Node] = {}

@@ -25,7 +25,7 @@ def acc_of(node: Node) -> Node:
 
 
 def stores_of(node: Node) -> tuple[Node, ...]:
-    """An anchor's stores, written out."""
+    """An anchor's stores as nodes."""
     op = node.op
     assert isinstance(op, CARRIERS)
     return op.stores or (acc_of(node),)

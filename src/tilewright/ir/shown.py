@@ -177,7 +177,7 @@ def op_name(node: Node) -> str:
 
 
 def show_region(nodes: Sequence[Node], results: Sequence[Type]) -> str:
-    """The operations of a region in order, views left out unless there is nothing else, and the types of its results."""
+    """The operations of a fusion in order, views left out unless there is nothing else, and the types of its results."""
     inner = [n for n in nodes if not isinstance(n.op, (Param, Const))]
     working = [n for n in inner if not isinstance(n.op, VIEWS)] or inner
     runs = [(name, len(list(group))) for name, group in groupby(op_name(n) for n in working)]

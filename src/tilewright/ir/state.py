@@ -51,7 +51,7 @@ def _root(node: Node) -> Node:
 
 
 def _written_ones(graph: Graph) -> set[Node]:
-    """The kept inputs whose new value is a write to them."""
+    """The states whose new value is a write to them."""
     count = len(graph.state)
     pairs = zip(graph.inputs[-count:], graph.outputs[-count:], strict=True)
     return {old for old, end in pairs if isinstance(end.op, Write) and _root(end) is old}

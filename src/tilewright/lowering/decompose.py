@@ -1,4 +1,4 @@
-"""Expressions as rows take them: norms and softmaxes written out, each arrangement of a source a source of its own."""
+"""Expressions as rows take them: norms and softmaxes decomposed, each arrangement of a source a source of its own."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""A region of operations as rows: reductions along one set of axes, everything else element by element.
+"""A fusion of operations as rows: reductions along one set of axes, everything else element by element.
 
-Norms and softmaxes are first written out as sums, maxima and elementwise steps. Then every value is given its place among the
+Norms and softmaxes are first decomposed into sums, maxima and elementwise steps. Then every value is given its place among the
 axes of the largest one, through whatever views lie between; the axes that are reduced are the columns, all others the rows. The
 reductions of a row come one after the other where one needs another's result: each time is a pass over the row's columns, and a
-last one writes the results. What costs little is worked out again in every pass, the rest is kept beside.
+last one writes the results. What costs little is computed again in every pass, the rest is stored.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from tilewright.lowering.ranges import Piece, pieces_of
 from tilewright.schedule.problem import Destination
 
 COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")
-KEPT_COLUMNS = 1 << 16  # of rows that are kept beside: past that they would leave the second-level cache
+KEPT_COLUMNS = 1 << 16  # of rows whose intermediates are stored: past that they would leave the second-level cache
 MOST_AGAIN = 1.125  # times the work of expressions as they stand: of a mean in parts, a number a row is divided
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
 LONG = frozenset({"exponential", "exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
@@ -229,7 +229,7 @@ def _cost(n: Node) -> int:
 def reduction_nests(
     roots: Sequence[Node], check: Callable[[Node], None], destinations: Sequence[Destination | None] = ()
 ) -> tuple[ReductionNest, ...]:
-    """A problem's expressions as rows: one region, unless results, or the pieces into which concatenations cut them, are of
+    """A problem's expressions as rows: one nest, unless results, or the pieces into which concatenations cut them, are of
     several sizes; then one for each.
 
     Args:

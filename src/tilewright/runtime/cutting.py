@@ -1,7 +1,7 @@
-"""Regions that no kernel takes whole, cut so that what can be generated is, and the rest alone is left to torch.
+"""Fusions that no kernel takes whole, cut so that what can be generated is, and the rest alone is left to torch.
 
-Nodes join the region of what they read as long as a generator takes that; else they begin another. No cycle arises, as a node
-joins the last of the regions that it reads.
+Nodes join the fusion of what they read as long as a generator takes that; else they begin another. No cycle arises, as a node
+joins the last of the fusions that it reads.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tilewright.schedule.candidate import LAST_RESORT, discover, refusal
 from tilewright.schedule.problem import FusionProblem
 
 Taken = Callable[[FusionProblem], bool]
-MOST_NODES = 200  # of a region that is cut: each is asked for
+MOST_NODES = 200  # of a fusion that is cut: each is asked for
 
 
 def parts_for(graph: Graph, target: Target) -> list[Part]:
@@ -34,7 +34,7 @@ def cut(part: Part, readers: Mapping[Node, set[Node | None]], taken: Taken) -> l
     """A part's pieces in an order in which they can run; itself where some kernel takes it whole, or none takes a piece.
 
     Args:
-        part: what is cut, if it is a region.
+        part: what is cut, if it is a fusion.
         readers: of each node of the graph; None for a result.
         taken: whether a kernel is generated for a problem.
     """

@@ -43,7 +43,7 @@ class Step:
         name: where it stands in the source.
         part: its nodes, inputs and outputs.
         run: values of the part's inputs in, values of its outputs out.
-        decision: how the kernel was chosen; None for calls into the source's own library, and for writes to what is kept.
+        decision: how the kernel was chosen; None for calls into the source's own library, and for writes to state.
         unread: inputs that `run` has no use for any more, being packed.
         within: programs that it runs as the data says: a loop's condition and body, a conditional's branches.
     """
@@ -274,7 +274,7 @@ class Executable:
         return self._kept_from([values[s] for s in self._outputs])
 
     def _kept_from(self, results: list[Value]) -> list[Value]:
-        """The caller's results, once the others have been copied over what is kept."""
+        """The caller's results, once the others have been copied over the state."""
         if not self._copied:
             return results
         memory = [span(t) for t in self._copied]

@@ -1,4 +1,4 @@
-"""Cutting a graph into steps: each gemm alone, everything between gemms in connected regions, constants once and for all."""
+"""Cutting a graph into steps: each gemm alone, everything between gemms in connected fusions, constants once and for all."""
 
 from __future__ import annotations
 
@@ -44,10 +44,10 @@ VIEW = (Reshape, Transpose, Slice, Broadcast, Item)
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
 ALONE = (Gemm, Attention, Call, Write)
-MOST_ALIKE = 4  # regions that are made one step: each is code of its own in a kernel, of which there is only so much
+MOST_ALIKE = 4  # fusions that are made one step: each is code of its own in a kernel, of which there is only so much
 _JOINED = (0, 0)  # stands for a concatenation among reductions
 ARITHMETIC = ("add", "subtract", "multiply", "negate")
-# The first that a region holds names it.
+# The first that a fusion holds names it.
 _NAMING: tuple[tuple[Kind, tuple[type, ...]], ...] = (
     ("gemm", (Gemm,)),
     ("attention", (Attention,)),
@@ -106,9 +106,9 @@ def partition(graph: Graph) -> list[Part]:
 
     Gemms, attentions and calls stand alone, with the items that pick their results. A node's level is the number of such
     before it on the longest path, and then the number of times that what is reduced along some axes is reduced along others;
-    other nodes of one level that touch each other form one region. A region reads what stands alone at its own level or lower
+    other nodes of one level that touch each other form one fusion. A fusion reads what stands alone at its own level or lower
     and feeds only higher ones, so no cycle can arise. What only casts or moves a value that is there anyway waits for the one
-    region that reads it.
+    fusion that reads it.
     """
     nodes = graph.nodes()
     readers = _readers(graph, nodes)
@@ -156,7 +156,7 @@ def partition(graph: Graph) -> list[Part]:
             alike[what] = several, 1
     parts = [part_of(m, readers, m[0].constant) for m in members.values()]
     index = {n: i for i, n in enumerate(nodes)}
-    # Within a level what stands alone comes first; regions of one level do not depend on each other.
+    # Within a level what stands alone comes first; fusions of one level do not depend on each other.
     parts.sort(key=lambda p: (not p.once, level[p.nodes[0]], not _alone(p.nodes[0]), index[p.nodes[0]]))
     return parts
 
@@ -170,7 +170,7 @@ def _passes(
     """A node's level, of which `at` is the first part, and the reductions before it there: how many sums, of how much.
 
     A kernel walks rows of one length, and writes what is joined piece by piece: a range over a whole tensor, a scale by group
-    or a norm that follows another kind of reduction, and any reduction of what is joined, starts a region of its own.
+    or a norm that follows another kind of reduction, and any reduction of what is joined, starts a fusion of its own.
     """
     within = [s for s in node.src if level[s][0] == at and not s.constant]
     part = max((level[s][1] for s in within), default=0)
@@ -212,12 +212,12 @@ def _reduction(node: Node) -> tuple[int, int] | None:
 
 
 def _alone(node: Node) -> bool:
-    """Whether a node is a step by itself: not a write that the region before it can do."""
+    """Whether a node is a step by itself: not a write that the fusion before it can do."""
     return isinstance(node.op, ALONE) and not (isinstance(node.op, Write) and destination_of(node) is not None)
 
 
 def _waits_for(node: Node, readers: Mapping[Node, set[Node | None]]) -> Node | None:
-    """The one reader of a cast or a move of values that are written whoever reads them, if it runs in a region."""
+    """The one reader of a cast or a move of values that are written whoever reads them, if it runs in a fusion."""
     waits = isinstance(node.op, (*CAST, *MOVE, *VIEW)) and not isinstance(node.op, Item)
     if not waits or node.constant or len(readers[node]) != 1:
         return None
@@ -257,7 +257,7 @@ def _what_it_does(members: Sequence[Node], level: tuple[int, int]) -> object | N
 
 
 def _is_plain(n: Node) -> bool:
-    """Whether every generator has a node's operation, so that no region that it joins is refused for it."""
+    """Whether every generator has a node's operation, so that no fusion that it joins is refused for it."""
     if isinstance(n.op, Write):
         n = n.src[2]
     moves = isinstance(n.op, (*VIEW, Concat, Convert)) or (isinstance(n.op, Map) and n.op.fn in ARITHMETIC)

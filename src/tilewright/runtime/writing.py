@@ -1,4 +1,4 @@
-"""Writes to what a program keeps (`Graph.kept`): results that a region's kernel puts into larger arrays, or copies."""
+"""Writes to a program's state (`Graph.state`): results that a fusion's kernel puts into larger arrays, or copies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ALIGNED = 16  # bytes, as generated kernels take memory
 def bind_outputs(
     problem: FusionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], kept: Mapping[Node, Value]
 ) -> Runner:
-    """A region's kernel with those results that are writes in what is kept: it writes them there, or they are copied."""
+    """A fusion's kernel with those results that are writes to state: it writes them there, or they are copied."""
     arrays = {i: cast("torch.Tensor", kept[n.src[0]]) for i, n in enumerate(part.outputs) if isinstance(n.op, Write)}
     if kernel.place is not None and all(a.is_contiguous() and a.data_ptr() % ALIGNED == 0 for a in arrays.values()):
         return kernel.place(weights, arrays)

@@ -1,1 +1,1 @@
-"""From a gemm to a choice: problem, candidates, cost, measurement."""
+"""Choosing a kernel for a problem: candidates, cost model, verification, measurement, tuning database."""

@@ -64,14 +64,14 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
 
 
 def _message(problem: AnyProblem, target: Target, name: str, at: int) -> bytes | None:
-    """What a compile worker is told; None if no process can be told of this problem."""
+    """The message that has a compile worker compile a point; None if the problem cannot be pickled."""
     with contextlib.suppress(*UNTOLD):
         return pickled(("compile", problem, target, settings_here(), name, at))
     return None
 
 
 def _compile_workers(count: int) -> dict[Connection, int]:
-    """As many as can be had, and the numbers of their processes."""
+    """Up to `count` compile workers, as many as can be started, with their process ids."""
     found: dict[Connection, int] = {}
     with contextlib.suppress(UnavailableError):
         for _ in range(count):

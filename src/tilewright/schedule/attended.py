@@ -1,4 +1,4 @@
-"""How far a right attention may be from the one worked out in float64.
+"""Bounds on the distance of a right attention from the one computed in float64.
 
 Its weights are a convex combination, so errors of at most d in the scores make of a weight w something between w e^(-2d) and
 w e^(2d): the results move by what large scores lose in f32, however exact all that follows is. Scores that are not scaled, of
@@ -64,7 +64,7 @@ def _roundoff(problem: AttentionProblem) -> float:
 
 
 def _moved(problem: AttentionProblem, operands: Sequence[torch.Tensor], acc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How far errors of the scores move the results, at most and typically; a piece of the scores at a time."""
+    """Bounds, worst and typical, on how far errors of the scores move the results; computed a piece of the scores at a time."""
     q, k, v = (t.double() for t in operands[:3])
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
     keys, squares, values = k.abs(), k.square().sum(-1), size_of(v)
@@ -117,9 +117,9 @@ def _moved_rows(
 
 
 def _flips(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor], operands: Sequence[torch.Tensor]) -> torch.Tensor:
-    """How far results move when a score or a weight that lies within its rounding error of the edge between two codes takes the
-    other one: nothing where an attention does not round on the way. A score that jumps moves a row's weights by twice the jump
-    times the largest weight at most; each change of a weight moves the result by that times the value."""
+    """Bounds on how far results move when scores or weights within rounding error of the edge between two codes take the other
+    one; 0 where an attention has no inner expression. A score that jumps moves a row's weights by at most twice the jump times
+    the largest weight; each change of a weight moves the result by that times the value."""
     op = problem.op
     if op.scores is None and op.weights is None:
         return torch.zeros((), dtype=torch.float64)
@@ -141,7 +141,8 @@ def _flips(problem: AttentionProblem, bound: Mapping[Node, torch.Tensor], operan
 def _jumps(
     problem: AttentionProblem, root: Node | None, bound: Mapping[Node, torch.Tensor], values: torch.Tensor, error: torch.Tensor
 ) -> tuple[torch.Tensor, float, torch.Tensor]:
-    """What an inner expression makes of values known up to an error, how far it jumps there at most, and how often in a row."""
+    """The values of an inner expression at arguments known up to an error, the largest jump they make there, and the number of
+    jumps in each row."""
     if root is None:
         return values, 0.0, torch.zeros(*values.shape[:-1], 1, dtype=torch.float64)
     acc = Node(Acc(root.tensor))

@@ -1,4 +1,4 @@
-"""Where kernels of one problem are built, verified and timed."""
+"""The bench on which kernels of one problem are built, verified and timed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GENERATED = 10  # candidates of a lower preference are generated here, and promi
 
 @dataclass(frozen=True)
 class Attempt:
-    """What became of one point.
+    """The outcome of building and verifying one point.
 
     Attributes:
         schedule: the point as it was built.
@@ -48,7 +48,7 @@ class Attempt:
 
 
 class Bench:
-    """In this process: for candidates that are trusted to come back.
+    """A bench in this process, for candidates that are trusted to come back.
 
     Attributes:
         expect_s: what working out the right results took.
@@ -122,12 +122,13 @@ class Bench:
             self.expect_s += time.perf_counter() - start
 
     def _worked_out(self, roundoff: float) -> Expected:
-        """By torch's own operations in float64."""
+        """The expected results, computed by torch's own operations in float64."""
         found = self._on_device(lambda: expect(self._problem, self._sources, roundoff))
         return found or expect(self._problem, [t.cpu() for t in self._sources], roundoff)
 
     def _on_device(self, work: Callable[[], T]) -> T | None:
-        """What torch works out on the GPU at hand where that would take a CPU seconds; None if it is not to be, or cannot."""
+        """The result of `work` on the GPU at hand, where a CPU would take seconds; None if it is not to run there, or
+        cannot."""
         problem, device = self._problem, self._target.device
         if device == "cpu" or problem.bytes + getattr(problem, "ops", 0) // OPS_A_BYTE <= LARGE_BYTES:
             return None

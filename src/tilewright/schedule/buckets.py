@@ -232,7 +232,7 @@ class _Race:
         return found
 
     def packed_bytes(self, rows: int, family: PackingVariants) -> int:
-        """What a family's packing takes, built for a number of rows that it serves."""
+        """The bytes of packed weight that a family takes, built for a number of rows that it serves."""
         problem, _ = self._posed_at(rows)
         schedule = next(iter(family.schedules(problem, self._target)))
         return family.build(problem, schedule, self._target).packed_bytes

@@ -136,7 +136,7 @@ class Cache:
 
     @property
     def file(self) -> Path | None:
-        """Where the records are, None if none can be kept."""
+        """The file of the records, None if none can be kept."""
         return self._do(lambda c: self._path(self._generation), None)
 
     @property
@@ -145,7 +145,7 @@ class Cache:
         return self._unusable
 
     def bytes(self) -> int:
-        """What the records take on disk, with their log and files set aside."""
+        """The bytes on disk of the records, their log and files set aside."""
         with contextlib.suppress(OSError):
             return sum(p.stat().st_size for p in self.folder.glob("decisions-*"))
         return 0
@@ -179,7 +179,7 @@ class Cache:
             os.close(descriptor)  # and the lock with it
 
     def _do(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """What `work` gives, or `otherwise` if the disk has none of it."""
+        """The result of `work` on the open database, or `otherwise` if the disk has none of it."""
         with self._guard:
             for _ in range(3):
                 if self._unusable is not None:

@@ -38,7 +38,7 @@ class Kernel:
         schedule: the point it was built for.
         prepare: given the weights by source index, packs them and returns what runs: all the problem's sources in, one tensor
             a result out. Sources may have any strides; the runner must not write them nor return memory it will write again.
-        place: the same, for a program that has results of a region in larger arrays (`FusionProblem.destinations`), given by
+        place: the same, for a program that has results of a fusion in larger arrays (`FusionProblem.destinations`), given by
             result number: they are written there, and the arrays returned. None if they are to be copied.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
@@ -65,7 +65,7 @@ class Kernel:
 
 @runtime_checkable
 class Candidate(Protocol):
-    """A way to do gemms, attentions or regions. `refuse` comes first: the other two may assume it said None.
+    """A way to do gemms, attentions or fusions. `refuse` comes first: the other two may assume it said None.
 
     Attributes:
         name: unique.

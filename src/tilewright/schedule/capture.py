@@ -1,4 +1,4 @@
-"""What runs on a device captured in CUDA graphs, and what a capture that fails leaves behind put right."""
+"""Capturing work on a device in CUDA graphs, and undoing what a capture that fails leaves behind."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class CudaGraphs:
         return values, graph.replay
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
-        """End a capture that an operation spoilt. Ending it raises before torch's allocator is told, and the allocator would
+        """End a capture that an operation broke. Ending it raises before torch's allocator is told, and the allocator would
         go on to keep memory for that graph, and never give back what it has: it is told here, and the next graph has a pool of
         its own."""
         with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""What a schedule is expected to take: the work that a candidate says it makes the machine do, and the machine's rates.
+"""The time a schedule is expected to take: the work that a candidate says it makes the machine do, and the machine's rates.
 
 A kernel is a sequence of phases with a meeting of all threads between them. A phase takes what its slowest resource takes (the
 roofline, by level of memory; Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785), and a part of what the
@@ -35,7 +35,7 @@ EXPOSED = 0.13  # of what hides behind the slowest resource, the part that does 
 
 @dataclass(frozen=True)
 class Phase:
-    """What is done between two meetings of all threads.
+    """The work between two barriers of all threads.
 
     Attributes:
         cycles: of the core or SM with most to do, while its matrix unit is at work, fills its pipeline or waits for itself.
@@ -50,7 +50,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Work:
-    """What a call of a kernel makes the machine do.
+    """The work of one call of a kernel.
 
     Attributes:
         phases: one after the other.
@@ -64,7 +64,7 @@ class Work:
 
 
 def clock_ghz(target: Target) -> float:
-    """What the target runs at under load: by its measured peak, else by its description."""
+    """The clock in GHz under load: from the target's measured peak, else from its description."""
     for unit in target.chip.units:
         peak = target.peak_gops.get(unit.operand, 0.0)
         if peak:
@@ -99,7 +99,7 @@ def _read_us(level: str, size: Quantity, target: Target, ghz: float) -> Quantity
 def predict(candidate: Candidate, problem: AnyProblem, schedule: Schedule, target: Target) -> float | None:
     """Microseconds that a candidate is expected to take by its own account of its work, or a library by `library_work`.
 
-    None where nothing is known: for the reference, for candidates that give no account, for attentions and regions.
+    None where nothing is known: for the reference, for candidates that give no account, for attentions and fusions.
     """
     if isinstance(candidate, HasCostModel):
         work = candidate.work(problem, schedule, target)
@@ -109,8 +109,8 @@ def predict(candidate: Candidate, problem: AnyProblem, schedule: Schedule, targe
 
 
 def library_work(problem: AnyProblem, target: Target) -> Work | None:
-    """What a library may be expected to do with a gemm: one kernel of large tiles at a stated part of the unit's rate, every
-    source read and every result written once; the rest of the epilogue in a pass of its own. None for other problems."""
+    """The work of a library's gemm: one kernel of large tiles at a stated part of the unit's rate, every source read and every
+    result written once; the rest of the epilogue in a pass of its own. None for other problems."""
     if not isinstance(problem, Problem):
         return None
     operand = _multiplied(problem.lhs.dtype, problem.rhs.dtype, target)
@@ -130,8 +130,8 @@ def library_work(problem: AnyProblem, target: Target) -> Work | None:
 
 
 def passes(roots: Sequence[Node], *, together: bool) -> Work:
-    """What elementwise expressions take: sources are read once and results written once, by all of them `together`
-    or by each operation."""
+    """The work of elementwise expressions: sources are read once and results written once, by all of them `together` or by each
+    operation."""
     nodes = toposort(roots)
     if together:
         size = sum(n.tensor.size_bytes for n in nodes if isinstance(n.op, Param)) + sum(r.tensor.size_bytes for r in roots)

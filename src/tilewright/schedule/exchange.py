@@ -16,7 +16,7 @@ VERSION = 1
 
 
 class Exported(msgspec.Struct, frozen=True):
-    """What the file holds: the format's version, the machine in words, the records."""
+    """The contents of the file: the format's version, the machine in words, the records."""
 
     tilewright_records: Literal[1]
     machine: str

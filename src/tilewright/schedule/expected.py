@@ -1,4 +1,4 @@
-"""What a kernel's results are held against: the oracle's, and how far from them a right kernel may be.
+"""The results that a kernel's are held against: the oracle's, and bounds on how far from them a right kernel may be.
 
 With u the unit roundoff of the accumulator, an inner product of length K summed in any order is within K u |a|.|b| of the exact
 one to first order (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5), and its error is typically
@@ -7,7 +7,7 @@ intervals. Every element must lie in the first; all of them together may differ 
 with a factor for safety, adds up to. The sum is what shows a silent drop of precision: operands rounded to 10 bits (TF32) stay
 within the first bound from K = 400 on, and within the second only past K = 30,000.
 
-A step of the epilogue, or of a region of other operations, may round a few times (`intervals.py`), sums and norms more often
+A step of the epilogue, or of a fusion of other operations, may round a few times (`intervals.py`), sums and norms more often
 (`reductions.py`). Nothing is allowed where nothing rounds: an integer result is the exact one, a conversion or a quantisation
 rounds as the graph says, to the last bit: codes may differ by one only where the value lies within its error of an edge.
 """
@@ -37,7 +37,7 @@ from tilewright.schedule.spreads import spread
 
 @dataclass(frozen=True)
 class Expected:
-    """What a gemm or attention must give, by store.
+    """The expected results of a gemm or attention, by store.
 
     Attributes:
         reference: the oracle's results on the product in float64 (exact for integers).
@@ -81,7 +81,7 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
 
 
 def _between(worst: Sequence[Interval], typical: Sequence[Interval], rounds: Sequence[bool]) -> Expected:
-    """What both bounds allow together."""
+    """The intervals that both bounds allow together."""
     found: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     for w, t, inexact in zip(worst, typical, rounds, strict=True):
         if not inexact:
@@ -175,7 +175,7 @@ UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "s
 
 
 def _inexact_nodes(nodes: Sequence[Node]) -> set[Node]:
-    """Of nodes, sources first, those whose values round on the way in more than one right way."""
+    """The nodes whose values round on the way in more than one right way; `nodes` come sources first."""
     found: set[Node] = set()
     for n in nodes:
         op = n.op
@@ -252,12 +252,12 @@ def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: In
 
 
 def _moving(stores: Sequence[Node]) -> set[Node]:
-    """What depends on the accumulator, or on a function of side inputs that rounds in more than one right way."""
+    """The nodes that depend on the accumulator, or on a function of side inputs that rounds in more than one right way."""
     return depends_on_acc(stores, _inexact_nodes(toposort(stores)))
 
 
 def _rounding(problem: CarrierProblem) -> list[bool]:
-    """For each store whether something rounds on the way in more than one right way: a float sum, or a float step."""
+    """Say for each store whether something rounds on the way in more than one right way: a float sum, or a float step."""
     stores = stores_of(problem.node)
     dependent = _moving(stores)
     found: set[Node] = set()

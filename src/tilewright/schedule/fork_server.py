@@ -128,7 +128,7 @@ class ForkServer:
             self._pid, self.worker = self._forked(b"f")
 
     def compile_worker(self) -> tuple[int, Connection]:
-        """One more process that does what a worker does, and how to reach it; it ends when the connection is closed.
+        """Start one more process that does what a worker does; its id and connection. It ends when the connection is closed.
 
         Raises:
             UnavailableError: it could not be started.
@@ -254,7 +254,7 @@ class ForkServer:
         return lines[-1].strip()[:120] if lines else ""
 
     def forsake(self) -> None:
-        """In a process that is not the owner: close what it inherited."""
+        """Close what a process that is not the owner inherited."""
         with contextlib.suppress(OSError):
             self._control.close()
             if self.worker is not None:

@@ -57,7 +57,7 @@ def guarded(t: torch.Tensor) -> torch.Tensor:
 
 
 def intact(t: torch.Tensor) -> bool:
-    """Whether nobody wrote beside a tensor that `room` made, or a view of one."""
+    """Whether nobody wrote beside a tensor that `allocate` made, or a view of one."""
     raw = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # pyright: ignore[reportUnknownMemberType]
     return bool((raw[:SIDE_BYTES] == BYTE).all()) and bool((raw[-SIDE_BYTES:] == BYTE).all())
 
@@ -73,7 +73,7 @@ def otherwise_laid_out(t: torch.Tensor) -> torch.Tensor:
 def with_wide_strides(t: torch.Tensor) -> torch.Tensor | None:
     """The same values with the parts along the first axis so far from one another that the last lies past 2^31 bytes.
 
-    On a CPU only the pages that hold something take memory. None where there is one part, or no room.
+    On a CPU only the pages that hold something take memory. None where there is one part, or too little memory.
     """
     axis = next((i for i, extent in enumerate(t.shape) if extent > 1), None)
     if axis is None or axis == t.dim() - 1 or not t.numel():
@@ -101,7 +101,7 @@ def _sparse(size: int) -> torch.Tensor:
 
 
 class Watch(TorchDispatchMode):
-    """While entered, memory that is asked of torch without contents comes from `room`."""
+    """While entered, memory that is asked of torch without contents comes from `allocate`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -65,7 +65,7 @@ class Interval:
         return cls(_back(low, mid.dtype), mid, _back(high, mid.dtype))
 
     def forgotten(self, where: torch.Tensor, dtype: DType) -> Interval:
-        """The band with nothing known in some places, which broadcast to it."""
+        """The interval with nothing known in some places, which broadcast to it."""
         where = where.expand(self.mid.shape)
         if not bool(where.any()):
             return self
@@ -81,7 +81,7 @@ class Interval:
 
 
 def unsure(b: Interval) -> torch.Tensor:
-    """Where a band is more than a point."""
+    """A mask of the places where an interval is more than a point."""
     if b.is_exact:
         return torch.zeros((), dtype=torch.bool)
     low, high = _in_order(b.low), _in_order(b.high)
@@ -89,14 +89,14 @@ def unsure(b: Interval) -> torch.Tensor:
 
 
 def lost(b: Interval) -> torch.Tensor:
-    """Where nothing is known of a float that is a number."""
+    """A mask of the places where nothing is known of a float that is a number."""
     if not b.mid.dtype.is_floating_point or b.is_exact:
         return torch.zeros((), dtype=torch.bool)
     return (orderable(b.low).isnan() | orderable(b.high).isnan()) & ~orderable(b.mid).isnan()
 
 
 def spans_zero(b: Interval) -> torch.Tensor:
-    """Where a band is more than a point and zero may lie in it."""
+    """A mask of the places where an interval is more than a point and zero may lie in it."""
     low, high = b.low.double(), b.high.double()
     return (low <= 0) & (high >= 0) & (low != high)
 
@@ -107,7 +107,7 @@ def picked(where: torch.Tensor, on_true: torch.Tensor, on_false: torch.Tensor) -
 
 
 def any_of(places: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Where any of some conditions holds."""
+    """The disjunction of masks, false for none."""
     return reduce(torch.logical_or, places, torch.zeros((), dtype=torch.bool))
 
 
@@ -145,7 +145,7 @@ def propagate(n: Node, src: Sequence[Interval], dependent: Collection[Node]) -> 
 
 
 def _known_float(fn: str, src: Sequence[Interval], corners: object, band: Interval, result: DType) -> Interval:
-    """What is known of a function of floats whose ends are those of `band`."""
+    """The interval of a function of floats whose ends are those of `band`."""
     x, y = src[0], src[-1]
     if fn in ("sine", "cosine"):
         room = (x.high.double() - x.low.double()).nan_to_num(2.0)
@@ -220,7 +220,7 @@ def _turned(fn: str, x: Interval, band: Interval) -> Interval:
 
 
 def _nearest(value: float, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """What comes nearest to a value between two tensors of floats."""
+    """The value nearest to `value` between two tensors of floats."""
     a, b = orderable(low), orderable(high)
     return torch.minimum(torch.maximum(torch.full_like(a, value), a), b).to(low.dtype)
 
@@ -230,7 +230,7 @@ def _zero(b: Interval) -> int:
 
 
 def inflate(band: Interval, fraction: float) -> Interval:
-    """A band whose ends are a fraction of themselves further out."""
+    """An interval whose ends are a fraction of themselves further out."""
     low, high = ((end.double() + sign * fraction * size(end)).to(end.dtype) for end, sign in ((band.low, -1), (band.high, 1)))
     return Interval(low, band.mid, high)
 
@@ -263,7 +263,7 @@ def _back(t: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
 
 
 def orderable(t: torch.Tensor) -> torch.Tensor:
-    """In a type that torch can compare."""
+    """The tensor in a type that torch can compare."""
     if t.dtype.is_floating_point:
         return t.float() if t.dtype.itemsize == 1 else t
     if t.dtype == torch.uint64:

@@ -1,4 +1,4 @@
-"""What a choice depends on, written out: the problem as text, and the machine, libraries and settings it was made with."""
+"""The key of a choice: the problem as text, and the machine, libraries and settings it was made with."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _printed(roots: Sequence[Node]) -> str:
 
 
 def digest_of(problem: AnyProblem) -> str:
-    """Of a problem's text, as a key holds it."""
+    """The SHA-256 digest of a problem's text, as a key holds it."""
     return hashlib.sha256(text_of(problem).encode()).hexdigest()
 
 

@@ -38,7 +38,7 @@ SLOW_S, SLOWER = 0.25, 5.0  # a run that takes so long, and so many times that o
 
 @dataclass
 class Pace:
-    """How long a run of the fastest kernel takes that passed."""
+    """The time that a run takes of the fastest kernel that passed."""
 
     fastest_s: float = math.inf
 
@@ -95,7 +95,7 @@ def examine(
     seen = [i for i in range(len(sources)) if i not in tables]  # a table is neither copied nor read whole
 
     def of(given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """What a kernel may not write, as far as it is looked at."""
+        """The sources that a kernel may not write, of a table its first and last rows alone."""
         ends = [part for i, rows in tables.items() for part in (given[i][:rows], given[i][-rows:])]
         return [*(given[i] for i in seen), *ends]
 
@@ -182,7 +182,7 @@ class Cold:
 
 
 def last_cache_bytes(target: Target) -> int:
-    """Of the largest cache of the target."""
+    """The bytes of the target's largest cache, at least `LAST_CACHE_BYTES`."""
     return max([LAST_CACHE_BYTES, *(size for name, size in target.caches_bytes.items() if name.startswith("L"))])
 
 
@@ -248,7 +248,8 @@ def busy_us(
     ahead_us: float = 0.0,
     before: Callable[[], None] | None = None,
 ) -> tuple[float, float]:
-    """What a call kept a GPU busy in µs, by its own events around `calls` of them, and what launching one took the host.
+    """The time in µs that a call kept a GPU busy, by its own events around `calls` of them, and that launching one took the
+    host.
 
     `before` is called first, untimed; then the device idles for `ahead_us` a call (MOST_AHEAD_US at most), so that it never
     waits for a host that launches more slowly than it works: as in a CUDA graph. If it had to wait nevertheless, as what
@@ -280,7 +281,7 @@ def busy_us(
 
 
 def together(us: float, span_us: float = SPAN_US) -> int:
-    """How many calls of so many µs stand between two events of a GPU: they keep it busy for a span of time."""
+    """The number of calls of so many µs between two events of a GPU: they keep it busy for a span of time."""
     return max(1, min(MOST_TOGETHER, math.ceil(span_us / max(us, 1.0))))
 
 

@@ -19,7 +19,7 @@ _held: WeakValueDictionary[Hashable, torch.Tensor] = WeakValueDictionary()
 
 
 def packed_once(sources: Sequence[torch.Tensor], form: Hashable, pack: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `pack` makes of `sources`, or what it made of the same bits before, if anyone still holds that.
+    """The memory that `pack` makes of `sources`, or made of the same bits before, if anyone still holds that.
 
     Args:
         sources: the weights, on any one device. They are hashed (SHA-256, 1.8 GB/s where processors have instructions for it,
@@ -34,7 +34,7 @@ def packed_once(sources: Sequence[torch.Tensor], form: Hashable, pack: Callable[
 def all_packed_once(
     sources: Sequence[torch.Tensor], form: Hashable, count: int, pack: Callable[[], Sequence[torch.Tensor]]
 ) -> list[torch.Tensor]:
-    """As `packed_once`, where `pack` gives `count` tensors."""
+    """The memory of `packed_once`, where `pack` gives `count` tensors."""
     key = (form, *((t.device, t.dtype, tuple(t.shape), _bits(t)) for t in sources))
     found = [t for i in range(count) if (t := _held.get((key, i))) is not None]
     if len(found) < count:

@@ -31,7 +31,7 @@ def pieces(shape: Sequence[int], most: int) -> Iterator[Index]:
 
 
 def part(t: torch.Tensor, index: Index) -> torch.Tensor:
-    """What a piece of a shape sees of a tensor that broadcasts to it."""
+    """The part of a broadcast tensor that a piece of the whole shape reads."""
     mine = index[len(index) - t.dim() :]
     return t[tuple(slice(None) if d == 1 else i for d, i in zip(t.shape, mine, strict=True))]
 

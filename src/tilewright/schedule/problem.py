@@ -1,5 +1,5 @@
-"""What one gemm asks, as a candidate sees it: extents, operands, accumulator, stores, and which sources are weights; and what
-attentions and regions of other operations ask."""
+"""Problems as a candidate sees them: of a gemm its extents, operands, accumulator and stores, and which sources are weights;
+likewise of an attention, and of a fusion of other operations."""
 
 from __future__ import annotations
 
@@ -239,7 +239,8 @@ class Destination:
 
 @dataclass(frozen=True)
 class FusionProblem:
-    """What stands between products: expressions over `param`s, one a result, of any operations but products and calls.
+    """A fusion of operations between products: expressions over `param`s, one a result, of any operations but products and
+    calls.
 
     All constants are sources, numbers too, so that the norms of two layers are one problem.
 
@@ -323,8 +324,8 @@ def problem_of(node: Node) -> CarrierProblem:
 def fusion_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[FusionProblem, tuple[Node, ...]]:
     """The problem of computing `outputs` from `inputs` (tensors both), and the inputs in the order of its sources.
 
-    That is the order in which the expressions come to them: equal regions are equal problems wherever they stand. Of an output
-    that is a write, what is written is computed. Constants are sources, so that regions which differ in them alone are one
+    That is the order in which the expressions come to them: equal fusions are equal problems wherever they stand. Of an output
+    that is a write, what is written is computed. Constants are sources, so that fusions which differ in them alone are one
     problem, but an exponent is part of the expression: a square is one product, a power that nothing is known of a hundred
     instructions.
     """
@@ -342,7 +343,7 @@ def fusion_of(inputs: Sequence[Node], outputs: Sequence[Node]) -> tuple[FusionPr
 
 
 def _exponents(roots: Sequence[Node]) -> set[Node]:
-    """What powers are taken to, below views."""
+    """The exponents of powers, below views."""
     found: set[Node] = set()
     for n in toposort(roots):
         if isinstance(n.op, Map) and n.op.fn == "power":
@@ -354,8 +355,7 @@ def _exponents(roots: Sequence[Node]) -> set[Node]:
 
 
 def destination_of(n: Node) -> Destination | None:
-    """Where a write puts what it writes: constant positions, one after the other, of what the program keeps; None for any other
-    node."""
+    """The part of a state array that a write fills: constant positions, one after the other; None for any other node."""
     if not isinstance(n.op, Write) or isinstance(n.src[0].op, Write) or not isinstance(n.src[1].op, Const):
         return None
     positions = [int(p) for p in n.src[1].op.data.tensor().tolist()]

@@ -1,4 +1,4 @@
-"""What is kept of decisions: the key that a choice depends on, the choice, and candidates that never came back."""
+"""Records of decisions: the key that a choice depends on, the choice, and candidates that never came back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Key(msgspec.Struct, frozen=True):
-    """What a choice depends on.
+    """The circumstances that a choice depends on.
 
     Attributes:
         chip: data file that the machine matched.
@@ -40,7 +40,7 @@ class Key(msgspec.Struct, frozen=True):
     problem: str
 
     def digest(self) -> bytes:
-        """Under which a record is stored."""
+        """The SHA-256 digest under which a record is stored."""
         return hashlib.sha256(msgspec.json.encode(self)).digest()
 
 
@@ -83,13 +83,13 @@ Kept = TypeVar("Kept", Record, Refusal)
 
 
 def with_checksum(content: Record | Refusal) -> bytes:
-    """As it is stored."""
+    """The bytes that are stored: a SHA-256 digest, then the record as JSON."""
     encoded = msgspec.json.encode(content)
     return hashlib.sha256(encoded).digest() + encoded
 
 
 def checked(value: object, digest: bytes, type_: type[Kept]) -> Kept | None:
-    """What stored bytes hold; None if a bit of it changed, or if it stands under another key than its own."""
+    """The record in stored bytes; None if a bit of them changed, or if it stands under another key than its own."""
     if not isinstance(value, bytes) or hashlib.sha256(value[32:]).digest() != value[:32]:
         return None
     try:

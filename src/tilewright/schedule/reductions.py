@@ -1,4 +1,4 @@
-"""How far a right kernel's sums, softmaxes and norms may be from those worked out in float64.
+"""Bounds on the distance of a right kernel's sums, softmaxes and norms from those computed in float64.
 
 With u the roundoff of f32 (f64 for f64), a sum of n numbers is within n u of the sum of their sizes in any order, and typically
 within sqrt(n) u of its partial sums; see `expected.py`, whose two bounds these are. A layer norm adds to that what an error of
@@ -111,12 +111,12 @@ def _around(mid: torch.Tensor, room: torch.Tensor, dtype: DType) -> Interval:
 
 
 def _growth(n: int, usual: bool) -> float:
-    """Of a sum's error with its length: in roundoffs."""
+    """The factor by which a sum's error grows with its length, in unit roundoffs."""
     return SAFETY * math.sqrt(n) if usual else n + 2
 
 
 def _sum_error(x: torch.Tensor, u: float, usual: bool) -> torch.Tensor:
-    """Of the sums of rows, [rows, 1]."""
+    """The error bound of the sums of rows, [rows, 1]."""
     n = max(x.shape[-1], 1)
     if not usual:
         return _growth(n, False) * u * x.abs().sum(-1, keepdim=True)

@@ -49,10 +49,10 @@ class Rejected:
 
 @dataclass(frozen=True)
 class Decision:
-    """What was chosen for a problem and why.
+    """The kernel chosen for a problem, and why.
 
     Attributes:
-        problem: the gemm, attention or region.
+        problem: the gemm, attention or fusion.
         kernel: the winner.
         time_us: its measured time, None when nothing was timed.
         rejected: the others, in the order they were considered.
@@ -140,7 +140,7 @@ def search(
 
     Ties go to the one that comes first, so that the same machine picks the same kernel twice: within 3 % to the preferred
     candidate, within 5 % to the point that its candidate ranked before; a point that is tried later must win twice. The
-    reference is timed for a region alone: there it is torch's own operations, one after the other, and not run at all if it
+    reference is timed for a fusion alone: there it is torch's own operations, one after the other, and not run at all if it
     stands alone.
 
     Raises:
@@ -272,7 +272,8 @@ class _Search:
         return winner.space.candidate.build(self._problem, winner.attempt.schedule, self._target)
 
     def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
-        """Who takes part, by preference. A candidate that raises anything at all is out, and the compile goes on."""
+        """The candidates that take part, by preference, with their schedules. One that raises anything at all is out, and the
+        compile goes on."""
         spaces: list[_Space] = []
         asked = [c for c in candidates if concerns(c, self._problem, self._target)]
         for candidate in sorted(asked, key=lambda c: c.preference):

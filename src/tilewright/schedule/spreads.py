@@ -1,5 +1,4 @@
-"""What operations that round nothing, or as the graph says, make of values known up to an error: casts, quantisation, views,
-pads, picks and writes."""
+"""Interval rules of operations that round nothing, or as the graph says: casts, quantisation, views, pads, picks and writes."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def _value(n: Node, src: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _wraps(n: Node, x: Interval) -> torch.Tensor:
-    """Where a conversion is not in order between the ends of what it converts."""
+    """A mask of the places where a conversion is not monotonic between the ends of its interval."""
     op, source, target = cast("Convert", n.op), n.src[0].dtype, n.dtype
     if target is PRED:
         return lost(x) | spans_zero(x)
@@ -56,7 +55,7 @@ def _wraps(n: Node, x: Interval) -> torch.Tensor:
 
 
 def _picked(n: Node, src: Sequence[Interval]) -> Interval:
-    """Where an index may be another nothing is known of what it picks."""
+    """The interval of picked values; unknown where the index may be another."""
     picks = src[1].mid
     band = Interval.spanning(
         _value(n, [src[0].mid, picks, *(b.mid for b in src[2:])]),

@@ -55,7 +55,7 @@ def _cache_in(folder: Path) -> Cache:
 
 
 class TuningDatabase:
-    """What is known of problems on one target, and where decisions are kept."""
+    """The decisions known for problems on one target, and the cache that holds them."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class TuningDatabase:
         self.settled: dict[str, Record] = {}
 
     def of_program(self, *, cold: bool) -> None:
-        """From now on problems are those of a program whose weights come from memory (`cold`), or are found in a cache."""
+        """Take problems from now on as those of a program whose weights come from memory (`cold`), or are found in a cache."""
         self._circumstances = msgspec.structs.replace(self._circumstances, cold=cold)
 
     def known(self, problem: AnyProblem, budget_s: float) -> bool:
@@ -89,7 +89,7 @@ class TuningDatabase:
         return any(True for _ in self._records(problem, budget_s))
 
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
-        """What a search of `budget_s` or more decided in the same circumstances, if that still holds."""
+        """The decision of a search of `budget_s` or more in the same circumstances, if it still holds."""
         refused = {r.candidate for r in self._refusals(problem)}
         for record, foreign in self._records(problem, budget_s):
             if record.candidate in refused:
@@ -112,7 +112,7 @@ class TuningDatabase:
     def _tried(
         self, record: Record, schedule: Schedule, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float
     ) -> Decision | None:
-        """What a record from elsewhere names, timed here if there is time, and then kept as our own."""
+        """The decision that a record from elsewhere names, timed here if there is time, and then kept as our own."""
         if not offered(problem, self._target, record.candidate, schedule):
             return None
         cold = self._circumstances.cold
@@ -129,8 +129,8 @@ class TuningDatabase:
             self._cache.put(record)
 
     def candidates(self, problem: AnyProblem) -> Sequence[Candidate] | None:
-        """Who is to compete: None for all as they are; or all, with the point that a hint names tried first, and those that did
-        not come back saying so."""
+        """The candidates that compete: None for all as they are; or all, with the point that a hint names tried first, and
+        those that did not come back replaced by their refusals."""
         hint = self._hints.get(self._key(problem, 0).problem)
         refused = {} if self._retry else {r.candidate: _sentence(r) for r in self._refusals(problem)}
         if hint is None and not refused:
@@ -169,7 +169,7 @@ class TuningDatabase:
                     self._cache.evict_refusal(refusal)
 
     def _any_budget(self, problem: AnyProblem) -> Key:
-        """Of what depends neither on the time that a search had nor on where weights were."""
+        """The key with all that depends on the search's time or on where weights were left out."""
         return msgspec.structs.replace(self._key(problem, 0), budget="", cold=False)
 
     def _refusals(self, problem: AnyProblem) -> list[Refusal]:

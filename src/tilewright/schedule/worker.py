@@ -51,9 +51,9 @@ Address = tuple[str, str | None]
 
 
 def address(candidate: Candidate) -> Address | None:
-    """Where another process finds a candidate: its name and, for one from a folder of its own, that folder.
+    """The address by which another process finds a candidate: its name and, for one from a folder of its own, that folder.
 
-    One that is a part of another (`buckets.Family`) stands for it: it is schedules that tell them apart.
+    A candidate that is a part of another (`buckets.PackingVariants`) has that one's address: schedules tell them apart.
     """
     candidate = getattr(candidate, "candidate", candidate)
     module = sys.modules.get(type(candidate).__module__)
@@ -247,7 +247,7 @@ def _seen_as(codes: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 UNTOLD = (RecursionError, pickle.PicklingError, TypeError, AttributeError)
-"""What `pickled` raises for a problem that no process can be told of, such as one of a thousand operations."""
+"""Errors that `pickled` raises for a problem that cannot be sent to another process, such as one of a thousand operations."""
 
 
 def pickled(message: object) -> bytes:
@@ -258,12 +258,12 @@ def pickled(message: object) -> bytes:
 
 
 def settings_here() -> dict[str, Any]:
-    """What a worker must set as it is set here."""
+    """The settings that a worker must share with this process."""
     return {"threads": torch.get_num_threads(), "precision": torch.get_float32_matmul_precision()}
 
 
 def main(fd: int) -> None:
-    """What the fork server runs: workers that each serve a `HostedBench`."""
+    """Run the fork server: each of its workers serves a `HostedBench`."""
     discover()
     cpu()  # asks the system for what a process has to ask for, AMX's tiles: what this one may use its workers may
     with Watch():  # loads what is slow to load
@@ -332,8 +332,8 @@ class _Host:
         )
 
     def _compile(self, problem: AnyProblem, target: Target, settings: dict[str, Any], name: str, at: int) -> None:
-        """What a compile worker does: machine code of one of a candidate's points, if there is such a point. What fails here
-        fails again where it is built, and is told of there."""
+        """Compile one of a candidate's points, if there is such a point. What fails here fails again where it is built, and is
+        told of there."""
         torch.set_float32_matmul_precision(settings["precision"])
         with contextlib.suppress(Exception):
             candidate = _find((name, None))

@@ -1,4 +1,4 @@
-"""torch's own compiler, Inductor: regions on a GPU for which no kernel is generated here."""
+"""torch's own compiler, Inductor: fusions on a GPU for which no kernel is generated here."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def keep_folders_own() -> None:
 
 
 def _compiled(problem: FusionProblem, device: torch.device) -> Callable[..., Sequence[torch.Tensor]]:
-    """The region as one function that Inductor compiles at its first call, rounding wherever the graph rounds."""
+    """The fusion as one function that Inductor compiles at its first call, rounding wherever the graph rounds."""
     from torch.fx.experimental.proxy_tensor import make_fx
 
     evaluate = evaluator(problem.roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])

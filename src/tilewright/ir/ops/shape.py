@@ -146,7 +146,7 @@ class Concat(Op):
 class Write(Op):
     """Sources x, integer positions [n] and y: x with slice i of y for its slice positions[i] along `axis` (torch's index_copy).
 
-    x is an input that the program keeps (`Graph.kept`), or another write to one, and nothing else reads it: the result takes
+    x is an input that is state (`Graph.state`), or another write to one, and nothing else reads it: the result takes
     its memory. Positions are distinct; negative ones count from the end.
     """
 

@@ -148,7 +148,7 @@ def _representative(step: Step) -> Node:
 
 
 def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
-    """Products on the reference, whole or in part, regions that no generated kernel takes, kernels that were called wrong,
+    """Products on the reference, whole or in part, fusions that no generated kernel takes, kernels that were called wrong,
     operations in the source's own library, and the front end's notes."""
     last_resort = {c.name for c in discover() if c.preference >= LAST_RESORT}
     found: list[Finding] = []

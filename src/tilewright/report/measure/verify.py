@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 from tilewright.ir.shown import VIEWS
 
-# Roundings a region may differ by, of its result's type and of f32, in which most of it is computed; relative to the largest.
+# Roundings a fusion may differ by, of its result's type and of f32, in which most of it is computed; relative to the largest.
 NARROW_ROUNDINGS, WIDE_ROUNDINGS = 16, 64
 PROGRAM_ROUNDINGS = 16
 PROGRAM_RMS = (1e-3, 0.25)

@@ -109,7 +109,7 @@ def _written(part: Part) -> int:
 
 
 def describe(step: Step) -> str:
-    """The problem that a step solves: a gemm in the notation of `tilewright gemm`; the operations of a region in order."""
+    """The problem that a step solves: a gemm in the notation of `tilewright gemm`; the operations of a fusion in order."""
     if step.decision is not None:
         return str(step.decision.problem)
     return show_region(step.part.nodes, [n.type for n in step.part.outputs])

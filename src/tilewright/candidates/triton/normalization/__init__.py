@@ -1,1 +1,1 @@
-"""Norms, softmaxes and other regions of rows for GPUs."""
+"""Norms, softmaxes and other reductions over rows for GPUs."""

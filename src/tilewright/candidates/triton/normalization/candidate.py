@@ -123,7 +123,7 @@ def _parts(problem: FusionProblem, arrays: Sequence[torch.Tensor]) -> list[torch
 
 
 def machine_code(several: Sequence[Tiles], problem: FusionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
-    """The kernel of a problem's regions for an architecture."""
+    """The kernel of a problem's reduction nests for an architecture."""
     types = [problem.types[i] for i in sources_of(several)] + list(problem.outputs)
     signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
     written = kernel_text(several, exact_fp8(arch))
@@ -134,7 +134,7 @@ def machine_code(several: Sequence[Tiles], problem: FusionProblem, arch: Arch, d
 
 
 def _largest(regions: Sequence[ReductionNest]) -> ReductionNest:
-    """The region whose tiles a schedule says; the others' follow from its number of warps."""
+    """The reduction nest whose tiles a schedule says; the others' follow from its number of warps."""
     return max(regions, key=lambda r: r.rows * r.columns)
 
 

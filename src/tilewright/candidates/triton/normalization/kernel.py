@@ -1,4 +1,4 @@
-"""A region's rows as the text of a Triton kernel: a tile of whole rows a program, kept in registers from load to store.
+"""A reduction nest as the text of a Triton kernel: a tile of whole rows a program, kept in registers from load to store.
 
 Where something is reduced, a tile holds all columns of its rows, so that nothing is read twice and each reduction is one step;
 where nothing is, it takes a piece of them.
@@ -55,14 +55,14 @@ OF_TESTS = {"multiply": "and", "minimum": "and", "add": "or", "maximum": "or"}  
 
 @dataclass(frozen=True)
 class Tiles:
-    """A region cut into tiles.
+    """A reduction nest cut into tiles.
 
     Attributes:
         region: what to compute.
         tile_m: rows that are worked on at once; a power of two.
         tile_n: columns that are worked on at once; a power of two.
         chained: the kernel may be launched before the one ahead of it has ended (NVIDIA's programmatic dependent launch).
-        early: params of the region that are constants, and are read before that one has ended.
+        early: params of the nest that are constants, and are read before that one has ended.
     """
 
     region: ReductionNest
@@ -88,10 +88,10 @@ class Tiles:
 
 
 def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
-    """A module with the function `kernel`, whose programs work on the first region, then on the next.
+    """A module with the function `kernel`, whose programs work on the first nest, then on the next.
 
     Args:
-        several: the regions and their tiles.
+        several: the nests and their tiles.
         fp8: types that the hardware converts (`_module.exact_fp8`).
     """
     text = Text()
@@ -160,7 +160,7 @@ class _Rows(Emitter):
         text: where to.
         here: names in scope, of each chunk.
         pairs: the same where a column is one of a pair, if there are pairs.
-        tiles: the region.
+        tiles: the nest.
         read: sources of the kernel.
         fp8: see `Casts`.
     """
