@@ -54,7 +54,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Quantization:
-    """How to quantise a float model.
+    """The options for quantising a float model.
 
     Attributes:
         scheme: types and granularity, from `tilewright.scheme("int8")`, "fp8", "w4" or "w8".

@@ -68,12 +68,12 @@ class DType:
 
     @property
     def lowest(self) -> float | int:
-        """What every value is at least: minus infinity where the type has it, else `min`."""
+        """A lower bound of every value: minus infinity where the type has it, else `min`."""
         return -float("inf") if self.name in _INFINITE else self.min
 
     @property
     def highest(self) -> float | int:
-        """What every value is at most: infinity where the type has it, else `max`."""
+        """An upper bound of every value: infinity where the type has it, else `max`."""
         return float("inf") if self.name in _INFINITE else self.max
 
     @property

@@ -61,7 +61,7 @@ def check_type(value: object, of: type | tuple[Any, ...], where: str, hint: str)
 
 
 def counted(count: int, noun: str) -> str:
-    """As in "1 input" and "2 inputs"."""
+    """A count with its noun, such as "1 input" and "2 inputs"."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 

@@ -96,7 +96,7 @@ def open_own(path: Path, flags: int, mode: int = 0o600) -> int:
 
 
 def _seen(path: Path) -> os.stat_result | None:
-    """What is there, links followed; None if nothing is. Not opened: a pipe's reader would take that for all."""
+    """The status of what is there, links followed; None if nothing is. Not opened: a pipe's reader would take that for all."""
     try:
         there = path.stat()
     except FileNotFoundError:

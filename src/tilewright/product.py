@@ -171,7 +171,7 @@ def _compiled(
 
 
 def _as_matrices(given: Mapping[str, Node]) -> tuple[dict[str, Node], list[int]]:
-    """What is given with a vector a as one row and a vector b as one column, and the axes which that adds to the result.
+    """The arguments with a vector a as one row and a vector b as one column, and the axes which that adds to the result.
 
     What broadcasts to the result gets its added axes, too; what belongs to a vector b becomes a column with it.
     """

@@ -249,7 +249,7 @@ class Split:
         return _with_pieces(OPERANDS, kernels) if apart_us < fused_us else None
 
     def pieces(self, problem: Problem, target: Target) -> list[AnyProblem]:
-        """What searches are made for."""
+        """The problems that searches are made for."""
         ways = [Schedule.of(apart=way) for way in self._ways(problem)]
         return list(dict.fromkeys(p.problem for way in ways for p in _pieces(problem, way)))
 
@@ -263,7 +263,7 @@ class Split:
         )
 
     def _ways(self, problem: Problem) -> list[str]:
-        """How this gemm can be taken apart."""
+        """The names of the ways in which this gemm can be split."""
         op = problem.op
         ways: list[str] = []
         if any(computed(root, problem.weights) is not None for root in (op.lhs, op.rhs)):

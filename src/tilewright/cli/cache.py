@@ -73,7 +73,7 @@ def tune(
 
 @click.group(short_help="Say what choices are kept, or forget them.")
 def cache() -> None:
-    """What was measured and decided before, and is read back: say what there is, or forget it."""
+    """Say what choices were measured before and are read back, or forget them."""
 
 
 @cache.command(cls=Command)

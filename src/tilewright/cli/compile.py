@@ -1,4 +1,4 @@
-"""How a verb compiles its program: the options that say so, and what they lead to."""
+"""Options of verbs that compile a program, and the compilation that they lead to."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RANDOM_WARNING = (
 
 @dataclass(frozen=True)
 class Compiling:
-    """How to compile a program.
+    """The options that say how to compile a program.
 
     Attributes:
         device: cpu, cuda or cuda:1.

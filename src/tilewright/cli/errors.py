@@ -1,4 +1,4 @@
-"""How the command line fails: one or two lines and an exit code, never a traceback unless asked for."""
+"""Failures of the command line: one or two lines and an exit code, never a traceback unless asked for."""
 
 from __future__ import annotations
 

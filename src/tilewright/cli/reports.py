@@ -1,4 +1,4 @@
-"""What `perf` writes and compares beside its table: a page, a trace, other libraries."""
+"""Files and comparisons that `perf` gives beside its table: a page, a trace, other libraries."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tup
 
 @dataclass(frozen=True)
 class Reports:
-    """What was asked for.
+    """The reports that were asked for.
 
     Attributes:
         html, trace: files to write.

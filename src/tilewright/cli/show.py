@@ -1,4 +1,4 @@
-"""What several verbs print: a report as JSON, and the times of a program."""
+"""Output that several verbs share: a report as JSON, and the times of a program."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ SUFFIXES = ".hlo, .mlir, .stablehlo, .onnx or .tw"
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """What a reader may need beside the program.
+    """Options of a reader, beside the program.
 
     Attributes:
         input_dims: shape of an input by name, where the program leaves it open (or to override its symbolic extents).

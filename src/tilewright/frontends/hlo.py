@@ -129,7 +129,7 @@ def _instructions(computation: str) -> list[_Instruction]:
 
 
 def _type_end(text: str) -> int:
-    """Where the type that `text` begins with ends: at a space outside all brackets."""
+    """The index at which the type that `text` begins with ends: at a space outside all brackets."""
     depth = 0
     for i, c in enumerate(text):
         depth += (c in "([{") - (c in ")]}")

@@ -1,1 +1,1 @@
-"""What the machine can do."""
+"""Machines: chips as data files, detection of this one, and its measured ceilings."""

@@ -1,4 +1,4 @@
-"""What this machine has been seen to reach: the rate of each matrix unit and of memory, measured once and kept.
+"""Ceilings that this machine has been seen to reach: the rate of each matrix unit and of memory, measured once and kept.
 
 The rate of a unit is that of its instruction in a loop that touches nothing but registers, where code is generated for the
 machine: a candidate's module offers such loops as `LOOPS`. Else it is that of the best library matmul on a large square, which
@@ -36,7 +36,7 @@ Rate = Annotated[float, msgspec.Meta(gt=0)]
 
 @dataclass(frozen=True)
 class Loops:
-    """What a candidate can measure that a library cannot.
+    """The measurements that a candidate offers and a library cannot.
 
     Attributes:
         peaks: by operand type, what measures 1e9 operations a second of the unit alone.
@@ -48,7 +48,7 @@ class Loops:
 
 
 class Record(msgspec.Struct, frozen=True):
-    """What is kept on disk for one machine."""
+    """The ceilings kept on disk for one machine: rates in 1e9 operations or bytes a second."""
 
     key: str
     peak_gops: dict[str, Rate]
@@ -57,7 +57,7 @@ class Record(msgspec.Struct, frozen=True):
 
 
 def cache_folder() -> Path:
-    """Where measurements are kept: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only.
+    """The folder of measurements: $TILEWRIGHT_CACHE, or the user's cache directory. Made owner-only.
 
     Raises:
         OSError: it cannot be made, or somebody else could have written to it: it is a link, another user's, or open to others.

@@ -1,4 +1,4 @@
-"""Which machine this is: the CPU from the operating system and LLVM, GPUs from the driver through torch."""
+"""Detection of this machine: the CPU from the operating system and LLVM, GPUs from the driver through torch."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _model(text: str) -> str:
 
 
 def _llvm_features() -> list[str]:
-    """What LLVM finds where the system has no /proc/cpuinfo, in that file's words."""
+    """The CPU's features as LLVM finds them where the system has no /proc/cpuinfo, in that file's words."""
     import llvmlite.binding as llvm
 
     try:

@@ -1,4 +1,4 @@
-"""What a machine can do, as data: matrix units and memory levels with their rates."""
+"""Machines as data: matrix units and memory levels with their rates."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Target:
 
     @property
     def device(self) -> str:
-        """As torch spells it."""
+        """The device's name as torch spells it."""
         return "cpu" if self.kind == "cpu" else f"cuda:{self.index}"
 
     def peak_for(self, dtype: DType) -> float:

@@ -1,5 +1,4 @@
-"""What multiplies by one quantised weight, for any number of rows: kernels for certain numbers of them, to which the rest are
-filled up or cut."""
+"""Kernels that multiply by one quantised weight, for certain numbers of rows, to which all others are padded or cut."""
 
 from __future__ import annotations
 
@@ -133,7 +132,7 @@ def rungs(most: int) -> tuple[int, ...]:
 
 
 def pieces(rows: int, most: int) -> list[tuple[int, int]]:
-    """How many rows to do at a time, with the rung for each."""
+    """The rows to do at a time, with the rung for each piece."""
     steps, found = rungs(most), list[tuple[int, int]]()
     while rows:
         at = bisect_left(steps, rows)
@@ -194,7 +193,7 @@ class Kernels:
         return result
 
     def at(self, rung: int) -> Run:
-        """What does so many rows; made, checked and kept the first time."""
+        """The kernel for so many rows; made, checked and kept the first time."""
         run = self._ready.get(rung)
         if run is not None:
             return run
@@ -215,7 +214,7 @@ class Kernels:
         return program.run
 
     def doers(self) -> dict[int, str]:
-        """Who multiplies by the weight, by the rows of each kernel that is ready."""
+        """The candidate that multiplies, by the rows of each kernel that is ready."""
         found: dict[int, str] = {}
         for rung in sorted(self._ready):
             steps = [s for s in self._rows.at(rung).steps if s.decision is not None]
@@ -224,8 +223,8 @@ class Kernels:
 
 
 def _elsewhere(make: Callable[[int], Run], rung: int) -> Run:
-    """In a thread of its own: what it allocates outlives the call, and torch may have turned this thread to memory that it
-    takes back afterwards (when it warms up what it will capture)."""
+    """Make a kernel in a thread of its own: what it allocates outlives the call, and torch may have turned this thread to
+    memory that it takes back afterwards (when it warms up what it will capture)."""
 
     def made() -> Run:
         with torch.no_grad():

@@ -107,7 +107,8 @@ class Linear(torch.nn.Module):
         return LayerWeight(dtype(self.code_type), self.packed, self.scales, self.in_features, self.group_size, *sides)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As torch does it. A float weight is taken as this one where it is what was quantised: models tie their weights again.
+        """Set an attribute as torch does. A float weight is taken for this one where it is what was quantised: models tie their
+        weights again.
 
         Raises:
             InputError: the weight is another one.
@@ -182,7 +183,7 @@ class Linear(torch.nn.Module):
         return table
 
     def doers(self, dtype: torch.dtype | None = None) -> dict[int, str]:
-        """Which candidate multiplies, by the rows of each kernel that is ready."""
+        """The candidate that multiplies, by the rows of each kernel that is ready."""
         bias = None if self.bias is None else self.bias.dtype
         return kernels_for(self.weight, self._usual(dtype), bias, coded=self.quantize_activations).doers()
 
@@ -190,7 +191,7 @@ class Linear(torch.nn.Module):
         return dtype or (self.scales.dtype if self.bias is None else self.bias.dtype)
 
     def extra_repr(self) -> str:
-        """What `repr` shows."""
+        """The text that `repr` shows."""
         said = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
         return f"{said}, {self.scheme}{', reordered' if self.order is not None else ''}"
 
@@ -216,13 +217,13 @@ class Linear(torch.nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """As torch does it; but a float weight, which is none of this module's, is not left out in silence."""
+        """Load as torch does, but report a float weight, which is none of this module's."""
         if f"{prefix}weight" in state_dict:
             error_msgs.append(f"{prefix}weight is a float weight: load it before tilewright.quantize_, or quantise it anew")
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def get_extra_state(self) -> torch.Tensor:
-        """What the buffers mean, as text in bytes, so that a state dict holds tensors alone."""
+        """The meaning of the buffers as text in bytes, so that a state dict holds tensors alone."""
         return torch.tensor(list(self._meaning().encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:

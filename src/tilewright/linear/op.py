@@ -66,7 +66,7 @@ def _made_of(
     code_type: str,
     group_size: int,
 ) -> tuple[object, ...]:
-    """Which tensors these are, as nobody has written to them since, and what they mean."""
+    """The identity of these tensors, as nobody has written to them since, and their meaning."""
     return (
         _version(packed),
         id(scales),
@@ -170,7 +170,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: object) -> None:
 
 
 def _derivative(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    """Of x, through the weight's own values, and of the bias; the weight is constant."""
+    """The gradients of x, through the dequantised weight, and of the bias; the weight is constant."""
     shape, code_type, group_size, biased, bias_dtype = ctx.told
     of_x = of_bias = None
     if ctx.needs_input_grad[0]:

@@ -35,7 +35,7 @@ _Make = Callable[[str, torch.nn.Linear], "Linear | str"]  # what stands for a la
 
 @dataclass(frozen=True)
 class Replaced:
-    """What `quantize_` did.
+    """The outcome of `quantize_`.
 
     Attributes:
         layers: names of the layers that are quantised now, with what each holds.
@@ -69,7 +69,7 @@ class Replaced:
         return "\n".join([*lines, *self._left()])
 
     def _left(self) -> list[str]:
-        """What is in float still, parameters of one name in several layers together, the largest share first."""
+        """The lines on parameters still in float, those of one name in several layers together, the largest share first."""
         if not self.left:
             return []
         whole = max(self.total, 1)
@@ -141,7 +141,7 @@ def _left_in_float(model: torch.nn.Module) -> dict[str, int]:
 
 
 def _names(weights: Checkpoint | Mapping[str, QuantizedWeight], layers: Sequence[str]) -> tuple[str, ...]:
-    """Of the weights that are given, one at least for a layer of the model.
+    """The names of the weights that are given; one at least is for a layer of the model.
 
     Raises:
         InputError: there is none for any, or what is given is no quantised weight.
@@ -181,7 +181,7 @@ def _matrix(module: torch.nn.Module) -> torch.Tensor:
 
 
 def _alike(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
-    """What is no `torch.nn.Linear` and looks as if it multiplied by a matrix, and what it is."""
+    """Yield the modules that are no `torch.nn.Linear` and look as if they multiplied by a matrix, and what each is."""
     for name, module in model.named_modules():
         weight = dict(module.named_parameters(recurse=False)).get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)):

@@ -44,7 +44,7 @@ class LayerWeight(QuantizedWeight):
 
     @property
     def device(self) -> torch.device:
-        """Where the codes are."""
+        """The device of the codes."""
         return self.packed.device
 
     @property
@@ -61,7 +61,7 @@ class LayerWeight(QuantizedWeight):
     grad = None
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        """On another device as codes; in another type as a tensor."""
+        """The weight on another device, as codes; in another type, as a tensor."""
         if len(args) == 1 and not kwargs and isinstance(args[0], (str, torch.device)):
             return LayerWeight.seen(self.plain().to(args[0]))
         return self.tensor().to(*args, **kwargs)

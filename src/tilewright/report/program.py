@@ -1,4 +1,4 @@
-"""What a report reads off a compiled program.
+"""Protocols of a compiled program, as reports read it.
 
 Reports and the runtime stand on one floor and do not import each other: these protocols are what they agree on.
 """

@@ -1,4 +1,4 @@
-"""What `--json` prints, as types. Fields are added, never renamed or removed; docs/cli.md describes each."""
+"""Types of what `--json` prints. Fields are added, never renamed or removed; docs/cli.md describes each."""
 
 from __future__ import annotations
 
@@ -54,7 +54,8 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class Layer(msgspec.Struct, frozen=True):
-    """What quantising did to one product of a float model; `kept` says why it stayed in float, null if it was quantised."""
+    """The outcome of quantising one product of a float model; `skip_reason` says why it stayed in float, null if it was
+    quantised."""
 
     name: str
     product: str
@@ -66,7 +67,7 @@ class Layer(msgspec.Struct, frozen=True):
 
 
 class Quantized(msgspec.Struct, frozen=True):
-    """How a float model was quantised."""
+    """The quantisation of a float model: the scheme, the calibration data and the outcome by layer."""
 
     scheme: str
     calibration: str

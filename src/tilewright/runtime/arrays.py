@@ -210,5 +210,5 @@ def _repeats(t: torch.Tensor) -> bool:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where its storage begins."""
+    """The address at which a tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()

@@ -53,12 +53,12 @@ class Checkpoint:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors."""
+        """The names of all tensors."""
         return list(self._file)
 
     @property
     def plain(self) -> list[str]:
-        """Of the tensors that belong to no quantised layer: norms, embeddings, layers that were left as they are."""
+        """The names of tensors that belong to no quantised layer: norms, embeddings, layers that were left as they are."""
         return [name for name in self._file if name.rpartition(".")[0] not in self.layers]
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -115,7 +115,7 @@ class Checkpoint:
     def _gptq(
         self, qweight: torch.Tensor, qzeros: torch.Tensor, scales: torch.Tensor, g_idx: torch.Tensor | None
     ) -> QuantizedWeight:
-        """By what the zero points say; by the label if they say nothing."""
+        """A GPTQ layer, of the format version that its zero points show, or else the label."""
         try:
             return from_gptq(qweight, qzeros, scales, g_idx)
         except InputError:
@@ -218,7 +218,7 @@ def weights_of(program: object, options: LoadOptions | None = None) -> dict[str,
 
 
 def _name(graph: Graph, node: Node) -> str:
-    """What the source calls the codes, or else where they are scaled."""
+    """The source's name of the codes, or else of the node that scales them."""
     at = node.src[0]
     while not isinstance(at.op, Const) and at.src:
         at = at.src[0]

@@ -142,7 +142,7 @@ class Executable:
         self._launch()
 
     def _launch(self) -> None:
-        """How calls reach the device, from the first call on."""
+        """Choose how calls reach the device, from the first call on."""
         device, given = self.target.device, (self._program, self._start, self._inputs, self._outputs)
         self._on_device = None if self.target.kind == "cpu" else OnDevice(device, *given, allowed=self.own_graphs)
 
@@ -176,7 +176,7 @@ class Executable:
 
     @property
     def kept(self) -> dict[str, torch.Tensor]:
-        """What calls write to for later ones, by name: memory of the module's own buffers where they are on the device.
+        """State that calls write for later ones, by name: memory of the module's own buffers where they are on the device.
 
         A tensor that the module is given for a buffer afterwards is not these.
         """
@@ -254,7 +254,7 @@ class Executable:
             torch._C._set_grad_enabled(records)  # pyright: ignore[reportPrivateUsage]
 
     def _run(self, inputs: Sequence[torch.Tensor], observe: Callable[[Step, list[Value]], None] | None) -> list[Value]:
-        """With the device the current one."""
+        """Run the program with its device the current one."""
         if self._written:
             inputs = [t.clone() if meets(span(t), self._written) else t for t in inputs]
         if self._on_device is not None and observe is None:
@@ -379,7 +379,8 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
 
 
 def _name(graph: Graph, part: Part) -> str:
-    """What the source calls a step: its gemm, or the results of one that was joined from several; a region's last result."""
+    """The source's name of a step: of its gemm, or of the results of one that was joined from several; of a fusion's last
+    result."""
     node = part.nodes[0]
     if not isinstance(node.op, CARRIERS):
         return graph.origin(part.outputs[-1])

@@ -105,7 +105,7 @@ class QuantizedWeight:
 
     @property
     def code_type(self) -> DType:
-        """Of the codes: `dtype`."""
+        """The type of the codes: `dtype`."""
         return self.dtype
 
     @property
@@ -134,7 +134,7 @@ class QuantizedWeight:
 
     @cached_property
     def scheme(self) -> str:
-        """How it is spelt where a scheme is asked for: w4g64, w4g64z, w8."""
+        """The scheme's spelling: w4g64, w4g64z, w8."""
         group = "" if self.group_size >= self.in_features else f"g{self.group_size}"
         return f"w{self.code_type.bits}{group}{'z' if self.zero_points is not None or self.offsets is not None else ''}"
 

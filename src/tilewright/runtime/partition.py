@@ -197,7 +197,7 @@ def _of_what_is_stored(node: Node, readers: Mapping[Node, set[Node | None]], lev
 
 
 def _reduction(node: Node) -> tuple[int, int] | None:
-    """How many results a reduction has and of how many values each is; None for another node, or one that reduces nothing."""
+    """The number of a reduction's results and of the values behind each; None for another node, or one that reduces nothing."""
     op = node.op
     if isinstance(op, Reduce):
         (source, *_), results = node.src, node.tensor.elements if isinstance(node.type, TensorType) else 0
@@ -243,8 +243,9 @@ def _touch(node: Node, source: Node) -> bool:
 
 
 def _what_it_does(members: Sequence[Node], level: tuple[int, int]) -> object | None:
-    """What regions that are one step have in common: the level, the product that they read, and the operations, whatever their
-    extents. None for what is no region, does not read one product, or only looks at it otherwise, which nothing need do."""
+    """The signature that fusions joined into one step share: the level, the product that they read, and their operations unless
+    every generator has them all. None for a fusion that is constant, holds a step of its own, only views, or does not read
+    exactly one product."""
     if members[0].constant or any(map(_alone, members)) or all(isinstance(n.op, VIEW) for n in members):
         return None
     at = {n: i for i, n in enumerate(members)}
@@ -266,7 +267,7 @@ def _is_plain(n: Node) -> bool:
 
 
 def readers_of(graph: Graph) -> dict[Node, set[Node | None]]:
-    """Who reads each node; None for a result of the graph."""
+    """The readers of each node; None among them stands for a result of the graph."""
     return _readers(graph, graph.nodes())
 
 

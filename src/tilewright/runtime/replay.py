@@ -177,7 +177,7 @@ class Replay:
 
 
 class OnDevice:
-    """How a program is launched on a CUDA device: step by step the first time, as graphs from the second on.
+    """The launches of a program on a CUDA device: step by step the first time, as graphs from the second on.
 
     Calls from several threads and streams follow each other, since graphs have one memory.
 

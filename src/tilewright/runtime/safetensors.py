@@ -116,7 +116,7 @@ class TensorFile:
 
     @property
     def names(self) -> list[str]:
-        """Of its tensors, in the order of the header."""
+        """The names of the file's tensors, in the order of the header."""
         return list(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:

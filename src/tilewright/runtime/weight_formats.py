@@ -1,4 +1,4 @@
-"""How others lay out weights of a few bits, read into `QuantizedWeight` without changing a bit of what they mean.
+"""Readers of other tools' layouts of few-bit weights, into `QuantizedWeight`, bit for bit.
 
 Every reader takes the tensors of one layer as they stand in a checkpoint. Zero points that are the middle code everywhere are
 dropped, whatever a label says: the codes are then signed, which costs a kernel less.
@@ -208,7 +208,8 @@ def from_compressed_tensors(
 def from_torch_int4(
     packed: torch.Tensor, scales_and_zeros: torch.Tensor, *, shape: tuple[int, int] | None = None
 ) -> QuantizedWeight:
-    """What `torch.ops.aten._weight_int4pack_mm` takes (and its form for CPUs): (code - 8) * scale + zero, with a real zero.
+    """A weight from the operands of `torch.ops.aten._weight_int4pack_mm` (and its form for CPUs): (code - 8) * scale + zero,
+    with a real zero.
 
     The layout for CPUs depends on the processor: it is learnt by packing numbered positions, and packing the result again must
     give the same bytes. Source of that for GPUs: torch 2.11, aten/src/ATen/native/cuda/int4mm.cu.
@@ -290,7 +291,7 @@ def _from_cpu_tiles(packed: torch.Tensor) -> torch.Tensor:
 
 
 def _cpu_places(rows: int, count: int) -> torch.Tensor:
-    """Where each 4-bit field of packed [rows, count] comes from: the position in the matrix, 4 bits of it at a time."""
+    """The source of each 4-bit field of packed [rows, count]: its position in the matrix, found 4 bits of it at a time."""
     places = torch.zeros(rows * count, dtype=torch.int64)
     numbered = torch.arange(rows * count).reshape(rows, count)
     for shift in range(0, max(1, math.ceil(math.log2(rows * count))), 4):

@@ -84,7 +84,7 @@ def compared_first(steps: Sequence[_S]) -> tuple[_S, ...]:
 
 
 def written_before_compared(steps: Sequence[_Step]) -> set[Node]:
-    """What is kept and written to by steps that a comparison follows, as its outcome depends on them."""
+    """The states written to by steps that a comparison follows, as its outcome depends on them."""
     last = max((i for i, step in enumerate(steps) if _compares(step)), default=0)
     writes = [n for step in steps[:last] for n in step.part.nodes if isinstance(n.op, Write)]
     roots: set[Node] = set()

@@ -1,7 +1,7 @@
-"""What every library call needs around it: operands evaluated before it, stores after it.
+"""Everything that a library call needs around it: operands evaluated before it, stores after it.
 
-Libraries multiply plain matrices, so views, casts and dequantisations of an operand run first (once, if it is a weight) and
-the epilogue runs afterwards, op by op on torch.
+Libraries multiply plain matrices, so views, casts and dequantisations of an operand run first (once, if it is a weight) and the
+epilogue runs afterwards, op by op on torch.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Finish = Callable[[torch.Tensor], torch.Tensor]
 
 
 def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambda t: t, form: Hashable = None) -> Side:
-    """How to get an operand from the gemm's sources; evaluated now, once, when it depends on weights alone. `form` says what
+    """A function from the gemm's sources to an operand; evaluated now, once, when it depends on weights alone. `form` says what
     `finish` makes of it: where it is given, kernels for other rows share what was made of one weight's codes."""
     params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
     indices = [cast("Param", n.op).index for n in params]
@@ -45,7 +45,8 @@ def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambd
 
 
 def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """How to get the gemm's results from its product, given in the accumulator's type or already in `product_dtype`.
+    """A function from the gemm's product to its results; the product is in the accumulator's type or already in
+    `product_dtype`.
 
     The latter is only right when every store converts acc to it first (`Problem.first_conversion`).
     """
@@ -70,7 +71,7 @@ def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Se
 
 
 def rest_of_store(problem: Problem, done: Node) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """How to get the gemm's one result from the value of `done`, a node of its store that the library computed."""
+    """A function to the gemm's one result from the value of `done`, a node of its store that the library computed."""
     roots = problem.op.stores
     if roots[0] is done:
         return lambda value, sources: [value]

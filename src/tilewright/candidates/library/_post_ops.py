@@ -1,4 +1,4 @@
-"""How much of an epilogue oneDNN does itself: a bias and one activation, on the f32 accumulator, before it rounds."""
+"""Epilogues that oneDNN does itself: a bias and one activation, on the f32 accumulator, before it rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this processor can do at most: each dot instruction on registers alone, and reading memory, at a number of threads."""
+"""Limits of this processor: each dot instruction on registers alone, and reading memory, at a number of threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LANES = 16  # of 32 bits, in the reading loop
 
 
 def loops(target: Target) -> Loops | None:
-    """What to measure on a target, by operand type; None where no code is generated for it."""
+    """The loops that measure a target, by operand type; None where no code is generated for it."""
     if target.kind != "cpu" or engine.available() is not None:
         return None
     threads = torch.get_num_threads()

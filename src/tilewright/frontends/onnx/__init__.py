@@ -153,7 +153,7 @@ def _graph(file: object, name: str, options: LoadOptions) -> Graph:
 
 
 def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:
-    """See that a call that a file brings stands for itself and refers to no file (see `_onnx_calls`)."""
+    """See that a call that a file brings stands for itself and refers to no file (see `calls.py`)."""
     from tilewright.frontends.onnx.calls import check_payload
 
     refuse_interpreted(f"operator {call.target!r}", call.target)

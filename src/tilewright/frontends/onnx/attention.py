@@ -60,7 +60,7 @@ def _heads(op: OpNode, x: Node, attribute: str) -> Node:
 
 
 def _mask(op: OpNode, q: Node, k: Node, past: int) -> tuple[Literal["no", "upper", "lower"], Node | None]:
-    """Which keys a query may see: as a causal rule of the attention node if it is one, the rest as a mask."""
+    """The keys a query may see: as a causal rule of the attention node if it is one, the rest as a mask."""
     length, total = q.shape[2], k.shape[2]
     given, valid = op.optional(3), op.optional(6)
     mask = None if given is None else _padded(given, total, op)
@@ -116,7 +116,7 @@ def both(mask: Node, seen: Node) -> Node:
 
 
 def _bias(mask: Node, dtype: DType) -> Node:
-    """What a mask adds to a score."""
+    """The additive form of a mask: 0 and minus infinity for a pred."""
     if mask.dtype is not PRED:
         return convert(mask, dtype)
     return Node(Select(), mask, const(0.0, dtype), const(_NEGATIVE_INFINITY, dtype))

@@ -140,7 +140,7 @@ class DataFiles:
         self._maps: dict[str, mmap.mmap | None] = {}
 
     def span(self, tensor: onnx.TensorProto, size: int, where: str) -> Span | None:
-        """Where the `size` bytes of `tensor` lie; None if `size` is 0.
+        """The place of the `size` bytes of `tensor`; None if `size` is 0.
 
         Raises:
             InputError: no such file, outside the model's folder, or the bytes do not lie inside it.

@@ -38,7 +38,7 @@ def loop_operator() -> type[OpRun]:
 
 
 def _stacked(parts: list[Any], info: Any) -> np.ndarray:
-    """What the turns gave, side by side along a new first axis; of no turns, nothing of the declared type."""
+    """The results of the iterations stacked along a new first axis; of none, an empty array of the declared type."""
     from onnx.helper import tensor_dtype_to_np_dtype
 
     if parts:

@@ -93,7 +93,8 @@ def _pooled(op: OpNode, function: str) -> Node:
 def _elements(
     extent: int, counted: Sequence[int], low: int, windows: int, stride: int, kernel: int, dilation: int
 ) -> list[int]:
-    """How many places of each window along an axis lie in the extent, or in the padding before and behind that counts."""
+    """The number of places of each window along an axis that lie in the extent, or in the padding before and behind that
+    counts."""
     starts = [i * stride - low for i in range(windows)]
     inside = [[-counted[0] <= s + k * dilation < extent + counted[1] for k in range(kernel)] for s in starts]
     return [max(sum(i), 1) for i in inside]

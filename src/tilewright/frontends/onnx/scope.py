@@ -1,4 +1,4 @@
-"""Where a run of ONNX nodes stands: the names it sees, the operator versions in force, the functions around it."""
+"""Scopes of ONNX nodes: the names they see, the operator versions in force, the functions around them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def opsets_of(imports: Iterable[onnx.OperatorSetIdProto]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Context:
-    """What holds for a run of nodes beside their names.
+    """The context of a run of nodes, beside their names.
 
     Attributes:
         opsets: version of each operator domain in force.

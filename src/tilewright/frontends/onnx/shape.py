@@ -227,7 +227,7 @@ def _pad(op: OpNode) -> Node:
 
 
 def _source(index: int, extent: int, mode: str) -> int:
-    """Which element of an axis stands at `index`, which may lie outside it."""
+    """The element of an axis that stands at `index`, which may lie outside it."""
     if mode == "edge":
         return min(max(index, 0), extent - 1)
     if mode == "wrap":

@@ -65,7 +65,7 @@ def run_regions(call: Call, values: Sequence[object], runs: Sequence[Run]) -> li
 
 
 def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:
-    """See that the interpreter can run a call that a file brings (see `_stablehlo_call`)."""
+    """See that the interpreter can run a call that a file brings (see `call.py`)."""
     if call.target in CONTROL:  # its regions are read as a program is
         refuse_interpreted(call.target, call.target)
         _jaxlib.parse(call.payload, call.target)

@@ -103,7 +103,7 @@ class _Arithmetic:
 
 
 def _arithmetic(a: DType, b: DType, out: DType, accumulator: DType | None) -> _Arithmetic:
-    """How XLA multiplies these types: operands keep theirs where the accumulator holds their products exactly."""
+    """The types in which XLA multiplies: operands keep theirs where the accumulator holds their products exactly."""
     if a is PRED and b is PRED:
         a = b = S32  # true where any pair is: a count that is not zero
     elif PRED in (a, b):

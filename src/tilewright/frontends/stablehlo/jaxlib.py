@@ -163,7 +163,7 @@ def _nests_too_deep(text: str) -> bool:
 
 
 def _diagnosis(error: Exception) -> tuple[str, str]:
-    """What an MLIR error says, and the line and column it names."""
+    """The message of an MLIR error, and the line that it names."""
     for line in str(error).splitlines():
         found = re.match(r'\s*error:\s*(?:"[^"]*":(\d+):(\d+):\s*)?(.*)', line)
         if found and found.group(3):
@@ -268,7 +268,7 @@ def _last_words(done: subprocess.CompletedProcess[bytes]) -> str:
 
 
 def _convert(text: str) -> bytes:
-    """In the other process: HLO text to MLIR bytecode."""
+    """Convert HLO text to MLIR bytecode, in the other process."""
     found = api()
     try:
         hlo, core = importlib.import_module("jaxlib._hlo"), importlib.import_module("jaxlib._jax")

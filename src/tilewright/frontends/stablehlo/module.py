@@ -195,7 +195,7 @@ def _parsed(body: str, type: TensorType, where: str, splat: bool) -> torch.Tenso
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where an operation stands: the name it has in its source, if any, and its line in the text."""
+    """The place of an operation: the name it has in its source, if any, and its line in the text."""
 
     name: str
     line: int
@@ -238,12 +238,12 @@ class Operation:
 
     @property
     def where(self) -> str:
-        """For messages: the operation, and its name or line."""
+        """The operation with its name or line, for messages."""
         return f"{self.name} at {self.place}" if str(self.place) else self.name
 
     @property
     def origin(self) -> str:
-        """For reports: what the source calls it, or the operation and its line."""
+        """The source's name of the operation, or the operation and its line, for reports."""
         short = self.name.partition(".")[2]
         return self.place.name or (f"{short} line {self.place.line}" if self.place.line else short)
 

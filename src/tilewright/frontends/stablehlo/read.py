@@ -1,4 +1,4 @@
-"""From a parsed module to a graph: the text, open extents, the walk. Both the HLO and the StableHLO reader end here."""
+"""Reading a parsed module into a graph: the text, open extents, the walk. Both the HLO and the StableHLO reader end here."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which operations have a meaning in the graph, and what a lowering is told of the place it stands in.
+"""Registry of the operations that have a meaning in the graph, and the `Site` that a lowering is given.
 
-A lowering is a function of a `Site`: it returns what the operation's results are, or `NotImplemented` where it holds no
-meaning for this one, which then becomes a `call`. Modules named `_stablehlo_<topic>.py` register lowerings.
+A lowering is a function of a `Site`: it returns what the operation's results are, or `NotImplemented` where it holds no meaning
+for this one, which then becomes a `call`. Modules of this folder register lowerings by topic.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LOWERINGS: dict[str, Lowering] = {}
 
 
 class Reader(Protocol):
-    """What a lowering may ask of the walk it is part of."""
+    """The walk as far as a lowering may ask of it."""
 
     asm: str
     elided: dict[str, Node]
@@ -59,11 +59,11 @@ class Reader(Protocol):
         ...
 
     def count(self) -> int:
-        """How many operations were read so far."""
+        """The number of operations read so far."""
         ...
 
     def attempt(self, read: Callable[[], T | None]) -> T | None:
-        """What `read` gives; if that is None, as if nothing had been read."""
+        """The result of `read`; if that is None, as if nothing had been read."""
         ...
 
     def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:

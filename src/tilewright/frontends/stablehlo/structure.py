@@ -1,4 +1,4 @@
-"""What joins operations together: calls, fusions, composites, tuples, tokens, asynchronous pairs and custom calls."""
+"""Lowerings of what joins operations together: calls, fusions, composites, tuples, tokens, asynchronous pairs, custom calls."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _one_or_all(values: list[Value]) -> Value:
     "stablehlo.optimization_barrier",
 )
 def _identity(site: Site) -> Value:
-    """Where a value is kept, and when it is computed, is nothing the graph says. A dependency's token is dropped."""
+    """Drop the token of a dependency: where a value is kept, and when it is computed, is nothing the graph says."""
     results = len(site.op.results)
     return _one_or_all(list(site.values[:results]))
 

@@ -112,7 +112,7 @@ class Walk:
             tuple(self.notes),
         )
 
-    # What a lowering may ask for: see `_stablehlo_registry.Reader`.
+    # What a lowering may ask for: see `registry.Reader`.
 
     def note(self, sentence: str) -> None:
         self.notes[sentence] = None
@@ -212,8 +212,8 @@ class Walk:
         return name, entry
 
     def _argument_name(self, argument: Any, index: int) -> str:
-        """What the source calls an argument: the name of its location, or that of the argument it is passed on as (JAX's
-        exports wrap their program so), or the identifier that stands where it was parsed."""
+        """The source's name of an argument: that of its location, or of the argument it is passed on as (JAX's exports wrap
+        their program so), or the identifier that stands where it was parsed."""
         location = argument.location
         if getattr(location, "name_str", ""):
             return str(location.name_str)
@@ -283,7 +283,7 @@ class Walk:
         return values
 
     def _unmodelled(self, site: Site) -> Value:
-        """What becomes of an operation without a lowering: its own decomposition, a call, or an error."""
+        """The value of an operation without a lowering, by its own decomposition or a call; else an error."""
         op = site.op
         dialect, _, name = op.name.partition(".")
         if name == "scan" and op.has("is_reverse") and str(op.attribute("is_reverse")) == "true":
@@ -339,7 +339,7 @@ class Walk:
         return out
 
     def _note_annotations(self, entry: Operation, labels: Sequence[str]) -> None:
-        """What the module says about its arguments beyond their logical types."""
+        """Note what the module says about its arguments beyond their logical types."""
         attributes = self.module.operation.attributes
         key = "mhlo.xla_entry_computation_parameter_layouts"
         layouts = list(attributes[key]) if key in attributes else []

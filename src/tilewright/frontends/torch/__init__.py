@@ -117,7 +117,7 @@ def _check_same_traced(program: torch.nn.Module | ExportedProgram, options: Load
 
 
 def _second(error: Exception) -> str:
-    """What stands in the way of the trace that compares at each call, in the words of its error."""
+    """The sentence on what stands in the way of the trace that compares at each call, in the words of its error."""
     what = f"{error.what} ({error.where})" if isinstance(error, TilewrightError) and error.where else str(error)
     return f"and the way that the example inputs take cannot be followed: {what}"
 

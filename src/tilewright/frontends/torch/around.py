@@ -1,4 +1,4 @@
-"""What of torch is other while it traces a module: what is asked and taken is noticed, and nothing of it is left afterwards."""
+"""Surroundings of a trace of a module in torch: what is asked and taken is noticed, and nothing of it is left afterwards."""
 
 from __future__ import annotations
 

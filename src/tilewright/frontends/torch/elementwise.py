@@ -112,7 +112,7 @@ def shift_right(site: Site, self: Operand, other: Operand) -> Node:
 
 @aten("remainder.Tensor", "remainder.Scalar", "remainder.Scalar_Tensor")
 def remainder(site: Site, self: Operand, other: Operand) -> Node:
-    """What the quotient rounded down leaves, with other's sign; a zero of floats has self's."""
+    """The remainder of the quotient rounded down, with other's sign; a zero of floats has self's."""
     d = site.compute_dtype
     if d.is_integer:
         return mapped("modulo", d, self, other)

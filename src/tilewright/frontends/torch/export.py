@@ -1,4 +1,4 @@
-"""From a module or an exported program to functional ATen of concrete shapes, with torch's complaints in two lines."""
+"""Exporting a module or a program to functional ATen of concrete shapes, with torch's complaints in two lines."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def places(program: torch.nn.Module | ExportedProgram, ready: ExportedProgram, g
 def _in_places(
     module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object], names: Iterator[str]
 ) -> list[str]:
-    """Of each argument of `forward`, what its tensors are called; its own name if it was left out."""
+    """The names of the tensors of each argument of `forward`; its own name if it was left out."""
     try:
         parameters = inspect.signature(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -297,7 +297,7 @@ def program_name(program: torch.nn.Module | ExportedProgram) -> str:
 
 
 def _symbols(inputs: Mapping[str, object], options: LoadOptions) -> dict[object, int]:
-    """What each symbol is, from `input_dims`; what is left of first axes, from `batch`.
+    """The value of each symbol, from `input_dims`; of symbols that are left in first axes, from `batch`.
 
     Raises:
         InputError: two inputs bind one symbol differently.

@@ -1,4 +1,4 @@
-"""What a file may have torch do: operators of `_torch_allowed`, on arguments that their kernels for shapes alone accept.
+"""Calls of torch that a file may make: operators of `allowed`, on arguments that their kernels for shapes alone accept.
 
 Such a kernel has neither storage nor values, so it has nothing to read past; what it gives must be what the call declares.
 """
@@ -24,7 +24,7 @@ _NAMED_KINDS = ("ScalarType", "Layout", "MemoryFormat")
 
 
 def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-    """What a file's call gives for operands of these shapes and types, as tensors without data.
+    """The results of a file's call for operands of these shapes and types, as tensors without data.
 
     Args:
         call: as the file has it.
@@ -44,7 +44,7 @@ def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> list[torch
 
 
 def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a call of torch gives for operands of these shapes and types, as tensors without data.
+    """The results of a call of torch for operands of these shapes and types, as tensors without data.
 
     Raises as `check_call`.
     """

@@ -1,4 +1,4 @@
-"""From a functional ATen program to a graph: one pass over its operators."""
+"""Reading a functional ATen program into a graph: one pass over its operators."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Reader:
         return self._constant(held, label)
 
     def _name_of_kept(self, label: str) -> str:
-        """What a buffer is called as an input: by its name, unless an argument has that."""
+        """The name of a buffer as an input: its own, unless an argument has that."""
         specs = self._program.graph_signature.input_specs
         taken = {getattr(s.arg, "name", "") for s in specs if s.kind is InputKind.USER_INPUT}
         return label if label not in taken else f"self.{label}"
@@ -321,7 +321,7 @@ def _place(node: fx.Node) -> str:
 
 
 def _used(node: fx.Node, value: object) -> frozenset[int]:
-    """Which of an operator's tensor results anything reads; of one result, that one."""
+    """The indices of an operator's tensor results that anything reads; of one result, that one."""
     if isinstance(value, torch.Tensor):
         return frozenset({0})
     picked = {cast(int, user.args[1]) for user in node.users if user.target is operator.getitem and user.args[0] is node}
@@ -395,7 +395,7 @@ def _output_names(program: ExportedProgram, count: int) -> list[str]:
 
 
 def _paths(spec: pytree.TreeSpec) -> list[list[str]]:
-    """Where each leaf of a result lies: keys and positions, read off what it is made of, as nothing is made of it here."""
+    """The path of each leaf of a result: keys and positions, read off what it is made of, as nothing is made of it here."""
     if spec.is_leaf():
         return [[]]
     children = spec.children()

@@ -52,7 +52,7 @@ def _extreme_along(fn: str) -> Callable[..., list[Node | None] | None]:
 
 @aten("sum.default", "mean.default", "prod.default")
 def total(site: Site, self: Node, **_: object) -> Node:
-    """Over every element."""
+    """The sum, mean or product over every element."""
     fn = {"sum": "add", "mean": "mean", "prod": "multiply"}[site.target.split(".")[1]]
     return reduce_(fn, cast(self, site.dtype), _axes(self, None))
 

@@ -54,7 +54,7 @@ _SIZED = {
 
 
 class Ways(TorchFunctionMode):
-    """What Python learns from tensors, written down; told again where `known` holds what was.
+    """A record of what Python learns from tensors; replayed where `known` holds an earlier one.
 
     Attributes:
         told: of each place in the source, as file and line, what was learnt there, in order.
@@ -103,7 +103,7 @@ class Ways(TorchFunctionMode):
         return func(*args, **named)
 
     def learnt(self, func: Callable[..., Any], x: torch.Tensor) -> object:
-        """What a method of a tensor gives Python, or gave when it was written down."""
+        """The value that a method of a tensor gives Python, or gave when it was recorded."""
         if func in (_T.item, _T.tolist) and self._floats_stay and x.is_floating_point() and x.numel() <= _FEW:
             if x.dim() and func is _T.tolist:
                 return [self.learnt(func, row) for row in x.unbind()]
@@ -127,7 +127,7 @@ class Ways(TorchFunctionMode):
         return value
 
     def _positions(self, mask: torch.Tensor) -> torch.Tensor:
-        """Where a mask is true, as rows of positions, with their number checked."""
+        """The positions where a mask is true, as rows, with their number checked."""
         truth = mask != 0
         count = truth.sum()
         size = cast(int, self._told(count, lambda: int(count)))
@@ -261,7 +261,7 @@ def differs_as_traced(module: torch.nn.Module, args: Sequence[object], kwargs: M
 
 
 def _apart(a: torch.Tensor, b: torch.Tensor) -> float:
-    """How far a result is from b, where b holds numbers at all."""
+    """The relative distance of a result from b, where b holds numbers at all."""
     if a.shape != b.shape or not b.numel():
         return 0.0
     if not b.is_floating_point() and not b.is_complex():
@@ -340,7 +340,7 @@ def _own(value: object) -> object:
 
 @contextmanager
 def _as_exported() -> Generator[None]:
-    """What asks whether it is being exported is told so, as it is later."""
+    """A context in which torch says that it is exporting, as it does later."""
     held = {name: getattr(torch.compiler, name, None) for name in ("_is_compiling_flag", "_is_exporting_flag")}
     try:
         for name in held:
@@ -352,7 +352,7 @@ def _as_exported() -> Generator[None]:
 
 
 def note(place: str) -> str:
-    """What a report says of a place that learns from data."""
+    """The sentence of a report on a place that learns from data."""
     return f"what {place} learns from the data is fixed to what the example inputs gave, and compared at each call"
 
 

@@ -99,7 +99,8 @@ def mapped(fn: str, dtype: DType, *operands: Operand) -> Node:
 
 
 def mapped_wide(fn: str, dtype: DType, *operands: Operand) -> Node:
-    """As `mapped`, but a number that f16 or bf16 cannot hold is not rounded to it: the step is done in f32."""
+    """Apply a function as `mapped` does, but without rounding a number that f16 or bf16 cannot hold to it: the step is done in
+    f32."""
     if dtype in (F16, BF16) and any(_loses_bits(x, dtype) for x in operands):
         return cast(mapped(fn, F32, *operands), dtype)
     return mapped(fn, dtype, *operands)

@@ -1,4 +1,4 @@
-"""What several NVIDIA architectures have in common, each number with its source."""
+"""Data that several NVIDIA architectures have in common, each number with its source."""
 
 from tilewright.hardware.target import MatrixUnit
 

@@ -1,1 +1,1 @@
-"""What was chosen and folded, why, and what could not be."""
+"""Explanations: what was chosen and folded, why, and what could not be."""

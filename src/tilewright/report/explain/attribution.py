@@ -1,4 +1,4 @@
-"""Who does a program's steps, in a line: how many products each candidate has, and why not a generated kernel."""
+"""Attribution of a program's steps to candidates, in a line: how many products each has, and why not a generated kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PRODUCTS = {"gemm": "matrix product", "attention": "attention"}
 
 
 def attribution(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
-    """For each kind of product how many each candidate does, the most first; views aside, all other steps count as "other"."""
+    """The number of each kind of product by candidate, the most first; all other steps but views count as "other"."""
     found: dict[str, Counter[str]] = {}
     for s in steps:
         if s.kind != "view":
@@ -50,7 +50,7 @@ def _reasons(steps: Sequence[Step], kind: str, by: dict[str, int], generated: se
 
 
 def _why_not_generated(step: Step, generated: set[str]) -> str:
-    """What stopped the generated kernel that came furthest: one that was timed, else the general one."""
+    """The sentence that stopped the generated kernel that came furthest: one that was timed, else the general one."""
     said = [(r.candidate.split(" ")[0], r.why) for r in step.rejected]
     own = [(name, why) for name, why in said if name in generated]
     timed = [why for _, why in own if why.startswith(("slower", "a tie"))]

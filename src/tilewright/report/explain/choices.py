@@ -18,12 +18,12 @@ READ_BACK, MEASURED, NOT_MEASURED = "read back", "measured", "not measured"
 
 
 def way_of(decision: Decision) -> str:
-    """How a choice came about: read back from the cache, measured now, or the first that agrees with the reference."""
+    """The way a choice came about: read back from the cache, measured now, or the first that agrees with the reference."""
     return READ_BACK if decision.recalled else MEASURED if decision.measured else NOT_MEASURED
 
 
 def ways_of(decisions: Iterable[Decision]) -> dict[str, int]:
-    """How many choices came about in each way; one for each distinct problem."""
+    """The number of choices that came about in each way; one for each distinct problem."""
     found = Counter(way_of(d) for d in {d.problem: d for d in decisions}.values())
     return {way: found[way] for way in (READ_BACK, MEASURED, NOT_MEASURED) if found[way]}
 
@@ -79,7 +79,7 @@ def _knob(text: str) -> Knob:
 
 
 def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target | None) -> float | None:
-    """What the cost model expects; None where it knows nothing of the candidate or of its settings."""
+    """The time in µs that the cost model expects; None where it knows nothing of the candidate or of its settings."""
     candidate = next((c for c in discover() if c.name == name), None)
     if candidate is None or target is None:
         return None
@@ -104,7 +104,7 @@ def mispredictions(chosen: Choice, rejected: Sequence[Refusal]) -> list[str]:
 
 
 def off_by(predicted_us: float | None, took_us: float | None) -> float | None:
-    """By which factor a prediction was wrong, where that is more than `WRONG`; None where it was not, or nothing is known."""
+    """The factor by which a prediction was wrong, where it exceeds `WRONG`; None where it does not, or nothing is known."""
     if not predicted_us or not took_us:
         return None
     off = max(took_us / predicted_us, predicted_us / took_us)

@@ -1,4 +1,4 @@
-"""What was done with each product of a program and why: what is folded into it, what is not, who does it, who does not."""
+"""Explanation of each product of a program: what is folded into it, what is not and why, who does it, who does not."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def explain_program(program: Program, name: str, ceilings: Target | None = None,
 
 
 def _likeness(product: Product) -> object:
-    """What two products share that differ in their constants and in the names of their weights and neighbours alone."""
+    """A key that two products share if they differ only in their constants and in the names of their weights and neighbours."""
     problem = re.sub(r"\b\d+\.\d+(e[-+]?\d+)?|\b\d+e[-+]?\d+", "constant", product.problem)
     beside = tuple((f.op, f.why) for f in product.beside)
     return product.kind, problem, beside, tuple(product.left), product.chosen.candidate, product.chosen.schedule

@@ -1,4 +1,4 @@
-"""What fell back, what is unfused, and why something stands beside a product instead of inside it."""
+"""Findings: what fell back, what is unfused, and why something stands beside a product instead of inside it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reasons:
                 self._readers.setdefault(s, []).append(node)
 
     def near_misses(self, node: Node) -> list[str]:
-        """What rules said that recognised the node and left it."""
+        """The sentences of rules that recognised the node and left it."""
         found = self._by_node.get(node) or self._by_origin.get((self._graph.origin(node), op_name(node)), {})
         return list(found)
 
@@ -68,7 +68,7 @@ class Reasons:
         return [f"{rule}{f' x{n}' if (n := len(list(group))) > 1 else ''}" for rule, group in runs]
 
     def readers(self, node: Node) -> Sequence[Node]:
-        """Who reads a node of the compiled graph."""
+        """The readers of a node of the compiled graph."""
         return self._readers.get(node, ())
 
     def why(self, node: Node) -> str:
@@ -103,7 +103,7 @@ class Reasons:
         )
 
     def _past_views(self, node: Node) -> list[Node]:
-        """Who reads a value or a view of it."""
+        """The readers of a value, past views of it."""
         found: list[Node] = []
         pending = list(self.readers(node))
         while pending:
@@ -171,7 +171,7 @@ def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
 
 
 def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) -> str | None:
-    """What a step leaves to the reference, and what kept all others from it; None if nothing."""
+    """The sentence on what a step leaves to the reference, and what kept all others from it; None if nothing."""
     problem, kernel = decision.problem, decision.kernel
     said = [(r.candidate, r.why) for r in decision.rejected if r.time_us is None or not isinstance(problem, FusionProblem)]
     refused = "; ".join(f"{name}: {why}" for name, why in said)

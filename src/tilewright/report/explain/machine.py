@@ -1,4 +1,4 @@
-"""What was found on this machine: devices, the chips they were taken for, and what they were seen to reach."""
+"""Description of this machine: devices, the chips they were taken for, and what they were seen to reach."""
 
 from __future__ import annotations
 

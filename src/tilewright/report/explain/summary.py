@@ -1,4 +1,4 @@
-"""What a program is and what a run of it gave, in numbers."""
+"""Summary of a program and of a run of it, in numbers."""
 
 from __future__ import annotations
 

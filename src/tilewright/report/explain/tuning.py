@@ -26,7 +26,7 @@ def describe_tuning(
     exported: str | None,
     imported: str | None,
 ) -> Tune:
-    """What was decided for each problem of a program."""
+    """Describe what was decided for each problem of a program."""
     decisions = [s.decision for s in program.steps if s.decision is not None]
     steps = Counter(d.problem for d in decisions)
     problems = [_tuned(d, steps[d.problem]) for d in {d.problem: d for d in decisions}.values()]
@@ -58,7 +58,7 @@ def print_tuning(out: Console, report: Tune) -> None:
 
 
 def describe_cache(cache: Cache | None) -> CacheInfo:
-    """What is kept, and where."""
+    """Describe the records that are kept, and where."""
     if cache is None:
         return CacheInfo(None, "there is no folder for it", 0, 0, {}, {}, None, None)
     records = cache.records()

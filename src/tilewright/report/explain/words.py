@@ -1,4 +1,5 @@
-"""What a gemm or attention carries, in words: how an operand is read, what happens before a result is written."""
+"""Descriptions of a gemm's or attention's expressions in words: how an operand is read, what happens before a result is
+written."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ ATTENTION_OPERANDS = ("q", "k", "v", "mask")
 
 
 def source_name(node: Node, graph: Graph) -> str:
-    """What a value that a product reads is called in the program: an input, a constant, or what computes it."""
+    """The name in the program of a value that a product reads: an input, a constant, or the operation that computes it."""
     if isinstance(node.op, Input):
         return f"input {node.op.label}"
     if isinstance(node.op, Const):
@@ -117,7 +118,7 @@ def _scale(scale: TensorType, shape: Shape, block: Shape | None) -> str:
 
 
 def store_words(node: Node, graph: Graph) -> list[tuple[list[str], str]]:
-    """For each store of a gemm or attention: the steps from the accumulator on, and what is written."""
+    """The steps from the accumulator on, and what is written, for each store of a gemm or attention."""
     return [_store(root, node, graph) for root in stores_of(node)]
 
 
@@ -208,7 +209,7 @@ def _ranges(op: Slice, shape: Shape) -> str:
 
 
 def accumulator_words(node: Node) -> str:
-    """What a product accumulates in, over how many terms."""
+    """The type a product accumulates in, and over how many terms."""
     acc = acc_of(node)
     if isinstance(node.op, Gemm):
         return f"{acc.type}, sums of {node.op.lhs.shape[-1]} products"

@@ -116,7 +116,7 @@ def _join(above: _Box, below: _Box) -> None:
 
 
 def _lines(node: Node) -> list[str]:
-    """What stands in a node's box: the operation, what it reads of constants, its type."""
+    """The lines in a node's box: the operation, what it reads of constants, its type."""
     types = [str(t) for t in tensor_types(node)]
     if isinstance(node.op, Input):
         return [_cut(node.op.label), *types]

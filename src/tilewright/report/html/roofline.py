@@ -52,7 +52,7 @@ class _Axes:
     y: tuple[float, float]
 
     def at(self, intensity: float, gops: float) -> tuple[float, float]:
-        """Where a value stands, in the picture's own units."""
+        """The position of a value, in the picture's own units."""
         across = (math.log10(intensity) - self.x[0]) / (self.x[1] - self.x[0])
         up = (math.log10(gops) - self.y[0]) / (self.y[1] - self.y[0])
         below, above = 52, 16

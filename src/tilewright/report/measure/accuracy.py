@@ -1,4 +1,4 @@
-"""What quantising a float model chose, and what it lost against the float model."""
+"""Accuracy of quantised programs: what quantising chose, and what it lost against the float model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLE_ROWS = 256
 
 
 def describe_quantization(scheme: Scheme, calibration: str, layers: Sequence[Made]) -> Quantized:
-    """What was chosen for every product that has a constant weight; `calibration` says on what data."""
+    """Describe what was chosen for every product that has a constant weight; `calibration` says on what data."""
     return Quantized(
         str(scheme),
         calibration,

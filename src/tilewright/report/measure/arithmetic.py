@@ -1,4 +1,4 @@
-"""How much arithmetic a step does, for the roofline: products as the report counts them, all else by the element."""
+"""Arithmetic of a step, for the roofline: products as the report counts them, all else by the element."""
 
 from __future__ import annotations
 

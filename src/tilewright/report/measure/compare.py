@@ -1,4 +1,4 @@
-"""How far one tensor lies from another, and whether that is too far."""
+"""Comparison of tensors: how far one lies from another, and whether that is too far."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def exact_gap(got: torch.Tensor, reference: torch.Tensor) -> Gap:
 
 
 def _comparable(t: torch.Tensor) -> torch.Tensor:
-    """In a type torch compares without rounding: unsigned integers as signed ones of their width, 8-bit floats as f32."""
+    """The tensor in a type torch compares without rounding: unsigned integers as signed ones of their width, 8-bit floats as
+    f32."""
     if t.dtype.is_floating_point:
         return t.float() if t.itemsize == 1 else t
     signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}.get(t.dtype)

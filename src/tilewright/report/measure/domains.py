@@ -1,4 +1,4 @@
-"""Which random values an input may take without making the program meaningless.
+"""Random values that an input may take without making the program meaningless.
 
 Random integers are no token ids and random scales may be zero or negative. The graph says what an input is for:
 
@@ -44,7 +44,7 @@ MOVES = (Reshape, Transpose, Slice, Broadcast, Item, Concat, Pad)
 
 @dataclass(frozen=True)
 class Domain:
-    """What an input's random values are drawn from; `below` is the end of a range of indices, `distinct` ones if possible."""
+    """The domain of an input's random values; `below` is the end of a range of indices, `distinct` ones if possible."""
 
     kind: Literal["any", "index", "mask", "positive"] = "any"
     below: int = 0

@@ -1,4 +1,4 @@
-"""What a program is run on: random data unless told otherwise, never silently constant."""
+"""Inputs that a program is run on: random data unless told otherwise, never silently constant."""
 
 from __future__ import annotations
 

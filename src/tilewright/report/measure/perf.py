@@ -1,4 +1,4 @@
-"""Where the time of a program goes: the whole of it, and each step with the values it has there."""
+"""Performance of a program: the time of the whole, and of each step on the values it has there."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def measure(
 
 
 def _launched_words(program: Program, whole: Times, steps: Sequence[Times]) -> list[str]:
-    """How calls reach a GPU, and how many of them a timing takes together."""
+    """The sentences on how calls reach a GPU, and how many of them a timing takes together."""
     words = [f"Launched {program.launched}."] if program.launched else []
     for what, times in (("the whole program", [whole]), ("steps", steps)):
         several = [t for t in times if t.calls > 1]

@@ -98,7 +98,7 @@ class Process:
         self._end()
 
     def _end(self) -> str:
-        """How it ended, or that it had to be ended."""
+        """End the process, and say how it ended, or that it had to be ended."""
         code = None
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self._child.wait(0.1) if self._child.stdout is not None and self._closed else None
@@ -194,7 +194,7 @@ def compete(
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """How many times faster we are: the median of the ratios of the rounds that both ran."""
+    """The median ratio of their times to ours, over the rounds that both ran: how many times faster we are."""
     return statistics.median(t / o for o, t in zip(ours, theirs, strict=False))
 
 

@@ -1,4 +1,4 @@
-"""How often to run something, and what each call took."""
+"""Timing: how often to run something, and what each call took."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOKS = 3  # on a GPU: the first may compile, the second be captured; the third 
 
 @dataclass(frozen=True)
 class Rounds:
-    """Between `least` and `most` runs, stopping past `least` once `budget_s` is spent."""
+    """A number of runs from `least` to `most`, stopping past `least` once `budget_s` is spent."""
 
     least: int
     most: int
@@ -31,7 +31,7 @@ class Rounds:
 
 
 def wall_us(run: Callable[[], object], device: str, rounds: Rounds) -> list[float]:
-    """What each run took from call to finished result, in µs, after a warm-up."""
+    """The time of each run from call to finished result, in µs, after a warm-up."""
     for _ in range(WARM_UPS):
         run()
     synchronize(device)
@@ -65,9 +65,9 @@ class Times:
 
 
 def device_us(run: Callable[[], object], device: str, rounds: Rounds, *, captured: bool = False) -> Times:
-    """What a call kept the device busy: by events on a GPU, which never waits for the host to launch it (`measure.busy_us`),
-    with several short calls between two events, and idle most of the time, at the clock that it has for a single call; by the
-    clock on a CPU.
+    """The time in µs that a call kept the device busy: by events on a GPU, which never waits for the host to launch it
+    (`measure.busy_us`), with several short calls between two events, and idle most of the time, at the clock that it has for a
+    single call; by the clock on a CPU.
 
     Args:
         run: the call.

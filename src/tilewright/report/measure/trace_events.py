@@ -32,7 +32,8 @@ class Span:
 
 
 class Phases:
-    """What compiling spends its time on: fits the `visit` and `progress` of `compile`, each of which may be another's, too."""
+    """The phases that compiling spends its time on: fits the `visit` and `progress` of `compile`, each of which may be
+    another's, too."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a step has to do at least: arithmetic, traffic, and the time the machine's measured ceilings allow for them."""
+"""Least work of a step: arithmetic, traffic, and the time the machine's measured ceilings allow for them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def work_of(step: Step) -> Work:
 
 
 def rates_seen(steps: Sequence[Step], times_us: Sequence[float | None], target: Target) -> dict[str, float]:
-    """What products reached, in 1e9 operations a second: the most for each unit, by its operand type.
+    """The rates that products reached, in 1e9 operations a second: the largest for each unit, by its operand type.
 
     Without those that are over in too short a time to tell, and those that may leave out work (attentions) or bits (a kernel
     that rounds its sums).
@@ -116,7 +116,7 @@ def describe(step: Step) -> str:
 
 
 def candidate_of(step: Step) -> str:
-    """Who does a step: the chosen candidate, torch (a region's operations one by one), or the source's own library."""
+    """The candidate that does a step, torch (a fusion's operations one by one), or the source's own library."""
     if step.decision is not None:
         name = step.decision.kernel.candidate
         return "torch" if name == "reference" and step.decision.problem.kind == "fusion" else name
@@ -125,7 +125,7 @@ def candidate_of(step: Step) -> str:
 
 
 def counts(steps: Sequence[Step]) -> dict[str, int]:
-    """How many steps of each kind a plan has, the most frequent first."""
+    """The number of steps of each kind in a plan, the most frequent first."""
     return dict(Counter(s.part.kind for s in steps).most_common())
 
 

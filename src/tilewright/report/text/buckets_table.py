@@ -1,4 +1,4 @@
-"""What `gemm` says of a product whose rows are a range."""
+"""The table of `gemm` for a product whose rows are a range."""
 
 from __future__ import annotations
 

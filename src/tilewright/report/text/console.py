@@ -1,4 +1,4 @@
-"""Where reports are printed: a terminal in its own width and colours, a pipe in plain text wide enough not to wrap."""
+"""The console that reports are printed on: a terminal in its own width and colours, a pipe in plain text too wide to wrap."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def console() -> Console:
 
 
 class _Left(ProgressColumn):
-    """What is left of a time."""
+    """A progress column with the time that is left of `within_s` seconds."""
 
     def __init__(self, within_s: float) -> None:
         super().__init__()

@@ -79,7 +79,7 @@ def product_sections(p: Product) -> list[tuple[str, list[str]]]:
 
 
 def headline(p: Product) -> str:
-    """Who does a product, how fast, and how that stands beside the prediction and the machine's limit."""
+    """The headline of a product: who does it, how fast, and how that stands beside the prediction and the machine's limit."""
     tied = any(r.time_us and p.chosen.time_us and r.time_us < p.chosen.time_us for r in p.rejected)
     said = [f"{p.chosen.candidate}: {how(p.chosen, p.measured, tied=tied)}"]
     if p.limit_us:
@@ -155,7 +155,7 @@ def _lost(r: Refusal, best_us: float | None) -> str:
 
 
 def _expected(predicted_us: float | None, took_us: float | None) -> str:
-    """What the cost model said, and by how much it was wrong if that is more than twofold."""
+    """The cost model's expectation, and the factor by which it was wrong if that is more than twofold."""
     if not predicted_us:
         return ""
     off = off_by(predicted_us, took_us)

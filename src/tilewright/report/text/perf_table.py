@@ -142,7 +142,7 @@ def _totals(out: Console, measured: Measured) -> None:
 
 
 def _against(out: Console, peers: Sequence[Peer]) -> None:
-    """Who else ran the program, and how long it took them."""
+    """Print who else ran the program, and how long it took them."""
     if not peers:
         return
     heading(out, "Beside others, in turns, each in a process of its own")
@@ -161,7 +161,7 @@ def _against(out: Console, peers: Sequence[Peer]) -> None:
 
 
 def agreement(p: Peer) -> str:
-    """How far a peer's results lie from ours, in words."""
+    """The distance of a peer's results from ours, in words."""
     if p.difference is None:
         return "of other shapes"
     return "equal" if p.difference == 0 else f"{p.difference:.1e} apart"

@@ -1,4 +1,4 @@
-"""How a model was quantised and what it lost, for people."""
+"""Tables of how a model was quantised and what it lost, for people."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _weights(x: Layer) -> str:
 
 
 def print_accuracy(out: Console, report: Accuracy | None) -> None:
-    """What the quantised program lost against the float model: the worst layers, and every output."""
+    """Print what the quantised program lost against the float model: the worst layers, and every output."""
     if report is None:
         return
     heading(out, "Accuracy: relative error in norm against the float model")

@@ -58,7 +58,8 @@ def line(out: Console, text: str, *, indent: int = 0, style: str = "") -> None:
 
 
 def printable(text: str) -> str:
-    """What a file, or a program that crashed, may have said, without what would move the cursor or colour the terminal."""
+    """The text of a file or of a program that crashed, without control characters that would move the cursor or colour the
+    terminal."""
     return "".join(c if c.isprintable() or c == "\n" else " " for c in text)
 
 
@@ -119,7 +120,7 @@ def findings(out: Console, title: str, found: Sequence[Finding], nothing: str) -
 
 
 def input_lines(out: Console, inputs: Sequence[Input]) -> None:
-    """What the program was run on; filled inputs stand out."""
+    """Print what the program was run on; filled inputs stand out."""
     if not inputs:
         return
     heading(out, "Inputs")

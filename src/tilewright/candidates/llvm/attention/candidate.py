@@ -73,8 +73,8 @@ def _plan(problem: AttentionProblem, target: Target) -> Heads:
 
 
 def _instruction(operands: Sequence[DType], chip: Chip) -> Choice | None:
-    """What multiplies both times: bf16 where that takes queries, keys and values as they are, else f32. Scores lie in memory as
-    rows, which instructions on tiles do not take."""
+    """The dot instruction of both products: bf16 where that takes queries, keys and values as they are, else f32. Scores lie in
+    memory as rows, which instructions on tiles do not take."""
     vectors = [u for u in chip.units if all(d.tile == 1 for d in DOTS.get(u.instruction, ()))]
     narrow = choose(BF16, BF16, F32, replace(chip, units=tuple(vectors)))
     if narrow is not None and narrow.dot.lhs is BF16 and all(t is BF16 for t in operands):

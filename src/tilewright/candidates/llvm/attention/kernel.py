@@ -69,7 +69,7 @@ class Heads:
 
     @property
     def values_at(self) -> int:
-        """Where packed values start, behind the packed keys."""
+        """The offset of the packed values, behind the packed keys."""
         return rounded(self.scores.packed_rhs)
 
     @property

@@ -1,7 +1,7 @@
-"""How Python reaches a kernel: one function in machine code, the same for all, does what a call needs.
+"""Calls of kernels from Python: one function in machine code, the same for all, does what a call needs.
 
 A small product is over in less time than the interpreter takes for ten operations. This function asks the sources for their
-addresses, has the results made, finds room to work in and runs the kernel without any of them.
+addresses, has the results made, takes scratch memory and runs the kernel without any of them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ KERNEL, POINTERS, READ, RESULTS, FIRST, ALONE, EACH, ONE, STACK, PACKED, INDICES
 
 @dataclass(frozen=True)
 class Call:
-    """What a call of one kernel needs.
+    """The needs of a call of one kernel.
 
     Attributes:
         kernel: its function, from `engine.function`.

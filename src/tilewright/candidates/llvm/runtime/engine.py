@@ -1,4 +1,5 @@
-"""From IR text to something Python calls: code generation, a cache of object code on disk, and the threads to run it on.
+"""The path from IR text to something Python calls: code generation, a cache of object code on disk, and the threads to run it
+on.
 
 Object code is kept under the hash of everything it depends on (the text names the processor and its features) and sealed with
 it, so a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
@@ -217,7 +218,7 @@ class _Loaded:
         self._definitions: dict[int, _MethodDef] = {}
 
     def address(self, name: str) -> int:
-        """Of a function; 0 if there is none of that name."""
+        """The address of a function; 0 if there is none of that name."""
         return self._engine.get_function_address(name)
 
     def bound(self, flags: int, to: object = None) -> Any:

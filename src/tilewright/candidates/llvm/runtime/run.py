@@ -1,4 +1,4 @@
-"""How a gemm's operands reach a kernel and how it is called: what candidates that share the dense nest have in common."""
+"""Operands and calls of generated gemms: what candidates that share the dense nest have in common."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it
 
 @dataclass(frozen=True)
 class Side:
-    """How a kernel gets one operand.
+    """The way in which a kernel gets one operand.
 
     Attributes:
         access: where its elements lie.
@@ -37,7 +37,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found out about a problem before any size is chosen."""
+    """The facts about a problem that are found before any size is chosen."""
 
     choice: Choice
     batch: int
@@ -87,7 +87,7 @@ def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> b
 
 
 def _pointers(plan: Plan) -> set[int]:
-    """Which arguments a kernel reads: sources, and behind them operands that torch evaluates."""
+    """The indices of the arguments that a kernel reads: sources, and behind them operands that torch evaluates."""
     return _params([a.root for a in (plan.lhs.access, plan.rhs.access, *plan.stores, *plan.beside)])
 
 
@@ -103,7 +103,8 @@ def unread(problem: Problem, plan: Plan) -> frozenset[int]:
 
 
 def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
-    """What runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept alive."""
+    """A function that runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept
+    alive."""
     count = len(problem.types)
     makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside

@@ -31,7 +31,7 @@ _idle: dict[int, list[mmap.mmap]] = {}
 
 
 def take(size_bytes: int) -> Scratch:
-    """At least so many bytes to work in, nobody else's until they are given back."""
+    """At least `size_bytes` bytes of scratch memory, nobody else's until they are given back."""
     size = 1 << (size_bytes - 1).bit_length() if size_bytes > SMALLEST else SMALLEST
     try:
         return _free[size].pop()
@@ -52,7 +52,7 @@ def give(scratch: Scratch) -> None:
 
 
 def maker(shape: Sequence[int], dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    """What makes dense tensors of anything; large ones in memory that is used again when their last user has let go of it."""
+    """A function that makes dense tensors; large ones in memory that is used again when their last user has let go of it."""
     if visible():
         return partial(torch.empty, tuple(shape), dtype=dtype)
     if prod(shape) * dtype.itemsize < LARGE_BYTES:

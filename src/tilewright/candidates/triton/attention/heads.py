@@ -1,4 +1,4 @@
-"""What an attention asks of a generated GPU kernel: where its operands lie, and in which form they meet the matrix unit."""
+"""Operands of an attention for a generated GPU kernel: where they lie, and in which form they meet the matrix unit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Operand:
 
     @property
     def reads_nothing_as_zero(self) -> bool:
-        """What is read as 0 enters the product as 0."""
+        """Say whether what is read as 0 enters the product as 0."""
         shifted = self.codes is not None and self.codes.zero != 0
         return not shifted and all(isinstance(n.op, (Param, *VIEWS)) for n in toposort((self.at.root,)))
 
@@ -173,7 +173,8 @@ def number(n: Node) -> float | None:
 
 
 def _meaning(n: Node) -> Codes | None:
-    """What a dequantisation makes of 8-bit codes, if it is the same number everywhere."""
+    """The codes, scale and zero point of a dequantisation of 8-bit codes by the same numbers everywhere; None for any other
+    node."""
     source = n.src[0].dtype
     numbers = [number(s) for s in n.src[1:]]
     if not isinstance(n.op, Dequantize) or n.op.block is not None or None in numbers or n.dtype not in (F16, BF16, F32):

@@ -195,7 +195,7 @@ class _Writer:
 
     @contextmanager
     def _loop(self) -> Generator[None]:
-        """Over tiles of keys."""
+        """Emit the loop over tiles of keys around the body."""
         with self.text.block(f"for start in range(0, end, {self.p.tile_n}):"):
             self._keys("t", "start", ragged=self.h.keys % self.p.tile_n != 0)
             yield
@@ -231,7 +231,7 @@ class _Writer:
         return _Operands(self.text, tile, _pointer, self.fp8)
 
     def _scores(self, t: str) -> str:
-        """Of a tile of keys; minus infinity where a query does not see a key."""
+        """Emit the scores of a tile of keys; minus infinity where a query does not see a key."""
         h, text = self.h, self.text
         k = self._of_keys(t, "d", h.depth).ready(h.k, self.unit, (self.p.tile_n, power(h.depth)))
         score = text.call("dot", "q", f"tl.trans({k})", *self._precision)
@@ -260,7 +260,8 @@ class _Writer:
         return score
 
     def _mask(self, t: str, mask: Access) -> str:
-        """Of a tile of keys: pred, or f32. One that is the same for all queries of a head is read once for them."""
+        """Emit the mask of a tile of keys: pred, or f32. One that is the same for all queries of a head is read once for
+        them."""
         emitter = self._of_scores(t)
         places = [mask.of_leaf(n) for n in mask.views if isinstance(n.op, Param)]
         if all(term.inner % self.h.queries == 0 for place in places for term in place.rows):
@@ -295,14 +296,14 @@ class _Writer:
         return weight, "keep"
 
     def _inverse(self) -> str:
-        """Of the sum of a row's weights."""
+        """Emit the inverse of the sum of a row's weights."""
         self.text.do("inverse = tl.div_rn(1.0, total)")
         if self.h.zero_masked_rows and self.blind:
             self.text.do("inverse = tl.where(total == 0.0, 0.0, inverse)")
         return "inverse"
 
     def _weights(self, weight: str, inverse: str, t: str) -> str:
-        """As they enter the second product, where something is done to them."""
+        """Emit the weights as they enter the second product, where an expression is applied to them."""
         h, text = self.h, self.text
         if isinstance(h.on_weights, Rounded):
             scaled = text.v(f"{inverse} * {text.number('code of a weight', 1 / h.on_weights.divisor)}")

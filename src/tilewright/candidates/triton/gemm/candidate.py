@@ -28,7 +28,7 @@ from tilewright.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found out about a problem before any size is chosen.
+    """The facts about a problem that are found before any size is chosen.
 
     Attributes:
         arch: what the kernel is compiled for.
@@ -88,7 +88,7 @@ def _plan(problem: Problem, target: Target, tf32: bool) -> Plan:
 def _operand(
     problem: Problem, root: Node, batch: tuple[int, ...], index: int, outside: dict[int, Node], *, columns_last: bool
 ) -> Access:
-    """Where an operand lies; a constant that has no place in a kernel, or lies badly, is evaluated and laid out once."""
+    """The place of an operand; a constant that has no place in a kernel, or lies badly, is evaluated and laid out once."""
     constant = all(problem.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
     whole = broadcast(root, (*batch, *root.shape[-2:])) if batch and root.shape[:-2] != batch else root
     try:

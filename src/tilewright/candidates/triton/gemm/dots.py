@@ -1,4 +1,5 @@
-"""Which dot multiplies a pair of types on an architecture, and what has to be done to the operands and the sums."""
+"""Choice of the dot that multiplies a pair of types on an architecture, and what has to be done to the operands and the
+sums."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ NATIVE_FP8: dict[int | str, tuple[DType, ...]] = {
 
 @dataclass(frozen=True)
 class Dot:
-    """How a tile is multiplied.
+    """The way in which a tile is multiplied.
 
     Attributes:
         operand: type of both operands there (of 8-bit floats the right one may be another).

@@ -38,7 +38,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Nest:
-    """What a kernel does.
+    """The loop nest of a kernel.
 
     Attributes:
         batch, rows, columns, depth: matrices, and M, N, K of each.
@@ -75,7 +75,7 @@ class Nest:
 
     @property
     def width(self) -> int:
-        """Of those, a tile's."""
+        """The columns of the results that a tile has."""
         return self.point.tile_n if self.second is None else self.point.tile_n // 2
 
     @property
@@ -120,7 +120,7 @@ class Nest:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the kernel, but for numbers."""
+        """The names of the kernel's arguments, but for numbers."""
         names = [f"p{i}" for i in self.sources] + [f"o{i}" for i in range(len(self.stores))]
         return names + [n for n in ("sums", "peaks", "counters") if getattr(self, n)]
 
@@ -180,7 +180,8 @@ class _Writer:
             self._stores()
 
     def _place(self) -> None:
-        """Which tile this block does: `group_m` tiles along M go together, so that neighbours share operands in the cache."""
+        """Emit which tile this block does: `group_m` tiles along M go together, so that neighbours share operands in the
+        cache."""
         n, p, t = self.nest, self.nest.point, self.text
         t.do("block = tl.program_id(0)")
         if p.split_k > 1:

@@ -56,7 +56,7 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool)
 
 
 def runner(nest: Nest, built: Built, constant: Mapping[int, torch.Tensor], target: Target) -> Runner:
-    """What runs a kernel on sources; `constant`: weights, and operands that stand for some of them."""
+    """A function that runs a kernel on sources; `constant`: weights, and operands that stand for some of them."""
     launch = launcher(built.kernel, (nest.tiles * nest.point.split_k,), target.index, built.numbers)
     outputs = [TensorType(F32, ()) if i in nest.largest else s.root.tensor for i, s in enumerate(nest.stores)]
     return caller(nest.sources, outputs, _with_room(nest, launch, target) if nest.counters else launch, constant, target)

@@ -82,7 +82,7 @@ def ranked(nest: Nest, target: Target) -> list[Point]:
 
 
 def work(nest: Nest, target: Target) -> Work:
-    """What one kernel makes the machine do."""
+    """The work of one kernel."""
     return _work(nest, _Points.of([nest.point]), target)
 
 
@@ -150,7 +150,7 @@ def _splits(nest: Nest, tile_m: int, tile_n: int, tile_k: int, target: Target) -
 
 
 def _work(nest: Nest, p: _Points, target: Target) -> Work:
-    """What kernels make the machine do."""
+    """The work of kernels, for all points at once."""
     arch = arch_of(target)
     assert arch is not None
     size = nest.dot.operand.bits / 8

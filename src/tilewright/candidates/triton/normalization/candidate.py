@@ -141,7 +141,7 @@ def _largest(regions: Sequence[ReductionNest]) -> ReductionNest:
 def _tiles(
     regions: Sequence[ReductionNest], schedule: Schedule, arch: Arch, cores: int, weights: Sequence[bool] = ()
 ) -> tuple[Tiles, ...]:
-    """What a schedule stands for."""
+    """The tiles of each nest that a schedule stands for."""
     named, num_warps = _largest(regions), int(schedule["num_warps"])
     found: list[Tiles] = []
     for region in regions:

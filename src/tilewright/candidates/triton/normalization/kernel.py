@@ -114,18 +114,18 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
 
 
 def arguments_of(several: Sequence[Tiles]) -> list[str]:
-    """Of the kernel, but for numbers: a pointer for each source that is read, and for each result."""
+    """The names of the kernel's arguments, but for numbers: a pointer for each source that is read, and for each result."""
     results = {i for tiles in several for i in tiles.region.outputs}
     return [f"p{i}" for i in range(len(sources_of(several)))] + [f"o{i}" for i in sorted(results)]
 
 
 def sources_of(several: Sequence[Tiles]) -> tuple[int, ...]:
-    """Which of the problem's sources each pointer that is read stands for."""
+    """The problem's source, by index, that each pointer that is read stands for."""
     return tuple(dict.fromkeys(i for tiles in several for i in tiles.region.sources))
 
 
 def _write(text: Text, tiles: Tiles, program: str, name: str, read: Sequence[int], fp8: frozenset[str]) -> None:
-    """What a program does for a region, in a kernel that reads these sources; `name` sets its names apart."""
+    """Emit a program's work on a nest, in a kernel that reads these sources; `name` sets its names apart."""
     r, n = tiles.region, tiles.tile_n
     across, aside = (
         (program, "") if tiles.pieces == 1 else (f"{program} // {tiles.pieces}", f"{program} % {tiles.pieces} * {n} + ")
@@ -256,7 +256,7 @@ class _Rows(Emitter):
         t.do(f"tl.store({pointer} + {at}, {both}{f', mask={mask}' if mask else ''})")
 
     def _at_pairs(self, place: AccessMap) -> tuple[str, str | None]:
-        """Where pairs lie, a tile of twice the columns, and which of them exist."""
+        """The offsets of pairs, a tile of twice the columns, and the mask of those that exist."""
         t, tile = self.text, self._of_pairs[self.tile.columns]
         most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
         rows = self._digits(tile.rows, place.rows, self._region.rows, wide=most >= 1 << 31)

@@ -26,7 +26,7 @@ def caller(
     target: Target,
     places: Mapping[int, torch.Tensor] | None = None,
 ) -> Runner:
-    """What runs a kernel.
+    """A function that runs a kernel.
 
     Args:
         read: the sources whose memory it takes, in order.
@@ -68,7 +68,7 @@ def _beside(outputs: Sequence[TensorType], places: Mapping[int, torch.Tensor], d
 def addresses(
     fixed: list[int], given: Sequence[tuple[int, int]], sources: Sequence[torch.Tensor]
 ) -> tuple[list[int], list[torch.Tensor]]:
-    """Where a kernel finds its arguments: `fixed`, with the addresses of sources in their places (place and source, each in
+    """The addresses of a kernel's arguments: `fixed`, with those of sources in their places (place and source, each in
     `given`), of a copy where one is not dense or not on a multiple of `ALIGNED`; and the copies, which must live until it is
     launched."""
     found, copies = fixed.copy(), list[torch.Tensor]()
@@ -131,7 +131,8 @@ class Counters:
         torch.cuda.current_stream(device).synchronize()  # no graph waits for it
 
     def take(self) -> torch.Tensor:
-        """For a call that is about to be launched on the current stream of the device, which is the current one."""
+        """The counters for a call that is about to be launched on the current stream of the device, which is the current
+        one."""
         if torch.cuda.is_current_stream_capturing():
             return self._fresh()
         stream = torch.cuda.current_stream(self._device).cuda_stream

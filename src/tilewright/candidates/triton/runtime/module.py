@@ -1,4 +1,4 @@
-"""From a kernel's text to what runs: a module, machine code for any architecture (no GPU needed), its needs, a launch.
+"""The path from a kernel's text to what runs: a module, machine code for any architecture (no GPU needed), its needs, a launch.
 
 A kernel has every extent in its text, so that what a call passes is pointers, and the numbers that are the problem's own: a
 text is compiled once, however many problems have it.
@@ -46,7 +46,7 @@ def installed() -> bool:
 
 @dataclass(frozen=True)
 class Arch:
-    """What Triton compiles for.
+    """An architecture that Triton compiles for.
 
     Attributes:
         backend: "cuda" or "hip".
@@ -234,7 +234,7 @@ def _machine_code(
 
 @dataclass(frozen=True)
 class Needs:
-    """What machine code takes: registers of a thread, bytes of local memory it spills to, bytes of shared memory."""
+    """Resources of machine code: registers of a thread, bytes of local memory it spills to, bytes of shared memory."""
 
     registers: int
     spills: int
@@ -242,7 +242,7 @@ class Needs:
 
 
 def needs(kernel: Any) -> Needs:
-    """Of a compiled kernel."""
+    """The resources of a compiled kernel."""
     shared = int(kernel.metadata.shared)
     asm = kernel.asm
     if "cubin" not in asm:
@@ -265,7 +265,7 @@ def assembly(kernel: Any) -> str:
 
 
 def _tool(name: str, binary: bytes, *arguments: str) -> str:
-    """What one of the tools in Triton's package says of machine code."""
+    """The output of one of the tools in Triton's package on machine code."""
     import tempfile
 
     import triton

@@ -1,6 +1,5 @@
-"""What differs between the versions of Triton, from 3.6 on: names in Gluon, how a kernel is started, and a sentence where one
-makes nothing of what is written for these. What is there decides, not a number.
-"""
+"""Differences between the versions of Triton, from 3.6 on: names in Gluon, how a kernel is started, and a sentence where one
+makes nothing of what is written for these. What is there decides, not a number."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ class CompilerError(TilewrightError):
 
 @contextmanager
 def named(what: type[Exception] | tuple[type[Exception], ...] = Exception) -> Generator[None]:
-    """What Triton raises meanwhile becomes one sentence that says which Triton it is.
+    """Turn what Triton raises meanwhile into one sentence that says which Triton it is.
 
     Raises:
         CompilerError: for any of these exceptions.
@@ -70,7 +69,8 @@ def within() -> bool:
 
 
 def tensor_map(utils: Any) -> Callable[..., object]:
-    """What makes a TMA descriptor of an address, swizzle, bytes and kind of an element, box, extents, strides and padding."""
+    """The function that makes a TMA descriptor of an address, swizzle, bytes and kind of an element, box, extents, strides and
+    padding."""
     return utils.fill_tma_descriptor_tiled if hasattr(utils, "fill_tma_descriptor_tiled") else utils.fill_tma_descriptor
 
 
