@@ -199,6 +199,8 @@ class Executable:
         """The user's arrays as tensors on the device, in input order, checked."""
         if len(args) == len(self._wanted) and not kwargs and not self.graph.places:
             return [wanted.take(value) for wanted, value in zip(self._wanted, args, strict=True)]
+        if not args and len(kwargs) == len(self._wanted) and all(wanted.name in kwargs for wanted in self._wanted):
+            return [wanted.take(kwargs[wanted.name]) for wanted in self._wanted]
         types = self.input_types
         if len(args) > len(types):
             raise InputError(f"{counted(len(types), 'input')} wanted, {len(args)} given", where=self.graph.name)

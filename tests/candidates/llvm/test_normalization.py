@@ -2,6 +2,7 @@
 number of threads, and chosen where a model has such work."""
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -196,6 +197,18 @@ def test_codes_of_a_rotation_and_their_sums():
     code = Node(Quantize(U8), coded(map_("add", coded(map_("multiply", x, turn)), turned_)), step, const(128, U8))
     right(code, reduce_("add", convert(code, S32), (2,), True))
     right(code, reduce_("maximum", convert(code, S32), (2,)))
+
+
+def test_codes_a_row_apart_take_no_pointers_in_vectors():
+    """Sums down columns, and codes that are turned: lanes lie at constant distances."""
+    codes, x = input_("c", U8, (4, 64, 64)), input_("x", F32, (4, 32, 64))
+    for root in (
+        reduce_("add", convert(codes, S32), (1,)),
+        transpose(Node(Quantize(U8), x, const(0.05, F32), const(128, U8)), (0, 2, 1)),
+    ):
+        right(root)
+        text = rows.module_text(rows._plan(problem_of(root), CPU))
+        assert not re.search(r"masked\.(gather|scatter)\.v\d+i8", text)
 
 
 def test_a_norm_that_is_padded():

@@ -28,6 +28,7 @@ INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc"
 TESTS = {"is_nan": "nan", "is_inf": "inf", "is_finite": "finite"}
 UNARY = FUNCTIONS | set(INTRINSICS) | set(TESTS) | {"exponential", "relu", "negate", "rsqrt", "not", "sign", "round_half_away"}
 PICKED = frozenset({"negate", "abs", "relu", "maximum", "minimum", "clamp", "sign"})  # values that any type of the operands has
+SHORTEST_GATHERED = 4  # bytes of an element
 KNOWN = UNARY | WIDE | set(BINARY) | set(LOGIC) | set(COMPARE) | set(SHIFTS) | {"divide", "maximum", "minimum", "clamp"}
 
 
@@ -115,6 +116,10 @@ class Lanes(Casts):
         at = self._address(place, row, pointer, size_bytes(dtype))
         if self._consecutive(place):
             self.f.store_where(type_, value, at, self.columns.mask)
+        elif self._one_by_one(place, dtype):
+            for i, address in enumerate(self._each(place, at, size_bytes(dtype))):
+                one = self.f.v(f"extractelement {type_} {value}, i64 {i}")
+                self.f.store(in_memory(dtype), one, address)
         else:
             name = f"llvm.masked.scatter.{suffix(type_)}.{suffix(self._pointers)}"
             mask = (vec(self.lanes, "i1"), self.columns.mask or "splat (i1 true)")
@@ -155,12 +160,28 @@ class Lanes(Casts):
 
     def _consecutive(self, place: AccessMap) -> bool:
         """Lanes lie one after the other."""
+        return self._stride(place) == 1
+
+    def _stride(self, place: Place) -> int | None:
+        """How many elements each lane lies behind the one before it; None if that differs."""
         spread = self._spread(place)
         if len(spread) != 1:
-            return False
+            return None
         extent, inner, stride = spread[0]
         alone = len(place.columns) == 1 and extent * inner >= self.access.columns_extent
-        return (inner, stride) == (1, 1) and (alone or (self.columns.aligned and extent % self.lanes == 0))
+        return stride if inner == 1 and (alone or (self.columns.aligned and extent % self.lanes == 0)) else None
+
+    def _one_by_one(self, place: Place, dtype: DType) -> bool:
+        """Whether lanes are read and written at constant distances: of elements so short no processor gathers several, and
+        pointers in vectors would be taken apart again."""
+        return size_bytes(dtype) < SHORTEST_GATHERED and self.columns.mask is None and self._stride(place) is not None
+
+    def _each(self, place: Place, base: str, size: int) -> list[str]:
+        """Each lane's address, `base` being what is common to all."""
+        ((extent, inner, stride),) = self._spread(place)
+        first = self._digit(self.columns.first, extent, inner, columns=True)
+        start = self.f.at(base, self.f.mul(first, stride * size))
+        return [self.f.at(start, i * stride * size) for i in range(self.lanes)]
 
     def _address(self, place: AccessMap, row: Int, pointer: str, size: int, *, common: bool = False) -> str:
         """Address of lane 0, or of what is `common` to all lanes: always where they do not lie one after the other."""
@@ -219,6 +240,10 @@ class Lanes(Casts):
             value = f.splat(self.lanes, memory, f.load(memory, at))
         elif self._consecutive(place):
             value = f.load_where(type_, at, self.columns.mask)
+        elif self._one_by_one(place, n.dtype):
+            value = "poison"
+            for i, address in enumerate(self._each(place, at, size_bytes(n.dtype))):
+                value = f.v(f"insertelement {type_} {value}, {memory} {f.load(memory, address)}, i64 {i}")
         else:
             value = self._gathered(type_, self._lanes_apart(place, at, memory))
         return f.v(f"icmp ne {type_} {value}, zeroinitializer") if n.dtype is PRED else value
