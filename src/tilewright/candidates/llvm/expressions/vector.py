@@ -162,7 +162,7 @@ class Lanes(Casts):
         """Lanes lie one after the other."""
         return self._stride(place) == 1
 
-    def _stride(self, place: Place) -> int | None:
+    def _stride(self, place: AccessMap) -> int | None:
         """How many elements each lane lies behind the one before it; None if that differs."""
         spread = self._spread(place)
         if len(spread) != 1:
@@ -171,12 +171,12 @@ class Lanes(Casts):
         alone = len(place.columns) == 1 and extent * inner >= self.access.columns_extent
         return stride if inner == 1 and (alone or (self.columns.aligned and extent % self.lanes == 0)) else None
 
-    def _one_by_one(self, place: Place, dtype: DType) -> bool:
+    def _one_by_one(self, place: AccessMap, dtype: DType) -> bool:
         """Whether lanes are read and written at constant distances: of elements so short no processor gathers several, and
         pointers in vectors would be taken apart again."""
         return size_bytes(dtype) < SHORTEST_GATHERED and self.columns.mask is None and self._stride(place) is not None
 
-    def _each(self, place: Place, base: str, size: int) -> list[str]:
+    def _each(self, place: AccessMap, base: str, size: int) -> list[str]:
         """Each lane's address, `base` being what is common to all."""
         ((extent, inner, stride),) = self._spread(place)
         first = self._digit(self.columns.first, extent, inner, columns=True)
