@@ -1,4 +1,4 @@
-"""Gemms taken apart again and timed as a whole against the folded form: joined ones by store, any by product and epilogue, and
+"""Gemms split again and timed as a whole against the folded form: joined ones by store, any by product and epilogue, and
 those with a computed operand by prologue and product."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Compiling:
         rtol: products that lose more stay in float.
         dump: folder to write the graph after each stage to.
         cache: read back what was measured before, and keep what is measured now.
-        recall: that of `tune`, in place of the usual one.
+        recall: the tuning database of `tune`, in place of the usual one.
         within_s: seconds by the clock, of which choosing takes no more.
     """
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 def measure_program(
     program: Executable, name: str, feeds: Sequence[Feed], iterations: int | None, quantized: Quantized | None = None
 ) -> Measured:
+    """Time a program and its steps with a progress bar, and compare them with the machine's ceilings."""
     from tilewright.report.measure.perf import measure
 
     ceilings, check = measured_ceilings(program), partial(measured_ceilings, program)
@@ -30,6 +31,7 @@ def measure_program(
 
 
 def show_perf(measured: Measured, everything: bool, as_json: bool) -> None:
+    """Print a measured program as JSON or as tables."""
     if as_json:
         print_json(measured.report)
         return
@@ -40,6 +42,7 @@ def show_perf(measured: Measured, everything: bool, as_json: bool) -> None:
 
 
 def print_json(report: msgspec.Struct) -> None:
+    """Print a report as JSON on standard output."""
     from tilewright.report.schema import to_json
 
     click.echo(to_json(report))

@@ -92,7 +92,7 @@ def rounds_to_bf16(n: Node) -> bool:
 
 
 def rounded_at_once(*roots: Node) -> set[Node]:
-    """The values in expressions that are worked out together that nothing reads but such roundings."""
+    """The values in expressions that are computed together that nothing reads but such roundings."""
     order = toposort(roots)
     read = {s for n in order if not rounds_to_bf16(n) for s in n.src}
     return {n.src[0] for n in order if rounds_to_bf16(n)} - read - {*roots}
@@ -110,7 +110,7 @@ def quantised_to_8_bits(n: Node) -> Node | None:
 
 
 def quantised_at_once(*roots: Node) -> dict[Node, Node]:
-    """The functions in expressions worked out together whose value nothing reads but one such quantisation, by that."""
+    """The functions in expressions computed together whose value nothing reads but one such quantisation, by that."""
     order = toposort(roots)
     readers: dict[Node, list[Node]] = {}
     for n in order:

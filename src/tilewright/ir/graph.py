@@ -123,10 +123,12 @@ class Node:
 
     @property
     def dtype(self) -> DType:
+        """The element type of the one result; several are a `TypeMismatchError`."""
         return self.tensor.dtype
 
     @property
     def shape(self) -> Shape:
+        """The extents of the one result; several are a `TypeMismatchError`."""
         return self.tensor.shape
 
     def with_src(self, src: Sequence[Node]) -> Node:

@@ -40,6 +40,7 @@ class LayerWeight(QuantizedWeight):
 
     @property
     def code_type(self) -> DType:
+        """The type of the codes."""
         return self.__dict__["_codes"]
 
     @property

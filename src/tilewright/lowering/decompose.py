@@ -101,7 +101,7 @@ def _padded(op: Pad, x: Node, fill: Node) -> Node:
 
 
 def _picked(op: Gather, table: Node, index: Node) -> Node:
-    """Elements of a table by index, picked from what it is worked out from, where no more is worked out then."""
+    """Elements of a table by index, picked from the sources it is computed from, where no more is computed then."""
     axis = op.axis
     grows = math.prod(index.shape) > table.shape[axis]
     if grows or not isinstance(table.op, (Map, Convert, Select)):

@@ -3,7 +3,7 @@
     f(concat(a, b), y)  ->  f(a, y[: len(a)]) in the first range, f(b, y[len(a) :]) in the second
 
 Ranges are moved from the result down to the sources, past everything that works element by element or only moves elements, so
-that each element is still worked out once. What is left reads parts of the sources and writes a part of the result: addresses.
+that each element is still computed once. What is left reads parts of the sources and writes a part of the result: addresses.
 The rotation of queries and keys, `x * cos + concat(-x2, x1) * sin`, is two such expressions over the halves of x.
 """
 
@@ -98,7 +98,7 @@ def whole(shape: Shape) -> Ranges:
 
 
 def _cut_early(root: Node, made: dict[tuple[Node, Ranges], Node]) -> Node:
-    """The expression with ranges of what is worked out in it moved to its sources."""
+    """The expression with ranges of what is computed in it moved to its sources."""
     moved: dict[Node, Node] = {}
     for n in toposort((root,)):
         n_ = moved[n] = n.with_src([moved[s] for s in n.src])

@@ -89,22 +89,27 @@ class Slots:
 
     @property
     def of_query(self) -> list[list[Axis]]:
+        """The layout of queries: batch, heads, queries, depth."""
         return [*self._query, self.depth]
 
     @property
     def of_key(self) -> list[list[Axis]]:
+        """The layout of keys: batch, heads, keys, depth."""
         return [self.batch, self.heads, self.keys, self.depth]
 
     @property
     def of_value(self) -> list[list[Axis]]:
+        """The layout of values: batch, heads, keys, value depth."""
         return [self.batch, self.heads, self.keys, self.value_depth]
 
     @property
     def of_scores(self) -> list[list[Axis]]:
+        """The layout of scores: batch, heads, queries, keys."""
         return [*self._query, self.keys]
 
     @property
     def of_result(self) -> list[list[Axis]]:
+        """The layout of the result: batch, heads, queries, value depth."""
         return [*self._query, self.value_depth]
 
 

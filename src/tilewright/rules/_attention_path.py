@@ -39,10 +39,12 @@ class Step:
 
     @property
     def source(self) -> Node:
+        """The source that the way goes through."""
         return self.node.src[self.at]
 
     @property
     def others(self) -> list[Node]:
+        """The sources that the way does not go through."""
         return [s for i, s in enumerate(self.node.src) if i != self.at]
 
     @property

@@ -166,7 +166,7 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], devic
 def _evaluate(graph: Graph, batch: Mapping[str, torch.Tensor], visit: Callable[[Node, object], None], device: str) -> None:
     try:
         evaluate(graph, batch, visit=visit, device=device)
-    except (RuntimeError, TypeMismatchError):  # no room, or no such operation there
+    except (RuntimeError, TypeMismatchError):  # out of memory, or no such operation there
         if device == "cpu":
             raise
         evaluate(graph, batch, visit=visit)
@@ -203,7 +203,7 @@ def _right(node: Node) -> Node:
 def quantize(
     graph: Graph, to: Scheme, calibration: Calibration, *, rtol: float | None = None, device: str = "cpu"
 ) -> tuple[Graph, list[Layer]]:
-    """The model with every product that has a constant weight quantised, and what each lost, which is worked out on a device.
+    """The model with every product that has a constant weight quantised, and what each lost, which is computed on a device.
 
     A product whose result on its calibration rows is off by more than `rtol` (relative, in norm) stays in float; so does an
     attention of which an operand is.
@@ -350,7 +350,7 @@ def _error(
         a, b, c, d = (t.to(device).double() for t in (rows, weight, other_rows, other_weight))
         exact = a @ b
         return float((c @ d - exact).norm() / exact.norm().clamp_min(1e-300))
-    except RuntimeError:  # no room there
+    except RuntimeError:  # out of memory there
         if device == "cpu":
             raise
         return _error(rows, weight, other_rows, other_weight, "cpu")

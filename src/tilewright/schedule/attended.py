@@ -33,7 +33,7 @@ _Bounds = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def attended(problem: AttentionProblem, sources: Sequence[torch.Tensor]) -> _Bounds:
-    """The accumulator worked out in float64, its errors' bound and their typical size.
+    """The accumulator computed in float64, its errors' bound and their typical size.
 
     Errors scale with weights @ |v|: T roundings of the sum, those of the weights, which a kernel may round to the operands'
     type, and what those of the scores do.

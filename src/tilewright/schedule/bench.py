@@ -51,7 +51,7 @@ class Bench:
     """A bench in this process, for candidates that are trusted to come back.
 
     Attributes:
-        expect_s: what working out the right results took.
+        expect_s: seconds that computing the right results took.
         lost: always empty, see `HostedBench`.
     """
 
@@ -135,7 +135,7 @@ class Bench:
         try:
             with torch.device(device):
                 return work()
-        except RuntimeError:  # no room, or no such operation there
+        except RuntimeError:  # out of memory, or no such operation there
             torch.cuda.empty_cache()
             return None
 

@@ -43,7 +43,7 @@ class Kernel:
         workspace_bytes: scratch memory a call needs.
         packed_bytes: what packing adds to the memory of the weights.
         unread: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
-        roundoff: of the sums, where the hardware keeps fewer bits of them than the accumulator has; it is verified with room
+        roundoff: of the sums, where the hardware keeps fewer bits of them than the accumulator has; verified with slack
             for that, and its schedule says so, since precision never drops without a word.
         parts: of one that is made of others' kernels, the kind of each one's problem and its candidate.
         registers, spills, shared_bytes: of the machine code, where there is any of our own.

@@ -55,7 +55,7 @@ class Expected:
 
 
 def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float = 0.0) -> Expected:
-    """The reference results and their bounds, worked out where the sources are and torch makes new tensors.
+    """The reference results and their bounds, computed where the sources are and torch makes new tensors.
 
     `roundoff` is that of a kernel that says it keeps fewer bits of its sums than the accumulator has (`Kernel.roundoff`).
     """
@@ -122,7 +122,7 @@ def _operands(problem: Problem, params: Mapping[Node, torch.Tensor]) -> list[tor
 def _product(
     problem: Problem, params: Mapping[Node, torch.Tensor], sources: Sequence[torch.Tensor], roundoff: float
 ) -> tuple[torch.Tensor, ...]:
-    """The product worked out in float64, and the ends of the intervals of its errors' bound and of their typical size.
+    """The product computed in float64, and the ends of the intervals of its errors' bound and of their typical size.
 
     The partial sums behind the typical size are taken to be as large as the result (data of one sign) or as a random walk of
     the products, estimated from the norms of row and column, whichever is more. A unit with fewer bits cuts products off below
@@ -168,7 +168,7 @@ def _with_error(band: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     return mid, torch.where(mid.isfinite(), torch.maximum(high - mid, mid - low), torch.zeros_like(mid))
 
 
-USUAL_COARSENESS = 1 / 4  # of the room for what is rounded at once: nearly all arguments are small ones, where it is nearer
+USUAL_COARSENESS = 1 / 4  # of the tolerance for what is rounded at once: nearly all arguments are small, where it is nearer
 # What gives one of its operands, or a whole number, and rounds nothing on the way.
 PICKING = {"abs", "clamp", "maximum", "minimum", "negate", "relu"}
 UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "sign", "trunc"}
@@ -216,13 +216,13 @@ def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual
 
 
 def _loosened(n: Node, src: Sequence[Interval], share: float) -> list[Interval]:
-    """The operands of a node, the first with room for a function whose value is rounded at once, or a share of that."""
+    """The operands of a node, the first with tolerance for a function whose value is rounded at once, or a share of that."""
     room = ROUNDED_AT_ONCE if rounds_to_bf16(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
     return [inflate(src[0], share * room), *src[1:]] if room else list(src)
 
 
 def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Interval, share: float = 1.0) -> list[Interval]:
-    """The stores for an accumulator known up to its error; `share` of the room for what is rounded at once."""
+    """The stores for an accumulator known up to its error; `share` of the tolerance for what is rounded at once."""
     stores = stores_of(problem.node)
     dependent = _moving(stores)
     values: dict[Node, Interval] = {acc_of(problem.node): acc}

@@ -116,6 +116,7 @@ class ForkServer:
             theirs.close()
 
     def number(self, at: int) -> int:
+        """The integer of 64 bits at byte `at` of the memory shared with the server."""
         return int(struct.unpack_from("q", self._shared, at)[0])
 
     def ensure_worker(self) -> None:
@@ -311,6 +312,7 @@ def fork_server() -> ForkServer:
 
 
 def say(line: str) -> None:
+    """Write a line to standard error, once in a process."""
     if line and line not in _lines and sys.stderr is not None:
         _lines.add(line)
         sys.stderr.write(f"tilewright: {visible(line)}\n")

@@ -52,10 +52,12 @@ class Interval:
 
     @classmethod
     def exact(cls, value: torch.Tensor) -> Interval:
+        """The interval of one point: nothing rounds."""
         return cls(value, value, value)
 
     @property
     def is_exact(self) -> bool:
+        """Say whether nothing rounds: the ends are the very tensor in the middle."""
         return self.low is self.mid is self.high
 
     @classmethod
@@ -112,7 +114,7 @@ def any_of(places: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def propagate(n: Node, src: Sequence[Interval], dependent: Collection[Node]) -> Interval:
-    """An elementwise step over intervals: its least and largest value over their ends, and room for its roundings."""
+    """An elementwise step over intervals: its least and largest value over their ends, and slack for its roundings."""
     fn = n.op.fn if isinstance(n.op, Map) else "select"
     kind = n.src[-1].dtype
     rounded = isinstance(n.op, Map) and n.dtype.is_float
@@ -248,6 +250,7 @@ def _moved(end: torch.Tensor, dtype: DType, sign: int, further: torch.Tensor) ->
 
 
 def size(t: torch.Tensor) -> torch.Tensor:
+    """The magnitude in float64, 0 for NaN and infinities."""
     return t.double().abs().nan_to_num(0.0, 0.0, 0.0)
 
 

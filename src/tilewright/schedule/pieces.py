@@ -1,4 +1,4 @@
-"""Large tensors a piece at a time, so that what is worked out beside a result stays small however large the result is."""
+"""Large tensors a piece at a time, so that intermediates of a result stay small however large the result is."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def part(t: torch.Tensor, index: Index) -> torch.Tensor:
 
 
 def by_pieces(shape: Sequence[int], f: Callable[..., Sequence[torch.Tensor]], *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """The results of an elementwise function of tensors that broadcast to `shape`, worked out a piece at a time."""
+    """The results of an elementwise function of tensors that broadcast to `shape`, computed a piece at a time."""
     found: list[torch.Tensor] = []
     for index in pieces(shape, most_at_once(*tensors)):
         results = f(*(part(t, index) for t in tensors))

@@ -139,6 +139,7 @@ class Problem:
 
     @cached_property
     def outputs(self) -> tuple[TensorType, ...]:
+        """The types of the results, one a store."""
         return tuple(s.tensor for s in self.op.stores)
 
     @cached_property
@@ -193,6 +194,7 @@ class AttentionProblem:
 
     @cached_property
     def outputs(self) -> tuple[TensorType, ...]:
+        """The types of the results, one a store; of the accumulator without any."""
         return tuple(s.tensor for s in self.op.stores) or (self.acc,)
 
     @cached_property
@@ -208,6 +210,7 @@ class AttentionProblem:
 
     @property
     def bytes(self) -> int:
+        """The bytes of all sources and results."""
         return sum(t.size_bytes for t in (*self.types, *self.outputs))
 
     def __str__(self) -> str:
@@ -295,6 +298,7 @@ class FusionProblem:
 
     @property
     def bytes(self) -> int:
+        """The bytes of all sources and results."""
         return sum(t.size_bytes for t in (*self.types, *self.outputs))
 
     def __str__(self) -> str:

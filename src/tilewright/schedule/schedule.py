@@ -15,6 +15,7 @@ class Schedule:
 
     @classmethod
     def of(cls, **knobs: Knob) -> Schedule:
+        """A schedule from knobs by name, in the order given."""
         return cls(tuple(knobs.items()))
 
     def __getitem__(self, name: str) -> Knob:

@@ -305,7 +305,7 @@ class _Search:
         key = next(self._keys)
         began, expected = time.perf_counter(), self._bench.expect_s
         attempt = self._bench.attempt(key, space.candidate, schedule)
-        took_s = time.perf_counter() - began - (self._bench.expect_s - expected)  # the right results are worked out once
+        took_s = time.perf_counter() - began - (self._bench.expect_s - expected)  # the right results are computed once
         self._longest_s = max(self._longest_s, took_s)
         if attempt.why is not None:
             if attempt.fatal:

@@ -90,7 +90,7 @@ class HostedBench:
     """A `Bench` in a worker, with its methods. What does not come back is killed, and said so in the attempt's sentence.
 
     Attributes:
-        expect_s: what working out the right results took.
+        expect_s: seconds that computing the right results took.
         lost: what became of those that passed and then did not come back when they were timed, by key.
     """
 
@@ -123,6 +123,7 @@ class HostedBench:
             raise
 
     def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
+        """Build and verify a point in the worker; `times` knows it by `key` if it passes."""
         where = address(candidate)
         assert where is not None
         trusted = candidate.preference >= LAST_RESORT

@@ -97,6 +97,7 @@ class OpNode:
 
     @property
     def where(self) -> str:
+        """The operator and the node's name, for messages."""
         return f"{self.op_type} node {quoted(self.name)}"
 
     def input(self, index: int) -> Node:
@@ -111,6 +112,7 @@ class OpNode:
         return found
 
     def optional(self, index: int) -> Node | None:
+        """The source at `index`, None if it is absent."""
         return self.sources[index] if index < len(self.sources) else None
 
     def wants(self, index: int) -> bool:
@@ -121,25 +123,32 @@ class OpNode:
         return attribute in self.attributes
 
     def integer(self, name: str, default: int | None = None) -> int:
+        """An integer attribute; `InputError` if it is absent and has no default."""
         return cast("int", self._get(name, INT, "i", default))
 
     def real(self, name: str, default: float | None = None) -> float:
+        """A float attribute; `InputError` if it is absent and has no default."""
         return cast("float", self._get(name, FLOAT, "f", default))
 
     def text(self, name: str, default: str | None = None) -> str:
+        """A string attribute; `InputError` if it is absent and has no default."""
         value = self._get(name, STRING, "s", default)
         return value.decode("utf-8", "replace") if isinstance(value, bytes) else cast("str", value)
 
     def integers(self, name: str, default: Sequence[int] | None = None) -> list[int]:
+        """An attribute of integers; `InputError` if it is absent and has no default."""
         return list(cast("Sequence[int]", self._get(name, INTS, "ints", default)))
 
     def reals(self, name: str) -> list[float]:
+        """An attribute of floats; `InputError` if it is absent."""
         return list(cast("Sequence[float]", self._get(name, FLOATS, "floats", None)))
 
     def strings(self, name: str) -> list[bytes]:
+        """An attribute of strings, as bytes; `InputError` if it is absent."""
         return list(cast("Sequence[bytes]", self._get(name, STRINGS, "strings", None)))
 
     def tensor(self, name: str) -> onnx.TensorProto:
+        """A tensor attribute; `InputError` if it is absent."""
         return cast("onnx.TensorProto", self._get(name, TENSOR, "t", None))
 
     def _get(self, name: str, kind: int, field: str, default: object) -> object:
@@ -184,6 +193,7 @@ class OpNode:
         return self.normal_axis(self.integer(name, default), rank)
 
     def normal_axis(self, axis: int, rank: int) -> int:
+        """The axis counted from the front; `InputError` if the rank has none such."""
         if not -rank <= axis < rank:
             raise InputError(f"axis {axis} of a tensor of rank {rank}", where=self.where, hint="export the model again")
         return axis % rank

@@ -289,11 +289,13 @@ class Operation:
         return tuple(int(v) for v in attribute)
 
     def integer(self, key: str, default: int | None = None) -> int:
+        """An integer attribute; `InputError` if it is absent and has no default."""
         if default is not None and not self.has(key):
             return default
         return int(self.attribute(key).value)
 
     def number(self, key: str) -> float:
+        """A float attribute; `InputError` if it is absent."""
         return float(self.attribute(key).value)
 
     def string(self, key: str, default: str = "") -> str:

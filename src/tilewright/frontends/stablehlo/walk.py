@@ -118,6 +118,7 @@ class Walk:
         self.notes[sentence] = None
 
     def function(self, name: str, where: str) -> Operation:
+        """The function called `name` of the innermost module; `InputError` if there is none."""
         found = self._functions[-1].get(name)
         if found is None:
             raise InputError(f"there is no function called {name!r}", where=where)
@@ -180,6 +181,11 @@ class Walk:
         return Regions(op, inputs, _carried(operands), made)
 
     def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
+        """The results of another module's `main`, which stands for `op`, with its CHLO operations decomposed.
+
+        Raises:
+            UnsupportedError: StableHLO has no decomposition of one.
+        """
         module = _jaxlib.parse(text, op.where, self.module.context)
         problem = _jaxlib.expand_chlo(module)
         if problem:

@@ -46,6 +46,7 @@ class Attention(Op):
     stores: tuple[Node, ...] = ()
 
     def regions(self) -> dict[str, tuple[Node, ...]]:
+        """The expressions by attribute name, those that are absent as ()."""
         found = {
             "operands": self.operands,
             "scores": () if self.scores is None else (self.scores,),

@@ -97,6 +97,11 @@ class Item(Op):
         raise TypeMismatchError("item takes an operation with several results, not a tensor")
 
     def infer_item(self, source: Type) -> Type:
+        """The type of the item.
+
+        Raises:
+            TypeMismatchError: `source` is no tuple, or has no such item.
+        """
         if not isinstance(source, TupleType):
             raise TypeMismatchError(f"item takes an operation with several results, not {source}")
         if not 0 <= self.index < len(source.items):

@@ -1,1 +1,1 @@
-"""A report as one sealed page, its roofline, and the drawing of a graph."""
+"""A report as one self-contained page, its roofline, and the drawing of a graph."""

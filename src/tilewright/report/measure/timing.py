@@ -61,6 +61,7 @@ class Times:
 
     @property
     def median_us(self) -> float:
+        """The median of the times, in µs."""
         return statistics.median(self.us)
 
 

@@ -29,7 +29,7 @@ from tilewright.schedule.problem import AttentionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
 
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
-HELD = 64  # scores of a thread, at most: as many again are needed while they are worked out
+HELD = 64  # scores of a thread, at most: as many again are needed while they are computed
 POINTS = 10
 # tile_m, tile_n, num_warps, num_stages, in the order in which they are expected to serve:
 # two blocks of an SM, one multiplying while the other is at its softmax, took 0.6 of the time of one of 128 x 128 on an H200

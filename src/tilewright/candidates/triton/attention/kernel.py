@@ -2,7 +2,7 @@
 
 Keys and values come by tiles. Without a rounding of its weights the softmax is carried along (Milakov and Gimelshein 2018,
 arXiv 1805.02867; Dao et al. 2022, arXiv 2205.14135). Weights that are rounded must be known first: either all scores of a row
-are held, or they are worked out twice.
+are held, or they are computed twice.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Calls of a generated gemm: operands that torch evaluates beforehand, and room for the sums of parts of K."""
+"""Calls of a generated gemm: operands that torch evaluates beforehand, and scratch memory for the sums of parts of K."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def runner(nest: Nest, built: Built, constant: Mapping[int, torch.Tensor], targe
 
 
 def _with_room(nest: Nest, launch: Launch, target: Target) -> Launch:
-    """A launch that is given room for the sums of the parts of K and the largest of each tile, and counters of what is done."""
+    """A launch with scratch memory for the sums of the parts of K and the largest of each tile, and counters of parts done."""
     device = torch.device(target.device)
     counters = Counters(nest.counters, device)
     sizes = [size for size in (nest.sums, nest.peaks) if size]

@@ -87,7 +87,7 @@ def work(nest: Nest, target: Target) -> Work:
 
 
 def legal(nest: Nest, target: Target) -> list[Point]:
-    """Points whose operands and sums have room."""
+    """Points whose operands and sums fit into shared memory and registers."""
     arch = arch_of(target)
     assert arch is not None
     size = nest.dot.operand.bits // 8

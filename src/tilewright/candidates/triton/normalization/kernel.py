@@ -58,7 +58,7 @@ class Tiles:
     """A reduction nest cut into tiles.
 
     Attributes:
-        region: what to compute.
+        region: the nest to compute.
         tile_m: rows that are worked on at once; a power of two.
         tile_n: columns that are worked on at once; a power of two.
         chained: the kernel may be launched before the one ahead of it has ended (NVIDIA's programmatic dependent launch).
