@@ -9,7 +9,7 @@ from values import ALL
 
 from tilewright.candidates.llvm.expressions.vector import KNOWN, Columns, Vectors, check
 from tilewright.candidates.llvm.gemm import candidate as gemm
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.w4 import candidate as w4
 from tilewright.compiler import optimise
@@ -38,7 +38,7 @@ def assembled(chip: str, triple: str, cpu: str, features: str, line: str) -> dic
         return {"refused": why}
     schedule = next(iter(gemm.CANDIDATE.schedules(problem, target(chip))))
     nest, _ = gemm.nest_of(problem, schedule, target(chip))
-    text = Writer(nest).write().text(cpu, features)
+    text = GemmWriter(nest).write().text(cpu, features)
     shown = engine.assembly(text, triple, cpu, features)
     return {"assembly": shown, "instruction": nest.dot.instruction, "tile": nest.dot.tile, "nv": nest.blocks.nv}
 

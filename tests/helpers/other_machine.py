@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.candidates.llvm.expressions.casts import size_bytes
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.gemm.nest import Nest
 from tilewright.candidates.llvm.runtime.engine import assembly
 from tilewright.ir.graph import toposort
@@ -183,7 +183,7 @@ class Program:
     def __init__(self, nest: Nest, triple: str, cpu: str, features: str, folder: Path):
         start, assemble, link, self._emulator = MACHINES[triple.split("-")[0]]
         self._nest, self._file = nest, folder / "kernel"
-        kernel = assembly(Writer(nest).write().text(cpu, features), triple, cpu, features)
+        kernel = assembly(GemmWriter(nest).write().text(cpu, features), triple, cpu, features)
         for name, text in (("kernel", kernel), ("start", RUNTIME.format(room=ROOM) + start)):
             (folder / f"{name}.s").write_text(text)
             run([*assemble, f"{name}.s", "-o", f"{name}.o"], folder)

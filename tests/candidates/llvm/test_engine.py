@@ -16,7 +16,7 @@ from llvm_map import begin, end
 
 from tilewright.candidates.llvm.expressions.text import PYTHON, THREADS, Function, Module
 from tilewright.candidates.llvm.gemm import candidate as gemm
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
@@ -274,7 +274,9 @@ def test_a_kernel_declares_nothing_else():
     (node,) = parse("s8[40,70] @ s8[70,50], gelu -> f32").outputs
     problem = problem_of(node)
     nest, _ = gemm.nest_of(problem, next(iter(gemm.CANDIDATE.schedules(problem, CPU))), CPU)
-    declared = {n for n, text in Writer(nest).write().declarations.items() if " internal constant " not in text}  # of its own
+    declared = {
+        n for n, text in GemmWriter(nest).write().declarations.items() if " internal constant " not in text
+    }  # of its own
     assert {n for n in declared if not n.startswith("llvm.")} <= {*THREADS, *PYTHON, "_Py_NoneStruct"}
 
 

@@ -28,7 +28,7 @@ from paths import SEARCHED
 from tests.candidates.llvm.test_targets import AS_LLVM_SAYS
 from tilewright.candidates.llvm.expressions.text import Module
 from tilewright.candidates.llvm.gemm import candidate as llvm
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import calls as _call
 from tilewright.candidates.llvm.runtime import run as _run
 from tilewright.candidates.llvm.runtime.engine import host, refusal
@@ -161,7 +161,7 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]], oth
     elif chip:
         as_text = emulated if chip in FOREIGN else Module.text
         processor = host() if chip in FOREIGN else (OLDER[chip], "")
-        llvm.module_text = lambda nest: as_text(Writer(nest).write(), *processor)
+        llvm.module_text = lambda nest: as_text(GemmWriter(nest).write(), *processor)
 
     @seed(start)
     @settings(

@@ -19,7 +19,7 @@ from random_anchors import attentions, gemms
 from tests.candidates.llvm.test_random import CPU, KEPT, OLDER, RUNNABLE, fence, guarded
 from tilewright.candidates.llvm.attention import candidate as attention
 from tilewright.candidates.llvm.gemm import candidate as gemm
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime.engine import host
 from tilewright.hardware.detect import chips
 from tilewright.ir.evaluate import evaluate_nodes
@@ -94,7 +94,7 @@ def child(kind, start, count, chip, threads):
     drawn, module = KINDS[kind]
     if chip:
         target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
-        writer = Writer if module is gemm else attention.AttentionWriter
+        writer = GemmWriter if module is gemm else attention.AttentionWriter
         processor = (OLDER[chip], "") if chip in OLDER else host()
         module.module_text = lambda nest: writer(nest).write().text(*processor)
 

@@ -15,7 +15,7 @@ from gated import gated
 from tests.candidates.llvm.test_random import run_child
 from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.candidates.llvm.gemm.dots import choose
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import run as _run
 from tilewright.candidates.llvm.runtime.engine import host
 from tilewright.dtype import BF16, S8
@@ -43,7 +43,7 @@ def target(request, monkeypatch):
     monkeypatch.setattr(_run, "ONE_THREAD_OPS", -1)
     how, which = request.param.split()
     if how == "emulated":
-        monkeypatch.setattr(gemm, "module_text", lambda nest: emulated(Writer(nest).write(), *host()))
+        monkeypatch.setattr(gemm, "module_text", lambda nest: emulated(GemmWriter(nest).write(), *host()))
     before = torch.get_num_threads()
     yield replace(cpu(), chip=AMX if which == "AMX" else I8MM)
     torch.set_num_threads(before)

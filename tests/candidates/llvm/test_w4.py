@@ -193,7 +193,9 @@ def test_many_rows_decode_a_panel_once(rows, chip, lookup):
     plan = w4.planned(problem, target)
     nest = w4.nest_of(problem, plan, first, target)
     if decoded:  # each code is met by as many rows as a cache holds, and activations are read where they lie
-        assert nest.blocks.nc == 1 and nest.blocks.mc * nest.blocks.mr >= min(rows, 60) and not nest.blocks.pack_lhs
+        assert (
+            nest.blocks.nc_panels == 1 and nest.blocks.mc_tiles * nest.blocks.mr >= min(rows, 60) and not nest.blocks.pack_lhs
+        )
         code = str(w4.writer_of(nest).write().text("x86-64-v3", ""))
         micro = code[code.index("@micro_") :]
         assert "uitofp" in code and "uitofp" not in micro[: micro.index("ret void")]

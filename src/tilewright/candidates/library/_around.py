@@ -96,7 +96,7 @@ def flat(t: torch.Tensor, batch: Sequence[int]) -> torch.Tensor:
     return t.expand(*batch, *t.shape[-2:]).reshape(math.prod(batch), *t.shape[-2:])
 
 
-def unread(problem: Problem) -> frozenset[int]:
+def releasable(problem: Problem) -> frozenset[int]:
     """Weights that are not read again once operands that depend on them alone are made."""
     made, read = set[int](), set[int]()
     for root in (problem.op.lhs, problem.op.rhs, *problem.op.stores):

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
-from tilewright.candidates.library._around import flat, side, stores, unread
+from tilewright.candidates.library._around import flat, releasable, side, stores
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
@@ -58,7 +58,7 @@ class Aten:
             return run
 
         packed = _converted_bytes(problem, compute)
-        return Kernel(self.name, schedule, prepare, packed_bytes=packed, releasable=unread(problem))
+        return Kernel(self.name, schedule, prepare, packed_bytes=packed, releasable=releasable(problem))
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,8 @@ from tilewright.candidates.llvm.expressions.casts import Casts, element
 from tilewright.candidates.llvm.expressions.math import Math
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module, vec
 from tilewright.candidates.llvm.expressions.vector import Columns, Vectors
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.gemm.nest import Nest, rounded
-from tilewright.candidates.llvm.gemm.packing import Packing
 from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
@@ -88,17 +87,18 @@ class Heads:
         return self.output.pointers
 
 
-class _Keys(Packing):
+class _Keys(GemmWriter):
     """Packs the keys at the start of the scratch memory."""
 
     def _rhs(self, f: Function) -> str:
         return self._scratch(f, 0)
 
-    def write(self) -> None:
+    def write(self) -> Module:
         self._pack_rhs("pack_keys", 1)
+        return self.module
 
 
-class AttentionWriter(Writer):
+class AttentionWriter(GemmWriter):
     """Writes an attention as a module with an entry `python(pointers…, threads, 0)`."""
 
     def __init__(self, heads: Heads):
@@ -118,12 +118,12 @@ class AttentionWriter(Writer):
         _Keys(h.scores, self.module).write()
         self._pack_rhs()
         for rows in sorted({n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())):
-            self._micro(rows, fresh=True)
-            self._micro(rows, fresh=False)
+            self._micro_kernel(rows, fresh=True)
+            self._micro_kernel(rows, fresh=False)
         for i, store in enumerate(n.stores):
             for whole in (True, False):
                 if whole or self._partial(store):
-                    self._store(i, store, whole=whole)
+                    self._store_tile(i, store, whole=whole)
         self._softmax()
         self._attend()
         f = self._function("worker")
@@ -177,7 +177,7 @@ class AttentionWriter(Writer):
                     if whole and h.keys % width:
                         a, b = f.at(scores, whole * s.result_tile), f.at(right, whole * step)
                         f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, last))
-                    self._stores(f, out, row, rows, panel.index)
+                    self._epilogue(f, out, row, rows, panel.index)
 
             if n.tiles > 1:
                 with f.when(f.compare("eq", count, n.blocks.mr)):

@@ -9,12 +9,12 @@ import torch
 
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import Dot, choose
-from tilewright.candidates.llvm.gemm.macro import Writer
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import Points, Product
 from tilewright.candidates.llvm.gemm.work import ranked, work
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.candidates.llvm.runtime.run import Plan, aligned, lies_right, operand, runner, side_of, unread
+from tilewright.candidates.llvm.runtime.run import Plan, aligned, lies_right, operand, releasable, runner, side_of
 from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.dtype import F32, S32
 from tilewright.hardware.target import Target
@@ -106,7 +106,7 @@ class LlvmGemm:
             lambda weights: _prepared(problem, plan, nest, call, weights),
             workspace_bytes=nest.scratch(torch.get_num_threads()),
             packed_bytes=nest.packed_rhs if plan.constant else 0,
-            releasable=unread(problem, plan),
+            releasable=releasable(problem, plan),
         )
 
 
@@ -117,8 +117,8 @@ def _schedule(dot: Dot, blocks: Blocks) -> Schedule:
         mr=blocks.mr,
         nr=nr,
         kc=blocks.kc,
-        mc=blocks.mc * blocks.mr,
-        nc=blocks.nc * nr,
+        mc=blocks.mc_tiles * blocks.mr,
+        nc=blocks.nc_panels * nr,
         pack_lhs=blocks.pack_lhs,
         private=blocks.packs_per_thread,
     )
@@ -157,7 +157,7 @@ def nest_of(problem: Problem, schedule: Schedule, target: Target) -> tuple[Nest,
 
 def module_text(nest: Nest) -> str:
     """The kernel's IR for the processor at hand."""
-    return Writer(nest).write().text(*engine.host())
+    return GemmWriter(nest).write().text(*engine.host())
 
 
 def _prepared(

@@ -21,24 +21,24 @@ def rounded(size: int, to: int = CACHE_LINE) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the nest. Glossary: mr, nr; mc, nc in tiles and panels; kc in elements.
+    """Sizes of the nest: BLIS's mr, nr, kc, mc and nc, the last two counted in tiles and panels.
 
     Attributes:
         mr: rows of a tile; the last tile may have fewer.
         nv: vectors in a row of a tile (nr / lanes).
         kc: of K in one pass; a multiple of a packed vector unless it is all of K.
-        mc: tiles of a block.
-        nc: panels of a block.
+        mc_tiles: tiles of mr rows in a block (mc / mr).
+        nc_panels: panels of nr columns in a block (nc / nr).
         pack_lhs: the left operand is copied; else it is read where it lies.
-        private: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so that packed
-            data never leave its cache; else threads pack everything together first.
+        packs_per_thread: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so
+            that packed data never leave its cache; else threads pack everything together first.
     """
 
     mr: int
     nv: int
     kc: int
-    mc: int
-    nc: int
+    mc_tiles: int
+    nc_panels: int
     pack_lhs: bool
     packs_per_thread: bool = False
 
@@ -54,14 +54,14 @@ class Nest:
         columns: N.
         choice: the instruction.
         lhs: the left operand, rows by K.
-        rhs: the right operand, by `along` either columns by K or K by columns.
-        along: K is the right operand's contiguous axis.
+        rhs: the right operand, by `k_contiguous` either columns by K or K by columns.
+        k_contiguous: K is the right operand's contiguous axis.
         constant: the right operand is packed beforehand, once.
         stores: the results.
         sources: pointers that a call is given before those of the results.
         blocks: the sizes.
-        second: what stands in the stores for sums of the right half of `rhs`'s columns, that they read beside those of the left
-            half: a panel holds as many of both, those of the left half first.
+        gate_up: what stands in the stores for sums of the right half of `rhs`'s columns, that they read beside those of the
+            left half: a panel holds as many of both, those of the left half first.
         largest: for each store whether it keeps the largest of its values alone; empty: none does.
     """
 
@@ -77,7 +77,7 @@ class Nest:
     stores: tuple[Access, ...]
     sources: int
     blocks: Blocks
-    second: Node | None = None
+    gate_up: Node | None = None
     largest: tuple[bool, ...] = ()
 
     @property
@@ -91,12 +91,12 @@ class Nest:
     @property
     def width(self) -> int:
         """Columns of the results that a panel makes."""
-        return self.nr if self.second is None else self.nr // 2
+        return self.nr if self.gate_up is None else self.nr // 2
 
     @property
     def stored(self) -> int:
         """Columns of the results."""
-        return self.columns if self.second is None else self.columns // 2
+        return self.columns if self.gate_up is None else self.columns // 2
 
     @cached_property
     def tiles(self) -> int:
@@ -115,7 +115,7 @@ class Nest:
     def prefetch_distance(self) -> int:
         """Lines of the next block of the right operand that each group of K asks for: its share, if two or three tiles of rows
         are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
-        few = self.constant and 1 < self.tiles <= 3 and self.blocks.nc == 1 and self.dot.tile == 1
+        few = self.constant and 1 < self.tiles <= 3 and self.blocks.nc_panels == 1 and self.dot.tile == 1
         return -(-self.blocks.nv // self.tiles) if few else 0
 
     def groups(self, k: int) -> int:
@@ -156,7 +156,7 @@ class Nest:
 
     @property
     def packed_rhs(self) -> int:
-        panels = self.blocks.nc if self.blocks.packs_per_thread else self.batch * self.panels
+        panels = self.blocks.nc_panels if self.blocks.packs_per_thread else self.batch * self.panels
         return panels * self.panel + 4096  # room to prefetch into
 
     @property
@@ -183,7 +183,7 @@ class Nest:
     @property
     def thread_bytes(self) -> int:
         """Of what each thread has to itself, behind what all share; of everything if nothing is shared."""
-        results = self.blocks.mc * self.blocks.nc * self.result_tile if self.passes > 1 else 0
+        results = self.blocks.mc_tiles * self.blocks.nc_panels * self.result_tile if self.passes > 1 else 0
         return rounded(self.threads_at + results) if self.blocks.packs_per_thread else results
 
     def scratch(self, threads: int) -> int:

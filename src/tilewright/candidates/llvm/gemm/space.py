@@ -67,7 +67,7 @@ class Product:
     constant: bool
     in_place: bool
     correction: bool = False
-    paired: bool = False
+    gate_up: bool = False
     threaded: bool = True
     lhs_row: int = 0
     rhs_bytes: float = 4.0
@@ -88,7 +88,7 @@ class Product:
         return cls(
             dot, plan.batch, plan.rows, problem.N, problem.K, plan.constant, plan.in_place,
             correction=bool(plan.choice.correction),
-            paired=plan.second is not None,
+            gate_up=plan.second is not None,
             threaded=problem.ops > ONE_THREAD_OPS,
             lhs_row=-(-problem.K * _stored_bits(problem.lhs, op.lhs) // 8),
             rhs_bytes=_stored_bits(problem.rhs, op.rhs) / 8,
@@ -140,10 +140,10 @@ class Points:
     mr: Ints
     nv: Ints
     kc: Ints
-    mc: Ints
-    nc: Ints
+    mc_tiles: Ints
+    nc_panels: Ints
     pack_lhs: Flags
-    private: Flags
+    packs_per_thread: Flags
 
     def __len__(self) -> int:
         return len(self.mr)
@@ -151,7 +151,9 @@ class Points:
     def at(self, keep: Flags | Ints) -> Points:
         """Some of them, in the order asked for."""
         p = self
-        return Points(p.mr[keep], p.nv[keep], p.kc[keep], p.mc[keep], p.nc[keep], p.pack_lhs[keep], p.private[keep])
+        return Points(
+            p.mr[keep], p.nv[keep], p.kc[keep], p.mc_tiles[keep], p.nc_panels[keep], p.pack_lhs[keep], p.packs_per_thread[keep]
+        )
 
     def blocks(self, product: Product) -> Iterator[Blocks]:
         """One after the other."""
@@ -163,7 +165,7 @@ class Points:
     def of(cls, blocks: Blocks, dot: Dot) -> Points:
         """One nest's."""
         kc = rounded(-(-blocks.kc // dot.k), dot.steps)
-        mr, nv, deep, mc, nc = (np.array([x], np.int64) for x in (blocks.mr, blocks.nv, kc, blocks.mc, blocks.nc))
+        mr, nv, deep, mc, nc = (np.array([x], np.int64) for x in (blocks.mr, blocks.nv, kc, blocks.mc_tiles, blocks.nc_panels))
         return cls(mr, nv, deep, mc, nc, np.array([blocks.pack_lhs]), np.array([blocks.packs_per_thread]))
 
 
@@ -177,17 +179,17 @@ def legal(points: Points, product: Product, target: Target) -> Flags:
         -(-size // np.maximum(of, 1)) for size, of in ((product.rows, p.mr), (product.columns, nr), (groups, p.kc))
     )
     fits = (p.mr >= 1) & (p.mr <= most[np.minimum(p.nv, max(NARROW))]) & (p.mr <= product.rows)
-    inside = (p.mc >= 1) & (p.mc <= tiles) & (p.nc >= 1) & (p.nc <= panels)
+    inside = (p.mc_tiles >= 1) & (p.mc_tiles <= tiles) & (p.nc_panels >= 1) & (p.nc_panels <= panels)
     steps = (p.kc >= groups) | ((p.kc % dot.lanes == 0) & (p.kc >= SHORTEST))
     l2 = target.caches_bytes.get("L2", 0) or L2_BYTES
-    sums = (passes == 1) | (p.mc * p.nc * p.mr * nr * 4 <= l2)
-    near = (p.nc == 1) | (p.nc * nr * np.minimum(p.kc, groups) * dot.lane_bytes <= l2)
+    sums = (passes == 1) | (p.mc_tiles * p.nc_panels * p.mr * nr * 4 <= l2)
+    near = (p.nc_panels == 1) | (p.nc_panels * nr * np.minimum(p.kc, groups) * dot.lane_bytes <= l2)
     read = p.pack_lhs | product.in_place
-    halves = 1 + product.paired
+    halves = 1 + product.gate_up
     whole = p.nv % (halves * dot.rows) == 0
     row = nr // halves  # of a tile, read as one vector
     aligned = (row * 4 % CACHE_LINE == 0) | (row & (row - 1) == 0)
-    return fits & inside & steps & sums & near & read & whole & aligned & ~(p.private & product.constant)
+    return fits & inside & steps & sums & near & read & whole & aligned & ~(p.packs_per_thread & product.constant)
 
 
 def space(product: Product, target: Target) -> Points:

@@ -63,7 +63,7 @@ def ranked(product: Product, target: Target) -> Iterator[Blocks]:
 
 def _share(n: Product, p: Points, c: _Counts, cores: int) -> Quantity:
     """Of all work, the part that the slowest thread does."""
-    return np.where(p.private, -(-n.batch // cores) / n.batch, _makespan(n, p, c, cores))
+    return np.where(p.packs_per_thread, -(-n.batch // cores) / n.batch, _makespan(n, p, c, cores))
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,15 @@ class _Counts:
     def of(cls, n: Product, p: Points) -> _Counts:
         nr = p.nv * n.dot.lanes
         tiles, panels = -(-n.rows // p.mr), -(-n.columns // nr)
-        return cls(tiles, panels, -(-n.groups // p.kc), np.minimum(p.kc, n.groups), nr, -(-tiles // p.mc), -(-panels // p.nc))
+        return cls(
+            tiles,
+            panels,
+            -(-n.groups // p.kc),
+            np.minimum(p.kc, n.groups),
+            nr,
+            -(-tiles // p.mc_tiles),
+            -(-panels // p.nc_panels),
+        )
 
 
 def work(product: Product, points: Points, target: Target, r: Rates = RATES) -> Work:
@@ -103,19 +111,19 @@ def work(product: Product, points: Points, target: Target, r: Rates = RATES) -> 
     home = _home(n, c, target, r)
 
     cycles = every * c.passes * micro * slowest
-    tasks = np.where(p.private, n.batch, n.batch * c.down * c.across)
+    tasks = np.where(p.packs_per_thread, n.batch, n.batch * c.down * c.across)
     uneven = np.where(p.nv & (p.nv - 1) == 0, r.part, r.odd_part)
     partial = (n.columns % c.nr != 0) * (uneven - 1) * n.batch * c.tiles * epilogue
-    jumps = n.batch * c.panels * c.passes * c.down * ((c.passes > 1) & (p.nc > 1) & ~p.private)
+    jumps = n.batch * c.panels * c.passes * c.down * ((c.passes > 1) & (p.nc_panels > 1) & ~p.packs_per_thread)
     vector = total * slowest - cycles + r.task * -(-tasks // cores) + (partial + r.restart * jumps) * slowest
     reads = _reads(n, p, c, target, r, home, slowest)
 
     packing, moved, meets = _packing(n, p, c, cores, r)
     alone = packing * cores * -(-n.batch // cores) / n.batch
     together = _at(home, np.where(home == 4, moved, moved / cores))
-    first = Phase(0.0, np.where(p.private, 0.0, packing), {k: v * ~p.private for k, v in together.items()})
-    own = {k: reads[k] + v * p.private for k, v in together.items()}
-    return Work((first, Phase(cycles, vector + np.where(p.private, alone, 0.0), own)), meetings=meets * (cores > 1))
+    first = Phase(0.0, np.where(p.packs_per_thread, 0.0, packing), {k: v * ~p.packs_per_thread for k, v in together.items()})
+    own = {k: reads[k] + v * p.packs_per_thread for k, v in together.items()}
+    return Work((first, Phase(cycles, vector + np.where(p.packs_per_thread, alone, 0.0), own)), meetings=meets * (cores > 1))
 
 
 def _tile(n: Product, p: Points, c: _Counts, target: Target, r: Rates) -> tuple[Quantity, Quantity, Quantity]:
@@ -137,7 +145,7 @@ def _tile(n: Product, p: Points, c: _Counts, target: Target, r: Rates) -> tuple[
     return (
         c.deep * (group + crowded * p.mr * r.conflict),
         beside,
-        p.mr * r.row + vectors * (2 + r.step * n.steps / (1 + n.paired)),
+        p.mr * r.row + vectors * (2 + r.step * n.steps / (1 + n.gate_up)),
     )
 
 
@@ -169,15 +177,15 @@ def _reads(n: Product, p: Points, c: _Counts, target: Target, r: Rates, home: Qu
     tile, panel, packed = p.mr * c.deep * word, c.nr * c.deep * word, n.groups * c.nr * c.panels * word
     left, beside = n.rows * n.groups * word, tile + panel <= near * l1
     # each operand once from where it lies, then from the nearest cache that holds what is gone through again
-    rhs_first, lhs_first = packed * np.where(p.private, 1, c.down), left * np.where(p.private, 1, c.across)
-    rhs_level = np.where((p.nc == 1) & beside, 1, np.where(p.nc * panel + tile <= near * l2, 2, 3))
+    rhs_first, lhs_first = packed * np.where(p.packs_per_thread, 1, c.down), left * np.where(p.packs_per_thread, 1, c.across)
+    rhs_level = np.where((p.nc_panels == 1) & beside, 1, np.where(p.nc_panels * panel + tile <= near * l2, 2, 3))
     sums = np.where(c.passes > 1, 2 * (c.passes - 1) * n.rows * c.nr * c.panels * 4, 0.0)
     parts = (
-        (rhs_first, np.where(p.private, 2, home)),
+        (rhs_first, np.where(p.packs_per_thread, 2, home)),
         (np.maximum(packed * c.tiles - rhs_first, 0), rhs_level),
-        (lhs_first, np.where(p.pack_lhs | p.private, np.minimum(home, 3), home)),
+        (lhs_first, np.where(p.pack_lhs | p.packs_per_thread, np.minimum(home, 3), home)),
         (np.maximum(left * c.panels - lhs_first, 0), np.where(beside, 1, 2)),
-        (sums, np.where(p.mc * p.nc * p.mr * c.nr * 4 <= l1 // 2, 1, 2)),
+        (sums, np.where(p.mc_tiles * p.nc_panels * p.mr * c.nr * 4 <= l1 // 2, 1, 2)),
         (n.rows * n.columns * n.out_bytes, home),
     )
     found: dict[str, Quantity] = dict.fromkeys(LEVELS.values(), 0.0)
@@ -196,12 +204,12 @@ def _packing(n: Product, p: Points, c: _Counts, cores: int, r: Rates) -> tuple[Q
     cycles = lhs * -(-tiles // cores) / tiles + rhs * -(-panels // cores) / panels
     packed = n.groups * c.nr * c.panels * n.dot.lane_bytes
     moved = n.batch * (rows * n.rows * n.lhs_row + columns * (n.depth * n.columns * n.rhs_bytes + packed))
-    return cycles, moved, (rows | columns) & ~p.private
+    return cycles, moved, (rows | columns) & ~p.packs_per_thread
 
 
 def _makespan(n: Product, p: Points, c: _Counts, cores: int) -> Quantity:
     """The share of all work that the slowest thread does, taking blocks from a counter, the short ones at the edge last."""
-    height, width = p.mc * p.mr / n.rows, p.nc / c.panels
+    height, width = p.mc_tiles * p.mr / n.rows, p.nc_panels / c.panels
     flat = c.across == 1  # then the short one is the lowest, else the column of blocks at the right
     size = np.where(flat, np.minimum(height, 1.0), np.minimum(width, 1.0) / c.down) / n.batch
     short = np.maximum(np.where(flat, 1 - (c.down - 1) * height, (1 - (c.across - 1) * width) / c.down), 0) / n.batch

@@ -95,7 +95,7 @@ def _params(roots: Sequence[Node]) -> set[int]:
     return {n.op.index for n in toposort(roots) if isinstance(n.op, Param)}
 
 
-def unread(problem: Problem, plan: Plan) -> frozenset[int]:
+def releasable(problem: Problem, plan: Plan) -> frozenset[int]:
     """Weights that calls do not read, since all that was in them is packed."""
     outside = [s.outside for s in (plan.lhs, plan.rhs) if s.outside is not None and not (s is plan.rhs and plan.constant)]
     read = _pointers(plan) | _params(outside)

@@ -11,7 +11,7 @@ from tilewright.candidates.llvm.gemm.dots import PAIRS, Choice, choose
 from tilewright.candidates.llvm.gemm.nest import Blocks
 from tilewright.candidates.llvm.gemm.space import L2_BYTES
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.candidates.llvm.runtime.run import Plan, aligned, lies_right, operand, runner, side_of, unread
+from tilewright.candidates.llvm.runtime.run import Plan, aligned, lies_right, operand, releasable, runner, side_of
 from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.candidates.llvm.w4.codes import MOST_GROUP, Activations, CodesNest, CodesWriter, activations, chosen
 from tilewright.candidates.llvm.w4.kernel import CODES, WIDE, GroupedNest, GroupedWriter
@@ -168,7 +168,7 @@ class LlvmW4:
             prepare,
             workspace_bytes=scratch,
             packed_bytes=nest.packed_rhs,
-            releasable=unread(problem, plan),
+            releasable=releasable(problem, plan),
         )
 
 

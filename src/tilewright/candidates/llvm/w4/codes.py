@@ -244,7 +244,7 @@ class CodesWriter(GroupedWriter):
 
     # -- the kernel
 
-    def _micro(self, rows: int, *, fresh: bool) -> None:
+    def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
         """result tile = lhs tile x weight panel. Where there are no registers for totals beside sums, they stay in the tile."""
         assert fresh, "K is never cut"
         n, d = self._coded, self.nest.dot

@@ -19,8 +19,7 @@ import torch
 
 from tilewright.candidates.llvm.expressions.casts import Casts
 from tilewright.candidates.llvm.expressions.text import Function, Int, vec
-from tilewright.candidates.llvm.gemm.macro import Packed, Writer
-from tilewright.candidates.llvm.gemm.micro import Micro
+from tilewright.candidates.llvm.gemm.kernel import GemmWriter, Packed
 from tilewright.candidates.llvm.gemm.nest import Nest, rounded
 from tilewright.dtype import F32, DType
 
@@ -129,7 +128,7 @@ def streamed(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.Tenso
     return stream
 
 
-class GroupedWriter(Writer):
+class GroupedWriter(GemmWriter):
     """Writes a `GroupedNest`; its right operand is always packed before."""
 
     nest: GroupedNest
@@ -137,7 +136,7 @@ class GroupedWriter(Writer):
     @cached_property
     def direct(self) -> bool:
         """Its own micro-kernels fill tiles."""
-        return self.nest.decoded and Micro.direct.func(self)
+        return self.nest.decoded and GemmWriter.direct.func(self)
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
         self._function(name).finish()
@@ -182,15 +181,15 @@ class GroupedWriter(Writer):
                         f.store(floats, value, f.at(out, step * row_bytes + j * line), line)
         f.finish()
 
-    def _block(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
+    def _macro_kernel(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
         if self.nest.decoded:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
             own = self._scratch(f, f.add(self.nest.threads_at, f.mul(me, self.nest.thread_bytes)))
             f.call("decode", ("ptr", packed.rhs), ("ptr", own))
             packed = replace(packed, rhs=own)
-        super()._block(f, b, p0, t0, packed)
+        super()._macro_kernel(f, b, p0, t0, packed)
 
-    def _micro(self, rows: int, *, fresh: bool) -> None:
+    def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
         """result tile = lhs tile x weight panel.
 
         A group's sums are scaled when they are complete; totals stay in the tile where there are no registers for them. Weights
@@ -198,7 +197,7 @@ class GroupedWriter(Writer):
         """
         assert fresh, "K is never cut"
         if self.nest.decoded:
-            super()._micro(rows, fresh=fresh)
+            super()._micro_kernel(rows, fresh=fresh)
             return
         n, d = self.nest, self.nest.dot
         nv, line, row_bytes = n.blocks.nv, n.dot.lanes * 4, n.nr * 4

@@ -1,0 +1,688 @@
+"""The loop nest of a matrix product as LLVM IR: packing, loops around blocks, macro-kernel, micro-kernel, epilogue.
+
+BLIS's five loops, from the outside: blocks of nc columns and of mc rows are tasks that threads take from a counter
+(`_block_loops`); within a block, passes over kc of K, tiles of mr rows and panels of nr columns (`_macro_kernel`); within a
+tile, groups of K (`_micro_kernel`). Both operands are packed first, unless they lie right as they are: the right one into
+panels of nr columns, K in groups of 4 bytes; the left one into tiles of mr rows, copied row by row. A tile's columns are
+vectors; its rows are broadcast. Threads pack together, meet at a barrier, and take blocks of the result; or, of many matrices,
+each takes whole ones and packs for itself. No sum is ever split between threads, so results do not depend on how many there
+are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from tilewright.candidates.llvm.expressions.casts import element
+from tilewright.candidates.llvm.expressions.text import Function, Int, Module, suffix, vec
+from tilewright.candidates.llvm.expressions.vector import BINARY, Columns, Vectors
+from tilewright.candidates.llvm.gemm import amx
+from tilewright.candidates.llvm.gemm.dots import PAIRS
+from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
+from tilewright.dtype import F32
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Map, Param
+from tilewright.lowering.access import Access
+
+FEW = 3  # operations on an accumulator that registers are left for
+MASKED = 16  # lanes of vectors of which an instruction stores a part
+QUICK = {*BINARY, "relu", "maximum", "minimum"}
+PLACE = (("i64", "row"), ("i64", "column"), ("ptr", "sums"))  # of a tile in the result, and its rows' corrections
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Where a block's operands lie: one matrix's tiles of the left one, the block's first panel of the right one, the rows'
+    corrections, and room for tiles of the result."""
+
+    lhs: str
+    rhs: str
+    sums: str
+    results: str
+
+
+class GemmWriter:
+    """Writes a nest as a module with an entry `python(pointers…, threads, pack)`."""
+
+    def __init__(self, nest: Nest, module: Module | None = None):
+        self.nest, self.module = nest, module or Module(rounds_bf16=nest.dot.instruction == PAIRS)
+
+    def _function(self, name: str, *more: tuple[str, str]) -> Function:
+        return Function(self.module, name, [("ptr", "d"), *more])
+
+    def _pointer(self, f: Function, index: int) -> str:
+        """A pointer that the call was given."""
+        return f.load("ptr", f.at("%d", 8 * index), 8)
+
+    def _sources(self, f: Function, access: Access) -> Callable[[Node], str]:
+        leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
+        loaded = {n: self._pointer(f, n.op.index) for n in leaves if isinstance(n.op, Param)}
+        return loaded.__getitem__
+
+    def _scratch(self, f: Function, offset: Int) -> str:
+        return f.at(self._pointer(f, self.nest.pointers - 2), offset)
+
+    def _rhs(self, f: Function) -> str:
+        return self._pointer(f, self.nest.pointers - 1) if self.nest.constant else self._scratch(f, self.nest.rhs_at)
+
+    def _counter(self, f: Function, which: int) -> str:
+        return f.at("%d", rounded(8 * self.nest.pointers) + CACHE_LINE * which)
+
+    def write(self) -> Module:
+        n = self.nest
+        sizes = {n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())
+        for rows in sorted(sizes):
+            self._micro_kernel(rows, fresh=True)
+            if n.passes > 1:
+                self._micro_kernel(rows, fresh=False)
+        for i, store in enumerate(() if self.direct else n.stores):
+            self._store_tile(i, store, whole=True)
+            if self._partial(store):
+                self._store_tile(i, store, whole=False)
+        self._pack_rhs()
+        if n.blocks.pack_lhs or n.choice.correction:
+            self._pack_lhs()
+        if n.blocks.packs_per_thread:
+            self._prefetch()
+        self._block_loops()
+        self._worker()
+        self._entry()
+        return self.module
+
+    # -- packing
+
+    def _operand(self, vectors: Vectors, row: Int, as_: str) -> str:
+        """An operand's value, in the type that the instruction multiplies."""
+        dot = self.nest.dot
+        dtype, root = dot.lhs if as_ == "lhs" else dot.rhs, vectors.access.root.dtype
+        value = vectors.row(row)
+        # 8-bit codes stay as they are: their sign is the instruction's business
+        if root is not dtype if root.is_float else element(root) != element(dtype):
+            value = vectors.convert(value, root, dtype)
+        if dot.element == "bfloat":
+            return vectors.f.v(f"bitcast {vec(vectors.lanes, 'i16')} {value} to {vec(vectors.lanes, 'bfloat')}")
+        return value
+
+    def _pack_lhs(self) -> None:
+        """pack_lhs(d): tiles of the left operand, a task each; pack_tile(d, b, tile, to, sums): one of them."""
+        n = self.nest
+        self._pack_tile()
+        if n.blocks.packs_per_thread:
+            return
+        f = self._function("pack_lhs")
+        copies, sums = self._scratch(f, 0), self._scratch(f, n.sums_at)
+        with f.tasks(self._counter(f, 1), n.batch * n.tiles) as task:
+            b, tile = f.div(task, n.tiles), f.rem(task, n.tiles)
+            place = f.add(f.mul(f.mul(b, n.passes), n.tiles), tile)
+            self._call_pack_tile(f, b, tile, f.at(copies, f.mul(place, n.lhs_tile)), f.at(sums, f.mul(f.mul(b, n.rows), 4)))
+        f.finish()
+
+    def _call_pack_tile(self, f: Function, b: Int, tile: Int, to: str, sums: str) -> None:
+        f.call("pack_tile", ("ptr", "%d"), ("i64", b), ("i64", tile), ("ptr", to), ("ptr", sums))
+
+    def _pack_tile(self) -> None:
+        """A tile of matrix b to its place in the first pass, and its rows' sums to the matrix's where they are needed."""
+        n, d = self.nest, self.nest.dot
+        f = self._function("pack_tile", ("i64", "b"), ("i64", "tile"), ("ptr", "to"), ("ptr", "sums"))
+        sources = self._sources(f, n.lhs)
+        begin = f.mul("%tile", n.blocks.mr)
+        with f.loop(0, f.min(n.blocks.mr, f.sub(n.rows, begin))) as loop:
+            inside = f.add(begin, loop.index)
+            row = f.add(f.mul("%b", n.rows), inside)
+            turn = f.rem(loop.index, d.rows)
+            line = f.add(f.mul(f.sub(loop.index, turn), n.lhs_stride), f.mul(turn, d.lane_bytes))
+
+            def one(column: Int, mask: str | None, total: str) -> str:
+                vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
+                value = self._operand(vectors, row, "lhs")
+                if mask is not None:
+                    t = d.operand
+                    value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
+                if n.blocks.pack_lhs:
+                    pass_, at = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
+                    place = f.mul(f.mul(pass_, n.tiles), n.lhs_tile)
+                    offset = f.add(place, f.add(line, f.mul(at, d.rows * d.lane_bytes // d.k)))
+                    for i, (type_, part) in enumerate(self._by_group(f, value)):
+                        f.store(type_, part, f.at("%to", f.add(offset, i * d.rows * d.lane_bytes)), 4)
+                return d.emit(f, total, value, "splat (i8 1)") if n.choice.correction else total
+
+            whole = n.depth // n.vector * n.vector
+            zero = [(d.accumulator, "zeroinitializer")]
+            with f.loop(0, whole, n.vector, zero) as inner:
+                inner.next = [one(inner.index, None, inner.carried[0])]
+            total = inner.carried[0]
+            if n.depth % n.vector:
+                total = one(whole, f.first_lanes(n.vector, n.depth - whole), total)
+            if n.choice.correction:
+                i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes * d.rows}i32", "i32", (d.accumulator, total))
+                times = d.lanes if d.rows > 1 else 1  # that each sum is in it, once for a column
+                f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction // times}"), f.at("%sums", f.mul(inside, 4)), 4)
+        f.finish()
+
+    def _by_group(self, f: Function, value: str) -> list[tuple[str, str]]:
+        """Types and values of what of a packed vector of one row lies together."""
+        n, d = self.nest, self.nest.dot
+        if d.rows == 1:
+            return [(d.operand, value)]
+        type_ = vec(d.k, d.element)
+        return [(type_, f.shuffle(d.operand, value, value, range(at, at + d.k))) for at in range(0, n.vector, d.k)]
+
+    def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
+        """name(d): panels of the right operand, a task each; name_panel(d, b, panel, out): one of them."""
+        n = self.nest
+        f = self._function(f"{name}_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "out"))
+        if n.depth:
+            (self._pack_along if n.k_contiguous else self._pack_across)(f, "%b", "%panel", "%out")
+        f.finish()
+        f = self._function(name)
+        if not n.blocks.packs_per_thread:
+            with f.tasks(self._counter(f, counter), n.batch * n.panels) as task:
+                b, panel = f.div(task, n.panels), f.rem(task, n.panels)
+                out = f.at(self._rhs(f), f.mul(task, n.panel))
+                f.call(f"{name}_panel", ("ptr", "%d"), ("i64", b), ("i64", panel), ("ptr", out))
+        f.finish()
+
+    def _flipped(self, f: Function, type_: str, value: str) -> str:
+        return f.v(f"xor {type_} {value}, splat (i8 -128)") if self.nest.choice.flip else value
+
+    def _column(self, f: Function, panel: Int, part: Int) -> Int:
+        """The right operand's column at which a vector of a panel starts."""
+        n = self.nest
+        if n.gate_up is None:
+            return f.add(f.mul(panel, n.nr), f.mul(part, n.dot.lanes))
+        each = n.blocks.nv // 2
+        inside = f.add(f.mul(panel, n.width), f.mul(f.rem(part, each), n.dot.lanes))
+        return f.add(inside, f.mul(f.div(part, each), n.stored))
+
+    def _pack_across(self, f: Function, b: Int, panel: Int, out: str) -> None:
+        """From rows of columns: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
+        n, d = self.nest, self.nest.dot
+        sources = self._sources(f, n.rhs)
+        inside, lanes = n.columns % n.nr, d.lanes * d.rows
+        type_ = vec(lanes * d.k, d.element)
+        with f.loop(0, n.blocks.nv, d.rows) as part:
+            column = self._column(f, panel, part.index)
+            mask = f.first_lanes(lanes, f.sub(n.columns, column)) if inside else None
+            aligned = n.gate_up is None or n.stored % lanes == 0
+            vectors = Vectors(f, n.rhs, lanes, Columns(column, aligned, mask), sources)
+
+            def group(index: Int, count: int, at: Int = part.index, vectors: Vectors = vectors) -> None:
+                first = f.add(f.mul(b, n.depth), f.mul(index, d.k))
+                rows = [self._operand(vectors, f.add(first, i), "rhs") for i in range(count)]
+                rows += ["zeroinitializer"] * (d.k - count)
+                value = self._flipped(f, type_, self._interleaved(f, rows, lanes))
+                f.store(type_, value, f.at(out, f.mul(f.add(f.mul(index, n.blocks.nv), at), d.vector_bytes)), 4)
+
+            with f.loop(0, n.depth // d.k) as loop:
+                group(loop.index, d.k)
+            if n.depth % d.k:
+                group(n.depth // d.k, n.depth % d.k)
+            for index in range(-(-n.depth // d.k), n.groups(n.depth)):  # past K, up to a whole tile
+                place = f.mul(f.add(index * n.blocks.nv, part.index), d.vector_bytes)
+                f.store(d.operand, "zeroinitializer", f.at(out, place), 4)
+
+    def _interleaved(self, f: Function, rows: list[str], lanes: int) -> str:
+        """Vectors of a row's columns into one of columns' groups."""
+        element_type = self.nest.dot.element
+        while len(rows) > 1:
+            # each vector holds groups of `width` elements a column
+            half = len(rows) // 2
+            width = len(rows[:1]) and (self.nest.dot.k // len(rows))
+            pairs: list[str] = []
+            for i in range(half):
+                count = lanes * width
+                picks = [
+                    lane * width + e + (count if side else 0) for lane in range(lanes) for side in (0, 1) for e in range(width)
+                ]
+                pairs.append(f.shuffle(vec(count, element_type), rows[2 * i], rows[2 * i + 1], picks))
+            rows = pairs
+        return rows[0]
+
+    def _pack_along(self, f: Function, b: Int, panel: Int, out: str) -> None:
+        """From columns of K: as many columns as lanes are read and their groups transposed; what K leaves over, word by word,
+        which is the shorter code."""
+        n, d = self.nest, self.nest.dot
+        sources = self._sources(f, n.rhs)
+        word, width = f"i{8 * d.lane_bytes}", d.vector_bytes
+        words = vec(d.lanes, word)
+        whole = n.depth // n.vector * n.vector
+        left = n.depth - whole
+        line = f.alloca(width) if left else ""
+        with f.loop(0, n.blocks.nv) as part:
+            column = self._column(f, panel, part.index)
+
+            def read(vectors: Vectors, i: Int, mask: str | None, column: Int = column) -> str:
+                inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored
+                value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
+                if mask is not None:
+                    value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
+                return f.v(f"bitcast {d.operand} {self._flipped(f, d.operand, value)} to {words}")
+
+            def place(group: Int, at: Int = part.index) -> str:
+                return f.at(out, f.mul(f.add(f.mul(group, n.blocks.nv), at), width))
+
+            if whole:
+                with f.loop(0, whole, n.vector) as loop:
+                    vectors = Vectors(f, n.rhs, n.vector, Columns(loop.index, True, None), sources)
+                    first = f.div(loop.index, d.k)
+                    for i, value in enumerate(transposed(f, [read(vectors, i, None) for i in range(d.lanes)], word)):
+                        f.store(words, value, place(f.add(first, i)), 4)
+            if left:
+                mask = f.first_lanes(n.vector, left)
+                vectors = Vectors(f, n.rhs, n.vector, Columns(whole, True, mask), sources)
+                with f.loop(0, d.lanes) as lane:
+                    f.store(words, read(vectors, lane.index, mask), line, width)
+                    to = f.mul(lane.index, d.lane_bytes)
+                    with f.loop(0, n.groups(left)) as group:
+                        value = f.load(word, f.at(line, f.mul(group.index, d.lane_bytes)), 4)
+                        f.store(word, value, f.at(place(f.add(whole // d.k, group.index)), to), 4)
+
+    # -- the loops around blocks
+
+    def _block_loops(self) -> None:
+        n, blocks = self.nest, self.nest.blocks
+        f = self._function("multiply")
+        if blocks.packs_per_thread or n.passes > 1:
+            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+            own = self._scratch(f, f.add(0 if blocks.packs_per_thread else n.threads_at, f.mul(me, n.thread_bytes)))
+        else:
+            own = f.alloca(n.result_tile)
+        if not blocks.packs_per_thread:
+            copies, right, sums = self._scratch(f, 0), self._rhs(f), self._scratch(f, n.sums_at)
+            across, down = -(-n.panels // blocks.nc_panels), -(-n.tiles // blocks.mc_tiles)
+            with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
+                b, inner = f.div(task, across * down), f.rem(task, across * down)
+                p0, t0 = f.mul(f.div(inner, down), blocks.nc_panels), f.mul(f.rem(inner, down), blocks.mc_tiles)
+                first = f.at(right, f.mul(f.add(f.mul(b, n.panels), p0), n.panel))
+                self._macro_kernel(
+                    f, b, p0, t0, Packed(f.at(copies, f.mul(b, n.passes * n.tiles * n.lhs_tile)), first, sums, own)
+                )
+        else:
+            right, sums = f.at(own, n.rhs_at), f.at(own, n.sums_at)
+            results = f.at(own, n.threads_at) if n.passes > 1 else f.alloca(n.result_tile)
+            with f.tasks_ahead(self._counter(f, 2), n.batch) as (b, following):
+                if blocks.pack_lhs or n.choice.correction:
+                    with f.loop(0, n.tiles) as tile:
+                        self._call_pack_tile(f, b, tile.index, f.at(own, f.mul(tile.index, n.lhs_tile)), sums)
+                of_row = f.at(sums, f.sub(0, f.mul(b, n.rows * 4)))
+                with f.loop(0, n.panels, blocks.nc_panels) as p0:
+                    with f.loop(p0.index, f.min(f.add(p0.index, blocks.nc_panels), n.panels)) as panel:
+                        out = f.at(right, f.mul(f.sub(panel.index, p0.index), n.panel))
+                        f.call("pack_rhs_panel", ("ptr", "%d"), ("i64", b), ("i64", panel.index), ("ptr", out))
+                    more = f.compare("slt", f.add(p0.index, blocks.nc_panels), n.panels)
+                    p2 = f.v(f"select i1 {more}, i64 {f.add(p0.index, blocks.nc_panels)}, i64 0")
+                    b2 = f.v(f"select i1 {more}, i64 {b}, i64 {following}")
+                    with f.loop(0, n.tiles, blocks.mc_tiles) as t0:
+                        self._macro_kernel(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
+                        with f.when(f.compare("slt", b2, n.batch)):
+                            f.call("ask", ("ptr", "%d"), ("i64", b2), ("i64", p2), ("i64", t0.index))
+        if n.dot.tile_registers:
+            amx.release(f)
+        f.finish()
+
+    def _prefetch(self) -> None:
+        """ask(d, b, panel, tile): for a part of the operands of the block that starts at `panel` of matrix b.
+
+        Each block of tiles asks for its share, so that memory is read at an even pace while products are computed.
+        """
+        n, blocks = self.nest, self.nest.blocks
+        f = self._function("ask", ("i64", "b"), ("i64", "panel"), ("i64", "tile"))
+        shares = -(-n.tiles // blocks.mc_tiles)
+
+        def region(access: Access, extent: int, first: Int, last: Int, begin: Int, end: Int) -> None:
+            """Rows of matrix b, a share of them, and columns begin to end."""
+            bits = max(x.dtype.bits for x in toposort((access.root,)) if isinstance(x.op, Param))
+            line = CACHE_LINE * 8 // bits
+            with f.loop(first, last) as row, f.loop(begin, end, line) as column:
+                vectors = Vectors(f, access, line, Columns(column.index, True, None), self._sources(f, access))
+                vectors.prefetch(f.add(f.mul("%b", extent), row.index))
+
+        share = f.div("%tile", blocks.mc_tiles)
+        for half in range(0, n.columns, n.stored):
+            column = f.add(f.mul("%panel", n.width), half)
+            until = f.min(f.add(column, blocks.nc_panels * n.width), half + n.stored)
+            if n.k_contiguous:
+                each = -(-blocks.nc_panels * n.width // shares)
+                first = f.add(column, f.mul(share, each))
+                region(n.rhs, n.columns, first, f.min(f.add(first, each), until), 0, n.depth)
+            else:
+                each = -(-n.depth // shares)
+                first = f.mul(share, each)
+                region(n.rhs, n.depth, first, f.min(f.add(first, each), n.depth), column, until)
+        with f.when(f.compare("eq", "%panel", 0)):
+            each = blocks.mc_tiles * blocks.mr
+            first = f.mul(share, each)
+            region(n.lhs, n.rows, first, f.min(f.add(first, each), n.rows), 0, n.depth)
+        f.finish()
+
+    # -- the macro-kernel
+
+    def _macro_kernel(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
+        """All tiles of a block: from panel p0 and tile t0 of matrix b on."""
+        n, blocks = self.nest, self.nest.blocks
+        p1, t1 = f.min(f.add(p0, blocks.nc_panels), n.panels), f.min(f.add(t0, blocks.mc_tiles), n.tiles)
+
+        def tile_row(rows: int, tile: Int, pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
+            begin = f.mul(tile, blocks.mr)
+            a, stride = self._lhs_tile(f, packed.lhs, b, tile, begin, pass_)
+            with f.loop(p0, p1) as loop:
+                place = f.add(f.mul(f.sub(loop.index, p0), n.panel), f.mul(pass_, self._pass_bytes))
+                out = packed.results
+                if n.passes > 1:
+                    index = f.add(f.mul(f.sub(tile, t0), blocks.nc_panels), f.sub(loop.index, p0))
+                    out = f.at(out, f.mul(index, n.result_tile))
+                right = f.at(packed.rhs, place)
+                args = [("ptr", a), ("i64", stride), ("ptr", right), ("ptr", out), ("i64", groups)]
+                if n.prefetch_distance:  # this tile's share of the block that comes after
+                    share = f.mul(f.mul(tile, n.prefetch_distance * CACHE_LINE), groups)
+                    args.append(("ptr", f.at(right, f.add(self._pass_bytes, share))))
+                row = f.add(f.mul(b, n.rows), begin)
+                if self.direct:
+                    args += [("ptr", "%d"), ("i64", row), ("i64", f.mul(loop.index, n.width)), ("ptr", packed.sums)]
+                f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
+                if last and not self.direct:
+                    self._epilogue(f, out, row, rows, loop.index, packed.sums)
+
+        def configure(rows: int) -> None:
+            if n.dot.tile_registers:
+                amx.configure(f, n.dot, rows)
+
+        def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
+            full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
+            if full:
+                configure(blocks.mr)
+                with f.loop(t0, f.min(t1, full)) as loop:
+                    tile_row(blocks.mr, loop.index, pass_, groups, fresh=fresh, last=last)
+            if full < n.tiles:
+                with f.when(f.compare("eq", t1, n.tiles)):
+                    configure(n.last_mr)
+                    tile_row(n.last_mr, n.tiles - 1, pass_, groups, fresh=fresh, last=last)
+
+        each, final = n.groups(min(blocks.kc, n.depth)), n.groups(n.depth - (n.passes - 1) * blocks.kc)
+        if n.passes > 1:
+            one_pass(0, each, fresh=True, last=False)
+            with f.loop(1, n.passes - 1) as loop:
+                one_pass(loop.index, each, fresh=False, last=False)
+        one_pass(n.passes - 1, final, fresh=n.passes == 1, last=True)
+
+    @property
+    def _pass_bytes(self) -> int:
+        return self.nest.panel_bytes(self.nest.blocks.kc)
+
+    def _lhs_tile(self, f: Function, copies: str, b: Int, tile: Int, begin: Int, pass_: Int) -> tuple[str, Int]:
+        """Where a tile of the left operand starts in one pass, and how far apart its rows are."""
+        n = self.nest
+        if n.blocks.pack_lhs:
+            return f.at(copies, f.mul(f.add(f.mul(pass_, n.tiles), tile), n.lhs_tile)), n.lhs_stride
+        leaf = next(x for x in toposort((n.lhs.root,)) if isinstance(x.op, Param))
+        place, size = n.lhs.of_leaf(leaf), n.dot.lhs.bits // 8
+        row_term, outer = place.rows[0], place.rows[1:]
+        offset = f.add(place.offset, f.mul(begin, row_term.stride))
+        if outer:
+            offset = f.add(offset, f.mul(b, outer[0].stride))
+        elif n.batch > 1:
+            offset = f.add(offset, f.mul(f.mul(b, n.rows), row_term.stride))
+        offset = f.add(offset, f.mul(pass_, n.blocks.kc))
+        assert isinstance(leaf.op, Param)
+        return f.at(self._pointer(f, leaf.op.index), f.mul(offset, size)), row_term.stride * size
+
+    # -- the micro-kernel
+
+    @cached_property
+    def direct(self) -> bool:
+        """Results go to where they lie straight from the accumulators: what is done to them is little, so that no register is
+        missed, and each is all that is made of its tile."""
+        n = self.nest
+        (store, *others), d = n.stores, n.dot
+        if others or any(n.largest) or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
+            return False
+        if n.columns % n.nr and d.lanes < MASKED:
+            return False
+        if [(t.inner, t.stride) for t in store.of_result().columns] != [(1, 1)]:
+            return False
+        done = [x.op for x in toposort((store.root,)) if not isinstance(x.op, (Acc, Const, Param, *VIEWS))]
+        return len(done) <= FEW and all(isinstance(op, Convert) or (isinstance(op, Map) and op.fn in QUICK) for op in done)
+
+    def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
+        """result tile (+)= lhs tile x rhs panel over `groups` groups of K; or the result itself, see `direct`."""
+        d, nv = self.nest.dot, self.nest.blocks.nv
+        name = f"micro_{rows}{'' if fresh else '_more'}"
+        if d.tile_registers:
+            amx.micro(self.module, self.nest, name, rows, fresh=fresh)
+            return
+        args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
+        asks = self.nest.prefetch_distance
+        args += [("ptr", "next")] if asks else []
+        f = Function(self.module, name, [*args, ("ptr", "d"), *PLACE] if self.direct else args)
+        width, tops = d.vector_bytes, range(0, rows, d.rows)
+        row_at = [f.mul("%stride", m) for m in tops]
+        first = ["zeroinitializer"] * (len(tops) * nv)
+        if not fresh:
+            first = [self._result(f, m, j, rows) for m in tops for j in range(nv)]
+        unroll = 4 if len(first) <= d.registers // 4 else 1  # what is in flight stays in registers
+
+        def step(group: Int, acc: Sequence[str]) -> list[str]:
+            b, a = f.at("%b", f.mul(group, width * nv)), f.at("%a", f.mul(group, d.rows * d.lane_bytes))
+            for j in range(asks):  # what follows at once, processors read ahead themselves
+                f.prefetch(f.at("%next", f.add(f.mul(group, CACHE_LINE * asks), CACHE_LINE * j)), level=2)
+            right = [f.load(d.operand, f.at(b, width * j), width) for j in range(nv)]
+            after: list[str] = []
+            for m, at in enumerate(row_at):
+                if d.rows == 1:
+                    word = f.splat(d.lanes, "i32", f.load("i32", f.at(a, at), 1))
+                    left = f.v(f"bitcast {vec(d.lanes, 'i32')} {word} to {d.operand}")
+                else:
+                    left = f.load(d.operand, f.at(a, at), d.lane_bytes)
+                after += [d.emit(f, acc[m * nv + j], left, right[j]) for j in range(nv)]
+            return after
+
+        carried = [(d.accumulator, x) for x in first]
+        done: Int = 0
+        if unroll > 1:
+            done = f.mul(f.div("%groups", unroll), unroll)
+            with f.loop(0, done, unroll, carried) as loop:
+                acc = loop.carried
+                for i in range(unroll):
+                    acc = step(f.add(loop.index, i), acc)
+                loop.next = list(acc)
+            carried = [(d.accumulator, x) for x in loop.carried]
+        with f.loop(done, "%groups", 1, carried) as loop:
+            loop.next = step(loop.index, loop.carried)
+        results = iter(loop.carried)
+        if self.direct:
+            self._finish(f, rows, results)
+            tops = ()
+        for m in tops:
+            for j in range(nv):
+                self._keep(f, next(results), m, j, rows)
+        f.finish()
+
+    def _finish(self, f: Function, rows: int, results: Iterator[str]) -> None:
+        """Accumulators through the epilogue into the result."""
+        n, (store,), lanes = self.nest, self.nest.stores, self.nest.dot.lanes
+        target, sources = self._pointer(f, n.sources), self._sources(f, store)
+        parts: list[Vectors] = []
+        for j in range(n.width // lanes):
+            column = f.add("%column", j * lanes)
+            mask = f.first_lanes(lanes, f.sub(n.stored, column)) if n.stored % n.width else None
+            parts.append(Vectors(f, store, lanes, Columns(column, True, mask), sources, n.gate_up))
+        for m in range(rows):
+            row = f.add("%row", m)
+            sums = [self._corrected(f, lanes, next(results), row) for _ in range(n.blocks.nv)]
+            for j, vectors in enumerate(parts):
+                vectors.store(row, vectors.row(row, *sums[j :: len(parts)]), target)
+
+    def _corrected(self, f: Function, lanes: int, acc: str, row: Int) -> str:
+        """A vector of one row's accumulators without what a changed sign has added to it."""
+        if not self.nest.choice.correction:
+            return acc
+        fix = f.splat(lanes, "i32", f.load("i32", f.at("%sums", f.mul(row, 4)), 4))
+        return f.v(f"add {vec(lanes, 'i32')} {acc}, {fix}")
+
+    def _place(self, f: Function, row: int, part: int) -> tuple[str, str, int]:
+        """Type, address and alignment of a row's part of the result tile that one accumulator holds."""
+        d = self.nest.dot
+        return vec(d.lanes, d.word), f.at("%tile", (row * self.nest.blocks.nv + part) * d.lanes * 4), d.lanes * 4
+
+    def _result(self, f: Function, row: int, part: int, rows: int) -> str:
+        """An accumulator out of the result tile, from this row on."""
+        d, found = self.nest.dot, list[str]()
+        for m in range(row, row + d.rows):
+            found.append(f.load(*self._place(f, m, part)) if m < rows else "zeroinitializer")
+        if d.rows == 1:
+            return found[0]
+        return f.shuffle(vec(d.lanes, d.word), found[0], found[1], range(2 * d.lanes))
+
+    def _keep(self, f: Function, value: str, row: int, part: int, rows: int) -> None:
+        """An accumulator into the result tile, those of its rows that there are."""
+        d = self.nest.dot
+        for i, m in enumerate(range(row, min(row + d.rows, rows))):
+            type_, at, align = self._place(f, m, part)
+            of_row = value if d.rows == 1 else f.shuffle(d.accumulator, value, value, range(i * d.lanes, (i + 1) * d.lanes))
+            f.store(type_, of_row, at, align)
+
+    # -- the epilogue
+
+    def _partial(self, store: Access) -> bool:
+        """Some panel of the result belongs to this store in part."""
+        return bool(store.first % self.nest.width or store.columns_extent % self.nest.width)
+
+    def _store_tile(self, index: int, store: Access, *, whole: bool) -> None:
+        """A result tile through the epilogue into one result: whole rows at a time, so that long chains run side by side."""
+        n, lanes = self.nest, self.nest.width
+        args = [("ptr", "tile"), ("i64", "row"), ("i64", "rows"), ("i64", "column"), ("ptr", "sums")]
+        f = self._function(f"store_{index}{'' if whole else '_part'}", *args)
+        mask = None
+        if not whole:
+            below = f.first_lanes(lanes, f.sub(0, "%column"))
+            inside = f.first_lanes(lanes, f.sub(store.columns_extent, "%column"))
+            flags = vec(lanes, "i1")
+            mask = f.v(f"and {flags} {inside}, {f.v(f'xor {flags} {below}, splat (i1 true)')}")
+        columns = Columns("%column", store.first % lanes == 0, mask)
+        vectors = Vectors(f, store, lanes, columns, self._sources(f, store), n.gate_up)
+        target = self._pointer(f, n.sources + index)
+        type_ = vec(lanes, "float" if n.dot.acc is F32 else "i32")
+        words, largest = vec(lanes, "i32"), bool(n.largest) and n.largest[index]
+        with f.loop(0, "%rows", 1, [(words, "zeroinitializer")] if largest else []) as loop:
+            row = f.add("%row", loop.index)
+            sums: list[str] = []
+            for half in range(0, n.nr, lanes):
+                place = f.at(f.at("%tile", f.mul(loop.index, n.nr * 4)), half * 4)
+                acc = self._corrected(f, lanes, f.load(type_, place, math.gcd(lanes * 4, CACHE_LINE)), row)
+                sums.append(self._accumulated(vectors, acc))
+            value = vectors.row(row, *sums)
+            if largest:
+                bits = f.v(f"bitcast {vec(lanes, 'float')} {value} to {words}")
+                if mask is not None:
+                    bits = f.v(f"select {vec(lanes, 'i1')} {mask}, {words} {bits}, {words} zeroinitializer")
+                more = ((words, loop.carried[0]), (words, bits))
+                loop.next = [f.intrinsic(f"llvm.umax.{suffix(words)}", words, *more)]
+            else:
+                vectors.store(row, value, target)
+        if largest:
+            self._keep_largest(f, lanes, loop.carried[0], target)
+        f.finish()
+
+    def _keep_largest(self, f: Function, lanes: int, bits: str, target: str) -> None:
+        """The largest of a tile's magnitudes, as bits, into the one of all: threads rarely have to agree on who writes."""
+        most = f.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", "i32", (vec(lanes, "i32"), bits))
+        before = f.v(f"load atomic i32, ptr {target} monotonic, align 4")
+        with f.when(f.v(f"icmp ugt i32 {most}, {before}")):
+            f.v(f"atomicrmw umax ptr {target}, i32 {most} monotonic")
+
+    def _accumulated(self, vectors: Vectors, acc: str) -> str:
+        """The accumulator as the stores' expressions take it."""
+        return acc
+
+    def _epilogue(self, f: Function, tile: str, row: Int, rows: Int, panel: Int, sums: str = "null") -> None:
+        """A finished tile into every result it has columns of; `sums`: corrections by row."""
+        n, width = self.nest, self.nest.width
+        column = f.mul(panel, width)
+        for i, store in enumerate(n.stores):
+            own, last = f.sub(column, store.first), store.columns_extent
+            args = (("ptr", "%d"), ("ptr", tile), ("i64", row), ("i64", rows), ("i64", own), ("ptr", sums))
+            if store.first == 0 and last == n.stored and last % width == 0:
+                f.call(f"store_{i}", *args)
+                continue
+            full = f.compare("ule", own, last - width) if last >= width else "false"
+            if last >= width:
+                with f.when(full):
+                    f.call(f"store_{i}", *args)
+            if self._partial(store):
+                starts, ends = f.compare("sgt", own, -width), f.compare("slt", own, last)
+                some = f.v(f"and i1 {starts}, {ends}")
+                with f.when(f.v(f"and i1 {some}, {f.v(f'xor i1 {full}, true')}")):
+                    f.call(f"store_{i}_part", *args)
+
+    # -- entries
+
+    def _worker(self) -> None:
+        n = self.nest
+        f = self._function("worker")
+        steps: list[str] = []
+        if not n.blocks.packs_per_thread:
+            steps = ([] if n.constant else ["pack_rhs"]) + (["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else [])
+        for step in steps:
+            f.call(step, ("ptr", "%d"))
+        if steps:
+            f.intrinsic("GOMP_barrier", "void")
+        f.call("multiply", ("ptr", "%d"))
+        f.finish()
+
+    def _entry(self) -> None:
+        """run(pointers, threads, pack): pack the right operand if `pack`, else multiply; counters follow the pointers.
+
+        python(pointers…, threads, pack) is the same, called by CPython as METH_FASTCALL.
+        """
+        n = self.nest
+        counters = rounded(8 * n.pointers)
+        f = Function(self.module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
+        for i in range(3):
+            f.store("i64", "0", f.at("%d", counters + CACHE_LINE * i), 8)
+        if any(n.largest):
+            with f.when(f.compare("eq", "%pack", 0)):
+                for i in (i for i, largest in enumerate(n.largest) if largest):
+                    f.store("i32", "0", self._pointer(f, n.sources + i), 4)
+        which = f.v(f"select i1 {f.compare('ne', '%pack', 0)}, ptr @pack_rhs, ptr @worker")
+        alone = f.compare("eq", "%threads", 1)
+        with f.when(alone):
+            f.do(f"call void {which}(ptr %d)")
+        with f.when(f.v(f"xor i1 {alone}, true")):
+            count = f.v("trunc i64 %threads to i32")
+            f.intrinsic("GOMP_parallel", "void", ("ptr", which), ("ptr", "%d"), ("i32", count), ("i32", "0"))
+        f.finish()
+
+        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+        d = f.alloca(counters + 3 * CACHE_LINE)
+        for i in range(n.pointers):
+            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
+            f.store("ptr", value, f.at(d, 8 * i), 8)
+        threads, pack = (
+            f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * (n.pointers + i)), 8))) for i in (0, 1)
+        )
+        state = f.intrinsic("PyEval_SaveThread", "ptr")
+        f.call("run", ("ptr", d), ("i64", threads), ("i64", pack))
+        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
+        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+        f.finish("ptr @_Py_NoneStruct")
+
+
+def transposed(f: Function, rows: Sequence[str], word: str = "i32") -> list[str]:
+    """A square of words, its rows vectors of as many lanes: blocks are exchanged in ever smaller squares."""
+    lanes = len(rows)
+    type_, values = vec(lanes, word), list(rows)
+    half = lanes // 2
+    while half:
+        low = [i % (2 * half) < half for i in range(lanes)]
+        first = [i if low[i] else lanes + i - half for i in range(lanes)]
+        second = [i + half if low[i] else lanes + i for i in range(lanes)]
+        for i in range(lanes):
+            if low[i]:
+                a, b = values[i], values[i + half]
+                values[i], values[i + half] = f.shuffle(type_, a, b, first), f.shuffle(type_, a, b, second)
+        half //= 2
+    return values
