@@ -20,7 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewright.candidates.triton.hopper._pipeline import barriers, pipeline
-from tilewright.candidates.triton.hopper.attention._softmax import (
+from tilewright.candidates.triton.hopper.attention._parts import (
     CHUNK,
     HIDDEN,
     PRODUCER_REGISTERS,
@@ -31,9 +31,12 @@ from tilewright.candidates.triton.hopper.attention._softmax import (
     ex2,
     fragment,
     inverse_of,
+    load_queries,
+    multiply_chunk,
+    rooms,
     weights_of,
 )
-from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret, tma_load
+from tilewright.candidates.triton.runtime._gluon import barrier
 
 SCANNED = gl.constexpr(512)  # places of a mask that are read at once
 
@@ -69,17 +72,10 @@ def sum_of_rows(x, config):
 def locate(item, config):
     """An item of work: a head, and which part of its queries, a tile for each warpgroup. Where causality makes some parts
     longer, those come first."""
-    parts: gl.constexpr = (config.queries + config.groups * ROWS - 1) // (config.groups * ROWS)
     if config.causal:
-        return item % config.heads, parts - 1 - item // config.heads
+        return item % config.heads, config.parts - 1 - item // config.heads
     else:
-        return item // parts, item % parts
-
-
-@gluon.jit
-def items(config):
-    """How many there are."""
-    return config.heads * ((config.queries + config.groups * ROWS - 1) // (config.groups * ROWS))
+        return item // config.parts, item % config.parts
 
 
 @gluon.jit
@@ -87,9 +83,9 @@ def chunks_of(part, config):
     """How many chunks of keys a part sees."""
     if config.causal:
         last = (part + 1) * (config.groups * ROWS) + config.shift
-        return gl.minimum((last + (CHUNK - 1)) // CHUNK, (config.keys + CHUNK - 1) // CHUNK)
+        return gl.minimum((last + (CHUNK - 1)) // CHUNK, config.chunks)
     else:
-        return (config.keys + CHUNK - 1) // CHUNK
+        return config.chunks
 
 
 # -- the warp that loads
@@ -124,7 +120,7 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, m
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     done = 0
-    for item in range(gl.program_id(0), items(config), gl.num_programs(0)):
+    for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
         head, part = locate(item, config)
         count = chunks_of(part, config)
         if config.hides:
@@ -161,13 +157,10 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, m
 
 
 @gluon.jit
-def load_queries(group, item, q_desc, q, q_full, config, q_at):
-    """Has TMA bring a tile of queries, once those before it are multiplied."""
+def load_tile(group, item, q_desc, q, q_full, config, q_at):
+    """Has TMA bring the queries of an item."""
     head, part = locate(item, config)
-    row = (part * config.groups + group) * ROWS
-    mbarrier.expect(q_full.index(group), ROWS * config.depth * q_desc.dtype.primitive_bitwidth // 8)
-    box = reinterpret(q.index(group), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
-    tma_load(q_desc, q_at(head, row), q_full.index(group), box)
+    load_queries(group, head, (part * config.groups + group) * ROWS, q_desc, q, q_full, config, q_at)
 
 
 @gluon.jit
@@ -175,9 +168,7 @@ def multiply_keys(q, k_ring, step, config):
     """Asks for the scores of a chunk; its stage."""
     stage, phase = k_ring.position(step)
     k_ring.wait(stage, phase)
-    zeros = gl.zeros([ROWS, CHUNK], gl.float32, fragment(CHUNK, q.dtype))
-    k = k_ring.buffers[0].index(stage)
-    return stage, warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return stage, multiply_chunk(q, k_ring.buffers[0].index(stage), CHUNK)
 
 
 @gluon.jit
@@ -233,8 +224,8 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, si
     q_phase = 0
     done = 0
     turn = 1 if group == 0 else 0
-    load_queries(group, gl.program_id(0), q_desc, q, q_full, config, q_at)
-    for item in range(gl.program_id(0), items(config), gl.num_programs(0)):
+    load_tile(group, gl.program_id(0), q_desc, q, q_full, config, q_at)
+    for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
         head, part = locate(item, config)
         if config.hides:
             slot, phase = counts.position(done)
@@ -299,8 +290,8 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, si
 
         # The next queries may come, and the first chunk's weights meet their values.
         barrier()
-        if item + gl.num_programs(0) < items(config):
-            load_queries(group, item + gl.num_programs(0), q_desc, q, q_full, config, q_at)
+        if item + gl.num_programs(0) < config.items:
+            load_tile(group, item + gl.num_programs(0), q_desc, q, q_full, config, q_at)
         acc = multiply_values(weights, v_ring, step + count - 1, acc, config)
         result = warpgroup_mma_wait(0, deps=(acc,))
         v_ring.release((step + count - 1) % config.stages)
@@ -319,15 +310,9 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     stages: gl.constexpr = config.stages
     groups: gl.constexpr = config.groups
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = gl.allocate_shared_memory(
-        q_desc.dtype, [groups, ROWS, config.depth], gl.NVMMASharedLayout.get_default_for([ROWS, config.depth], q_desc.dtype)
-    )
-    k = gl.allocate_shared_memory(
-        k_desc.dtype, [stages, CHUNK, config.depth], gl.NVMMASharedLayout.get_default_for([CHUNK, config.depth], k_desc.dtype)
-    )
-    v = gl.allocate_shared_memory(
-        v_desc.dtype, [stages, CHUNK, config.width], gl.NVMMASharedLayout.get_default_for([CHUNK, config.width], v_desc.dtype)
-    )
+    q = rooms(q_desc.dtype, groups, ROWS, config.depth)
+    k = rooms(k_desc.dtype, stages, CHUNK, config.depth)
+    v = rooms(v_desc.dtype, stages, CHUNK, config.width)
     if config.hides:
         hidden = gl.allocate_shared_memory(gl.float32, [stages, CHUNK], plain)
         shows_all = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)

@@ -28,7 +28,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewright.candidates.triton.hopper._pipeline import barriers, pipeline
 from tilewright.candidates.triton.hopper.attention import sizes
-from tilewright.candidates.triton.hopper.attention._softmax import (
+from tilewright.candidates.triton.hopper.attention._parts import (
     CHUNK,
     HIDDEN,
     PRODUCER_REGISTERS,
@@ -37,7 +37,11 @@ from tilewright.candidates.triton.hopper.attention._softmax import (
     TO_POWERS_OF_2,
     base_of,
     fragment,
+    head_of,
     inverse_of,
+    load_queries,
+    multiply_chunk,
+    rooms,
     weights_of,
 )
 from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret, tma_load
@@ -45,7 +49,7 @@ from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret, tm
 GROUPS = gl.constexpr(sizes.GROUPS)
 AHEAD = gl.constexpr(sizes.AHEAD)
 
-# -- constants of a head: its keys in chunks, its tiles in runs that see as many chunks
+# -- a head's keys in chunks
 
 
 @gluon.constexpr_function
@@ -58,27 +62,6 @@ def chunks(keys):
 def extent(keys, i):
     """Keys of a chunk, with zeros after the last up to a multiple of `ROWS`."""
     return min(CHUNK.value, (keys + ROWS.value - 1) // ROWS.value * ROWS.value - i * CHUNK.value)
-
-
-@gluon.constexpr_function
-def runs(config):
-    return len(config.runs.value)
-
-
-@gluon.constexpr_function
-def first_tile(config, run):
-    return config.runs.value[run][0]
-
-
-@gluon.constexpr_function
-def last_tile(config, run):
-    return config.runs.value[run][1]
-
-
-@gluon.constexpr_function
-def seen_keys(config, run):
-    """Keys that the last tile of a run sees."""
-    return config.runs.value[run][2]
 
 
 @gluon.constexpr_function
@@ -120,27 +103,12 @@ def begin_of(part, parts: gl.constexpr, first: gl.constexpr):
 
 
 @gluon.jit
-def head_of(buffer, keys: gl.constexpr):
-    """The first rows of a buffer."""
-    if buffer.shape[0] == keys:
-        return buffer
-    else:
-        return buffer.slice(0, keys)
-
-
-@gluon.jit
 def as_product(buffer, config):
     """Codes in shared memory as the matrix unit takes them."""
     if config.stored == config.product:
         return buffer
     else:
         return reinterpret(buffer, dtype(config.product), buffer.shape, buffer.layout)
-
-
-@gluon.jit
-def multiply_chunk(q, k, size: gl.constexpr):
-    zeros = gl.zeros([ROWS, size], gl.float32, fragment(size, q.dtype))
-    return warpgroup_mma(q, head_of(k, size).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -260,6 +228,11 @@ def finish(acc, sums, head, tile, scales, side, out: gl.constexpr, config, epilo
 
 
 @gluon.jit
+def room(kind: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    return gl.allocate_shared_memory(kind, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind))
+
+
+@gluon.jit
 def ones_of(unit: gl.constexpr, config):
     """What weights are multiplied by to be added up."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, CHUNK], unit)
@@ -267,18 +240,6 @@ def ones_of(unit: gl.constexpr, config):
     ones.store(gl.full([8, CHUNK], 1.0, unit, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
     fence_async_shared()
     return ones
-
-
-@gluon.jit
-def room(kind: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    return gl.allocate_shared_memory(kind, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind))
-
-
-@gluon.jit
-def rooms(kind: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Several of them."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
-    return gl.allocate_shared_memory(kind, [count, rows, columns], layout)
 
 
 # -- blocks of one head
@@ -295,9 +256,8 @@ def arrived():
 @gluon.jit
 def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexpr, config, load_q, mask, epilogue):
     out: gl.constexpr = fragment(config.width, v[0].dtype)
-    keys: gl.constexpr = seen_keys(config, run)
-    tiles: gl.constexpr = last_tile(config, runs(config) - 1) + 1
-    follows: gl.constexpr = first_tile(config, run) + config.splits < tiles
+    keys: gl.constexpr = config.runs[run][2]
+    follows: gl.constexpr = config.runs[run][0] + config.splits < config.tiles
 
     # Prologue: all scores, masked, and the largest of each row.
     asked = multiply_keys(as_product(q, config), k, keys, config)
@@ -306,11 +266,11 @@ def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexp
     for i in gl.static_range(chunks(keys)):
         s = warpgroup_mma_wait(chunks(keys) - 1 - i, deps=(asked[i],))
         s = apply_mask(s, i, head, tile, whole, scales, side, config, mask)
-        s = apply_causal(s, i, tile, first_tile(config, run), config)
+        s = apply_causal(s, i, tile, config.runs[run][0], config)
         row_max = max_with(row_max, s, i, out)
         scores = scores + (s,)
     if follows:
-        if last_tile(config, run) + config.splits < tiles or tile + config.splits < tiles:
+        if config.runs[run][1] + config.splits < config.tiles or tile + config.splits < config.tiles:
             load_q(q, head, tile + config.splits, side)
         async_copy.commit_group()
 
@@ -331,7 +291,6 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
     gdc_launch_dependents()
     gdc_wait()
     unit: gl.constexpr = dtype(config.unit)
-    count: gl.constexpr = chunks(config.keys)
     program = gl.program_id(0)
     head = program // config.splits
     part = program % config.splits
@@ -339,7 +298,7 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
     stored = room(dtype(config.stored), ROWS, config.depth)
     k = ()
     v = ()
-    for i in gl.static_range(count):
+    for i in gl.static_range(config.chunks):
         k = k + (room(dtype(config.stored), extent(config.keys, i), config.depth),)
         v = v + (room(unit, extent(config.keys, i), config.width),)
     if config.ones:
@@ -349,14 +308,14 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
 
     codes = ()
     if read_v is not None:
-        for i in gl.static_range(count):
+        for i in gl.static_range(config.chunks):
             codes = codes + (read_v(key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side),)
     load_q(stored, head, part, side)
     products = ()
-    for i in gl.static_range(count):
+    for i in gl.static_range(config.chunks):
         load_k(k[i], key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side)
         products = products + (as_product(k[i], config),)
-    for i in gl.static_range(count):
+    for i in gl.static_range(config.chunks):
         if read_v is not None:
             v[i].store(as_floats(codes[i]))
         else:
@@ -364,14 +323,14 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
     async_copy.commit_group()
     whole = ()
     if config.by_keys and not config.added:
-        for i in gl.static_range(count):  # read again where it is needed, as registers are full
+        for i in gl.static_range(config.chunks):  # read again where it is needed, as registers are full
             whole = whole + (shows_all(extent(config.keys, i), i, head, side, config, mask),)
     arrived()
 
     # Tiles go to blocks in turn.
     n: gl.constexpr = config.splits
-    for run in gl.static_range(runs(config)):
-        for tile in range(begin_of(part, n, first_tile(config, run)), last_tile(config, run) + 1, n):
+    for run in gl.static_range(len(config.runs)):
+        for tile in range(begin_of(part, n, config.runs[run][0]), config.runs[run][1] + 1, n):
             attend_tile(
                 tile, head, stored, products, v, ones, whole, scales, side, run, config, load_q, mask, epilogue
             )  # fmt: skip
@@ -394,7 +353,6 @@ def turned(number, config):
 
 @gluon.jit
 def stream_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask):
-    count: gl.constexpr = chunks(config.keys)
     size: gl.constexpr = extent(config.keys, 0)
     n = 0
     for at in range(gl.program_id(0), config.heads, gl.num_programs(0)):
@@ -402,25 +360,25 @@ def stream_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, si
         key_head = head // config.shared
         stage, phase = k_ring.position(n)
         k_ring.acquire(stage, phase)
-        k_ring.expect(stage, count * size * config.depth * k_desc.dtype.primitive_bitwidth // 8)
-        for i in gl.static_range(count):
-            k_ring.load(stage, k_desc, k_at(key_head, i * CHUNK), k_ring.buffers[0].index(stage * count + i))
+        k_ring.expect(stage, config.chunks * size * config.depth * k_desc.dtype.primitive_bitwidth // 8)
+        for i in gl.static_range(config.chunks):
+            k_ring.load(stage, k_desc, k_at(key_head, i * CHUNK), k_ring.buffers[0].index(stage * config.chunks + i))
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
-        for i in gl.static_range(count):
-            full = v_full.index(stage * count + i)
+        for i in gl.static_range(config.chunks):
+            full = v_full.index(stage * config.chunks + i)
             mbarrier.expect(full, size * config.width * v_desc.dtype.primitive_bitwidth // 8)
-            box = reinterpret(v.index(stage * count + i), v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
+            box = reinterpret(v.index(stage * config.chunks + i), v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
             tma_load(v_desc, v_at(key_head, i * CHUNK), full, box)
         if config.by_keys:  # the least of scores and this is taken (infinities), or it is added
             layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
-            for i in gl.static_range(count):
+            for i in gl.static_range(config.chunks):
                 keys = i * CHUNK + gl.arange(0, size, gl.SliceLayout(0, layout))
                 queries = gl.arange(0, 1, gl.SliceLayout(1, layout))
                 read = mask(head, queries, keys, i * CHUNK + size > config.keys, side)
                 if config.added:
-                    bias.index(stage * count + i).store(gl.max(read * TO_POWERS_OF_2, 0))
+                    bias.index(stage * config.chunks + i).store(gl.max(read * TO_POWERS_OF_2, 0))
                 else:
-                    bias.index(stage * count + i).store(gl.max(gl.where(read, SHOWN, HIDDEN), 0))
+                    bias.index(stage * config.chunks + i).store(gl.max(gl.where(read, SHOWN, HIDDEN), 0))
             mbarrier.arrive(m_full.index(stage), count=1)
         n += 1
 
@@ -429,19 +387,12 @@ def stream_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, si
 def apply_bias(scores, bias, i: gl.constexpr, stage, whole, scales, config):
     """A mask that is the same for all queries, as it lies beside the keys."""
     layout: gl.constexpr = scores.type.layout
-    row = head_of(bias.index(stage * chunks(config.keys) + i), scores.shape[1])
+    row = head_of(bias.index(stage * config.chunks + i), scores.shape[1])
     if config.added:
         scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
     elif whole[i] == 0:
         scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])
     return scores
-
-
-@gluon.jit
-def load_queries(group, head, tile, q_desc, q, q_full, config, q_at):
-    mbarrier.expect(q_full.index(group), ROWS * config.depth * q_desc.dtype.primitive_bitwidth // 8)
-    box = reinterpret(q.index(group), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
-    tma_load(q_desc, q_at(head, tile * ROWS), q_full.index(group), box)
 
 
 @gluon.jit
@@ -470,8 +421,6 @@ def stream_tile(
     the next queries."""
     q_desc, q, q_full, k_ring, v, v_full, _ = rings
     out: gl.constexpr = fragment(config.width, v.dtype)
-    count: gl.constexpr = chunks(config.keys)
-    tiles: gl.constexpr = last_tile(config, runs(config) - 1) + 1
     head = turned(at, config)
 
     # Prologue: all scores, masked, and the largest of each row.
@@ -479,7 +428,7 @@ def stream_tile(
     own = pin(stage)  # places are worked out anew: as invariants of the loop they would fill registers
     k = ()
     for i in gl.static_range(chunks(keys)):
-        k = k + (k_ring.buffers[0].index(own * count + i),)
+        k = k + (k_ring.buffers[0].index(own * config.chunks + i),)
     asked = multiply_keys(q.index(group), k, keys, config)
     scores = ()
     row_max = 0.0
@@ -495,20 +444,20 @@ def stream_tile(
 
     # The next queries may come, after a head's last tile its keys may go.
     barrier()
-    more = tile + 2 < tiles
+    more = tile + 2 < config.tiles
     k_ring.release(stage, more == 0)
     ahead = gl.where(more, at, at + gl.num_programs(0))
     tile_ahead = gl.where(more, tile + 2, following)
     if ahead < config.heads:
-        load_queries(group, turned(ahead, config), tile_ahead, q_desc, q, q_full, config, q_at)
+        load_queries(group, turned(ahead, config), tile_ahead * ROWS, q_desc, q, q_full, config, q_at)
 
     # Mainloop: weights, chunk by chunk.
     base = base_of(row_max, scales, config.masked)
     own = pin(stage)
     acc, sums = begin_sums(out, v.dtype, config)
     for i in gl.static_range(chunks(keys)):
-        mbarrier.wait(v_full.index(stage * count + i), phase)
-        acc, sums = multiply_values(acc, sums, scores[i], base, v.index(own * count + i), ones, i, scales, out, config)
+        mbarrier.wait(v_full.index(stage * config.chunks + i), phase)
+        acc, sums = multiply_values(acc, sums, scores[i], base, v.index(own * config.chunks + i), ones, i, scales, out, config)
     finish(acc, sums, head, tile, scales, side, out, config, epilogue)
     return q_phase ^ 1
 
@@ -516,14 +465,12 @@ def stream_tile(
 @gluon.jit
 def stream_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue):
     q_desc, q, q_full, k_ring, _, v_full, v_empty = rings
-    count: gl.constexpr = chunks(config.keys)
-    tiles: gl.constexpr = last_tile(config, runs(config) - 1) + 1
     n = 0
     q_phase = 0
-    load_queries(group, turned(gl.program_id(0), config), group, q_desc, q, q_full, config, q_at)
+    load_queries(group, turned(gl.program_id(0), config), group * ROWS, q_desc, q, q_full, config, q_at)
     for at in range(gl.program_id(0), config.heads, gl.num_programs(0)):
         stage, phase = k_ring.position(n)
-        if tiles % 2 == 1:  # who begins with the first tile takes one more
+        if config.tiles % 2 == 1:  # who begins with the first tile takes one more
             start = (group + n) % 2
             following = 1 - start
         else:
@@ -537,29 +484,30 @@ def stream_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at
         if config.by_keys:
             mbarrier.wait(m_full.index(stage), phase)
             if not config.added:
-                for i in gl.static_range(count):
-                    own = head_of(bias.index(stage * count + i), extent(config.keys, i)).load(flat(extent(config.keys, i)))
+                for i in gl.static_range(config.chunks):
+                    row = head_of(bias.index(stage * config.chunks + i), extent(config.keys, i))
+                    own = row.load(flat(extent(config.keys, i)))
                     whole = whole + (gl.min(own, 0) > 0,)
                     if i > 0:
                         seen = gl.where(gl.max(own, 0) > 0, i + 1, seen)
         k_ring.wait(stage, phase)
         if config.by_keys and not config.added and not config.causal:
-            for some in gl.static_range(1, count + 1):
+            for some in gl.static_range(1, config.chunks + 1):
                 if seen == some:
-                    for tile in range(start, tiles, 2):
+                    for tile in range(start, config.tiles, 2):
                         q_phase = stream_tile(
                             group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
                             0, keys_of(config, some), config, q_at, mask, epilogue,
                         )  # fmt: skip
         else:
-            for run in gl.static_range(runs(config)):
-                for tile in range(begin_of(start, 2, first_tile(config, run)), last_tile(config, run) + 1, 2):
+            for run in gl.static_range(len(config.runs)):
+                for tile in range(begin_of(start, 2, config.runs[run][0]), config.runs[run][1] + 1, 2):
                     q_phase = stream_tile(
                         group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
-                        first_tile(config, run), seen_keys(config, run), config, q_at, mask, epilogue,
+                        config.runs[run][0], config.runs[run][2], config, q_at, mask, epilogue,
                     )  # fmt: skip
-        for i in gl.static_range(count):  # those that no tile saw have come, too, before others take their place
-            mbarrier.wait(v_full.index(stage * count + i), phase)
+        for i in gl.static_range(config.chunks):  # those that no tile saw have come, too, before others take their place
+            mbarrier.wait(v_full.index(stage * config.chunks + i), phase)
         barrier()
         mbarrier.arrive(v_empty.index(stage))
 
@@ -567,13 +515,12 @@ def stream_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at
 @gluon.jit
 def stream(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
     """`scales` and the generated functions are those of `functions.py`, `side` what they read and write."""
-    count: gl.constexpr = chunks(config.keys)
     size: gl.constexpr = extent(config.keys, 0)
     q = rooms(q_desc.dtype, GROUPS, ROWS, config.depth)
-    k = rooms(k_desc.dtype, AHEAD * count, size, config.depth)
-    v = rooms(v_desc.dtype, AHEAD * count, size, config.width)
+    k = rooms(k_desc.dtype, AHEAD * config.chunks, size, config.depth)
+    v = rooms(v_desc.dtype, AHEAD * config.chunks, size, config.width)
     if config.by_keys:
-        bias = gl.allocate_shared_memory(gl.float32, [AHEAD * count, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        bias = gl.allocate_shared_memory(gl.float32, [AHEAD * config.chunks, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         bias: gl.constexpr = None
     if config.ones:
@@ -582,7 +529,7 @@ def stream(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilo
         ones: gl.constexpr = None
     q_full = barriers(GROUPS, 1)
     k_ring = pipeline((k,), AHEAD, 1, GROUPS)
-    v_full = barriers(AHEAD * count, 1)  # values come chunk by chunk, and go head by head
+    v_full = barriers(AHEAD * config.chunks, 1)  # values come chunk by chunk, and go head by head
     v_empty = barriers(AHEAD, GROUPS)
     if config.by_keys:
         m_full = barriers(AHEAD, 1)

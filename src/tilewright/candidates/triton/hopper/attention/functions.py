@@ -40,7 +40,7 @@ class Config:
     Attributes:
         heads: of queries, over the whole batch.
         shared: how many of them have the same keys and values.
-        queries, keys: of a head.
+        queries, keys: of a head; `chunks` of keys are multiplied one after the other.
         depth, width: columns of queries and keys, and of values, filled up to powers of two.
         causal: a query sees no key more than `shift` after its own place.
         masked: a mask is read, which is the same for all queries of a head if it is `by_keys`, and is `added` to the scores
@@ -52,6 +52,7 @@ class Config:
     shared: int
     queries: int
     keys: int
+    chunks: int
     depth: int
     width: int
     causal: bool
@@ -67,9 +68,12 @@ class FlashConfig(Config):
     """What `_flash.py` is compiled for beside that; see `sizes.Ring`.
 
     Attributes:
+        parts, items: of a head's queries, a tile for each warpgroup; and of all heads.
         hides: chunks after the last key that a mask shows are left out.
     """
 
+    parts: int
+    items: int
     stages: int
     groups: int
     turns: bool
@@ -82,6 +86,7 @@ class RowsConfig(Config):
     """What `_rows.py` is compiled for beside that; see `sizes.Point`.
 
     Attributes:
+        tiles: of a head's queries.
         runs: tiles that see as many chunks of keys: first, last, and how many keys that one sees.
         stored, product: what Triton calls queries and keys in shared memory, and as the matrix unit takes them.
         unit: what it calls values and weights.
@@ -89,6 +94,7 @@ class RowsConfig(Config):
 
     splits: int
     ones: bool
+    tiles: int
     runs: tuple[tuple[int, int, int], ...]
     stored: str
     product: str
@@ -131,8 +137,10 @@ def kernel_text(heads: Heads, point: Point) -> Written:
     `arguments`."""
     made = _Generated(heads, point)
     if point.ring:
-        hides = made.by_keys and not made.added
-        return made.module("_flash.flash", FlashConfig(**made.config, **asdict(point.ring), hides=hides))
+        parts = -(-heads.queries // (point.ring.groups * ROWS))
+        items, hides = heads.batch * heads.heads * parts, made.by_keys and not made.added
+        config = FlashConfig(**made.config, **asdict(point.ring), parts=parts, items=items, hides=hides)
+        return made.module("_flash.flash", config)
     return made.module("_rows.stream" if point.streamed else "_rows.attend", made.rows)
 
 
@@ -160,6 +168,7 @@ class _Generated:
             "shared": h.shared,
             "queries": h.queries,
             "keys": h.keys,
+            "chunks": len(chunks(h.keys)),
             "depth": power(h.depth),
             "width": power(h.width),
             "causal": h.causal != "no",
@@ -182,6 +191,7 @@ class _Generated:
             **self.config,
             splits=point.splits,
             ones=point.ones,
+            tiles=len(seen),
             runs=tuple((run[0], run[-1], seen[run[-1]]) for run in runs),
             stored=in_memory(first),
             product=product,

@@ -1,11 +1,13 @@
 # type: ignore  (what is jitted is Triton's language, whose calls are not Python's)
-"""What the kernels of attention on Hopper have in common: layouts of products, and the parts of a softmax."""
+"""What the kernels of attention on Hopper have in common: shared memory, products and their layouts, the parts of a softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from tilewright.candidates.triton.attention.kernel import LOG2_E
 from tilewright.candidates.triton.hopper.attention import sizes
+from tilewright.candidates.triton.runtime._gluon import reinterpret, tma_load
 
 ROWS = gl.constexpr(sizes.ROWS)
 CHUNK = gl.constexpr(sizes.WIDEST)  # keys of a product
@@ -61,3 +63,34 @@ def inverse_of(row_sum, scales, config):
     if config.zero_rows:
         inverse = gl.where(row_sum == 0.0, 0.0, inverse)
     return inverse
+
+
+@gluon.jit
+def rooms(kind: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
+    """Shared memory for so many matrices, as the matrix unit takes them."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
+    return gl.allocate_shared_memory(kind, [count, rows, columns], layout)
+
+
+@gluon.jit
+def head_of(buffer, keys: gl.constexpr):
+    """The first rows of a buffer."""
+    if buffer.shape[0] == keys:
+        return buffer
+    else:
+        return buffer.slice(0, keys)
+
+
+@gluon.jit
+def multiply_chunk(q, k, size: gl.constexpr):
+    """Asks for the scores of a chunk of keys."""
+    zeros = gl.zeros([ROWS, size], gl.float32, fragment(size, q.dtype))
+    return warpgroup_mma(q, head_of(k, size).permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def load_queries(group, head, row, q_desc, q, q_full, config, q_at):
+    """Has TMA bring a warpgroup's queries, once those before them are multiplied."""
+    mbarrier.expect(q_full.index(group), ROWS * config.depth * q_desc.dtype.primitive_bitwidth // 8)
+    box = reinterpret(q.index(group), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
+    tma_load(q_desc, q_at(head, row), q_full.index(group), box)
