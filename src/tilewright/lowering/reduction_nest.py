@@ -47,7 +47,7 @@ from tilewright.schedule.problem import Destination
 
 COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")
 KEPT_COLUMNS = 1 << 16  # of rows whose intermediates are stored: past that they would leave the second-level cache
-MOST_AGAIN = 1.125  # times the work of expressions as they stand: of a mean in parts, a number a row is divided
+MOST_AGAIN = 1.125  # times the work of the expressions as given, at most: a mean in parts divides once more a row
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
 LONG = frozenset({"exponential", "exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 
