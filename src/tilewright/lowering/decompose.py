@@ -53,6 +53,15 @@ def decompose(roots: Sequence[Node]) -> list[Node]:
     return [made[r] for r in roots]
 
 
+def powers_as_products(roots: Sequence[Node]) -> tuple[Node, ...]:
+    """The expressions with floats to the power of a small number that is written there in products."""
+    made: dict[Node, Node] = {}
+    for n in toposort(roots):
+        src = [made[s] for s in n.src]
+        made[n] = _power(n, src) if isinstance(n.op, Map) and n.op.fn == "power" else n.with_src(src)
+    return tuple(made[r] for r in roots)
+
+
 def _reduction(op: Reduce, n: Node, x: Node) -> Node:
     if all(x.shape[a] == 1 for a in op.axes):
         return reshape(x, n.shape)

@@ -94,3 +94,14 @@ def test_a_product_s_results_are_quantised_without_dividing(monkeypatch):
     exact = (x.long() @ codes.long()).float() * torch.tensor(0.0123)
     assert torch.equal(program(x).float(), divided(exact, torch.tensor(0.37), 128, 0, 255))
     assert any("micro_" in text for text in texts) and not any(DIVIDES.search(text) for text in texts)
+
+
+def test_a_cube_beside_a_product_takes_no_f64(monkeypatch):
+    texts = []
+    made = engine.function
+    monkeypatch.setattr(engine, "function", lambda text: texts.append(text) or made(text))
+    a, b = input_("a", F32, (32, 64)), input_("b", F32, (64, 48))
+    program = tilewright.compile(Graph("cube", (a, b), (map_("power", gemm(a, b), const(3.0, F32)),), ("q",)), budget_s=0)
+    x, y = torch.randn(32, 64), torch.randn(64, 48)
+    assert torch.allclose(program(x, y), (x @ y) ** 3, rtol=1e-4, atol=1e-2)
+    assert any("micro_" in text for text in texts) and not any("double>" in text for text in texts)

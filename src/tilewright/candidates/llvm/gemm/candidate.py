@@ -22,6 +22,7 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Unsupported, gate_up, largest_of, of_operand, of_store, or_why
+from tilewright.lowering.decompose import powers_as_products
 from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
@@ -42,6 +43,7 @@ def _plan(problem: Problem, target: Target) -> Plan:
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
     largest = tuple(largest_of(root) for root in problem.op.stores)
     kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
+    kept = powers_as_products(kept)
     check(kept)
     roots, second = gate_up(kept, len(problem.types)) or (kept, None)
     stores = tuple(of_store(root) for root in roots)
