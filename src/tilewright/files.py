@@ -66,7 +66,8 @@ def require_writable(path: Path) -> None:
 
 
 def foreign(path: Path) -> str | None:
-    """Why a folder or file of this user's could hold what someone else wrote, as the end of a sentence; None if it could not.
+    """The reason, as the end of a sentence, why a folder or file of this user could hold what someone else wrote; None if it
+    could not.
 
     It must be this user's own, writable by nobody else, and no link. What is not there is nobody's.
     """

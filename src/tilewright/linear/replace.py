@@ -191,7 +191,7 @@ def _alike(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _why_not(name: str, module: torch.nn.Linear, parent: torch.nn.Module, filter: Filter | None) -> str | None:
-    """Why a layer stays as it is, whatever there is to put in its place; None if it need not."""
+    """The sentence why a layer stays as it is, whatever there is to put in its place; None if it need not."""
     if type(module) is not torch.nn.Linear and _kind(module) not in LINEAR | TRANSPOSED:
         return f"a {type(module).__name__}, whose owner may read its weight"
     if isinstance(parent, torch.nn.TransformerEncoderLayer):

@@ -20,7 +20,7 @@ from tilewright.rules._row_statistics import function_of
 
 
 class _LeftError(Exception):
-    """Why a place that is attention cannot be written as one operation; a sentence."""
+    """A place that is attention cannot be written as one operation: a sentence why."""
 
 
 @rule(Pat(Gemm), stage="recognise")

@@ -48,7 +48,7 @@ def compute_operand_where_it_is_read(m: Match) -> Node | None:
 
 
 def _stays(m: Match, node: Node, root: Node, other: Node, leaf: Node, found: Sequence[Node], beside: set[Node]) -> str | None:
-    """Why an operand is computed by a step of its own, or None."""
+    """The sentence why an operand is computed by a step of its own, or None."""
     op = node.op
     assert isinstance(op, Gemm)
     if leaf in beside or leaf in toposort((other,)):

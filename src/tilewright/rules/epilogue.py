@@ -50,7 +50,7 @@ def _readers_past_views(users: Users, node: Node) -> set[Node | None]:
 
 
 def _stays(m: Match, node: Node, producer: Node) -> str | None:
-    """Why `node` cannot move into the store of `producer`, or None."""
+    """The sentence why `node` cannot move into the store of `producer`, or None."""
     name = producer.op.name
     if len(m.users[producer]) != 1:
         return f"{len(m.users[producer])} operations read the {name}"

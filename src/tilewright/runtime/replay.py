@@ -255,7 +255,7 @@ class OnDevice:
 
 
 def _switched_off(steps: Sequence[Bound]) -> str | None:
-    """Why there is no graph whatever the inputs are."""
+    """The sentence why there is no CUDA graph whatever the inputs are; None if there may be one."""
     if os.environ.get(SWITCH) == "0":
         return f"step by step: {SWITCH} is 0"
     if len(steps) < 2:

@@ -180,7 +180,7 @@ class Bench:
         return time_interleaved(runs, self._target.device, budget_s=budget_s, at=at, before=self._before)
 
     def close(self) -> None:
-        """Nothing more is asked of it."""
+        """End the bench; nothing more may be asked of it."""
 
     def again(self, key: int, candidate: Candidate, schedule: Schedule) -> None:
         """Build once more what passed before, unexamined."""

@@ -141,7 +141,7 @@ class Cache:
 
     @property
     def unusable(self) -> str | None:
-        """Why nothing is kept, if nothing is."""
+        """The sentence why nothing is kept, None if records are."""
         return self._unusable
 
     def bytes(self) -> int:

@@ -193,7 +193,7 @@ class ForkServer:
         return answer
 
     def _wait(self, limit_s: float | None) -> None:
-        """Until there is an answer. What passes while processes are stopped, or the machine sleeps, does not count."""
+        """Wait until there is an answer. Time in which processes are stopped, or the machine sleeps, does not count."""
         assert self.worker is not None
         waited, had, pulse, before = 0.0, 0.0, self.number(PULSE), time.monotonic()
         state, used = _doing(self._pid)

@@ -101,7 +101,7 @@ def _sparse(size: int) -> torch.Tensor:
 
 
 class Watch(TorchDispatchMode):
-    """While entered, memory that is asked of torch without contents comes from `allocate`."""
+    """A mode in which memory that is asked of torch without contents comes from `allocate`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ _UNWRITTEN: frozenset[Any] = frozenset(
 
 @contextlib.contextmanager
 def threads(count: int) -> Generator[None]:
-    """So many threads for torch and for kernels that share its threads."""
+    """A context with `count` threads for torch and for kernels that share its threads."""
     before = torch.get_num_threads()
     if count == before:
         yield

@@ -286,7 +286,7 @@ def together(us: float, span_us: float = SPAN_US) -> int:
 
 
 def repeated(run: Callable[[], object], calls: int, device: str) -> Callable[[], None] | None:
-    """So many calls as one CUDA graph; None if they cannot be captured."""
+    """A CUDA graph of `calls` calls; None if they cannot be captured."""
 
     def several() -> None:
         for _ in range(calls):

@@ -293,7 +293,7 @@ class FusionProblem:
 
     @cached_property
     def only_views(self) -> bool:
-        """Nothing is computed and nothing need move."""
+        """Say whether nothing is computed and nothing need move."""
         return all(isinstance(n.op, (*VIEWS, Param)) for n in self.nodes)
 
     @property

@@ -228,7 +228,8 @@ class _Sampler:
 
 
 def _bounds(extent: int) -> list[int]:
-    """Below which the sources of an index are drawn in turn, for what has so many slices: a division may want more of them."""
+    """The bounds below which the sources of an index into `extent` slices are drawn in turn; a division may want more than
+    `extent`."""
     return [8 * extent >> i for i in range((8 * extent).bit_length())]
 
 

@@ -149,7 +149,7 @@ class TuningDatabase:
             self._cache.refuse(Refusal(self._any_budget(problem), str(problem), candidate, why[:LONGEST], time.time()))
 
     def alone(self, problem: AnyProblem, budget_s: float) -> AbstractContextManager[bool]:
-        """While this is held, other processes wait for the decision on the problem, for a while."""
+        """A context in which other processes wait for the decision on the problem, for `WAIT_S` seconds at most."""
         if self._cache is None:
             return contextlib.nullcontext(False)
         return self._cache.alone(self._key(problem, budget_s), WAIT_S)

@@ -125,7 +125,7 @@ def _place_of(x: Node, axis: int, function: str, last: bool) -> Node:
 
 @converts("CumSum", 11, 14)
 def _cumsum(op: OpNode) -> Node:
-    """Along one axis: a product with a triangle of ones."""
+    """A cumulative sum along one axis: a product with a triangle of ones."""
     x = op.input(0)
     axis = op.normal_axis(op.known_ints(1)[0], len(x.shape))
     n = x.shape[axis]
@@ -142,7 +142,7 @@ def _cumsum(op: OpNode) -> Node:
 @converts("Softmax", 1, 13)
 @converts("LogSoftmax", 1, 13)
 def _softmax(op: OpNode) -> Node:
-    """Along one axis; before version 13 along all from it on.
+    """A softmax along one axis; before version 13 along all from it on.
 
     In f16 it is left to ONNX's own definition, which rounds each step and not the result alone: onnx's tests hold f16 to
     that. A rule makes one softmax of the steps again.
@@ -160,7 +160,7 @@ def _softmax(op: OpNode) -> Node:
 
 @converts("LayerNormalization", 17, 17)
 def _layer_normalization(op: OpNode) -> list[Node | None]:
-    """And, where wanted, the mean and the inverse standard deviation it used."""
+    """A layer norm and, where wanted, the mean and the inverse standard deviation it used."""
     x, scale, bias = op.input(0), op.input(1), op.optional(2)
     axis = op.axis("axis", -1, len(x.shape))
     epsilon = op.real("epsilon", 1e-5)

@@ -65,7 +65,7 @@ def _leaky_relu(op: OpNode) -> Node:
 
 @converts("QLinearSoftmax", 1, 1, _MICROSOFT)
 def _softmax(op: OpNode) -> Node:
-    """Along one axis, or with an `opset` below 13 along all from it on."""
+    """A softmax of codes along one axis, or with an `opset` below 13 along all from it on."""
     x = _real(op, 0)
     axis = op.axis("axis", -1, len(x.shape))
     if op.integer("opset") >= 13:

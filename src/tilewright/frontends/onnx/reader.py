@@ -305,7 +305,7 @@ def _version_in(node: onnx.NodeProto, opsets: Mapping[str, int]) -> int:
 
 
 def _why_open(site: _Site) -> str:
-    """Why neither branch of an `If` is read, and what to do about it."""
+    """The sentence why neither branch of an `If` is read, and what to do about it."""
     condition = site.sources[0] if site.sources else None
     inputs = [n.op.label for n in toposort([condition]) if isinstance(n.op, Input)] if condition is not None else []
     if not inputs:

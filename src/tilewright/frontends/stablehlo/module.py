@@ -324,5 +324,5 @@ class Block:
         return list(self.raw.arguments)
 
     def operations(self) -> list[Operation]:
-        """Its operations in order; the returning one is last."""
+        """The block's operations in order; the returning one is last."""
         return [Operation(o) for o in self.raw.operations]

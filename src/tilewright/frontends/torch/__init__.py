@@ -129,8 +129,8 @@ GROUPED = 'the loop over experts is read as grouped products (set_experts_implem
 
 @contextlib.contextmanager
 def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
-    """While it is open, mixtures of transformers that loop over the experts with tokens multiply by groups, which is the same
-    function and no way that depends on the data; whether there are any. Those that cannot be set so stay as they are."""
+    """A context in which mixtures of transformers that loop over the experts with tokens multiply by groups, which is the same
+    function and no way that depends on the data; yields whether there are any. Those that cannot be set so stay as they are."""
     held = [
         (m, m.config, getattr(m.config, _EXPERTS)) for m in module.modules() if hasattr(getattr(m, "config", None), _EXPERTS)
     ]

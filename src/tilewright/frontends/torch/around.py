@@ -23,7 +23,7 @@ _TORCH = str(Path(torch.__file__).parent)
 
 @contextlib.contextmanager
 def numbers_refused(where: str) -> Generator[None]:
-    """While it is open, a trace in which Python takes a number out of a tensor ends, whatever becomes of the number: the symbol
+    """A context that ends a trace in which Python takes a number out of a tensor, whatever becomes of the number: the symbol
     that stands for it is no `float` or `int`, and as one `v == v` is true where it is NaN. torch's own checks may ask."""
     names = ("create_unbacked_symfloat", "create_unbacked_symint", "create_unbacked_symbool")
     held: dict[str, Any] = {name: getattr(ShapeEnv, name) for name in names}
@@ -78,7 +78,7 @@ class NothingMade(TorchFunctionMode):
 
 @contextlib.contextmanager
 def asking(found: list[str]) -> Generator[None]:
-    """While it is open, places outside torch that ask whether they are being traced are added to `found`."""
+    """A context that adds places outside torch that ask whether they are being traced to `found`."""
     held = {name: getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")}
 
     def noted(ask: Callable[[], bool]) -> Callable[[], bool]:

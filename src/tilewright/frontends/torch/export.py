@@ -373,6 +373,6 @@ def _check_mutations(program: ExportedProgram) -> None:
 
 
 def changes(what: str, name: str | None, where: str) -> UnsupportedError:
-    """That a program changes something in a way that has no place in a graph, to be raised."""
+    """An error to raise: the program changes something in a way that has no place in a graph."""
     hint = "model.eval() for batch norm; replace positions of a buffer, or pass a cache in and return the new one"
     return UnsupportedError(f"the program changes its {what} {name!r}", where=where, hint=hint)

@@ -26,7 +26,7 @@ TRANSLATIONS: dict[str, Translation] = {}
 
 
 class DependsOnDataError(UnsupportedError):
-    """That Python branches on, or takes a shape from, what only a call knows."""
+    """Python branches on, or takes a shape from, what only a call knows."""
 
 
 @dataclass(frozen=True)

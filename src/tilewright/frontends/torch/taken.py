@@ -200,7 +200,7 @@ def _place() -> str:
 
 @contextmanager
 def as_taken(module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]) -> Generator[list[str]]:
-    """While it is open, `module` goes the way that these inputs take, and compares at each call what that depends on.
+    """A context in which `module` goes the way that these inputs take, and compares at each call what that depends on.
 
     The module runs once here, and its buffers are then as they were.
 

@@ -37,7 +37,7 @@ def attribution_words(steps: Sequence[Step]) -> list[str]:
 
 
 def _reasons(steps: Sequence[Step], kind: str, by: dict[str, int], generated: set[str]) -> list[tuple[str, str]]:
-    """Why each candidate that is no generated kernel has what it has, the most frequent reason of each."""
+    """The most frequent reason of each candidate that is no generated kernel for what it has."""
     found: list[tuple[str, str]] = []
     for name in by:
         if name in generated:

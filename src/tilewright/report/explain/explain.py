@@ -123,7 +123,7 @@ def _cost_us(node: Node, ceilings: Target | None) -> float | None:
 
 
 def _why_before(neighbour: Node, operand: bool, reasons: Reasons) -> str:
-    """Why something that makes an operand or a side input is not read through."""
+    """The sentence why a node that makes an operand or a side input is not read through."""
     readers = len(reasons.readers(neighbour))
     if readers > 1:
         return f"{readers} operations read it, so it is computed once for all of them"

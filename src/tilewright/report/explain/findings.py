@@ -22,7 +22,7 @@ FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)
 
 
 class Reasons:
-    """Why operations of a compiled program were not folded, from the rules that saw them or from where they stand."""
+    """Reasons why operations of a compiled program were not folded, from the rules that saw them or from where they stand."""
 
     def __init__(self, program: Program) -> None:
         self._graph = program.graph
@@ -72,7 +72,8 @@ class Reasons:
         return self._readers.get(node, ())
 
     def why(self, node: Node) -> str:
-        """Why a node that could belong to a product is an operation of its own: which rule nearly fitted, what stopped it."""
+        """The sentence why a node that could belong to a product is an operation of its own: which rule nearly fitted, what
+        stopped it."""
         said = self.near_misses(node)
         if said:
             return "; ".join(said)
@@ -124,7 +125,7 @@ def _continued(before: Node, after: Node) -> Op | None:
 
 
 def not_read_through(node: Node) -> str:
-    """Why a product's operand is not read through a node that makes it."""
+    """The sentence why a product's operand is not read through a node that makes it."""
     return f"read operand through views and casts: {op_name(node)} is no view, dequantisation or widening cast"
 
 
@@ -189,6 +190,7 @@ def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) ->
 
 
 def _wrong(decision: Decision) -> str | None:
-    """That kernels which could have been faster were refused for their results, or for not coming back."""
+    """The sentence that kernels which could have been faster were refused for their results, or for not coming back; or
+    None."""
     said = [f"{r.candidate}: {r.why}" for r in decision.rejected if r.fatal or " is wrong: " in r.why]
     return f"kernels were refused that gave other results than the reference; report this ({'; '.join(said)})" if said else None

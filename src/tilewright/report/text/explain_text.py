@@ -113,7 +113,7 @@ def choice(chosen: Choice) -> str:
 
 
 def how(chosen: Choice, measured: bool, *, tied: bool = False) -> str:
-    """Why a candidate was chosen; `tied` if another was faster by less than what counts."""
+    """The words on why a candidate was chosen; `tied` if another was faster by less than what counts."""
     expected = _expected(chosen.predicted_us, chosen.time_us)
     if not measured or chosen.time_us is None:
         return f"the first in order of preference that agrees with the reference; nothing was timed{expected}"

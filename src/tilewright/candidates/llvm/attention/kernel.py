@@ -107,7 +107,7 @@ class AttentionWriter(GemmWriter):
 
     @cached_property
     def direct(self) -> bool:
-        """Its micro-kernels fill tiles, which the softmax and the stores read."""
+        """Say no: its micro-kernels fill tiles, which the softmax and the stores read."""
         return False
 
     def _rhs(self, f: Function) -> str:

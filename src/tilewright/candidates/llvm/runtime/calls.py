@@ -93,7 +93,7 @@ def _text() -> str:
         f.intrinsic("Py_DecRef", "void", ("ptr", value))
 
     def place_of(tensor: str, index: Int) -> None:
-        """Its address to where the kernel reads it."""
+        """Store a tensor's address where the kernel reads it."""
         number = asked(data_ptr, tensor)
         f.store("ptr", f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", number)), f.at(d, f.mul(index, 8)), 8)
         release(number)

@@ -42,7 +42,7 @@ def available() -> str | None:
 
 
 def refusal(plan: Callable[[], object]) -> str | None:
-    """Why no kernel is generated for a problem: the machine, or the sentence that `plan` gives in a plan's place."""
+    """The sentence why no kernel is generated for a problem: the machine, or what `plan` gives in a plan's place; or None."""
     why = available()
     if why is not None:
         return why

@@ -102,7 +102,7 @@ def _lent_type(size: int) -> Any:
 
 
 def _spoil() -> None:
-    """Nothing that a kernel is examined in may happen to hold the right numbers. Each block is taken out while it is filled."""
+    """Fill free memory with 0xFF, so that it does not happen to hold the right numbers. Each block is taken out meanwhile."""
     for blocks in list(_free.values()):
         for scratch in _in_turn(blocks):
             scratch[2].fill_(BYTE)

@@ -94,7 +94,7 @@ class Nest:
 
     @property
     def steps(self) -> int:
-        """Along K, of each part."""
+        """The steps along K of each part."""
         return -(-self.depth // (self.point.tile_k * self.point.split_k))
 
     @property

@@ -225,8 +225,8 @@ class _Rows(Emitter):
         return super()._node(n, access, done)
 
     def _spread(self, access: Access, place: AccessMap) -> tuple[str | None, str | None]:
-        """Also what varies along the columns alone is read as a tile, each thread its own columns: threads would share out a
-        vector, and exchange it through shared memory."""
+        """The offsets of rows and columns; what varies along the columns alone is read as a tile, too, each thread its own
+        columns: threads would share out a vector, and exchange it through shared memory."""
         rows, columns = super()._spread(access, place)
         if rows is None and columns is not None:
             columns = self.text.call("broadcast_to", columns, f"({self._tiles.tile_m}, {self._tiles.tile_n})")
