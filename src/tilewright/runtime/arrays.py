@@ -44,13 +44,13 @@ def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
     native = array if array.dtype.isnative else array.astype(dtype.to_numpy())
     contiguous = np.require(native, requirements=["C", "W"])
     if contiguous.dtype.isbuiltin != 1:
-        anchor = contiguous.view(_CARRIER[contiguous.dtype.itemsize])
-        return torch.from_numpy(anchor).view(dtype.to_torch()) if dtype.bits != 4 else _codes(anchor, dtype)
+        bits = contiguous.view(_CARRIER[contiguous.dtype.itemsize])
+        return torch.from_numpy(bits).view(dtype.to_torch()) if dtype.bits != 4 else _codes(bits, dtype)
     return torch.from_numpy(contiguous)
 
 
-def _codes(anchor: np.ndarray, dtype: DType) -> torch.Tensor:
-    low = torch.from_numpy(anchor).to(torch.int16) & 15
+def _codes(bits: np.ndarray, dtype: DType) -> torch.Tensor:
+    low = torch.from_numpy(bits).to(torch.int16) & 15
     return (torch.where(low > 7, low - 16, low) if dtype.kind == "int" else low).to(dtype.to_torch())
 
 

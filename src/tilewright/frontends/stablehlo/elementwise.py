@@ -40,7 +40,7 @@ def _function(site: Site) -> Value | NotImplementedType:
 
 
 def _shiftable(name: str, dtype: DType) -> bool:
-    """Shifts of 4-bit codes, and sign-filling shifts of unsigned types, are not those of their anchors."""
+    """Whether a shift may be done in the type's storage: not of 4-bit codes, nor a sign-filling one of an unsigned type."""
     return dtype.bits > 4 and not (name == "shift_right_arithmetic" and dtype.kind == "uint")
 
 

@@ -281,11 +281,11 @@ class Walk:
         if len(values) != len(op.results):
             raise UnsupportedError(f"it has {len(op.results)} results, {len(values)} were found", where=op.where)
         for result, v in zip(op.results, values, strict=True):
-            anchors = [v] if isinstance(v, Node) else [v.re, v.im] if isinstance(v, Complex) else []
-            for node in anchors:
+            nodes = [v] if isinstance(v, Node) else [v.re, v.im] if isinstance(v, Complex) else []
+            for node in nodes:
                 self._credit(node, op)
-            if anchors and [n.type for n in anchors] != carried_types(result.type, op.where):
-                raise UnsupportedError(f"its result is {anchors[0].type} where the text says {result.type}", where=op.where)
+            if nodes and [n.type for n in nodes] != carried_types(result.type, op.where):
+                raise UnsupportedError(f"its result is {nodes[0].type} where the text says {result.type}", where=op.where)
         return values
 
     def _unmodelled(self, site: Site) -> Value:

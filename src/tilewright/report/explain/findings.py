@@ -143,7 +143,7 @@ def unfused(program: Program, reasons: Reasons, cost_us: Mapping[int, float]) ->
 
 
 def _representative(step: Step) -> Node:
-    """The node of a unfused step that makes it one."""
+    """The node of an unfused step that makes it one."""
     working = [n for n in step.part.nodes if not isinstance(n.op, (*VIEWS, Const))] or list(step.part.nodes)
     return next((n for n in working if isinstance(n.op, Quantize)), working[0])
 
