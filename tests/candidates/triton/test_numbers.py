@@ -19,9 +19,9 @@ from tilewright.candidates.triton.hopper.attention import candidate as hopper_at
 from tilewright.candidates.triton.hopper.attention.functions import kernel_text as hopper_attention_text
 from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoint
 from tilewright.candidates.triton.hopper.gemm import candidate as hopper
+from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.space import form_of, plan_for
-from tilewright.candidates.triton.hopper.gemm.text import Writer
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import F8E4M3FN, F16, F32, S8, U8
 from tilewright.ir.build import const, convert, input_, map_
@@ -53,7 +53,7 @@ def product(step, scale, zero, dtype=S8, out=S8):
 
 
 def hopper_text(p, point=WHOLE):
-    return Writer(form_of(p, plan_for(plan_of(p), point), point), lambda n: f"p{n.op.index}").write()
+    return Program(form_of(p, plan_for(plan_of(p), point), point)).write()
 
 
 @pytest.mark.parametrize("step", STEPS)

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from gated import gated, of_ranges
+from ptx import emulate
 
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8
 from tilewright.hardware.chips.nvidia_h200 import CHIP
@@ -16,16 +17,17 @@ from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param, Quantize
 from tilewright.schedule.cost import predict
+from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
+from tilewright.schedule.sample import random_sources
 
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton.hopper import ptx
 from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
-from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, plan_for, points
-from tilewright.candidates.triton.hopper.gemm.split import room_bytes
-from tilewright.candidates.triton.hopper.gemm.text import Writer
+from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, plan_for, points, room_bytes
 from tilewright.candidates.triton.runtime import module as modules
 from tilewright.candidates.triton.runtime.module import assembly, needs
 
@@ -301,13 +303,12 @@ def test_a_store_that_tma_cannot_write_goes_by_addresses():
 
 
 def test_stores_that_are_alike_have_one_code():
-    texts = []
+    programs = []
     for p in (heads(), alike_heads(), alike_heads(joined=True)):
         plan = plan_of(p)
-        form = form_of(p, plan, replace(WHOLE, tile_n=192))
-        texts.append(Writer(form, lambda n: f"p{n.op.index}").write().text)
-    assert [t.count("fence_async_shared()") for t in texts] == [9, 3, 3]  # pieces of 64 columns, in stores of 16 bits
-    assert [line.strip() for line in texts[2].split("\n") if line.strip().startswith("s0 = ")] == [
+        programs.append(Program(form_of(p, plan, replace(WHOLE, tile_n=192))))
+    assert [len(x.config.store_columns) for x in programs] == [3, 1, 1]
+    assert [line.strip() for line in programs[2].write().text.split("\n") if line.strip().startswith("s0 = ")] == [
         "s0 = p2",
         "s0 = p2 + 768",
         "s0 = p2 + 1536",
@@ -316,10 +317,17 @@ def test_stores_that_are_alike_have_one_code():
 
 def test_a_tile_that_ends_in_two_stores_is_written_by_both():
     p = alike_heads()
-    form = form_of(p, plan_of(p), replace(WHOLE, tile_n=256, num_stages=3))
-    assert "part" in Writer(form, lambda n: f"p{n.op.index}").write().text
-    form = form_of(p, plan_of(p), replace(WHOLE, tile_n=224, num_stages=3))
-    assert "part" not in Writer(form, lambda n: f"p{n.op.index}").write().text
+    for tile_n, alike in ((256, True), (224, False)):
+        assert Program(form_of(p, plan_of(p), replace(WHOLE, tile_n=tile_n, num_stages=3))).config.alike is alike
+
+
+def test_the_source_file_stands_for_problems_of_all_extents():
+    """What is compiled depends on extents only where a tile may end beyond them, or a store takes some of the columns."""
+    texts = {Program(form_of(p, plan_of(p), WHOLE)).write().text for p in map(problem, ALIKE)}
+    assert len(texts) == 1
+
+
+ALIKE = [f"bf16[{m},{k}] @ bf16[{n},{k}]^T -> bf16" for m, n, k in ((512, 512, 640), (1024, 2048, 256))]
 
 
 @pytest.mark.parametrize(("dtype", "width"), [(F8E4M3FN, 768), (S8, 384)])
@@ -330,28 +338,28 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
     seen = set()
     for point in points(p, plan, replace(H200, cores=4)):
         form = form_of(p, plan_for(plan, point), point)
-        if not form.fetches:
+        kind = form.outs[0].columns, form.pingpong
+        if not form.fetches or kind in seen:
             continue
         _, view = form.outs[0].fetched
-        each = math.prod(view.box) * 2
-        text = Writer(form, lambda n: f"p{n.op.index}").write().text
-        expected = [int(n) for n in re.findall(r"mbarrier.expect\(fetched.index\(g\), (\d+)\)", text)]
-        copies = text.count("tma.async_copy_global_to_shared(d0_desc")
-        assert (sum(expected), len(expected)) == (copies * each, text.count("mbarrier.wait(fetched"))
-        seen.add(form.outs[0].columns)
-    assert {32, 64} <= seen
+        text = compiled(form, tuple(t.dtype for t in p.types)).kernel.asm["ptx"]
+        expected = [int(n) for n in re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[%r\d+\], (\d+);", text)]
+        copies = len(re.findall(r"cp\.async\.bulk\.tensor\S*mbarrier::complete_tx", text))
+        own = form.parts + form.units // (2 if form.paired else 1)  # of the operands, for which one barrier waits
+        assert sum(expected) - form.stage_bytes == (copies - own) * math.prod(view.box) * 2 > 0
+        seen.add(kind)
+    assert {32, 64} <= {columns for columns, _ in seen}
 
 
 def test_with_scales_by_blocks_no_copy_brings_what_is_added():
     """Their tiles ask for none: what stands where it would come to is not the residual."""
     p = problem("f8e4m3fn[130,512] block=1x128 @ f8e4m3fn[256,512]^T block=128x128 + residual:bf16 -> bf16")
     plan = plan_of(p)
-    found = [form_of(p, plan, point) for point in points(p, plan, H200)]
+    found = [Program(form_of(p, plan, point)) for point in points(p, plan, H200)]
     assert found
-    for form in found:
-        text = Writer(form, lambda n: f"p{n.op.index}").write().text
-        assert "gl.load(p4 + " in text
-        assert "fetched" not in text
+    for program in found:
+        assert "gl.load(p4 + " in program.write().text
+        assert not program.config.fetches
 
 
 def test_gate_and_up_meet_in_the_registers_of_one_tile():
@@ -363,17 +371,13 @@ def test_gate_and_up_meet_in_the_registers_of_one_tile():
     assert sass.count("UTMASTG") == 2 * 96 // 32  # both warpgroups: pieces of 32 columns, of 96 a tile
 
 
-def test_a_tile_reads_as_many_columns_of_both_halves():
-    p = gated(F16, (500,), 256, 200)
-    for tile_n, paired, rows in (
-        (128, False, ["0 * N + pn * 64 + 0", "1 * N + pn * 64 + 0"]),
-        (192, False, [f"{h} * N + pn * 96 + {i}" for h in (0, 1) for i in (0, 32, 64)]),
-        (192, True, [f"r * N + pn * 96 + {i}" for i in (0, 32, 64)]),
-    ):
-        form = form_of(p, plan_of(p), replace(WHOLE, tile_n=tile_n, paired=paired))
-        text = Writer(form, lambda n: f"p{n.op.index}").write().text
-        assert re.findall(r"copy_global_to_shared\(b_desc, \[b \* 2 \* N \+ (.*?), k \* 64\]", text) == rows
-        assert form.tiles(1, 500, 200) == -(-500 // (256 if paired else 128)) * -(-200 // (tile_n // 2))
+@pytest.mark.parametrize(("tile_n", "paired"), [(128, False), (192, False), (192, True)])
+def test_a_tile_reads_as_many_columns_of_both_halves(tile_n, paired):
+    p = gated(F16, (300,), 128, 200)
+    point = replace(WHOLE, tile_n=tile_n, paired=paired, blocks=4)
+    assert form_of(p, plan_of(p), point).tiles(1, 300, 200) == -(-300 // (256 if paired else 128)) * -(-200 // (tile_n // 2))
+    sources = random_sources(p)
+    assert check(p, expect(p, sources), emulate(CANDIDATE, p, point.schedule(64), sources)) is None
 
 
 def test_halves_that_blocks_scale_are_refused():
@@ -391,5 +395,5 @@ def test_alike_stores_of_both_halves_read_no_memory_for_the_right_one():
     wide = of_ranges(512, 512, 512, ((0, 256), (256, 512)))
     plan = plan_of(wide)
     form = form_of(wide, plan, points(wide, plan, H200)[0])
-    writer = Writer(form, lambda n: f"p{n.op.index}")
-    assert writer.alike and not re.search(r"\bp\d", writer.write().text)
+    program = Program(form)
+    assert program.alike and not re.search(r"\bp\d", program.write().text)

@@ -63,9 +63,9 @@ class Pipeline:
         mbarrier.arrive(self.full_barriers.index(stage), count=1)
 
     @gluon.jit
-    def wait(self, stage, phase):
+    def wait(self, stage, phase, pred=True):
         """A consumer waits until a stage is full."""
-        mbarrier.wait(self.full_barriers.index(stage), phase)
+        mbarrier.wait(self.full_barriers.index(stage), phase, pred=pred)
 
     @gluon.jit
     def release(self, stage, pred=True):
@@ -85,4 +85,9 @@ def barriers(stages: gl.constexpr, count: gl.constexpr):
 @gluon.jit
 def pipeline(buffers, stages: gl.constexpr, producers: gl.constexpr, consumers: gl.constexpr):
     """A ring over these buffers, whose stages get so many arrivals: of producers (1 for TMA's bytes), and of consumers."""
-    return Pipeline(buffers, barriers(stages, producers), barriers(stages, consumers), stages)
+    full = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [stages, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(stages):  # in turns: Triton has all threads meet between two of one array
+        mbarrier.init(full.index(i), count=producers)
+        mbarrier.init(empty.index(i), count=consumers)
+    return Pipeline(buffers, full, empty, stages)

@@ -7,6 +7,7 @@ import copy
 from dataclasses import fields
 from typing import Any
 
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core  # pyright: ignore[reportPrivateUsage]
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -23,6 +24,7 @@ barrier = _either(gl, "barrier", "thread_barrier")
 async_load = _either(async_copy, "async_load", "async_copy_global_to_shared")
 tma_load = _either(tma, "async_load", "async_copy_global_to_shared")
 tma_store = _either(tma, "async_store", "async_copy_shared_to_global")
+base_value = core.base_value
 _view = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
 
@@ -30,6 +32,18 @@ _view = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
     """Shared memory seen as another type, shape and layout."""
     return _view(buffer, dtype, shape, layout, _semantic=_semantic)
+
+
+def aggregate_of(cls: Any) -> Any:
+    """An `aggregate` that is made of its fields in order; what is a `constexpr` among them may be given plain."""
+    kinds = dict(cls.__annotations__)
+
+    def __init__(self: Any, *values: Any) -> None:  # noqa: N807
+        for name, value in zip(kinds, values, strict=True):
+            setattr(self, name, gl.constexpr(value) if kinds[name] is gl.constexpr else value)
+
+    cls.__init__ = gluon.constexpr_function(__init__)
+    return aggregate(cls)
 
 
 def constants(record: Any) -> Any:

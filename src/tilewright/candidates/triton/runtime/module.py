@@ -162,7 +162,8 @@ def instance(
         kernel: "module.function", called as `function(*given, side, CONFIG, **functions)`, with `side` the tuple of pointers,
             `scalars` and numbers.
         config: a frozen dataclass of numbers, strings and their tuples; its fields are `constexpr` there.
-        given: arguments of its own: names of the entry's arguments before `pointers`, or tuples of names and numbers.
+        given: arguments of its own: names, those of the entry's arguments before `pointers` among them, numbers, and their
+            tuples.
         pointers: arguments that generated functions alone read.
         functions: by the names that the kernel has for them.
         numbers: what a launch passes last (`Text.numbers`, which all bodies share).
@@ -181,7 +182,7 @@ def instance(
     for own, (arguments, body) in functions.items():
         unpacked = f"    {', '.join(side)}, = side\n" if "side" in arguments and side else ""
         lines.append(f"\n\n@gluon.jit\ndef {own}({', '.join(arguments)}):\n{unpacked}{body}")
-    entry = [*(g for g in given if g.isidentifier() and g not in scalars), *side]
+    entry = dict.fromkeys(n for g in given for n in re.findall(r"[A-Za-z_]\w*", g) if n not in side) | dict.fromkeys(side)
     call = [*given, f"({''.join(f'{x}, ' for x in side)})", "CONFIG", *(f"{own}={own}" for own in functions)]
     lines.append(f'\n\n@gluon.jit\ndef kernel({", ".join(entry)}):\n    """{note}"""\n    {name}({", ".join(call)})\n')
     return Written("\n".join(lines), numbers)

@@ -9,8 +9,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 from tilewright.candidates.triton.expressions.casts import pointer_type
+from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.form import Form
-from tilewright.candidates.triton.hopper.gemm.text import Writer
 from tilewright.candidates.triton.hopper.ptx import (
     Rewrite,
     narrowed,
@@ -67,9 +67,9 @@ def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:
 
 def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> module.Built:
     """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
-    writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
-    names = tuple(writer.arguments)
-    written = writer.write()
+    program = Program(form)
+    names = tuple(program.arguments)
+    written = program.write()
     kinds = tuple((signature(form, names, types) | written.signature).items())
     kernel = _machine_code(written.text, kinds, form.chained, _Rewritten.of(form), device)
     return module.Built(kernel, tuple(written.numbers.values()), names)
@@ -113,7 +113,7 @@ def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, 
     """Triton's compiled kernel of a text, which loads itself once, on the device that is then the current one."""
     with rewriting(*rewritten.rewrites()):
         return module.compiled(
-            module.module(text).gemm,
+            module.module(text).kernel,
             dict(kinds),
             module.Arch("cuda", 90, 32),
             num_warps=4,

@@ -1,4 +1,4 @@
-"""Gemms on Hopper: warp-specialised, persistent, fed and emptied by TMA (`_hopper_text.py`)."""
+"""Gemms on Hopper: warp-specialised, persistent, fed and emptied by TMA (`_kernel.py`)."""
 
 from __future__ import annotations
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from tilewright.candidates.triton.hopper.gemm.view import TmaView
-from tilewright.candidates.triton.hopper.w4.stage import Coded
 from tilewright.dtype import BF16, F16, DType
 from tilewright.ir.graph import Node
 from tilewright.lowering.access import Access
+
+if TYPE_CHECKING:
+    import torch
 
 FRAGMENT = {"s8": "int8", "u8": "int8", "f8e4m3fn": "float8e4nv", "f8e5m2": "float8e5", "bf16": "bfloat16", "f16": "float16"}
 HELD = (BF16, F16)  # of bytes it saved nothing: 25.8 us against 25.6 for sixteen products of 1024 x 1024 x 1024
@@ -80,6 +84,96 @@ class Out:
 
 
 @dataclass(frozen=True)
+class KernelConfig:
+    """What the kernel (`_kernel.py`) is compiled for: its constants, features among them. `Form` says more of those it has."""
+
+    tile_m: int  # rows and columns of a block's tile, and elements of K of a stage
+    tile_n: int
+    tile_k: int
+    width: int  # columns of the result that a tile gives, each of `halves` of its own
+    halves: int
+    own_n: int  # columns that one block finishes
+    shape_n: int  # tile_n as Triton is told
+    instruction: tuple[int, int, int]  # rows, columns and elements of K of one product, as Triton is told
+    integer: bool  # sums are int32, else f32
+    rows: int  # of a warpgroup
+    groups: int
+    parts: int  # of a stage of the left operand
+    pingpong: bool
+    turns: bool  # warpgroups take turns at the tensor cores
+    num_stages: int
+    stage_bytes: int
+    group_m: int
+    ahead: int  # steps along K of the prologue
+    hold: bool
+    streamed: bool  # stream-K
+    split: int  # blocks of a cluster that share K, by way of distributed shared memory
+    paired: bool  # multicast
+    cluster: int
+    chained: bool  # programmatic dependent launch
+    by_blocks: bool  # sums of 128 products are multiplied by scales
+    block_strides: tuple[int, ...]  # of those of rows: of a row, of a block of K; of those of columns the same
+    unit: int  # columns of the right operand that one copy brings, and copies to a stage
+    units: int
+    left: tuple[bool, bool, bool]  # along K, batched, shared: see `Side`
+    right: tuple[bool, bool, bool]
+    widened: bool  # a thread stores eight neighbours of a row
+    within: bool  # a view of shared memory may not be larger than what it is a view of
+    out_bytes: int
+    leaving: int
+    pieces: int  # of the first store
+    fetches: bool
+    stores_by_tma: bool  # some of them
+    alike: bool  # stores differ in their addresses alone, and one stands for all
+    store_columns: tuple[int, ...]  # of a piece of each store
+    store_first: tuple[int, ...]  # of the result's columns that it takes
+    store_extent: tuple[int, ...]  # how many; 0: all
+    store_by_tma: tuple[int, ...]  # which of the descriptors it has, -1 for none
+    store_across: tuple[bool, ...]  # rows are its contiguous axis
+    store_everywhere: tuple[bool, ...]  # every tile has a part in it
+    consumer_registers: int  # of a thread
+    producer_registers: int
+
+
+class Packed(Protocol):
+    """A left operand that comes packed in words, which a kernel of its own makes numbers of.
+
+    Attributes:
+        descriptors: what the kernel calls its arrays of words.
+        first: the number of the source with the first of them.
+    """
+
+    @property
+    def descriptors(self) -> tuple[str, ...]: ...
+    @property
+    def first(self) -> int: ...
+    @property
+    def kernel(self) -> str:
+        """Module and name of the kernel, which takes the right operand's descriptor and the tuple of these first."""
+        ...
+
+    def box(self, name: str, rows: int) -> list[int]:
+        """Words of a tile of so many rows that one copy of an array brings."""
+        ...
+
+    def copied_bytes(self, rows: int) -> int:
+        """Of all copies for a step."""
+        ...
+
+    def cut(self, name: str, packed: torch.Tensor) -> torch.Tensor:
+        """An array as copies cut it."""
+        ...
+
+    def configured(self, constants: Mapping[str, Any]) -> KernelConfig:
+        """The kernel's constants, those of every gemm given."""
+        ...
+
+    def turns(self, columns: int) -> bool:
+        """Whether warpgroups take turns at the tensor cores, in tiles of so many columns."""
+        ...
+
+
+@dataclass(frozen=True)
 class Form:
     """What a kernel's text depends on.
 
@@ -98,7 +192,7 @@ class Form:
         columns: of the result.
         outs: the stores.
         blocks: scales that sums of 128 products are multiplied by before they are added up.
-        coded: the left operand is codes, of which the warps that multiply make numbers.
+        coded: the left operand is words, of which the warps that multiply make numbers.
         second: what stands in the stores for sums of the right half of the right operand's columns, which meet those of the
             left half: a tile has as many of both.
         split: blocks of a cluster that have a share of K each, add up their sums, and finish a share of the columns each.
@@ -122,7 +216,7 @@ class Form:
     columns: int
     outs: tuple[Out, ...]
     blocks: Blocks | None = None
-    coded: Coded | None = None
+    coded: Packed | None = None
     second: Node | None = None
     split: int = 1
 
@@ -197,6 +291,26 @@ class Form:
         """Of a result; where blocks work in pairs, pairs of tiles one below the other."""
         down = -(-M // (self.tile_m * (2 if self.paired else 1)))
         return batch * down * -(-N // self.width)
+
+    @property
+    def turns(self) -> bool:
+        """Warpgroups take turns at the tensor cores."""
+        return self.pingpong or (self.coded is not None and self.coded.turns(self.shape_n))
+
+    @property
+    def ahead(self) -> int:
+        """Steps along K of a tile that are asked for before it is known which one it is."""
+        return self.pieces if self.hold else 1
+
+    @property
+    def consumer_registers(self) -> int:
+        """Of a thread of a warpgroup, of 64K in all."""
+        return 232 if self.coded else 240
+
+    @property
+    def producer_registers(self) -> int:
+        """Of a thread of the warp that loads: more where words are asked for as well."""
+        return 40 if self.coded else 24
 
     @property
     def pieces(self) -> int:

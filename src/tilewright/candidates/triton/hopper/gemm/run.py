@@ -10,7 +10,6 @@ import torch
 from tilewright.candidates.triton.hopper.gemm.form import Form, Side, size
 from tilewright.candidates.triton.hopper.gemm.plan import Matrix, Plan
 from tilewright.candidates.triton.hopper.gemm.view import TmaView
-from tilewright.candidates.triton.hopper.w4.stage import as_cut
 from tilewright.candidates.triton.runtime.launch import Counters, addresses, dense, maker, on
 from tilewright.candidates.triton.runtime.module import Built, launcher
 from tilewright.candidates.triton.runtime.versions import tensor_map
@@ -88,8 +87,9 @@ def runner(
     operands = [*([] if form.coded else [(plan.lhs, form.lhs)]), (plan.rhs, form.rhs)]
     arrays: list[Tma] = [of_matrix(m, side, meta) for (m, side), meta in zip(operands, metas, strict=False)]
     packed = [] if form.coded is None else [weights[form.coded.first + i] for i in range(len(form.coded.descriptors))]
-    for name, t in zip(form.coded.descriptors if form.coded else (), packed, strict=True):
-        cut = as_cut(name, t)
+    for i, t in enumerate(packed):
+        assert form.coded is not None
+        cut = form.coded.cut(form.coded.descriptors[i], t)
         arrays.append(Tma(metas[len(arrays)], cut.shape, cut.stride(), 0))
     first = len(arrays)
     views = [(i, o) for i, o in enumerate(form.outs) if o.view is not None]

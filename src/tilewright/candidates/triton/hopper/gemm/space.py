@@ -15,7 +15,6 @@ from itertools import product
 from tilewright.candidates.triton.hopper.gemm.alike import alike
 from tilewright.candidates.triton.hopper.gemm.form import HELD, Form, Out, Side, size
 from tilewright.candidates.triton.hopper.gemm.plan import Plan, with_wide_stores
-from tilewright.candidates.triton.hopper.gemm.split import room_bytes
 from tilewright.candidates.triton.hopper.gemm.view import TmaView, tma_view
 from tilewright.dtype import PRED
 from tilewright.hardware.target import Target
@@ -67,11 +66,11 @@ class Point:
     """One kernel of the space.
 
     Attributes:
-        tile_m, tile_n, num_stages, group_m, pingpong, hold, widened, paired: see `_hopper_text.Form`.
+        tile_m, tile_n, num_stages, group_m, pingpong, hold, widened, paired: see `form.KernelConfig`.
         blocks: that are started.
         shared_tiles: tiles at the end of which every block has an even share of K.
         split: blocks of a cluster that have a share of K each and finish a share of the columns.
-        ready: codes are stored as the bytes that are multiplied (`_w4_stage.Coded`); no knob of other kernels.
+        ready: codes are stored as the bytes that are multiplied (`w4.stage.Coded`); no knob of other kernels.
     """
 
     tile_m: int
@@ -262,6 +261,11 @@ def _splits(problem: Problem, plan: Plan, base: Point, steps: int, target: Targe
         stages = ring_stages(form, target)
         if stages >= 2 and stages * form.stage_bytes >= room_bytes(point.tile_m * point.tile_n, split):
             yield replace(point, num_stages=stages)
+
+
+def room_bytes(tile: int, split: int) -> int:
+    """Of the ring, what a cluster's exchange takes: a tile of so many sums, and what comes from the other blocks."""
+    return 4 * tile * (2 * split - 1) // split
 
 
 def ring_stages(form: Form, target: Target) -> int:

@@ -1,33 +1,63 @@
-"""4-bit codes as the left operand of a Hopper kernel: TMA brings words of the weight beside a tile of the other operand, and
-the warps that multiply make halves of theirs in registers, while the tensor cores are busy with the step before.
-
-A block of 64 rows of the weight by 64 of K is packed in the order of the matrix unit's left fragment (`_w4_pack.py`): what a
-thread reads, 16 bytes, is what it multiplies. Halves left in shared memory instead, by warps of their own, took 1.4 times as
-long as the products: shared memory is as busy as the tensor cores.
-"""
+"""4-bit codes as the left operand of a Hopper gemm: how they are stored, and the constants of the kernel that reads them
+(`_operand.py`). A block of 64 rows of the weight by 64 of K is packed in the order of the matrix unit's left fragment
+(`pack.py`)."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.hopper.gemm.form import FRAGMENT, KernelConfig
+from tilewright.candidates.triton.hopper.w4 import bytes as in_bytes
 from tilewright.candidates.triton.hopper.w4.asm import halves
+from tilewright.candidates.triton.hopper.w4.bytes import BLOCK
 from tilewright.candidates.triton.hopper.w4.plan import Weights
 from tilewright.dtype import F32, DType
 
-BLOCK = 64
-BLOCK_BYTES = 2048  # its words
 NAMES = ("codes_desc", "scale_desc", "zero_desc")
-# Which of several neighbours that a thread holds are a step's, by the lowest bit of its number.
-ONE_OF = """\
-@gluon.jit
-def one_of(x, k, COUNT: gl.constexpr):
-    x = x.reshape((x.shape[0], x.shape[1], COUNT, x.shape[2] // COUNT)).permute((0, 1, 3, 2))
-    even, odd = x.reshape((x.shape[0], x.shape[1], x.shape[2], COUNT // 2, 2)).split()
-    return gl.where(k % 2 == 0, even, odd).permute((0, 1, 3, 2)).reshape((x.shape[0], x.shape[1], COUNT // 2 * x.shape[2]))"""
+KERNEL = "tilewright.candidates.triton.hopper.w4._operand.packed_gemm"
+
+
+@dataclass(frozen=True)
+class PackedConfig(KernelConfig):
+    """A kernel's constants where the left operand is packed (`_operand.py`).
+
+    Attributes:
+        deep: blocks along K of a step.
+        packed_bits: of a code as it is stored.
+        subs: scales of a row along a block.
+        packed_boxes, packed_run, packed_runs, packed_needed: for codes, scales and maybe zero points, see `Coded`.
+        convert_asm, convert_operands: the statement that makes numbers of words, and its constraints.
+        held_asm, held_operands: that by which bytes wait as words.
+        each: products along K that are added up before their sum is scaled.
+        columns_at_once: columns that are multiplied at once.
+        factor: what sums of a group's products are too small by.
+        operand_dtype, product_dtype, scale_dtype: of the other operand, of products before they are scaled, of scales.
+        scale_bits: of a scale.
+    """
+
+    deep: int
+    packed_bits: int
+    subs: int
+    packed_boxes: tuple[tuple[int, ...], ...]
+    packed_run: tuple[int, ...]
+    packed_runs: tuple[int, ...]
+    packed_needed: tuple[int, ...]
+    convert_asm: str
+    convert_operands: str
+    held_asm: str
+    held_operands: str
+    each: int
+    columns_at_once: int
+    factor: float
+    operand_dtype: str
+    product_dtype: str
+    scale_dtype: str
+    scale_bits: int
 
 
 @dataclass(frozen=True)
@@ -47,6 +77,11 @@ class Coded:
     first: int
     blocks: int
     ready: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that reads them."""
+        return KERNEL
 
     @property
     def bits(self) -> int:
@@ -96,96 +131,42 @@ class Coded:
             return [rows // BLOCK, self.deep * self.bits * 2, BLOCK]
         return [rows // 16, 8 * self.run(name) * self.runs(name)]
 
-    def choose(self, t: Text, own: str, name: str) -> None:
-        """Of the words that came for some steps, which are last along an axis, those for step `k`."""
-        count, divided = self.run(name) * self.runs(name) // self.needed(name), 1
-        while count > 1:
-            t.do(f"{own} = one_of({own}, k // {divided}, {count})")
-            count, divided = count // 2, 2 * divided
-
     def copied_bytes(self, rows: int) -> int:
         """Of all copies for a step."""
         return sum(4 * math.prod(self.box(n, rows)) for n in self.descriptors)
 
+    def cut(self, name: str, packed: torch.Tensor) -> torch.Tensor:
+        """Packed words as copies cut them."""
+        return packed.view(packed.shape[0], -1, BLOCK) if name == NAMES[0] else packed.view(packed.shape[0], -1)
 
-def as_cut(name: str, packed: torch.Tensor) -> torch.Tensor:
-    """Packed words as copies cut them."""
-    return packed.view(packed.shape[0], -1, BLOCK) if name == NAMES[0] else packed.view(packed.shape[0], -1)
+    def configured(self, constants: Mapping[str, Any]) -> PackedConfig:
+        """The kernel's constants, those of every gemm given."""
+        rows, columns, w = constants["tile_m"], constants["shape_n"], self.weights
+        beside = self.descriptors[1:]
+        made = halves(self.operand, w.kind, zeros=w.zero is not None) if self.deep == 1 else in_bytes.made(self)
+        held = in_bytes.held()
+        return PackedConfig(
+            **constants,
+            deep=self.deep,
+            packed_bits=self.bits,
+            subs=self.subs,
+            packed_boxes=tuple(tuple(self.box(n, rows)) for n in self.descriptors),
+            packed_run=(0, *(self.run(n) for n in beside)),
+            packed_runs=(0, *(self.runs(n) for n in beside)),
+            packed_needed=(0, *(self.needed(n) for n in beside)),
+            convert_asm=made.text,
+            convert_operands=made.constraints,
+            held_asm=held.text,
+            held_operands=held.constraints,
+            each=in_bytes.every(self),
+            columns_at_once=min(columns, in_bytes.MOST_COLUMNS),
+            factor=in_bytes.factor(self),
+            operand_dtype=FRAGMENT[self.operand.name],
+            product_dtype="int32" if self.operand.is_integer else "float32",
+            scale_dtype="float32" if w.scales is F32 else FRAGMENT[w.scales.name],
+            scale_bits=w.scales.bits,
+        )
 
-
-def prologue(coded: Coded) -> str:
-    """The functions `halves_of`, words of a block and what belongs to them to a tile [64, 64] as the matrix unit takes it, and
-    `one_of`."""
-    asm = halves(coded.operand, coded.weights.kind, zeros=coded.weights.zero is not None)
-    given = ", ".join(["words", "scale", *["zero"] * (coded.weights.zero is not None)])
-    results = ", ".join(f"x{i}" for i in range(8))
-    kind = "gl.bfloat16" if coded.operand.name == "bf16" else "gl.float16"
-    return f"""HALVES = gl.constexpr({asm.text!r})
-HALVES_C = gl.constexpr({asm.constraints!r})
-
-
-@gluon.jit
-def halves_of({given}, L: gl.constexpr):
-    words = gl.convert_layout(words.reshape((4, 8, 4, 2, 2)), scale.type.layout, assert_trivial=True)
-    {results} = gl.inline_asm_elementwise(HALVES, HALVES_C, [{given}], dtype=({kind},) * 8, is_pure=True, pack=2)
-    even = gl.join(gl.join(x0, x4), gl.join(x2, x6))
-    odd = gl.join(gl.join(x1, x5), gl.join(x3, x7))
-    tile = gl.join(even, odd).permute((0, 7, 1, 3, 5, 6, 2, 4)).reshape((64, 64))
-    return gl.convert_layout(tile, L, assert_trivial=True)
-
-
-{ONE_OF}"""
-
-
-def allocate(t: Text, coded: Coded, rows: int, num_stages: int) -> None:
-    """Room for words beside the ring."""
-    for name, buffer in zip(coded.descriptors, coded.buffers, strict=True):
-        box = coded.box(name, rows)
-        layout = f"gl.NVMMASharedLayout(0, 32, {len(box)})"
-        t.do(f"{buffer} = gl.allocate_shared_memory(gl.int32, {[num_stages, *box]}, {layout})")
-
-
-def copies(t: Text, coded: Coded, rows: int) -> None:
-    """Asks for the words of stage `s`, step `k` of a tile of so many rows."""
-    for name, buffer in zip(coded.descriptors, coded.buffers, strict=True):
-        at = f"[pm * {rows // BLOCK}, k * {coded.box(name, rows)[1]}, 0]"
-        if name != NAMES[0]:
-            run = coded.run(name)
-            at = f"[pm * {rows // 16}, k * {coded.needed(name)} // {run} * {8 * run}]"
-        t.do(f"tma.async_copy_global_to_shared({name}, {at}, ready.index(s), {buffer}.index(s))")
-
-
-def begin(t: Text, coded: Coded) -> None:
-    """How threads hold words, and what belongs to their rows."""
-    t.do("W: gl.constexpr = gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0])")
-    t.do("F: gl.constexpr = gl.DotOperandLayout(0, L, 2)")
-    t.do("V: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])")
-    t.do(f"P: gl.constexpr = gl.BlockedLayout([1, 1, {coded.run(NAMES[1])}], [1, 8, 4], [4, 1, 1], [2, 1, 0])")
-    for axis, (name, extent) in enumerate((("along", 4), ("pair", 2), ("step", 2)), 2):
-        layout = "W"
-        for other in reversed([a for a in range(5) if a != axis]):
-            layout = f"gl.SliceLayout({other}, {layout})"
-        at = ", ".join(":" if a == axis else "None" for a in range(5))
-        t.do(f"{name} = gl.arange(0, {extent}, {layout})[{at}]")
-    t.do("blank = (along + pair + step) * 0")
-
-
-def convert(t: Text, coded: Coded, rows: int) -> str:
-    """The name of what warpgroup `g` multiplies in step `k`, of the words of stage `s`."""
-    of_rows = "gl.SliceLayout(2, gl.SliceLayout(4, W))"
-    if coded.subs == 1:
-        of_rows = "gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, W)))"
-    groups = rows // BLOCK
-    codes, *beside = coded.buffers
-    shape, layout = [groups, 128, 4], "gl.SwizzledSharedLayout(1, 1, 1, [1, 0])"
-    t.do(f"words = {codes}.index(s)._reinterpret(gl.int32, {shape}, {layout}).index(g).load(V)")
-    for buffer in beside:
-        own, name = buffer[:-5], f"{buffer[:-5]}_desc"
-        shape, layout = [groups, 4, 8, coded.run(name)], "gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])"
-        t.do(f"{own} = {buffer}.index(s)._reinterpret(gl.int32, {shape}, {layout}).index(g).load(P)")
-        coded.choose(t, own, name)
-        shaped, at = (f"{own}.reshape((4, 8))", "None") if coded.subs == 1 else (own, ":")
-        t.do(f"{own} = gl.convert_layout({shaped}, {of_rows}, assert_trivial=True)")
-        t.do(f"{own} = {own}[:, :, None, {at}, None] + blank")
-    t.do(f"a = halves_of({', '.join(['words', *(b[:-5] for b in beside)])}, F)")
-    return "a"
+    def turns(self, columns: int) -> bool:
+        """Whether warpgroups take turns at the tensor cores."""
+        return self.deep > 1 and in_bytes.in_turns(self, columns)
