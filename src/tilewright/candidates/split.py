@@ -31,8 +31,8 @@ class Piece:
     """A problem of its own.
 
     Attributes:
-        problem: what it asks.
-        places: of its sources among the gemm's own sources and, behind them, the results of the pieces before.
+        problem: the problem.
+        places: index of each of its sources among the gemm's sources and, behind them, the results of earlier pieces.
     """
 
     problem: AnyProblem

@@ -37,10 +37,10 @@ class Case:
     """A program and its inputs, as the command line was given them; what one process tells another.
 
     Attributes:
-        file, batch, dims: of the program.
-        seed, fill0, fill1, inputs: of the data.
-        device: where it runs.
-        threads: how many threads each contender may use.
+        file, batch, dims: the program and its open extents.
+        seed, fill0, fill1, inputs: the sources of its input data.
+        device: the device that runs it.
+        threads: number of threads each contender may use.
         calls: a `.tw` file may call any operator.
     """
 

@@ -20,7 +20,7 @@ class MatrixUnit:
         acc: accumulator dtype.
         instruction: its mnemonic.
         ops_per_cycle: multiplies plus adds a cycle on one core or SM.
-        source: where the rate stands.
+        source: the document that states the rate.
         shape: m, n, k that one instruction multiplies; a vector instruction has one row.
     """
 
@@ -39,8 +39,8 @@ class MemoryLevel:
     Attributes:
         name: "L1d", "L2", "L3" or "memory".
         bytes: its size: of one core's for a processor, of the whole for a GPU.
-        source: where size and rate stand.
-        bytes_per_cycle: that one core reads from it, 0 where unknown.
+        source: the document that states size and rate.
+        bytes_per_cycle: bytes a cycle that one core reads from it, 0 where unknown.
         gbps: 1e9 bytes a second that all cores or SMs together read from it, 0 where unknown.
     """
 
@@ -64,10 +64,10 @@ class Chip:
         family: stands for every processor of its kind that has no file of its own.
         levels: memories, the nearest first. What the machine reports of their sizes comes before these.
         sms: cores, CUs or SMs of the whole chip, 0 where models differ.
-        mhz: at which the sources state its rates, 0 where models differ.
-        registers_bytes: for vectors and matrices, of one core or SM.
-        shared_bytes: of memory that one block of threads may share; 0 on a processor.
-        source: where the four numbers before stand.
+        mhz: clock in MHz at which the sources state its rates, 0 where models differ.
+        registers_bytes: bytes of registers for vectors and matrices, of one core or SM.
+        shared_bytes: bytes of memory that one block of threads may share; 0 on a processor.
+        source: the document that states the four numbers before.
         named: pattern of the marketing names it has, of a processor "maker family F model M", where others report the same
             features; empty for all.
     """

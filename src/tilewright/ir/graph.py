@@ -232,7 +232,7 @@ class Graph:
     """A program: named inputs, named outputs, and what each node was called in its source.
 
     Attributes:
-        name: of the program.
+        name: the program's name.
         inputs: `input` nodes in call order; one that nothing reads is still listed.
         outputs: result nodes (never tuples).
         output_names: one a result, as the source calls it.

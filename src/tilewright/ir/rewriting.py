@@ -14,9 +14,9 @@ class Place:
     reads the new one.
 
     Attributes:
-        node: what stands there now; over sources that may be rewritten still, until its turn has come.
-        settled: what it became, once its turn is over.
-        origin: what the source calls it, if anything.
+        node: the node there now, over sources that may be rewritten still, until its turn has come.
+        settled: the node that it became, once its turn is over.
+        origin: the source's name of it, if any.
     """
 
     __slots__ = ("node", "origin", "readers", "settled", "src")

@@ -40,10 +40,10 @@ class Form:
         shape: [out, in] of the weight.
         codes, scales: their types.
         group_size: codes that share a scale.
-        parts: which of zero points and offsets there are.
+        parts: whether there are zero points, and offsets.
         activations, bias: types of the input and of the bias (None if there is none).
         coded: activations are quantised to 8 bits, a scale a row, before they are multiplied.
-        device: where.
+        device: the device that runs it.
     """
 
     shape: tuple[int, int]

@@ -123,7 +123,7 @@ class Access:
 
     Attributes:
         root: the expression.
-        views: of each node, in the root's axes.
+        views: the view of each node, in the root's axes.
         rows, columns: axes of the space, outer first.
         first: the column of the kernel's space at which the root's columns start (a store of a range of N).
         within: the shape of what the root is only a part of, and the range of each of its axes; None: it is a result itself.
@@ -308,8 +308,8 @@ def gate_up(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node
     over the left half alone, which is their accumulator then; None if they are otherwise.
 
     Args:
-        stores: of a gemm.
-        number: of sources.
+        stores: a gemm's stores.
+        number: the number of its sources.
 
     Returns:
         The stores, and what stands in them for the right half: a Param of that number, of the accumulator's type.

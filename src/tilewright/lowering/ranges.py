@@ -47,8 +47,8 @@ class Piece:
     Attributes:
         root: their expression.
         result: the number of the result they belong to.
-        shape: of that result, or one that it is a reshape of: the same memory.
-        ranges: which of its elements they are.
+        shape: extents of that result, or of one that it is a reshape of: the same memory.
+        ranges: the elements of it that they are, by axis.
     """
 
     root: Node
@@ -214,8 +214,8 @@ def cut_to(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> No
 
     Args:
         n: a value.
-        ranges: of each of its axes, none of them empty.
-        made: what was made so before, and is from now on.
+        ranges: the range of each of its axes, none of them empty.
+        made: cuts made before, to which this one is added.
     """
     key = (n, tuple(range(r.start, r[-1] + 1, r.step if len(r) > 1 else 1) for r in ranges))
     if key not in made:

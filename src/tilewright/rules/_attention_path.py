@@ -70,10 +70,10 @@ class Found:
 
     Attributes:
         query, key, value: operands of the products; `value` and `key` lie along the same keys.
-        scores, weights: what is done to the first product, and to the softmax, in order of execution.
+        scores, weights: operations on the first product, and on the softmax, in order of execution.
         product: layout of the first product, [*batch, rows, columns].
-        keys, depth, value_depth: what the softmax is over, and what the two products leave or sum over besides.
-        out, out_dtype: of the second product's result.
+        keys, depth, value_depth: axes of the softmax, of the sums of the first product, and of values alone.
+        out, out_dtype: layout and type of the second product's result.
         inside: everything that stands between the operands and the second product.
     """
 

@@ -82,8 +82,8 @@ class Replay:
 
     Attributes:
         alone: the steps that run by themselves, by number, and why.
-        graphs: how many.
-        copied_bytes: of their own memory for what they read from outside.
+        graphs: number of CUDA graphs.
+        copied_bytes: bytes of their own memory for copies of what they read from outside.
     """
 
     def __init__(

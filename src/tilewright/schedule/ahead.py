@@ -45,7 +45,7 @@ def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: f
 
     Args:
         problems: the problems.
-        target: for which device.
+        target: the machine to compile for.
         within_s: seconds by the clock, after which what is not ready is left to the searches.
     """
     processes, jobs = min(os.cpu_count() or 1, MOST_PROCESSES), jobs_for(problems, target)

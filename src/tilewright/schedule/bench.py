@@ -37,7 +37,7 @@ class Attempt:
         why: the sentence that refused it; None if it may be timed.
         kernel: what was built, where that was done in this process.
         fatal: it did not come back, and is not tried again.
-        contended: nor had it the time that it was given.
+        contended: other programs had the processors for much of the time that it was given.
     """
 
     schedule: Schedule
@@ -70,11 +70,11 @@ class Bench:
         """Random sources for a problem.
 
         Args:
-            problem, target: what, and where.
+            problem, target: the problem, and the machine to run it on.
             weights: values of constant sources to measure with instead of random ones, by source index.
             watched: see `measure.examine`.
             cold: weights come from memory when kernels are timed, not from a cache.
-            counts: of threads, to examine kernels with; as many as there are by default.
+            counts: numbers of threads to examine kernels with; as many as there are by default.
             pulse: called now and then while a kernel is examined or timed.
             at: told the key of what is timed next.
         """

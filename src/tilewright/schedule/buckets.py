@@ -35,7 +35,7 @@ class PackingVariants:
     """A candidate held to one packing: itself a candidate.
 
     Attributes:
-        candidate: of whom it is a part.
+        candidate: the candidate that it is a part of.
         order: the knobs that are held, with their values; none for a candidate that has no such knobs.
     """
 

@@ -41,12 +41,12 @@ class Kernel:
         place: the same, for a program that has results of a fusion in larger arrays (`FusionProblem.destinations`), given by
             result number: they are written there, and the arrays returned. None if they are to be copied.
         workspace_bytes: scratch memory a call needs.
-        packed_bytes: what packing adds to the memory of the weights.
+        packed_bytes: bytes that packing adds to the memory of the weights.
         unread: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
-        roundoff: of the sums, where the hardware keeps fewer bits of them than the accumulator has; verified with slack
+        roundoff: that of the sums, where the hardware keeps fewer bits of them than the accumulator has; verified with slack
             for that, and its schedule says so, since precision never drops without a word.
-        parts: of one that is made of others' kernels, the kind of each one's problem and its candidate.
-        registers, spills, shared_bytes: of the machine code, where there is any of our own.
+        parts: the kind of problem and the candidate of each kernel that this one is made of, if it is.
+        registers, spills, shared_bytes: resources of the machine code, where there is any of our own.
     """
 
     candidate: str

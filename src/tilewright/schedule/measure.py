@@ -63,13 +63,13 @@ def examine(
     untouched, and so the memory beside them and beside its results. Memory for results and scratch holds NaN before each run.
 
     Args:
-        problem, expected, runner: what it must do, and by whom.
+        problem, expected, runner: the problem, the results it must have, and the kernel's runner.
         sources: made by `guard.guarded`, or weights.
         exactly: its results may not depend on the number of threads, to the last bit.
-        counts: of threads, for the repetitions in turn; as many as there are now by default.
+        counts: numbers of threads for the repetitions in turn; as many as there are now by default.
         watched: put what it asks of torch into `guard.Watch`, whose first use in a process takes a second.
         pulse: called after each run: a sign of life.
-        pace: of the kernels examined before, on the same sources; one that is far slower is refused after three runs.
+        pace: time of the kernels examined before, on the same sources; one that is far slower is refused after three runs.
     """
     device = str(sources[0].device) if sources else "cpu"
     outputs = [(t.shape, t.dtype.to_torch()) for t in problem.outputs]

@@ -98,8 +98,8 @@ class Problem:
 
     Attributes:
         op: the gemm (operand and store expressions inside).
-        types: of the sources.
-        weights: which sources are constants, and may be repacked once.
+        types: types of the sources.
+        weights: flags of the sources that are constant and may be repacked once.
     """
 
     op: Gemm
@@ -227,7 +227,7 @@ class Destination:
     """The slice of a larger array that a result is written to: from `start` on along `axis`, all of the other axes.
 
     Attributes:
-        shape: of the whole array.
+        shape: extents of the whole array.
     """
 
     shape: Shape
@@ -249,8 +249,8 @@ class FusionProblem:
 
     Attributes:
         roots: the results.
-        types: of the sources.
-        weights: which sources are constants.
+        types: types of the sources.
+        weights: flags of the sources that are constant.
         destinations: for each result the array in which a program will have it, if that is not its own; none are where this is
             empty. A kernel may write it there (`Kernel.place`).
     """

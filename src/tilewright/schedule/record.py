@@ -14,12 +14,12 @@ class Key(msgspec.Struct, frozen=True):
     Attributes:
         chip: data file that the machine matched.
         processor: its marketing name, features and caches.
-        cores, threads: that the machine has, and that kernels share.
-        driver, toolkit: of a GPU.
+        cores, threads: the machine's cores, and the threads that kernels share.
+        driver, toolkit: versions, of a GPU.
         libraries: versions of those that compile kernels or are candidates, and variables of the environment that steer them.
         tilewright: version, and a digest of the code that makes and chooses kernels.
-        numerics: what may be rounded how.
-        alignment_bytes: of the sources that were timed.
+        numerics: settings of what may be rounded how.
+        alignment_bytes: alignment of the sources that were timed.
         cold: weights came from memory, as those of a program larger than the caches.
         budget: class of time that a search had.
         problem: digest of its text.

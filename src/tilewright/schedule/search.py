@@ -121,12 +121,12 @@ def search(
     """The fastest kernel that agrees with the reference.
 
     Args:
-        problem: what to do.
-        target: where.
+        problem: the problem.
+        target: the machine.
         budget_s: time for measuring; 0 takes the first candidate that passes its check (heuristic order), untimed.
-        candidates: who may compete; all that are found by default.
+        candidates: candidates that may compete; all that are found by default.
         weights: values of constant sources to measure with instead of random ones, by source index.
-        depth: how many points of each candidate's space compete from the start (one if there is no budget). What is left of the
+        depth: points of each candidate's space that compete from the start (one if there is no budget). What is left of the
             budget then goes to one more point at a time, of the fastest candidates, until none is better any more.
         cold: weights are read from memory when kernels are timed, as those of a program are that no cache holds; else they are
             where the last call left them.

@@ -233,9 +233,9 @@ class _Program:
     """The straight line of torch's kernels that a payload's `main` is.
 
     Attributes:
-        types: of its arguments.
+        types: types of its arguments.
         steps: a kernel each, which values it reads, and which one it gives.
-        results: which values are returned.
+        results: indices of the values that are returned.
     """
 
     types: tuple[TensorType, ...]

@@ -35,9 +35,9 @@ class Regions:
 
     Attributes:
         op: the operation.
-        inputs: of the function it stands in.
-        operands: what it reads, computed from the inputs.
-        regions: of each, what it is given and what it gives; it may read the inputs besides.
+        inputs: the inputs of the function it stands in.
+        operands: the values it reads, computed from the inputs.
+        regions: arguments and results of each region; it may read the inputs besides.
     """
 
     op: Operation

@@ -123,7 +123,7 @@ class Call(Op):
         library: front end module.
         target: operator, as the source spells it; stands in reports.
         payload: everything else the library needs, as text.
-        types: of the results.
+        types: types of the results.
     """
 
     library: str

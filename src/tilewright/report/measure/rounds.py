@@ -151,11 +151,11 @@ def compete(
 
     Args:
         contenders: prepared one after another, in this order: what one chooses by measuring must not meet another at work.
-        case: what `take` of each understands.
+        case: the argument of each one's `take`.
         rounds: turns of each.
         warm_s, timed_s, least: see `Contender.turn`; warming goes before each turn.
         results: a folder for each contender's result, `<name>.npy`.
-        keep: who takes part in all rounds however slow.
+        keep: names of those that take part in all rounds however slow.
         progress: called before each preparation and turn with how many are done, how many there are, and whose it is.
     """
     ready, refused = list[Contender](), dict[str, str]()

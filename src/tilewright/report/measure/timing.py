@@ -50,8 +50,8 @@ class Times:
     """Timings of something that was called again and again.
 
     Attributes:
-        us: of a call, µs, for each timing.
-        calls: in each of them: one, or as many as keep a GPU busy for a while.
+        us: time of a call in µs, for each timing.
+        calls: calls in each timing: one, or as many as keep a GPU busy for a while.
         replayed: those calls were a CUDA graph.
     """
 
@@ -72,8 +72,8 @@ def device_us(run: Callable[[], object], device: str, rounds: Rounds, *, capture
 
     Args:
         run: the call.
-        device: where.
-        rounds: how many timings.
+        device: the device that runs it.
+        rounds: number of timings.
         captured: several calls are replayed as a CUDA graph if they can be, as kernels are launched within a program.
     """
     if device == "cpu":

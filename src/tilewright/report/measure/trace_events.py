@@ -104,9 +104,9 @@ def write_trace(path: Path, report: Perf, calls: Sequence[Sequence[Span]], phase
 
     Args:
         path: the .json file to write.
-        report: of the same program; a step's slice carries what it says of the step.
-        calls: as `traced` gives them.
-        phases: as `Phases.spans` has them.
+        report: the program's report; a step's slice carries its figures on the step.
+        calls: the spans of each call, from `traced`.
+        phases: the spans of compiling, from `Phases.spans`.
 
     Raises:
         InputError: the file cannot be written.

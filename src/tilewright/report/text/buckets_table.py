@@ -35,9 +35,9 @@ class Rows(msgspec.Struct, frozen=True):
 
     Attributes:
         program: the product.
-        target: where.
+        target: the machine.
         ranges: in order, without gaps.
-        packed_bytes: of the weight, by the family that packs it.
+        packed_bytes: bytes of the packed weight, by the family that packs it.
         measured_us: times of the families that raced, by rows.
     """
 

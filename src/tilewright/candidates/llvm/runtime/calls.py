@@ -34,12 +34,12 @@ class Call:
 
     Attributes:
         kernel: its function, from `engine.function`.
-        pointers: that it is given: of sources, results, scratch, packed right operand.
+        pointers: number of pointers it is given: sources, results, scratch, packed right operand.
         read: sources whose addresses it needs.
         first: index of the first result's pointer.
-        makers: what makes each result.
+        makers: functions that allocate each result.
         alone: bytes of scratch for one thread.
-        each: for each further one.
+        each: bytes of scratch for each further thread.
         one: it is never worth a second thread.
         packed: address of the packed right operand.
     """

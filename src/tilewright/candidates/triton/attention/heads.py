@@ -32,8 +32,8 @@ class Operand:
     """An operand as the kernel reads it.
 
     Attributes:
-        at: where it lies; its root gives the codes where there are any.
-        codes: what they mean.
+        at: its access; the root gives the codes where there are any.
+        codes: type, zero point and scale of its codes; None for floats.
     """
 
     at: Access
@@ -67,10 +67,10 @@ class Heads:
         queries, keys, depth, width: S, T, D, Dv.
         q, k, v: the operands.
         unit: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
-        scale: of the scores, codes' scales included.
+        scale: factor of the scores, codes' scales included.
         causal, zero_masked_rows: see `Attention`.
         mask: over rows of queries by keys, pred or float.
-        on_scores, on_weights: what happens to the scaled scores, and to the softmax: an expression, or a rounding.
+        on_scores, on_weights: an expression or a rounding of the scaled scores, and of the softmax.
         result: type of the attention's own result, before its stores.
         stores: the results.
     """

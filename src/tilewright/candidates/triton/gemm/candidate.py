@@ -31,11 +31,11 @@ class Plan:
     """The facts about a problem that are found before any size is chosen.
 
     Attributes:
-        arch: what the kernel is compiled for.
+        arch: the architecture to compile for.
         batch, rows: matrices, and rows of each; rows of all matrices are those of one if they share the right operand.
-        dot: how a tile is multiplied.
-        lhs, rhs: where the operands lie, K as columns.
-        stores: where the results go.
+        dot: the instruction that multiplies a tile.
+        lhs, rhs: access of the operands, K as columns.
+        stores: access of the results.
         outside: operands that torch evaluates once, by the number of the argument that stands for them.
         second, largest: see `Nest`.
     """

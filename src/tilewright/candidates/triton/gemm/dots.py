@@ -36,9 +36,9 @@ class Dot:
     Attributes:
         operand: type of both operands there (of 8-bit floats the right one may be another).
         unit: the type whose matrix unit does it, as chips name it.
-        acc: of the sums.
+        acc: type of the sums.
         lhs_flips, rhs_flips: u8 multiplied as s8: 128 is taken off, and 128 times the other operand's sums added.
-        precision: of f32 products, as Triton names it; empty for other types.
+        precision: that of f32 products, by Triton's name; empty for other types.
         promote: sums are carried over to f32 after so many products; 0 for never.
         roundoff: see `Kernel.roundoff`.
     """

@@ -42,13 +42,13 @@ class Nest:
 
     Attributes:
         batch, rows, columns, depth: matrices, and M, N, K of each.
-        dot: how a tile is multiplied.
+        dot: the instruction that multiplies a tile.
         lhs: access of [batch * rows, depth].
         rhs: access of [batch * columns, depth], or of [columns, depth] if `shared`.
-        stores: of [batch * rows, columns].
-        sources: how many arguments come before the results.
+        stores: access of [batch * rows, columns], one a result.
+        sources: number of arguments before the results.
         fp8: see `Casts`.
-        point: sizes.
+        point: tile sizes and other knobs.
         second: what stands in the stores for sums of the right half of `rhs`, whose columns they read beside those of the left
             half: a tile has as many of both.
         largest: stores, by number, that keep the largest of their values alone.

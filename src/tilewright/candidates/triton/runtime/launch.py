@@ -120,7 +120,7 @@ class Counters:
 
     Args:
         count: numbers of 32 bits that a call needs.
-        device: where.
+        device: the GPU of the counters.
     """
 
     def __init__(self, count: int, device: torch.device) -> None:

@@ -165,10 +165,10 @@ def instance(
         given: arguments of its own: names, those of the entry's arguments before `pointers` among them, numbers, and their
             tuples.
         pointers: arguments that generated functions alone read.
-        functions: by the names that the kernel has for them.
-        numbers: what a launch passes last (`Text.numbers`, which all bodies share).
+        functions: generated functions, by the kernel's names for them.
+        numbers: arguments that a launch passes last (`Text.numbers`, which all bodies share).
         scalars: arguments between pointers and numbers, which `given` may name, too.
-        note: what else machine code depends on, such as what is rewritten in it.
+        note: anything else that machine code depends on, such as rewrites of its PTX.
     """
     path, _, name = kernel.rpartition(".")
     record = type(config)
@@ -195,7 +195,7 @@ class Built:
     Attributes:
         kernel: Triton's compiled kernel.
         numbers: the last arguments.
-        names: of the arguments before them, where those are not known otherwise.
+        names: names of the arguments before them, where those are not known otherwise.
     """
 
     kernel: Any
@@ -213,7 +213,7 @@ def build(
         function: its name there.
         pointers: Triton's type of each argument but numbers.
         arch, options: see `compiled`.
-        device: where it runs.
+        device: index of the device that runs it.
     """
     kinds = tuple((dict(pointers) | written.signature).items())
     kernel = _machine_code(written.text, function, kinds, arch, device, tuple(sorted(options.items())))
