@@ -52,7 +52,7 @@ def evaluate(
     Args:
         graph: any verified graph.
         feeds: a tensor for each input, by name or in order; shapes and storage dtypes must be the declared ones. Those that
-            the program keeps may be left out: they are read where it has them, and not written to.
+            are state may be left out: they are read where the program has them, and not written to.
         float64: accumulate float gemms in float64; within `accumulate_in_float64` they are anyway.
         visit: called with every node and its value as soon as it is known.
         device: where to compute; inputs and constants are copied there.

@@ -238,8 +238,8 @@ class Graph:
         output_names: one a result, as the source calls it.
         origins: a node's name in the source ("layer.3/attention/query MatMul"), for reports.
         notes: sentences that the front end wants a reader to see (an op it could not model, a default it assumed).
-        state: what the program keeps from call to call, in memory that it writes to: values of its last inputs, which no caller
-            gives; its last outputs, which no caller gets, are what becomes of them (`ir/state.py`).
+        state: tensors that the program keeps from call to call and writes to: values of its last inputs, which no caller gives;
+            its last outputs, which no caller gets, are their new values (`ir/state.py`).
         places: names of the positional arguments of the program's own function, where others come before its last input; one
             that is no input's was fixed as the program was read. Empty: they are the inputs, in order.
     """

@@ -1,4 +1,4 @@
-"""Inputs that a program keeps from call to call and writes to, such as a cache of keys and values: found, and made writes.
+"""State: inputs that a program keeps from call to call and writes to, such as a cache of keys and values, as writes.
 
 A front end reads `cache[:, :, at] = new` as a function: what was there, and what it becomes. Where the old value is read for
 nothing else, what it becomes may take its memory.
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def in_place(graph: Graph) -> tuple[Graph, tuple[str, ...]]:
-    """The graph with what its kept inputs become as writes, where nothing else reads the old value and it is replaced at some
-    positions of one axis, or as a whole; any other new value is a result like others, copied over the old one as a call ends.
+    """The graph with new values of state as writes, where nothing else reads the old value and it is replaced at some positions
+    of one axis, or as a whole; any other new value is a result like others, copied over the old one as a call ends.
 
     Returns:
         tuple: the graph, and the names of those for which neither can be: their positions are data and something else reads the
@@ -102,7 +102,7 @@ def span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def is_state(node: Node) -> bool:
-    """Whether a node is an input that the program keeps, or what a write made of one."""
+    """Whether a node is state, or a write to one."""
     return isinstance(node.op, Write) or (isinstance(node.op, Input) and node.op.kept)
 
 

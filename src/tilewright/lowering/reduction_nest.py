@@ -54,12 +54,12 @@ LONG = frozenset({"exponential", "exp", "logistic", "silu", "tanh", "erf", "erfc
 
 @dataclass(frozen=True)
 class ReductionNest:
-    """Rows to generate.
+    """A loop nest to generate: rows, each with passes over its columns that end in reductions, and one that stores.
 
     Attributes:
         roots: the results, over params numbered one for each place that is read.
-        sources: which of the problem's sources each of those params is.
-        outputs: which of the problem's results each root is, or is a part of.
+        sources: index of the problem's source that each of those params is.
+        outputs: index of the problem's result that each root is, or is a part of.
         stores: the roots' places there; they share their views, rows and columns.
     """
 

@@ -79,7 +79,7 @@ class Program(Protocol):
 
 @contextlib.contextmanager
 def restored(program: Program) -> Generator[Mapping[str, torch.Tensor]]:
-    """Copies of what a program keeps from call to call; afterwards that is as it was before."""
+    """A context that gives copies of a program's state, which afterwards is as it was before."""
     before = {name: t.clone() for name, t in program.kept.items()}
     try:
         yield before

@@ -21,7 +21,7 @@ from tilewright.schedule.schedule import Schedule
 
 T = TypeVar("T")
 
-LARGE_BYTES = 16 << 20  # of a problem, from which a GPU draws its data and works out its right results
+LARGE_BYTES = 16 << 20  # of a problem, from which a GPU draws its data and computes its right results
 OPS_A_BYTE = 64
 UNBUILT = "failed to build"  # begins the sentence on a point that could not be
 UNCHECKED = "its results cannot be checked"  # begins the sentence where the oracle gives none on random data

@@ -221,7 +221,7 @@ class _Search:
         raise self._nothing()
 
     def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial | None:
-        """The winner among all spaces; None if the oracle cannot work out what is right on random data."""
+        """The winner among all spaces; None if the oracle cannot compute the right results on random data."""
         region = isinstance(self._problem, FusionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:

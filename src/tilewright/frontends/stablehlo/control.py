@@ -30,7 +30,7 @@ CONTROL = frozenset({"stablehlo.while", "stablehlo.if", "stablehlo.case"})
 MAX_UNROLLED_TRIPS, MAX_UNROLLED_OPERATIONS = 64, 4096
 MAX_TRIPS = 1 << 24
 MAX_SELECTED_OPERATIONS = 64
-_SMALL = 16  # elements of a carried constant that is worked out on the way
+_SMALL = 16  # elements of a carried constant that is computed on the way
 # What makes a branch dear, or hides how dear it is.
 _DEAR = frozenset(
     [

@@ -20,7 +20,7 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Call, Const, Gather, Iota, Select
 from tilewright.ir.types import Shape
 
-_MAKERS, _ELEMENTS = 64, 4096  # of a scalar that is worked out as the program is read
+_MAKERS, _ELEMENTS = 64, 4096  # of a scalar that is computed as the program is read
 
 
 def _clamped(index: Node, highest: int) -> Node:

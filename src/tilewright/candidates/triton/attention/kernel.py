@@ -221,7 +221,7 @@ class _Writer:
         return self._operands(self._columns(name, extent, Tile(f"{t}_rows", "", 0, self._mask_of(t))))
 
     def _of_scores(self, t: str, acc: str | None = None) -> Emitter:
-        """Reads, or works out, what varies along queries and keys."""
+        """The emitter of values that vary along queries and keys."""
         return Emitter(self.text, replace(self.rows, columns=t, column_mask=self._mask_of(t), acc=acc), _pointer, self.fp8)
 
     def _columns(self, name: str, extent: int, tile: Tile) -> Tile:
