@@ -7,7 +7,7 @@ import sys
 from llvm_map import begin, end
 from values import ALL
 
-from tilewright.candidates.llvm.expressions.vector import KNOWN, Columns, Vectors, check
+from tilewright.candidates.llvm.expressions.vector import Columns, Vectors, check
 from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import engine
@@ -67,7 +67,7 @@ def everything(lanes: int, triple: str, cpu: str, features: str) -> dict[str, ob
     for dtype in reached:
         x = Node(Param(0, TensorType(dtype, (lanes, 4))))
         made = [Node(Convert(to, how), x) for to in reached for how in ("wrap", "saturate")]
-        functions = [fn for fn in sorted(KNOWN & set(FUNCTIONS)) if dtype.kind in FUNCTIONS[fn].kinds]
+        functions = [fn for fn in sorted(FUNCTIONS) if dtype.kind in FUNCTIONS[fn].kinds]
         made += [Node(Map(fn), *[x] * FUNCTIONS[fn].arity) for fn in functions]
         for root in made:
             try:

@@ -14,7 +14,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from tilewright.candidates.llvm.expressions.casts import size_bytes
+from tilewright.candidates.llvm.expressions.printer import size_bytes
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.gemm.nest import Nest
 from tilewright.candidates.llvm.runtime.engine import assembly

@@ -8,8 +8,9 @@ import torch
 from llvm_map import LANES, map_arrays
 
 from tests.candidates.llvm.test_math import arguments, errors_in_ulp
-from tilewright.candidates.llvm.expressions.math import Math
-from tilewright.candidates.llvm.expressions.math_wide import WideMath
+from tilewright.candidates.llvm.expressions.printer import Printer
+from tilewright.dtype import F32
+from tilewright.lowering.scalar import functions, wide
 
 INF, NAN = math.inf, math.nan
 LARGEST = 3.4028235e38
@@ -71,7 +72,8 @@ OF_TWO = {
 
 def computed(name, *arrays):
     def emit(f, values):
-        return getattr(Math(f, LANES), name)(*values) if hasattr(Math, name) else WideMath(f, LANES).call(name, values)
+        given = [Printer(f, LANES).named(x, F32) for x in values]
+        return (wide.call(name, given) if name in wide.FUNCTIONS else getattr(functions, name)(*given)).name
 
     return map_arrays(emit, arrays, ["float"] * len(arrays), "float", torch.float32)
 

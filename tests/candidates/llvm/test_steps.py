@@ -8,13 +8,13 @@ import torch
 
 import tilewright
 from tests.candidates.llvm.test_normalization import CPU
-from tilewright.candidates.llvm.expressions.steps import parts_of
 from tilewright.candidates.llvm.normalization import candidate as rows
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.dtype import F32, S8, S32, U8
 from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Quantize, gemm
+from tilewright.lowering.scalar.steps import parts_of
 from tilewright.schedule.problem import fusion_of
 
 DIVIDES = re.compile(r"fdiv <\d+ x float>")

@@ -7,13 +7,13 @@ operand as it lies. Everything is added up in f32, whatever the operands' type.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from tilewright.candidates.llvm.expressions.casts import Casts, element
-from tilewright.candidates.llvm.expressions.math import Math
+from tilewright.candidates.llvm.expressions.printer import Printer, element
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module, vec
 from tilewright.candidates.llvm.expressions.vector import Columns, Vectors
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
@@ -22,6 +22,7 @@ from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access
+from tilewright.lowering.scalar.functions import bounded_exp
 
 MINUS_INFINITY = "0xFFF0000000000000"
 NAN = "0x7FF8000000000000"
@@ -220,7 +221,7 @@ class AttentionWriter(GemmWriter):
         for a in accesses:
             pointer = self._sources(f, a)
             pointers.update((n, pointer(n)) for n in toposort((a.root,)) if isinstance(n.op, Param))
-        m, casts = Math(f, lanes), Casts(f, lanes)
+        b = Printer(f, lanes)
         whole, rest = h.keys // lanes, h.keys % lanes
 
         with f.loop(0, "%rows") as loop:
@@ -230,22 +231,24 @@ class AttentionWriter(GemmWriter):
             def vectors(access: Access, column: Int, mask: str | None) -> Vectors:
                 return Vectors(f, access, lanes, Columns(column, True, mask), pointers.__getitem__)
 
+            def kept(mask: str, value: str, other: float) -> str:
+                return b.select(b.named(mask, PRED), b.named(value, F32), other).name
+
             def masked(column: Int, mask: str | None, value: str) -> str:
-                none = f"splat (float {MINUS_INFINITY})"
-                value = m.op("fmul", value, m.const(h.scale))
+                value = (b.named(value, F32) * h.scale).name
                 if h.on_scores is not None:
                     value = vectors(h.on_scores, column, mask).row(row, value)
                 if h.mask is not None:
                     seen = vectors(h.mask, column, mask)
                     given = seen.row(row)
                     if h.mask.root.dtype is PRED:
-                        value = m.select(given, value, none)
+                        value = kept(given, value, -math.inf)
                     else:
-                        value = m.op("fadd", value, seen.convert(given, h.mask.root.dtype, F32))
+                        value = (b.named(value, F32) + b.named(seen.convert(given, h.mask.root.dtype, F32), F32)).name
                 if h.causal != "no":
                     last = f.add(query, h.keys - s.rows if h.causal == "lower" else 0)
-                    value = m.select(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, none)
-                return value if mask is None else m.select(mask, value, none)
+                    value = kept(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, -math.inf)
+                return value if mask is None else kept(mask, value, -math.inf)
 
             def panels(body: Callable[[str, Int, str | None, str], str], carried: str) -> str:
                 """body(place, column, mask, carried) over every panel; what it carries at the end."""
@@ -261,7 +264,7 @@ class AttentionWriter(GemmWriter):
             def first(place: str, column: Int, mask: str | None, most: str) -> str:
                 value = masked(column, mask, f.load(t, place, 64))
                 f.store(t, value, place, 64)
-                return m.at_least(value, most)
+                return b.named(value, F32).at_least(b.named(most, F32)).name
 
             most = panels(first, f"splat (float {MINUS_INFINITY})")
             top = f.intrinsic(f"llvm.vector.reduce.fmax.v{lanes}f32", "float", (t, most))
@@ -269,11 +272,10 @@ class AttentionWriter(GemmWriter):
             level = f.splat(lanes, "float", f.v(f"select i1 {nothing}, float 0.0, float {top}"))
 
             def second(place: str, column: Int, mask: str | None, total: str) -> str:
-                value = f.load(t, place, 64)
-                hidden = m.compare("oeq", value, f"splat (float {MINUS_INFINITY})")
-                weight = m.select(hidden, m.const(0.0), m.bounded_exp(m.op("fsub", value, level)))
-                f.store(t, weight, place, 64)
-                return m.op("fadd", total, weight)
+                value = b.named(f.load(t, place, 64), F32)
+                weight = b.select(value == -math.inf, 0.0, bounded_exp(value - b.named(level, F32)))
+                f.store(t, weight.name, place, 64)
+                return (b.named(total, F32) + weight).name
 
             total = panels(second, "zeroinitializer")
             sum_ = f.intrinsic(f"llvm.vector.reduce.fadd.v{lanes}f32", "float", ("float", "0.0"), (t, total))
@@ -282,12 +284,12 @@ class AttentionWriter(GemmWriter):
             by = f.splat(lanes, "float", share)
 
             def third(place: str, column: Int, mask: str | None, carried: str) -> str:
-                value = m.op("fmul", f.load(t, place, 64), by)
+                value = (b.named(f.load(t, place, 64), F32) * b.named(by, F32)).name
                 if h.on_weights is not None:
                     value = vectors(h.on_weights, column, mask).row(row, value)
-                value = value if mask is None else m.select(mask, value, m.const(0.0))
+                value = value if mask is None else kept(mask, value, 0.0)
                 taken = self.nest.dot.lhs
-                f.store(vec(lanes, element(taken)), casts.convert(value, F32, taken), place, 64)
+                f.store(vec(lanes, element(taken)), b.convert(value, F32, taken), place, 64)
                 return carried
 
             panels(third, "zeroinitializer")

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 Int = int | str  # an i64: a number known now, or the name of a value
 
@@ -31,6 +32,11 @@ def f32(value: float) -> str:
     """A float constant as LLVM wants it: the bits of the double of the same value."""
     (rounded,) = struct.unpack("<f", struct.pack("<f", value)) if abs(value) < 3.5e38 else (value,)
     return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
+
+
+def f64(value: float) -> str:
+    """A double constant as LLVM wants it."""
+    return f"0x{struct.unpack('<Q', struct.pack('<d', value))[0]:016X}"
 
 
 def suffix(type_: str) -> str:
@@ -86,7 +92,7 @@ class Function:
         self._block = "entry"
         self._count = 0
         self._allocas: list[str] = []
-        self.known: dict[tuple[str, ...], tuple[str, ...]] = {}  # what was worked out once, by what it was made of
+        self.known: dict[tuple[object, ...], Any] = {}  # what was worked out once, by what it was made of
 
     def finish(self, value: str = "void") -> None:
         """End with a return and hand the text to the module."""

@@ -6,71 +6,19 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.candidates.llvm.expressions.casts import FP8, Casts, constant, element, in_memory, size_bytes
-from tilewright.candidates.llvm.expressions.integers import SHIFTS, Integers
-from tilewright.candidates.llvm.expressions.math_wide import WideMath
+from tilewright.candidates.llvm.expressions.printer import Printer, constant, element, in_memory, size_bytes
 from tilewright.candidates.llvm.expressions.text import Function, Int, suffix, vec
-from tilewright.dtype import BF16, F32, PRED, DType
+from tilewright.dtype import BF16, F8E5M2FNUZ, F64, PRED, DType
 from tilewright.ir.expression import REDUCED_PRECISION_SAFE, rounded_at_once
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Gather, Map, Param, Quantize, Select
-from tilewright.lowering.access import Access, AccessMap, Unsupported, too_wide
+from tilewright.ir.ops import VIEWS, Acc, Const, Gather, Map, Param
+from tilewright.lowering.access import Access, AccessMap
+from tilewright.lowering.scalar.functions import GELU_TO_BF16
+from tilewright.lowering.scalar.nodes import Forms
 
-BINARY = {"add": ("fadd", "add"), "subtract": ("fsub", "sub"), "multiply": ("fmul", "mul")}
-LOGIC = {"and": "and", "or": "or", "xor": "xor", "add": "or", "multiply": "and"}
-COMPARE = {"equal": "eq", "not_equal": "ne", "less": "lt", "less_equal": "le", "greater": "gt", "greater_equal": "ge"}
-FUNCTIONS = frozenset({"exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh", "exponential_minus_one", "log",
-                       "log_plus_one"})  # fmt: skip
-# In f64, `_math_wide.py`.
-WIDE = frozenset({"acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "cosh", "cosine", "modulo", "power",
-                  "remainder", "sine", "sinh", "tan"})  # fmt: skip
-INTRINSICS = {"sqrt": "sqrt", "floor": "floor", "ceil": "ceil", "trunc": "trunc", "round_half_even": "rint", "abs": "fabs"}
-TESTS = {"is_nan": "nan", "is_inf": "inf", "is_finite": "finite"}
-UNARY = FUNCTIONS | set(INTRINSICS) | set(TESTS) | {"exponential", "relu", "negate", "rsqrt", "not", "sign", "round_half_away"}
-PICKED = frozenset({"negate", "abs", "relu", "maximum", "minimum", "clamp", "sign"})  # values that any type of the operands has
 SHORTEST_GATHERED = 4  # bytes of an element
-KNOWN = UNARY | WIDE | set(BINARY) | set(LOGIC) | set(COMPARE) | set(SHIFTS) | {"divide", "maximum", "minimum", "clamp"}
-
-
-def check(roots: Sequence[Node]) -> None:
-    """Nothing if every node of an expression has a vector form.
-
-    Raises:
-        Unsupported: a sentence.
-    """
-    for n in toposort(roots):
-        check_node(n)
-
-
-def check_node(n: Node) -> None:
-    """Nothing if a node has a vector form.
-
-    Raises:
-        Unsupported: a sentence.
-    """
-    element(n.dtype)
-    op = n.op
-    wide = too_wide(n)
-    if wide is not None:
-        raise Unsupported(f"{wide} has no vectors here")
-    if isinstance(op, Map):
-        if op.fn not in KNOWN:
-            raise Unsupported(f"{op.fn} has no vector form")
-        operand = n.src[0].dtype
-        if operand in FP8 or operand.bits == 4:
-            raise Unsupported(f"{op.fn} of {operand} has no vector form")
-    elif isinstance(op, Const):
-        if n.tensor.elements != 1:
-            raise Unsupported("a table of constants")
-    elif isinstance(op, Quantize):
-        if op.dtype.bits > (32 if op.dtype.is_float else 16) or op.block is not None:
-            raise Unsupported(f"quantizing to {op.dtype}{' by blocks' if op.block else ''} has no vector form")
-    elif isinstance(op, Dequantize):
-        most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
-        if op.block is not None or (n.src[0].dtype.is_integer and n.src[0].dtype.bits > most):
-            raise Unsupported(f"dequantizing {n.src[0].dtype}{' by blocks' if op.block else ''} has no vector form")
-    elif not isinstance(op, (*VIEWS, Convert, Select, Param, Acc)):
-        raise Unsupported(f"{op.name} has no vector form")
+FORMS = Forms("vector form", frozenset({F64, F8E5M2FNUZ}), of_fp8=False, to_64_bits=True)
+check, check_node = FORMS.check, FORMS.check_node
 
 
 @dataclass(frozen=True)
@@ -88,7 +36,7 @@ class Columns:
     mask: str | None
 
 
-class Lanes(Casts):
+class Lanes(Printer):
     """`lanes` columns of a row of an access: its leaves read, its operations done, its result written; `roots`, where that is
     more than the access's own, are worked out together. `in_pairs`: see `Region.read_in_pairs`."""
 
@@ -293,95 +241,8 @@ class Lanes(Casts):
             return self._leaf(n, row)
         if isinstance(op, Const):
             return constant(n)
-        if isinstance(op, Convert):
-            return self.convert(args[0], n.src[0].dtype, n.dtype, saturate=op.overflow == "saturate")
-        if isinstance(op, Select):
-            t = vec(self.lanes, element(n.dtype))
-            return self.f.v(f"select {vec(self.lanes, 'i1')} {args[0]}, {t} {args[1]}, {t} {args[2]}")
-        if isinstance(op, Quantize):
-            return self.quantize(n, args)
-        if isinstance(op, Dequantize):
-            return self.dequantize(n, args)
-        assert isinstance(op, Map)
-        coarse = op.fn in REDUCED_PRECISION_SAFE and (n in self._coarse or n.dtype is BF16)
-        return self._map(op.fn, n.src[0].dtype, args, coarse=coarse)
-
-    def _map(self, fn: str, dtype: DType, args: list[str], *, coarse: bool = False) -> str:
-        if not dtype.is_float:
-            return self._integers(fn, dtype, args)
-        wide = [self.convert(a, dtype, F32) for a in args]
-        if fn in COMPARE:
-            return self.math.compare("une" if fn == "not_equal" else f"o{COMPARE[fn]}", *wide)
-        if fn in TESTS:
-            return self._test(fn, wide[0])
-        value = getattr(self.math, f"{fn}_to_bf16")(wide[0]) if coarse else self._floats(fn, wide)
-        return self.cut(value) if dtype is BF16 and fn in PICKED else self.convert(value, F32, dtype)
-
-    def _test(self, fn: str, x: str) -> str:
-        m = self.math
-        if fn == "is_nan":
-            return m.compare("uno", x, x)
-        return m.compare("olt" if fn == "is_finite" else "oeq", m.call("fabs", x), m.const(math.inf))
-
-    def _floats(self, fn: str, args: list[str]) -> str:
-        m = self.math
-        if fn in WIDE:
-            return WideMath(self.f, self.lanes).call(fn, args)
-        if fn in BINARY:
-            return m.op(BINARY[fn][0], *args)
-        if fn in FUNCTIONS or fn == "exponential":
-            return getattr(m, "exp" if fn == "exponential" else fn)(args[0])
-        if fn in INTRINSICS:
-            return m.call(INTRINSICS[fn], args[0])
-        match fn:
-            case "divide":
-                return m.op("fdiv", *args)
-            case "maximum" | "minimum":
-                return m.call(fn, *args)
-            case "clamp":
-                return m.call("minimum", m.call("maximum", args[1], args[0]), args[2])
-            case "relu":
-                return m.at_least(args[0], m.const(0.0))
-            case "negate":
-                return m.negated(args[0])
-            case "sign":
-                return m.select(m.compare("one", args[0], m.const(0.0)), m.call("copysign", m.const(1.0), args[0]), args[0])
-            case "round_half_away":
-                return m.call("round", args[0])
-            case _:
-                assert fn == "rsqrt", fn
-                return m.op("fdiv", m.const(1.0), m.call("sqrt", args[0]))
-
-    def _integers(self, fn: str, dtype: DType, args: list[str]) -> str:
-        f, t = self.f, vec(self.lanes, element(dtype))
-        kind = "s" if dtype.kind == "int" else "u"
-        if fn in COMPARE:
-            how = COMPARE[fn]
-            return f.v(f"icmp {how if how in ('eq', 'ne') else kind + how} {t} {args[0]}, {args[1]}")
-        if dtype is PRED or fn in ("and", "or", "xor"):
-            if fn == "not":
-                return f.v(f"xor {t} {args[0]}, splat (i1 true)")
-            name = {"maximum": "or", "minimum": "and"}.get(fn) or LOGIC[fn]
-            return f.v(f"{name} {t} {args[0]}, {args[1]}")
-        if fn in BINARY:
-            return f.v(f"{BINARY[fn][1]} {t} {args[0]}, {args[1]}")
-
-        def pick(how: str, a: str, b: str) -> str:
-            return f.intrinsic(f"llvm.{kind}{how}.{suffix(t)}", t, (t, a), (t, b))
-
-        match fn:
-            case "maximum" | "minimum":
-                return pick(fn[:3], *args)
-            case "clamp":
-                return pick("min", pick("max", args[1], args[0]), args[2])
-            case "relu":
-                return args[0] if kind == "u" else pick("max", args[0], "zeroinitializer")
-            case "negate":
-                return f.v(f"sub {t} zeroinitializer, {args[0]}")
-            case "not":
-                return f.v(f"xor {t} {args[0]}, splat ({element(dtype)} -1)")
-            case _:
-                return Integers(f, self.lanes, dtype).call(fn, args)
+        coarse = isinstance(op, Map) and op.fn in REDUCED_PRECISION_SAFE and (n in self._coarse or n.dtype is BF16)
+        return self.elementwise(n, args, form=GELU_TO_BF16 if coarse else None)
 
 
 class Vectors(Lanes):

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tilewright.candidates.llvm.expressions.casts import element
+from tilewright.candidates.llvm.expressions.printer import element
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module, suffix, vec
-from tilewright.candidates.llvm.expressions.vector import BINARY, Columns, Vectors
+from tilewright.candidates.llvm.expressions.vector import Columns, Vectors
 from tilewright.candidates.llvm.gemm import amx
 from tilewright.candidates.llvm.gemm.dots import PAIRS
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
@@ -29,7 +29,7 @@ from tilewright.lowering.access import Access
 
 FEW = 3  # operations on an accumulator that registers are left for
 MASKED = 16  # lanes of vectors of which an instruction stores a part
-QUICK = {*BINARY, "relu", "maximum", "minimum"}
+QUICK = {"add", "subtract", "multiply", "relu", "maximum", "minimum"}
 PLACE = (("i64", "row"), ("i64", "column"), ("ptr", "sums"))  # of a tile in the result, and its rows' corrections
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 
 import torch
 
-from tilewright.candidates.llvm.expressions.steps import usable
 from tilewright.candidates.llvm.expressions.vector import check_node
 from tilewright.candidates.llvm.gemm.dots import choose
 from tilewright.candidates.llvm.normalization.kernel import Loops, Rows, RowsWriter
@@ -22,6 +21,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Unsupported, or_why
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
+from tilewright.lowering.scalar.steps import usable
 from tilewright.schedule.candidate import CPU, Kernel, Runner
 from tilewright.schedule.problem import FusionProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule

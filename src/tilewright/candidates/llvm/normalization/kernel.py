@@ -11,9 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tilewright.candidates.llvm.expressions.casts import element, size_bytes
-from tilewright.candidates.llvm.expressions.math import Math
-from tilewright.candidates.llvm.expressions.steps import scale_of
+from tilewright.candidates.llvm.expressions.printer import Printer, element, size_bytes
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module, f32, suffix, vec
 from tilewright.candidates.llvm.expressions.vector import Columns, Lanes
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
@@ -21,6 +19,8 @@ from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
 from tilewright.lowering.reduction_nest import ReductionNest, is_named
+from tilewright.lowering.scalar.functions import bounded_exp
+from tilewright.lowering.scalar.steps import scale_of
 
 TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
 ALL = ("and", "multiply", "minimum")  # of pred: whether all hold
@@ -266,7 +266,7 @@ class _LoopsWriter:
 
     def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
         if n in self.region.of_softmaxes:
-            return lanes.math.bounded_exp(values[n.src[0]])
+            return bounded_exp(lanes.named(values[n.src[0]], F32)).name
         if n in self.region.by_lanes:
             return lanes.picked(n, values[n.src[1]], row, self._missed)
         return lanes.value(n.src[0] if isinstance(n.op, Gather) else n, values, row)
@@ -418,7 +418,8 @@ class Combine:
             args = [(bits, f.v(f"bitcast {t} {x} to {bits}")) for x in (a, b)]
             return f.v(f"bitcast {bits} {f.intrinsic(f'llvm.umax.{suffix(bits)}', bits, *args)} to {t}")
         if not self._sees_nan:
-            return Math(f, self._lanes).at_least(a, b)
+            p = Printer(f, self._lanes)
+            return p.named(a, F32).at_least(p.named(b, F32)).name
         if self._dtype is PRED:
             return f.v(f"{'and' if self._fn in ALL else 'or'} {t} {a}, {b}")
         if self._fn in ("and", "or"):

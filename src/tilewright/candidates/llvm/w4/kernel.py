@@ -17,7 +17,7 @@ from functools import cached_property
 
 import torch
 
-from tilewright.candidates.llvm.expressions.casts import Casts
+from tilewright.candidates.llvm.expressions.printer import Printer
 from tilewright.candidates.llvm.expressions.text import Function, Int, vec
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter, Packed
 from tilewright.candidates.llvm.gemm.nest import Nest, rounded
@@ -153,7 +153,7 @@ class GroupedWriter(GemmWriter):
         nv, line, row_bytes = n.blocks.nv, d.lanes * 4, n.nr * 4
         floats, i32 = vec(d.lanes, "float"), vec(d.lanes, "i32")
         f = Function(self.module, "decode", [("ptr", "b"), ("ptr", "out")])
-        casts = Casts(f, d.lanes)
+        casts = Printer(f, d.lanes)
         with f.loop(0, n.group_count) as outer:
             group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
             base = f.mul(outer.index, n.group)
@@ -206,7 +206,7 @@ class GroupedWriter(GemmWriter):
         floats, count = vec(d.lanes, "float"), rows * nv
         folded = n.rounded_to is not F32
         resident = folded or 2 * count <= d.registers - 8
-        casts = Casts(f, d.lanes)
+        casts = Printer(f, d.lanes)
         row_at = [f.mul("%stride", m) for m in range(rows)]
         span = CODES * n.words
         zero = ["zeroinitializer"] * count

@@ -8,7 +8,7 @@ from typing import Literal, cast
 
 from tilewright.candidates.triton.attention.heads import Heads, Rounded, heads_of
 from tilewright.candidates.triton.attention.kernel import Point, kernel_text, power, sources_of
-from tilewright.candidates.triton.expressions.casts import pointer_type
+from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.runtime.launch import caller
 from tilewright.candidates.triton.runtime.module import (
     INSTALL,

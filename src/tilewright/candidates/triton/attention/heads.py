@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
-from tilewright.candidates.triton.expressions.casts import FP8
 from tilewright.candidates.triton.expressions.emit import NUMBERED, VIEWS, check
+from tilewright.candidates.triton.expressions.printer import FP8
 from tilewright.dtype import BF16, F16, F32, DType
 from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast

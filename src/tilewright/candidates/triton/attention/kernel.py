@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from tilewright.candidates.triton.attention.heads import Heads, Operand, Rounded
-from tilewright.candidates.triton.expressions.casts import FP8, FP8_NAMES, NATIVE
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.printer import FP8, FP8_NAMES, NATIVE
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.runtime.module import IMPORTS
 from tilewright.dtype import F16, F32, PRED

@@ -11,63 +11,21 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tilewright.candidates._approximations import LOG2_UPPER, LOG2_UPPER_16, LOG2_UPPER_16_TO, LOG2_UPPER_TO
-from tilewright.candidates.triton.expressions.casts import FP8, in_memory, in_registers
-from tilewright.candidates.triton.expressions.functions import COMPARE, GELU_TO_8_BITS, LOGIC, ON_FLOATS, ON_INTEGERS, Functions
+from tilewright.candidates.triton.expressions.printer import Printer, in_memory, in_registers
 from tilewright.candidates.triton.expressions.text import Text
-from tilewright.dtype import BF16, F16, F32, PRED
+from tilewright.dtype import BF16, F16, F64, PRED
 from tilewright.ir.axes import axes_of
 from tilewright.ir.expression import quantised_at_once, rounded_at_once
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
-from tilewright.lowering.access import Access, AccessMap, StridedDigit, Unsupported, too_wide
+from tilewright.ir.ops import VIEWS, Acc, Const, Map, Param, Quantize
+from tilewright.lowering.access import Access, AccessMap, StridedDigit
+from tilewright.lowering.scalar.functions import GELU_TO_8_BITS, GELU_TO_BF16, GELU_TO_F16
+from tilewright.lowering.scalar.nodes import Forms
+from tilewright.lowering.scalar.values import FP8
 
+FORMS = Forms("Triton form", frozenset({F64}), of_fp8=True, to_64_bits=False)
 NUMBERED = (1 << 31) - (1 << 16)  # rows or columns that 32 bits count, with those of the last tile that do not exist
-
-
-def check(roots: Sequence[Node], *, blocks: bool = False) -> None:
-    """Nothing if every node of an expression has a form in Triton; `blocks`: scales may be given by blocks.
-
-    Raises:
-        Unsupported: a sentence.
-    """
-    for n in toposort(roots):
-        check_node(n, blocks=blocks)
-
-
-def check_node(n: Node, *, blocks: bool = False) -> None:
-    """Nothing if a node has a form in Triton.
-
-    Raises:
-        Unsupported: a sentence.
-    """
-    in_registers(n.dtype)
-    op = n.op
-    if isinstance(op, (Quantize, Dequantize)) and op.block is not None and not blocks:
-        raise Unsupported(f"{op.name} by blocks has no Triton form")
-    wide = too_wide(n)
-    if wide is not None:
-        raise Unsupported(f"{wide} has no Triton kernel")
-    if isinstance(op, Map):
-        operand = n.src[0].dtype
-        known = ON_FLOATS if operand.is_float else (*LOGIC, *COMPARE, "not") if operand is PRED else ON_INTEGERS
-        if op.fn not in known or operand.bits == 4:
-            raise Unsupported(f"{op.fn} of {operand} has no Triton form")
-    elif isinstance(op, Const):
-        if n.tensor.elements != 1:
-            raise Unsupported("a table of constants")
-    elif isinstance(op, Convert):
-        if n.src[0].dtype.is_float and n.dtype.is_integer and n.dtype.bits > 32:
-            raise Unsupported(f"converting a float to {n.dtype} has no Triton kernel")
-    elif isinstance(op, Quantize):
-        if op.dtype.bits > (32 if op.dtype.is_float else 16):
-            raise Unsupported(f"quantizing to {op.dtype} has no Triton form")
-    elif isinstance(op, Dequantize):
-        most = 32 if len(n.src) == 2 else 16  # the difference from a zero point has to be exact
-        if n.src[0].dtype.is_integer and n.src[0].dtype.bits > most:
-            raise Unsupported(f"dequantizing {n.src[0].dtype} has no Triton form")
-    elif not isinstance(op, (*VIEWS, Select, Param, Acc)):
-        raise Unsupported(f"{op.name} has no Triton form")
+check, check_node = FORMS.check, FORMS.check_node
 
 
 @dataclass(frozen=True)
@@ -98,14 +56,14 @@ class Tile:
     near: Mapping[Node, str] = field(default_factory=dict[Node, str])
 
 
-class Emitter(Functions):
+class Emitter(Printer):
     """Writes values of expressions, and their stores, into a text.
 
     Args:
         text: where to.
         tile: names in scope.
         pointer: what the kernel calls the memory of a leaf.
-        fp8: see `Casts`.
+        fp8: see `Printer`.
     """
 
     def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], fp8: frozenset[str] = frozenset()) -> None:
@@ -299,31 +257,23 @@ class Emitter(Functions):
             return self.tile.near[n] if n in self.tile.near else self._leaf(n, access)
         if isinstance(op, Const):
             return self._constant(n)
-        if isinstance(op, Convert):
-            return self.convert(args[0], n.src[0].dtype, n.dtype, saturate=op.overflow == "saturate")
-        if isinstance(op, Select):
-            return self.where(*args)
+        repeats = True
         if isinstance(op, Quantize):
             place = access.of_leaf(n.src[1])
-            return self.quantize(n, args, repeats=not (place.rows and place.columns))
-        if isinstance(op, Dequantize):
-            return self.dequantize(n, args)
-        assert isinstance(op, Map)
-        form = self._by_power(n)
-        if form is None:
-            return self.map(op.fn, n.src[0].dtype, args)
-        return self.convert(self.gelu_by_power(self.convert(args[0], n.dtype, F32), *form), F32, n.dtype)
+            repeats = not (place.rows and place.columns)
+        return self.elementwise(n, args, repeats=repeats, form=self._by_power(n))
 
     def _by_power(self, n: Node) -> tuple[Sequence[float], float] | None:
         """The polynomial of a gelu that needs no more digits than what it is rounded to at once, and up to where."""
-        assert isinstance(n.op, Map)
+        if not isinstance(n.op, Map):
+            return None
         if n in self._codes_of.values():
             return GELU_TO_8_BITS[n.op.fn]
         if n.op.fn != "gelu":
             return None
         if n.dtype is F16:
-            return LOG2_UPPER_16, LOG2_UPPER_16_TO
-        return (LOG2_UPPER, LOG2_UPPER_TO) if n.dtype is BF16 or n in self._coarse else None
+            return GELU_TO_F16
+        return GELU_TO_BF16 if n.dtype is BF16 or n in self._coarse else None
 
     def _constant(self, n: Node) -> str:
         assert isinstance(n.op, Const)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilewright.candidates.triton.expressions.casts import pointer_type
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check
+from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, Dot, choose
 from tilewright.candidates.triton.gemm.kernel import Nest, Point, write
 from tilewright.candidates.triton.gemm.run import operands_outside, runner

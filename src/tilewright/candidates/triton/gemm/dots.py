@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.candidates.triton.expressions.casts import FP8
+from tilewright.candidates.triton.expressions.printer import FP8
 from tilewright.candidates.triton.runtime.module import Arch
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, S4, S8, S32, U4, U8, DType
 from tilewright.lowering.access import Unsupported

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilewright.candidates.triton.expressions.casts import FP8, FP8_NAMES, Casts, in_memory
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.printer import FP8, FP8_NAMES, Printer, in_memory
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.gemm.dots import Dot
 from tilewright.candidates.triton.runtime.module import IMPORTS
@@ -47,7 +47,7 @@ class Nest:
         rhs: access of [batch * columns, depth], or of [columns, depth] if `shared`.
         stores: access of [batch * rows, columns], one a result.
         sources: number of arguments before the results.
-        fp8: see `Casts`.
+        fp8: see `Printer`.
         point: tile sizes and other knobs.
         second: what stands in the stores for sums of the right half of `rhs`, whose columns they read beside those of the left
             half: a tile has as many of both.
@@ -265,7 +265,7 @@ class _Writer:
             return t.v(f"({value} ^ 128).to(tl.int8, bitcast=True)")
         if target in FP8:
             return t.v(f"{value}.to(tl.{FP8_NAMES[root.dtype]}, bitcast=True)")
-        return Casts(t, self.nest.fp8).convert(value, root.dtype, target)
+        return Printer(t, self.nest.fp8).convert(value, root.dtype, target)
 
     def _dot(self, a: str, b: str) -> None:
         dot, t = self.nest.dot, self.text

@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
-from tilewright.candidates.triton.expressions.functions import GELU_TO_8_BITS, LOG2_E
 from tilewright.candidates.triton.expressions.text import Text
 from tilewright.dtype import F8E4M3FN, F8E5M2, F16, F32, S8, U8
 from tilewright.ir.expression import depends_on_acc, quantised_at_once
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const, Map, Quantize
 from tilewright.lowering.access import Access
+from tilewright.lowering.scalar.functions import GELU_TO_8_BITS, LOG2_E
+from tilewright.lowering.scalar.values import Operand, Value
 
 NATIVE_FP8 = frozenset({"f8e4m3fn", "f8e5m2"})
 MAGIC = 1536  # added to f16 below 512 it leaves the nearest whole number in the low bits of the sum
@@ -29,7 +30,7 @@ class Brief(Emitter):
     then is added in the same instruction. A gelu of f16 that is quantised at once is computed in f16, two at a time.
     """
 
-    EXPONENT = LOG2_E
+    exponent = LOG2_E
 
     def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], near: Mapping[Node, str]) -> None:
         """`near`: names of leaves that were read already."""
@@ -44,21 +45,18 @@ class Brief(Emitter):
         self._in_halves = {n: f for n, f in quantised_at_once(access.root).items() if _fits_halves(n, f)}
         return [self._computed(v) for v in super().values(roots, access)]
 
-    def over(self, x: str, y: str) -> str:
-        return self.text.v(f"{x} * {self._unit('rcp.approx.ftz', y)}")
+    def over(self, x: Operand, y: Value) -> Value:
+        return self.binary("*", x, self._unit("rcp.approx.ftz", y))
 
-    def one_more(self, x: str, factor: str) -> str:
-        return self.text.v(f"1.0 + {self.power(self.text.v(f'{x} * {factor}'))}")
-
-    def negative(self, x: str) -> str:
+    def negated(self, x: Value) -> Value:
         return self._unit("neg", x)  # Triton subtracts from zero
 
-    def power(self, x: str) -> str:
+    def power(self, x: Value) -> Value:
         return self._unit("ex2.approx.ftz", x)
 
-    def _unit(self, name: str, x: str) -> str:
+    def _unit(self, name: str, x: Value) -> Value:
         text = f'"{name}.f32 $0, $1;", "=f,f"'
-        return self.text.v(f"gl.inline_asm_elementwise({text}, [{x}], dtype=gl.float32, is_pure=True, pack=1)")
+        return self._made(F32, f"gl.inline_asm_elementwise({text}, [{x.name}], dtype=gl.float32, is_pure=True, pack=1)")
 
     def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         if n in self._in_halves:

@@ -9,8 +9,8 @@ from itertools import product
 
 import torch
 
-from tilewright.candidates.triton.expressions.casts import pointer_type
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check_node
+from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_of, kernel_text, sources_of
 from tilewright.candidates.triton.runtime.launch import caller
 from tilewright.candidates.triton.runtime.module import (

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 
-from tilewright.candidates.triton.expressions.casts import in_memory, in_registers
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.printer import in_memory, in_registers
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.runtime.module import IMPORTS
 from tilewright.dtype import F32, PRED
@@ -162,7 +162,7 @@ class _Rows(Emitter):
         pairs: the same where a column is one of a pair, if there are pairs.
         tiles: the nest.
         read: sources of the kernel.
-        fp8: see `Casts`.
+        fp8: see `Printer`.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ class _Rows(Emitter):
         return total if dtype is F32 else self.cast(total, in_registers(dtype))
 
     def _mean(self, total: str) -> str:
-        """A sum over the number of columns, rounded once (see `Casts.quotient`): the mean of equal numbers is that number."""
+        """A sum over the number of columns, rounded once (see `Printer.quotient`): the mean of equal numbers is that number."""
         t, n = self.text, self._region.columns
         near = t.v(f"{total} * {1 / n!r}")
         if not n & (n - 1):

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewright.candidates.triton.expressions.casts import pointer_type
+from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.hopper.ptx import clustered, rewriting
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.form import Form, Point
