@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import struct
 from collections.abc import Sequence
 
 import torch
@@ -28,6 +30,7 @@ BINARY = {
     "//": ("", "sdiv", "udiv"), "&": ("", "and", "and"), "|": ("", "or", "or"), "^": ("", "xor", "xor"),
     "<<": ("", "shl", "shl"), ">>": ("", "ashr", "lshr"),
 }  # fmt: skip
+CONSTANT = re.compile(r"splat \((float|i\d+) (\S+)\)")
 COMPARE = {"<": "lt", "<=": "le", "==": "eq", "!=": "ne", ">": "gt", ">=": "ge"}
 INTRINSICS = {"abs": "fabs", "round_half_even": "rint", "round_half_away": "round"}
 
@@ -98,8 +101,20 @@ class Printer(NodeBuilder):
         bits, half = int(operand) & (1 << dtype.bits) - 1, 1 << dtype.bits - 1
         return f"splat (i{dtype.bits} {(bits ^ half) - half})"
 
+    def _number(self, x: Operand) -> float | None:
+        """The number that an operand is, if it is a constant of f32 or of integers."""
+        if not isinstance(x, Value):
+            return x
+        found = CONSTANT.fullmatch(x.name)
+        if found is None:
+            return None
+        return struct.unpack(">d", bytes.fromhex(found[2][2:]))[0] if found[1] == "float" else int(found[2])
+
     def binary(self, op: str, a: Operand, b: Operand) -> Value:
-        dtype = self.type_of(a, b)
+        dtype, x, y = self.type_of(a, b), self._number(a), self._number(b)
+        if dtype is F32 and op in ("+", "-", "*") and x is not None and y is not None:
+            # Exact in f64 or innocuously rounded twice. As a constant it holds in every block.
+            return self.constant(x + y if op == "+" else x - y if op == "-" else x * y, F32)
         name = BINARY[op][0 if dtype.is_float else 1 if dtype.is_signed else 2]
         return self._made(dtype, f"{name} {self.type(dtype)} {self.put(a, dtype)}, {self.put(b, dtype)}")
 
@@ -133,7 +148,9 @@ class Printer(NodeBuilder):
         return Value(self, self.f.intrinsic(f"{name}.{suffix(t)}", t, *((t, self.put(a, dtype)) for a in args)), dtype)
 
     def to(self, x: Value, dtype: DType) -> Value:
-        source = x.dtype
+        source, number = x.dtype, self._number(x)
+        if source.is_integer and number is not None and dtype in (F32, S32) and source.bits <= 16:
+            return self.constant(int(number) & int(source.max) if source.kind == "uint" else number, dtype)
         if source is BF16:
             return (self.bits(x, U16).to(U32) << 16).bits(F32)
         if dtype is BF16:
