@@ -1,7 +1,4 @@
-"""Polynomials that functions are made of: coefficients, lowest first, and how far off they are.
-
-Own fits are reproduced by `benchmarks/fit_approximations.py`.
-"""
+"""Polynomials that functions are made of: coefficients, lowest first, and how far off they are."""
 
 # (tanh(x) - x) / x^3 in x^2 on |x| < 0.625: Cephes tanhf (Moshier).
 TANH = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
