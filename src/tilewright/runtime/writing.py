@@ -17,7 +17,7 @@ from tilewright.schedule.problem import FusionProblem
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
-_COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/_torch_taken.py)
+_COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/torch/taken.py)
 
 
 class _Step(Protocol):

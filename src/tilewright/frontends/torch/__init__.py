@@ -159,12 +159,12 @@ def _read(
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
-    """Run a `call` node of this front end with torch (see `_torch_call`)."""
+    """Run a `call` node of this front end with torch (see `call.py`)."""
     return calls.evaluate_call(call, values)
 
 
 def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> Sequence[torch.Tensor]:
-    """See that a call is one that a file may bring with it (see `_torch_file_call`)."""
+    """See that a call is one that a file may bring with it (see `file_call.py`)."""
     return file_calls.check_call(call, sources)
 
 

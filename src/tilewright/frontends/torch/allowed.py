@@ -1,7 +1,7 @@
 """Operators of torch that a file may name: functional ones, whose results follow from their operands and arguments alone.
 
 None writes to an operand, reads a file, a pointer or memory that nobody wrote, draws random numbers or starts anything. Each
-has a kernel for shapes alone, which sees every call before it runs (`_torch_file_call`), and has been run on random arguments
+has a kernel for shapes alone, which sees every call before it runs (`file_call.py`), and has been run on random arguments
 over memory with guard pages on both sides (tests/conformance/test_hostile_calls.py). Left out of what `torch.export` leaves to
 torch: `empty` and what else shows old memory, backward passes, sparse, nested and quantised tensors, other devices' libraries,
 and what did not pass, such as division with a rounding mode (of the lowest integer by -1 it ends the process).

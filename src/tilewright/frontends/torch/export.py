@@ -42,7 +42,7 @@ def exported(
     """The program as functional ATen: shapes concrete, only operators kept that have a translation or no decomposition.
 
     Weights are those of the program: nothing is copied. Places of its source that ask whether it is being traced are added
-    to `asks`. `taken`: the module is told what it asks of tensors (`_torch_taken`).
+    to `asks`. `taken`: the module is told what it asks of tensors (`taken.py`).
 
     Raises:
         InputError: example inputs are missing or do not fit; a symbolic extent is not bound.
