@@ -51,7 +51,8 @@ class Forms:
         if wide is not None:
             self._refuse(f"{wide}")
         if isinstance(op, (Quantize, Dequantize)) and op.block is not None and not blocks:
-            self._refuse(f"{op.name} by blocks")
+            what = f"quantizing to {n.dtype}" if isinstance(op, Quantize) else f"dequantizing {source}"
+            self._refuse(f"{what} by blocks")
         if isinstance(op, Map):
             if source.bits == 4 or (source in FP8 and not self.of_fp8):
                 self._refuse(f"{op.fn} of {source}")
