@@ -42,13 +42,6 @@ class Side:
         plain = [rows, tile_k] if self.along_k else [tile_k, rows]
         return [1, *plain] if self.batched else plain
 
-    def at(self, b: str, extent: str, row: str, k: str) -> str:
-        """Coordinates of a box in the text."""
-        first = row if self.shared or self.batched else f"{b} * {extent} + {row}"
-        if not self.along_k:  # rows of other matrices would follow along K: a batch has an axis of its own
-            return f"[{b}, {k}, {row}]" if self.batched else f"[{k}, {row}]"
-        return f"[{b}, {row}, {k}]" if self.batched else f"[{first}, {k}]"
-
 
 @dataclass(frozen=True)
 class Blocks:
@@ -256,11 +249,6 @@ class Form:
         return self.width // self.split
 
     @property
-    def own_shape_n(self) -> int:
-        """The same as Triton is told."""
-        return self.shape_n if self.split == 1 else self.own_n
-
-    @property
     def cluster(self) -> int:
         """Blocks that are started together."""
         return 2 if self.paired else self.split
@@ -281,11 +269,6 @@ class Form:
         """What one instruction multiplies, as Triton is told: it has none of 256 columns for integers."""
         widest = 128 if self.acc.is_integer else 256
         return 16, min(self.shape_n, widest), 256 // self.lhs.dtype.bits
-
-    def fragment(self, columns: int) -> str:
-        """Gluon's layout of so many columns as products leave them."""
-        m, n, k = self.instruction
-        return f"gl.NVMMADistributedLayout([3, 0], [4, 1], [{m}, {min(columns, n)}, {k}])"
 
     def tiles(self, batch: int, M: int, N: int) -> int:
         """Of a result; where blocks work in pairs, pairs of tiles one below the other."""
