@@ -1,6 +1,6 @@
 """The elementwise functions that `map` names, as arithmetic on f32 and integers.
 
-Errors of what is written out here are in units in the last place of the result (ulp), over all finite f32 arguments unless a
+Errors of the functions here are in units in the last place of the result (ulp), over all finite f32 arguments unless a
 range is given; tests measure them. NaN gives NaN, infinity what the formula gives in IEEE arithmetic. A target's own
 exponential, logarithm or error function is within the few roundings that a step of an epilogue may have
 (`schedule/intervals.py`).

@@ -15,10 +15,10 @@ from tilewright.lowering.scalar.values import FP8, Builder
 
 @dataclass(frozen=True)
 class Forms:
-    """What a target has forms for.
+    """The operations that a target has forms for.
 
     Attributes:
-        name: of a form, in refusals.
+        name: the name of a form, in refusals.
         lacks: types that no value has.
         of_fp8: functions of fp8 have forms.
         to_64_bits: so have conversions of floats to 64-bit integers.

@@ -112,17 +112,17 @@ Fewer = tuple[Value, int, Sequence[Value]]
 
 
 class Builder(ABC):
-    """What a target prints: some twenty primitives, and which functions it computes itself.
+    """A printer for a target: some twenty primitives, and the functions that it computes itself.
 
     Attributes:
-        native: functions of f32 and f64, by the names of `map`, that `call` takes and that are no better written out.
-        exponent: what the argument of `power`, the target's own exponential, is multiplied by: 1 for e^x, log2(e) for 2^x; None
+        native: functions of f32 and f64, by the names of `map`, that `call` takes and that are no better decomposed.
+        exponent: factor of the argument of `power`, the target's own exponential: 1 for e^x, log2(e) for 2^x; None
             where it has none.
         fp8: names of the fp8 types that instructions convert to (rounding once, to nearest, and saturating) and from.
         multiplies: quantising multiplies by a reciprocal in parts where it can (see `steps`).
         drops_nan: `min` and `max` of a NaN and a bound are the bound.
-        codes: what codes quantised here are, as f32 or s32 counted from a zero point, and that, by the codes' names.
-        known: what was worked out once, by what it was made of.
+        codes: value of codes quantised here, as f32 or s32 counted from a zero point, and that, by the codes' names.
+        known: values computed once, by what they were computed from.
     """
 
     native: frozenset[str] = frozenset()
@@ -141,7 +141,7 @@ class Builder(ABC):
         return next(x.dtype for x in operands if isinstance(x, Value))
 
     def named(self, name: str, dtype: DType) -> Value:
-        """What the kernel calls `name`, which holds values of a type (fp8 and 4 bits: codes)."""
+        """A name in the kernel as a value of a type (fp8 and 4 bits: codes)."""
         return Value(self, name, in_register(dtype))
 
     def constant(self, number: float, dtype: DType) -> Value:

@@ -1,4 +1,4 @@
-"""Functions of f32 worked out in f64, so that sums of a series, cut off past 2^-36, are right to the last place.
+"""Functions of f32 computed in f64, so that sums of a series, cut off past 2^-36, are right to the last place.
 
 They are what models seldom ask for: powers, angles and their inverses, remainders. All are within 0.6 units in the last place
 of an f32 result (ulp), over all finite arguments; remainders are exact. NaN gives NaN, infinities and zeros what C's functions
@@ -33,8 +33,8 @@ INF, NAN = math.inf, math.nan
 
 @cache
 def turns() -> tuple[float, ...]:
-    """For each exponent e of a large f32 m 2^e, m a whole number: 2^e 2/pi without multiples of 4, as three numbers of at most
-    29 bits, whose products with m are exact (Payne and Hanek 1983)."""
+    """The table of reductions by pi/2: for each exponent e of a large f32 m 2^e, m a whole number, 2^e 2/pi without multiples
+    of 4, as three numbers of at most 29 bits, whose products with m are exact (Payne and Hanek 1983)."""
     bits = 256
     one = 1 << bits + 32
 
