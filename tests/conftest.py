@@ -1,3 +1,4 @@
+import collections
 import os
 import signal
 
@@ -14,6 +15,19 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background job; the programs that tests start inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marks
+def pytest_collection_modifyitems(items):
+    """Of a test marked `thin(n)`, leave every n-th case to `make test`; the others belong to `make conformance`."""
+    seen = collections.Counter()
+    for item in items:
+        mark = item.get_closest_marker("thin")
+        if mark is not None:
+            name = item.nodeid.partition("[")[0]
+            if seen[name] % mark.args[0]:
+                item.add_marker(pytest.mark.conformance)
+            seen[name] += 1
 
 
 @pytest.fixture(autouse=True)

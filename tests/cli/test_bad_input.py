@@ -319,6 +319,7 @@ def test_a_signal_in_a_process_of_its_own(tmp_path: Path) -> None:
         assert process.stderr.read().strip() == ""
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("args", [["read"], ["explain", *FAST]])
 def test_a_pipe_that_closes_early_is_quiet(args: list[str], tmp_path: Path) -> None:
     value = x = input_("x" * 200, F32, (4,))

@@ -480,6 +480,7 @@ def test_a_terminal_narrower_than_the_tables_loses_no_column(program: str) -> No
     assert max(len(text.rstrip()) for text in result.stdout.splitlines()) <= 32
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(  # tables and progress; text alone
     ("verb", "closed"), [("run", ">&-"), ("run", "2>&-"), ("run", "<&- >&- 2>&-"), ("read", ">&-"), ("read", "<&- >&- 2>&-")]
 )

@@ -36,6 +36,7 @@ def verify(path, *flags):
     return CliRunner().invoke(cli.cli, ["verify", str(path), "--source", "--budget=0", "--no-cache", *flags])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("file", "library"), [("m.onnx", "onnxruntime"), ("m.hlo", "xla"), ("bare.hlo", "xla")])
 def test_the_sources_own_library_agrees(files, file, library):
     result = verify(files / file, "--json")

@@ -64,6 +64,7 @@ def written(tmp_path_factory: pytest.TempPathFactory):
     return read
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("variant", models.VARIANTS)
 @pytest.mark.parametrize("name", CONFIG)
 def test_small_models(written, name, variant):

@@ -219,6 +219,7 @@ def attention_of_jax(case: str, dtype: str) -> tuple[Callable[..., Any], list[An
     return f, arguments, np.asarray(jax.jit(f)(*arguments)).astype(np.float32)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("case", DPA)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -252,6 +253,7 @@ def rms_norm(x: Any, scale: Any, bias: Any) -> Any:
     return normal.astype(x.dtype) * scale + bias
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("norm", [layer_norm_by_moments, layer_norm_by_var, rms_norm])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -276,6 +278,7 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ACTIVATIONS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

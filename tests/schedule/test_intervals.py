@@ -146,6 +146,7 @@ def bounds(n, src, usual):
     return reduced(n, src, usual=usual) if isinstance(n.op, REDUCING) else spread(n, src)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 def test_what_an_operation_may_give_lies_within_its_bounds(dtype):
     generator = torch.Generator().manual_seed(0)

@@ -62,6 +62,7 @@ def test_every_shape_and_type(shape, causal, dtype):
     assert_right(attention(shape, dtype, causal=causal, zero_masked_rows=True))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("mask", [PRED, F32, BF16], ids=str)
 @pytest.mark.parametrize("spread", itertools.product([False, True], repeat=4), ids=str)
 def test_masks_of_every_broadcast_shape(mask, spread):

@@ -113,6 +113,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_gives_what_the_oracle_gives(name, monkeypatch):
     monkeypatch.setattr(_w4_tiles, "MOST_TRIED", 1000)  # those of small matrices are not what is ranked first

@@ -57,6 +57,7 @@ def imbalance(work, threads):
     return max(ends) * threads / sum(work)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("chip", "dtype"), KINDS)
 @pytest.mark.parametrize("threads", THREADS)
 def test_no_thread_works_much_longer_than_the_others(chip, dtype, threads):

@@ -66,6 +66,7 @@ COMPILED = [("f16, a mask", arch) for arch in ARCHES]
 COMPILED += [(name, ARCHES[i]) for i in (0, 2, 5) for name in USUAL if name != "f16, a mask" and (i == 2 or "f8" not in name)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "arch"), COMPILED, ids=lambda x: x if isinstance(x, str) else str(x.name))
 def test_usual_attentions_compile_without_spills(name, arch):
     kernel, point = built(USUAL[name](), arch)

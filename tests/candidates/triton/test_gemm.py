@@ -66,6 +66,7 @@ def machine_code(line: str, at: Target, point=None):
     return triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).kernel
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("chip", "line"), [(c, x) for c, lines in INTENDED.items() for x in lines])
 def test_the_first_point_becomes_the_instructions_meant_without_spills(chip, line):
     compiled = machine_code(line, target(chip))

@@ -12,8 +12,9 @@ FILES = sorted(p.name for p in HELPERS.glob("triton_interpreted*.py"))
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_what_the_interpreter_makes_of_generated_code(file):
+@pytest.mark.parametrize("of", ["not conformance", pytest.param("conformance", marks=pytest.mark.conformance)])
+def test_what_the_interpreter_makes_of_generated_code(file, of):
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", str(HELPERS / file)]
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-m", of, str(HELPERS / file)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]

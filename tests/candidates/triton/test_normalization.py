@@ -74,6 +74,7 @@ def built(problem, target, arch=None):
     return rows.machine_code(tiles, problem, arch, num_warps=schedule["num_warps"]).kernel
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("arch", ARCHES, ids=lambda a: str(a.name))
 @pytest.mark.parametrize("make", USUAL)
 def test_usual_regions_compile_without_spills(make, arch):

@@ -45,6 +45,7 @@ def _parses(text: str) -> bool:
     return True
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", TYPES, ids=lambda d: d.name)
 def test_elementwise_operators_are_those_of_xla(dtype: DType) -> None:
     t, pred = TensorType(dtype, (48,)), TensorType(PRED, (48,))

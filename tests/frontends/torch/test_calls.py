@@ -104,6 +104,7 @@ def _put(a: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
     return out
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", LEFT)
 def test_what_has_no_meaning_in_the_graph_is_left_to_torch_and_said(name: str) -> None:
     f, args, left = LEFT[name]

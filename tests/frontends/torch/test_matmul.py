@@ -190,6 +190,7 @@ def in_every_layout(epilogue: str, dtype: torch.dtype, batch: tuple[int, ...]) -
     return cases
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("epilogue", "dtype"), itertools.product(EPILOGUES, ["f16", "bf16"]))
 @pytest.mark.parametrize("batch", [(), (3,)], ids=["plain", "batched"])
 def test_the_nvfuser_family_in_every_layout(epilogue: str, dtype: str, batch: tuple[int, ...]) -> None:

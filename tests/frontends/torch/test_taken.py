@@ -162,6 +162,7 @@ def test_the_way_that_was_traced_is_right_and_any_other_an_error_without_the_mod
             program(Z)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", WAYS)
 def test_a_module_runs_by_itself_on_any_other_way(name: str) -> None:
     program = tilewright.compile(Of(WAYS[name]), example_inputs=(X,), budget_s=0, cache=False)

@@ -186,6 +186,7 @@ CASES = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code_is_what_was_meant(name):
     what, point, wanted = CASES[name]

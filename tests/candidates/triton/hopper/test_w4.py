@@ -148,6 +148,7 @@ def formed(problem, point):
     return form if point.clusters else replace(form, point=replace(point, clusters=form.row_tiles))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("line", "point"), EMULATED, ids=[f"{line} {i}" for i, (line, _) in enumerate(EMULATED)])
 def test_the_text_gives_what_the_oracle_gives(line, point):
     emulate(posed(line), point)
