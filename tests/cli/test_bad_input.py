@@ -307,7 +307,7 @@ def test_a_signal_in_a_process_of_its_own(tmp_path: Path) -> None:
         "def load(*given):\n    print('ready', flush=True)\n    time.sleep(60)\n"
         "tilewright.frontends.load = load\n"
         "import sys; sys.argv = ['tilewright', 'read', 'x.tw']\n"
-        "from tilewright.cli.main import main; main()"
+        "from tilewright.cli.verbs import main; main()"
     )
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

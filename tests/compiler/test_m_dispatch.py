@@ -11,7 +11,7 @@ from ptx import H200
 from w4_problems import posed as w4_problem
 
 import tilewright
-from tilewright.cli.main import cli
+from tilewright.cli.verbs import cli
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const

@@ -111,6 +111,6 @@ def write(folder: Path, graph: Graph) -> str:
 
 def invoke(*args: object, env: Mapping[str, str] | None = None, typed: str | None = None) -> Result:
     """A command line's result; a bug is raised, not swallowed, unless the command line itself reported it."""
-    from tilewright.cli.main import cli
+    from tilewright.cli.verbs import cli
 
     return CliRunner().invoke(cli, [str(a) for a in args], env=env, input=typed, prog_name="tilewright")

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 from onnx import TensorProto, helper
 
-import tilewright.cli.main as cli
+import tilewright.cli.verbs as cli
 from tilewright.ir.build import map_
 
 HLO = """HloModule m

@@ -131,7 +131,7 @@ def loaded_after(statement: str) -> set[str]:
     return {name.split(".")[0] for name in json.loads(result.stdout)}
 
 
-@pytest.mark.parametrize("statement", ["import tilewright", "import tilewright.cli.main"])
+@pytest.mark.parametrize("statement", ["import tilewright", "import tilewright.cli.verbs"])
 def test_the_start_imports_nothing_heavy(statement):
     assert not loaded_after(statement) & HEAVY
 
@@ -140,7 +140,7 @@ def test_the_start_imports_nothing_heavy(statement):
 def test_help_imports_nothing_heavy(arguments):
     program = f"""
 import sys
-from tilewright.cli.main import main
+from tilewright.cli.verbs import main
 sys.argv = ["tilewright", *{arguments!r}]
 try:
     main()

@@ -165,7 +165,7 @@ def test_an_interruption_keeps_the_best_of_the_problem_under_way(clock, monkeypa
 
 SCRIPT = """
 import sys
-from tilewright.cli.main import main
+from tilewright.cli.verbs import main
 from tilewright.schedule import search
 deepened = search._Search._deepened
 def told(self, winner):

@@ -72,7 +72,7 @@ def program(tmp_path: Path) -> str:
 def test_help_imports_nothing_heavy(args: list[str]) -> None:
     code = (
         "import sys; sys.argv = ['tilewright', *sys.argv[1:]]\n"
-        "from tilewright.cli.main import main\n"
+        "from tilewright.cli.verbs import main\n"
         "try:\n    main()\nexcept SystemExit as left:\n    assert left.code == 0\n"
         f"print('IMPORTED', [m for m in {HEAVY} if m in sys.modules])"
     )
@@ -455,7 +455,7 @@ def test_the_docs_describe_the_schema_the_notation_and_every_option() -> None:
     import click
 
     import tilewright.ir.notation as notation
-    from tilewright.cli.main import cli
+    from tilewright.cli.verbs import cli
 
     text = (ROOT / "docs" / "cli.md").read_text()
     described = json.loads(re.search(r"```json\n(.*?)```", text, re.DOTALL)[1])
