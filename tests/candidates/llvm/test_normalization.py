@@ -3,6 +3,7 @@ number of threads, and chosen where a model has such work."""
 
 import json
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +16,7 @@ from paths import SEARCHED
 from rotated import turned, turned_in_pairs
 
 import tilewright
-from tests.candidates.llvm.test_random import KEPT, fenced, guarded
+from tests.candidates.llvm.test_random import KEPT, fence, guarded
 from tilewright.candidates.llvm.normalization import candidate as rows
 from tilewright.candidates.llvm.normalization import kernel as _rows
 from tilewright.candidates.llvm.runtime import engine
@@ -473,6 +474,16 @@ def one(roots, data_seed, at_end, threads, wild, chip):
     return True
 
 
+def fenced_one(roots, data_seed, at_end, threads, wild, chip):
+    """`one`, with its results and scratch between guard pages and small tasks."""
+    fence(rows, at_end)
+    rows.ONE_THREAD_WORK, _rows.TASK_ELEMENTS = -1, 64
+    done = one(roots, data_seed, at_end, threads, wild, chip)
+    assert all(g.intact() for g in KEPT), "wrote beside a buffer"
+    KEPT.clear()
+    return done
+
+
 def child(start, count, chip, threads):
     done, target = 0, CPU
     if chip:
@@ -488,25 +499,53 @@ def child(start, count, chip, threads):
     @given(regions(), st.integers(0, 1000), st.booleans(), st.sampled_from(threads), st.sampled_from([False, False, True]))
     def attempt(roots, data_seed, at_end, counts, wild):
         nonlocal done
-        rows.maker, rows.take = fenced(at_end)
-        rows.give = lambda scratch: None
-        rows.ONE_THREAD_WORK = -1
-        _rows.TASK_ELEMENTS = 64
-        done += one(roots, data_seed, at_end, counts, wild, target)
-        KEPT.clear()
+        done += fenced_one(roots, data_seed, at_end, counts, wild, target)
 
     attempt()
     return done
 
 
-def run_child(start, count, chip="", threads=((1, 2), (1, 3), (1, 8), (1, 5))):
-    call = f"t.child({start}, {count}, {chip!r}, {list(threads)})"
+def ran_apart(call):
+    """A call of this module's in a process of its own, since what strays out of its memory kills the process."""
     begin = f"import sys; sys.path[:0] = {SEARCHED}; from tests.candidates.llvm import test_normalization as t"
-    code = f"{begin}; sys.stdout.write('DONE ' + str({call}))"
-    ran = subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
+    code = f"{begin}; sys.stdout.write('DONE ' + str(t.{call}))"
+    return subprocess.run([sys.executable, "-X", "faulthandler", "-c", code], capture_output=True, text=True, timeout=1800)
+
+
+def done_apart(call):
+    ran = ran_apart(call)
     last = ran.stdout.strip().splitlines()[-1:] or [""]
     assert ran.returncode == 0, f"at {last[0]}: exit {ran.returncode}\n{ran.stderr[-3000:]}"
     return int(last[0].split()[1])
+
+
+def run_child(start, count, chip="", threads=((1, 2), (1, 3), (1, 8), (1, 5))):
+    return done_apart(f"child({start}, {count}, {chip!r}, {list(threads)})")
+
+
+def tails_of_pairs():
+    """Pairs that are turned, of each number past whole vectors of 8."""
+    ends = [(dtype, turned_in_pairs, half) for dtype in (F32, BF16) for half in range(33, 41)]
+    for dtype, form, half in ends:
+        x, turn = input_("x", dtype, (2, 2 * half)), input_("t", dtype, (2 * half,))
+        fenced_one((form(x, turn, input_("s", dtype, ())),), half, True, (1,), False, CPU)
+    return len(ends)
+
+
+def test_masked_tails_of_pairs_stay_inside_their_arrays():
+    assert done_apart("tails_of_pairs()") == 16
+
+
+def overrun():
+    """A row that is kept, in scratch memory said to be a cache line shorter than it is."""
+    room = _rows.Rows.thread_bytes
+    _rows.Rows.thread_bytes = property(lambda r: room.fget(r) - 64)
+    return fenced_one((norm(map_("gelu", input_("x", F32, (3, 128)))),), 0, True, (1,), False, CPU)
+
+
+def test_a_planted_overrun_of_scratch_memory_is_caught():
+    ran = ran_apart("overrun()")
+    assert ran.returncode == -signal.SIGSEGV and ran.stdout.startswith("gelu"), ran.stderr
 
 
 def test_random_regions_between_guard_pages():

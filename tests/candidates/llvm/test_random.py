@@ -93,11 +93,15 @@ def fenced(at_end: bool):
 
 
 def fence(module, at_end: bool) -> None:
-    """A candidate's kernels from now on get results and scratch between guard pages, and threads even where they do not pay."""
+    """A candidate's kernels from now on get results and scratch between guard pages, and threads even where they do not pay.
+
+    Scratch is taken by a module's own runner or by the machine code that calls kernels, which would take little of it from the
+    stack.
+    """
     maker, take = fenced(at_end)
     for place in (module, _run):
         place.maker, place.take, place.give, place.ONE_THREAD_OPS = maker, take, gone, -1
-    _call.USED = (*_call.USED[: _call.TAKE - 1], take, gone)
+    _call.USED, _call.ON_STACK = (*_call.USED[: _call.TAKE - 1], take, gone), -1
 
 
 def gone(scratch) -> None:

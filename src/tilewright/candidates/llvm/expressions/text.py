@@ -235,7 +235,10 @@ class Function:
         return self.v(f"shufflevector {type_} {first}, {type_} poison, <{lanes} x i32> zeroinitializer")
 
     def shuffle(self, type_: str, a: str, b: str, picks: Sequence[int]) -> str:
-        """Lanes of a and b by number, b's after a's."""
+        """Lanes of a and b by number, b's after a's; of literals, a literal."""
+        if a[0] == b[0] == "<":
+            lanes = [*a[1:-1].split(", "), *b[1:-1].split(", ")]
+            return f"<{', '.join(lanes[i] for i in picks)}>"
         mask = ", ".join(f"i32 {i}" for i in picks)
         return self.v(f"shufflevector {type_} {a}, {type_} {b}, <{len(picks)} x i32> <{mask}>")
 
@@ -243,7 +246,16 @@ class Function:
         return f"<{', '.join(f'{element} {i * step}' for i in range(lanes))}>"
 
     def first_lanes(self, lanes: int, count: Int) -> str:
-        """A mask of the first `count` lanes (none below 0, all above)."""
+        """A mask of the first `count` lanes (none below 0, all above); of a known count, a literal.
+
+        LLVM 22 selects wrong instructions for AVX2 where it finds out for itself that a mask is constant: one that is wider
+        than a register and whose upper half is false becomes a load of that whole half. One lane alone is hidden from it: a
+        masked store of one is selected as a store of one element, as wide as the lane was before it was narrowed.
+        """
+        if isinstance(count, int):
+            if count != 1:
+                return f"<{', '.join(f'i1 {str(i < count).lower()}' for i in range(lanes))}>"
+            count = self.v('call i64 asm "", "=r,0"(i64 1)')
         n = self.v(f"trunc i64 {self.max(self.min(count, lanes), 0)} to i32")
         return self.v(f"icmp slt {vec(lanes, 'i32')} {self.iota(lanes)}, {self.splat(lanes, 'i32', n)}")
 

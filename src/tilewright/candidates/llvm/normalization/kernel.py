@@ -228,15 +228,6 @@ class _LoopsWriter:
         r = self.region
         return Lanes(self._f, r.access, self.rows.lanes, columns, self._pointer, r.roots, r.read_in_pairs)
 
-    def _first(self, count: int) -> str:
-        """A mask of the first lanes.
-
-        Instruction selection makes a masked store of one lane that it knows a store of one element, as wide as the lane was
-        before it was narrowed (LLVM 22), so one lane is not let known.
-        """
-        known: Int = self._f.v('call i64 asm "", "=r,0"(i64 1)') if count == 1 else count
-        return self._f.first_lanes(self.rows.lanes, known)
-
     def _pointer(self, leaf: Node) -> str:
         assert isinstance(leaf.op, Param)
         return self._picked.get(leaf) or self._read[leaf.op.index]
@@ -261,7 +252,8 @@ class _LoopsWriter:
                 known.update(self._pass(pass_, row, start, stop, known))
         for i, root in enumerate(region.roots):
             if root not in region.across:
-                lanes = Lanes(self._f, region.stores[i], self.rows.lanes, Columns(0, True, self._first(1)), self._pointer)
+                first = Columns(0, True, self._f.first_lanes(self.rows.lanes, 1))
+                lanes = Lanes(self._f, region.stores[i], self.rows.lanes, first, self._pointer)
                 lanes.store(row, known[root], self._result(i))
 
     def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
@@ -320,7 +312,7 @@ class _LoopsWriter:
             sums = vectors(many, left, sums)
             if (stop - many) % lanes:
                 at = left * len(each)
-                tail = self._first((stop - many) % lanes)
+                tail = f.first_lanes(lanes, (stop - many) % lanes)
                 sums[at : at + len(each)] = vector(many + left * lanes, tail, sums[at : at + len(each)])
         else:  # nothing is reduced
             full = f.add(start, f.mul(f.div(extent, lanes), lanes))
