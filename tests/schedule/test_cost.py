@@ -73,8 +73,9 @@ def test_what_is_illegal_is_said_to_be():
     p = product("x86_64_avx512_bf16", F32, 100, 100, 1000, in_place=False)
     best = next(ranked(p, target))
     for wrong in (
-        {"mr": 0}, {"mr": 15, "nv": 2}, {"nv": 9}, {"mc": 0}, {"mc": 101}, {"nc": 0}, {"nc": 99}, {"kc": 100}, {"kc": 16},
-        {"pack_lhs": False}, {"private": True},
+        {"mr": 0}, {"mr": 15, "nv": 2}, {"nv": 9}, {"mc_tiles": 0}, {"mc_tiles": 101}, {"nc_panels": 0},
+        {"nc_panels": 99}, {"kc": 100}, {"kc": 16},
+        {"pack_lhs": False}, {"packs_per_thread": True},
     ):  # fmt: skip
         assert not legal(Points.of(replace(best, **wrong), p.dot), p, target).any(), wrong
 
@@ -118,8 +119,8 @@ def test_thousands_are_ranked_at_once():
 def simulated(blocks, p, cores):
     """The share of all tiles that the busiest thread gets, each taking the next task as soon as it is free."""
     nr = blocks.nv * p.dot.lanes
-    panels, height = -(-p.columns // nr), blocks.mr * blocks.mc
-    across = [min(blocks.nc, panels - i) for i in range(0, panels, blocks.nc)]
+    panels, height = -(-p.columns // nr), blocks.mr * blocks.mc_tiles
+    across = [min(blocks.nc_panels, panels - i) for i in range(0, panels, blocks.nc_panels)]
     down = [min(height, p.rows - i) for i in range(0, p.rows, height)]
     tasks = [a * d for a in across for d in down] * p.batch
     ends = [0] * cores

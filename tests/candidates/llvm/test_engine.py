@@ -172,7 +172,7 @@ def test_a_cache_that_cannot_exist_is_done_without(tmp_path, generated, monkeypa
 CHILD = """
 import sys, torch
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.candidates.llvm import gemm
+from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import problem_of

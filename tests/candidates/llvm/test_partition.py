@@ -40,11 +40,11 @@ MEAN = 1.13  # over the shapes whose tiles are even enough
 
 def tasks(blocks, lanes, rows, columns, batch=1):
     """The work of each task (rows times panels), in the counter's order."""
-    if blocks.private:
+    if blocks.packs_per_thread:
         return [rows] * batch
     panels = -(-columns // (blocks.nv * lanes))
-    height = blocks.mr * blocks.mc
-    across = [min(blocks.nc, panels - p) for p in range(0, panels, blocks.nc)]
+    height = blocks.mr * blocks.mc_tiles
+    across = [min(blocks.nc_panels, panels - p) for p in range(0, panels, blocks.nc_panels)]
     down = [min(height, rows - r) for r in range(0, rows, height)]
     return [p * r for p in across for r in down] * batch
 
@@ -68,7 +68,7 @@ def test_no_thread_works_much_longer_than_the_others(chip, dtype, threads):
     for i, (m, n, k) in enumerate(SHAPES[:: 1 if threads == 2 else 3]):
         blocks = next(ranked(Product(dot, 1, m, n, k, constant=i % 2 == 0, in_place=True), target))
         found = imbalance(tasks(blocks, dot.lanes, m, n), threads)
-        least = imbalance(tasks(replace(blocks, mc=1, nc=1), dot.lanes, m, n), threads)
+        least = imbalance(tasks(replace(blocks, mc_tiles=1, nc_panels=1), dot.lanes, m, n), threads)
         assert found <= max(MOST, OF_TILES * least), f"{(m, n, k)}: {blocks} {found:.2f}, at least {least:.2f}"
         if least < 1.1:
             usual.append(found)
@@ -84,5 +84,7 @@ def test_many_matrices_are_dealt_out_evenly(batch, threads):
         target = Target("", chip, "cpu", threads)
         blocks = next(ranked(Product(dot, batch, m, n, k, constant=False, in_place=True), target))
         found = imbalance(tasks(blocks, dot.lanes, m, n, batch), threads)
-        least = imbalance(tasks(replace(blocks, mc=1, nc=1, private=False), dot.lanes, m, n, batch), threads)
+        least = imbalance(
+            tasks(replace(blocks, mc_tiles=1, nc_panels=1, packs_per_thread=False), dot.lanes, m, n, batch), threads
+        )
         assert found <= max(MOST, OF_TILES * least), f"{(m, n, k)}: {blocks} {found:.2f}, at least {least:.2f}"

@@ -341,6 +341,7 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
         ("s8[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16", "IGMMA.64x128x32.S8.S8", {}),
         ("f8e4m3fn[512,4096] @ u4[4096,4096]^T group=64 zero_point + bias -> bf16", "QGMMA.64x128x32.F32.E4M3.E4M3", {}),
         ("u8[1000,4096] scale=tensor @ s8[4096,4096]^T group=256 -> f16", "IGMMA.64x128x32.S8.U8", {}),
+        ("f8e5m2[512,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16", "QGMMA.64x128x32.F32.E4M3.E5M2", {}),
         (
             "f8e4m3fn[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16",
             "QGMMA.64x128x32.F32.E4M3.E4M3",

@@ -245,7 +245,12 @@ def spread(words, config: gl.constexpr):
 def tile_of_halves(given, layout: gl.constexpr, config: gl.constexpr):
     """Words of a block and what belongs to them as a tile [64, 64], as the matrix unit takes it."""
     x = gl.inline_asm_elementwise(
-        config.convert_asm, config.convert_operands, given, dtype=(named(config.operand_dtype).value,) * 8, is_pure=True, pack=2
+        config.convert_asm,
+        config.convert_operands,
+        given,
+        dtype=(named(config.made_dtype).value,) * 8,
+        is_pure=True,
+        pack=2,
     )
     even = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6]))
     odd = gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
@@ -273,7 +278,7 @@ def tile_of_bytes(made, at: gl.constexpr, width: gl.constexpr, layout: gl.conste
     """Such words as a tile [64, 64] as the matrix unit takes it, or the half of it that begins at column `at` of K."""
     own: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     x = gl.inline_asm_elementwise(
-        config.held_asm, config.held_operands, made, dtype=(named(config.operand_dtype).value,) * 8, is_pure=True, pack=4
+        config.held_asm, config.held_operands, made, dtype=(named(config.made_dtype).value,) * 8, is_pure=True, pack=4
     )
     even = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6]))
     odd = gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))

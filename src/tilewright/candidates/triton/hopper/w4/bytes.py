@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tilewright.candidates.triton.hopper.w4.asm import Asm
-from tilewright.dtype import S4, DType
+from tilewright.dtype import F8E4M3FN, S4, S8, DType
 
 if TYPE_CHECKING:
     from tilewright.candidates.triton.hopper.w4.stage import Coded
@@ -80,6 +80,11 @@ def made(coded: Coded) -> Asm:
     # As they are but for a bit: ptxas lets each product end before the next one where an operand is carried round the loop.
     lines = [f"xor.b32 ${r}, ${2 * WORDS + r}, 0x80808080;" for r in range(2 * WORDS)]
     return Asm("\n".join(lines), ",".join(["=&r"] * 2 * WORDS + ["r"] * 2 * WORDS))
+
+
+def made_type(operand: DType) -> DType:
+    """The type of the bytes that codes become: whatever fp8 type the other operand has, e4m3 holds their values."""
+    return S8 if operand.is_integer else F8E4M3FN
 
 
 def held() -> Asm:

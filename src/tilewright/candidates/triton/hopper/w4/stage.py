@@ -36,7 +36,7 @@ class PackedConfig(KernelConfig):
         each: products along K that are added up before their sum is scaled.
         columns_at_once: columns that are multiplied at once.
         factor: what sums of a group's products are too small by.
-        operand_dtype, product_dtype, scale_dtype: of the other operand, of products before they are scaled, of scales.
+        made_dtype, product_dtype, scale_dtype: what codes become, of products before they are scaled, of scales.
         scale_bits: of a scale.
     """
 
@@ -54,7 +54,7 @@ class PackedConfig(KernelConfig):
     each: int
     columns_at_once: int
     factor: float
-    operand_dtype: str
+    made_dtype: str
     product_dtype: str
     scale_dtype: str
     scale_bits: int
@@ -161,7 +161,7 @@ class Coded:
             each=in_bytes.every(self),
             columns_at_once=min(columns, in_bytes.MOST_COLUMNS),
             factor=in_bytes.factor(self),
-            operand_dtype=FRAGMENT[self.operand.name],
+            made_dtype=FRAGMENT[(self.operand if self.deep == 1 else in_bytes.made_type(self.operand)).name],
             product_dtype="int32" if self.operand.is_integer else "float32",
             scale_dtype="float32" if w.scales is F32 else FRAGMENT[w.scales.name],
             scale_bits=w.scales.bits,
