@@ -35,7 +35,7 @@ PLACE = (("i64", "row"), ("i64", "column"), ("ptr", "sums"))  # of a tile in the
 
 @dataclass(frozen=True)
 class Packed:
-    """Where a block's operands lie: one matrix's tiles of the left one, the block's first panel of the right one, the rows'
+    """Addresses of a block's operands: one matrix's tiles of the left one, the block's first panel of the right one, the rows'
     corrections, and room for tiles of the result."""
 
     lhs: str
@@ -198,7 +198,7 @@ class GemmWriter:
         return f.add(inside, f.mul(f.div(part, each), n.stored))
 
     def _pack_across(self, f: Function, b: Int, panel: Int, out: str) -> None:
-        """From rows of columns: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
+        """Pack rows of columns: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
         inside, lanes = n.columns % n.nr, d.lanes * d.rows
@@ -242,7 +242,7 @@ class GemmWriter:
         return rows[0]
 
     def _pack_along(self, f: Function, b: Int, panel: Int, out: str) -> None:
-        """From columns of K: as many columns as lanes are read and their groups transposed; what K leaves over, word by word,
+        """Pack columns of K: as many columns as lanes are read and their groups transposed; what K leaves over, word by word,
         which is the shorter code."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
@@ -413,7 +413,7 @@ class GemmWriter:
         return self.nest.panel_bytes(self.nest.blocks.kc)
 
     def _lhs_tile(self, f: Function, copies: str, b: Int, tile: Int, begin: Int, pass_: Int) -> tuple[str, Int]:
-        """Where a tile of the left operand starts in one pass, and how far apart its rows are."""
+        """The address at which a tile of the left operand starts in one pass, and the bytes between its rows."""
         n = self.nest
         if n.blocks.pack_lhs:
             return f.at(copies, f.mul(f.add(f.mul(pass_, n.tiles), tile), n.lhs_tile)), n.lhs_stride

@@ -79,7 +79,7 @@ class Loops:
 
     @property
     def scales(self) -> frozenset[int]:
-        """Of all its quantisations."""
+        """The numbers of the sources that scale any of its quantisations."""
         return frozenset(i for n in self.region.nodes if (i := self.scale(n)) is not None)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tilewright.candidates.triton.attention.heads import Heads, heads_of
 from tilewright.candidates.triton.attention.kernel import power, sources_of
-from tilewright.candidates.triton.expressions.casts import FP8, pointer_type
+from tilewright.candidates.triton.expressions.printer import FP8, pointer_type
 from tilewright.candidates.triton.hopper.attention.functions import arguments, kernel_text
 from tilewright.candidates.triton.hopper.attention.sizes import (
     HELD,

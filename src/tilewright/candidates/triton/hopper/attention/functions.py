@@ -10,8 +10,8 @@ from typing import Any
 
 from tilewright.candidates.triton.attention.heads import Heads, Operand
 from tilewright.candidates.triton.attention.kernel import LOG2_E, power, sources_of
-from tilewright.candidates.triton.expressions.casts import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.printer import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.hopper.attention.codes import codes_at_once
 from tilewright.candidates.triton.hopper.attention.sizes import (

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
-from tilewright.candidates.triton.expressions.casts import pointer_type
+from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.form import Form
 from tilewright.candidates.triton.hopper.ptx import (

@@ -91,7 +91,7 @@ def of_codes(form: Form, write: Some) -> Stream:
 def of_rows(name: str, form: Form, each: int, write: Some) -> tuple[Stream, int]:
     """Loads of what rows have for each so many columns, `each` words for 64 of them; and for how many blocks of 64 a load is.
 
-    Words of eight rows lie together, some of a row after each other (`_w4_pack.paired_rows`).
+    Words of eight rows lie together, some of a row after each other (`pack.paired_rows`).
     """
     p, row = form.point, form.blocks * each
     run = math.gcd(4, row)

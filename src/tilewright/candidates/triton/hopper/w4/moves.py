@@ -26,7 +26,7 @@ COPY = do("{ .reg .pred q; setp.ne.b32 q, $3, 0; @q cp.async.cg.shared.global [$
 
 def widened(codes: DType) -> Asm:
     """16 codes of 8 bits that lie where eight f16 belong, made f16 there and in the next 16 bytes of a swizzled row: of each
-    four neighbours along K those with even numbers, then the others, as weights for them are packed (`_w4_pack`)."""
+    four neighbours along K those with even numbers, then the others, as weights for them are packed (`pack.py`)."""
     lines = ["{ .reg .pred q; .reg .b32 w<4>, e<4>, o<4>, at; .reg .b16 h0, h1;", "setp.ne.b32 q, $2, 0;"]
     lines += [*(f"mov.b32 w{i}, 0;" for i in range(4)), "@q ld.shared.v4.b32 {w0,w1,w2,w3}, [$1];"]
     for i in range(4):

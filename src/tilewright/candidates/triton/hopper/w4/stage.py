@@ -66,7 +66,7 @@ class Coded:
 
     Attributes:
         weights: how they stand for numbers, each of which is rounded to an `operand` of 16 bits.
-        operand: type of the other operand: f16, bf16, or one of 8 bits (`_w4_bytes.py`).
+        operand: type of the other operand: f16, bf16, or one of 8 bits (`bytes.py`).
         first: the number of the source with the codes; scales and maybe zero points are the next ones.
         blocks: of 64 along K.
         ready: codes are stored as the bytes that are multiplied, less their zero points.
@@ -118,7 +118,7 @@ class Coded:
         return self.deep * self.subs * (2 if name == NAMES[1] and self.weights.scales is F32 else 1)
 
     def run(self, name: str) -> int:
-        """Words of a pair of rows that lie together (`_w4_pack.paired_rows`)."""
+        """Words of a pair of rows that lie together (`pack.paired_rows`)."""
         return math.gcd(4, self.blocks * self.needed(name) // self.deep)
 
     def runs(self, name: str) -> int:

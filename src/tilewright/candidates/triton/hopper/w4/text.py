@@ -324,7 +324,7 @@ class Writer:
 
     def _own(self, own: int) -> None:
         """The block's rows of the tile, added up, a column of the results after the other along the first axis; where two rows
-        make one, which a lane held both (`_w4_pack.in_turn`), the other one is `second`."""
+        make one, which a lane held both (`pack.in_turn`), the other one is `second`."""
         f, p, t = self.form, self.form.point, self.text
         if p.cluster > 1:
             self.say.do(moves.COME, "barrier", "thread * 0 + (count >> 1 & 1)" if f.again else "thread * 0")

@@ -145,7 +145,7 @@ def _coded(problem: Problem, plan: Plan, *, ready: bool = False) -> Coded:
 
 
 def form_of(problem: Problem, plan: Plan, point: Point) -> Form:
-    """What the text of a point's kernel depends on; integers are added up in f32, which holds them (`_w4_plan.py`)."""
+    """What the text of a point's kernel depends on; integers are added up in f32, which holds them (`plan.py`)."""
     coded = _coded(problem, plan, ready=point.ready)
     return replace(hopper_space.form_of(problem, plan, point), acc=F32, coded=coded)
 
