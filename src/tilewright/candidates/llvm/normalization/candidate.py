@@ -43,8 +43,8 @@ def _plan(problem: FusionProblem, target: Target) -> Rows:
 
 
 def _loops(region: ReductionNest, lanes: int) -> Loops:
-    """Choose vectors of two registers where registers are short and the columns come out even: each operation is then two next to
-    each other that do not wait for each other, while whole vectors side by side are further apart than processors look ahead."""
+    """Choose vectors of two registers where registers are short and the columns come out even: each operation is then two
+    independent ones next to each other, while whole vectors side by side are further apart than processors look ahead."""
     wide = lanes < FULL and region.columns % (2 * lanes) == 0
     return Loops(region, 2 * lanes, UNROLL // 2) if wide else Loops(region, lanes, UNROLL)
 
