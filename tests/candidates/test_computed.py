@@ -40,6 +40,7 @@ def cases():
             yield d, name, None if d is S8 else list(sides(d, 2, 2))[i % 6], names[(i + 1) % len(names)] if i % 2 else None
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("d", "name", "side", "right"), list(cases()), ids=str)
 def test_what_is_computed_while_packing_is_right_at_every_edge(d, name, side, right):
     shapes = random.Random(f"{d}{name}").sample(SHAPES, 2)

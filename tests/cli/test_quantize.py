@@ -67,6 +67,7 @@ def found(result: Result) -> dict[str, object]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("flag", ["--int8", "--fp8"])
 @pytest.mark.parametrize("name", STEPS)
 def test_a_float_model_quantised_has_seven_steps_a_layer_and_nothing_is_unfused(name: str, flag: str, model) -> None:

@@ -62,6 +62,7 @@ def digests(folder):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in folder.iterdir()}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("opset", models.OPSETS)
 @pytest.mark.parametrize("name", NAMES)
 def test_the_float_model_is_the_torch_module(name, opset, out):
@@ -311,6 +312,7 @@ def test_a_matmul_of_inputs_and_a_shared_bias_is_quantised_too(tmp_path):
     np.testing.assert_allclose(per_row, np.abs(constants["w2"]).max(axis=1) / 127, rtol=1e-6)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("variant", ["f32", "int8", "fp8-fnuz"])
 def test_the_same_parameters_give_the_same_bytes(variant, out, tmp_path):
     here, there = write("bert", variant, out), write("bert", variant, tmp_path)

@@ -53,7 +53,7 @@ def agrees(root, given, zeros=True):
     assert_same(got, wanted, *(to_numpy(t, n.dtype) for n, t in given.items() if t.ndim))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("source", ALL, ids=str)
 def test_every_conversion_is_exact_or_refused_with_a_sentence(source):
     x = torch.cat([sparse(samples(source, t)) for t in ((BF16, F16, *FP8) if source is F32 else (None,))])
@@ -72,7 +72,7 @@ def test_every_conversion_is_exact_or_refused_with_a_sentence(source):
         assert_same(to_numpy(g, root.dtype), to_numpy(w, root.dtype), to_numpy(x, source))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("target", [S8, U8, S4, U4, S16, U16, *FP8, F16, BF16, F32], ids=str)
 def test_quantize_is_exact(target):
     zeros = (None, int(target.min), 5, int(target.max)) if target.is_integer else (None,) * 4
@@ -94,7 +94,7 @@ def test_quantize_with_a_scale_for_each_element_column_or_row():
         agrees(Node(Quantize(U8), *given), given)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("source", [*FP8, S4, U4, S8, U8, S16, U16, S32, U32], ids=str)
 def test_dequantize_is_exact(source):
     x = sparse(samples(source))
@@ -106,7 +106,7 @@ def test_dequantize_is_exact(source):
         agrees(Node(Dequantize(target), *given), given)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("fn", sorted(FUNCTIONS))
 def test_every_function_is_right_on_every_type_or_refused(fn):
     done = 0
@@ -163,7 +163,7 @@ def acc_of(dtype, shape):
     return Node(Acc(TensorType(dtype, shape)))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("across", [False, True])
 def test_stores_are_written_where_their_views_say(across):
     """Q, K and V of one product: each with its own scale and type, heads apart, keys transposed, and a residual."""
@@ -199,7 +199,7 @@ def test_a_selection_by_a_mask_and_a_mask_itself():
         assert torch.equal(got, wanted)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     ("scale", "to", "zero"), [(0.0217, U8, 131), (-3.5, S8, None), (1e30, F8E4M3FN, None), (1.0, S8, 1), (0.3, F16, None)]
 )
@@ -228,7 +228,7 @@ def test_a_number_that_is_an_argument_gives_the_bits_that_a_literal_gives(scale,
         assert_same(to_numpy(got, root.dtype), to_numpy(wanted, root.dtype))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("scale", [0.0, float("nan"), 0.25])
 def test_an_integer_over_a_scale_that_is_read_may_be_no_number(scale):
     x = torch.tensor([[0, 1, -7, 2**31 - 1]], dtype=torch.int32)

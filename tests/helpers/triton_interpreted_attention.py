@@ -79,20 +79,20 @@ def right(node, ways=("online",), sizes=((16, 16), (32, 16)), fp8=NATIVE, source
         assert why is None, f"{problem} {way} {tile_m} {tile_n}: {why}"
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("causal", "dtype"), [("no", BF16), ("upper", F16), ("lower", F32), ("lower", F16)])
 def test_every_shape_and_type(shape, causal, dtype):
     right(attention(shape, dtype, causal=causal, zero_masked_rows=True), sizes=((16, 16),))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("causal", ["no", "lower"])
 def test_all_scores_of_a_row_may_be_held_at_once(causal):
     right(attention(SHAPES[1], F16, causal=causal), ways=("held",))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("mask", [PRED, F32, BF16], ids=str)
 @pytest.mark.parametrize("spread", [(0, 0, 0, 1), (1, 0, 1, 1), (0, 1, 1, 0), (1, 1, 1, 1), (0, 0, 0, 0)], ids=str)
 def test_masks_of_every_broadcast_shape(mask, spread):
@@ -102,7 +102,7 @@ def test_masks_of_every_broadcast_shape(mask, spread):
     right(attention(shape, F16 if sum(spread) % 2 else F32, mask=(mask, given), causal="lower"), sizes=((32, 16),))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("zero", [False, True])
 @pytest.mark.parametrize("way", ["online", "held"])
@@ -129,7 +129,7 @@ def test_a_row_that_a_float_mask_hides_whole_is_what_the_oracle_says():
         assert torch.allclose(got, wanted, atol=2e-3, equal_nan=True)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_codes_are_rounded_where_the_graph_rounds(way):
     node = quantised((2, 3, 1, 20, 37, 16, 24))
@@ -164,7 +164,7 @@ def coded(dtype, zero, shape=(2, 3, 1, 20, 37, 16, 24), mask=True):
     return Node(Attention(0.3, "no", True, tuple(operands), rounded(9 / largest, zero), rounded(1 / largest), stores), *src)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("dtype", "zero"), [(S8, None), (S8, -7), (U8, 128), (F8E4M3FN, None)])
 @pytest.mark.parametrize("way", WAYS)
 def test_codes_of_every_type(dtype, zero, way):
@@ -174,7 +174,7 @@ def test_codes_of_every_type(dtype, zero, way):
     right(node, (way,), sizes=((16, 16),))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("dtype", "codes"), [(F16, F8E4M3FN), (BF16, F8E4M3FN), (F16, U8)], ids=str)
 @pytest.mark.parametrize("values", [True, False])
 def test_codes_are_multiplied_as_they_are_where_nothing_is_rounded_on_the_way(dtype, codes, values):
@@ -208,7 +208,7 @@ def test_operands_that_are_expressions():
     right(Node(Attention(0.125, "no", False, (q, k, v)), *plain.src))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(
     "shape", [(1, 1, 1, 8, 16, 8, 1), (2, 2, 1, 8, 1, 16, 16), (1, 1, 1, 1, 9, 1, 5), (1, 1, 1, 1, 1, 1, 1)], ids=str
 )

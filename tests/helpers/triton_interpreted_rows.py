@@ -54,7 +54,7 @@ def right(*roots, forms=FORMS):
         assert why is None, f"{problem}: {form}: {why}"
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_norms_and_softmaxes(length, dtype):
@@ -67,7 +67,7 @@ def test_norms_and_softmaxes(length, dtype):
     right(reduce_("mean", x, (1,)), reduce_("maximum", x, (1,), True))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_quantising_ends_a_row(length):
     x, residual = (input_(name, F32, (6, length)) for name in "xr")
@@ -88,7 +88,7 @@ def test_a_value_that_is_rounded_in_one_result_and_not_in_another_keeps_its_digi
     right(x, convert(x, BF16))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("length", [3, 7, 64, 100])
 def test_the_mean_of_equal_numbers_is_that_number(length):
     x = input_("x", F32, (3, length))
@@ -110,7 +110,7 @@ def test_rows_through_views():
     right(broadcast(map_("exponential", input_("t", F32, (4, 1))), (3, 4, 50)), x)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("form", CONCATENATIONS)
 def test_concatenations_are_stored_in_pieces(form):
     right(*CONCATENATIONS[form](), forms=((4, 4),))
@@ -152,7 +152,7 @@ def test_rows_picked_from_a_table():
     torch.testing.assert_close(got[0, 3:5], values[:1].tanh().expand(2, 50))
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("dtype", [S64, U8], ids=str)
 def test_indices_are_computed(dtype):
     a, b, n = input_("a", dtype, (5, 37)), input_("b", dtype, (37,)), const(3, dtype)

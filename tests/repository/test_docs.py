@@ -1,4 +1,4 @@
-"""Every code block in the README and the docs runs. `no-run` after the language leaves one out; `text` is no code."""
+"""Every code block in the README and the docs runs. `no-run` after the language leaves one out, `slow` to `make conformance`."""
 
 import functools
 import os
@@ -19,7 +19,8 @@ def blocks(language: str) -> list[pytest.param]:
     for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
         for i, (kind, rest, body) in enumerate(BLOCK.findall(file.read_text())):
             if kind == language and "no-run" not in rest:
-                found.append(pytest.param(body, id=f"{file.name}-{i}"))
+                marks = [pytest.mark.conformance] if "slow" in rest else []
+                found.append(pytest.param(body, id=f"{file.name}-{i}", marks=marks))
     return found
 
 

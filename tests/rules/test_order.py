@@ -40,6 +40,7 @@ def test_both_hlo_modules_are_one_graph_in_every_order():
     assert a.op == b.op and [s.tensor for s in a.src] == [s.tensor for s in b.src]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("layout", ["TT", "NN"])
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 def test_linear_layers(epilogue, layout):

@@ -60,6 +60,7 @@ def _rare(kind: str, how: str) -> Any:
     return pytest.param(kind, how, marks=[] if (kind, how) in OFTEN else [pytest.mark.conformance])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("kind", "how"), [_rare(kind, how) for kind in ("bert", "gpt2") for how in EXPORTS])
 def test_transformers_exported_by_torch(folder: Path, kind: str, how: str):
     path = exported(folder, f"{kind}-{how.replace(' ', '').replace(',', '-')}", **EXPORTS[how])
@@ -101,6 +102,7 @@ def test_gpt2_as_torch_exports_it_is_causal(attention: str, padded: bool):
     torch.testing.assert_close(got, Hidden()(*given), atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("opset", [20, 23])
 def test_llama_with_grouped_queries(folder: Path, opset: int):
     """RMS norms, silu, and keys repeated for two queries each."""
@@ -126,6 +128,7 @@ def test_llama_with_grouped_queries(folder: Path, opset: int):
         np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("name", "variant"), [("bert", "int8"), ("bert", "fp8"), ("distilgpt2", "int8-asymmetric"), ("distilgpt2", "fp8-fnuz")]
 )

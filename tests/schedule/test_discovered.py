@@ -77,7 +77,7 @@ def same(a, b):
     return torch.equal(a.contiguous().view(bits), b.contiguous().view(bits))
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.one_of(lines(plain=True, largest=st.sampled_from([0, 1, 2, 3, 16, 17, 31, 64, 65])), lines()),
     st.integers(0, 1000),

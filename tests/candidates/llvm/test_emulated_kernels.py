@@ -178,6 +178,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_in_a_kernel_is_found(name):
     candidate, p, target, knobs = KERNELS[name]

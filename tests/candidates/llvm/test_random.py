@@ -222,16 +222,16 @@ RUNNABLE = [c.name for c in chips() if c.name in OLDER and c.requires <= CPU.fea
 
 
 def test_random_problems_between_guard_pages():
-    assert run_child(0, 120) > 35
+    assert run_child(0, 60) > 15
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("chip", RUNNABLE)
 def test_kernels_for_older_processors_are_right_as_well(chip):
     assert run_child(1, 30, chip) > 10
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("chip", FOREIGN)
 def test_kernels_for_other_processors_are_right_where_their_instructions_are_emulated(chip):
     assert run_child(2, 30, chip) > 10

@@ -98,6 +98,7 @@ def test_every_legal_point_has_room_and_an_expected_time():
         assert times == sorted(times)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("kind", "name", "right"), [(F16, "silu", None), (F16, "narrowed", None), (F16, "relu", "silu")], ids=str
 )

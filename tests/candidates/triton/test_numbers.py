@@ -111,6 +111,7 @@ def count(p, point):
     return len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", code)), code.count("LDG"), code.count("LDS")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("p", "point"),
     [

@@ -25,6 +25,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("exports")
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", EXPORTS)
 def test_agrees_with_onnxruntime_without_a_call(name, folder):
     path = exported(folder, name, **EXPORTS[name])

@@ -275,6 +275,7 @@ def test_a_call_that_wider_operands_would_change_stays_an_error():
         evaluate_call(Call("torch", "aten.histc.default", call.payload, (TensorType(S64, (5,)),)), [torch.tensor([0, 3])])
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("wrong", [-1, 5, -6])
 def test_an_id_that_torch_refuses_is_an_error_of_the_call(wrong: int) -> None:
     table = torch.nn.Embedding(5, 16)

@@ -60,6 +60,7 @@ NAMES = {
 }
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("model", LINEARS)
 def test_a_transformer_is_read_whole(model: Callable[[str], nn.Module], attention: str) -> None:

@@ -130,7 +130,7 @@ def _cast(draw: st.DrawFn, x: torch.Tensor, i: int) -> Step:
     return lambda pool: pool[i].to(target)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(programs())
 def test_a_random_program_means_what_torch_means(program: tuple[list[Step], Tensors]) -> None:
     steps, inputs = program

@@ -52,6 +52,7 @@ def code_of(problem, ones):
     return assembly(kernel), needs(kernel)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("problem", "first", "ones"),
     [
@@ -111,6 +112,7 @@ def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where
     assert dict(first(64).knobs) == {"num_stages": 4, "groups": 3, "turns": True, "overlapped": False}
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("problem", "code8"),
     [(flash(mask=PRED, extents=(64, 12, 128, 128)), None), (coded(S8, BF16, tokens=130, causal="upper", given=BF16), "HFMA2")],
@@ -126,6 +128,7 @@ def test_blocks_that_stay_are_fed_by_tma_and_hold_all_in_registers(problem, code
     assert code8 is None or (code8 in code and "F2I" not in code)  # conversions would take the exponentials' unit
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(
     ("problem", "ring"),
     [
@@ -167,6 +170,7 @@ def test_blocks_do_not_stay_where(problem, why):
     assert not any(p.streamed for p in points(hopper_attention._found(problem), 132, 227 << 10)), why
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("causal", "queries", "tiles"), [("upper", 384, 6), ("lower", 33, 1), ("lower", 130, 3)])
 def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tiles):
     """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""

@@ -170,6 +170,7 @@ GATED = [
 ]
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("line", "point"), GATED, ids=[line for line, _ in GATED])
 def test_both_halves_of_the_columns_meet_in_a_store(line, point):
     emulate(of_halves(posed(line), out=F16), point)
@@ -278,6 +279,7 @@ def test_machine_code_is_loaded_for_each_device():
     assert first is again and first is not other
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", CASES)
 def test_machine_code_is_what_was_meant(name):
     line, point, wanted = CASES[name]
@@ -297,6 +299,7 @@ def test_machine_code_is_what_was_meant(name):
     assert len(re.findall(r"LDG\.E\.NA\.128", before)) == point.early
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("rows", "outs"), [(32, 3584), (64, 3584), (16, 28672)])
 def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
     """ptxas lets each end before the next one starts where it thinks registers do not suffice, and says nothing."""
@@ -310,6 +313,7 @@ def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
     assert needs(kernel).spills <= 32
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("line", "tile"),
     [
@@ -335,6 +339,7 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
     assert "ld.global" not in ptx and "cp.async.bulk.tensor.3d.shared" in ptx
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
     ("line", "products", "knobs"),
     [
