@@ -1,4 +1,4 @@
-"""Every code block in the README and the docs runs; `no-run` after the language leaves one out, `slow` to `make conformance`."""
+"""Every code block in the README and docs runs; after the language, `no-run` leaves one out, `slow` to `make conformance`."""
 
 import functools
 import os
