@@ -22,7 +22,7 @@ types: $(STAMP)
 check: lint types test
 
 conformance: $(STAMP)
-	$(BIN)/python -m pytest -m conformance
+	$(BIN)/python -m pytest -n auto --maxprocesses 32 --dist worksteal -m conformance
 
 fuzz: $(STAMP)
 	$(BIN)/python -m pytest -m fuzz

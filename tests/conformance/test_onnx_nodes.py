@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnx
 import pytest
 from onnx_node_suite import NAMED, Outcome, outcomes
 
@@ -31,4 +32,6 @@ def test_every_failure_is_onnxs_own_or_has_a_reason(found):
 
 def test_the_document_says_what_happened(found):
     text = DOCUMENT.read_text()
+    if f"onnx {onnx.__version__}:" not in text:
+        pytest.skip("the document tells of another version of onnx, which has other cases")
     assert text == written(text, tables(found)), "run python tests/conformance/report.py"
