@@ -255,7 +255,7 @@ def measured(
             console.print(kernels_of(runs[list(models).index(f"{scheme} whole")], f"{scheme} whole at batch {batch}"))
     linears = [m for m in quantised.modules() if isinstance(m, tilewright.Linear)]
     by = dict.fromkeys(models, "torch")
-    by |= {n: _names(who for m in linears for who in m.doers(torch.bfloat16).values()) for n in by if n.startswith(scheme)}
+    by |= {n: _names(who for m in linears for who in m.candidates(torch.bfloat16).values()) for n in by if n.startswith(scheme)}
     if whole is not None:
         gemms = [s.decision for s in whole.steps if s.part.kind == "gemm" and s.decision is not None]
         by[f"{scheme} whole"] = _names(d.kernel.candidate for d in gemms)

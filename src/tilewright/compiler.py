@@ -233,7 +233,7 @@ def _uncompiled(
     program keeps copies of the module's buffers, which would no longer agree."""
     from tilewright.frontends.torch import compares, itself
 
-    own = all(a.data_ptr() == b.data_ptr() for a, b in zip(made.source.state, made.kept.values(), strict=True))
+    own = all(a.data_ptr() == b.data_ptr() for a, b in zip(made.source.state, made.state.values(), strict=True))
     return itself(module, example_inputs) if own and compares(made.source) else None
 
 

@@ -47,7 +47,7 @@ def test_any_number_of_rows(scheme, dtype):
     (layer,) = quantised(scheme, dtype)
     for shape in [(512,), (2, 3, 512), (16, 512), (45, 512), (200, 512)]:
         x = torch.randn(shape, device="cuda", dtype=dtype)
-        assert error(layer, x) < LIMIT[dtype], (shape, layer.doers(dtype))
+        assert error(layer, x) < LIMIT[dtype], (shape, layer.candidates(dtype))
         assert torch.equal(layer(x), layer(x)), shape  # the same bits each time
 
 
@@ -128,7 +128,7 @@ def test_kernels_of_several_rows_share_one_packing():
     layer = tilewright.Linear.from_float(plain)
     del plain
     layer.prepare([1, 16, 3])
-    if set(layer.doers(torch.float16).values()) != {"hopper_w4"}:
+    if set(layer.candidates(torch.float16).values()) != {"hopper_w4"}:
         pytest.skip("other kernels serve here")
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated() - before) / (4096 * 2048) < 1.2

@@ -58,8 +58,8 @@ def test_a_program_writes_to_the_buffers_of_its_module():
     torch.manual_seed(0)
     module, x = Decoder().eval(), torch.randn(3, 32)
     program = tilewright.compile(module, example_inputs=(x,), budget_s=0)
-    assert list(program.input_types) == ["x"] and set(program.kept) == {"cache", "seen"}
-    assert program.kept["cache"].data_ptr() == module.cache.data_ptr()
+    assert list(program.input_types) == ["x"] and set(program.state) == {"cache", "seen"}
+    assert program.state["cache"].data_ptr() == module.cache.data_ptr()
     for _ in range(2):
         y = torch.randn(3, 32)
         before = module.cache.clone()
@@ -210,7 +210,7 @@ def test_positions_of_a_module_may_be_data(change):
         torch.testing.assert_close(module.cache, after)
 
 
-X, Y = Node(Input("x", TensorType(F32, (4, 3)), kept=True)), input_("y", F32, (2, 3))
+X, Y = Node(Input("x", TensorType(F32, (4, 3)), mutable=True)), input_("y", F32, (2, 3))
 AT = input_("at", S64, (2,))
 
 
@@ -285,7 +285,7 @@ def test_positions_of_any_integer_type_are_positions():
     program = tilewright.compile(verify(kept(write, inputs=(at, Y, X))), budget_s=0)
     y = torch.randn(2, 3)
     program(torch.tensor([2, 0], dtype=torch.uint8), y)
-    torch.testing.assert_close(program.kept["x"], torch.stack((y[1], torch.zeros(3), y[0], torch.zeros(3))))
+    torch.testing.assert_close(program.state["x"], torch.stack((y[1], torch.zeros(3), y[0], torch.zeros(3))))
 
 
 class Shared(nn.Module):
@@ -327,7 +327,7 @@ class Doubles(nn.Module):
 
 def test_a_buffer_may_be_called_as_an_input_is():
     program = tilewright.compile(Doubles(), example_inputs=(torch.ones(4, 3),), budget_s=0)
-    assert list(program.input_types) == ["x"] and list(program.kept) == ["self.x"]
+    assert list(program.input_types) == ["x"] and list(program.state) == ["self.x"]
 
 
 @pytest.mark.parametrize("given", [lambda t: t[:4], lambda t: t[1:], lambda t: t[1:].numpy()])
@@ -354,13 +354,13 @@ def test_reports_leave_buffers_as_they_were():
     module.register_buffer("places", torch.zeros(7, 3))
     module.forward = lambda x, at: (module.places.index_copy_(0, at, x[:, :3]), Decoder.forward(module, x))[1]
     program = tilewright.compile(module, example_inputs=(torch.ones(3, 32), torch.arange(3)), budget_s=0)
-    before = {name: t.clone() for name, t in program.kept.items()}
+    before = {name: t.clone() for name, t in program.state.items()}
     feeds = make_feeds(program.source)
     assert sorted(set(feeds[1].value.tolist())) == sorted(feeds[1].value.tolist()) and feeds[1].value.max() < 7
     report = verify_program(program, "d", feeds)
     assert report.verified and {"cache", "seen", "places"} <= {row.name for row in report.end_to_end}
     assert measure(program, "d", feeds, program.target, iterations=1).report.steps
-    assert all(program.kept[name].equal(t) for name, t in before.items())
+    assert all(program.state[name].equal(t) for name, t in before.items())
 
 
 def test_a_module_that_writes_is_quantised():
@@ -386,7 +386,7 @@ def test_positions_may_be_data():
     for at in ([3, 1], [0, -2]):
         x[torch.tensor(at)] = -y
         torch.testing.assert_close(program(torch.tensor(at), y), -x)
-        torch.testing.assert_close(program.kept["x"], x)
+        torch.testing.assert_close(program.state["x"], x)
     (_, wanted) = evaluate(graph, {"at": torch.tensor([0, -2]), "y": y, "x": torch.zeros(4, 3)})
     assert wanted[0].equal(-y[0]) and wanted[2].equal(-y[1]) and not wanted[1].any()
 

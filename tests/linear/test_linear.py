@@ -57,7 +57,7 @@ def test_any_shape_of_activations(scheme, dtype):
     assert layer(torch.randn(4, 0, 128).to(dtype)).shape == (4, 0, 72)
     strided = torch.randn(128, 6).to(dtype).t()
     assert error(layer, strided) < LIMIT[dtype]
-    assert set(layer.doers(dtype)) == {1, 6, 64}
+    assert set(layer.candidates(dtype)) == {1, 6, 64}
 
 
 def test_offsets_and_an_order():
@@ -256,8 +256,8 @@ def test_a_table_over_the_rows_serves_layers_made_later(monkeypatch):
         later = tilewright.Linear.from_float(torch.nn.Linear(64, 48), group_size=32)
         for rows in (1, 3, 9):
             assert error(later, torch.randn(rows, 64)) < 2e-6
-        assert set(later.doers()) <= {1, 2, 3, 4}
-        assert later.doers()[3] == table.at(3).family.candidate.name
+        assert set(later.candidates()) <= {1, 2, 3, 4}
+        assert later.candidates()[3] == table.at(3).family.candidate.name
     finally:
         kernels._tables.clear()
 

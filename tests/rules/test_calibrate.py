@@ -42,7 +42,7 @@ def test_a_quantised_model_folds_and_stays_near(name, rows):
     (wanted,), (got,) = results(MODEL, BATCHES[0]), results(after, BATCHES[0])
     error = float((got - wanted).norm() / wanted.norm())
     assert 0 < error < {"int8": 0.03, "w8": 0.02, "fp8": 0.1, "w4": 0.25}[name]
-    assert all(0 < layer.error < 0.25 and layer.kept is None for layer in layers)
+    assert all(0 < layer.error < 0.25 and layer.skip_reason is None for layer in layers)
 
 
 def test_scales_are_the_largest_magnitude_over_the_largest_code():
@@ -113,7 +113,7 @@ def test_attention_stays_in_float_where_that_is_asked_for_or_it_loses_too_much()
     graph, batches = attention_model()
     batches[0]["x"][0, 0, 0] = float("inf")
     coded, layers = quantize(graph, inner, calibrate(graph, batches))
-    assert coded.outputs == graph.outputs and all(layer.kept for layer in layers)
+    assert coded.outputs == graph.outputs and all(layer.skip_reason for layer in layers)
 
 
 def test_layers_that_lose_too_much_stay_in_float():
@@ -125,8 +125,8 @@ def test_layers_that_lose_too_much_stay_in_float():
     _, layers = quantize(graph, scheme("fp8"), seen)
     limit = sum(layer.error for layer in layers) / 2
     coded, layers = quantize(graph, scheme("fp8"), seen, rtol=limit)
-    kept = [layer for layer in layers if layer.kept]
-    assert len(kept) == 1 and f"exceeds {limit:g}" in kept[0].kept
+    kept = [layer for layer in layers if layer.skip_reason]
+    assert len(kept) == 1 and f"exceeds {limit:g}" in kept[0].skip_reason
     assert sum(n.constant for n in coded.nodes() if isinstance(n.op, Dequantize)) == 1
 
 
@@ -134,7 +134,7 @@ def test_activations_that_are_not_finite_stay_in_float():
     seen = calibrate(MODEL, [{"x": torch.full((M, K), float("inf"))}])
     coded, layers = quantize(MODEL, scheme("int8"), seen)
     assert coded.outputs == MODEL.outputs
-    assert {layer.kept for layer in layers} == {"its activations are not finite"}
+    assert {layer.skip_reason for layer in layers} == {"its activations are not finite"}
 
 
 def test_columns_and_activations_of_zeros_get_a_scale_that_divides():
@@ -242,7 +242,7 @@ def test_the_largest_weights_of_a_type_are_decoded_to_finite_ones(name, dtype):
     weight = torch.tensor([[1.0, -1.0, 0.3, 0.999], [0.5, 0.1, -1.0, 0.0]]).double().mul(most).to(dtype.to_torch())
     model = graph_of(gemm(input_("x", dtype, (3, 2)), const(weight)))
     quantised, layers = quantize(model, scheme(name, group=2), calibrate(model, [{"x": torch.zeros(3, 2, dtype=weight.dtype)}]))
-    assert layers[0].kept is None
+    assert layers[0].skip_reason is None
     (back,) = [n for n in quantised.nodes() if isinstance(n.op, Dequantize) and n.constant]
     found = evaluate_nodes((back,), {})[0]
     assert torch.isfinite(found).all() and (found.double() - weight.double()).abs().max() <= 0.08 * most

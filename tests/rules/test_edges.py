@@ -102,9 +102,9 @@ def spoilt(x: torch.Tensor, value: float) -> torch.Tensor:
 def test_what_is_not_finite_stays_in_float_and_is_said_to(value, to):
     for batches in ([spoilt(X, value)], [X, spoilt(X, value)], [spoilt(X, value), X]):
         before, after, layer = quantized(WEIGHT, *batches, to=to)
-        assert layer.kept == "its activations are not finite" and after.outputs == before.outputs
+        assert layer.skip_reason == "its activations are not finite" and after.outputs == before.outputs
     before, after, layer = quantized(spoilt(WEIGHT, value), X, to=to)
-    assert layer.kept == "its weight is not finite" and after.outputs == before.outputs
+    assert layer.skip_reason == "its weight is not finite" and after.outputs == before.outputs
 
 
 @pytest.mark.parametrize("to", ["int8", "fp8"])
@@ -112,7 +112,7 @@ def test_what_is_not_finite_stays_in_float_and_is_said_to(value, to):
 def test_scales_follow_magnitudes_however_small_or_large(x, weight, to):
     _, _, usual = quantized(WEIGHT, X, to=to)
     before, after, layer = quantized(WEIGHT * weight, X * x, to=to)
-    assert layer.error == pytest.approx(usual.error, rel=0.01) and layer.kept is None
+    assert layer.error == pytest.approx(usual.error, rel=0.01) and layer.skip_reason is None
     want, got = (evaluate(g, {"x": X * x})[0].double() for g in (before, staged(after)))
     assert (got - want).norm() <= 2 * usual.error * want.norm()
 
@@ -124,7 +124,7 @@ def test_one_matrix_for_each_expert_is_quantised_with_scales_of_its_own(shape, t
     x, weight = torch.randn(shape, generator=g), torch.randn(*shape[:-2], 8, 6, generator=g)
     weight *= 10.0 ** torch.arange(shape[-3])[:, None, None]  # no scale serves two experts
     before, after, layer = quantized(weight, x, to=to)
-    assert layer.kept is None and layer.error < {"int8": 0.02, "fp8": 0.06, "w4": 0.12}[to]
+    assert layer.skip_reason is None and layer.error < {"int8": 0.02, "fp8": 0.06, "w4": 0.12}[to]
     (wide,) = evaluate(before, {"x": x})
     (got,) = evaluate(staged(after), {"x": x})
     axes = (-2, -1)

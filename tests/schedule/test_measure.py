@@ -539,7 +539,7 @@ def test_sources_far_apart_take_little_memory_and_hold_the_same():
     )
 
 
-def test_free_memory_is_spoiled_before_each_run():
+def test_free_memory_is_poisoned_before_each_run():
     from tilewright.candidates.llvm.runtime import scratch as _scratch
 
     block = _scratch.take(1000)

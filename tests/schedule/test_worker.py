@@ -24,7 +24,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.ir.types import TensorType
 from tilewright.schedule import ahead as ahead_module
-from tilewright.schedule import fork_server as nursery_module
+from tilewright.schedule import fork_server as fork_server_module
 from tilewright.schedule import search as search_module
 from tilewright.schedule import worker as worker_module
 from tilewright.schedule.buckets import PackingVariants
@@ -166,7 +166,7 @@ def test_a_slow_candidate_that_shows_life_is_not_killed(drop, monkeypatch):
 def test_one_that_had_not_its_time_is_killed_and_not_remembered(drop, monkeypatch, doing, contended):
     """For the machine is to blame; it is out of this search, and the next process tries it again."""
     monkeypatch.setattr("tilewright.schedule.worker.LIMIT_S", 0.9)
-    monkeypatch.setattr(nursery_module, "_doing", lambda pid: doing(time.monotonic()))
+    monkeypatch.setattr(fork_server_module, "_doing", lambda pid: doing(time.monotonic()))
     bad, told = drop("while True: pass"), []
     posed = problem(60 + next(counter))
     d = search(posed, CPU, budget_s=0.02, candidates=[bad, drop(preference=30)], lost=lambda *lost: told.append(lost))
@@ -176,12 +176,12 @@ def test_one_that_had_not_its_time_is_killed_and_not_remembered(drop, monkeypatc
 
 
 def test_what_a_process_does_is_read_off_the_system():
-    state, before = nursery_module._doing(os.getpid())
+    state, before = fork_server_module._doing(os.getpid())
     ends = time.process_time() + 0.1
     while time.process_time() < ends:
         pass
-    assert state == "R" and 0.05 < nursery_module._doing(os.getpid())[1] - before < 60
-    assert nursery_module._doing(1 << 30) == ("", 0.0)
+    assert state == "R" and 0.05 < fork_server_module._doing(os.getpid())[1] - before < 60
+    assert fork_server_module._doing(1 << 30) == ("", 0.0)
 
 
 def test_out_of_memory_is_a_sentence(drop):
@@ -211,7 +211,7 @@ def test_the_worker_has_the_parents_threads_and_leaves_them(drop):
 
 def test_an_interrupt_kills_the_worker_and_the_next_search_has_another(drop, worker, monkeypatch):
     first = worker._pid
-    monkeypatch.setattr(nursery_module, "_doing", lambda pid: (_ for _ in ()).throw(KeyboardInterrupt()))
+    monkeypatch.setattr(fork_server_module, "_doing", lambda pid: (_ for _ in ()).throw(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         search(problem(43), CPU, budget_s=0.02, candidates=[drop("time.sleep(60)")])
     assert gone(first)
@@ -219,7 +219,7 @@ def test_an_interrupt_kills_the_worker_and_the_next_search_has_another(drop, wor
     assert search(problem(44), CPU, budget_s=0.02, candidates=[drop()]).measured
 
 
-def test_a_nursery_that_was_killed_is_replaced(drop, worker):
+def test_a_fork_server_that_was_killed_is_replaced(drop, worker):
     os.kill(worker._process.pid, signal.SIGKILL)
     assert gone(worker._pid)  # the worker dies with it
     assert search(problem(45), CPU, budget_s=0.02, candidates=[drop()]).measured
@@ -228,8 +228,8 @@ def test_a_nursery_that_was_killed_is_replaced(drop, worker):
 
 
 def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatch, capfd):
-    monkeypatch.setattr(nursery_module, "_known", None)
-    monkeypatch.setattr(nursery_module, "_lines", set())
+    monkeypatch.setattr(fork_server_module, "_known", None)
+    monkeypatch.setattr(fork_server_module, "_lines", set())
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     for n in (47, 48):
         d = search(problem(n), CPU, budget_s=0.02, candidates=[drop(f"assert os.getpid() == {os.getpid()}")])
@@ -243,7 +243,7 @@ def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, capfd):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tilewright.schedule.worker.memory_file", full)
-    monkeypatch.setattr(nursery_module, "_lines", set())
+    monkeypatch.setattr(fork_server_module, "_lines", set())
     weight = torch.randn(300, 200)
     posed = problem_of(gemm(input_("a", F32, (7, 300)), const(weight)))
     d = search(posed, CPU, budget_s=0.01, candidates=[drop(f"assert os.getpid() == {os.getpid()}")], weights={1: weight})
@@ -252,18 +252,18 @@ def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("place", ["a path object", "no temporary folder"])
-def test_a_nursery_starts_or_is_done_without(drop, monkeypatch, place):
+def test_a_fork_server_starts_or_is_done_without(drop, monkeypatch, place):
     def nowhere(*_):
         raise FileNotFoundError(2, "No usable temporary directory found")
 
-    monkeypatch.setattr(nursery_module, "_known", None)
+    monkeypatch.setattr(fork_server_module, "_known", None)
     if place == "a path object":
         monkeypatch.setattr(sys, "path", [*sys.path, Path("/nowhere")])
         began = fork_server()
         began.ensure_worker()
         began.stop()
     else:
-        monkeypatch.setattr(nursery_module.tempfile, "TemporaryFile", nowhere)
+        monkeypatch.setattr(fork_server_module.tempfile, "TemporaryFile", nowhere)
         assert search(problem(52), CPU, budget_s=0.01, candidates=[drop()]).measured
 
 
@@ -357,7 +357,7 @@ def test_what_an_interrupted_search_started_ends_with_it(drop, tmp_path, monkeyp
             raise KeyboardInterrupt
         return "", 0.0
 
-    monkeypatch.setattr(nursery_module, "_doing", doing)
+    monkeypatch.setattr(fork_server_module, "_doing", doing)
     with pytest.raises(KeyboardInterrupt):
         search(problem(54), CPU, candidates=[drop(build=STARTED.format(to=str(tmp_path / "pid")) + "time.sleep(600)")])
     assert gone(started(tmp_path / "pid"))
@@ -436,7 +436,7 @@ def test_workers_may_use_the_tiles_that_this_process_may(worker):
     """Linux grants AMX's tiles to a process that asks, and to those it forks from then on: not to one that it starts."""
     with worker.lock:
         worker.end_worker()
-    nursery_module.fork_server()
+    fork_server_module.fork_server()
     line = problem_of(parse("s8[64,64] @ s8[64,64] -> s32").outputs[0])
     (generated,) = [c for c in discover() if c.name == "llvm"]
     schedule = next(iter(generated.schedules(line, CPU)))

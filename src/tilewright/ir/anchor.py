@@ -12,7 +12,7 @@ from tilewright.ir.expression import Sources, make_gemm
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Attention, Gemm, Param
 
-CARRIERS = (Gemm, Attention)
+ANCHORS = (Gemm, Attention)
 
 
 def acc_of(node: Node) -> Node:
@@ -27,7 +27,7 @@ def acc_of(node: Node) -> Node:
 def stores_of(node: Node) -> tuple[Node, ...]:
     """An anchor's stores as nodes."""
     op = node.op
-    assert isinstance(op, CARRIERS)
+    assert isinstance(op, ANCHORS)
     return op.stores or (acc_of(node),)
 
 

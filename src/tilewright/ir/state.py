@@ -103,7 +103,7 @@ def span(t: torch.Tensor) -> tuple[int, int]:
 
 def is_state(node: Node) -> bool:
     """Whether a node is state, or a write to one."""
-    return isinstance(node.op, Write) or (isinstance(node.op, Input) and node.op.kept)
+    return isinstance(node.op, Write) or (isinstance(node.op, Input) and node.op.mutable)
 
 
 def _written(new: Node, old: Node) -> Node | None:

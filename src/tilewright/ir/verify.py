@@ -30,7 +30,7 @@ def verify(graph: Graph) -> Graph:
     for output in graph.outputs:
         if isinstance(output.type, TupleType):
             raise TypeMismatchError("a graph output is a tuple", where=graph.origin(output), hint="item(index=…) first")
-    given = [n for n in graph.inputs if isinstance(n.op, Input) and not n.op.kept]
+    given = [n for n in graph.inputs if isinstance(n.op, Input) and not n.op.mutable]
     if graph.inputs[: len(given)] != tuple(given) or len(graph.inputs) - len(given) > len(graph.outputs):
         raise TypeMismatchError("inputs that a program keeps come last, and each has an output", where=graph.name)
     declared, readers = set(graph.inputs), graph.users()

@@ -213,7 +213,7 @@ class Kernels:
         program.drop_weights()  # what is packed is needed no more: the codes can be unpacked again
         return program.run
 
-    def doers(self) -> dict[int, str]:
+    def candidates(self) -> dict[int, str]:
         """The candidate that multiplies, by the rows of each kernel that is ready."""
         found: dict[int, str] = {}
         for rung in sorted(self._ready):

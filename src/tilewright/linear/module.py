@@ -182,10 +182,10 @@ class Linear(torch.nn.Module):
         forget(weight)
         return table
 
-    def doers(self, dtype: torch.dtype | None = None) -> dict[int, str]:
+    def candidates(self, dtype: torch.dtype | None = None) -> dict[int, str]:
         """The candidate that multiplies, by the rows of each kernel that is ready."""
         bias = None if self.bias is None else self.bias.dtype
-        return kernels_for(self.weight, self._usual(dtype), bias, coded=self.quantize_activations).doers()
+        return kernels_for(self.weight, self._usual(dtype), bias, coded=self.quantize_activations).candidates()
 
     def _usual(self, dtype: torch.dtype | None) -> torch.dtype:
         return dtype or (self.scales.dtype if self.bias is None else self.bias.dtype)

@@ -68,7 +68,7 @@ class Program(Protocol):
     @property
     def launched(self) -> str | None: ...
     @property
-    def kept(self) -> Mapping[str, torch.Tensor]: ...
+    def state(self) -> Mapping[str, torch.Tensor]: ...
 
     def bind(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]: ...
 
@@ -80,12 +80,12 @@ class Program(Protocol):
 @contextlib.contextmanager
 def restored(program: Program) -> Generator[Mapping[str, torch.Tensor]]:
     """A context that gives copies of a program's state, which afterwards is as it was before."""
-    before = {name: t.clone() for name, t in program.kept.items()}
+    before = {name: t.clone() for name, t in program.state.items()}
     try:
         yield before
     finally:
         with torch.no_grad():
-            for name, t in program.kept.items():
+            for name, t in program.state.items():
                 t.copy_(before[name])
 
 

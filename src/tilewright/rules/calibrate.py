@@ -109,7 +109,7 @@ class Layer:
     where: str
     error: float
     largest: float
-    kept: str | None
+    skip_reason: str | None
     scale: float | None
     weight_scales: tuple[float, float]
     before: Node
@@ -299,7 +299,7 @@ def _named(origins: Mapping[Node, str], layers: Sequence[Layer]) -> dict[Node, s
     """The origins, with codes of an activation called what the activation is: reports name a step by what it gives."""
     named = dict(origins)
     for layer in layers:
-        codes = _left(layer.after).src[0] if layer.kept is None and _left(layer.after).src else None
+        codes = _left(layer.after).src[0] if layer.skip_reason is None and _left(layer.after).src else None
         if codes is not None and isinstance(codes.op, Quantize) and codes.src[0] in origins:
             named.setdefault(codes, origins[codes.src[0]])
     return named

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, QUICK, Sources
 from tilewright.ir.graph import Node, Users, substitute, toposort
 from tilewright.ir.ops import VIEWS, Call, Convert, Dequantize, Gemm, Input, Item, Map, Param, Quantize, Select, Write
@@ -128,7 +128,7 @@ def _in_memory(n: Node) -> bool:
     if isinstance(n.op, Item):
         n = n.src[0]
     made = n.constant and (isinstance(n.op, Dequantize) or not readable(n))
-    return made or isinstance(n.op, (Input, Call, Write, *CARRIERS))
+    return made or isinstance(n.op, (Input, Call, Write, *ANCHORS))
 
 
 def _read_elsewhere(found: Sequence[Node], reader: Node, users: Users) -> Node | None:

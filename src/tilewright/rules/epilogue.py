@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Node, Users
 from tilewright.ir.ops import Convert, Dequantize, Quantize, Slice
 from tilewright.ir.pattern import Match, Pat, rule
 
 
-@rule(Pat(ELEMENTWISE, where=lambda n: any(isinstance(s.op, CARRIERS) for s in n.src)), stage="epilogue")
+@rule(Pat(ELEMENTWISE, where=lambda n: any(isinstance(s.op, ANCHORS) for s in n.src)), stage="epilogue")
 def absorb_elementwise_into_store(m: Match) -> Node | None:
     """f(gemm(a, b), s) -> gemm(a, b, s) {store = f(store, s)}; gemm or attention.
 
@@ -21,7 +21,7 @@ def absorb_elementwise_into_store(m: Match) -> Node | None:
     node = m.node
     if left_to_its_readers(node, m.users):
         return None
-    for producer in dict.fromkeys(s for s in node.src if isinstance(s.op, CARRIERS)):
+    for producer in dict.fromkeys(s for s in node.src if isinstance(s.op, ANCHORS)):
         why = _stays(m, node, producer)
         if why is None:
             return _absorbed(node, producer)
@@ -68,7 +68,7 @@ def _absorbed(node: Node, producer: Node) -> Node:
     return rebuilt(producer, operands_of(producer), [views_outward(Node(node.op, *src))], sources.nodes)
 
 
-@rule(Pat(REARRANGE, (Pat(CARRIERS, name="producer"),)), stage="epilogue")
+@rule(Pat(REARRANGE, (Pat(ANCHORS, name="producer"),)), stage="epilogue")
 def absorb_view_into_store(m: Match) -> Node | None:
     """view(gemm(a, b)) -> gemm(a, b) {store = view(store)}; a view is a reshape or transpose; gemm or attention.
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tilewright.dtype import BF16, F16, F32
-from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Convert, Dequantize, Gemm
 from tilewright.ir.pattern import Match, Pat, rule
 
 
-@rule(Pat(CARRIERS), stage="precision")
+@rule(Pat(ANCHORS), stage="precision")
 def drop_rounding_between_steps(m: Match) -> Node | None:
     """gemm {store = f(convert(convert(x, f16), f32))} -> gemm {store = f(x)}, x an f32 that acc is part of; gemm or attention.
 

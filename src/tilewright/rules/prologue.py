@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import VIEWS, Convert, Dequantize, Param, Slice
 from tilewright.ir.pattern import Match, Pat, rule
 
 
-@rule(Pat(CARRIERS), stage="prologue")
+@rule(Pat(ANCHORS), stage="prologue")
 def read_operand_through_views_and_casts(m: Match) -> Node | None:
     """gemm(f(x), b) -> gemm(x, b) {lhs = f(param0)}, for f a view, a dequantisation or a widening cast; any operand.
 
@@ -43,7 +43,7 @@ def readable(source: Node) -> bool:
     return False
 
 
-@rule(Pat(CARRIERS), stage="prologue")
+@rule(Pat(ANCHORS), stage="prologue")
 def read_side_inputs_unbroadcast(m: Match) -> Node | None:
     """gemm(a, b, f(s)) -> gemm(a, b, s) {store over f(param)}, for a side input that a broadcast, reshape, transpose, widening
     cast or dequantisation made.

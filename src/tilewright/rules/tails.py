@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 
-from tilewright.ir.anchor import CARRIERS, operands_of, rebuilt, stores_of
+from tilewright.ir.anchor import ANCHORS, operands_of, rebuilt, stores_of
 from tilewright.ir.build import items
 from tilewright.ir.expression import ELEMENTWISE, REARRANGE, Sources, views_outward
 from tilewright.ir.graph import Graph, Node, Users
@@ -32,11 +32,11 @@ def store_every_elementwise_tail(graph: Graph, trace: Trace) -> Graph:
     turn: dict[Node, Turn] = {}
     for at, node in enumerate(nodes):
         before = max((turn[s] for s in node.src), default=(0, -1))
-        turn[node] = (before[0] + 1, at) if isinstance(node.op, CARRIERS) else before
+        turn[node] = (before[0] + 1, at) if isinstance(node.op, ANCHORS) else before
     place = {n: i for i, n in enumerate(nodes)}
     replacement: dict[Node, Node] = {}
     for node in nodes:
-        if isinstance(node.op, CARRIERS):
+        if isinstance(node.op, ANCHORS):
             replacement.update(_tails(node, users, turn, place, trace))
     if not replacement:
         return graph
@@ -143,7 +143,7 @@ def _written_anyway(node: Node, users: Users) -> bool:
     pending: list[Node] = [node]
     while pending:
         for r in users[pending.pop()]:
-            if r is None or isinstance(r.op, (*CARRIERS, Call)):
+            if r is None or isinstance(r.op, (*ANCHORS, Call)):
                 return True
             if isinstance(r.op, (*REARRANGE, Slice)):
                 pending.append(r)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from itertools import pairwise
 
-from tilewright.ir.anchor import CARRIERS, operands_of, stores_of
+from tilewright.ir.anchor import ANCHORS, operands_of, stores_of
 from tilewright.ir.build import slice_
 from tilewright.ir.expression import ELEMENTWISE, Sources, make_gemm, reshape_groups, slice_columns
 from tilewright.ir.graph import Node, substitute
@@ -105,7 +105,7 @@ def _only_products_fold(m: Match, x: Node) -> bool:
     """Whether x is something that an operand can hold, and only products read the slice of it."""
     if not isinstance(x.op, (Convert, Dequantize)):
         return False
-    return all(r is not None and isinstance(r.op, CARRIERS) for r in m.users[m.node])
+    return all(r is not None and isinstance(r.op, ANCHORS) for r in m.users[m.node])
 
 
 def _follows_a_product(m: Match, x: Node, cut: Cut) -> bool:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Array = torch.Tensor | np.ndarray | np.generic
 # NumPy's own interchange knows none of the narrow types: they travel as integers of their width.
-_CARRIER = {1: "uint8", 2: "int16"}
+_STORAGE = {1: "uint8", 2: "int16"}
 
 
 def is_numpy(value: object) -> TypeGuard[np.ndarray | np.generic]:
@@ -44,7 +44,7 @@ def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
     native = array if array.dtype.isnative else array.astype(dtype.to_numpy())
     contiguous = np.require(native, requirements=["C", "W"])
     if contiguous.dtype.isbuiltin != 1:
-        bits = contiguous.view(_CARRIER[contiguous.dtype.itemsize])
+        bits = contiguous.view(_STORAGE[contiguous.dtype.itemsize])
         return torch.from_numpy(bits).view(dtype.to_torch()) if dtype.bits != 4 else _codes(bits, dtype)
     return torch.from_numpy(contiguous)
 
@@ -62,7 +62,7 @@ def to_numpy(tensor: torch.Tensor, dtype: DType) -> np.ndarray:
         return t.numpy()
     if dtype.bits == 4:
         return t.numpy().astype(native)
-    return t.contiguous().view(getattr(torch, _CARRIER[native.itemsize])).numpy().view(native)
+    return t.contiguous().view(getattr(torch, _STORAGE[native.itemsize])).numpy().view(native)
 
 
 class Wanted:

@@ -12,7 +12,7 @@ import torch
 
 from tilewright.errors import AnotherWayError, InputError, TypeMismatchError, counted
 from tilewright.hardware.target import Target
-from tilewright.ir.anchor import CARRIERS
+from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Const, Input, Item, Write
@@ -138,7 +138,7 @@ class Executable:
             self._start[slot[node]] = value
         self.constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
         self._slots = slot
-        self._written = [span(t) for t in self.kept.values()]
+        self._written = [span(t) for t in self.state.values()]
         self._launch()
 
     def _launch(self) -> None:
@@ -153,7 +153,7 @@ class Executable:
             InputError: it keeps something from call to call, which kernels of both would write to.
         """
         if self.graph.state:
-            what = f"a program that writes to {', '.join(self.kept)} cannot be copied"
+            what = f"a program that writes to {', '.join(self.state)} cannot be copied"
             raise InputError(what, where=self.graph.name, hint="compile a copy of the module")
         made = memo[id(self)] = copy.copy(self)
         made.__dict__.update(copy.deepcopy(self.__dict__, memo))
@@ -175,7 +175,7 @@ class Executable:
         return {cast("Input", n.op).label: n.tensor for n in caller_inputs(self.graph)}
 
     @property
-    def kept(self) -> dict[str, torch.Tensor]:
+    def state(self) -> dict[str, torch.Tensor]:
         """State that calls write for later ones, by name: memory of the module's own buffers where they are on the device.
 
         A tensor that the module is given for a buffer afterwards is not these.
@@ -384,7 +384,7 @@ def _name(graph: Graph, part: Part) -> str:
     """The source's name of a step: of its gemm, or of the results of one that was joined from several; of a fusion's last
     result."""
     node = part.nodes[0]
-    if not isinstance(node.op, CARRIERS):
+    if not isinstance(node.op, ANCHORS):
         return graph.origin(part.outputs[-1])
     if node in graph.origins:
         return graph.origins[node]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tilewright.ir.anchor import CARRIERS
+from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import (
     Attention,
@@ -87,7 +87,7 @@ def decided(part: Part) -> bool:
     """Whether kernels compete for a part: any that runs at every call, but for calls, writes and what has no tensors."""
     if part.once or any(isinstance(n.op, (Call, Iota)) or (isinstance(n.op, Write) and _alone(n)) for n in part.nodes):
         return False
-    if isinstance(part.nodes[0].op, CARRIERS):
+    if isinstance(part.nodes[0].op, ANCHORS):
         return True
     values = (*part.inputs, *part.nodes)
     return all(isinstance(n.type, TensorType) and n.dtype.kind != "opaque" for n in values)
@@ -96,7 +96,7 @@ def decided(part: Part) -> bool:
 def problem_of_part(part: Part) -> tuple[AnyProblem, tuple[Node, ...]]:
     """The problem that a part poses, and the nodes whose values are its sources."""
     node = part.nodes[0]
-    if isinstance(node.op, CARRIERS):
+    if isinstance(node.op, ANCHORS):
         return problem_of(node), node.src
     return fusion_of(part.inputs, part.outputs)
 

@@ -30,7 +30,7 @@ from tilewright.ir.ops.gemm import matmul_exact
 from tilewright.schedule.attended import attended
 from tilewright.schedule.intervals import Interval, inflate, orderable, propagate
 from tilewright.schedule.pieces import by_pieces, most_at_once, part, pieces
-from tilewright.schedule.problem import AnyProblem, CarrierProblem, FusionProblem, Problem, params_of
+from tilewright.schedule.problem import AnchorProblem, AnyProblem, FusionProblem, Problem, params_of
 from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
 from tilewright.schedule.spreads import spread
 
@@ -221,7 +221,7 @@ def _loosened(n: Node, src: Sequence[Interval], share: float) -> list[Interval]:
     return [inflate(src[0], share * room), *src[1:]] if room else list(src)
 
 
-def _bands(problem: CarrierProblem, params: Mapping[Node, torch.Tensor], acc: Interval, share: float = 1.0) -> list[Interval]:
+def _bands(problem: AnchorProblem, params: Mapping[Node, torch.Tensor], acc: Interval, share: float = 1.0) -> list[Interval]:
     """The stores for an accumulator known up to its error; `share` of the tolerance for what is rounded at once."""
     stores = stores_of(problem.node)
     dependent = _moving(stores)
@@ -256,7 +256,7 @@ def _moving(stores: Sequence[Node]) -> set[Node]:
     return depends_on_acc(stores, _inexact_nodes(toposort(stores)))
 
 
-def _rounding(problem: CarrierProblem) -> list[bool]:
+def _rounding(problem: AnchorProblem) -> list[bool]:
     """Say for each store whether something rounds on the way in more than one right way: a float sum, or a float step."""
     stores = stores_of(problem.node)
     dependent = _moving(stores)

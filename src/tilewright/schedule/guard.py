@@ -19,7 +19,7 @@ SIDE_BYTES = 4096
 BYTE = 0xFF
 FAR_BYTES = 1 << 31  # where offsets of 32 bits end
 
-_spoilers: list[Callable[[], None]] = []
+_poisoners: list[Callable[[], None]] = []
 _preparing = False
 
 
@@ -39,9 +39,9 @@ def visible() -> bool:
     return _preparing
 
 
-def before_runs(spoil: Callable[[], None]) -> None:
-    """Have `spoil` called before each run of a kernel that is examined: it fills free memory of an allocator with 0xFF."""
-    _spoilers.append(spoil)
+def before_runs(poison: Callable[[], None]) -> None:
+    """Have `poison` called before each run of a kernel that is examined: it fills free memory of an allocator with 0xFF."""
+    _poisoners.append(poison)
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
@@ -146,7 +146,7 @@ def threads(count: int) -> Generator[None]:
 
 def poison(types: Sequence[tuple[tuple[int, ...], torch.dtype]], device: str) -> None:
     """Fill free memory that an allocator is likely to hand out next for tensors of these types."""
-    for call in _spoilers:
+    for call in _poisoners:
         call()
     sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in types for _ in range(2)]
     held = [torch.full((size,), BYTE, dtype=torch.uint8, device=device) for size in sizes]

@@ -305,18 +305,18 @@ class FusionProblem:
         return show_region(self.nodes, self.outputs)
 
 
-CarrierProblem = Problem | AttentionProblem
-AnyProblem = CarrierProblem | FusionProblem
+AnchorProblem = Problem | AttentionProblem
+AnyProblem = AnchorProblem | FusionProblem
 
 
-def params_of(problem: CarrierProblem) -> list[Node]:
+def params_of(problem: AnchorProblem) -> list[Node]:
     """The leaves that stand for the sources, in all expressions of a gemm or attention and around it."""
     node = problem.node
     regions = [r for roots in node.op.regions().values() for r in roots]
     return [n for n in toposort((*regions, *node.src)) if isinstance(n.op, Param)]
 
 
-def problem_of(node: Node) -> CarrierProblem:
+def problem_of(node: Node) -> AnchorProblem:
     """The problem that a gemm or attention node poses."""
     types, weights = tuple(s.tensor for s in node.src), tuple(s.constant for s in node.src)
     if isinstance(node.op, Attention):

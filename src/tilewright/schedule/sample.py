@@ -21,7 +21,7 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Convert, Dequantize, Gather, Map, Param, Quantize, Write
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, CarrierProblem, FusionProblem, Operand, Problem
+from tilewright.schedule.problem import AnchorProblem, AnyProblem, FusionProblem, Operand, Problem
 
 ADDITIVE = frozenset({"add", "subtract", "maximum", "minimum"})
 LARGE = 16.0
@@ -168,7 +168,7 @@ class _Sampler:
         bound = {p: self.sources[cast("Param", p.op).index] for p in self._params}
         return cast("torch.Tensor", evaluate_nodes((node,), bound)[0])
 
-    def _accumulator(self, problem: CarrierProblem) -> torch.Tensor:
+    def _accumulator(self, problem: AnchorProblem) -> torch.Tensor:
         """Numbers as large as the products will be, without multiplying."""
         operands = [_some(self._value(n)) for n in operands_of(problem.node)]
         acc = problem.acc
@@ -182,7 +182,7 @@ class _Sampler:
         wide.clamp_(-LIMIT, LIMIT)  # in place: it may be gigabytes
         return narrow_integer(wide.to(torch.int64), acc.dtype) if acc.dtype.is_integer else wide.to(acc.dtype.to_torch())
 
-    def _settle_epilogue(self, problem: CarrierProblem) -> None:
+    def _settle_epilogue(self, problem: AnchorProblem) -> None:
         node = problem.node
         stores = stores_of(node)
         if not any(isinstance(n.op, Param) for n in toposort(stores)):

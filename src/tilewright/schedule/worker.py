@@ -103,14 +103,14 @@ class HostedBench:
         self.lost: dict[int, Attempt] = {}
         self._passed: dict[int, tuple[Address, Schedule]] = {}
         self._problem, self._target, self.expect_s = problem, target, 0.0
-        self._nursery = fork_server()
+        self._fork_server = fork_server()
         self._limit_s = LIMIT_S if target.kind == "cpu" else GPU_LIMIT_S
         try:
             tables = problem.large_tables if isinstance(problem, FusionProblem) else {}
             self._weights = _Weights({i: t for i, t in weights.items() if problem.weights[i]}, tables)
         except (OSError, ValueError) as error:  # no memory for another copy, no descriptor
             raise UnavailableError(f"the worker process cannot have the weights of {problem}: {error}") from None
-        self._nursery.lock.acquire()
+        self._fork_server.lock.acquire()
         try:
             self._opening = pickled(("open", problem, target, settings_here() | {"cold": cold}, self._weights.places))
             self._open()
@@ -118,7 +118,7 @@ class HostedBench:
             self.close()
             raise UnavailableError(f"the worker process cannot take {problem}: {error}") from None
         except BaseException:
-            self._nursery.end_worker()
+            self._fork_server.end_worker()
             self.close()
             raise
 
@@ -156,7 +156,7 @@ class HostedBench:
                 found = dict(zip(alive, self._ask(("times", alive, budget_s), self._limit_s), strict=True))
                 return [found.get(k, float("inf")) for k in keys]
             except DiedError as died:
-                at = self._nursery.number(KEY)
+                at = self._fork_server.number(KEY)
                 culprit, _ = self._passed[at if at in alive else alive[0]]
                 for key in [k for k in alive if self._passed[k][0] == culprit]:  # its other points could cost as much
                     self.lost[key] = _lost(self._passed[key][1], died)
@@ -167,23 +167,23 @@ class HostedBench:
     def close(self) -> None:
         """Let the next bench have the worker."""
         self._weights.close()
-        if self._nursery.worker is not None:
+        if self._fork_server.worker is not None:
             with contextlib.suppress(OSError):
-                self._nursery.worker.send_bytes(pickled(("close",)))
-        self._nursery.lock.release()
+                self._fork_server.worker.send_bytes(pickled(("close",)))
+        self._fork_server.lock.release()
 
     def _ask(self, request: tuple[object, ...], limit_s: float | None) -> Any:
-        if self._nursery.worker is None:
+        if self._fork_server.worker is None:
             self._open()
         limit = None if limit_s is None else limit_s + 2 * self.expect_s
-        return self._nursery.ask(pickled(request), limit)
+        return self._fork_server.ask(pickled(request), limit)
 
     def _open(self) -> None:
         """A worker that knows the problem, and all that passed so far."""
-        self._nursery.ensure_worker()
-        self._nursery.ask(self._opening, None, self._weights.fd)
+        self._fork_server.ensure_worker()
+        self._fork_server.ask(self._opening, None, self._weights.fd)
         for key, (where, schedule) in self._passed.items():
-            self._nursery.ask(pickled(("again", key, where, schedule)), None)
+            self._fork_server.ask(pickled(("again", key, where, schedule)), None)
 
 
 def _lost(schedule: Schedule, died: DiedError) -> Attempt:

@@ -108,7 +108,7 @@ def gone(scratch) -> None:
     """Scratch memory is used once."""
 
 
-def spoil(line, arrays, data_seed):
+def poison(line, arrays, data_seed):
     """NaN and infinities in both operands: what does not read them must not feel them."""
     rng = np.random.default_rng(data_seed)
     for operand, array in zip((line.a, line.b), arrays, strict=False):
@@ -123,7 +123,7 @@ def one(line, data_seed, constant, at_end, threads, target, wild):
         return False
     arrays = line.arrays(data_seed)
     if wild:
-        spoil(line, arrays, data_seed)
+        poison(line, arrays, data_seed)
     values = dict(zip(graph.inputs, tensors(line, arrays), strict=True))
     b = graph.inputs[1]
     problem = problem_of(node)

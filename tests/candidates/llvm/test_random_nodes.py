@@ -80,10 +80,10 @@ def one(node, data_seed, constant, at_end, threads, wild, module, target):
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(first, again, strict=True)), "strides change results"
     touched = data_seed % len(plain)
     if wild and plain[touched].is_floating_point() and plain[touched].numel() and touched not in held:
-        spoiled = [t.clone() for t in plain]
-        spoiled[touched].view(-1)[data_seed % plain[touched].numel()] = WILD[data_seed % 3]
-        unfelt = [bits(a) == bits(b) for a, b in zip(reference(node, plain), reference(node, spoiled), strict=True)]
-        got = results([guarded(t, at_end) for t in spoiled])
+        poisoned = [t.clone() for t in plain]
+        poisoned[touched].view(-1)[data_seed % plain[touched].numel()] = WILD[data_seed % 3]
+        unfelt = [bits(a) == bits(b) for a, b in zip(reference(node, plain), reference(node, poisoned), strict=True)]
+        got = results([guarded(t, at_end) for t in poisoned])
         for a, b, same in zip(first, got, unfelt, strict=True):
             assert torch.equal(bits(a)[same], bits(b)[same]), f"{WILD[data_seed % 3]} in source {touched} is felt elsewhere"
     return True

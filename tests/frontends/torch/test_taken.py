@@ -291,7 +291,7 @@ def test_names_and_buffers_are_those_of_the_module() -> None:
     assert not torch.nn.modules.module._global_buffer_registration_hooks  # which a trace that fails leaves behind
     assert int(module.calls) == 0 and list(program.input_types) == ["x"] and "forward" not in vars(module)
     torch.testing.assert_close(program(Y), module.linear(Y))
-    assert int(module.calls) == 1 and set(program.kept) == {"calls"}
+    assert int(module.calls) == 1 and set(program.state) == {"calls"}
 
 
 def test_a_module_that_computes_something_else_while_it_is_traced_is_refused() -> None:

@@ -102,7 +102,7 @@ class Reader:
             raise UnsupportedError(f"a weight is a {type(held).__name__}, not a tensor", where=label)
         if label in self._program.graph_signature.buffers_to_mutate.values():
             found = type_of(held, label)
-            made = Node(Input(self._name_of_kept(label), found, kept=True))
+            made = Node(Input(self._name_of_kept(label), found, mutable=True))
             self._kept[label] = made, held.detach()
             return made
         return self._constant(held, label)

@@ -30,7 +30,7 @@ class Input(Op):
 
     label: str
     type: TensorType
-    kept: bool = False
+    mutable: bool = False
 
     def infer(self, *src: TensorType) -> Type:
         return self.type

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.ir.anchor import CARRIERS, operands_of
+from tilewright.ir.anchor import ANCHORS, operands_of
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Const, Input, Item, Param
 from tilewright.ir.shown import VIEWS, op_name
@@ -106,7 +106,7 @@ def _beside(program: Program, node: Node, reasons: Reasons, ceilings: Target | N
         found[neighbour] = Finding(f"{op_name(neighbour)} -> {neighbour.type}", shown, why, _cost_us(neighbour, ceilings))
 
     for i, source in enumerate(node.src):
-        if not isinstance(source.op, (Input, Const, Item, *CARRIERS)):
+        if not isinstance(source.op, (Input, Const, Item, *ANCHORS)):
             note(source, "before it", lambda n, operand=i in operands: _why_before(n, operand, reasons))
     for reader in reasons.readers(node):
         for behind in reasons.readers(reader) if isinstance(reader.op, Item) else (reader,):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 
-from tilewright.ir.anchor import CARRIERS
+from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops import Call, Concat, Const, Convert, Dequantize, Input, Item, Map, Pad, Quantize, Select
 from tilewright.ir.shown import VIEWS, op_name
@@ -37,7 +37,7 @@ class Reasons:
         self._made: dict[Op, dict[str, tuple[int, Op | None]]] = {}
         for i, step in enumerate(program.trace.steps):
             after = _behind_items(step.after)
-            if isinstance(after.op, CARRIERS):
+            if isinstance(after.op, ANCHORS):
                 self._made.setdefault(after.op, {}).setdefault(step.rule, (i, _continued(step.before, after)))
         self._readers: dict[Node, list[Node]] = {}
         for node in program.graph.nodes():
@@ -80,12 +80,12 @@ class Reasons:
         made_by = [_behind_items(s) for s in node.src if not s.constant]
         if not made_by:
             return "it depends on constants alone"
-        anchors = [s for s in made_by if isinstance(s.op, CARRIERS)]
+        anchors = [s for s in made_by if isinstance(s.op, ANCHORS)]
         if anchors:
             return self._why_after(node, anchors)
         before = ", ".join(dict.fromkeys(op_name(s) for s in made_by if not isinstance(s.op, Input)))
         stands = f"it follows {before}, which has no epilogue to hold it" if before else "it reads an input of the program"
-        after = next((r for r in self._past_views(node) if isinstance(r.op, CARRIERS)), None)
+        after = next((r for r in self._past_views(node) if isinstance(r.op, ANCHORS)), None)
         if after is None:
             return stands if before else f"{stands}, and no product stands before or after it"
         return f"{stands}, and the {after.op.name} after it leaves it: {not_read_through(node)}"
@@ -118,9 +118,9 @@ class Reasons:
 
 def _continued(before: Node, after: Node) -> Op | None:
     """The anchor that lives on in what a rule made: the one rewritten, or the one whose sources come first in the new one."""
-    if isinstance(before.op, CARRIERS):
+    if isinstance(before.op, ANCHORS):
         return before.op
-    found = (n for n in map(_behind_items, before.src) if isinstance(n.op, CARRIERS) and after.src[: len(n.src)] == n.src)
+    found = (n for n in map(_behind_items, before.src) if isinstance(n.op, ANCHORS) and after.src[: len(n.src)] == n.src)
     return next((n.op for n in found), None)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from xml.sax.saxutils import escape
 
-from tilewright.ir.anchor import CARRIERS
+from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call, Const, Convert, Dequantize, Gather, Input, Item, LayerNorm, Quantize, Reduce, Softmax
 from tilewright.ir.shown import VIEWS, op_name
@@ -38,7 +38,7 @@ _COLOURS: dict[str, tuple[str, str]] = {
     "input, result": ("#2d3440", "#2d3440"),
 }
 _FAMILIES: tuple[tuple[str, tuple[type, ...]], ...] = (
-    ("product", CARRIERS),
+    ("product", ANCHORS),
     ("quantise, convert", (Quantize, Dequantize, Convert)),
     ("norm, softmax, reduce", (LayerNorm, Softmax, Reduce)),
     ("view", VIEWS),
@@ -120,7 +120,7 @@ def _lines(node: Node) -> list[str]:
     types = [str(t) for t in tensor_types(node)]
     if isinstance(node.op, Input):
         return [_cut(node.op.label), *types]
-    if isinstance(node.op, CARRIERS):
+    if isinstance(node.op, ANCHORS):
         problem = textwrap.wrap(str(problem_of(node)), WRAP)
         return [node.op.name, *problem[:8], *(["…"] if len(problem) > 8 else [])]
     beside = [_constant(s) for s in node.src if s.constant]

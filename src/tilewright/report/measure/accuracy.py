@@ -28,7 +28,7 @@ def describe_quantization(scheme: Scheme, calibration: str, layers: Sequence[Mad
     return Quantized(
         str(scheme),
         calibration,
-        [Layer(m.where, _product(m.before), m.kept, m.error, m.scale, *m.weight_scales) for m in layers],
+        [Layer(m.where, _product(m.before), m.skip_reason, m.error, m.scale, *m.weight_scales) for m in layers],
     )
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.errors import InputError
 from tilewright.files import whole_file
-from tilewright.ir.anchor import CARRIERS, acc_of, operands_of
+from tilewright.ir.anchor import ANCHORS, acc_of, operands_of
 from tilewright.ir.build import const
 from tilewright.ir.graph import Graph, Node, substitute
 from tilewright.ir.ops import Input, Param
@@ -108,7 +108,7 @@ def _side_inputs(graph: Graph, seed: int) -> dict[Node, torch.Tensor]:
     """Values for the inputs that gemms of the program, as it was read, take beside their operands."""
     found: dict[Node, torch.Tensor] = {}
     for node in graph.nodes():
-        if not isinstance(node.op, CARRIERS):
+        if not isinstance(node.op, ANCHORS):
             continue
         operands = {n.op.index for n in map(_leaf, operands_of(node)) if isinstance(n.op, Param)}
         beside = [i for i, s in enumerate(node.src) if i not in operands and isinstance(s.op, Input)]
@@ -161,7 +161,7 @@ def check_memory(graph: Graph) -> None:
 
 
 def _held(node: Node) -> int:
-    if isinstance(node.op, CARRIERS):
+    if isinstance(node.op, ANCHORS):
         return CHECKED_BYTES * acc_of(node).tensor.elements
     return sum(_bytes(t) for t in tensor_types(node))
 

@@ -62,7 +62,7 @@ def verify_program(
         results = program.run(inputs, compare if steps else None)
         if program.target.kind != "cpu":  # as it is launched from the second call on, not step by step
             results = [program.run(inputs) for _ in range(2)][-1]
-        ends = _end_to_end(program, [*inputs, *before.values()], [*results, *program.kept.values()], tolerances)
+        ends = _end_to_end(program, [*inputs, *before.values()], [*results, *program.state.values()], tolerances)
     first = next((r for r in (*rows, *ends) if not r.ok), None)
     return Verify(name, target_name(program.target), first is None, first, rows, ends, [f.shown for f in feeds])
 

@@ -101,7 +101,7 @@ def _lent_type(size: int) -> Any:
     return type("Lent", (ctypes.c_uint8 * size,), {"__del__": give_back})
 
 
-def _spoil() -> None:
+def _poison() -> None:
     """Fill free memory with 0xFF, so that it does not happen to hold the right numbers. Each block is taken out meanwhile."""
     for blocks in list(_free.values()):
         for scratch in _in_turn(blocks):
@@ -121,4 +121,4 @@ def _in_turn(blocks: list[Block]) -> Iterator[Block]:
         blocks.append(block)
 
 
-before_runs(_spoil)
+before_runs(_poison)
