@@ -82,7 +82,7 @@ class DType:
         return _EPSILON.get(self.name, 0.0)
 
     def holds(self, value: float) -> bool:
-        """Whether a number is one of this type's, for floats up to rounding. NaN is one of any float type's."""
+        """Tell whether a number is one of this type's, for floats up to rounding. NaN is one of any float type's."""
         if self.is_float:
             return value != value or self.min <= value <= self.max or value in (self.lowest, self.highest)
         whole = isinstance(value, int) or value.is_integer()

@@ -146,7 +146,7 @@ def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...
 
 
 def allow_calls() -> bool:
-    """Whether the verb under way was given --allow-calls."""
+    """Tell whether the verb under way was given --allow-calls."""
     context = click.get_current_context(silent=True)
     return context is not None and bool(context.meta.get(_ALLOW_CALLS))
 

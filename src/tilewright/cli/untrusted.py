@@ -65,7 +65,7 @@ def limit_this_process() -> None:
 
 
 def is_supervised() -> bool:
-    """Whether this process is one of its own for an untrusted program."""
+    """Tell whether this process is one of its own for an untrusted program."""
     return SUPERVISED in os.environ
 
 

@@ -83,7 +83,7 @@ class LoadOptions:
 
 
 def untrusted() -> bool:
-    """Whether the program that is being read is a stranger's (`LoadOptions.untrusted`)."""
+    """Tell whether the program that is being read is a stranger's (`LoadOptions.untrusted`)."""
     return _UNTRUSTED.get()
 
 
@@ -184,7 +184,7 @@ def as_asked(graph: Graph, options: LoadOptions) -> Graph:
 
 
 def _is_line(text: str) -> bool:
-    """Whether a single line is a whole program, and no path: it ends in a brace, and a front end reads it."""
+    """Tell whether a single line is a whole program, and no path: it ends in a brace, and a front end reads it."""
     return text.rstrip().endswith("}") and any(module.accepts(text) for module in discover())
 
 

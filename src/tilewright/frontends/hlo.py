@@ -37,7 +37,8 @@ _ASSIGNMENT = re.compile(r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+)\s*=\s*(?P<
 
 
 def accepts(program: object) -> bool:
-    """Whether `program` is a path ending in .hlo, or text (or a .txt file) that begins with `HloModule` or a computation."""
+    """Tell whether `program` is a path ending in .hlo, or text (or a .txt file) that begins with `HloModule` or a
+    computation."""
     if isinstance(program, Path):
         if program.suffix != ".txt":
             return program.suffix == ".hlo"
@@ -51,7 +52,7 @@ def _is_hlo(text: str) -> bool:
 
 
 def _is_bare(text: str) -> bool:
-    """Whether text is computations with no `HloModule` line: a name, a brace, instructions."""
+    """Tell whether text is computations with no `HloModule` line: a name, a brace, instructions."""
     return _BARE.match(text) is not None and _INSTRUCTION.search(text) is not None
 
 

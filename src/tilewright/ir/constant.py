@@ -90,7 +90,7 @@ def unrounded(node: Node) -> Node:
 
 
 def is_rounding(node: Node) -> bool:
-    """Whether a node only rounds a float of 16 bits or more to another, or widens it."""
+    """Tell whether a node only rounds a float of 16 bits or more to another, or widens it."""
     if not isinstance(node.op, Convert) or node.op.overflow == "saturate":
         return False
     return all(d.is_float and d.bits >= 16 for d in (node.dtype, node.src[0].dtype))

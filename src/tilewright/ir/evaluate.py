@@ -25,7 +25,7 @@ _WIDE: ContextVar[bool] = ContextVar("float64_gemms", default=False)
 
 
 def float64_gemms() -> bool:
-    """Whether the evaluation under way wants float gemms accumulated in float64."""
+    """Tell whether the evaluation under way wants float gemms accumulated in float64."""
     return _WIDE.get()
 
 

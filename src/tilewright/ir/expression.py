@@ -85,7 +85,7 @@ def depends_on_acc(roots: Sequence[Node], also: Collection[Node] = ()) -> set[No
 
 
 def rounds_to_bf16(n: Node) -> bool:
-    """Whether a node only rounds the f32 value of a function in `COARSE` to bf16. A kernel may compute that value to
+    """Tell whether a node only rounds the f32 value of a function in `COARSE` to bf16. A kernel may compute that value to
     `ROUNDED_AT_ONCE` of it: a thirty-second of what the rounding may change."""
     function = n.src[0].op if isinstance(n.op, Convert) else None
     return isinstance(function, Map) and function.fn in REDUCED_PRECISION_SAFE and n.dtype is BF16 and n.src[0].dtype is F32

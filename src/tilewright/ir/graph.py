@@ -193,7 +193,7 @@ class Users:
         return sum(self._of.get(node, {}).values())
 
     def only(self, node: Node) -> bool:
-        """Whether `node` is read exactly once."""
+        """Tell whether `node` is read exactly once."""
         return self.count(node) == 1
 
     def _read(self, node: Node, reader: Node | None) -> None:

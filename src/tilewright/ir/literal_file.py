@@ -99,7 +99,7 @@ def _literal(dtype: DType, array: np.ndarray, name: str) -> Literal:
 
 
 def _native(dtype: DType) -> bool:
-    """Whether NumPy has the type that carries this one."""
+    """Tell whether NumPy has the type that carries this one."""
     return hasattr(np, dtype.storage)
 
 

@@ -42,7 +42,7 @@ class Pat:
     where: Callable[[Node], bool] | None = None
 
     def match(self, node: Node, captured: dict[str, Node]) -> bool:
-        """Whether `node` fits; fills `captured`."""
+        """Tell whether `node` fits; fills `captured`."""
         if self.op is not None and not isinstance(node.op, self.op):
             return False
         if self.where is not None and not self.where(node):

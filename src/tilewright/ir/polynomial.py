@@ -18,7 +18,7 @@ MAX_NODES = 16
 
 
 def arithmetic(node: Node) -> bool:
-    """Whether `node` adds, multiplies or raises floats to a power, or rounds them to another float of 16 bits or more."""
+    """Tell whether `node` adds, multiplies or raises floats to a power, or rounds them to another float of 16 bits or more."""
     if isinstance(node.op, Convert):
         return all(d.is_float and d.bits >= 16 for d in (node.dtype, node.src[0].dtype))
     return isinstance(node.op, Map) and node.op.fn in ARITHMETIC and node.dtype.is_float
@@ -40,7 +40,7 @@ def polynomial(root: Node, variables: Sequence[Node], inside: list[Node], max_no
 
 
 def agree(found: Polynomial, ideal: Polynomial, tolerance: float) -> bool:
-    """Whether the monomials are the same and each coefficient is within `tolerance` of the ideal one, relative to it."""
+    """Tell whether the monomials are the same and each coefficient is within `tolerance` of the ideal one, relative to it."""
     return found.keys() == ideal.keys() and all(abs(found[k] - ideal[k]) <= tolerance * abs(ideal[k]) for k in ideal)
 
 

@@ -75,7 +75,7 @@ def _with_writes(graph: Graph, chosen: set[int]) -> tuple[Graph, list[bool]]:
 
 
 def _written_again(node: Node, users: Users) -> bool:
-    """Whether another write is to take the memory of what a buffer becomes."""
+    """Tell whether another write is to take the memory of what a buffer becomes."""
     return any(reader is not None and isinstance(reader.op, Write) and reader.src[0] is node for reader in users[node])
 
 
@@ -85,12 +85,12 @@ def caller_inputs(graph: Graph) -> tuple[Node, ...]:
 
 
 def share(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether memory of two tensors may overlap: the spans of their elements do."""
+    """Tell whether memory of two tensors may overlap: the spans of their elements do."""
     return meets(span(one), (span(other),))
 
 
 def meets(mine: tuple[int, int], others: Iterable[tuple[int, int]]) -> bool:
-    """Whether a span overlaps another one."""
+    """Tell whether a span overlaps another one."""
     first, end = mine
     return any(max(first, start) < min(end, last) for start, last in others)
 
@@ -102,7 +102,7 @@ def span(t: torch.Tensor) -> tuple[int, int]:
 
 
 def is_state(node: Node) -> bool:
-    """Whether a node is state, or a write to one."""
+    """Tell whether a node is state, or a write to one."""
     return isinstance(node.op, Write) or (isinstance(node.op, Input) and node.op.mutable)
 
 
@@ -132,7 +132,7 @@ def _whole(new: Node, old: Node) -> Node:
 
 
 def _stays(part: Node, old: Node, axis: int, at: int) -> bool:
-    """Whether a piece of a concatenation is what lay at its place."""
+    """Tell whether a piece of a concatenation is what lay at its place."""
     if not isinstance(part.op, Slice) or part.src[0] is not old:
         return False
     start = tuple(at if a == axis else 0 for a in range(len(old.shape)))

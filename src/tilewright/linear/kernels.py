@@ -115,7 +115,8 @@ def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int
 
 
 def keeps_digits(form: Form, rows: int) -> bool:
-    """Whether weights stay as they are once they are scaled, though x has fewer digits: 4-bit ones, for few rows, on Hopper."""
+    """Tell whether weights stay as they are once they are scaled, though x has fewer digits: 4-bit ones, for few rows, on
+    Hopper."""
     few = rows <= FEW_ROWS and form.codes.bits == 4 and not form.coded
     return few and "sm_90" in detect(form.device).features
 

@@ -48,7 +48,7 @@ class Masks:
 
     @property
     def only_hides(self) -> bool:
-        """Whether what is masked is -inf, and nothing else is changed."""
+        """Tell whether what is masked is -inf, and nothing else is changed."""
         return self.value is None or self.value.dtype is PRED
 
     def add(self, side: Placed, *, negated: bool) -> None:

@@ -64,7 +64,7 @@ def operand(placed: Placed, users: Users, *, scaled: bool) -> Operand:
 
 
 def _per_tensor(node: Node) -> bool:
-    """Whether a node casts floats, or quantises or dequantises with one scale in all."""
+    """Tell whether a node casts floats, or quantises or dequantises with one scale in all."""
     if isinstance(node.op, Convert):
         return node.dtype.is_float and node.src[0].dtype.is_float
     whole = isinstance(node.op, (Quantize, Dequantize)) and node.op.block is None

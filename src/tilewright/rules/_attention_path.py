@@ -49,7 +49,7 @@ class Step:
 
     @property
     def is_nan_guard(self) -> bool:
-        """Whether it is select(is_nan(w), 0, w), with which an exporter makes the softmax of a row that sees nothing 0."""
+        """Tell whether it is select(is_nan(w), 0, w), with which an exporter makes the softmax of a row that sees nothing 0."""
         if not isinstance(self.node.op, Select) or self.at != 2 or scalar_value(self.node.src[1]) != 0:
             return False
         test = self.node.src[0]

@@ -34,7 +34,7 @@ def as_operand(node: Node, sources: Sources) -> Node:
 
 
 def are_codes(dtype: DType) -> bool:
-    """Whether a type is an integer or a float of at most 8 bits."""
+    """Tell whether a type is an integer or a float of at most 8 bits."""
     return dtype.kind in ("int", "uint", "float") and dtype.bits <= 8
 
 
@@ -77,7 +77,7 @@ def viewed(t: Node, coded: Node, views: Sequence[Node]) -> Node | None:
 
 
 def varies(t: Node | None, summed_axis: int) -> bool:
-    """Whether a scale or zero point varies along K, which is axis -1 of the left operand and -2 of the right one."""
+    """Tell whether a scale or zero point varies along K, which is axis -1 of the left operand and -2 of the right one."""
     return t is not None and len(t.shape) >= -summed_axis and t.shape[summed_axis] != 1
 
 

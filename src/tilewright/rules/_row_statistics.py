@@ -49,7 +49,7 @@ def kept_shape(shape: Shape, axes: Sequence[int]) -> Shape:
 
 
 def spans_rows(node: Node, shape: Shape, axes: Sequence[int]) -> bool:
-    """Whether a row value, as it stands, broadcasts against the rows it was computed from."""
+    """Tell whether a row value, as it stands, broadcasts against the rows it was computed from."""
     kept = kept_shape(shape, axes)
     missing = len(kept) - len(node.shape)
     return missing >= 0 and node.shape == kept[missing:] and all(d == 1 for d in kept[:missing])

@@ -83,7 +83,7 @@ def _path(result: Node, store: Node, reader: Node | None, users: Users) -> list[
 
 
 def _gives_sizes(n: Node) -> bool:
-    """Whether numbers are their own magnitudes: abs or relu of floats."""
+    """Tell whether numbers are their own magnitudes: abs or relu of floats."""
     return isinstance(n.op, Map) and n.op.fn in ("abs", "relu") and n.dtype.is_float and n.dtype.bits <= F32.bits
 
 

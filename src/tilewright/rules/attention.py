@@ -272,7 +272,7 @@ class _Weights(_Expression):
             self.grow(applied)
 
     def _hides_blind_rows(self, applied: Applied) -> bool:
-        """Whether the step is select(max(bias) == -inf, 0, w), for the one mask `bias` that was added."""
+        """Tell whether the step is select(max(bias) == -inf, 0, w), for the one mask `bias` that was added."""
         node, test, bias = applied.step.node, applied.sides[0], self._masks.bias
         if not isinstance(node.op, Select) or test is None or bias is None or scalar_value(node.src[1]) != 0:
             return False

@@ -125,7 +125,8 @@ class Calibration:
 
 
 def quantizable(node: Node) -> bool:
-    """Whether a node is a float product of something computed with a constant matrix, or with one for each batch (experts)."""
+    """Tell whether a node is a float product of something computed with a constant matrix, or with one for each batch
+    (experts)."""
     op = node.op
     if not isinstance(op, Gemm) or not isinstance(op.lhs.op, Param) or not isinstance(op.rhs.op, Param):
         return False

@@ -24,7 +24,7 @@ def before_cast(node: Node, dtype: DType) -> Node | None:
 
 
 def holds(wide: DType, narrow: DType) -> bool:
-    """Whether every value of `narrow` is one of `wide`."""
+    """Tell whether every value of `narrow` is one of `wide`."""
     if wide.kind == "opaque" or narrow.kind == "opaque":
         return False
     if wide.is_float:

@@ -161,7 +161,7 @@ def _joined(groups: list[tuple[list[int], list[int]]], before: Shape, sizes: Sha
 
 
 def _multiplied(node: Node, users: Users) -> bool:
-    """Whether a product reads a value, through views, casts and concatenations."""
+    """Tell whether a product reads a value, through views, casts and concatenations."""
     seen, pending = {node}, [node]
     while pending:
         for reader in users[pending.pop()]:

@@ -30,7 +30,7 @@ def absorb_elementwise_into_store(m: Match) -> Node | None:
 
 
 def left_to_its_readers(node: Node, users: Users) -> bool:
-    """Whether a node only widens what a product, a norm or the like reads, who can as well read it narrow."""
+    """Tell whether a node only widens what a product, a norm or the like reads, who can as well read it narrow."""
     if not isinstance(node.op, (Convert, Dequantize)) or node.dtype.bits <= node.src[0].dtype.bits:
         return False
     return not all(r is None or isinstance(r.op, ELEMENTWISE) for r in _readers_past_views(users, node))

@@ -68,7 +68,7 @@ def _between(root: Node, x: Node) -> list[Node] | None:
 
 
 def _is_erfc(root: Node, x: Node, inside: list[Node]) -> bool:
-    """Whether the root is erfc of x at every point looked at."""
+    """Tell whether the root is erfc of x at every point looked at."""
     points, _, _ = _ideal(x.dtype)
     at = input_("x", x.dtype, points.shape)
     moved: dict[Node, Node] = {x: at}

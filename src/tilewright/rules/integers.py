@@ -65,7 +65,7 @@ def _read(root: Node, summed_axis: int) -> QuantizedOperand | str:
 
 
 def _is_nought(zero: Node) -> bool:
-    """Whether a zero point is constant zero, a vector of them included, as symmetric weights have."""
+    """Tell whether a zero point is constant zero, a vector of them included, as symmetric weights have."""
     value = constant_value(zero, LARGEST_ZEROS)
     return scalar_value(zero) == 0 or (value is not None and not bool(value.any()))
 

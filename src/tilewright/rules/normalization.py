@@ -222,7 +222,7 @@ def _vector(node: Node) -> Node:
 
 
 def _along_rows(vector: Node, norm: Node, axis: int) -> bool:
-    """Whether `vector` is more than a number and varies over the axes from `axis` on only."""
+    """Tell whether `vector` is more than a number and varies over the axes from `axis` on only."""
     outer = len(vector.shape) - (len(norm.shape) - axis)
     return vector.tensor.elements > 1 and all(d == 1 for d in vector.shape[: max(outer, 0)]) and vector is not norm
 

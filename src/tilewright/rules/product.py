@@ -58,7 +58,7 @@ def _quotient(node: Node, sources: Sources) -> Node | None:
 
 
 def _wide(node: Node) -> bool:
-    """Whether a quotient is rounded to no fewer bits than codes have."""
+    """Tell whether a quotient is rounded to no fewer bits than codes have."""
     return node.dtype.is_float and node.dtype.bits >= 16
 
 

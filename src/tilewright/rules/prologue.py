@@ -33,7 +33,7 @@ def read_operand_through_views_and_casts(m: Match) -> Node | None:
 
 
 def readable(source: Node) -> bool:
-    """Whether a node is a view, a dequantisation or a widening cast, which a kernel does as it reads."""
+    """Tell whether a node is a view, a dequantisation or a widening cast, which a kernel does as it reads."""
     op = source.op
     if isinstance(op, (*VIEWS, Dequantize)):
         return True

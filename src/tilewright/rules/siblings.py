@@ -118,7 +118,7 @@ def _runs(members: Sequence[Node]) -> list[list[Node]]:
 
 
 def _side_by_side(root: Node) -> bool:
-    """Whether an operand is several values side by side, which would have to be copied together."""
+    """Tell whether an operand is several values side by side, which would have to be copied together."""
     while isinstance(root.op, READ_THROUGH):
         root = root.src[0]
     return isinstance(root.op, Concat)

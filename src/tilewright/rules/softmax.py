@@ -91,7 +91,7 @@ def softmax_subtracts_the_maximum_itself(m: Match) -> Node | None:
 
 
 def _is_maximum(row: Node, x: Node, axis: int) -> bool:
-    """Whether `row` is the maximum of x along `axis`, as it lies against x, whatever views either is seen through."""
+    """Tell whether `row` is the maximum of x along `axis`, as it lies against x, whatever views either is seen through."""
     layout = layout_of(x.shape)
     lies = broadcast_aligned(row.shape, layout)
     if lies is None:

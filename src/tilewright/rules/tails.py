@@ -121,7 +121,7 @@ def _follows(
     expression: Mapping[Node, Node],
     users: Users,
 ) -> bool:
-    """Whether the single reader of what would be stored moves into the store, as a rule of the epilogue would have it.
+    """Tell whether the single reader of what would be stored moves into the store, as a rule of the epilogue would have it.
 
     If nothing else leaves the anchor, that reader may wait for whatever it likes: it is all that waits for the anchor.
     """
@@ -139,7 +139,7 @@ def _absorbable(reader: Node, node: Node) -> bool:
 
 
 def _written_anyway(node: Node, users: Users) -> bool:
-    """Whether what stands alone reads a value, or a view of it, or it leaves the graph."""
+    """Tell whether what stands alone reads a value, or a view of it, or it leaves the graph."""
     pending: list[Node] = [node]
     while pending:
         for r in users[pending.pop()]:

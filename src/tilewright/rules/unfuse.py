@@ -27,8 +27,8 @@ def one_axis(node: Node) -> Cut | None:
 
 
 def only_cut_apart(m: Match, node: Node, but: Node | None = None) -> bool:
-    """Whether everything that reads `node` (leaving out `but`) is a slice of one and the same axis, and no two overlap: slicing
-    earlier then does the same work."""
+    """Tell whether everything that reads `node` (leaving out `but`) is a slice of one and the same axis, and no two overlap:
+    slicing earlier then does the same work."""
     found: list[Cut] = []
     for reader in m.users[node]:
         if reader is not None and reader is but:
@@ -102,14 +102,14 @@ def _through(view: Node, cut: Cut) -> Cut | None:
 
 
 def _only_products_fold(m: Match, x: Node) -> bool:
-    """Whether x is something that an operand can hold, and only products read the slice of it."""
+    """Tell whether x is something that an operand can hold, and only products read the slice of it."""
     if not isinstance(x.op, (Convert, Dequantize)):
         return False
     return all(r is not None and isinstance(r.op, ANCHORS) for r in m.users[m.node])
 
 
 def _follows_a_product(m: Match, x: Node, cut: Cut) -> bool:
-    """Whether some way up from x leads to a gemm whose last axis this cut is, past nothing that is read otherwise."""
+    """Tell whether some way up from x leads to a gemm whose last axis this cut is, past nothing that is read otherwise."""
     pending: list[tuple[Node, Cut]] = [(x, cut)]
     for _ in range(LOOK_UP):
         if not pending:

@@ -22,7 +22,7 @@ _STORAGE = {1: "uint8", 2: "int16"}
 
 
 def is_numpy(value: object) -> TypeGuard[np.ndarray | np.generic]:
-    """Whether it is a NumPy array or scalar, of ml_dtypes' types too."""
+    """Tell whether it is a NumPy array or scalar, of ml_dtypes' types too."""
     return isinstance(value, (np.ndarray, np.generic))
 
 
@@ -163,7 +163,7 @@ def from_dlpack(value: object, where: str) -> torch.Tensor:
 
 
 def _are_codes(tensor: torch.Tensor, dtype: DType) -> bool:
-    """Whether every byte is a 4-bit code: anything else would be read as another number later, silently."""
+    """Tell whether every byte is a 4-bit code: anything else would be read as another number later, silently."""
     low, high = torch.aminmax(tensor)
     return int(low) >= dtype.min and int(high) <= dtype.max
 

@@ -79,12 +79,12 @@ class Part:
 
     @property
     def unfused(self) -> bool:
-        """Whether it only quantises, dequantises, converts or moves data: work that belongs inside another step."""
+        """Tell whether it only quantises, dequantises, converts or moves data: work that belongs inside another step."""
         return self.kind in ("quantize", "move") and not self.once
 
 
 def decided(part: Part) -> bool:
-    """Whether kernels compete for a part: any that runs at every call, but for calls, writes and what has no tensors."""
+    """Tell whether kernels compete for a part: any that runs at every call, but for calls, writes and what has no tensors."""
     if part.once or any(isinstance(n.op, (Call, Iota)) or (isinstance(n.op, Write) and _alone(n)) for n in part.nodes):
         return False
     if isinstance(part.nodes[0].op, ANCHORS):
@@ -185,7 +185,8 @@ def _passes(
 
 
 def _of_what_is_stored(node: Node, readers: Mapping[Node, set[Node | None]], level: Mapping[Node, tuple[int, int]]) -> bool:
-    """Whether only later reductions of its level read a function of a value that is stored for them anyway: they compute it."""
+    """Tell whether only later reductions of its level read a function of a value that is stored for them anyway: they compute
+    it."""
     at, part = level[node]
     later = all(r is not None and level[r][0] == at and level[r][1] > part for r in readers[node])
     if node.constant or not later or not readers[node] or not isinstance(node.op, (Map, Convert, *VIEW)):
@@ -212,7 +213,7 @@ def _reduction(node: Node) -> tuple[int, int] | None:
 
 
 def _alone(node: Node) -> bool:
-    """Whether a node is a step by itself: not a write that the fusion before it can do."""
+    """Tell whether a node is a step by itself: not a write that the fusion before it can do."""
     return isinstance(node.op, ALONE) and not (isinstance(node.op, Write) and destination_of(node) is not None)
 
 
@@ -233,7 +234,7 @@ def _waits_for(node: Node, readers: Mapping[Node, set[Node | None]]) -> Node | N
 
 
 def _touch(node: Node, source: Node) -> bool:
-    """Whether a node belongs with its source: an item with what it picks from, anything else unless that stands alone."""
+    """Tell whether a node belongs with its source: an item with what it picks from, anything else unless that stands alone."""
     if node.constant:
         return True
     if isinstance(node.op, Item):
@@ -258,7 +259,7 @@ def _what_it_does(members: Sequence[Node], level: tuple[int, int]) -> object | N
 
 
 def _is_plain(n: Node) -> bool:
-    """Whether every generator has a node's operation, so that no fusion that it joins is refused for it."""
+    """Tell whether every generator has a node's operation, so that no fusion that it joins is refused for it."""
     if isinstance(n.op, Write):
         n = n.src[2]
     moves = isinstance(n.op, (*VIEW, Concat, Convert)) or (isinstance(n.op, Map) and n.op.fn in ARITHMETIC)
@@ -309,7 +310,7 @@ def _kind(members: Sequence[Node]) -> Kind:
 
 
 def _only_quantizes(members: Sequence[Node]) -> bool:
-    """Whether all that members do is quantise what they are given, by scales that they may find themselves."""
+    """Tell whether all that members do is quantise what they are given, by scales that they may find themselves."""
     inside = set(members)
     needed: set[Node] = set()
     for node in reversed(members):  # readers first

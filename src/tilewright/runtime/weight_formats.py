@@ -78,7 +78,7 @@ def from_gptq(
 
 
 def _version(codes: torch.Tensor, as_version: Mapping[int, torch.Tensor], group: int, bits: int) -> int:
-    """Whether zero points are stored less one (1) or as they are (2), given what they are in either case.
+    """Tell whether zero points are stored less one (1) or as they are (2), given what they are in either case.
 
     Raises:
         InputError: they do not tell.

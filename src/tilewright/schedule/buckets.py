@@ -171,7 +171,7 @@ def bucketed(
 
 
 def _serves(candidate: Candidate) -> bool:
-    """Whether a candidate takes part if nobody says who does: not the reference, nor who searches for kernels itself."""
+    """Tell whether a candidate takes part if nobody says who does: not the reference, nor who searches for kernels itself."""
     return candidate.preference < LAST_RESORT and candidate.name != "split"
 
 

@@ -111,7 +111,7 @@ class MetaCandidate(Protocol):
         ...
 
     def offers(self, problem: Any, schedule: Schedule, target: Target) -> bool:
-        """Whether the point of a kernel is one that it could have come to here."""
+        """Tell whether the point of a kernel is one that it could have come to here."""
         ...
 
 
@@ -154,7 +154,7 @@ def refusal(candidate: Candidate, problem: AnyProblem, target: Target) -> str | 
 
 
 def concerns(candidate: Candidate, problem: AnyProblem, target: Target) -> bool:
-    """Whether a candidate is asked about a problem on a device at all."""
+    """Tell whether a candidate is asked about a problem on a device at all."""
     return problem.kind in candidate.kinds and target.kind in candidate.devices
 
 

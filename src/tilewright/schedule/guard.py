@@ -35,7 +35,7 @@ def preparing() -> Generator[None]:
 
 
 def visible() -> bool:
-    """Whether what is prepared now must ask torch for its memory."""
+    """Tell whether what is prepared now must ask torch for its memory."""
     return _preparing
 
 
@@ -57,7 +57,7 @@ def guarded(t: torch.Tensor) -> torch.Tensor:
 
 
 def intact(t: torch.Tensor) -> bool:
-    """Whether nobody wrote beside a tensor that `allocate` made, or a view of one."""
+    """Tell whether nobody wrote beside a tensor that `allocate` made, or a view of one."""
     raw = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())  # pyright: ignore[reportUnknownMemberType]
     return bool((raw[:SIDE_BYTES] == BYTE).all()) and bool((raw[-SIDE_BYTES:] == BYTE).all())
 
@@ -120,7 +120,7 @@ class Watch(TorchDispatchMode):
         return made
 
     def intact(self) -> bool:
-        """Whether nobody wrote beside what was given out since this was last asked."""
+        """Tell whether nobody wrote beside what was given out since this was last asked."""
         made, self._made = self._made, []
         return all(intact(t) for t in made)
 

@@ -124,7 +124,7 @@ class _Sampler:
         return drawn.to(t.dtype.to_torch())
 
     def _in_range(self, picking: Sequence[Node]) -> bool:
-        """Whether each of these reads and writes inside what it picks from."""
+        """Tell whether each of these reads and writes inside what it picks from."""
         for n in picking:
             try:
                 index = self._value(n.src[1]).to(torch.int64)
@@ -234,7 +234,7 @@ def _bounds(extent: int) -> list[int]:
 
 
 def _rounds_later(node: Node, stores: Sequence[Node]) -> bool:
-    """Whether a store makes floats of an integer node."""
+    """Tell whether a store makes floats of an integer node."""
     reached = {node}
     for n in toposort(stores):
         if any(s in reached for s in n.src):

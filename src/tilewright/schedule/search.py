@@ -256,7 +256,7 @@ class _Search:
             built, tried = built + 1, tried + 1
 
     def _late(self, racing: int) -> bool:
-        """Whether one more point, and a race of so many, would end too late."""
+        """Tell whether one more point, and a race of so many, would end too late."""
         return time.perf_counter() + self._longest_s * (1 + TIMING * racing) > self._until
 
     def _nothing(self) -> UnsupportedError:
@@ -375,7 +375,7 @@ class _Search:
         return winner if winner in self._trials else self._first_of_the_fastest()
 
     def _wins(self, challenger: _Trial, winner: _Trial) -> bool:
-        """Whether a point that is tried later beats the winner so far, twice.
+        """Tell whether a point that is tried later beats the winner so far, twice.
 
         It gets its time as it would have been in the first race, whatever the machine does meanwhile.
         """

@@ -85,7 +85,7 @@ class TuningDatabase:
         self._circumstances = msgspec.structs.replace(self._circumstances, cold=cold)
 
     def known(self, problem: AnyProblem, budget_s: float) -> bool:
-        """Whether a record may save the search of a problem."""
+        """Tell whether a record may save the search of a problem."""
         return any(True for _ in self._records(problem, budget_s))
 
     def find(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor], budget_s: float) -> Decision | None:
@@ -213,7 +213,7 @@ def repeat(
 
 
 def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> bool:
-    """Whether a point is one of the candidate's own."""
+    """Tell whether a point is one of the candidate's own."""
     try:
         return any(
             c.refuse(problem, target) is None

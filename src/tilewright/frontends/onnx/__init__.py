@@ -47,7 +47,7 @@ def accepts(program: object) -> bool:
 
 
 def _begins_as_model(path: Path) -> bool:
-    """Whether a file's first fields are a ModelProto's: ir_version, then producer, operator sets or graph (onnx.proto)."""
+    """Tell whether a file's first fields are a ModelProto's: ir_version, then producer, operator sets or graph (onnx.proto)."""
     try:
         if not path.is_file():
             return False

@@ -117,7 +117,8 @@ def with_text(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
 
 
 def has_external_data(model: onnx.ModelProto) -> bool:
-    """Whether a tensor anywhere in a model, graphs within nodes and local functions included, lies in a file of its own."""
+    """Tell whether a tensor anywhere in a model, graphs within nodes and local functions included, lies in a file of its
+    own."""
     stack: list[Any] = [model]
     while stack:
         message = stack.pop()

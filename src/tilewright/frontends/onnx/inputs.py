@@ -114,7 +114,7 @@ def _hint(info: onnx.ValueInfoProto) -> str:
 
 
 def symbolic(inputs: Sequence[onnx.ValueInfoProto]) -> bool:
-    """Whether some tensor input leaves an extent open."""
+    """Tell whether some tensor input leaves an extent open."""
     return any(
         not i.type.tensor_type.HasField("shape") or any(not is_closed(d) for d in i.type.tensor_type.shape.dim)
         for i in inputs
@@ -123,7 +123,7 @@ def symbolic(inputs: Sequence[onnx.ValueInfoProto]) -> bool:
 
 
 def is_closed(dim: onnx.TensorShapeProto.Dimension) -> bool:
-    """Whether an extent is given as a number; exporters write -1 for one that is not."""
+    """Tell whether an extent is given as a number; exporters write -1 for one that is not."""
     return dim.HasField("dim_value") and dim.dim_value != -1
 
 

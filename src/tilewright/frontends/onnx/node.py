@@ -116,7 +116,7 @@ class OpNode:
         return self.sources[index] if index < len(self.sources) else None
 
     def wants(self, index: int) -> bool:
-        """Whether result `index` has a name."""
+        """Tell whether result `index` has a name."""
         return index < len(self.outputs) and bool(self.outputs[index])
 
     def has(self, attribute: str) -> bool:

@@ -26,7 +26,7 @@ _SIGNS = re.compile(r"\b(stablehlo|chlo|func\.func)\b")
 
 
 def accepts(program: object) -> bool:
-    """Whether `program` is a path ending in .mlir or .stablehlo, or text that mentions a function or StableHLO."""
+    """Tell whether `program` is a path ending in .mlir or .stablehlo, or text that mentions a function or StableHLO."""
     if isinstance(program, Path):
         return program.suffix in _SUFFIXES
     return isinstance(program, str) and not _OTHERS.match(program) and bool(_SIGNS.search(program))

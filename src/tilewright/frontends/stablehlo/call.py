@@ -197,7 +197,7 @@ def _runnable(module: Any, where: str) -> Operation:
 
 
 def is_callable(op: Operation) -> bool:
-    """Whether torch or the interpreter can run the operation."""
+    """Tell whether torch or the interpreter can run the operation."""
     dialect, _, name = op.name.partition(".")
     if dialect != "stablehlo":
         return False

@@ -41,7 +41,7 @@ _OF_SUMS = ("reduce", "reduce_window")
 
 
 def is_complex(site: Site) -> bool:
-    """Whether an operand or a result holds complex numbers."""
+    """Tell whether an operand or a result holds complex numbers."""
     return any(isinstance(v, Complex) for v in site.values) or any(component(r.type) for r in site.op.results)
 
 

@@ -40,7 +40,8 @@ def _function(site: Site) -> Value | NotImplementedType:
 
 
 def _shiftable(name: str, dtype: DType) -> bool:
-    """Whether a shift may be done in the type's storage: not of 4-bit codes, nor a sign-filling one of an unsigned type."""
+    """Tell whether a shift may be done in the type's storage: not of 4-bit codes, nor a sign-filling one of an unsigned
+    type."""
     return dtype.bits > 4 and not (name == "shift_right_arithmetic" and dtype.kind == "uint")
 
 

@@ -56,7 +56,7 @@ def tensor_type(raw: Any, where: str) -> TensorType:
 
 
 def is_e8m0(raw: Any) -> bool:
-    """Whether an MLIR type is a tensor of f8e8m0fnu."""
+    """Tell whether an MLIR type is a tensor of f8e8m0fnu."""
     return str(getattr(raw, "element_type", "")) == E8M0
 
 
@@ -91,12 +91,12 @@ def attribute_from(x: torch.Tensor, dtype: DType) -> Any:
 
 
 def _lent(dtype: DType) -> bool:
-    """Whether jaxlib lends the memory of an attribute with such elements."""
+    """Tell whether jaxlib lends the memory of an attribute with such elements."""
     return dtype is PRED or (dtype.bits >= 8 and dtype.is_integer) or dtype in (F16, F32, F64)
 
 
 def is_splat(attribute: Any) -> bool:
-    """Whether an elements attribute repeats one value."""
+    """Tell whether an elements attribute repeats one value."""
     return bool(getattr(attribute, "is_splat", False))
 
 

@@ -106,7 +106,7 @@ def powers_of_two(bits: Node) -> Node:
 
 
 def concerns_e8m0(site: Site) -> bool:
-    """Whether an operation reads or makes f8e8m0fnu."""
+    """Tell whether an operation reads or makes f8e8m0fnu."""
     return any(is_e8m0(v.type) for v in (*site.op.operands, *site.op.results))
 
 

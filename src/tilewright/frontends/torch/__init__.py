@@ -44,7 +44,7 @@ _PICKLES = (".pt2", ".pt", ".pth")
 
 
 def accepts(program: object) -> bool:
-    """Whether `program` is a module, an exported program, or a file that torch writes."""
+    """Tell whether `program` is a module, an exported program, or a file that torch writes."""
     if isinstance(program, Path):
         return program.suffix in _PICKLES
     return isinstance(program, (torch.nn.Module, ExportedProgram))
@@ -169,7 +169,7 @@ def check_call(call: Call, sources: Sequence[torch.Tensor | None]) -> Sequence[t
 
 
 def compares(graph: Graph) -> bool:
-    """Whether a program compares at each call which way its inputs lead."""
+    """Tell whether a program compares at each call which way its inputs lead."""
     return any(isinstance(n.op, Call) and n.op.target == COMPARED for n in graph.nodes())
 
 

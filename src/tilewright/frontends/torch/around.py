@@ -53,7 +53,8 @@ def numbers_refused(where: str) -> Generator[None]:
 
 
 def _is_a_number_for_python() -> bool:
-    """Whether a symbol is made for what `.item()` gives the program's own code, and not for what torch checks at each call."""
+    """Tell whether a symbol is made for what `.item()` gives the program's own code, and not for what torch checks at each
+    call."""
     frame = sys._getframe(2)  # pyright: ignore[reportPrivateUsage]
     if frame.f_code.co_name != "local_scalar_dense":
         return False

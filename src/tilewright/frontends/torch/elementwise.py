@@ -307,7 +307,7 @@ def hardtanh(site: Site, self: Node, min_val: Scalar = -1, max_val: Scalar = 1) 
 
 @aten("logical_not.default")
 def logical_not(site: Site, self: Node) -> Node:
-    """Whether self is zero."""
+    """Tell whether self is zero."""
     return mapped("not", PRED, self)
 
 
@@ -319,19 +319,19 @@ def bitwise_not(site: Site, self: Node) -> Node:
 
 @aten("isnan.default")
 def isnan(site: Site, self: Node) -> Node:
-    """Whether self is NaN; no integer is."""
+    """Tell whether self is NaN; no integer is."""
     return map_("is_nan", self) if self.dtype.is_float else map_("not_equal", self, self)
 
 
 @aten("isinf.default")
 def isinf(site: Site, self: Node) -> Node:
-    """Whether self is an infinity; no integer is."""
+    """Tell whether self is an infinity; no integer is."""
     return map_("is_inf", self) if self.dtype.is_float else map_("not_equal", self, self)
 
 
 @aten("isfinite.default")
 def isfinite(site: Site, self: Node) -> Node:
-    """Whether self is neither an infinity nor NaN."""
+    """Tell whether self is neither an infinity nor NaN."""
     return map_("is_finite", self) if self.dtype.is_float else map_("equal", self, self)
 
 

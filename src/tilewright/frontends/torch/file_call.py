@@ -90,7 +90,7 @@ def shapes_of_results(call: Call, sources: Sequence[torch.Tensor]) -> list[torch
 
 
 def _transforms(named: Mapping[str, object]) -> bool:
-    """Whether a Fourier transform's arguments are such as torch's public functions hand on: kernels look at none."""
+    """Tell whether a Fourier transform's arguments are such as torch's public functions hand on: kernels look at none."""
     x, dims, scaling = named.get("self"), named.get("dim"), named.get("normalization", 0)
     if not isinstance(x, torch.Tensor) or not isinstance(dims, list) or not dims or scaling not in (0, 1, 2):
         return False

@@ -22,7 +22,7 @@ _BY_A_NUMBER = {"add": operator.add, "subtract": operator.sub, "multiply": opera
 
 
 def lies_within(x: Node, dtype: DType) -> bool:
-    """Whether every number of `x`, without what is behind the point, is one of the integer type; NaN aside."""
+    """Tell whether every number of `x`, without what is behind the point, is one of the integer type; NaN aside."""
     low, high = _range(x, 0, {})
     return low > dtype.min - 1 and high < dtype.max + 1
 

@@ -178,7 +178,7 @@ class Ways(TorchFunctionMode):
 
 
 def _is_position(index: object) -> bool:
-    """Whether an index is a tensor that holds one whole number."""
+    """Tell whether an index is a tensor that holds one whole number."""
     return isinstance(index, torch.Tensor) and index.dim() == 0 and index.dtype in _WHOLE
 
 
@@ -317,7 +317,7 @@ def _state_kept(module: torch.nn.Module) -> Generator[None]:
 
 
 def _alike(one: object, other: object) -> bool:
-    """Whether two runs gave the same, up to rounding."""
+    """Tell whether two runs gave the same, up to rounding."""
     pairs = list(zip_longest(pytree.tree_leaves(one), pytree.tree_leaves(other)))
     return all(_near(a, b) for a, b in pairs)
 

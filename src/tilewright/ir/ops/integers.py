@@ -49,7 +49,7 @@ def remainder_u64(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def at_least_u64(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Whether a >= b as unsigned values."""
+    """Tell whether a >= b as unsigned values."""
     return (a ^ SIGN64) >= (b ^ SIGN64)
 
 

@@ -263,7 +263,7 @@ def reduced_shape(shape: Shape, axes: tuple[int, ...], keepdims: bool) -> Shape:
 
 
 def broadcastable(small: Shape, large: Shape) -> bool:
-    """Whether `small` broadcasts to exactly `large`."""
+    """Tell whether `small` broadcasts to exactly `large`."""
     try:
         return broadcast_shapes(small, large) == large
     except TypeMismatchError:

@@ -257,7 +257,7 @@ def dequantize(n: Node, x: Value, scale: Value, zero: Value | None = None) -> Va
 
 
 def _is_number(n: Node) -> bool:
-    """Whether a float is no NaN: an integer, times constants. The compiler would know it of literals."""
+    """Tell whether a float is no NaN: an integer, times constants. The compiler would know it of literals."""
     if isinstance(n.op, Convert):
         return n.src[0].dtype.is_integer or (n.dtype is F32 and _is_number(n.src[0]))
     if isinstance(n.op, Map) and n.op.fn == "multiply" and n.dtype is F32:

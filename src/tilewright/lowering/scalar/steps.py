@@ -35,7 +35,7 @@ def scale_of(n: Node) -> Node | None:
 
 
 def usable(scales: Iterable[torch.Tensor | None]) -> bool:
-    """Whether all are known, and multiplying gives what dividing by them does."""
+    """Tell whether all are known, and multiplying gives what dividing by them does."""
     return all(scale is not None and LEAST <= float(scale) <= MOST for scale in scales)
 
 

@@ -208,7 +208,7 @@ class Builder(ABC):
         return None
 
     def is_number(self, x: Value) -> bool:
-        """Whether a value is one number, known when the kernel is launched."""
+        """Tell whether a value is one number, known when the kernel is launched."""
         return False
 
     def cut(self, x: Value) -> Value:

@@ -64,7 +64,7 @@ def call(fn: str, args: Sequence[Value]) -> Value:
 
 
 def _is_negative(x: Value) -> Value:
-    """Whether the sign is set, be it a zero's."""
+    """Tell whether the sign is set, be it a zero's."""
     return x.bits(S64) < 0
 
 

@@ -23,12 +23,12 @@ class Tolerances:
 
     @property
     def elementwise(self) -> bool:
-        """Whether the bound of an element was given."""
+        """Tell whether the bound of an element was given."""
         return self.rtol is not None or self.atol is not None
 
     @property
     def given(self) -> bool:
-        """Whether any was."""
+        """Tell whether any was."""
         return self.elementwise or self.rms is not None
 
 

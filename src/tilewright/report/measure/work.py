@@ -37,7 +37,7 @@ class Work:
         return target.limit_us(self.ops, self.bytes, self.dtype)
 
     def memory_bound(self, target: Target) -> bool:
-        """Whether memory, not the matrix unit, sets the limit."""
+        """Tell whether memory, not the matrix unit, sets the limit."""
         return self.limit_us(target) > target.limit_us(self.ops, 0, self.dtype)
 
 
