@@ -49,13 +49,14 @@ def run(problem: Problem, sources, point, target, weights=()):
     given = [in_memory(outside[i] if i in outside else sources[i]) for i in nest.sources]
     given += [in_memory(t) for t in results]
     kind = torch.float32 if problem.acc.dtype is F32 else torch.int32
-    counters = torch.zeros(nest.counters, dtype=torch.int32)
-    given += [torch.full((nest.sums,), 1 << 20, dtype=kind)] if nest.sums else []
-    given += [torch.full((nest.peaks,), 1 << 20, dtype=torch.int32)] if nest.peaks else []
-    given += [counters] if nest.counters else []
+    room = {name: torch.full((size,), 1 << 20, dtype=torch.int32) for name, size in nest.workspace.items()}
+    if "sums" in room:
+        room["sums"] = room["sums"].to(kind)
+    counters = room["counters"].zero_() if room else torch.zeros(0)
+    given += room.values()
     with np.errstate(all="ignore"):
         written = write(nest)
-        module(written.text).gemm[(nest.tiles * point.split_k,)](*given, *scalars(written.numbers))
+        module(written.text).kernel[(nest.config.tiles * point.split_k,)](*given, *scalars(written.numbers))
     assert not counters.any()
     return results
 

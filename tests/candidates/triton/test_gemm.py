@@ -11,6 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from computed_problems import problem as computed
+from gated import CASES
 
 from tilewright.candidates.triton.gemm import candidate as triton_gemm
 from tilewright.candidates.triton.gemm.run import operands_outside
@@ -144,6 +145,16 @@ def test_several_stores_of_one_product_compile_on_every_generation():
             assert modules.needs(machine_code(line, target(chip), point)).registers > 0
 
 
+def test_halves_of_the_columns_meet_after_parts_of_k():
+    """A tile's sums become two of half its columns in a branch."""
+    at = target("nvidia_a100")
+    p = next(iter(CASES.values()))()
+    for point in (triton_gemm.Point(64, 32, 32, 4, 2, split_k=2), triton_gemm.Point(32, 64, 32, 4, 2, split_k=2, swap_ab=True)):
+        nest = triton_gemm.nest_of(p, at, point)
+        kernel = triton_gemm.compile_for(nest, triton_gemm.plan_of(p, at).arch, p, {}).kernel
+        assert modules.needs(kernel).spills == 0
+
+
 def test_operands_computed_on_the_way_and_the_largest_compile():
     at = target("nvidia_h100")
     y = map_("multiply", gemm(input_("a", F16, (256, 512)), input_("b", F16, (512, 384))), const(0.5))
@@ -202,7 +213,7 @@ def test_steps_along_k_that_are_far_apart_are_counted_in_64_bits():
     at, point = target("nvidia_a100"), triton_gemm.Point(32, 32, 64, 4, 2)
     plan = triton_gemm.plan_of(p, at)
     code = triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).kernel.asm["ttir"]
-    assert f"{rows * 64}_i64" in code and f"{rows * 64}_i32" not in code
+    assert f"constant {rows * 64} : i64" in code and f"{rows * 64} : i32" not in code
 
 
 def test_a_kernels_text_can_be_shown_and_equal_texts_are_one_module():

@@ -28,6 +28,12 @@ NUMBERED = (1 << 31) - (1 << 16)  # rows or columns that 32 bits count, with tho
 check, check_node = FORMS.check, FORMS.check_node
 
 
+def pointer_of(leaf: Node) -> str:
+    """What kernels call the memory of a source."""
+    assert isinstance(leaf.op, Param)
+    return f"p{leaf.op.index}"
+
+
 @dataclass(frozen=True)
 class Tile:
     """Names in scope around an expression.
@@ -66,7 +72,9 @@ class Emitter(Printer):
         fp8: see `Printer`.
     """
 
-    def __init__(self, text: Text, tile: Tile, pointer: Callable[[Node], str], fp8: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, text: Text, tile: Tile, pointer: Callable[[Node], str] = pointer_of, fp8: frozenset[str] = frozenset()
+    ) -> None:
         super().__init__(text, fp8)
         self.tile, self.pointer = tile, pointer
         self._coarse: set[Node] = set()  # values that are rounded to bf16 at once
@@ -112,17 +120,6 @@ class Emitter(Printer):
         return self.text.v(f"tl.max(tl.max({bits}, axis=1), axis=0)")
 
     # -- addresses
-
-    def hoist(self, access: Access) -> None:
-        """Compute what does not depend on the step, so that a loop around `value` need not."""
-        done: dict[Node, str] = {}
-        for n in toposort((access.root,)):
-            place = access.of_leaf(n) if isinstance(n.op, Param) else None
-            if place is not None and place.columns:
-                if self._evenly(place, access):
-                    self._base(n, place, access)
-            elif isinstance(n.op, (Param, Const)) or (n.src and all(s in done for s in n.src)):
-                done[n] = self._node(n, access, done)
 
     def own_columns(self, access: Access) -> str:
         """Column numbers of the access's own columns."""

@@ -200,7 +200,7 @@ def compile_for(
     fused = nest.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
     warps, stages = nest.point.num_warps, nest.point.num_stages
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
-    return modules.build(write(nest), "gemm", signature, arch, device, **options)
+    return modules.build(write(nest), "kernel", signature, arch, device, **options)
 
 
 def _unread(problem: Problem, nest: Nest) -> frozenset[int]:

@@ -57,16 +57,16 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool)
 
 def runner(nest: Nest, built: Built, constant: Mapping[int, torch.Tensor], target: Target) -> Runner:
     """A function that runs a kernel on sources; `constant`: weights, and operands that stand for some of them."""
-    launch = launcher(built.kernel, (nest.tiles * nest.point.split_k,), target.index, built.numbers)
+    launch = launcher(built.kernel, (nest.config.tiles * nest.point.split_k,), target.index, built.numbers)
     outputs = [TensorType(F32, ()) if i in nest.largest else s.root.tensor for i, s in enumerate(nest.stores)]
-    return caller(nest.sources, outputs, _with_room(nest, launch, target) if nest.counters else launch, constant, target)
+    return caller(nest.sources, outputs, _with_room(nest, launch, target) if nest.workspace else launch, constant, target)
 
 
 def _with_room(nest: Nest, launch: Launch, target: Target) -> Launch:
     """A launch with scratch memory for the sums of the parts of K and the largest of each tile, and counters of parts done."""
     device = torch.device(target.device)
-    counters = Counters(nest.counters, device)
-    sizes = [size for size in (nest.sums, nest.peaks) if size]
+    *sizes, count = nest.workspace.values()
+    counters = Counters(count, device)
 
     def start(*pointers: object) -> None:
         room, done = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes], counters.take()

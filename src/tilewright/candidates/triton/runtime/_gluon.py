@@ -3,10 +3,12 @@
 Whoever imports this has Triton. A name that Gluon changed after 3.6 is bound here once, as its newer name.
 """
 
-import copy
+import hashlib
 from dataclasses import fields
+from inspect import getmembers
 from typing import Any
 
+from triton import knobs
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language import _core  # pyright: ignore[reportPrivateUsage]
@@ -46,9 +48,19 @@ def aggregate_of(cls: Any) -> Any:
     return aggregate(cls)
 
 
+class _Constants:
+    def __init__(self, values: dict[str, Any]) -> None:
+        vars(self).update(values)
+
+    def __repr__(self) -> str:  # Triton's cache knows all values by it, and each function's name has it
+        return f"constants_{hashlib.sha256(repr(vars(self)).encode()).hexdigest()[:16]}"
+
+
 def constants(record: Any) -> Any:
-    """A frozen dataclass as a `constexpr` whose fields are such, too, so that a kernel computes with them before it runs."""
-    made = copy.copy(record)
-    for field in fields(record):
-        object.__setattr__(made, field.name, gl.constexpr(getattr(record, field.name)))
-    return gl.constexpr(made)
+    """A frozen dataclass as a `constexpr` whose fields and properties are such, too, so that a kernel computes with them before
+    it runs."""
+    names = [f.name for f in fields(record)] + [n for n, _ in getmembers(type(record), lambda x: isinstance(x, property))]
+    values = {name: getattr(record, name) for name in names}
+    if knobs.runtime.interpret:
+        return _Constants(values)
+    return gl.constexpr(_Constants({name: gl.constexpr(value) for name, value in values.items()}))

@@ -153,6 +153,8 @@ def instance(
     numbers: Mapping[str, Number],
     scalars: Sequence[str] = (),
     note: str = "",
+    *,
+    gluon: bool = True,
 ) -> Written:
     """A module for one use of a kernel that stands in a source file: its function `kernel` calls that one with a configuration
     and with generated functions, all constants, so that Triton compiles them into one. Triton's cache knows it by the source
@@ -169,22 +171,25 @@ def instance(
         numbers: arguments that a launch passes last (`Text.numbers`, which all bodies share).
         scalars: arguments between pointers and numbers, which `given` may name, too.
         note: anything else that machine code depends on, such as rewrites of its PTX.
+        gluon: the kernel is written in Gluon, else in plain Triton.
     """
     path, _, name = kernel.rpartition(".")
     record = type(config)
     side = [*pointers, *scalars, *numbers]
+    imports, jit = (GLUON_IMPORTS, "gluon.jit") if gluon else (IMPORTS, "triton.jit")
     lines = [
-        GLUON_IMPORTS + f"from {path} import {name}",
+        f"{imports}from {path} import {name}",
         f"from {record.__module__} import {record.__qualname__}",
         "from tilewright.candidates.triton.runtime._gluon import async_load, constants\n",
         f"CONFIG = constants({config!r})",
     ]
     for own, (arguments, body) in functions.items():
         unpacked = f"    {', '.join(side)}, = side\n" if "side" in arguments and side else ""
-        lines.append(f"\n\n@gluon.jit\ndef {own}({', '.join(arguments)}):\n{unpacked}{body}")
+        lines.append(f"\n\n@{jit}\ndef {own}({', '.join(arguments)}):\n{unpacked}{body}")
     entry = dict.fromkeys(n for g in given for n in re.findall(r"[A-Za-z_]\w*", g) if n not in side) | dict.fromkeys(side)
     call = [*given, f"({''.join(f'{x}, ' for x in side)})", "CONFIG", *(f"{own}={own}" for own in functions)]
-    lines.append(f'\n\n@gluon.jit\ndef kernel({", ".join(entry)}):\n    """{note}"""\n    {name}({", ".join(call)})\n')
+    said = f'    """{note}"""\n' if note else ""
+    lines.append(f"\n\n@{jit}\ndef kernel({', '.join(entry)}):\n{said}    {name}({', '.join(call)})\n")
     return Written("\n".join(lines), numbers)
 
 

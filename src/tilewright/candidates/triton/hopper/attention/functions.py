@@ -10,7 +10,7 @@ from typing import Any
 
 from tilewright.candidates.triton.attention.heads import Heads, Operand
 from tilewright.candidates.triton.attention.kernel import LOG2_E, power, sources_of
-from tilewright.candidates.triton.expressions.emit import Emitter, Tile
+from tilewright.candidates.triton.expressions.emit import Emitter, Tile, pointer_of
 from tilewright.candidates.triton.expressions.printer import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.hopper.attention.codes import codes_at_once
@@ -26,7 +26,7 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
 from tilewright.candidates.triton.hopper.brief import NATIVE_FP8
 from tilewright.candidates.triton.runtime.module import Function, instance
 from tilewright.dtype import F32, PRED, DType
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access
 
@@ -115,12 +115,6 @@ class _Values(Emitter):
         mask = self._mask(at, rows=True, columns=True)
         more = f", mask={mask}" if mask else ""
         self.text.do(f"async_load({into}, {pointer_of(leaf)} + {where}{more})")
-
-
-def pointer_of(leaf: Node) -> str:
-    """What kernels call the memory of a source."""
-    assert isinstance(leaf.op, Param)
-    return f"p{leaf.op.index}"
 
 
 def arguments(heads: Heads, point: Point) -> list[str]:
@@ -245,7 +239,7 @@ class _Generated:
         return Text("gl", beside=self._numbers)
 
     def _emitter(self, t: Text, tile: Tile) -> _Values:
-        return _Values(t, tile, pointer_of, NATIVE_FP8)
+        return _Values(t, tile, fp8=NATIVE_FP8)
 
     def _queries(self) -> Function:
         """Has a tile of queries copied to shared memory."""

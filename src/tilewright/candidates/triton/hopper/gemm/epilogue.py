@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
-from tilewright.candidates.triton.expressions.emit import Tile
+from tilewright.candidates.triton.expressions.emit import Tile, pointer_of
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.hopper.brief import Brief
 from tilewright.candidates.triton.hopper.gemm.alike import alike, leaves
@@ -18,7 +18,7 @@ from tilewright.candidates.triton.hopper.ptx import EDITION
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.versions import within
 from tilewright.dtype import PRED
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 
 KERNEL = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
@@ -41,7 +41,7 @@ class Program:
         self.outs = form.outs[:1] if self.alike else form.outs  # of which there is code
         read = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
         read -= {o.fetched[0] for o in form.outs if o.fetched} | {form.second}
-        names = {_pointer(n) for n in read} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
+        names = {pointer_of(n) for n in read} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
         if form.blocks:
             names |= {f"p{form.blocks.lhs}", f"p{form.blocks.rhs}"}
         self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
@@ -131,7 +131,7 @@ class Program:
             near={} if form.second is None else {form.second: "right"},
         )
         near = {} if out.fetched is None else {out.fetched[0]: "fetched"}
-        emitter = Brief(t, tile, lambda n: self._where.get(n) or _pointer(n), near)
+        emitter = Brief(t, tile, lambda n: self._where.get(n) or pointer_of(n), near)
         emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (form.second, *near)], access)
         if out.view is None:
             emitter.store(access, f"r{i}")
@@ -163,19 +163,14 @@ class Program:
         (first, *others), second = self.form.outs, self.form.second
         extent = first.access.columns_extent
         lines = [f"which = col // {extent}", f"own = col - which * {extent}"]
-        lines += [f"s{k} = {_pointer(leaf)}" for k, leaf in enumerate(leaves(first, second))]
+        lines += [f"s{k} = {pointer_of(leaf)}" for k, leaf in enumerate(leaves(first, second))]
         for i, other in enumerate(others):
             pairs = list(zip(leaves(other, second), leaves(first, second), strict=True))
             lines += [f"if which == {i + 1}:"] * bool(pairs)
             for k, (leaf, its) in enumerate(pairs):
                 further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
-                lines.append(f"    s{k} = {_pointer(leaf)}{f' + {further}' if further else ''}")
+                lines.append(f"    s{k} = {pointer_of(leaf)}{f' + {further}' if further else ''}")
         return [*lines, f"return which, own, {_tuple(self._chosen)}"]
-
-
-def _pointer(leaf: Node) -> str:
-    """What the kernel calls the memory of a source."""
-    return f"p{cast('Param', leaf.op).index}"
 
 
 def _tuple(names: Sequence[str]) -> str:
