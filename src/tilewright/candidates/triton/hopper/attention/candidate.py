@@ -21,7 +21,7 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
     registers,
     unaligned,
 )
-from tilewright.candidates.triton.hopper.brief import NATIVE_FP8
+from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.build import TMA_TYPES, descriptor
 from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT, of_view
 from tilewright.candidates.triton.runtime.launch import addresses, caller, dense, maker, on

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from typing import Any
 
-from tilewright.candidates.triton.attention.heads import Heads, Operand
+import torch
+
+from tilewright.candidates.triton.attention.heads import Heads, Operand, number
 from tilewright.candidates.triton.attention.kernel import LOG2_E, power, sources_of
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile, pointer_of
 from tilewright.candidates.triton.expressions.printer import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton.expressions.text import Text, Written
-from tilewright.candidates.triton.hopper.attention.codes import codes_at_once
 from tilewright.candidates.triton.hopper.attention.sizes import (
     ROWS,
     Point,
@@ -23,11 +24,11 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
     leaf_of,
     same_for_queries,
 )
-from tilewright.candidates.triton.hopper.brief import NATIVE_FP8
+from tilewright.candidates.triton.hopper.fast_math import MAGIC, NATIVE_FP8, twice
 from tilewright.candidates.triton.runtime.module import Function, instance
-from tilewright.dtype import F32, PRED, DType
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Param
+from tilewright.dtype import F32, PRED, S8, U8, DType
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import VIEWS, Acc, Param, Quantize
 from tilewright.lowering.access import Access
 
 PACKAGE = "tilewright.candidates.triton.hopper.attention"
@@ -305,7 +306,7 @@ class _Generated:
             column_mask = t.v(f"{name}_column < {h.width}") if power(h.width) != h.width else None
             tile = Tile(f"{name}_rows", f"{name}_column", h.width, row_mask, column_mask)
             emitters.append(self._emitter(t, replace(tile, acc="result")))
-        quick = [codes_at_once(store.root) for store in h.stores]
+        quick = [quantised_result(store.root) for store in h.stores]
         if None in quick:
             t.do("result = acc * inverse[:, None]")
             t.do(f"result = {emitters[0].convert('result', F32, h.result)}")
@@ -327,3 +328,62 @@ class _Generated:
         registers = [[0, n] for n in powers if n < each] + [[8, 0]] + [[0, n] for n in powers if n >= 4 * each]
         lanes, warps = [[0, each], [0, 2 * each], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
         return f"gl.DistributedLinearLayout({registers}, {lanes}, {warps}, [], [{ROWS}, {width}])"
+
+
+@dataclass(frozen=True)
+class QuantisedResult:
+    """A result that leaves as 8-bit codes of one scale: it is divided in f32 together with its sum of weights. For integers it
+    is rounded to f16 then, as an f16 result would be before, and to whole numbers by an addition."""
+
+    dtype: DType
+    scale: float
+
+    @property
+    def factor(self) -> float:
+        """What a float result is multiplied by; an integer's has the rest of its scale in `integers`."""
+        return 1 / self.scale if self.dtype.is_float else 1 / (self.scale * self._half)
+
+    @property
+    def _half(self) -> float:
+        """The inverse of the scale as f16 has it."""
+        return float(torch.tensor(1 / self.scale, dtype=torch.float16).item())
+
+    def integers(self, t: Text) -> str | None:
+        """Codes of `scaled`, if they are integers; NaN gives 0, which both a maximum and a minimum with 0 give."""
+        if self.dtype.is_float:
+            return None
+        words = {
+            "zero": 0.0,
+            "magic": MAGIC,
+            "least": MAGIC + self.dtype.min,
+            "most": MAGIC + self.dtype.max,
+        }
+        lines = [f".reg .b32 {', '.join(words)}, a, b, q0, q1;"]
+        lines += [f"mov.b32 {name}, {twice(value):#010x};" for name, value in words.items()]
+        for q, low, high in (("q0", "$1", "$2"), ("q1", "$3", "$4")):
+            lines += [f"cvt.rn.f16x2.f32 a, {high}, {low};", "max.f16x2 b, a, zero;", "min.f16x2 a, a, zero;"]
+            lines += [f"fma.rn.f16x2 {q}, b, $5, magic;", f"fma.rn.f16x2 {q}, a, $5, {q};"]
+            lines += [f"max.f16x2 {q}, {q}, least;", f"min.f16x2 {q}, {q}, most;"]
+        lines.append("prmt.b32 $0, q0, q1, 0x6420;")
+        kind = "int8" if self.dtype is S8 else "uint8"
+        # The pair of inverses is a word, one of the four that stand beside four values.
+        text, inverse = f'"{{ {" ".join(lines)} }}", "=r,f,f,f,f,r,r,r,r"', t.number("halves", twice(self._half))
+        return f"gl.inline_asm_elementwise({text}, [scaled, {inverse}], dtype=gl.{kind}, is_pure=True, pack=4)"
+
+
+def quantised_result(root: Node) -> QuantisedResult | None:
+    """The codes that a store's expression is, if it is nothing but a quantisation by one number."""
+    while isinstance(root.op, VIEWS):
+        root = root.src[0]
+    if (
+        not isinstance(root.op, Quantize)
+        or len(root.src) != 2
+        or not isinstance(root.src[0].op, Acc)
+        or root.op.block is not None
+    ):
+        return None
+    scale = number(root.src[1])
+    if scale is None or not 2.0**-14 <= scale <= 2.0**13:  # its inverse is a normal f16, which what is rounded times it fits
+        return None
+    saturates = root.dtype in (S8, U8) or (root.dtype.name in NATIVE_FP8 and root.op.overflow == "saturate")
+    return QuantisedResult(root.dtype, scale) if saturates else None

@@ -4,22 +4,21 @@ results from its sums, and say where it goes; the configuration; and the argumen
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Hashable, Sequence
+from dataclasses import fields, replace
 from typing import Any
 
 from tilewright.candidates.triton.expressions.emit import Tile, pointer_of
 from tilewright.candidates.triton.expressions.text import Text, Written
-from tilewright.candidates.triton.hopper.brief import Brief
-from tilewright.candidates.triton.hopper.gemm.alike import alike, leaves
+from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.candidates.triton.hopper.gemm.form import Form, KernelConfig, Out
 from tilewright.candidates.triton.hopper.gemm.view import TmaView
 from tilewright.candidates.triton.hopper.ptx import EDITION
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.versions import within
 from tilewright.dtype import PRED
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Param
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param, Slice
 
 KERNEL = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
 LATE = frozenset({"acc", "right", "fetched"})  # names that a piece's sums come with
@@ -131,7 +130,7 @@ class Program:
             near={} if form.second is None else {form.second: "right"},
         )
         near = {} if out.fetched is None else {out.fetched[0]: "fetched"}
-        emitter = Brief(t, tile, lambda n: self._where.get(n) or pointer_of(n), near)
+        emitter = FastMath(t, tile, lambda n: self._where.get(n) or pointer_of(n), near)
         emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (form.second, *near)], access)
         if out.view is None:
             emitter.store(access, f"r{i}")
@@ -171,6 +170,36 @@ class Program:
                 further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
                 lines.append(f"    s{k} = {pointer_of(leaf)}{f' + {further}' if further else ''}")
         return [*lines, f"return which, own, {_tuple(self._chosen)}"]
+
+
+def leaves(out: Out, second: Node | None) -> list[Node]:
+    """What a store reads of memory, in order."""
+    return [n for n in toposort((out.access.root,)) if isinstance(n.op, Param) and n is not second]
+
+
+def alike(outs: Sequence[Out], tile_n: int) -> bool:
+    """Whether several stores differ in where they read and write alone, as those of Q, K and V do, so that one code serves
+    them: they take equal ranges of columns, of whole tiles, one after the other."""
+    extent = outs[0].access.columns_extent
+    if len(outs) < 2 or extent % tile_n or any(o.view is None for o in outs):
+        return False
+    follow = all(o.access.first == i * extent for i, o in enumerate(outs))
+    return follow and len({_shape(o) for o in outs}) == 1
+
+
+def _shape(out: Out) -> Hashable:
+    """A store without the sources it reads, where in them it begins, and the columns it takes."""
+    number: dict[Node, int] = {}
+    found: list[Hashable] = [out.view, out.columns, out.access.columns_extent]
+    for n in toposort((out.access.root,)):
+        number[n] = len(number)
+        if isinstance(n.op, Param):
+            found.append((n.tensor, replace(out.access.of_leaf(n), offset=0)))
+        elif isinstance(n.op, Slice):
+            found.append((n.op.step, n.tensor, number[n.src[0]]))
+        else:
+            found.append((n.op, n.tensor, *(number[s] for s in n.src)))
+    return tuple(found)
 
 
 def _tuple(names: Sequence[str]) -> str:

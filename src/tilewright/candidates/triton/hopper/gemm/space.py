@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tilewright.candidates.triton.hopper.gemm.alike import alike
+from tilewright.candidates.triton.hopper.gemm.epilogue import alike
 from tilewright.candidates.triton.hopper.gemm.form import HELD, Form, Out, Side, size
 from tilewright.candidates.triton.hopper.gemm.plan import Plan, with_wide_stores
 from tilewright.candidates.triton.hopper.gemm.view import TmaView, tma_view

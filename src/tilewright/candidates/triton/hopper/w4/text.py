@@ -16,7 +16,7 @@ from contextlib import ExitStack
 
 from tilewright.candidates.triton.expressions.emit import Tile
 from tilewright.candidates.triton.expressions.text import Text, Written
-from tilewright.candidates.triton.hopper.brief import Brief
+from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.candidates.triton.hopper.w4 import moves
 from tilewright.candidates.triton.hopper.w4.form import BARRIER_AT, Form, Point
 from tilewright.candidates.triton.hopper.w4.loads import Rolled, Stream, of_codes, of_rows
@@ -364,7 +364,7 @@ class Writer:
         near = {} if f.plan.second is None else {f.plan.second: "second"}
         tile = Tile("c", "outs", f.plan.outs, row_mask, column_mask, "y", across=True, near=near)
         for i, access in enumerate(f.plan.stores):
-            Brief(t, tile, self.pointer, {}).store(access, f"o{i}")
+            FastMath(t, tile, self.pointer, {}).store(access, f"o{i}")
 
 
 def _words_of(stream: Stream, blocks: int, kb: int, tile: int, p: Point) -> list[str]:

@@ -22,7 +22,7 @@ NATIVE_FP8 = frozenset({"f8e4m3fn", "f8e5m2"})
 MAGIC = 1536  # added to f16 below 512 it leaves the nearest whole number in the low bits of the sum
 
 
-class Brief(Emitter):
+class FastMath(Emitter):
     """An emitter that takes the special function unit's own reciprocal and power, a bit less exact than Triton's in 24, and
     flushed to zero where those are below the normal numbers: what x / (1 + e^y) is then is below them as well.
 

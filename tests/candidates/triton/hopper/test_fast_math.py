@@ -9,7 +9,7 @@ from ptx_halves import run
 
 from tilewright.candidates.triton.expressions.emit import Tile
 from tilewright.candidates.triton.expressions.text import Text
-from tilewright.candidates.triton.hopper.brief import Brief
+from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.dtype import F8E4M3FN, F8E5M2, F16, F32, S8, U8
 from tilewright.ir.build import const, convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
@@ -31,7 +31,7 @@ def quantised(function, to, scale, kind=F16):
 
 def text_of(root):
     t = Text("gl")
-    Brief(t, Tile("rows", "columns", 1 << 15, acc="acc"), lambda n: "p", {}).value(of_store(root))
+    FastMath(t, Tile("rows", "columns", 1 << 15, acc="acc"), lambda n: "p", {}).value(of_store(root))
     return t
 
 
