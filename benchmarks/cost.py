@@ -29,6 +29,7 @@ from tilewright.compiler import optimise
 from tilewright.hardware.ceilings import with_ceilings
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
@@ -135,7 +136,7 @@ def runs_of(posed: Problem, schedules: Sequence[Schedule]) -> dict[str, Callable
     weights = {i: t for i, t in enumerate(sources) if posed.weights[i]}
     target, runs, right = detect("cpu"), {}, None
     for s in schedules:
-        run = CANDIDATE.build(posed, s, target).prepare(weights)
+        run = plan_for(CANDIDATE, posed, target).build(s).prepare(weights)
         result = [t.float() for t in run(sources)]
         right = result if right is None else right
         for ours, first in zip(result, right, strict=True):
@@ -173,7 +174,7 @@ def measure(held: dict[str, dict[str, float]], file: Path | None, seconds: float
     start, target = time.perf_counter(), with_ceilings(detect("cpu"))
     for number, line in enumerate(PRODUCTS):
         posed, known = problem(line), held.setdefault(line, {})
-        schedules = list(CANDIDATE.schedules(posed, target))
+        schedules = list(plan_for(CANDIDATE, posed, target).schedules())
         wanted = {str(s): s for s in (*schedules[:10], *drawn(line, schedules, points))}
         missing = {name: s for name, s in wanted.items() if name not in known}
         if not missing:
@@ -197,7 +198,7 @@ def report(held: dict[str, dict[str, float]]) -> None:
     for number, line in enumerate(PRODUCTS):
         known = held.get(line, {})
         start = time.perf_counter()
-        schedules = list(CANDIDATE.schedules(problem(line), target))
+        schedules = list(plan_for(CANDIDATE, problem(line), target).schedules())
         spent = 1e3 * (time.perf_counter() - start)
         first = [known[n] for s in schedules[:10] if (n := str(s)) in known]
         if len(first) < min(10, len(schedules)):

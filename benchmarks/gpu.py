@@ -34,7 +34,7 @@ from tilewright.hardware.ceilings import with_ceilings
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.notation import parse
-from tilewright.schedule.candidate import Candidate, discover
+from tilewright.schedule.candidate import Candidate, discover, plan_for, refusal
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.schedule import Schedule
 
@@ -80,7 +80,7 @@ def compile_one(job: tuple[str, Point, Target]) -> str | None:
     line, (name, schedule), target = job
     candidate = next(c for c in generated() if c.name == name)
     try:
-        candidate.build(problem(line), schedule, target)
+        plan_for(candidate, problem(line), target).build(schedule)
     except Exception as error:
         return f"{line} {name} {schedule}: {error}"
     return None
@@ -88,8 +88,8 @@ def compile_one(job: tuple[str, Point, Target]) -> str | None:
 
 def points(p: Problem, target: Target, count: int) -> list[Point]:
     """The first points of the most promising generator's space."""
-    able = next((c for c in generated() if c.refuse(p, target) is None), None)
-    return [] if able is None else [(able.name, s) for s in list(able.schedules(p, target))[:count]]
+    able = next((c for c in generated() if refusal(c, p, target) is None), None)
+    return [] if able is None else [(able.name, s) for s in list(plan_for(able, p, target).schedules())[:count]]
 
 
 def random_sources(p: Problem) -> list[torch.Tensor]:
@@ -189,7 +189,7 @@ def measure(
         label = f"{name} {schedule}"
         try:
             candidate = next(c for c in generated() if c.name == name)
-            run = candidate.build(p, schedule, target).prepare({})
+            run = plan_for(candidate, p, target).build(schedule).prepare({})
             why = wrong(run(sources), wanted)
         except Exception as error:
             why = f"{type(error).__name__}: {str(error)[:200]}"

@@ -19,7 +19,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Input
 from tilewright.linear.kernels import FEW_ROWS
-from tilewright.schedule.candidate import discover
+from tilewright.schedule.candidate import discover, plan_for
 from tilewright.schedule.problem import FusionProblem, Problem, fusion_of, problem_of
 
 Run = Callable[[], object]
@@ -85,12 +85,12 @@ def _generator() -> Any:
 
 def compile_region(p: FusionProblem, target: Target) -> None:
     """Into Triton's cache."""
-    _generator().compile(p, next(iter(_generator().schedules(p, target))), target)
+    plan_for(_generator(), p, target).compile(next(iter(plan_for(_generator(), p, target).schedules())))
 
 
 def region(p: FusionProblem, target: Target) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
     """The first kernel that is generated for a region."""
-    return _generator().build(p, next(iter(_generator().schedules(p, target))), target).prepare({})
+    return plan_for(_generator(), p, target).build(next(iter(plan_for(_generator(), p, target).schedules()))).prepare({})
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ import w4_activations as activations
 from tilewright.dtype import F16
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Candidate, discover
+from tilewright.schedule.candidate import Candidate, discover, plan_for, refusal
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 from w4_verdict import Row, judged
@@ -71,8 +71,8 @@ def able() -> dict[str, Candidate]:
 
 def points(p: Problem, target: Target, count: int) -> list[Point]:
     """The first points of every generator that can, and the library's where it multiplies in x's type."""
-    of = [c for c in able().values() if c.refuse(p, target) is None]
-    found = [(c.name, s) for c in of for s in list(c.schedules(p, target))[: 1 if c.name == LIBRARY else count]]
+    of = [c for c in able().values() if refusal(c, p, target) is None]
+    found = [(c.name, s) for c in of for s in list(plan_for(c, p, target).schedules())[: 1 if c.name == LIBRARY else count]]
     return [(name, s) for name, s in found if name != LIBRARY or s["compute"] == F16.name]
 
 
@@ -84,7 +84,7 @@ def build(job: tuple[Case, int, bool]) -> tuple[list[Point], list[str]]:
     found, failed = list[Point](), list[str]()
     for name, schedule in points(p, target, count):
         try:
-            able()[name].build(p, schedule, target)
+            plan_for(able()[name], p, target).build(schedule)
             found.append((name, schedule))
         except Exception as error:
             failed.append(f"{p} {name} {schedule}: {str(error)[:200]}")
@@ -223,7 +223,7 @@ def measure(w: Weights, kind: str, x: torch.Tensor, found: Sequence[Point], targ
     for name, schedule in found:
         label = f"{LABELS.get(name, name)} {schedule}"
         try:
-            kernel = able()[name].build(p, schedule, target)
+            kernel = plan_for(able()[name], p, target).build(schedule)
             prepared = [kernel.prepare(dict(zip(weights, s, strict=True))) for s in w.sources]
             got = torch.as_tensor(prepared[0]([*given.given, *w.sources[0]])[0])
         except Exception as why:

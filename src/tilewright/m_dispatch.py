@@ -16,7 +16,7 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.pattern import Trace
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.schedule.buckets import Buckets, PackingVariants, Progress, bucketed
-from tilewright.schedule.candidate import LAST_RESORT, discover
+from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.search import Decision, search
 
@@ -158,7 +158,8 @@ def _posed(source: Graph, target: Target) -> tuple[Problem, Mapping[int, torch.T
     def decide(problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if isinstance(problem, Problem):
             found.append((problem, weights))
-        kernel = reference[0].build(problem, next(iter(reference[0].schedules(problem, target))), target)
+        plan = plan_for(reference[0], problem, target)
+        kernel = plan.build(next(iter(plan.schedules())))
         return Decision(problem, kernel, None, (), False, False)
 
     _prepared(source, target, decide)

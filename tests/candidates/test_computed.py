@@ -13,6 +13,7 @@ from tilewright.dtype import BF16, F16, F32, S8
 from tilewright.hardware.detect import chips, detect
 from tilewright.hardware.target import Target
 from tilewright.ir.ops import Param
+from tilewright.schedule.candidate import Refusal, discover, plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
@@ -23,7 +24,7 @@ SHAPES = [(1, 1, 1), (1, 7, 3), (5, 1, 17), (13, 31, 2), (67, 17, 33), (32, 128,
 
 def some(candidate, p, count, seed):
     """The first points of a space, and others."""
-    points = list(candidate.schedules(p, HOST))
+    points = list(plan_for(candidate, p, HOST).schedules())
     return points[:1] + random.Random(seed).sample(points[1:], min(count, len(points) - 1))
 
 
@@ -47,12 +48,12 @@ def test_what_is_computed_while_packing_is_right_at_every_edge(d, name, side, ri
     for m, k, n in shapes:
         p = problem(d, name, m, k, n, side, right)
         assert any(not isinstance(r.op, Param) for r in (p.op.lhs, p.op.rhs))
-        if llvm_gemm.CANDIDATE.refuse(p, HOST) is not None:
+        if refusal(llvm_gemm.CANDIDATE, p, HOST) is not None:
             assert d in (F16, BF16, S8)  # whose instructions a machine may lack
             continue
         sources = random_sources(p)
         for schedule in some(llvm_gemm.CANDIDATE, p, 1, f"{d}{name}{m}"):
-            assert_right(llvm_gemm.CANDIDATE.build(p, schedule, HOST), p, sources)
+            assert_right(plan_for(llvm_gemm.CANDIDATE, p, HOST).build(schedule), p, sources)
 
 
 def test_nan_and_infinity_pass_through():
@@ -62,27 +63,27 @@ def test_nan_and_infinity_pass_through():
         for i, t in enumerate(sources):
             if t.is_floating_point():
                 t.view(-1)[i::37] = torch.tensor([float("nan"), float("inf"), -float("inf")][i % 3])
-        kernel = llvm_gemm.CANDIDATE.build(p, next(iter(llvm_gemm.CANDIDATE.schedules(p, HOST))), HOST)
+        kernel = plan_for(llvm_gemm.CANDIDATE, p, HOST).build(next(iter(plan_for(llvm_gemm.CANDIDATE, p, HOST).schedules())))
         assert_right(kernel, p, sources)
 
 
 @pytest.mark.parametrize("way", ["operands", "epilogue"])
 def test_steps_of_their_own_are_offered_and_right(way):
     p = problem(F32, "silu", 33, 47, 20, "beta", "relu")
-    schedule = next(s for s in split.CANDIDATE.schedules(p, HOST) if s["apart"] == way)
-    kernel = split.CANDIDATE.build(p, schedule, HOST)
+    schedule = next(s for s in plan_for(split.CANDIDATE, p, HOST).schedules() if s["apart"] == way)
+    kernel = plan_for(split.CANDIDATE, p, HOST).build(schedule)
     assert_right(kernel, p, random_sources(p))
     if way == "operands":
         assert kernel.schedule["by"].count(",") == 2  # two operands and the product
-        assert split.CANDIDATE.offers(p, kernel.schedule, HOST)
-        assert_right(split.CANDIDATE.build(p, kernel.schedule, HOST), p, random_sources(p))
+        assert plan_for(split.CANDIDATE, p, HOST).offers(kernel.schedule)
+        assert_right(plan_for(split.CANDIDATE, p, HOST).build(kernel.schedule), p, random_sources(p))
 
 
 def test_a_weight_that_the_product_has_packed_is_not_read_again():
     p = problem(F32, "silu", 8, 47, 20)
     p = replace(p, weights=tuple(t.shape == (47, 20) for t in p.types))
     sources = random_sources(p)
-    kernel = split.CANDIDATE.build(p, next(iter(split.CANDIDATE.schedules(p, HOST))), HOST)
+    kernel = plan_for(split.CANDIDATE, p, HOST).build(next(iter(plan_for(split.CANDIDATE, p, HOST).schedules())))
     run = kernel.prepare({i: sources[i] for i, w in enumerate(p.weights) if w})
     assert kernel.releasable or "llvm" not in str(kernel.schedule["by"]).split(", ")[-1:]
     got = run([None if i in kernel.releasable else t for i, t in enumerate(sources)])
@@ -99,21 +100,23 @@ def test_both_forms_are_timed():
 def test_unmeasured_a_cpu_packs_and_a_gpu_weighs():
     """Few rows compute their operand where it is read; of many rows each tile would, and a step of its own is cheaper."""
     pytest.importorskip("triton")
-    assert split.CANDIDATE.leading(problem(F32, "silu", 512, 512, 512), HOST) is None
+    assert plan_for(split.CANDIDATE, problem(F32, "silu", 512, 512, 512), HOST).leading() is None
     h100 = next(c for c in chips() if c.name == "nvidia_h100")
     gpu = Target(h100.name, h100, "cuda", h100.sms, features=h100.requires)
-    large = split.CANDIDATE.leading(problem(BF16, "silu", 8192, 8192, 8192), gpu)
+    large = plan_for(split.CANDIDATE, problem(BF16, "silu", 8192, 8192, 8192), gpu).leading()
     assert large is not None and large["apart"] == "operands" and "hopper" in str(large["by"])
-    assert split.CANDIDATE.leading(problem(BF16, "silu", 16, 4096, 4096), gpu) is None
-    codes = split.CANDIDATE.leading(problem(S8, "masked", 512, 4096, 1024), gpu)  # bytes that do not lie along K
+    assert plan_for(split.CANDIDATE, problem(BF16, "silu", 16, 4096, 4096), gpu).leading() is None
+    codes = plan_for(split.CANDIDATE, problem(S8, "masked", 512, 4096, 1024), gpu).leading()  # bytes that do not lie along K
     assert codes is not None and "hopper" in str(codes["by"])
 
 
 def test_unmeasured_what_no_kernel_computes_is_a_step_of_its_own(monkeypatch):
     p = problem(F32, "silu", 33, 47, 20)
-    refuse = "it has no vectors"
-    monkeypatch.setattr(type(llvm_gemm.CANDIDATE), "refuse", lambda self, q, t: refuse if q == p else None)
-    decision = search(p, HOST, budget_s=0)
+    llvm = llvm_gemm.CANDIDATE
+    narrow = replace(llvm, plan=lambda q, t: Refusal("it has no vectors") if q == p else llvm.plan(q, t))
+    found = [narrow if c is llvm else c for c in discover()]
+    monkeypatch.setattr(split, "discover", lambda: found)
+    decision = search(p, HOST, budget_s=0, candidates=found)
     assert decision.kernel.candidate == "split" and decision.kernel.schedule["by"].endswith("llvm") and decision.verified
 
 

@@ -22,7 +22,7 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.types import TensorType
-from tilewright.schedule.candidate import concerns
+from tilewright.schedule.candidate import concerns, plan_for, refusal
 from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.schedule import Schedule
 
@@ -43,9 +43,9 @@ def both_ways() -> FusionProblem:
 
 def test_it_is_asked_where_no_kernel_is_generated() -> None:
     assert concerns(CANDIDATE, both_ways(), H200) and not concerns(CANDIDATE, both_ways(), detect("cpu"))
-    assert CANDIDATE.refuse(both_ways(), H200) is None
-    assert CANDIDATE.refuse(region(transpose(X, (1, 0))), H200) == "nothing is computed"
-    served = CANDIDATE.refuse(region(map_("tanh", X)), H200)
+    assert refusal(CANDIDATE, both_ways(), H200) is None
+    assert refusal(CANDIDATE, region(transpose(X, (1, 0))), H200) == "nothing is computed"
+    served = refusal(CANDIDATE, region(map_("tanh", X)), H200)
     assert served == "triton_norm generates a kernel, and Inductor takes seconds to compile one"
 
 
@@ -58,8 +58,8 @@ def test_what_it_compiles_means_what_the_region_means(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(torch, "compile", compile)
     problem = both_ways()
-    (schedule,) = CANDIDATE.schedules(problem, H200)
-    run = CANDIDATE.build(problem, schedule, detect("cpu")).prepare({})
+    (schedule,) = plan_for(CANDIDATE, problem, H200).schedules()
+    run = plan_for(CANDIDATE, problem, detect("cpu")).build(schedule).prepare({})
     for x in (torch.randn(48, 40, dtype=torch.float16), torch.randn(40, 48, dtype=torch.float16).t()):
         got, want = run([x]), evaluate_nodes(problem.roots, {X: x})
         for mine, right in zip(got, want, strict=True):

@@ -11,6 +11,7 @@ from tilewright.hardware.detect import cpu
 from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import gemm
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
@@ -42,12 +43,12 @@ def test_bias_and_activation_are_the_librarys_and_right(dtype: DType, fn: str | 
     post = read_post_ops(p)
     assert (post.bias is not None) == with_bias
     assert (post.attr, post.algorithm) == (ACTIVATIONS[fn] if fn is not None else ("none", ""))
-    assert CANDIDATE.refuse(p, cpu()) is None
+    assert refusal(CANDIDATE, p, cpu()) is None
     sources = random_sources(p)
     expected = expect(p, sources)
     weights = {i: t for i, t in enumerate(sources) if p.weights[i]}
-    for schedule in CANDIDATE.schedules(p, cpu()):
-        run = CANDIDATE.build(p, schedule, cpu()).prepare(weights)
+    for schedule in plan_for(CANDIDATE, p, cpu()).schedules():
+        run = plan_for(CANDIDATE, p, cpu()).build(schedule).prepare(weights)
         assert check(p, expected, run(sources)) is None, schedule
 
 
@@ -63,8 +64,8 @@ def test_an_activation_of_a_rounded_product_is_not_moved_before_the_rounding() -
     assert post.attr == "none" or post.done.dtype is BF16
     sources = random_sources(p)
     weights = {i: t for i, t in enumerate(sources) if p.weights[i]}
-    for schedule in CANDIDATE.schedules(p, cpu()):
-        run = CANDIDATE.build(p, schedule, cpu()).prepare(weights)
+    for schedule in plan_for(CANDIDATE, p, cpu()).schedules():
+        run = plan_for(CANDIDATE, p, cpu()).build(schedule).prepare(weights)
         assert check(p, expect(p, sources), run(sources)) is None
 
 

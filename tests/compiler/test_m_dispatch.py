@@ -1,7 +1,7 @@
 """One product for any number of rows: families, crossovers, packings, and the program that serves them."""
 
 import json
-from types import SimpleNamespace
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from tilewright.ir.graph import Graph, substitute
 from tilewright.ir.notation import parse
 from tilewright.schedule import buckets as module
 from tilewright.schedule.buckets import Bucket, PackingVariants, bucketed
-from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.candidate import Kernel, Refusal, plan_for, refusal
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected
@@ -35,18 +35,25 @@ class Fake:
     preference = 5
     packing_knobs = ("nr",)
 
-    def __init__(self, name, packings, most=10**9):
-        self.name, self.packings, self.most = name, packings, most
+    def __init__(self, name, packings, most=10**9, packed=0):
+        self.name, self.packings, self.most, self.packed = name, packings, most, packed
 
-    def refuse(self, problem, target):
-        return None if self.most >= problem.M else "too many rows"
+    def plan(self, problem, target):
+        return FakePlan(self, problem.M) if self.most >= problem.M else Refusal("too many rows")
 
-    def schedules(self, problem, target):
-        for nr in self.packings:
-            yield Schedule.of(mr=min(4, problem.M), nr=nr) if nr else Schedule()
 
-    def build(self, problem, schedule, target):
-        return Kernel(self.name, schedule, lambda weights: None, packed_bytes=100 * dict(schedule.knobs).get("nr", 0))
+@dataclass(frozen=True)
+class FakePlan:
+    of: Fake
+    rows: int
+
+    def schedules(self):
+        for nr in self.of.packings:
+            yield Schedule.of(mr=min(4, self.rows), nr=nr) if nr else Schedule()
+
+    def build(self, schedule):
+        packed = self.of.packed or 100 * dict(schedule.knobs).get("nr", 0)
+        return Kernel(self.of.name, schedule, lambda weights: None, packed_bytes=packed)
 
 
 def posed(rows):
@@ -62,16 +69,16 @@ def timed_by(model, monkeypatch):
     def search(problem, target, *, budget_s, candidates, weights, cold):
         found = []
         for family in candidates:
-            if family.refuse(problem, target) is None:
+            if refusal(family, problem, target) is None:
                 start, slope = model[family.name]
-                schedule = next(iter(family.schedules(problem, target)), None)
+                schedule = next(iter(plan_for(family, problem, target).schedules()), None)
                 if schedule is not None:
                     found.append((start + slope * problem.M, family, schedule))
         found.sort(key=lambda f: f[0])
         (us, best, schedule), *others = found
         races.append((problem.M, [f.name for _, f, _ in found]))
         rejected = tuple(Rejected(f"{f.name} ({s})", "slower", t) for t, f, s in others)
-        return Decision(problem, best.build(problem, schedule, target), us, rejected, True, True)
+        return Decision(problem, plan_for(best, problem, target).build(schedule), us, rejected, True, True)
 
     monkeypatch.setattr(module, "search", search)
     return races
@@ -114,10 +121,10 @@ def test_a_family_that_refuses_many_rows_serves_few(monkeypatch):
 
 def test_packings_that_depend_on_the_rows_take_no_part(monkeypatch):
     timed_by({"a": (0, 1), "b": (100, 2)}, monkeypatch)
-    always = Fake("a", [0])
-    always.build = lambda p, s, t: Kernel("a", s, lambda weights: None, packed_bytes=7)
+    always = Fake("a", [0], packed=7)
     assert spans(bucketed(posed, CPU, last=10, candidates=[always, Fake("b", [0])])) == [(1, 10, "a")]
-    one = SimpleNamespace(**{n: getattr(always, n) for n in dir(always) if n[0] != "_" and n != "packing_knobs"})
+    one = Fake("a", [0], packed=7)
+    one.packing_knobs = None
     assert spans(bucketed(posed, CPU, last=10, candidates=[one, Fake("b", [0])])) == [(1, 10, "b")]
 
 
@@ -129,7 +136,7 @@ def test_generated_kernels_and_the_library_may_serve_4_bit_weights_on_a_hopper(m
         return w4_problem(f"f16[{rows},1024] @ s4[1024,1024]^T group=64 -> f16"), {}
 
     def times(race, rows, families):
-        able = [f.name for f in families if f.name in took and next(iter(f.schedules(at(rows)[0], H200)), None)]
+        able = [f.name for f in families if f.name in took and next(iter(plan_for(f, at(rows)[0], H200).schedules()), None)]
         race.measured[rows] = {n: took[n][0] + took[n][1] * rows for n in able}
         return race.measured[rows]
 
@@ -154,11 +161,11 @@ def test_ranges_and_rows_that_nothing_serves(monkeypatch):
 
 
 def test_a_family_is_a_candidate_of_one_packing():
-    family = PackingVariants(Fake("a", [4, 8]), (("nr", 8),))
+    family = PackingVariants.of(Fake("a", [4, 8]), (("nr", 8),))
     problem, _ = posed(3)
     assert family.name == "a nr=8"
-    assert [s["nr"] for s in family.schedules(problem, CPU)] == [8]
-    assert family.build(problem, Schedule.of(nr=8), CPU).packed_bytes == 800
+    assert [s["nr"] for s in plan_for(family, problem, CPU).schedules()] == [8]
+    assert plan_for(family, problem, CPU).build(Schedule.of(nr=8)).packed_bytes == 800
 
 
 def test_weights_that_no_cache_holds_come_from_memory_when_families_race(monkeypatch):
@@ -166,7 +173,7 @@ def test_weights_that_no_cache_holds_come_from_memory_when_families_race(monkeyp
 
     def search(problem, target, *, cold, **how):
         colds.append(cold)
-        kernel = how["candidates"][0].build(problem, Schedule.of(nr=4), target)
+        kernel = plan_for(how["candidates"][0], problem, target).build(Schedule.of(nr=4))
         return Decision(problem, kernel, 1.0, (), True, True)
 
     monkeypatch.setattr(module, "search", search)

@@ -26,6 +26,7 @@ from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm.space import points
 from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
+from tilewright.schedule.candidate import plan_for, refusal
 
 pytestmark = pytest.mark.conformance
 
@@ -103,7 +104,7 @@ def test_clusters_that_share_k_are_right(line):
 @pytest.mark.parametrize("line", W4)
 def test_weights_of_few_bits_are_right(line):
     p, found = posed(line), {}
-    for s in hopper_w4.CANDIDATE.schedules(p, H200):
+    for s in plan_for(hopper_w4.CANDIDATE, p, H200).schedules():
         names = ("wide", "cluster", "tile_m", "tile_n", "lag", "loop", "chunks")
         found.setdefault(tuple(v for k, v in s.knobs if k in names), s)
     assert_right(hopper_w4.CANDIDATE, p, list(found.values())[:4], H200)
@@ -112,7 +113,7 @@ def test_weights_of_few_bits_are_right(line):
 @pytest.mark.parametrize("line", PLAIN)
 def test_plain_triton_is_right(line):
     p = problem(line)
-    schedules = list(gemm.CANDIDATE.schedules(p, H200))[:40]
+    schedules = list(plan_for(gemm.CANDIDATE, p, H200).schedules())[:40]
     assert_right(gemm.CANDIDATE, p, [schedules[0], random.Random(0).choice(schedules)], H200)
 
 
@@ -134,5 +135,5 @@ def attend(batch, heads, queries, keys, depth, dtype=F16, causal="no"):
 @pytest.mark.parametrize("candidate", [hopper_attention.CANDIDATE, attention.CANDIDATE], ids=["hopper", "plain"])
 def test_attention_is_right(p, candidate):
     target = replace(H200, cores=4)
-    assert candidate.refuse(p, target) is None
-    assert_right(candidate, p, list(candidate.schedules(p, target))[:4], target)
+    assert refusal(candidate, p, target) is None
+    assert_right(candidate, p, list(plan_for(candidate, p, target).schedules())[:4], target)

@@ -10,6 +10,7 @@ from random_anchors import gemms
 
 from tilewright.hardware.detect import detect
 from tilewright.schedule.bench import Bench
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.problem import problem_of
 
 
@@ -27,7 +28,7 @@ def drawn(candidate, count: int, number: int, most: int) -> list:
     @given(gemms())
     def draw(node):
         problem = problem_of(node)
-        if len(found) < count and candidate.refuse(problem, device()) is None:
+        if len(found) < count and refusal(candidate, problem, device()) is None:
             found.append(problem)
 
     draw()
@@ -38,7 +39,7 @@ def drawn(candidate, count: int, number: int, most: int) -> list:
 def compile_one(case):
     """Fill Triton's cache, in a process of its own."""
     candidate, problem, schedule, target = case
-    candidate.build(problem, schedule, target)
+    plan_for(candidate, problem, target).build(schedule)
 
 
 def assert_right(candidate, cases):
@@ -59,7 +60,7 @@ def random_sources(problem):
 
 def assert_the_same_every_time(candidate, problem, schedule):
     """Parts of K are added up in the same order on every run."""
-    run = candidate.build(problem, schedule, device()).prepare({})
+    run = plan_for(candidate, problem, device()).build(schedule).prepare({})
     sources = random_sources(problem)
     (first,) = run(sources)
     for _ in range(20):
@@ -68,7 +69,7 @@ def assert_the_same_every_time(candidate, problem, schedule):
 
 def assert_follows_its_stream(candidate, problem, schedule):
     """A kernel of a @ b + bias runs on the current stream, and can be captured in a graph."""
-    run = candidate.build(problem, schedule, device()).prepare({})
+    run = plan_for(candidate, problem, device()).build(schedule).prepare({})
     sources = random_sources(problem)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -44,6 +44,7 @@ from tilewright.ir.build import convert, input_, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Gather, Quantize, Softmax
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.schedule import Schedule
@@ -207,7 +208,7 @@ def cases():
     ]
     for name, module, problem, wanted, target in found:
         candidate = module.CANDIDATE
-        why = candidate.refuse(problem, target)
+        why = refusal(candidate, problem, target)
         assert why is None, f"{name}: {why}"
         point = next((s for s in _points(candidate, problem, target) if wanted(dict(s.knobs))), None)
         assert point is not None, f"{name}: no such point"
@@ -218,14 +219,14 @@ def _points(candidate, problem, target) -> Iterable[Schedule]:
     """All of them, where a candidate offers the first few alone."""
     plan = hopper_plan.plan_of(problem) if candidate is hopper.CANDIDATE else None
     if plan is None:
-        return candidate.schedules(problem, target)
+        return plan_for(candidate, problem, target).schedules()
     return (p.schedule(plan.tile_k) for p in hopper_space.points(problem, plan, target))
 
 
 def build(case):
     """Fill Triton's cache, in a process of its own."""
     name, candidate, problem, schedule = case
-    candidate.build(problem, schedule, H200)
+    plan_for(candidate, problem, H200).build(schedule)
     return name
 
 
@@ -235,7 +236,7 @@ def run(part: str) -> None:
     for name, candidate, problem, schedule in cases():
         if part not in name:
             continue
-        kernel = candidate.build(problem, schedule, target)
+        kernel = plan_for(candidate, problem, target).build(schedule)
         sources = [t.cuda() for t in random_sources(problem)]
         held = getattr(problem, "weights", ())
         step = kernel.prepare({i: sources[i] for i, constant in enumerate(held) if constant})

@@ -13,6 +13,7 @@ from tilewright.ir.build import const
 from tilewright.ir.graph import substitute, toposort
 from tilewright.ir.ops import Const
 from tilewright.schedule.bench import Bench
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.sample import random_sources
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
@@ -75,7 +76,7 @@ def test_layers_of_other_scales_run_one_machine_code_and_each_is_right():
         weights = {i: t.cuda() for i, t in enumerate(random_sources(problem)) if problem.weights[i]}
         bench = Bench(problem, target, weights, watched=True)
         assert all(t.is_cuda for t in bench._sources)
-        why = bench.attempt(0, CANDIDATE, next(iter(CANDIDATE.schedules(problem, target)))).why
+        why = bench.attempt(0, CANDIDATE, next(iter(plan_for(CANDIDATE, problem, target).schedules()))).why
         assert why is None, f"{factor}: {why}"
         misses.append(_hopper_build._machine_code.cache_info().misses)
     assert len(set(misses)) == 1

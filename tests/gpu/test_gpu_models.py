@@ -23,6 +23,7 @@ from tilewright.report.measure.perf import measure
 from tilewright.report.measure.verify import verify_program
 from tilewright.runtime.replay import SWITCH
 from tilewright.schedule.bench import Bench
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -38,9 +39,9 @@ if torch.cuda.is_available():
 
 def right(problem, candidate, points):
     """Points all over a candidate's space agree with the oracle, in guarded memory."""
-    assert candidate.refuse(problem, GPU) is None
+    assert refusal(candidate, problem, GPU) is None
     bench = Bench(problem, GPU, {}, watched=True)
-    space = list(candidate.schedules(problem, GPU))
+    space = list(plan_for(candidate, problem, GPU).schedules())
     for i, schedule in enumerate(space[:: max(len(space) // points, 1)]):
         why = bench.attempt(i, candidate, schedule).why
         assert why is None, f"{problem} {schedule}: {why}"
@@ -269,7 +270,7 @@ def test_attentions_whose_blocks_stay_agree_with_the_oracle(dtype, causal):
     for node in nodes:
         problem = problem_of(node)
         bench = Bench(problem, GPU, {}, watched=True)
-        found = points(hopper_attention._found(problem), GPU.cores, 227 << 10)
+        found = points(hopper_attention.supported_heads(problem), GPU.cores, 227 << 10)
         for i, point in enumerate(p for p in found if p.streamed or p.ring):
             why = bench.attempt(i, hopper_attention.CANDIDATE, hopper_attention.schedule_of(point)).why
             assert why is None, (problem, point, why)

@@ -8,6 +8,7 @@ from on_device import assert_follows_its_stream, assert_right, assert_the_same_e
 
 from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
 from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [
@@ -42,7 +43,8 @@ LINES = [
 def test_random_gemms_are_right():
     problems = drawn(CANDIDATE, COUNT, 11, 5 * COUNT)
     assert_right(
-        CANDIDATE, [(p, random.Random(i).choice(list(CANDIDATE.schedules(p, device())))) for i, p in enumerate(problems)]
+        CANDIDATE,
+        [(p, random.Random(i).choice(list(plan_for(CANDIDATE, p, device()).schedules()))) for i, p in enumerate(problems)],
     )
 
 
@@ -51,7 +53,7 @@ def test_every_type_is_right_at_points_of_every_kind():
     cases = []
     for problem in problems:
         kinds = {}
-        for s in CANDIDATE.schedules(problem, device()):
+        for s in plan_for(CANDIDATE, problem, device()).schedules():
             kinds.setdefault((s["hold"], s["paired"], s["shared_tiles"] > 0, s["split"], s["tile_n"] in (64, 128, 256)), s)
         cases += [(problem, s) for s in kinds.values()]
     assert_right(CANDIDATE, cases)
@@ -62,9 +64,9 @@ def test_a_weight_packed_for_wide_stores_gives_the_same():
 
     problem = problem_of(parse("s8[300,512] @ s8[512,256] -> s8").outputs[0])
     constant = replace(problem, weights=(False, True))
-    schedule = next(s for s in CANDIDATE.schedules(constant, device()) if s["widened"])
+    schedule = next(s for s in plan_for(CANDIDATE, constant, device()).schedules() if s["widened"])
     a, b = (torch.randint(-128, 128, t.shape, dtype=torch.int8, device="cuda") for t in problem.types)
-    run = CANDIDATE.build(constant, schedule, device()).prepare({1: b})
+    run = plan_for(CANDIDATE, constant, device()).build(schedule).prepare({1: b})
     assert torch.equal(run([a, b])[0], (a.double() @ b.double()).long().to(torch.int8))
 
 
@@ -77,10 +79,10 @@ def test_a_weight_packed_for_wide_stores_gives_the_same():
 )
 def test_parts_of_k_are_added_up_in_the_same_order_on_every_run(line, knob, none):
     problem = problem_of(parse(line).outputs[0])
-    schedule = next(s for s in CANDIDATE.schedules(problem, device()) if s[knob] > none)
+    schedule = next(s for s in plan_for(CANDIDATE, problem, device()).schedules() if s[knob] > none)
     assert_the_same_every_time(CANDIDATE, problem, schedule)
 
 
 def test_a_kernel_runs_on_the_current_stream_and_in_a_graph():
     problem = problem_of(parse("bf16[256,512] @ bf16[512,128] + bias -> bf16").outputs[0])
-    assert_follows_its_stream(CANDIDATE, problem, next(iter(CANDIDATE.schedules(problem, device()))))
+    assert_follows_its_stream(CANDIDATE, problem, next(iter(plan_for(CANDIDATE, problem, device()).schedules())))

@@ -8,6 +8,7 @@ from w4_problems import posed
 
 from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE
 from tilewright.dtype import F16
+from tilewright.schedule.candidate import plan_for, refusal
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,9 +58,9 @@ GATED = [
 def test_every_kind_is_right_at_several_points():
     cases = []
     for problem in [*map(posed, LINES), *(of_halves(posed(line), out=F16) for line in GATED)]:
-        assert CANDIDATE.refuse(problem, device()) is None, problem
+        assert refusal(CANDIDATE, problem, device()) is None, problem
         kinds, told = {}, ("wide", "clusters", "cluster", "tile_m", "shared_tiles", "paired")
-        for s in CANDIDATE.schedules(problem, device()):
+        for s in plan_for(CANDIDATE, problem, device()).schedules():
             kinds.setdefault(tuple(v for k, v in s.knobs if k in told), s)
         cases += [(problem, s) for s in list(kinds.values())[:3]]
     assert_right(CANDIDATE, cases)
@@ -68,11 +69,11 @@ def test_every_kind_is_right_at_several_points():
 @pytest.mark.parametrize("rows", [1, 16, 48])
 def test_a_result_is_the_same_on_every_run_alone_and_in_a_chain(rows):
     problem = posed(f"~f16[{rows},8192] @ s4[3584,8192]^T group=64 -> f16")
-    schedule = next(iter(CANDIDATE.schedules(problem, device())))
+    schedule = next(iter(plan_for(CANDIDATE, problem, device()).schedules()))
     codes = torch.randint(-8, 8, (3584, 8192), device="cuda").to(torch.int8)
     scales = (torch.rand(3584, 128, device="cuda") * 0.02 + 0.01).half()
     x = torch.randn(rows, 8192, device="cuda").half()
-    run = CANDIDATE.build(problem, schedule, device()).prepare({1: codes, 2: scales})
+    run = plan_for(CANDIDATE, problem, device()).build(schedule).prepare({1: codes, 2: scales})
     want = x.double() @ (codes.view(3584, 128, 64) * scales.double()[:, :, None]).view(3584, 8192).T
     (first,) = run([x, codes, scales])
     assert (first.double() - want).norm() / want.norm() < 3e-4
@@ -88,10 +89,10 @@ def test_a_result_is_the_same_on_every_run_alone_and_in_a_chain(rows):
 
 def test_a_chain_of_products_waits_for_what_it_reads():
     problem = posed("~f16[16,4096] @ s4[4096,4096]^T group=64 -> f16")
-    schedule = next(iter(CANDIDATE.schedules(problem, device())))
+    schedule = next(iter(plan_for(CANDIDATE, problem, device()).schedules()))
     codes = torch.randint(-8, 8, (4096, 4096), device="cuda").to(torch.int8)
     scales = torch.full((4096, 64), 0.0035, device="cuda").half()
-    run = CANDIDATE.build(problem, schedule, device()).prepare({1: codes, 2: scales})
+    run = plan_for(CANDIDATE, problem, device()).build(schedule).prepare({1: codes, 2: scales})
     x = torch.randn(16, 4096, device="cuda").half()
     alone = x
     for _ in range(6):

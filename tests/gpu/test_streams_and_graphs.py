@@ -15,6 +15,7 @@ from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.runtime.replay import Bound, CudaGraphs, Replay
 from tilewright.schedule.bench import Bench
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -26,16 +27,16 @@ def in_parts(name, on):
     """A product whose parts along K are counted, and a point of that kind."""
     candidate, knob, none = PARTS[name]
     problem = problem_of(parse("bf16[256,8192] @ bf16[8192,512] -> f32").outputs[0])
-    why = candidate.refuse(problem, on)
+    why = refusal(candidate, problem, on)
     if why is not None:
         pytest.skip(why)
-    return candidate, problem, next(s for s in candidate.schedules(problem, on) if s[knob] > none)
+    return candidate, problem, next(s for s in plan_for(candidate, problem, on).schedules() if s[knob] > none)
 
 
 @pytest.mark.parametrize("name", PARTS)
 def test_graphs_of_one_kernel_share_nothing_that_they_count_with(name):
     candidate, problem, schedule = in_parts(name, device())
-    run = candidate.build(problem, schedule, device()).prepare({})
+    run = plan_for(candidate, problem, device()).build(schedule).prepare({})
     sources = [torch.randn(t.shape, device="cuda").bfloat16() for t in problem.types]
     graphs = []
     for _ in range(3):

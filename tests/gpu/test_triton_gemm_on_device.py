@@ -8,6 +8,7 @@ from on_device import assert_follows_its_stream, assert_right, assert_the_same_e
 
 from tilewright.candidates.triton.gemm.candidate import CANDIDATE
 from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [
@@ -36,7 +37,7 @@ LINES = [
 
 def point(problem, i):
     """One of the first points of the space, another for each problem."""
-    points = list(CANDIDATE.schedules(problem, device()))
+    points = list(plan_for(CANDIDATE, problem, device()).schedules())
     return random.Random(i).choice(points[:40])
 
 
@@ -47,16 +48,18 @@ def test_random_gemms_are_right():
 
 def test_every_type_is_right_at_the_first_points_of_its_space():
     problems = [problem_of(parse(line).outputs[0]) for line in LINES]
-    cases = [(p, s) for p in problems for s in list(CANDIDATE.schedules(p, device()))[:3]]
+    cases = [(p, s) for p in problems for s in list(plan_for(CANDIDATE, p, device()).schedules())[:3]]
     assert_right(CANDIDATE, cases)
 
 
 def test_parts_of_k_are_added_up_in_the_same_order_on_every_run():
     problem = problem_of(parse("bf16[64,8192] @ bf16[8192,256] -> f32").outputs[0])
-    schedule = next(s for s in CANDIDATE.schedules(problem, device()) if s["split_k"] == 8)
+    schedule = next(s for s in plan_for(CANDIDATE, problem, device()).schedules() if s["split_k"] == 8)
     assert_the_same_every_time(CANDIDATE, problem, schedule)
 
 
 def test_a_kernel_runs_on_the_current_stream_and_in_a_graph():
     problem = problem_of(parse("f16[256,512] @ f16[512,128] + bias -> f16").outputs[0])
-    assert_follows_its_stream(CANDIDATE, problem, next(s for s in CANDIDATE.schedules(problem, device()) if s["split_k"] > 1))
+    assert_follows_its_stream(
+        CANDIDATE, problem, next(s for s in plan_for(CANDIDATE, problem, device()).schedules() if s["split_k"] > 1)
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -77,13 +77,20 @@ class Wrong:
     devices = frozenset({"cpu"})
     preference = 1
 
-    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
-        return None
+    def plan(self, problem: AnyProblem, target: Target) -> WrongPlan:
+        return WrongPlan(problem)
 
-    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
+
+@dataclass(frozen=True)
+class WrongPlan:
+    problem: AnyProblem
+
+    def schedules(self) -> Iterable[Schedule]:
         return (Schedule(),)
 
-    def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
+        problem = self.problem
+
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
                 value = problem.node.op.evaluate(problem.node, sources)
@@ -93,7 +100,7 @@ class Wrong:
 
             return run
 
-        return Kernel(self.name, schedule, prepare)
+        return Kernel(Wrong.name, schedule, prepare)
 
 
 def install_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

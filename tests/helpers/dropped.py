@@ -9,31 +9,26 @@ from tilewright.schedule.candidate import Candidate, discover
 TEXT = """
 import ctypes, os, signal, sys, time
 import torch
-from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel
 from tilewright.schedule.schedule import Schedule
 
 class Fake:
-    name = {name!r}
-    kinds = frozenset({{"gemm"}})
-    devices = frozenset({{"cpu"}})
-    preference = {preference}
-
-    def refuse(self, problem, target):
-        return None
-
-    def schedules(self, problem, target):
+    def schedules(self):
         return [Schedule.of(point=i) for i in range({points})]
 
-    def build(self, problem, schedule, target):
+    def build(self, schedule):
         calls = []
 {build}
         def run(s):
             calls.append(1)
 {run}
             return [s[0] @ s[1]]
-        return Kernel(self.name, schedule, lambda weights: run)
+        return Kernel({name!r}, schedule, lambda weights: run)
 
-CANDIDATE = Fake()
+def plan(problem, target):
+    return Fake()
+
+CANDIDATE = Candidate({name!r}, GEMM, CPU, {preference}, plan)
 """
 
 _counter = iter(range(10_000))

@@ -22,6 +22,7 @@ from tilewright.ir.ops import Convert, Input, Map, Param
 from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.types import TensorType
 from tilewright.lowering.access import Unsupported, of_operand
+from tilewright.schedule.candidate import Refusal, planned
 from tilewright.schedule.problem import Problem, problem_of
 
 
@@ -33,14 +34,13 @@ def assembled(chip: str, triple: str, cpu: str, features: str, line: str) -> dic
     """The kernel of one product: its assembly, what it multiplies with, and its tile; or why there is none."""
     (node,) = parse(line).outputs
     problem = problem_of(node)
-    why = gemm.CANDIDATE.refuse(problem, target(chip))
-    if why is not None:
-        return {"refused": why}
-    schedule = next(iter(gemm.CANDIDATE.schedules(problem, target(chip))))
-    nest, _ = gemm.nest_of(problem, schedule, target(chip))
+    plan = planned(gemm.CANDIDATE, problem, target(chip))
+    if isinstance(plan, Refusal):
+        return {"refused": plan.why}
+    nest = plan.nest_of(next(iter(plan.schedules())))
     text = GemmWriter(nest).write().text(cpu, features)
     shown = engine.assembly(text, triple, cpu, features)
-    return {"assembly": shown, "instruction": nest.dot.instruction, "tile": nest.dot.tile, "nv": nest.blocks.nv}
+    return {"assembly": shown, "instruction": nest.dot.instruction, "tile": nest.dot.tile, "nv": nest.nv}
 
 
 def of_weights(chip: str, triple: str, cpu: str, features: str, line: str) -> dict[str, object]:
@@ -50,13 +50,12 @@ def of_weights(chip: str, triple: str, cpu: str, features: str, line: str) -> di
     assert isinstance(posed, Problem)
     constant = tuple(isinstance(s.op, Input) and s.op.label in ("b", "b_scale", "b_zero_point") for s in node.src)
     problem = Problem(posed.op, posed.types, constant)
-    plan = w4.planned(problem, target(chip))
-    if isinstance(plan, str):
-        return {"refused": plan}
-    schedule = next(iter(w4.CANDIDATE.schedules(problem, target(chip))))
-    nest = w4.nest_of(problem, plan, schedule, target(chip))
+    plan = planned(w4.CANDIDATE, problem, target(chip))
+    if isinstance(plan, Refusal):
+        return {"refused": plan.why}
+    nest = plan.nest_of(next(iter(plan.schedules())))
     shown = engine.assembly(w4.writer_of(nest).write().text(cpu, features), triple, cpu, features)
-    return {"assembly": shown, "instruction": nest.dot.instruction, "tile": 1, "nv": nest.blocks.nv}
+    return {"assembly": shown, "instruction": nest.dot.instruction, "tile": 1, "nv": nest.nv}
 
 
 def everything(lanes: int, triple: str, cpu: str, features: str) -> dict[str, object]:

@@ -6,12 +6,15 @@ The seventh is a kernel of its own: it walks strided sources with offsets of 32 
 import ctypes
 import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 
-from tilewright.candidates.llvm.gemm.candidate import CANDIDATE, _prepared, module_text, nest_of
+from tilewright.candidates.llvm.gemm.candidate import CANDIDATE, module_text
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.schedule.candidate import Kernel
+from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import Kernel, plan_for
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 
@@ -68,26 +71,26 @@ MISTAKES: dict[str, Callable[[str, int], str]] = {
 }
 
 
+@dataclass(frozen=True)
 class Broken:
     """The generated gemm, with K in several passes, so that partial sums go through each thread's own memory."""
 
-    kinds = frozenset({"gemm"})
-    devices = frozenset({"cpu"})
-    preference = 5
-    name = ""
+    name: str
+    problem: Problem
+    target: Target
 
-    def refuse(self, problem, target):
-        return None
+    @property
+    def sound(self):
+        return plan_for(CANDIDATE, self.problem, self.target)
 
-    def schedules(self, problem, target):
-        own = CANDIDATE.schedules(problem, target)
-        return [next(s for s in own if s["kc"] < problem.K and s["pack_lhs"] and not s["private"] and s["mc"] > s["mr"])]
+    def schedules(self):
+        own, deep = self.sound.schedules(), self.sound.problem.K
+        return [next(s for s in own if s["kc"] < deep and s["pack_lhs"] and not s["private"] and s["mc"] > s["mr"])]
 
-    def build(self, problem, schedule, target):
-        nest, plan = nest_of(problem, schedule, target)
-        text = MISTAKES[self.name](module_text(nest), problem.N)
-        call = engine.function(text)
-        return Kernel(self.name, schedule, lambda weights: _prepared(problem, plan, nest, call, weights))
+    def build(self, schedule):
+        nest = self.sound.nest_of(schedule)
+        text = MISTAKES[self.name](module_text(nest), self.sound.problem.N)
+        return replace(self.sound.kernel_of(nest, schedule, text), candidate=self.name)
 
 
 STRIDED = """
@@ -138,22 +141,20 @@ done:
 """
 
 
+@dataclass(frozen=True)
 class Strided:
     """One element after another, of sources in any strides; `offset` is the type that byte offsets are worked out in."""
 
-    kinds = frozenset({"gemm"})
-    devices = frozenset({"cpu"})
-    preference = 6
-    name = ""
-    offset = "i64"
+    name: str
+    problem: Problem
+    target: Target
+    offset: str = "i64"
 
-    def refuse(self, problem, target):
-        return None
-
-    def schedules(self, problem, target):
+    def schedules(self):
         return [Schedule()]
 
-    def build(self, problem, schedule, target):
+    def build(self, schedule):
+        problem = self.problem
         narrow = "bitcast" if self.offset == "i64" else "trunc"
         code = engine.loaded(STRIDED.replace("OFFSET", self.offset).replace("NARROW", narrow))
         call = ctypes.CFUNCTYPE(None, *[ctypes.c_void_p] * 3, *[ctypes.c_int64] * 7)(code.address("run"))

@@ -1,6 +1,8 @@
 """Generated plain Triton gemms in the interpreter, on random gemms and at every place where extents end: run by
 tests/candidates/triton/test_interpreted.py, which sets TRITON_INTERPRET=1."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -25,6 +27,7 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param, Reduce, gemm
 from tilewright.ir.types import TensorType
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
@@ -41,10 +44,9 @@ POINTS = [
 
 def run(problem: Problem, sources, point, target, weights=()):
     """The problem's results by one kernel, computed in poisoned memory."""
-    assert triton_gemm.CANDIDATE.refuse(problem, target) is None
-    plan = triton_gemm.plan_of(problem, target)
-    nest = triton_gemm.nest_of(problem, target, point)
-    outside = operands_outside(plan.outside, plan.rhs, {i: sources[i] for i in weights})
+    plan = plan_for(triton_gemm.CANDIDATE, problem, target)
+    nest = replace(plan.nest, point=point)
+    outside = operands_outside(plan.outside, nest.rhs, {i: sources[i] for i in weights})
     results = [torch.full(t.shape, 77).to(t.dtype.to_torch()) for t in problem.outputs]
     given = [in_memory(outside[i] if i in outside else sources[i]) for i in nest.sources]
     given += [in_memory(t) for t in results]
@@ -71,7 +73,7 @@ def assert_right(problem, sources, point, target, weights=()):
 @given(gemms(), st.sampled_from(POINTS), st.sampled_from(sorted(TARGETS)))
 def test_random_gemms_agree_with_the_oracle(node, point, chip):
     problem, target = problem_of(node), TARGETS[chip]
-    why = triton_gemm.CANDIDATE.refuse(problem, target)
+    why = refusal(triton_gemm.CANDIDATE, problem, target)
     if why is None:
         assert_right(problem, random_sources(problem), point, target)
     else:
@@ -139,15 +141,15 @@ def test_a_constant_that_lies_badly_is_laid_out_once():
     problem = Problem(node.op, types, (False, True, *(False for _ in types[2:])))
     assert problem.rhs.dtype is S8
     assert problem.acc.dtype is S32
-    plan = triton_gemm.plan_of(problem, TARGETS["nvidia_h100"])
+    plan = plan_for(triton_gemm.CANDIDATE, problem, TARGETS["nvidia_h100"])
     assert list(plan.outside) == [len(types) + 1]
-    assert 1 not in triton_gemm.nest_of(problem, TARGETS["nvidia_h100"]).sources
+    assert 1 not in plan.nest.sources
     sources = random_sources(problem)
     assert_right(problem, sources, POINTS[1], TARGETS["nvidia_h100"], weights=(1,))
-    first, again = (operands_outside(plan.outside, plan.rhs, {1: sources[1]}) for _ in range(2))
+    first, again = (operands_outside(plan.outside, plan.nest.rhs, {1: sources[1]}) for _ in range(2))
     assert first[len(types) + 1] is again[len(types) + 1]
     sources[1].neg_()
-    assert torch.equal(operands_outside(plan.outside, plan.rhs, {1: sources[1]})[len(types) + 1], -first[len(types) + 1])
+    assert torch.equal(operands_outside(plan.outside, plan.nest.rhs, {1: sources[1]})[len(types) + 1], -first[len(types) + 1])
 
 
 @pytest.mark.thin(4)

@@ -20,6 +20,7 @@ from tilewright.lowering.access import Unsupported
 from tilewright.lowering.decompose import decompose
 from tilewright.lowering.ranges import MOST, pieces_of
 from tilewright.lowering.reduction_nest import MOST_AGAIN, reduction_nests
+from tilewright.schedule.candidate import refusal
 from tilewright.schedule.sample import random_sources
 
 
@@ -224,12 +225,12 @@ def test_what_stays_in_one_piece_says_why():
     unequal = Node(Concat(1), input_("x", F32, (4, 8)), input_("y", F32, (4, 3)))
     exponentials = map_("exponential", unequal)
     weights = map_("divide", exponentials, reduce_("add", exponentials, (1,), True))
-    assert "concat has no vector form" in rows.CANDIDATE.refuse(problem_of(weights), CPU)
+    assert "concat has no vector form" in refusal(rows.CANDIDATE, problem_of(weights), CPU)
     many = Node(Concat(0), *(input_(f"x{i}", F32, (2, 3)) for i in range(MOST + 1)))
-    assert f"into more than {MOST} pieces" in rows.CANDIDATE.refuse(problem_of(map_("tanh", many)), CPU)
+    assert f"into more than {MOST} pieces" in refusal(rows.CANDIDATE, problem_of(map_("tanh", many)), CPU)
     y = map_("tanh", input_("x", F32, (4, 8)))
     twice = problem_of(map_("negate", y), map_("negate", slice_(y, 1, 2, 8)))
-    assert "work values out again" in rows.CANDIDATE.refuse(twice, CPU)
+    assert "work values out again" in refusal(rows.CANDIDATE, twice, CPU)
 
 
 @pytest.mark.parametrize("extents", [(6,), (0, 6), (6, 0, 0)])

@@ -90,11 +90,11 @@ def test_an_endless_candidate_is_left_out_with_a_sentence(monkeypatch):
     right = Fake("right", lambda s: [s[0] @ s[1]], preference=50)
 
     class Refuses(Fake):
-        def refuse(self, problem, target):
+        def plan(self, problem, target):
             return endless()
 
     class Lists(Fake):
-        def schedules(self, problem, target):
+        def schedules(self):
             for i in count():
                 endless()
                 yield i

@@ -61,20 +61,16 @@ def drop_floor_for_a_test(m):
     return m.node.src[0]
 '''
 CANDIDATE = """
+from tilewright.schedule.candidate import Refusal
+
 class Fake:
     name = "fake_for_a_test"
     kinds = frozenset({"gemm"})
     devices = frozenset({"cpu"})
     preference = 1
 
-    def refuse(self, problem, target):
-        return "it is a fake"
-
-    def schedules(self, problem, target):
-        return ()
-
-    def build(self, problem, schedule, target):
-        raise NotImplementedError
+    def plan(self, problem, target):
+        return Refusal("it is a fake")
 
 CANDIDATE = Fake()
 """

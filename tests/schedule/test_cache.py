@@ -29,7 +29,7 @@ from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import tuning_database as recall
 from tilewright.schedule.cache import Cache, file_system
-from tilewright.schedule.candidate import concerns
+from tilewright.schedule.candidate import concerns, plan_for, refusal
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.record import Key, Loser
@@ -270,14 +270,14 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
 def test_a_hinted_point_comes_first_and_a_foreign_one_never(kept):
     problem = problem_of(gemm(input_("x", F32, (8, 32)), input_("w", F32, (32, 32))))
     target = cpu()
-    own = next(c for c in recall.discover() if concerns(c, problem, target) and c.refuse(problem, target) is None)
-    points = list(own.schedules(problem, target))
+    own = next(c for c in recall.discover() if concerns(c, problem, target) and refusal(c, problem, target) is None)
+    points = list(plan_for(own, problem, target).schedules())
 
     def first(knobs):
         key = msgspec.structs.replace(KEY, problem=digest_of(problem))
         hint = msgspec.structs.replace(record("0"), key=key, candidate=own.name, knobs=knobs)
         found = TuningDatabase(target, None, hints=[hint]).candidates(problem)
-        return list(next(c for c in found if c.name == own.name).schedules(problem, target))
+        return list(plan_for(next(c for c in found if c.name == own.name), problem, target).schedules())
 
     assert first(points[-1].knobs)[0] == points[-1] and {*first(points[-1].knobs)} == {*points}
     assert first((("mr", 12345),)) == points

@@ -10,14 +10,13 @@ import pytest
 
 from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.candidates.llvm.gemm.dots import choose
-from tilewright.candidates.llvm.gemm.space import Points, Product, legal, space
-from tilewright.candidates.llvm.gemm.work import _Counts, _makespan, ranked, work
+from tilewright.candidates.llvm.gemm.space import Points, Product, _Counts, _makespan, legal, ranked, space, work
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.hardware.detect import chips, detect
 from tilewright.hardware.target import Target
 from tilewright.ir.notation import parse
-from tilewright.schedule.candidate import concerns, discover
+from tilewright.schedule.candidate import concerns, discover, plan_for, refusal
 from tilewright.schedule.cost import Phase, Work, library_work, predict, predict_us
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
@@ -57,7 +56,7 @@ def test_every_chip_has_a_space_of_legal_points(name, dtype):
             assert len(points) and legal(points, p, target).all()
             best = next(ranked(p, target))
             assert legal(Points.of(best, p.dot), p, target).all()
-            assert 1 <= best.mr <= min(rows, p.dot.most_rows(best.nv)) and not (constant and best.packs_per_thread)
+            assert 1 <= best.mr <= min(rows, p.dot.most_rows(best.nr // p.dot.lanes)) and not (constant and best.private)
             assert np.isfinite(predict_us(work(p, points, target), target)).all()
 
 
@@ -65,19 +64,19 @@ def test_every_chip_has_a_space_of_legal_points(name, dtype):
 def test_a_core_that_loads_half_a_vector_at_a_time_gets_tall_tiles(columns, depth):
     """Zen: wide tiles of two rows read more of the right operand than they multiply; 6 x 16 is 5 to 25 % quicker."""
     best = next(ranked(product("x86_64_zen1", F32, 64, columns, depth), machine("x86_64_zen1")))
-    assert (best.mr, best.nv) in {(5, 2), (6, 2)} and not best.pack_lhs
+    assert (best.mr, best.nr) in {(5, 16), (6, 16)} and not best.pack_lhs
 
 
 def test_what_is_illegal_is_said_to_be():
     target = machine("x86_64_avx512_bf16")
     p = product("x86_64_avx512_bf16", F32, 100, 100, 1000, in_place=False)
-    best = next(ranked(p, target))
+    best = Points.of(next(ranked(p, target)), p.dot)
     for wrong in (
         {"mr": 0}, {"mr": 15, "nv": 2}, {"nv": 9}, {"mc_tiles": 0}, {"mc_tiles": 101}, {"nc_panels": 0},
         {"nc_panels": 99}, {"kc": 100}, {"kc": 16},
-        {"pack_lhs": False}, {"packs_per_thread": True},
+        {"pack_lhs": False}, {"private": True},
     ):  # fmt: skip
-        assert not legal(Points.of(replace(best, **wrong), p.dot), p, target).any(), wrong
+        assert not legal(replace(best, **{k: np.array([v]) for k, v in wrong.items()}), p, target).any(), wrong
 
 
 LINES = (
@@ -92,14 +91,14 @@ LINES = (
 def test_points_drawn_from_the_space_are_right_kernels(line):
     """Legal means that a kernel is generated, and that it is right: corners of the space too."""
     posed, target = problem(line), detect("cpu")
-    if gemm.CANDIDATE.refuse(posed, target) is not None:
+    if refusal(gemm.CANDIDATE, posed, target) is not None:
         pytest.skip("no kernels are generated here")
-    schedules = list(gemm.CANDIDATE.schedules(posed, target))
+    schedules = list(plan_for(gemm.CANDIDATE, posed, target).schedules())
     assert len(set(schedules)) == len(schedules) > 20
     sources = random_sources(posed)
     expected = expect(posed, sources)
     for schedule in random.Random(line).sample(schedules, 6):
-        runner = gemm.CANDIDATE.build(posed, schedule, target).prepare({})
+        runner = plan_for(gemm.CANDIDATE, posed, target).build(schedule).prepare({})
         assert examine(posed, expected, runner, sources) is None, str(schedule)
 
 
@@ -118,10 +117,9 @@ def test_thousands_are_ranked_at_once():
 
 def simulated(blocks, p, cores):
     """The share of all tiles that the busiest thread gets, each taking the next task as soon as it is free."""
-    nr = blocks.nv * p.dot.lanes
-    panels, height = -(-p.columns // nr), blocks.mr * blocks.mc_tiles
-    across = [min(blocks.nc_panels, panels - i) for i in range(0, panels, blocks.nc_panels)]
-    down = [min(height, p.rows - i) for i in range(0, p.rows, height)]
+    panels, together = -(-p.columns // blocks.nr), blocks.nc // blocks.nr
+    across = [min(together, panels - i) for i in range(0, panels, together)]
+    down = [min(blocks.mc, p.rows - i) for i in range(0, p.rows, blocks.mc)]
     tasks = [a * d for a in across for d in down] * p.batch
     ends = [0] * cores
     for each in tasks:
@@ -182,8 +180,8 @@ def test_every_candidate_is_asked_what_it_expects():
     target, posed = detect("cpu"), problem("f32[64,512] @ f32[512,512] + bias -> f32")
     found = {}
     for c in discover():
-        if concerns(c, posed, target) and c.refuse(posed, target) is None:
-            found[c.name] = predict(c, posed, next(iter(c.schedules(posed, target))), target)
+        if concerns(c, posed, target) and refusal(c, posed, target) is None:
+            found[c.name] = predict(c, posed, next(iter(plan_for(c, posed, target).schedules())), target)
     assert found["reference"] is None and found["aten"] > 0
     assert found.get("llvm", 1.0) > 0
     ops = posed.ops

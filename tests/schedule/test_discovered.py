@@ -21,7 +21,7 @@ from tilewright.ir.build import convert, input_, map_, slice_
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover, plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import FusionProblem, Problem, problem_of
 from tilewright.schedule.sample import random_sources
@@ -45,9 +45,9 @@ def posed(text, weights=()):
 
 def kernels(problem, target=CPU):
     for candidate in FOUND.values():
-        if concerns(candidate, problem, target) and candidate.refuse(problem, target) is None:
-            for schedule in itertools.islice(candidate.schedules(problem, target), 2):
-                yield candidate, candidate.build(problem, schedule, target)
+        if concerns(candidate, problem, target) and refusal(candidate, problem, target) is None:
+            for schedule in itertools.islice(plan_for(candidate, problem, target).schedules(), 2):
+                yield candidate, plan_for(candidate, problem, target).build(schedule)
 
 
 def laid_out(t, kind):
@@ -174,16 +174,16 @@ def test_prepacked_weights_of_onednn(dtype, form, rows):
     text = f"{dtype}{form.format(rows, d=dtype)} + bias:f32, gelu + residual:f32{' -> bf16' if dtype == 'bf16' else ''}"
     problem = posed(text, weights={1, 2})
     if dtype == "bf16":
-        assert FOUND["onednn"].refuse(problem, CPU) == (
+        assert refusal(FOUND["onednn"], problem, CPU) == (
             "oneDNN's prepacked bf16 linear rounds to bf16, and a store reads the f32 accumulator"
         )
         text = f"bf16{form.format(rows, d=dtype)}, bf16 + bias:f32, gelu + residual:f32 -> bf16"
         problem = posed(text, weights={1, 2})
-    why = FOUND["onednn"].refuse(problem, CPU)
+    why = refusal(FOUND["onednn"], problem, CPU)
     if why is not None:
         assert dtype == "bf16" and not BF16_IN_ONEDNN and "AVX-512" in why
         return
-    schedules = FOUND["onednn"].schedules(problem, CPU)
+    schedules = plan_for(FOUND["onednn"], problem, CPU).schedules()
     assert [str(s) for s in schedules] == [*(["prepacked=true post=bias+gelu"] if dtype == "f32" else []), "prepacked=true"]
     generator = torch.Generator().manual_seed(0)
     sources = [torch.randn(t.shape, generator=generator).to(t.dtype.to_torch()) for t in problem.types]
@@ -194,7 +194,7 @@ def test_prepacked_weights_of_onednn(dtype, form, rows):
     wanted = torch.nn.functional.gelu(product + bias) + residual
     tolerance = {"rtol": 1e-5, "atol": 1e-4} if dtype == "f32" else {"rtol": 2e-2, "atol": 6e-2}
     for schedule in schedules:
-        kernel = FOUND["onednn"].build(problem, schedule, CPU)
+        kernel = plan_for(FOUND["onednn"], problem, CPU).build(schedule)
         assert kernel.packed_bytes == 40 * 24 * (4 if dtype == "f32" else 2)
         runner = kernel.prepare({1: sources[1], 2: sources[2]})
         for layout in LAYOUTS:
@@ -253,13 +253,13 @@ def test_prepacked_weights_of_onednn(dtype, form, rows):
     ],
 )
 def test_refusals_are_sentences(text, name, target, why):
-    assert FOUND[name].refuse(posed(text), target) == why
+    assert refusal(FOUND[name], posed(text), target) == why
 
 
 def test_refusals_of_empty_and_old():
-    assert FOUND["onednn"].refuse(posed("f32[0,4] @ f32[4,5]", weights={1}), CPU) == "an extent is zero"
+    assert refusal(FOUND["onednn"], posed("f32[0,4] @ f32[4,5]", weights={1}), CPU) == "an extent is zero"
     old = Target("an old GPU", GPU.chip, "cuda", 80, features=frozenset({"cuda", "sm_80"}))
-    assert FOUND["scaled_mm"].refuse(posed("f8e4m3fn[16,16] @ f8e4m3fn[16,16]"), old) == "an old GPU has no 8-bit float unit"
+    assert refusal(FOUND["scaled_mm"], posed("f8e4m3fn[16,16] @ f8e4m3fn[16,16]"), old) == "an old GPU has no 8-bit float unit"
 
 
 def test_the_reference_refuses_nothing():
@@ -270,8 +270,10 @@ def test_the_reference_refuses_nothing():
         "f64[1,2] @ f16[2,1] -> s8",
     ):
         problem = posed(text)
-        assert FOUND["reference"].refuse(problem, CPU) is None
-        kernel = FOUND["reference"].build(problem, next(iter(FOUND["reference"].schedules(problem, CPU))), CPU)
+        assert refusal(FOUND["reference"], problem, CPU) is None
+        kernel = plan_for(FOUND["reference"], problem, CPU).build(
+            next(iter(plan_for(FOUND["reference"], problem, CPU).schedules()))
+        )
         sources = [torch.zeros(t.shape).to(t.dtype.to_torch()) for t in problem.types]
         assert tuple(kernel.prepare({})(sources)[0].shape) == problem.outputs[0].shape
 
@@ -316,7 +318,7 @@ def test_a_product_and_what_follows_it_apart(text):
     assert product.problem.ops == problem.ops and product.problem.outputs == (problem.acc,)
     assert isinstance(rest.problem, FusionProblem) and rest.problem.outputs == problem.outputs
     sources = random_sources(problem)
-    kernel = FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU)
+    kernel = plan_for(FOUND["split"], problem, CPU).build(Schedule.of(apart="epilogue"))
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     assert check(problem, expect(problem, sources, 0.0), kernel.prepare(weights)(sources)) is None
 
@@ -327,9 +329,9 @@ def test_what_lies_between_has_the_type_that_all_stores_read(kind):
     problem = gated(kind, (5,), 64, 16)
     product, rest = by_epilogue(problem)
     assert product.problem.outputs == (replace(problem.acc, dtype=kind),) and rest.problem.outputs == problem.outputs
-    assert FOUND["aten"].refuse(product.problem, CPU) is None
+    assert refusal(FOUND["aten"], product.problem, CPU) is None
     sources = random_sources(problem)
-    kernel = FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU)
+    kernel = plan_for(FOUND["split"], problem, CPU).build(Schedule.of(apart="epilogue"))
     run = kernel.prepare({i: t for i, t in enumerate(sources) if problem.weights[i]})
     assert check(problem, expect(problem, sources, 0.0), run(sources)) is None
     (store,) = problem.op.stores
@@ -346,7 +348,7 @@ def test_sums_of_few_bits_in_a_piece_are_those_of_the_whole(monkeypatch):
         return replace(found, kernel=replace(found.kernel, roundoff=2.0**-13 if asked.kind == "gemm" else 0.0))
 
     monkeypatch.setattr(split, "search", searched)
-    assert FOUND["split"].build(problem, Schedule.of(apart="epilogue"), CPU).roundoff == 2.0**-13
+    assert plan_for(FOUND["split"], problem, CPU).build(Schedule.of(apart="epilogue")).roundoff == 2.0**-13
 
 
 def test_products_that_share_a_store_or_skip_the_accumulator():
@@ -361,8 +363,8 @@ def test_products_that_share_a_store_or_skip_the_accumulator():
 
 
 def test_four_bit_codes_take_the_byte_kernels():
-    assert FOUND["int_mm"].refuse(posed("s4[5,64] @ s8[64,7]"), VNNI) is None
-    assert FOUND["int_mm"].refuse(posed("u4[5,64] @ s8[64,7]"), VNNI) is not None
+    assert refusal(FOUND["int_mm"], posed("s4[5,64] @ s8[64,7]"), VNNI) is None
+    assert refusal(FOUND["int_mm"], posed("u4[5,64] @ s8[64,7]"), VNNI) is not None
     assert set(INTEGERS) >= {"s4", "u4"}
 
 

@@ -13,6 +13,7 @@ from tilewright.candidates.llvm.w4 import candidate as w4
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule import packed
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.packed import WORDS, all_packed_once, packed_once, sums
 from tilewright.schedule.problem import Problem, problem_of
@@ -60,7 +61,7 @@ def test_rows_of_any_number_share_a_packing(text, monkeypatch):
         sources = random_sources(problem)
         weight = sources[1] if weight is None else weight
         sources[1] = weight.clone()
-        kernel = llvm.CANDIDATE.build(problem, next(iter(llvm.CANDIDATE.schedules(problem, CPU))), CPU)
+        kernel = plan_for(llvm.CANDIDATE, problem, CPU).build(next(iter(plan_for(llvm.CANDIDATE, problem, CPU).schedules())))
         runners.append(kernel.prepare({1: sources[1]}))
         assert check(problem, expect(problem, sources, 0.0), runners[-1](sources)) is None
     assert len(packs) == 3 and len({t.data_ptr() for t in packs}) == 1
@@ -76,8 +77,8 @@ def test_four_bit_weights_are_packed_once_for_any_number_of_rows(monkeypatch):
         problem = Problem(posed.op, posed.types, (False, *[True] * (len(posed.types) - 1)))
         sources = random_sources(problem) if not held else [random_sources(problem)[0], *held[0][1:]]
         weights = {i: t for i, t in enumerate(sources) if i}
-        schedule = next(iter(w4.CANDIDATE.schedules(problem, CPU)))
-        run = w4.CANDIDATE.build(problem, schedule, CPU).prepare(weights)
+        schedule = next(iter(plan_for(w4.CANDIDATE, problem, CPU).schedules()))
+        run = plan_for(w4.CANDIDATE, problem, CPU).build(schedule).prepare(weights)
         held.append([*sources])
         assert check(problem, expect(problem, sources), run(sources)) is None
     assert packs[0] is packs[1]

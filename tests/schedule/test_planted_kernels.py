@@ -30,13 +30,16 @@ WHY = {
 def planted(tmp_path_factory):
     """Each as a module of its own in a folder, where the worker finds them too."""
     folder = tmp_path_factory.mktemp("planted")
-    for name in MISTAKES:
-        (folder / f"{name}.py").write_text(
-            f"from planted_kernels import Broken\nclass Planted(Broken):\n    name = {name!r}\nCANDIDATE = Planted()\n"
-        )
+    plans = {name: (5, f"Broken({name!r}, problem, target)") for name in MISTAKES}
     for name, offset in (("offsets_of_32_bits", "i32"), ("offsets_of_64_bits", "i64")):
-        text = f"class Planted(Strided):\n    name, offset = {name!r}, {offset!r}\nCANDIDATE = Planted()\n"
-        (folder / f"{name}.py").write_text(f"from planted_kernels import Strided\n{text}")
+        plans[name] = 6, f"Strided({name!r}, problem, target, {offset!r})"
+    for name, (preference, plan) in plans.items():
+        (folder / f"{name}.py").write_text(
+            "from planted_kernels import Broken, Strided\n"
+            "from tilewright.schedule.candidate import CPU, GEMM, Candidate\n"
+            f"def plan(problem, target):\n    return {plan}\n"
+            f"CANDIDATE = Candidate({name!r}, GEMM, CPU, {preference}, plan)\n"
+        )
     found = {c.name: c for c in discover([folder])}
     return [found[name] for name in (*WHY, "sound", "offsets_of_64_bits")]
 
@@ -103,10 +106,11 @@ def refusals(decision):
 def test_a_mistake_is_one_small_change():
     """The texts differ where they should: a pattern that no longer fits the generator fails here, not silently."""
     problem = problem_of(parse("f32[512,1100] @ f32[1100,145]").outputs[0])
-    from tilewright.candidates.llvm.gemm.candidate import module_text, nest_of
+    from tilewright.candidates.llvm.gemm.candidate import module_text
 
-    (schedule,) = Broken().schedules(problem, CPU)
-    text = module_text(nest_of(problem, schedule, CPU)[0])
+    plan = Broken("sound", problem, CPU)
+    (schedule,) = plan.schedules()
+    text = module_text(plan.sound.nest_of(schedule))
     for name, mistake in MISTAKES.items():
         lines, before = mistake(text, problem.N).splitlines(), text.splitlines()
         assert (len({*lines} ^ {*before}) == 0) == (name == "sound"), name

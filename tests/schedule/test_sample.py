@@ -1,11 +1,13 @@
 """Random data of regions: indices are in range however they are made of the sources, and where they cannot be it is said."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import tilewright
 import tilewright.schedule.search as search_module
-from tilewright.candidates.reference import Reference
+from tilewright.candidates.reference import CANDIDATE as REFERENCE
 from tilewright.dtype import F32, S64
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, map_
@@ -18,17 +20,14 @@ from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
 
-
-class Second(Reference):
-    """Stands for a library beside the reference: with two of them a region is checked."""
-
-    name, preference = "second", 30
+# Stands for a library beside the reference: with two of them a region is checked.
+SECOND = replace(REFERENCE, name="second", preference=30)
 
 
 @pytest.fixture
 def two_candidates(monkeypatch):
     real = search_module.discover
-    monkeypatch.setattr(search_module, "discover", lambda *a: [*real(*a), Second()])
+    monkeypatch.setattr(search_module, "discover", lambda *a: [*real(*a), SECOND])
 
 
 TABLE = torch.randn(9, 4)
@@ -82,9 +81,7 @@ def test_weights_beside_an_index_are_what_they_are():
 def test_where_the_oracle_fails_torch_runs_it_and_reports_say_so(budget_s):
     problem = picking(5, far=77)
     lost = []
-    decision = search(
-        problem, detect("cpu"), budget_s=budget_s, candidates=[Second(), Reference()], lost=lambda *a: lost.append(a)
-    )
+    decision = search(problem, detect("cpu"), budget_s=budget_s, candidates=[SECOND, REFERENCE], lost=lambda *a: lost.append(a))
     assert decision.kernel.candidate == "reference" and not lost
     assert any(r.candidate == "second" and r.why.startswith(f"{UNCHECKED}: index out of range") for r in decision.rejected)
 

@@ -15,7 +15,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import bench
 from tilewright.schedule import search as search_module
-from tilewright.schedule.candidate import LAST_RESORT, Kernel, concerns, discover
+from tilewright.schedule.candidate import LAST_RESORT, Kernel, Refusal, Unsupported, concerns, discover, plan_for, planned
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
@@ -38,17 +38,17 @@ class Fake:
         self._run, self._refuse, self._schedules, self._build, self._prepare = run, refuse, schedules, build, prepare
         self.calls = self.builds = 0
 
-    def refuse(self, problem, target):
+    def plan(self, problem, target):
         if isinstance(self._refuse, Exception):
             raise self._refuse
-        return self._refuse
+        return self if self._refuse is None else Refusal(self._refuse)
 
-    def schedules(self, problem, target):
+    def schedules(self):
         if isinstance(self._schedules, Exception):
             raise self._schedules
         return self._schedules
 
-    def build(self, problem, schedule, target):
+    def build(self, schedule):
         self.builds += 1
         if isinstance(self._build, BaseException):
             raise self._build
@@ -258,11 +258,11 @@ class Picky(Fake):
         super().__init__(name, schedules=[Schedule.of(point=i) for i in range(count)])
         self._buildable = buildable
 
-    def build(self, problem, schedule, target):
+    def build(self, schedule):
         if schedule["point"] not in self._buildable:
             self.builds += 1
             raise RuntimeError("no room in the registers")
-        return super().build(problem, schedule, target)
+        return super().build(schedule)
 
 
 def test_points_that_cannot_be_built_are_made_up_for_by_later_ones(monkeypatch):
@@ -350,7 +350,7 @@ def test_given_weights_are_what_it_measures_with(times):
     node = gemm(input_("a", F32, (8, 16)), const(weight))
 
     class Watching(Fake):
-        def build(self, problem, schedule, target):
+        def build(self, schedule):
             def prepare(weights):
                 seen.append(dict(weights))
                 return lambda s: [s[0] @ s[1]]
@@ -409,3 +409,30 @@ def test_compile_refuses_what_it_cannot_place():
         compile(graph, device="tpu")
     with pytest.raises(InputError, match="nothing here reads type int"):
         compile(3)
+
+
+def test_a_plan_is_made_once_for_a_search_and_all_that_follows(monkeypatch):
+    Pace(monkeypatch, lambda who: 10.0)
+    asked = []
+
+    class Counted(Fake):
+        def plan(self, problem, target):
+            asked.append((problem, target))
+            return super().plan(problem, target)
+
+    fake = Counted("counted", schedules=[Schedule.of(point=i) for i in range(9)])
+    d = search(PROBLEM, CPU, budget_s=1e-9, candidates=[fake, REFERENCE], depth=4)
+    assert d.kernel.candidate == "counted" and fake.builds >= 4
+    search(PROBLEM, CPU, budget_s=0, candidates=[fake])
+    plan_for(fake, PROBLEM, CPU)
+    assert asked == [(PROBLEM, CPU)]
+
+
+def test_what_is_raised_while_a_plan_is_made_is_a_refusal():
+    class Raises(Fake):
+        def plan(self, problem, target):
+            raise Unsupported("it has no such thing")
+
+    assert planned(Raises("raises"), PROBLEM, CPU) == Refusal("it has no such thing")
+    with pytest.raises(UnsupportedError, match=r"raises: it has no such thing"):
+        plan_for(Raises("raises"), PROBLEM, CPU)

@@ -28,7 +28,7 @@ from tilewright.schedule import fork_server as fork_server_module
 from tilewright.schedule import search as search_module
 from tilewright.schedule import worker as worker_module
 from tilewright.schedule.buckets import PackingVariants
-from tilewright.schedule.candidate import discover
+from tilewright.schedule.candidate import discover, plan_for
 from tilewright.schedule.fork_server import SWITCH, fork_server
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.search import search
@@ -90,7 +90,7 @@ def test_kernels_are_built_and_run_elsewhere_and_the_winner_here(drop, tmp_path)
 def test_a_part_of_a_candidate_is_found_there_too(drop, tmp_path):
     seen = tmp_path / "pids"
     real = drop(f"open({str(seen)!r}, 'a').write(f'{{os.getpid()}}\\n')")
-    d = search(problem(51), CPU, budget_s=0.02, candidates=[PackingVariants(real)])
+    d = search(problem(51), CPU, budget_s=0.02, candidates=[PackingVariants.of(real)])
     assert d.measured and d.kernel.candidate == real.name
     assert seen.read_text() and str(os.getpid()) not in seen.read_text().split()
 
@@ -439,7 +439,7 @@ def test_workers_may_use_the_tiles_that_this_process_may(worker):
     fork_server_module.fork_server()
     line = problem_of(parse("s8[64,64] @ s8[64,64] -> s32").outputs[0])
     (generated,) = [c for c in discover() if c.name == "llvm"]
-    schedule = next(iter(generated.schedules(line, CPU)))
+    schedule = next(iter(plan_for(generated, line, CPU).schedules()))
     assert dict(schedule.knobs)["instruction"] == "tdpbssd"
     hosted = worker_module.hosted(line, CPU, {}, [generated], cold=False)
     assert hosted is not None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -11,24 +12,21 @@ from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import CPU, GPU, LAST_RESORT, Kernel, Runner
-from tilewright.schedule.problem import AnyProblem, FusionProblem, ProblemKind
+from tilewright.schedule.candidate import ATTENTION, CPU, FUSION, GEMM, GPU, LAST_RESORT, Candidate, Kernel, Runner
+from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.schedule import Schedule
 
 
-class Reference:
-    name = "reference"
-    kinds = frozenset[ProblemKind]({"gemm", "attention", "fusion"})
-    devices = CPU | GPU
-    preference = LAST_RESORT
+@dataclass(frozen=True)
+class Plan:
+    problem: AnyProblem
+    target: Target
 
-    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
-        return None
-
-    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
+    def schedules(self) -> tuple[Schedule]:
         return (Schedule(),)
 
-    def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
+        problem = self.problem
         several = len(problem.outputs) > 1 and not isinstance(problem, FusionProblem)  # results of one node
         roots = problem.roots if isinstance(problem, FusionProblem) else (problem.node,)
         evaluate = evaluator(roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
@@ -40,7 +38,7 @@ class Reference:
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             return run
 
-        return Kernel(self.name, schedule, prepare)
+        return Kernel(CANDIDATE.name, schedule, prepare)
 
 
-CANDIDATE = Reference()
+CANDIDATE = Candidate("reference", GEMM | ATTENTION | FUSION, CPU | GPU, LAST_RESORT, Plan)

@@ -4,7 +4,7 @@ those with a computed operand by prologue and product."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,9 +16,23 @@ from tilewright.ir.build import convert, slice_
 from tilewright.ir.expression import make_gemm
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import VIEWS, Acc, Concat, Convert, Dequantize, Gemm, Param, Slice, Transpose
-from tilewright.schedule.candidate import CPU, GPU, LIBRARIES, Candidate, Kernel, Runner, concerns, discover
+from tilewright.schedule.candidate import (
+    CPU,
+    GEMM,
+    GPU,
+    LIBRARIES,
+    Candidate,
+    Kernel,
+    Refusal,
+    Runner,
+    concerns,
+    discover,
+    plan_for,
+    planned,
+)
+from tilewright.schedule.candidate import Plan as AnyPlan
 from tilewright.schedule.cost import passes, predict, predict_us
-from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, ProblemKind, fusion_of, problem_of
+from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, fusion_of, problem_of
 from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
 
@@ -160,43 +174,38 @@ def _columns(root: Node, axis: int, start: int, stop: int) -> Node:
     return slice_(root, axis, start, stop)
 
 
-class Split:
-    """Pieces are chosen by searches of their own, with random weights, which a GPU reads from memory, as it does most models',
+@dataclass(frozen=True)
+class Plan:
+    """The ways in which a gemm can be split, by name.
+
+    Pieces are chosen by searches of their own, with random weights, which a GPU reads from memory, as it does most models',
     and a CPU where the last call left them. The whole is then verified and timed as any other candidate is. A kernel's schedule
     names its pieces, so that none of them is searched for twice.
     """
 
-    name = "split"
-    kinds = frozenset[ProblemKind]({"gemm"})
-    devices = CPU | GPU
-    preference = 50
+    problem: Problem
+    target: Target
+    ways: tuple[str, ...]
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
-        if not self._ways(problem):
-            if len(problem.op.stores) > 1:
-                return "a store reads more than one range of columns"
-            return "nothing stands between product and store, and no operand is computed, so there is nothing to take apart"
-        return None
+    def schedules(self) -> tuple[Schedule, ...]:
+        return tuple(Schedule.of(apart=way) for way in self.ways)
 
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        return tuple(Schedule.of(apart=way) for way in self._ways(problem))
-
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
         """A kernel for each piece: those that `schedule` names, if it is one of a kernel built before; else the fastest.
 
         Raises:
             UnsupportedError: a piece's candidate is gone, or refuses.
         """
+        problem, target = self.problem, self.target
         pieces = _pieces(problem, schedule)
-        others = [c for c in discover() if c.name != self.name]
-        if _BY in dict(schedule.knobs):
-            kernels = [_again(p, chosen, others, target) for p, chosen in zip(pieces, _chosen(schedule), strict=True)]
+        if _BY in dict(schedule.knobs):  # they are not verified by themselves: whoever asks verifies the whole
+            chosen = zip(pieces, _chosen(schedule), strict=True)
+            kernels = [_plan_of(p, name, target).build(point) for p, (name, point) in chosen]
         else:
             gpu = target.kind != "cpu"
-            chosen = partial(
-                search, budget_s=PART_BUDGET_S, candidates=others, within_s=PART_WITHIN_S if gpu else None, cold=gpu
-            )
-            kernels = [chosen(p.problem, target).kernel for p in pieces]
+            within_s = PART_WITHIN_S if gpu else None
+            fastest = partial(search, budget_s=PART_BUDGET_S, candidates=_others(), within_s=within_s, cold=gpu)
+            kernels = [fastest(p.problem, target).kernel for p in pieces]
         count = len(problem.outputs)
         unread = frozenset(
             i
@@ -219,7 +228,7 @@ class Split:
             return run
 
         return Kernel(
-            self.name,
+            CANDIDATE.name,
             _with_pieces(schedule["apart"], [(k.candidate, k.schedule) for k in kernels]),
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
@@ -229,50 +238,49 @@ class Split:
             parts=tuple((p.problem.kind, k.candidate) for k, p in zip(kernels, pieces, strict=True)),
         )
 
-    def leading(self, problem: Problem, target: Target) -> Schedule | None:
+    def leading(self) -> Schedule | None:
         """The operands by steps of their own, where that is expected to take less than computing them in every tile that reads
         them: unmeasured, each piece by the first kernel that takes it. None where it is not."""
-        if OPERANDS not in self._ways(problem):
+        if OPERANDS not in self.ways:
             return None
-        others = [c for c in discover() if c.name != self.name]
-        whole = _first(problem, others, target)
-        if whole is not None and target.kind == "cpu" and whole[0].preference < min(LIBRARIES):
+        whole = _first(self.problem, self.target)
+        if whole is not None and self.target.kind == "cpu" and whole[0].preference < min(LIBRARIES):
             return None  # packing computes each element once, as a step of its own would, and saves the pass
         apart_us, kernels = 0.0, list[tuple[str, Schedule]]()
-        for piece in by_operands(problem):
-            first = _first(piece.problem, others, target)
+        for piece in by_operands(self.problem):
+            first = _first(piece.problem, self.target)
             if first is None:
                 return None
-            apart_us += _expected_us(*first, piece.problem, target)
+            apart_us += _expected_us(*first, piece.problem, self.target)
             kernels.append((first[0].name, first[1]))
-        fused_us = math.inf if whole is None else _expected_us(*whole, problem, target)
+        fused_us = math.inf if whole is None else _expected_us(*whole, self.problem, self.target)
         return _with_pieces(OPERANDS, kernels) if apart_us < fused_us else None
 
-    def pieces(self, problem: Problem, target: Target) -> list[AnyProblem]:
+    def pieces(self) -> list[AnyProblem]:
         """The problems that searches are made for."""
-        ways = [Schedule.of(apart=way) for way in self._ways(problem)]
-        return list(dict.fromkeys(p.problem for way in ways for p in _pieces(problem, way)))
+        return list(dict.fromkeys(p.problem for s in self.schedules() for p in _pieces(self.problem, s)))
 
-    def offers(self, problem: Problem, schedule: Schedule, target: Target) -> bool:
-        if schedule["apart"] not in self._ways(problem) or _BY not in dict(schedule.knobs):
+    def offers(self, schedule: Schedule) -> bool:
+        if schedule["apart"] not in self.ways or _BY not in dict(schedule.knobs):
             return False
-        others = [c for c in discover() if c.name != self.name]
-        return all(
-            point in _candidate(p, name, others, target).schedules(p.problem, target)
-            for p, (name, point) in zip(_pieces(problem, schedule), _chosen(schedule), strict=True)
-        )
+        pieces = zip(_pieces(self.problem, schedule), _chosen(schedule), strict=True)
+        return all(point in _plan_of(p, name, self.target).schedules() for p, (name, point) in pieces)
 
-    def _ways(self, problem: Problem) -> list[str]:
-        """The names of the ways in which this gemm can be split."""
-        op = problem.op
-        ways: list[str] = []
-        if any(computed(root, problem.weights) is not None for root in (op.lhs, op.rhs)):
-            ways.append(OPERANDS)
-        if len(op.stores) > 1 and all(columns_read(s) is not None for s in op.stores):
-            ways.append("stores")
-        if any(not isinstance(n.op, (Acc, *VIEWS)) for s in op.stores for n in toposort((s,))):
-            ways.append("epilogue")
-        return ways
+
+def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    op = problem.op
+    ways: list[str] = []
+    if any(computed(root, problem.weights) is not None for root in (op.lhs, op.rhs)):
+        ways.append(OPERANDS)
+    if len(op.stores) > 1 and all(columns_read(s) is not None for s in op.stores):
+        ways.append("stores")
+    if any(not isinstance(n.op, (Acc, *VIEWS)) for s in op.stores for n in toposort((s,))):
+        ways.append("epilogue")
+    if ways:
+        return Plan(problem, target, tuple(ways))
+    if len(op.stores) > 1:
+        return Refusal("a store reads more than one range of columns")
+    return Refusal("nothing stands between product and store, and no operand is computed, so there is nothing to take apart")
 
 
 OPERANDS = "operands"
@@ -290,13 +298,17 @@ def _with_pieces(way: Knob, kernels: Sequence[tuple[str, Schedule]]) -> Schedule
     return Schedule((("apart", way), (_BY, ", ".join(name for name, _ in kernels)), *own))
 
 
-def _first(problem: AnyProblem, candidates: Sequence[Candidate], target: Target) -> tuple[Candidate, Schedule] | None:
+def _others() -> list[Candidate]:
+    return [c for c in discover() if c.name != CANDIDATE.name]
+
+
+def _first(problem: AnyProblem, target: Target) -> tuple[Candidate, Schedule] | None:
     """The candidate that comes first where nothing is measured, and its first point."""
-    for c in sorted(candidates, key=lambda c: c.preference):
-        if concerns(c, problem, target) and c.refuse(problem, target) is None:
-            point = next(iter(c.schedules(problem, target)), None)
-            if point is not None:
-                return c, point
+    for c in (c for c in _others() if concerns(c, problem, target)):  # they come by preference
+        plan = planned(c, problem, target)
+        point = None if isinstance(plan, Refusal) else next(iter(plan.schedules()), None)
+        if point is not None:
+            return c, point
     return None
 
 
@@ -318,18 +330,16 @@ def _chosen(schedule: Schedule) -> list[tuple[str, Schedule]]:
     return [(name, Schedule(tuple((k, v) for at, k, v in own if k and at == str(i)))) for i, name in enumerate(names)]
 
 
-def _again(piece: Piece, chosen: tuple[str, Schedule], candidates: Sequence[Candidate], target: Target) -> Kernel:
-    """The kernel of a piece that was chosen before. It is not verified by itself: whoever asks verifies the whole."""
-    name, schedule = chosen
-    return _candidate(piece, name, candidates, target).build(piece.problem, schedule, target)
+def _plan_of(piece: Piece, name: str, target: Target) -> AnyPlan:
+    """The plan of a piece's candidate.
+
+    Raises:
+        UnsupportedError: there is no such candidate, or it refuses.
+    """
+    found = next((c for c in _others() if c.name == name and concerns(c, piece.problem, target)), None)
+    if found is None:
+        raise UnsupportedError(f"{name}: there is no such candidate", where=str(piece.problem))
+    return plan_for(found, piece.problem, target)
 
 
-def _candidate(piece: Piece, name: str, candidates: Sequence[Candidate], target: Target) -> Candidate:
-    found = next((c for c in candidates if c.name == name and concerns(c, piece.problem, target)), None)
-    why = "there is no such candidate" if found is None else found.refuse(piece.problem, target)
-    if found is None or why is not None:
-        raise UnsupportedError(f"{name}: {why}", where=str(piece.problem))
-    return found
-
-
-CANDIDATE = Split()
+CANDIDATE = Candidate("split", GEMM, CPU | GPU, 50, plan)

@@ -8,10 +8,8 @@ are then nothing but address arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, wraps
-from typing import ParamSpec, TypeVar, cast
 
 from tilewright.dtype import F32, DType
 from tilewright.ir.axes import Axis, Layout, axes_of, layout_of, propagate_to_source, reshaped
@@ -34,27 +32,7 @@ from tilewright.ir.ops import (
     Transpose,
 )
 from tilewright.ir.types import Shape
-
-P = ParamSpec("P")
-T = TypeVar("T")
-PLANS = 4096  # that are kept of each kind
-
-
-class Unsupported(Exception):  # noqa: N818
-    """The sentence why an expression has no kernel."""
-
-
-def or_why(plan: Callable[P, T]) -> Callable[P, T | str]:
-    """`plan`, which gives the sentence of `Unsupported` where it raised it, and remembers what it gave."""
-
-    @wraps(plan)
-    def planned(*args: P.args, **kwargs: P.kwargs) -> T | str:
-        try:
-            return plan(*args, **kwargs)
-        except Unsupported as why:
-            return str(why)
-
-    return cast("Callable[P, T | str]", lru_cache(PLANS)(planned))
+from tilewright.schedule.candidate import Unsupported
 
 
 def too_wide(n: Node) -> DType | None:

@@ -25,7 +25,7 @@ from tilewright.ir.ops import (
     Select,
     Softmax,
 )
-from tilewright.lowering.access import Unsupported
+from tilewright.schedule.candidate import Unsupported
 
 POWERS = (0.5, 1.0, 2.0, 3.0, 4.0)
 

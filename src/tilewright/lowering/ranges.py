@@ -33,7 +33,8 @@ from tilewright.ir.ops import (
     Transpose,
 )
 from tilewright.ir.types import Shape
-from tilewright.lowering.access import ELEMENTWISE, Unsupported
+from tilewright.lowering.access import ELEMENTWISE
+from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Destination
 
 MOST = 16  # pieces of all results, each of which is code of its own

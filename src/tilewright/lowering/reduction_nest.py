@@ -40,9 +40,10 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
-from tilewright.lowering.access import ELEMENTWISE, Access, AccessMap, Unsupported, View, below_view
+from tilewright.lowering.access import ELEMENTWISE, Access, AccessMap, View, below_view
 from tilewright.lowering.decompose import decompose, param_per_access
 from tilewright.lowering.ranges import Piece, pieces_of
+from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Destination
 
 COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import MetaCandidate, Precompiled, concerns, discover
+from tilewright.schedule.candidate import MetaPlan, Plan, Precompiled, Refusal, concerns, discover, planned
 from tilewright.schedule.fork_server import UnavailableError, end_group, fork_server
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.search import DEPTH
@@ -27,15 +27,23 @@ LIMIT_S = 60.0  # for one kernel
 
 def jobs_for(problems: Sequence[AnyProblem], target: Target) -> list[tuple[AnyProblem, str, int]]:
     """Problem, candidate and which of its points, first points first; of pieces to which problems are taken apart no others."""
-    found = [(p, name, at) for at in range(POINTS) for p in problems for name in _able(p, target)]
-    composed = [c for c in discover() if isinstance(c, MetaCandidate)]
-    pieces = [p for whole in problems for c in composed if concerns(c, whole, target) for p in c.pieces(whole, target)]
-    return sorted(found + [(p, name, 0) for p in dict.fromkeys(pieces) for name in _able(p, target)], key=lambda job: job[2])
+    plans = {p: _plans(p, target) for p in problems}
+    pieces = [p for found in plans.values() for plan in found.values() if isinstance(plan, MetaPlan) for p in plan.pieces()]
+    wanted = [(p, found, POINTS) for p, found in plans.items()]
+    wanted += [(p, _plans(p, target), 1) for p in dict.fromkeys(pieces)]
+    able = [(p, [n for n, plan in found.items() if isinstance(plan, Precompiled)], points) for p, found, points in wanted]
+    return [(p, name, at) for at in range(POINTS) for p, names, points in able if at < points for name in names]
 
 
-def _able(problem: AnyProblem, target: Target) -> list[str]:
-    """Names of candidates that can compile for a problem."""
-    return [c.name for c in discover() if isinstance(c, Precompiled) and concerns(c, problem, target)]
+def _plans(problem: AnyProblem, target: Target) -> dict[str, Plan]:
+    """The plans for a problem, by candidate."""
+    found: dict[str, Plan] = {}
+    for c in discover():
+        with contextlib.suppress(Exception):  # the search says what it is
+            plan = planned(c, problem, target) if concerns(c, problem, target) else Refusal("")
+            if not isinstance(plan, Refusal):
+                found[c.name] = plan
+    return found
 
 
 def compile_ahead(problems: Sequence[AnyProblem], target: Target, *, within_s: float | None = None) -> int:

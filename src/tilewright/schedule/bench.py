@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, plan_for
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import Cold, Pace, examine, time_interleaved
@@ -108,7 +108,7 @@ class Bench:
 
     def build(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         try:
-            kernel = candidate.build(self._problem, schedule, self._target)
+            kernel = plan_for(candidate, self._problem, self._target).build(schedule)
         except Exception as error:
             return Attempt(schedule, failure(UNBUILT, error))
         self._kernels[key] = candidate, kernel
@@ -184,7 +184,7 @@ class Bench:
 
     def again(self, key: int, candidate: Candidate, schedule: Schedule) -> None:
         """Build once more what passed before, unexamined."""
-        kernel = candidate.build(self._problem, schedule, self._target)
+        kernel = plan_for(candidate, self._problem, self._target).build(schedule)
         self._kernels[key] = candidate, kernel
         self._runners[key] = kernel.prepare(self._constants)
 

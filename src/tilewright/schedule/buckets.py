@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, PacksOnce, concerns, discover
+from tilewright.schedule.candidate import (
+    LAST_RESORT,
+    Candidate,
+    Kernel,
+    Refusal,
+    concerns,
+    discover,
+    narrowed,
+    plan_for,
+    planned,
+)
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Knob, Schedule
@@ -27,11 +36,13 @@ WORTH = 1.05  # times faster that a second packing must make some number of rows
 LOOKED_AT = 64  # points of a candidate's space, the best first, among which its families are found
 FAMILIES = 3  # of one candidate that are measured
 
+Order = tuple[tuple[str, Knob], ...]
 PosedAt = Callable[[int], tuple[Problem, Mapping[int, torch.Tensor]]]
 Progress = Callable[[int, int, str], None]
 
 
-class PackingVariants:
+@dataclass(frozen=True)
+class PackingVariants(Candidate):
     """A candidate held to one packing: itself a candidate.
 
     Attributes:
@@ -39,25 +50,19 @@ class PackingVariants:
         order: the knobs that are held, with their values; none for a candidate that has no such knobs.
     """
 
-    def __init__(self, candidate: Candidate, order: tuple[tuple[str, Knob], ...] = ()) -> None:
-        self.candidate, self.order = candidate, order
-        self.name = " ".join((candidate.name, *(f"{k}={v}" for k, v in order if k != "instruction")))
-        self.kinds, self.devices = candidate.kinds, candidate.devices
-        self.preference = candidate.preference
+    candidate: Candidate = field(kw_only=True)
+    order: Order = field(kw_only=True)
 
-    def refuse(self, problem: Any, target: Target) -> str | None:
-        return self.candidate.refuse(problem, target)
-
-    def schedules(self, problem: Any, target: Target) -> Iterable[Schedule]:
-        return (s for s in self.candidate.schedules(problem, target) if _order(self.candidate, s) == self.order)
-
-    def build(self, problem: Any, schedule: Schedule, target: Target) -> Kernel:
-        return self.candidate.build(problem, schedule, target)
+    @classmethod
+    def of(cls, candidate: Candidate, order: Order = ()) -> PackingVariants:
+        """The part of a candidate with one order."""
+        name = " ".join((candidate.name, *(f"{k}={v}" for k, v in order if k != "instruction")))
+        part = narrowed(candidate, lambda plan: (s for s in plan.schedules() if _order(candidate, s) == order))
+        return cls(name, part.kinds, part.devices, part.preference, part.plan, candidate=candidate, order=order)
 
 
-def _order(candidate: Candidate, schedule: Schedule) -> tuple[tuple[str, Knob], ...]:
-    known = candidate.packing_knobs if isinstance(candidate, PacksOnce) else ()
-    return tuple((k, v) for k, v in schedule.knobs if k in known)
+def _order(candidate: Candidate, schedule: Schedule) -> Order:
+    return tuple((k, v) for k, v in schedule.knobs if k in (candidate.packing_knobs or ()))
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def bucketed(
     served = {n: next(m for m in probes if n in times[m]) for t in times.values() for n in t}
     packed_bytes = {n: race.packed_bytes(m, families[n]) for n, m in served.items()}
     for name, size in packed_bytes.items():
-        if size and not isinstance(families[name].candidate, PacksOnce):
+        if size and families[name].candidate.packing_knobs is None:
             for race_times in times.values():
                 race_times.pop(name, None)
     kept = _kept(times, packed_bytes)
@@ -178,11 +183,12 @@ def _serves(candidate: Candidate) -> bool:
 def _families(candidates: Sequence[Candidate], problem: Problem, target: Target) -> list[PackingVariants]:
     found: list[PackingVariants] = []
     for candidate in candidates:
-        if not concerns(candidate, problem, target) or candidate.refuse(problem, target) is not None:
+        plan = planned(candidate, problem, target) if concerns(candidate, problem, target) else Refusal("")
+        if isinstance(plan, Refusal):
             continue
-        points = itertools.islice(candidate.schedules(problem, target), LOOKED_AT)
+        points = itertools.islice(plan.schedules(), LOOKED_AT)
         orders = list(dict.fromkeys(_order(candidate, s) for s in points))
-        found += [PackingVariants(candidate, order) for order in orders[:FAMILIES]]
+        found += [PackingVariants.of(candidate, order) for order in orders[:FAMILIES]]
     return found
 
 
@@ -233,9 +239,8 @@ class _Race:
 
     def packed_bytes(self, rows: int, family: PackingVariants) -> int:
         """The bytes of packed weight that a family takes, built for a number of rows that it serves."""
-        problem, _ = self._posed_at(rows)
-        schedule = next(iter(family.schedules(problem, self._target)))
-        return family.build(problem, schedule, self._target).packed_bytes
+        plan = plan_for(family, self._posed_at(rows)[0], self._target)
+        return plan.build(next(iter(plan.schedules()))).packed_bytes
 
     def bucket(self, first: int, last: int, family: PackingVariants) -> Bucket:
         at_first = self._search(first, [family])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -15,6 +15,7 @@ import torch
 
 from tilewright.deadline import OverrunError, considering
 from tilewright.discovery import modules
+from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import DeviceKind, Target
 from tilewright.schedule.problem import AnyProblem, ProblemKind
 from tilewright.schedule.schedule import Schedule
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from tilewright.schedule.cost import Work
 
 CPU, GPU = frozenset[DeviceKind]({"cpu"}), frozenset[DeviceKind]({"cuda"})
+GEMM, ATTENTION, FUSION = (frozenset[ProblemKind]({kind}) for kind in ("gemm", "attention", "fusion"))
 LAST_RESORT = 90
 LIBRARIES = range(10, 40)  # preferences of those that multiply with a unit of the operands' own type
+
+PLANS = 4096  # that are kept
 
 Runner = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
@@ -63,9 +67,34 @@ class Kernel:
     shared_bytes: int | None = None
 
 
+class Unsupported(Exception):  # noqa: N818
+    """The sentence why a problem has no kernel; raised wherever a plan is made, and made a `Refusal` in `planned`."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A candidate's answer where it cannot do a problem: `why`, a sentence, which `explain` prints."""
+
+    why: str
+
+
 @runtime_checkable
-class Candidate(Protocol):
-    """A way to do gemms, attentions or fusions. `refuse` comes first: the other two may assume it said None.
+class Plan(Protocol):
+    """What a candidate has found out about a problem on a target before any size is chosen. The kinds of plan below
+    can do more."""
+
+    def schedules(self) -> Iterable[Schedule]:
+        """The legal points of its space, best guess first."""
+        ...
+
+    def build(self, schedule: Schedule) -> Kernel:
+        """A kernel for one point."""
+        ...
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to do gemms, attentions or fusions.
 
     Attributes:
         name: unique.
@@ -73,84 +102,116 @@ class Candidate(Protocol):
         devices: kinds of device it is ever asked about: on others nobody hears of it.
         preference: order in which candidates are tried when nothing is measured, and which of two equally fast ones is kept:
             below 10 for kernels generated for the problem, 10 to 89 for libraries, `LAST_RESORT` for the reference.
+        plan: a problem's plan on a target, or why it cannot do it; ask by way of `planned`. It may raise `Unsupported`.
+        packing_knobs: of one whose packed weights serve any number of rows, names of knobs that a packing depends on: points
+            that agree in them, or have none, share one. None for others.
     """
 
     name: str
     kinds: frozenset[ProblemKind]
     devices: frozenset[DeviceKind]
     preference: int
-
-    def refuse(self, problem: Any, target: Target) -> str | None:
-        """A sentence why this candidate cannot do the problem there, or None. `explain` prints it."""
-        ...
-
-    def schedules(self, problem: Any, target: Target) -> Iterable[Schedule]:
-        """The legal points of its space, best guess first."""
-        ...
-
-    def build(self, problem: Any, schedule: Schedule, target: Target) -> Kernel:
-        """A kernel for one point."""
-        ...
+    plan: Callable[[Any, Target], Plan | Refusal]
+    packing_knobs: tuple[str, ...] | None = None
 
 
 @runtime_checkable
-class HasCostModel(Protocol):
-    """A candidate that can say what a schedule makes the machine do, so that it can be ranked without being built."""
+class HasCostModel(Plan, Protocol):
+    """A plan that can say what a schedule makes the machine do, so that it can be ranked without being built."""
 
-    def work(self, problem: Any, schedule: Schedule, target: Target) -> Work | None:
+    def work(self, schedule: Schedule) -> Work | None:
         """The work of one point, None if it cannot be told."""
         ...
 
 
 @runtime_checkable
-class MetaCandidate(Protocol):
-    """A candidate whose kernels are of points that `schedules` does not list, since it searches for kernels itself."""
+class MetaPlan(Plan, Protocol):
+    """A plan whose kernels are of points that `schedules` does not list, since it searches for kernels itself."""
 
-    def pieces(self, problem: Any, target: Target) -> Sequence[AnyProblem]:
+    def pieces(self) -> Sequence[AnyProblem]:
         """The problems for which it does."""
         ...
 
-    def offers(self, problem: Any, schedule: Schedule, target: Target) -> bool:
+    def offers(self, schedule: Schedule) -> bool:
         """Tell whether the point of a kernel is one that it could have come to here."""
         ...
 
 
 @runtime_checkable
-class Leading(Protocol):
-    """A candidate that may be the better choice where nothing may be measured, whatever its preference."""
+class Leading(Plan, Protocol):
+    """A plan that may be the better choice where nothing may be measured, whatever its candidate's preference."""
 
-    def leading(self, problem: Any, target: Target) -> Schedule | None:
+    def leading(self) -> Schedule | None:
         """The point to take before all other candidates', by its own expectations; None if there is none."""
         ...
 
 
 @runtime_checkable
-class PacksOnce(Protocol):
-    """A candidate whose packed weights serve any number of rows.
+class Precompiled(Plan, Protocol):
+    """A plan of whose kernels any process, with no device at hand, can make the machine code beforehand."""
 
-    Attributes:
-        packing_knobs: names of knobs that a packing depends on: points that agree in them, or have none, share one.
-    """
-
-    packing_knobs: tuple[str, ...]
-
-
-@runtime_checkable
-class Precompiled(Protocol):
-    """A candidate of whose kernels any process, with no device at hand, can make the machine code beforehand."""
-
-    def compile(self, problem: Any, schedule: Schedule, target: Target) -> None:
+    def compile(self, schedule: Schedule) -> None:
         """Leaves it where `build` finds it, in whatever process."""
         ...
 
 
-def refusal(candidate: Candidate, problem: AnyProblem, target: Target) -> str | None:
-    """A candidate's own sentence why it cannot do a problem, or that it took too long to say; None if it can."""
+def planned(candidate: Candidate, problem: AnyProblem, target: Target) -> Plan | Refusal:
+    """A candidate's plan for a problem, made once for all who ask; or why it has none, be it that it took too long to say."""
     try:
         with considering():
-            return candidate.refuse(problem, target)
+            return _planned(candidate, problem, target, torch.get_float32_matmul_precision())
     except OverrunError as overrun:
-        return overrun.what
+        return Refusal(overrun.what)
+
+
+@lru_cache(PLANS)
+def _planned(candidate: Candidate, problem: AnyProblem, target: Target, _precision: str) -> Plan | Refusal:
+    """Beside its arguments, a plan may depend on the precision that torch allows products of f32, and on nothing else that
+    changes while a process lives."""
+    try:
+        return candidate.plan(problem, target)
+    except Unsupported as why:
+        return Refusal(str(why))
+
+
+def plan_for(candidate: Candidate, problem: AnyProblem, target: Target) -> Plan:
+    """The plan of a candidate that is known to have one.
+
+    Raises:
+        UnsupportedError: it refuses.
+    """
+    found = planned(candidate, problem, target)
+    if isinstance(found, Refusal):
+        raise UnsupportedError(f"{candidate.name}: {found.why}", where=str(problem))
+    return found
+
+
+def refusal(candidate: Candidate, problem: AnyProblem, target: Target) -> str | None:
+    """A candidate's sentence why it cannot do a problem; None if it can."""
+    found = planned(candidate, problem, target)
+    return found.why if isinstance(found, Refusal) else None
+
+
+def narrowed(candidate: Candidate, pick: Callable[[Plan], Iterable[Schedule]]) -> Candidate:
+    """A candidate with those points alone that `pick` gives of its plan's, in that order."""
+
+    def plan(problem: AnyProblem, target: Target) -> Plan | Refusal:
+        found = planned(candidate, problem, target)
+        return found if isinstance(found, Refusal) else _Narrowed(found, pick)
+
+    return Candidate(candidate.name, candidate.kinds, candidate.devices, candidate.preference, plan)
+
+
+@dataclass(frozen=True)
+class _Narrowed:
+    whole: Plan
+    pick: Callable[[Plan], Iterable[Schedule]]
+
+    def schedules(self) -> Iterable[Schedule]:
+        return self.pick(self.whole)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        return self.whole.build(schedule)
 
 
 def concerns(candidate: Candidate, problem: AnyProblem, target: Target) -> bool:

@@ -17,7 +17,7 @@ from tilewright.dtype import DType
 from tilewright.hardware.target import Target, widened
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param
-from tilewright.schedule.candidate import LIBRARIES, Candidate, HasCostModel
+from tilewright.schedule.candidate import LIBRARIES, Candidate, HasCostModel, planned
 from tilewright.schedule.problem import AnyProblem, Problem
 from tilewright.schedule.schedule import Schedule
 
@@ -101,8 +101,9 @@ def predict(candidate: Candidate, problem: AnyProblem, schedule: Schedule, targe
 
     None where nothing is known: for the reference, for candidates that give no account, for attentions and fusions.
     """
-    if isinstance(candidate, HasCostModel):
-        work = candidate.work(problem, schedule, target)
+    plan = planned(candidate, problem, target)
+    if isinstance(plan, HasCostModel):
+        work = plan.work(schedule)
     else:
         work = library_work(problem, target) if candidate.preference in LIBRARIES else None
     return None if work is None else float(np.max(predict_us(work, target)))

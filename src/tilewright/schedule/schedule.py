@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 Knob = int | str | bool
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,18 @@ class Schedule:
     def of(cls, **knobs: Knob) -> Schedule:
         """A schedule from knobs by name, in the order given."""
         return cls(tuple(knobs.items()))
+
+    @classmethod
+    def of_point(cls, point: Any, **more: Knob) -> Schedule:
+        """A schedule from a dataclass whose fields are the knobs, in their order, and from `more`. A field that is None is no
+        knob."""
+        own = ((f.name, getattr(point, f.name)) for f in fields(point))
+        return cls((*((name, value) for name, value in own if value is not None), *more.items()))
+
+    def point(self, kind: type[T]) -> T:
+        """The dataclass of this kind whose fields the knobs give; other knobs are not looked at."""
+        names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+        return kind(**{name: value for name, value in self.knobs if name in names})
 
     def __getitem__(self, name: str) -> Knob:
         return dict(self.knobs)[name]

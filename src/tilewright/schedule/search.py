@@ -15,7 +15,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, concerns, discover, refusal
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, Plan, Refusal, concerns, discover, planned
 from tilewright.schedule.fork_server import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.schedule import Schedule
@@ -86,6 +86,7 @@ class _Space:
     """The points of a candidate that were not tried yet."""
 
     candidate: Candidate
+    plan: Plan
     points: Iterator[Schedule]
 
     def left(self) -> int:
@@ -186,7 +187,7 @@ class _Search:
         region = isinstance(self._problem, FusionProblem)
         if region and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
             only = spaces[0]
-            return self._decision(only.candidate.build(self._problem, next(only.points), self._target))
+            return self._decision(only.plan.build(next(only.points)))
         try:
             self._bench = self._opened(spaces)
         except UnavailableError:
@@ -216,8 +217,7 @@ class _Search:
         """The reference, unexamined, where it fails on random data: what a program computes of its own it may well do."""
         for space in spaces:
             if space.candidate.preference >= LAST_RESORT:
-                schedules = iter(space.candidate.schedules(self._problem, self._target))
-                return self._decision(space.candidate.build(self._problem, next(schedules), self._target))
+                return self._decision(space.plan.build(next(iter(space.plan.schedules()))))
         raise self._nothing()
 
     def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial | None:
@@ -269,7 +269,7 @@ class _Search:
         """The winner's kernel in this process."""
         if winner.attempt.kernel is not None:
             return winner.attempt.kernel
-        return winner.space.candidate.build(self._problem, winner.attempt.schedule, self._target)
+        return winner.space.plan.build(winner.attempt.schedule)
 
     def _spaces(self, candidates: Sequence[Candidate]) -> list[_Space]:
         """The candidates that take part, by preference, with their schedules. One that raises anything at all is out, and the
@@ -278,18 +278,19 @@ class _Search:
         asked = [c for c in candidates if concerns(c, self._problem, self._target)]
         for candidate in sorted(asked, key=lambda c: c.preference):
             try:
-                why = _refused.get(self._name(candidate)) or refusal(candidate, self._problem, self._target)
-                if why is None:
-                    spaces.append(_Space(candidate, iter(candidate.schedules(self._problem, self._target))))
-                    if self._budget_s <= 0 and isinstance(candidate, Leading):
-                        with considering():
-                            point = candidate.leading(self._problem, self._target)
-                        if point is not None:
-                            spaces.insert(0, _Space(candidate, iter((point,))))
+                lost = _refused.get(self._name(candidate))
+                plan = Refusal(lost) if lost else planned(candidate, self._problem, self._target)
+                if isinstance(plan, Refusal):
+                    self._reject(candidate.name, plan.why)
+                    continue
+                spaces.append(_Space(candidate, plan, iter(plan.schedules())))
+                if self._budget_s <= 0 and isinstance(plan, Leading):
+                    with considering():
+                        point = plan.leading()
+                    if point is not None:
+                        spaces.insert(0, _Space(candidate, plan, iter((point,))))
             except Exception as error:
-                why = failure("failed to consider it", error)
-            if why is not None:
-                self._reject(candidate.name, why)
+                self._reject(candidate.name, failure("failed to consider it", error))
         return spaces
 
     def _try_next(self, space: _Space) -> _Trial | None:

@@ -26,10 +26,11 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache, say
-from tilewright.schedule.candidate import Candidate, Kernel, MetaCandidate, concerns, discover
+from tilewright.schedule.candidate import Candidate, MetaPlan, Refusal, concerns, discover, narrowed, planned
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.record import Key, Loser, Record, Refusal
+from tilewright.schedule.record import Key, Loser, Record
+from tilewright.schedule.record import Refusal as LostRecord
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected, search
 
@@ -138,15 +139,15 @@ class TuningDatabase:
         found: list[Candidate] = []
         for c in discover():
             if c.name in refused:
-                found.append(_Lost(c, refused[c.name]))
+                found.append(_lost(c, refused[c.name]))
             else:
-                found.append(_Hinted(c, Schedule(hint.knobs)) if hint is not None and c.name == hint.candidate else c)
+                found.append(_hinted(c, Schedule(hint.knobs)) if hint is not None and c.name == hint.candidate else c)
         return found
 
     def lost(self, problem: AnyProblem, candidate: str, why: str) -> None:
         """Remember that a candidate did not come back from a problem."""
         if self._cache is not None:
-            self._cache.refuse(Refusal(self._any_budget(problem), str(problem), candidate, why[:LONGEST], time.time()))
+            self._cache.refuse(LostRecord(self._any_budget(problem), str(problem), candidate, why[:LONGEST], time.time()))
 
     def alone(self, problem: AnyProblem, budget_s: float) -> AbstractContextManager[bool]:
         """A context in which other processes wait for the decision on the problem, for `WAIT_S` seconds at most."""
@@ -172,7 +173,7 @@ class TuningDatabase:
         """The key with all that depends on the search's time or on where weights were left out."""
         return msgspec.structs.replace(self._key(problem, 0), budget="", cold=False)
 
-    def _refusals(self, problem: AnyProblem) -> list[Refusal]:
+    def _refusals(self, problem: AnyProblem) -> list[LostRecord]:
         return [] if self._cache is None else self._cache.refusals(self._any_budget(problem))
 
     def _key(self, problem: AnyProblem, budget_s: float) -> Key:
@@ -205,7 +206,7 @@ def repeat(
     cold: bool = False,
 ) -> Decision | None:
     """One point of one candidate, built and verified, and timed if there is a budget; None if it does not do here."""
-    found = [_Only(c, schedule) for c in discover() if c.name == candidate]
+    found = [narrowed(c, lambda plan: (schedule,)) for c in discover() if c.name == candidate]
     try:
         return search(problem, target, budget_s=budget_s, candidates=found, weights=weights, cold=cold)
     except UnsupportedError:
@@ -215,61 +216,23 @@ def repeat(
 def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Schedule) -> bool:
     """Tell whether a point is one of the candidate's own."""
     try:
-        return any(
-            c.refuse(problem, target) is None
-            and (
-                schedule in c.schedules(problem, target)
-                or (isinstance(c, MetaCandidate) and c.offers(problem, schedule, target))
-            )
-            for c in discover()
-            if c.name == candidate and concerns(c, problem, target)
-        )
+        able = [c for c in discover() if c.name == candidate and concerns(c, problem, target)]
+        plans = [p for c in able if not isinstance(p := planned(c, problem, target), Refusal)]
+        return any(schedule in p.schedules() or (isinstance(p, MetaPlan) and p.offers(schedule)) for p in plans)
     except Exception:  # a candidate may raise anything, as in a search
         return False
 
 
-def _sentence(refusal: Refusal) -> str:
+def _sentence(refusal: LostRecord) -> str:
     when = datetime.fromtimestamp(refusal.made_s, UTC).date()
     return f"{refusal.why}, on {when}; not tried again unless `tilewright tune --retry` asks for it"
 
 
-class _Narrowed:
-    """A candidate with none of its points, some, or others first."""
-
-    def __init__(self, candidate: Candidate) -> None:
-        self._candidate = candidate
-        self.name, self.preference = candidate.name, candidate.preference
-        self.kinds, self.devices = candidate.kinds, candidate.devices
-
-    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
-        return self._candidate.refuse(problem, target)
-
-    def build(self, problem: AnyProblem, schedule: Schedule, target: Target) -> Kernel:
-        return self._candidate.build(problem, schedule, target)
+def _lost(candidate: Candidate, why: str) -> Candidate:
+    """A candidate that refuses everything."""
+    return Candidate(candidate.name, candidate.kinds, candidate.devices, candidate.preference, lambda *given: Refusal(why))
 
 
-class _Lost(_Narrowed):
-    def __init__(self, candidate: Candidate, why: str) -> None:
-        super().__init__(candidate)
-        self._why = why
-
-    def refuse(self, problem: AnyProblem, target: Target) -> str | None:
-        return self._why
-
-    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
-        return ()
-
-
-class _Only(_Narrowed):
-    def __init__(self, candidate: Candidate, schedule: Schedule) -> None:
-        super().__init__(candidate)
-        self._schedule = schedule
-
-    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
-        return (self._schedule,)
-
-
-class _Hinted(_Only):
-    def schedules(self, problem: AnyProblem, target: Target) -> Iterable[Schedule]:
-        own = list(self._candidate.schedules(problem, target))
-        return sorted(own, key=lambda s: s != self._schedule)  # a point it does not offer is none
+def _hinted(candidate: Candidate, schedule: Schedule) -> Candidate:
+    """A candidate with one of its points first; a point that it does not offer is none."""
+    return narrowed(candidate, lambda plan: sorted(plan.schedules(), key=lambda s: s != schedule))

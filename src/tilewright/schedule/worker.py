@@ -20,7 +20,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -28,7 +28,7 @@ from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover, planned
 from tilewright.schedule.fork_server import (
     KEY,
     PULSE,
@@ -56,7 +56,7 @@ def address(candidate: Candidate) -> Address | None:
     A candidate that is a part of another (`buckets.PackingVariants`) has that one's address: schedules tell them apart.
     """
     candidate = getattr(candidate, "candidate", candidate)
-    module = sys.modules.get(type(candidate).__module__)
+    module = sys.modules.get(candidate.plan.__module__)
     if module is None or module.__file__ is None:
         return None
     if getattr(module, "CANDIDATE", None) is not candidate:  # one of ours, narrowed or reordered, stands for itself
@@ -337,10 +337,10 @@ class _Host:
         told of there."""
         torch.set_float32_matmul_precision(settings["precision"])
         with contextlib.suppress(Exception):
-            candidate = _find((name, None))
-            if candidate.refuse(problem, target) is None:
-                for schedule in itertools.islice(candidate.schedules(problem, target), at, at + 1):
-                    cast("Precompiled", candidate).compile(problem, schedule, target)
+            plan = planned(_find((name, None)), problem, target)
+            if isinstance(plan, Precompiled):
+                for schedule in itertools.islice(plan.schedules(), at, at + 1):
+                    plan.compile(schedule)
 
     def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, str | None, float]:
         assert self._bench is not None

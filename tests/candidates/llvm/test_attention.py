@@ -14,6 +14,7 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Attention, Dequantize, Param, Quantize
 from tilewright.ir.types import TensorType
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.problem import problem_of
@@ -44,9 +45,9 @@ def attention(shape, dtype=F32, mask=None, **attributes):
 
 
 def runner(problem, weights=()):
-    assert CANDIDATE.refuse(problem, CPU) is None
-    (schedule,) = CANDIDATE.schedules(problem, CPU)
-    return CANDIDATE.build(problem, schedule, CPU).prepare({})
+    assert refusal(CANDIDATE, problem, CPU) is None
+    (schedule,) = plan_for(CANDIDATE, problem, CPU).schedules()
+    return plan_for(CANDIDATE, problem, CPU).build(schedule).prepare({})
 
 
 def assert_right(node, seed=0):
@@ -146,8 +147,8 @@ def test_threads_and_layouts_change_nothing():
 
 
 def test_what_it_cannot_do_it_refuses_with_a_sentence():
-    assert "f64" in CANDIDATE.refuse(problem_of(attention(SHAPES[0], F64)), CPU)
-    assert CANDIDATE.refuse(problem_of(attention((1, 1, 1, 0, 4, 8, 8))), CPU) == "an extent is zero"
+    assert "f64" in refusal(CANDIDATE, problem_of(attention(SHAPES[0], F64)), CPU)
+    assert refusal(CANDIDATE, problem_of(attention((1, 1, 1, 0, 4, 8, 8))), CPU) == "an extent is zero"
 
 
 def test_search_takes_it_or_something_faster():

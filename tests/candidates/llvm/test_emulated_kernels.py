@@ -26,6 +26,7 @@ from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
 from tilewright.candidates.triton.hopper.w4 import tiles as _w4_tiles
 from tilewright.candidates.triton.normalization import candidate as rows
+from tilewright.schedule.candidate import plan_for
 
 FEW = replace(H200, cores=2)  # of an SM or two, so that blocks have several tiles of small matrices
 LATE = {"late": True, "seed": 1}
@@ -37,7 +38,7 @@ def problem(line):
 
 def first(candidate, posed_problem, target, **knobs):
     """The first schedule with these knobs, or functions that knobs fulfil."""
-    for s in candidate.schedules(posed_problem, target):
+    for s in plan_for(candidate, posed_problem, target).schedules():
         found = dict(s.knobs)
         if all(v(found.get(k)) if callable(v) else found.get(k) == v for k, v in knobs.items()):
             return s

@@ -20,6 +20,7 @@ from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.problem import problem_of
 
 CPU = detect("cpu")
@@ -176,6 +177,7 @@ from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
 from tilewright.schedule.problem import problem_of
+from tilewright.schedule.candidate import plan_for
 if sys.argv[1] == "cold":
     def never(*_):
         raise AssertionError("machine code was generated")
@@ -183,7 +185,8 @@ if sys.argv[1] == "cold":
     engine.llvm.TargetMachine.emit_object = never
 (node,) = parse("f32[40,50] @ f32[50,60] + bias, relu").outputs
 problem, target = problem_of(node), detect("cpu")
-kernel = gemm.CANDIDATE.build(problem, next(iter(gemm.CANDIDATE.schedules(problem, target))), target)
+plan = plan_for(gemm.CANDIDATE, problem, target)
+kernel = plan.build(next(iter(plan.schedules())))
 a, b, c = torch.randn(40, 50), torch.randn(50, 60), torch.randn(60)
 (result,) = kernel.prepare({})([a, b, c])
 torch.testing.assert_close(result, torch.relu(a @ b + c))
@@ -201,8 +204,8 @@ def test_a_second_process_loads_without_generating_code(folder):
 def kernel(line):
     (node,) = parse(line).outputs
     problem = problem_of(node)
-    schedule = next(iter(gemm.CANDIDATE.schedules(problem, CPU)))
-    return gemm.CANDIDATE.build(problem, schedule, CPU).prepare({})
+    schedule = next(iter(plan_for(gemm.CANDIDATE, problem, CPU).schedules()))
+    return plan_for(gemm.CANDIDATE, problem, CPU).build(schedule).prepare({})
 
 
 def test_several_python_threads_call_one_kernel_at_once():
@@ -273,7 +276,8 @@ def test_a_kernel_cannot_call_what_it_is_not_given(name):
 def test_a_kernel_declares_nothing_else():
     (node,) = parse("s8[40,70] @ s8[70,50], gelu -> f32").outputs
     problem = problem_of(node)
-    nest, _ = gemm.nest_of(problem, next(iter(gemm.CANDIDATE.schedules(problem, CPU))), CPU)
+    plan = plan_for(gemm.CANDIDATE, problem, CPU)
+    nest = plan.nest_of(next(iter(plan.schedules())))
     declared = {
         n for n, text in GemmWriter(nest).write().declarations.items() if " internal constant " not in text
     }  # of its own

@@ -11,6 +11,7 @@ from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.compiler import compile
 from tilewright.dtype import BF16, F32, S8, U8
 from tilewright.frontends import LoadOptions, load
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.sample import random_sources
@@ -28,13 +29,13 @@ MORE = {
 @pytest.mark.parametrize("name", [*CASES, *MORE])
 def test_both_halves_of_the_columns_meet_in_a_store(name):
     problem = {**CASES, **MORE}[name]()
-    assert gemm.CANDIDATE.refuse(problem, CPU) is None
+    assert refusal(gemm.CANDIDATE, problem, CPU) is None
     sources = random_sources(problem)
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
-    points = list(gemm.CANDIDATE.schedules(problem, CPU))
+    points = list(plan_for(gemm.CANDIDATE, problem, CPU).schedules())
     expected = expect(problem, sources)
     for schedule in dict.fromkeys((points[0], points[len(points) // 2], points[-1])):
-        run = gemm.CANDIDATE.build(problem, schedule, CPU).prepare(weights)
+        run = plan_for(gemm.CANDIDATE, problem, CPU).build(schedule).prepare(weights)
         assert examine(problem, expected, run, sources) is None, schedule
 
 
@@ -59,10 +60,10 @@ def test_weights_of_4_bits(line):
 def test_a_weight_packed_by_halves_is_not_taken_for_the_same_weight_packed_in_order():
     apart, sources = posed("f32[5,64] @ f32[64,64]"), [torch.randn(5, 64), torch.randn(64, 64)]
     together = of_halves(apart)
-    shared = set(gemm.CANDIDATE.schedules(apart, CPU)) & set(gemm.CANDIDATE.schedules(together, CPU))
+    shared = set(plan_for(gemm.CANDIDATE, apart, CPU).schedules()) & set(plan_for(gemm.CANDIDATE, together, CPU).schedules())
     schedule = min(shared, key=str)
     for problem in (apart, together, apart):
-        run = gemm.CANDIDATE.build(problem, schedule, CPU).prepare({1: sources[1]})
+        run = plan_for(gemm.CANDIDATE, problem, CPU).build(schedule).prepare({1: sources[1]})
         assert examine(problem, expect(problem, sources), run, sources) is None
 
 

@@ -26,6 +26,7 @@ from tilewright.hardware.detect import chips, detect
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.ops import Concat, Dequantize, Gather, Input, LayerNorm, Pad, Quantize, Select, Softmax, gemm
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.problem import FusionProblem, fusion_of
@@ -42,9 +43,9 @@ def problem_of(*roots) -> FusionProblem:
 
 
 def runner(problem):
-    assert rows.CANDIDATE.refuse(problem, CPU) is None
-    (schedule,) = rows.CANDIDATE.schedules(problem, CPU)
-    return rows.CANDIDATE.build(problem, schedule, CPU).prepare({})
+    assert refusal(rows.CANDIDATE, problem, CPU) is None
+    (schedule,) = plan_for(rows.CANDIDATE, problem, CPU).schedules()
+    return plan_for(rows.CANDIDATE, problem, CPU).build(schedule).prepare({})
 
 
 def right(*roots):
@@ -208,7 +209,7 @@ def test_codes_a_row_apart_take_no_pointers_in_vectors():
         transpose(Node(Quantize(U8), x, const(0.05, F32), const(128, U8)), (0, 2, 1)),
     ):
         right(root)
-        text = rows.module_text(rows._plan(problem_of(root), CPU))
+        text = rows.module_text(rows.rows_of(problem_of(root), CPU))
         assert not re.search(r"masked\.(gather|scatter)\.v\d+i8", text)
 
 
@@ -267,7 +268,7 @@ def test_ranges_of_what_is_worked_out_are_worked_out_from_ranges(heads):
     side = input_("side", F32, (heads * 10,))  # has no such shape
     turned = reshape(map_("multiply", wide_of(codes), side), (1, 5, heads, 10))
     if heads > 1:
-        assert "range" in str(rows.CANDIDATE.refuse(problem_of(map_("silu", slice_(turned, 3, 5, 10))), CPU))
+        assert "range" in str(refusal(rows.CANDIDATE, problem_of(map_("silu", slice_(turned, 3, 5, 10))), CPU))
 
 
 def test_large_elementwise_regions_are_cut_into_pieces():
@@ -378,14 +379,14 @@ def test_bounds_catch_what_drops_precision():
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
 def test_what_has_no_kernel_says_why(roots, why):
-    said = rows.CANDIDATE.refuse(problem_of(*roots), CPU)
+    said = refusal(rows.CANDIDATE, problem_of(*roots), CPU)
     assert said is not None and why in said
 
 
 def test_other_machines_are_refused():
     problem = problem_of(norm(input_("x", F32, (4, 8))))
     plain = next(c for c in chips() if c.name == "x86_64")
-    assert "names no instruction" in rows.CANDIDATE.refuse(problem, replace(CPU, chip=plain))
+    assert "names no instruction" in refusal(rows.CANDIDATE, problem, replace(CPU, chip=plain))
 
 
 # -- random regions between guard pages
@@ -447,7 +448,7 @@ def regions(draw):
 
 def one(roots, data_seed, at_end, threads, wild, chip):
     problem = problem_of(*roots)
-    if rows.CANDIDATE.refuse(problem, chip) is not None:
+    if refusal(rows.CANDIDATE, problem, chip) is not None:
         return False
     sys.stdout.write(f"{problem} {roots}\n")
     sys.stdout.flush()
@@ -459,8 +460,8 @@ def one(roots, data_seed, at_end, threads, wild, chip):
                 at = int(torch.randint(t.numel(), (1,), generator=generator))
                 t.view(-1)[at] = (float("nan"), float("inf"), float("-inf"))[data_seed % 3]
     sources = [guarded(t, at_end) for t in plain]
-    (schedule,) = rows.CANDIDATE.schedules(problem, chip)
-    run = rows.CANDIDATE.build(problem, schedule, chip).prepare({})
+    (schedule,) = plan_for(rows.CANDIDATE, problem, chip).schedules()
+    run = plan_for(rows.CANDIDATE, problem, chip).build(schedule).prepare({})
     first = None
     for count in threads:
         torch.set_num_threads(count)
@@ -588,7 +589,7 @@ def assembled():
     for line in sys.stdin:
         chip, triple, cpu, features, shape = json.loads(line)
         target = replace(CPU, chip=next(c for c in chips() if c.name == chip))
-        plan = rows._plan(problem_of(SHAPES[shape]()), target)
+        plan = rows.rows_of(problem_of(SHAPES[shape]()), target)
         text = rows.RowsWriter(plan).write().text(cpu, features)
         sys.stdout.write(json.dumps([engine.assembly(text, triple, cpu, features), plan.each[0].lanes]) + "\n")
         sys.stdout.flush()

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tilewright.candidates.llvm.gemm.dots import choose
-from tilewright.candidates.llvm.gemm.space import Product
-from tilewright.candidates.llvm.gemm.work import ranked
+from tilewright.candidates.llvm.gemm.space import Product, ranked
 from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
@@ -38,14 +37,13 @@ OF_TILES = 1.45  # or so much more than with tasks of one tile each, which is as
 MEAN = 1.13  # over the shapes whose tiles are even enough
 
 
-def tasks(blocks, lanes, rows, columns, batch=1):
+def tasks(blocks, rows, columns, batch=1):
     """The work of each task (rows times panels), in the counter's order."""
-    if blocks.packs_per_thread:
+    if blocks.private:
         return [rows] * batch
-    panels = -(-columns // (blocks.nv * lanes))
-    height = blocks.mr * blocks.mc_tiles
-    across = [min(blocks.nc_panels, panels - p) for p in range(0, panels, blocks.nc_panels)]
-    down = [min(height, rows - r) for r in range(0, rows, height)]
+    panels, together = -(-columns // blocks.nr), blocks.nc // blocks.nr
+    across = [min(together, panels - p) for p in range(0, panels, together)]
+    down = [min(blocks.mc, rows - r) for r in range(0, rows, blocks.mc)]
     return [p * r for p in across for r in down] * batch
 
 
@@ -67,8 +65,8 @@ def test_no_thread_works_much_longer_than_the_others(chip, dtype, threads):
     usual = []
     for i, (m, n, k) in enumerate(SHAPES[:: 1 if threads == 2 else 3]):
         blocks = next(ranked(Product(dot, 1, m, n, k, constant=i % 2 == 0, in_place=True), target))
-        found = imbalance(tasks(blocks, dot.lanes, m, n), threads)
-        least = imbalance(tasks(replace(blocks, mc_tiles=1, nc_panels=1), dot.lanes, m, n), threads)
+        found = imbalance(tasks(blocks, m, n), threads)
+        least = imbalance(tasks(replace(blocks, mc=blocks.mr, nc=blocks.nr), m, n), threads)
         assert found <= max(MOST, OF_TILES * least), f"{(m, n, k)}: {blocks} {found:.2f}, at least {least:.2f}"
         if least < 1.1:
             usual.append(found)
@@ -83,8 +81,6 @@ def test_many_matrices_are_dealt_out_evenly(batch, threads):
     for m, n, k in ((128, 128, 64), (128, 64, 128), (1024, 1024, 1024), (1, 128, 128)):
         target = Target("", chip, "cpu", threads)
         blocks = next(ranked(Product(dot, batch, m, n, k, constant=False, in_place=True), target))
-        found = imbalance(tasks(blocks, dot.lanes, m, n, batch), threads)
-        least = imbalance(
-            tasks(replace(blocks, mc_tiles=1, nc_panels=1, packs_per_thread=False), dot.lanes, m, n, batch), threads
-        )
+        found = imbalance(tasks(blocks, m, n, batch), threads)
+        least = imbalance(tasks(replace(blocks, mc=blocks.mr, nc=blocks.nr, private=False), m, n, batch), threads)
         assert found <= max(MOST, OF_TILES * least), f"{(m, n, k)}: {blocks} {found:.2f}, at least {least:.2f}"

@@ -31,9 +31,10 @@ from tilewright.candidates.llvm.gemm import candidate as llvm
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter
 from tilewright.candidates.llvm.runtime import calls as _call
 from tilewright.candidates.llvm.runtime import run as _run
-from tilewright.candidates.llvm.runtime.engine import host, refusal
+from tilewright.candidates.llvm.runtime.engine import host, require
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.problem import Problem, problem_of
 
 CPU = detect("cpu")
@@ -129,15 +130,19 @@ def one(line, data_seed, constant, at_end, threads, target, wild):
     problem = problem_of(node)
     weights = tuple(constant and (s is b or s.op.label[:2] == "b_") for s in node.src)
     problem = Problem(problem.op, problem.types, weights)
-    if llvm.CANDIDATE.refuse(problem, target) is not None:
+    if refusal(llvm.CANDIDATE, problem, target) is not None:
         return False
     sys.stdout.write(f"{line}{' constant' if constant else ''}{' wild' if wild else ''}\n")
     sys.stdout.flush()
     sources = [guarded(values[s], at_end) for s in node.src]
     results = []
-    points = list(llvm.CANDIDATE.schedules(problem, target))
+    points = list(plan_for(llvm.CANDIDATE, problem, target).schedules())
     for schedule in dict.fromkeys((points[0], points[data_seed % len(points)])):  # the best guess, and any other
-        run = llvm.CANDIDATE.build(problem, schedule, target).prepare({i: t for i, t in enumerate(sources) if weights[i]})
+        run = (
+            plan_for(llvm.CANDIDATE, problem, target)
+            .build(schedule)
+            .prepare({i: t for i, t in enumerate(sources) if weights[i]})
+        )
         for count in threads:
             torch.set_num_threads(count)
             (result,) = run(sources)
@@ -161,7 +166,7 @@ def child(start: int, count: int, chip: str, threads: list[tuple[int, ...]], oth
         folder = Path(tempfile.mkdtemp())
         llvm.module_text = lambda nest: nest
         function = lambda nest: Program(nest, *AS_LLVM_SAYS[chip], folder)  # noqa: E731
-        llvm.engine = SimpleNamespace(refusal=refusal, function=function)
+        llvm.engine = SimpleNamespace(require=require, function=function)
     elif chip:
         as_text = emulated if chip in FOREIGN else Module.text
         processor = host() if chip in FOREIGN else (OLDER[chip], "")

@@ -25,6 +25,7 @@ from tilewright.hardware.detect import chips
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Item
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
@@ -54,15 +55,15 @@ def one(node, data_seed, constant, at_end, threads, wild, module, target):
     if module is gemm:
         weights = tuple(constant and i == 1 for i in range(len(node.src)))
         problem = Problem(problem.op, problem.types, weights)
-    if module.CANDIDATE.refuse(problem, target) is not None:
+    if refusal(module.CANDIDATE, problem, target) is not None:
         return False
     sys.stdout.write(f"{problem} {node.op}\n")
     sys.stdout.flush()
     plain = random_sources(problem, data_seed)
     sources = [guarded(t, at_end) for t in plain]
-    schedule = next(iter(module.CANDIDATE.schedules(problem, target)))
+    schedule = next(iter(plan_for(module.CANDIDATE, problem, target).schedules()))
     held = {i: t for i, t in enumerate(sources) if module is gemm and problem.weights[i]}
-    run = module.CANDIDATE.build(problem, schedule, target).prepare(held)
+    run = plan_for(module.CANDIDATE, problem, target).build(schedule).prepare(held)
 
     def results(given):
         return [r.clone() for r in run(given)]

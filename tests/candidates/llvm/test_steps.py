@@ -15,6 +15,7 @@ from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Quantize, gemm
 from tilewright.lowering.scalar.steps import parts_of
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.problem import fusion_of
 
 DIVIDES = re.compile(r"fdiv <\d+ x float>")
@@ -46,8 +47,8 @@ def kernel(monkeypatch, dtype, scale, zero, length):
     step, start = const(scale, F32), const(zero, dtype)
     problem, sources = fusion_of((x, step, start), (Node(Quantize(dtype), x, step, start),))
     weights = {i: s.op.data.tensor() for i, s in enumerate(sources) if s.constant}
-    (schedule,) = rows.CANDIDATE.schedules(problem, CPU)
-    run = rows.CANDIDATE.build(problem, schedule, CPU).prepare(weights)
+    (schedule,) = plan_for(rows.CANDIDATE, problem, CPU).schedules()
+    run = plan_for(rows.CANDIDATE, problem, CPU).build(schedule).prepare(weights)
     return lambda value: run([weights.get(i, value) for i in range(len(sources))])[0], texts
 
 

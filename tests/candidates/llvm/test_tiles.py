@@ -21,6 +21,7 @@ from tilewright.candidates.llvm.runtime.engine import host
 from tilewright.dtype import BF16, S8
 from tilewright.hardware.detect import chips, cpu
 from tilewright.ir.notation import parse
+from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.problem import Problem, problem_of
@@ -69,10 +70,10 @@ def check(target, lhs, rhs, shape, *, batch=1, along=False, constant=False, most
     (node,) = parse(f"{text[0]} @ {text[1]}{'^T' if along else ''}").outputs
     problem = problem_of(node)
     problem = Problem(problem.op, problem.types, (False, constant))
-    assert gemm.CANDIDATE.refuse(problem, target) is None
-    schedule = next(iter(gemm.CANDIDATE.schedules(problem, target)))
+    assert refusal(gemm.CANDIDATE, problem, target) is None
+    schedule = next(iter(plan_for(gemm.CANDIDATE, problem, target).schedules()))
     assert choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, target.chip).dot.tile > 1
-    run = gemm.CANDIDATE.build(problem, schedule, target).prepare({1: b} if constant else {})
+    run = plan_for(gemm.CANDIDATE, problem, target).build(schedule).prepare({1: b} if constant else {})
     wanted = a.double() @ (b.mT if along else b).double()
     for threads in range(1, most_threads + 1):
         torch.set_num_threads(threads)
@@ -115,8 +116,12 @@ def test_many_matrices_one_to_eight_threads(target, dtype):
 def test_both_halves_of_the_columns_meet_in_a_store(target, dtype):
     problem = gated(dtype, (37,), 72, 40, scaled=True)
     sources = random_sources(problem)
-    schedule = next(iter(gemm.CANDIDATE.schedules(problem, target)))
-    run = gemm.CANDIDATE.build(problem, schedule, target).prepare({i: t for i, t in enumerate(sources) if problem.weights[i]})
+    schedule = next(iter(plan_for(gemm.CANDIDATE, problem, target).schedules()))
+    run = (
+        plan_for(gemm.CANDIDATE, problem, target)
+        .build(schedule)
+        .prepare({i: t for i, t in enumerate(sources) if problem.weights[i]})
+    )
     assert examine(problem, expect(problem, sources), run, sources) is None
 
 
@@ -125,8 +130,8 @@ def test_what_is_filled_up_takes_no_part(target, value):
     """An infinity in the last row and at the end of K reaches its own row and column, and nothing else."""
     (node,) = parse("bf16[17,33] @ bf16[33,18]").outputs
     problem = problem_of(node)
-    schedule = next(iter(gemm.CANDIDATE.schedules(problem, target)))
-    run = gemm.CANDIDATE.build(problem, schedule, target).prepare({})
+    schedule = next(iter(plan_for(gemm.CANDIDATE, problem, target).schedules()))
+    run = plan_for(gemm.CANDIDATE, problem, target).build(schedule).prepare({})
     a, b = torch.ones(17, 33, dtype=torch.bfloat16), torch.ones(33, 18, dtype=torch.bfloat16)
     a[16, 32] = b[32, 17] = value
     (result,) = run([a, b])

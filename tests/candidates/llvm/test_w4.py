@@ -10,7 +10,7 @@ from w4_problems import posed, side_by_side
 from tests.candidates.llvm.test_targets import answers, functions, innermost_loops, strangers
 from tilewright.candidates.llvm.w4 import candidate as w4
 from tilewright.hardware.detect import chips, detect
-from tilewright.schedule.candidate import Runner
+from tilewright.schedule.candidate import Runner, plan_for, refusal
 from tilewright.schedule.expected import expect
 from tilewright.schedule.measure import examine
 from tilewright.schedule.problem import Problem
@@ -21,9 +21,9 @@ CPU = detect("cpu")
 
 def built(problem: Problem, sources: list[torch.Tensor]) -> list[Runner]:
     """What runs, for each schedule."""
-    assert w4.CANDIDATE.refuse(problem, CPU) is None
+    plan = plan_for(w4.CANDIDATE, problem, CPU)
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
-    return [w4.CANDIDATE.build(problem, s, CPU).prepare(weights) for s in w4.CANDIDATE.schedules(problem, CPU)]
+    return [plan.build(s).prepare(weights) for s in plan.schedules()]
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_weights_of_siblings_are_taken_as_one(line):
     ],
 )
 def test_what_it_does_not_do_it_refuses(line, constant, why):
-    assert why in str(w4.CANDIDATE.refuse(posed(line, constant), CPU))
+    assert why in str(refusal(w4.CANDIDATE, posed(line, constant), CPU))
 
 
 def instruction(line: str) -> str:
     problem = posed(line)
-    (schedule,) = w4.CANDIDATE.schedules(problem, CPU)
+    (schedule,) = plan_for(w4.CANDIDATE, problem, CPU).schedules()
     return dict(schedule.knobs)["instruction"]
 
 
@@ -187,15 +187,13 @@ def test_many_rows_decode_a_panel_once(rows, chip, lookup):
     """64 x 256 x 768 on Zen 1: 1,030 us where each tile decodes, 717 where a panel is decoded first, 668 in f32."""
     problem = posed(f"f32[{rows},512] @ s4[256,512]^T group=32")
     target = replace(CPU, chip=next(c for c in chips() if c.name == chip), caches_bytes={})
-    first, *others = w4.CANDIDATE.schedules(problem, target)
+    plan = plan_for(w4.CANDIDATE, problem, target)
+    first, *others = plan.schedules()
     decoded = bool(dict(first.knobs).get("decoded", False))
     assert decoded == (rows > 16 and not lookup) == bool(others)
-    plan = w4.planned(problem, target)
-    nest = w4.nest_of(problem, plan, first, target)
+    nest = plan.nest_of(first)
     if decoded:  # each code is met by as many rows as a cache holds, and activations are read where they lie
-        assert (
-            nest.blocks.nc_panels == 1 and nest.blocks.mc_tiles * nest.blocks.mr >= min(rows, 60) and not nest.blocks.pack_lhs
-        )
+        assert nest.nc_panels == 1 and nest.blocks.mc >= min(rows, 60) and not nest.blocks.pack_lhs
         code = str(w4.writer_of(nest).write().text("x86-64-v3", ""))
         micro = code[code.index("@micro_") :]
         assert "uitofp" in code and "uitofp" not in micro[: micro.index("ret void")]

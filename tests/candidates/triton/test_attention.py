@@ -15,7 +15,9 @@ from tilewright.schedule.problem import problem_of
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton.attention import candidate as attention
+from tilewright.candidates.triton.attention.heads import heads_of
 from tilewright.candidates.triton.runtime.module import Arch, assembly, exact_fp8, needs
+from tilewright.schedule.candidate import plan_for, refusal
 
 
 def flash(dtype=F16, depth=64, causal="no", group=1, mask=None, extents=(64, 12, 384, 384)):
@@ -56,9 +58,9 @@ USUAL = {
 
 def built(problem, arch, at=0):
     target = gpu()
-    heads = attention._heads(problem, exact_fp8(arch))
-    points = list(attention._points(heads, arch, target.chip.shared_bytes))
-    return attention.machine_code(heads, problem, points[at], arch).kernel, points[at]
+    plan = attention.Plan(problem, target, arch, heads_of(problem, exact_fp8(arch)))
+    points = list(plan.schedules())
+    return plan.machine_code(points[at]).kernel, points[at]
 
 
 # every architecture with one of them, and one of each kind of architecture with every one that it multiplies as it is
@@ -83,7 +85,7 @@ def test_on_hopper_both_products_are_warpgroup_instructions(name, shape):
 
 
 def test_f32_is_three_products_of_the_matrix_unit_or_exact():
-    heads = attention._heads(flash(F32), frozenset())
+    heads = heads_of(flash(F32), frozenset())
     points = list(attention._points(heads, Arch("cuda", 90, 32), 227 << 10))
     assert {p["precision"] for p in points} == {"tf32x3", "ieee"}
     assert {p["precision"] for p in attention._points(heads, Arch("cuda", 75, 32), 64 << 10)} == {"ieee"}
@@ -98,14 +100,14 @@ def test_f32_is_three_products_of_the_matrix_unit_or_exact():
     ],
 )
 def test_refusals(problem, why):
-    assert attention.CANDIDATE.refuse(problem, gpu()) == why
-    assert attention.CANDIDATE.refuse(flash(), gpu()) is None
+    assert refusal(attention.CANDIDATE, problem, gpu()) == why
+    assert refusal(attention.CANDIDATE, flash(), gpu()) is None
 
 
 def test_points_fit_the_problem():
     """A query alone takes the smallest tile; scores that are rounded are held where they fit, else worked out twice."""
     one = problem_of(Node(Attention(1.0), *(input_(n, F16, (4, 8, t, 64)) for n, t in (("q", 1), ("k", 4000), ("v", 4000)))))
-    assert {p["tile_m"] for p in attention.CANDIDATE.schedules(one, gpu())} == {16}
-    assert {p["scores"] for p in attention.CANDIDATE.schedules(bert(S8), gpu())} == {"twice"}
-    assert {p["scores"] for p in attention.CANDIDATE.schedules(bert(S8, 128), gpu())} == {"held", "twice"}
-    assert {p["scores"] for p in attention.CANDIDATE.schedules(flash(), gpu())} == {"online"}
+    assert {p["tile_m"] for p in plan_for(attention.CANDIDATE, one, gpu()).schedules()} == {16}
+    assert {p["scores"] for p in plan_for(attention.CANDIDATE, bert(S8), gpu()).schedules()} == {"twice"}
+    assert {p["scores"] for p in plan_for(attention.CANDIDATE, bert(S8, 128), gpu()).schedules()} == {"held", "twice"}
+    assert {p["scores"] for p in plan_for(attention.CANDIDATE, flash(), gpu()).schedules()} == {"online"}

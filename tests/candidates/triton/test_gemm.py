@@ -27,8 +27,10 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param, Reduce, gemm
 from tilewright.ir.types import TensorType
 from tilewright.lowering.access import of_operand
+from tilewright.schedule.candidate import Unsupported, plan_for, refusal
 from tilewright.schedule.cost import predict
 from tilewright.schedule.problem import Problem, problem_of
+from tilewright.schedule.schedule import Schedule
 
 CHIPS = {c.name: c for c in chips()}
 HALF = "f16[512,1024] @ f16[1024,768] + bias, gelu -> f16"
@@ -61,10 +63,12 @@ def problem(line: str) -> Problem:
 
 def machine_code(line: str, at: Target, point=None):
     """Of the first point of the space, or of another."""
-    p = problem(line)
-    point = point or triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(p, at))))
-    plan = triton_gemm.plan_of(p, at)
-    return triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).kernel
+    plan = plan_for(triton_gemm.CANDIDATE, problem(line), at)
+    return plan.machine_code(replace(plan.nest, point=point or first_point(plan))).kernel
+
+
+def first_point(plan):
+    return next(iter(plan.schedules())).point(triton_gemm.Point)
 
 
 @pytest.mark.thin(2)
@@ -88,10 +92,11 @@ def test_every_legal_point_has_room_and_an_expected_time():
     at = target("nvidia_h100")
     for line in (HALF, BYTES, FP8, "f32[300,200] @ f32[200,100]", "bf16[1,8192] @ s8[3584,8192]^T scale=channel -> bf16"):
         p = problem(line)
-        times, dot = [], triton_gemm.nest_of(p, at).dot
-        for schedule in triton_gemm.CANDIDATE.schedules(p, at):
-            point = triton_gemm.point_of(schedule)
-            assert triton_gemm.schedule_of(point, dot) == schedule
+        plan = plan_for(triton_gemm.CANDIDATE, p, at)
+        times, dot = [], plan.nest.dot
+        for schedule in plan.schedules():
+            point = schedule.point(triton_gemm.Point)
+            assert set(Schedule.of_point(point).knobs) < set(schedule.knobs) or Schedule.of_point(point) == schedule
             stage = (point.tile_m + point.tile_n) * point.tile_k * dot.operand.bits // 8
             assert point.num_stages * stage <= CHIPS["nvidia_h100"].shared_bytes
             times.append(predict(triton_gemm.CANDIDATE, p, schedule, at))
@@ -106,11 +111,11 @@ def test_every_legal_point_has_room_and_an_expected_time():
 def test_all_that_an_operand_is_computed_from_has_room(kind, name, right):
     """Triton takes no more shared memory than is counted, of the deepest pipeline that is offered and of the first."""
     at, p = target("nvidia_h200"), computed(kind, name, 512, 4096, 1024, None, right)
-    plan, arch = triton_gemm.plan_of(p, at), modules.arch_of(at)
-    points = [triton_gemm.point_of(s) for s in triton_gemm.CANDIDATE.schedules(p, at)]
-    nest = triton_gemm.nest_of(p, at)
+    plan, arch = plan_for(triton_gemm.CANDIDATE, p, at), modules.arch_of(at)
+    points = [s.point(triton_gemm.Point) for s in plan.schedules()]
+    nest = plan.nest
     for point in {points[0], max(points, key=lambda q: shared_bytes(nest, q, arch))}:
-        kernel = triton_gemm.compile_for(replace(nest, point=point), arch, p, plan.outside).kernel
+        kernel = plan.machine_code(replace(nest, point=point)).kernel
         counted = shared_bytes(nest, point, arch)
         assert modules.needs(kernel).shared_bytes <= counted <= CHIPS["nvidia_h200"].shared_bytes
 
@@ -121,17 +126,18 @@ def test_bytes_that_do_not_lie_along_k_are_expected_to_take_longer():
     lines = ("s8[4096,4096] @ s8[4096,4096] -> s32", "s8[4096,4096] @ s8[4096,4096]^T -> s32")
     across, along = (problem(line) for line in lines)
     first, last = (
-        predict(triton_gemm.CANDIDATE, p, next(iter(triton_gemm.CANDIDATE.schedules(p, at))), at) for p in (across, along)
+        predict(triton_gemm.CANDIDATE, p, next(iter(plan_for(triton_gemm.CANDIDATE, p, at).schedules())), at)
+        for p in (across, along)
     )
     assert first > 2 * last
-    assert not any(s["swap_ab"] for s in list(triton_gemm.CANDIDATE.schedules(across, at))[:20])
+    assert not any(s["swap_ab"] for s in list(plan_for(triton_gemm.CANDIDATE, across, at).schedules())[:20])
 
 
 def test_parts_of_k_are_used_where_tiles_do_not_fill_the_chip():
     at = target("nvidia_h100")
 
     def parts(line):
-        return next(iter(triton_gemm.CANDIDATE.schedules(problem(line), at)))["split_k"]
+        return next(iter(plan_for(triton_gemm.CANDIDATE, problem(line), at).schedules()))["split_k"]
 
     assert parts("bf16[64,16384] @ bf16[16384,256] -> bf16") > 1
     assert parts("bf16[4096,512] @ bf16[512,4096] -> bf16") == 1
@@ -140,7 +146,7 @@ def test_parts_of_k_are_used_where_tiles_do_not_fill_the_chip():
 def test_several_stores_of_one_product_compile_on_every_generation():
     line = "s8[96,256] @ s8[256,192] * scale -> f16"
     for chip in ("nvidia_a100", "amd_mi300x"):
-        first = triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(problem(line), target(chip)))))
+        first = first_point(plan_for(triton_gemm.CANDIDATE, problem(line), target(chip)))
         for point in (replace(first, split_k=2), replace(first, tile_m=16, tile_n=64, swap_ab=True)):
             assert modules.needs(machine_code(line, target(chip), point)).registers > 0
 
@@ -150,8 +156,8 @@ def test_halves_of_the_columns_meet_after_parts_of_k():
     at = target("nvidia_a100")
     p = next(iter(CASES.values()))()
     for point in (triton_gemm.Point(64, 32, 32, 4, 2, split_k=2), triton_gemm.Point(32, 64, 32, 4, 2, split_k=2, swap_ab=True)):
-        nest = triton_gemm.nest_of(p, at, point)
-        kernel = triton_gemm.compile_for(nest, triton_gemm.plan_of(p, at).arch, p, {}).kernel
+        plan = plan_for(triton_gemm.CANDIDATE, p, at)
+        kernel = plan.machine_code(replace(plan.nest, point=point)).kernel
         assert modules.needs(kernel).spills == 0
 
 
@@ -162,10 +168,10 @@ def test_operands_computed_on_the_way_and_the_largest_compile():
     graph = optimise(Graph("g", y.src[0].src, kept, ("out", "amax")))
     largest = problem_of(next(n for n in graph.nodes() if isinstance(n.op, Gemm)))
     for p in (largest, computed(F16, "silu", 256, 512, 384, "beta")):
-        plan, first = triton_gemm.plan_of(p, at), triton_gemm.point_of(next(iter(triton_gemm.CANDIDATE.schedules(p, at))))
+        plan = plan_for(triton_gemm.CANDIDATE, p, at)
         for parts in (1, 2):
-            nest = triton_gemm.nest_of(p, at, replace(first, split_k=parts))
-            needs = modules.needs(triton_gemm.compile_for(nest, plan.arch, p, plan.outside).kernel)
+            nest = replace(plan.nest, point=replace(first_point(plan), split_k=parts))
+            needs = modules.needs(plan.machine_code(nest).kernel)
             assert needs.spills == 0 and needs.registers > 0
 
 
@@ -183,24 +189,25 @@ def test_operands_computed_on_the_way_and_the_largest_compile():
     ],
 )
 def test_what_has_no_kernel_is_refused_with_a_sentence(line, chip, why):
-    assert why in triton_gemm.CANDIDATE.refuse(problem(line), target(chip))
+    assert why in refusal(triton_gemm.CANDIDATE, problem(line), target(chip))
 
 
 def test_f32_is_rounded_to_tf32_only_where_torch_is_told_so_and_then_it_is_said(monkeypatch):
     at, p = target("nvidia_a100"), problem("f32[256,256] @ f32[256,256]")
-    before = next(iter(triton_gemm.CANDIDATE.schedules(p, at)))
+    before = next(iter(plan_for(triton_gemm.CANDIDATE, p, at).schedules()))
     assert before["precision"] == "ieee"
     assert "FFMA" in modules.assembly(machine_code("f32[256,256] @ f32[256,256]", at))
     monkeypatch.setattr("torch.get_float32_matmul_precision", lambda: "high")
-    schedule = next(iter(triton_gemm.CANDIDATE.schedules(p, at)))
+    schedule = next(iter(plan_for(triton_gemm.CANDIDATE, p, at).schedules()))
     assert schedule["precision"] == "tf32"
-    assert triton_gemm.CANDIDATE.build(p, schedule, at).roundoff == 2.0**-10
+    assert plan_for(triton_gemm.CANDIDATE, p, at).build(schedule).roundoff == 2.0**-10
     assert re.search(r"HMMA\.1688\.F32\.TF32", modules.assembly(machine_code("f32[256,256] @ f32[256,256]", at)))
 
 
 def test_a_gpu_without_triton_is_refused(monkeypatch):
     monkeypatch.setattr(modules, "installed", lambda: False)
-    assert "pip install tilewright[gpu]" in triton_gemm.CANDIDATE.refuse(problem(HALF), target("nvidia_h100"))
+    with pytest.raises(Unsupported, match=r"pip install tilewright\[gpu\]"):
+        triton_gemm.CANDIDATE.plan(problem(HALF), target("nvidia_h100"))
 
 
 def test_steps_along_k_that_are_far_apart_are_counted_in_64_bits():
@@ -211,8 +218,8 @@ def test_steps_along_k_that_are_far_apart_are_counted_in_64_bits():
     acc = Node(Acc(TensorType(F32, (rows, 32))))
     p = problem_of(Node(Gemm(F32, lhs, params[1], (acc,)), *(input_(f"x{i}", t.dtype, t.shape) for i, t in enumerate(types))))
     at, point = target("nvidia_a100"), triton_gemm.Point(32, 32, 64, 4, 2)
-    plan = triton_gemm.plan_of(p, at)
-    code = triton_gemm.compile_for(triton_gemm.nest_of(p, at, point), plan.arch, p, plan.outside).kernel.asm["ttir"]
+    plan = plan_for(triton_gemm.CANDIDATE, p, at)
+    code = plan.machine_code(replace(plan.nest, point=point)).kernel.asm["ttir"]
     assert f"constant {rows * 64} : i64" in code and f"{rows * 64} : i32" not in code
 
 

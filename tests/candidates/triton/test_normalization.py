@@ -18,7 +18,9 @@ from tilewright.schedule.problem import problem_of as problem_of_node
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton.normalization import candidate as rows
-from tilewright.candidates.triton.runtime.module import Arch, arch_of, assembly, needs
+from tilewright.candidates.triton.runtime import module as modules
+from tilewright.candidates.triton.runtime.module import Arch, assembly, needs
+from tilewright.schedule.candidate import Unsupported, plan_for, refusal
 
 ARCHES = [
     Arch("cuda", 80, 32),
@@ -69,9 +71,10 @@ USUAL = [bert_norm, attention_softmax, dynamic, embedding]
 
 
 def built(problem, target, arch=None):
-    arch, schedule = arch or arch_of(target), next(iter(rows.CANDIDATE.schedules(problem, target)))
-    tiles = rows._tiles(rows._regions(problem), schedule, arch, 132)
-    return rows.machine_code(tiles, problem, arch, num_warps=schedule["num_warps"]).kernel
+    plan = plan_for(rows.CANDIDATE, problem, target)
+    schedule = next(iter(plan.schedules()))
+    elsewhere = replace(plan, arch=arch or plan.arch)
+    return elsewhere.machine_code(elsewhere.tiles(schedule), schedule["num_warps"]).kernel
 
 
 @pytest.mark.thin(3)
@@ -136,21 +139,22 @@ def test_an_index_out_of_range_ends_the_program():
 def test_points_are_legal_and_ranked():
     for make in USUAL:
         problem = make()
-        points = list(rows.CANDIDATE.schedules(problem, gpu()))
+        plan = plan_for(rows.CANDIDATE, problem, gpu())
+        points = list(plan.schedules())
         assert len(points) == len(set(points)) == rows.POINTS
-        (region,) = rows._regions(problem)
+        (region,) = plan.regions
         for p in points:
-            (tiles,) = rows._tiles((region,), p, arch_of(gpu()), 132)
+            (tiles,) = plan.tiles(p)
             assert tiles.chunks * p["tile_n"] >= region.columns > (tiles.chunks - 1) * p["tile_n"]
             assert p["tile_m"] * p["tile_n"] == 8 * 32 * p["num_warps"], "16 bytes of f16 or bf16 a thread"
             assert tiles.grid * p["tile_m"] >= region.rows
-        (held,) = rows._tiles((region,), points[0], arch_of(gpu()), 132)
+        (held,) = plan.tiles(points[0])
         assert held.chunks * held.tile_n == region.columns, "no lane without a column"
 
 
 def test_few_rows_are_shared_out_among_many_programs():
     x, scale = input_("x", F16, (64, 50)), input_("s", F16, (50,))
-    points = list(rows.CANDIDATE.schedules(problem_of(norm(x, scale, center=False)), gpu()))
+    points = list(plan_for(rows.CANDIDATE, problem_of(norm(x, scale, center=False)), gpu()).schedules())
     assert points and len(points) == len(set(points)) and {p["tile_n"] for p in points} == {64}
     assert points[0] == min(points, key=lambda p: p["tile_m"])
 
@@ -172,7 +176,7 @@ def test_few_rows_are_shared_out_among_many_programs():
     ],
 )
 def test_refusals(problem, target, why):
-    assert rows.CANDIDATE.refuse(problem, target) == why
+    assert refusal(rows.CANDIDATE, problem, target) == why
 
 
 def test_functions_in_f64_and_64_bit_integers_compile():
@@ -181,16 +185,18 @@ def test_functions_in_f64_and_64_bit_integers_compile():
     floats += [map_(fn, x, input_("y", F32, (100,))) for fn in ("power", "remainder", "atan2")]
     integers = [map_(fn, a, b) for fn in ("divide", "modulo", "power", "shift_right_logical")]
     for problem in (problem_of(*floats), problem_of(*integers, reduce_("and", a, (1,)), reduce_("multiply", a, (1,)))):
-        schedule = next(iter(rows.CANDIDATE.schedules(problem, gpu())))
-        rows.CANDIDATE.compile(problem, schedule, gpu())
+        schedule = next(iter(plan_for(rows.CANDIDATE, problem, gpu()).schedules()))
+        plan_for(rows.CANDIDATE, problem, gpu()).compile(schedule)
 
 
 def test_without_triton_it_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(rows, "installed", lambda: False)
-    assert rows.CANDIDATE.refuse(bert_norm(), gpu()) == "Triton is not installed: pip install tilewright[gpu]"
+    monkeypatch.setattr(modules, "installed", lambda: False)
+    with pytest.raises(Unsupported, match=re.escape(modules.INSTALL)):
+        rows.CANDIDATE.plan(bert_norm(), gpu())
+    assert modules.INSTALL == "Triton is not installed: pip install tilewright[gpu]"
 
 
 def test_products_are_no_rows():
     x = input_("x", F32, (4, 4))
     assert problem_of_node(gemm(x, x)).kind not in rows.CANDIDATE.kinds
-    assert rows.CANDIDATE.refuse(problem_of(map_("add", x, const(1.0, F32))), gpu()) is None
+    assert refusal(rows.CANDIDATE, problem_of(map_("add", x, const(1.0, F32))), gpu()) is None

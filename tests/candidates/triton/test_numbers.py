@@ -21,12 +21,14 @@ from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoi
 from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
-from tilewright.candidates.triton.hopper.gemm.space import form_of, plan_for
+from tilewright.candidates.triton.hopper.gemm.space import form_of
+from tilewright.candidates.triton.hopper.gemm.space import plan_for as packed_for
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import F8E4M3FN, F16, F32, S8, U8
 from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Dequantize, Gemm, Param, Quantize
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.problem import problem_of
 
 STEPS = {
@@ -53,14 +55,14 @@ def product(step, scale, zero, dtype=S8, out=S8):
 
 
 def hopper_text(p, point=WHOLE):
-    return Program(form_of(p, plan_for(plan_of(p), point), point)).write()
+    return Program(form_of(p, packed_for(plan_of(p), point), point)).write()
 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("out", [S8, F8E4M3FN], ids=str)
 def test_other_numbers_are_the_same_text(step, out):
     some, others = product(step, 0.03, 117, out=out), product(step, 0.0417, 93, out=out)
-    for text in (hopper_text, lambda p: write(gemm.nest_of(p, H200, Point(64, 64, 64, 4, 2)))):
+    for text in (hopper_text, lambda p: write(replace(plan_for(gemm.CANDIDATE, p, H200).nest, point=Point(64, 64, 64, 4, 2)))):
         a, b = text(some), text(others)
         assert a.text == b.text
         assert a.numbers.keys() == b.numbers.keys() and a.signature == b.signature
@@ -81,7 +83,7 @@ def test_attention_of_other_codes_is_the_same_text():
 
     some, others = with_scales(0.05), with_scales(0.07)
     for text in (
-        lambda p: hopper_attention_text(hopper_attention._found(p), RowsPoint(1, True)),
+        lambda p: hopper_attention_text(hopper_attention.supported_heads(p), RowsPoint(1, True)),
         lambda p: attention_text(heads_of(p, frozenset({"f8e4m3fn"})), AttentionPoint(64, 64, "ieee", "online"), frozenset()),
     ):
         a, b = text(some), text(others)
@@ -90,22 +92,19 @@ def test_attention_of_other_codes_is_the_same_text():
 
 def test_machine_code_is_made_once():
     kernels = [
-        hopper.compiled(form_of(p, plan_for(plan_of(p), WHOLE), WHOLE), tuple(t.dtype for t in p.types))
+        hopper.compiled(form_of(p, packed_for(plan_of(p), WHOLE), WHOLE), tuple(t.dtype for t in p.types))
         for p in (product("silu", scale, 90) for scale in (0.03, 0.05))
     ]
     assert kernels[0].kernel is kernels[1].kernel
     assert kernels[0].numbers != kernels[1].numbers
-    products = [
-        gemm.compile_for(gemm.nest_of(p, H200, point), gemm.plan_of(p, H200).arch, p, {})
-        for point in (Point(64, 64, 64, 4, 2),)
-        for p in (product("silu", scale, 90) for scale in (0.03, 0.05))
-    ]
+    plans = [plan_for(gemm.CANDIDATE, product("silu", scale, 90), H200) for scale in (0.03, 0.05)]
+    products = [plan.machine_code(replace(plan.nest, point=Point(64, 64, 64, 4, 2))) for plan in plans]
     assert products[0].kernel is products[1].kernel
 
 
 def count(p, point):
     """Instructions of a kernel, and of those the ones that read memory."""
-    kernel = hopper.compiled(form_of(p, plan_for(plan_of(p), point), point), tuple(t.dtype for t in p.types)).kernel
+    kernel = hopper.compiled(form_of(p, packed_for(plan_of(p), point), point), tuple(t.dtype for t in p.types)).kernel
     assert needs(kernel).spills == 0
     code = assembly(kernel)
     return len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", code)), code.count("LDG"), code.count("LDS")

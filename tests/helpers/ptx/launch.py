@@ -17,6 +17,7 @@ from ptx.machine import How, Machine
 from ptx.memory import Global
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.sample import random_sources
 
 BEFORE_ARGUMENTS = 8  # of what Triton passes to its launcher in C: attributes, scratch memory, metadata, hooks
@@ -173,5 +174,5 @@ def emulate(
     sources = random_sources(problem) if sources is None else list(sources)
     weights = {i: sources[i] for i, w in enumerate(problem.weights) if w}
     with emulating(How(**how)):
-        run = candidate.build(problem, schedule, target).prepare(weights)
+        run = plan_for(candidate, problem, target).build(schedule).prepare(weights)
         return list(run(sources))

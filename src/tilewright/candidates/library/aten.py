@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tilewright.candidates.library._around import flat, releasable, side, stores
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
-from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 
-class Aten:
-    name = "aten"
-    kinds = frozenset[ProblemKind]({"gemm"})
-    devices = CPU | GPU
-    preference = 20
-    packing_knobs = ("compute",)
+@dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    target: Target
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
-        if not problem.acc.dtype.is_float:
-            return f"torch.matmul has no {problem.lhs.dtype} x {problem.rhs.dtype} product into {problem.acc.dtype}"
-        return None
-
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+    def schedules(self) -> list[Schedule]:
+        problem = self.problem
         widest = F64 if problem.acc.dtype is F64 else F32
         found = [Schedule.of(compute=widest.name)]
         a, b = problem.lhs.dtype, problem.rhs.dtype
         if a is b and a in (BF16, F16) and widest is F32:
-            if target.kind == "cuda":
+            if self.target.kind == "cuda":
                 found.insert(0, Schedule.of(compute=a.name, out="f32"))
             # A 16-bit product leaves torch rounded to 16 bits: allowed when that is what every store does first.
             if problem.first_conversion() is a:
                 found.insert(0, Schedule.of(compute=a.name))
         return found
 
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
+        problem = self.problem
         compute = dtype(str(schedule["compute"]))
         storage = compute.to_torch()
         knobs = dict(schedule.knobs)
@@ -58,7 +54,7 @@ class Aten:
             return run
 
         packed = _converted_bytes(problem, compute)
-        return Kernel(self.name, schedule, prepare, packed_bytes=packed, releasable=releasable(problem))
+        return Kernel(CANDIDATE.name, schedule, prepare, packed_bytes=packed, releasable=releasable(problem))
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -82,4 +78,10 @@ def _converted_bytes(problem: Problem, compute: DType) -> int:
     return total
 
 
-CANDIDATE = Aten()
+def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    if not problem.acc.dtype.is_float:
+        return Refusal(f"torch.matmul has no {problem.lhs.dtype} x {problem.rhs.dtype} product into {problem.acc.dtype}")
+    return Plan(problem, target)
+
+
+CANDIDATE = Candidate("aten", GEMM, CPU | GPU, 20, plan, packing_knobs=("compute",))

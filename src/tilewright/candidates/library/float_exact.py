@@ -6,7 +6,8 @@ blocks are added as integers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -14,8 +15,8 @@ from tilewright.candidates.library._around import side, stores
 from tilewright.dtype import F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.ir.ops.functions import narrow_integer
-from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
-from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 EXACT = {F32: 1 << 24, F64: 1 << 53}
@@ -29,24 +30,16 @@ def block_k(problem: Problem, compute: DType) -> int:
     return EXACT[compute] // max(largest, 1)
 
 
-class FloatExact:
-    name = "float_exact"
-    kinds = frozenset[ProblemKind]({"gemm"})
-    devices = CPU | GPU
-    preference = 40
+@dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    exact: tuple[DType, ...]
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
-        if not problem.acc.dtype.is_integer:
-            return "float_exact is for integer products"
-        if block_k(problem, F64) < min(SHORTEST_BLOCK, max(problem.K, 1)):
-            return f"products of {problem.lhs.dtype} and {problem.rhs.dtype} exceed what float64 sums exactly"
-        return None
+    def schedules(self) -> list[Schedule]:
+        return [Schedule.of(compute=d.name) for d in self.exact]
 
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        shortest = min(SHORTEST_BLOCK, max(problem.K, 1))
-        return [Schedule.of(compute=d.name) for d in (F32, F64) if block_k(problem, d) >= shortest]
-
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
+        problem = self.problem
         compute = dtype(str(schedule["compute"]))
         storage = compute.to_torch()
         length = block_k(problem, compute)
@@ -66,7 +59,19 @@ class FloatExact:
             return run
 
         sides = (problem.op.lhs, problem.op.rhs)
-        return Kernel(self.name, schedule, prepare, workspace_bytes=sum(compute.size_bytes(s.tensor.elements) for s in sides))
+        return Kernel(
+            CANDIDATE.name, schedule, prepare, workspace_bytes=sum(compute.size_bytes(s.tensor.elements) for s in sides)
+        )
 
 
-CANDIDATE = FloatExact()
+def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    if not problem.acc.dtype.is_integer:
+        return Refusal("float_exact is for integer products")
+    shortest = min(SHORTEST_BLOCK, max(problem.K, 1))
+    exact = tuple(d for d in (F32, F64) if block_k(problem, d) >= shortest)
+    if not exact:
+        return Refusal(f"products of {problem.lhs.dtype} and {problem.rhs.dtype} exceed what float64 sums exactly")
+    return Plan(problem, exact)
+
+
+CANDIDATE = Candidate("float_exact", GEMM, CPU | GPU, 40, plan)

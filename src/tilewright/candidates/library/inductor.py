@@ -7,7 +7,8 @@ import getpass
 import os
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,38 +20,35 @@ from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import GPU, LIBRARIES, Kernel, Runner, concerns, discover
-from tilewright.schedule.problem import FusionProblem, ProblemKind
+from tilewright.schedule.candidate import (
+    FUSION,
+    GPU,
+    LIBRARIES,
+    Candidate,
+    Kernel,
+    Refusal,
+    Runner,
+    concerns,
+    discover,
+    refusal,
+)
+from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.schedule import Schedule
 from tilewright.tracing import TRACING
 
 INDUCTORS = "TORCHINDUCTOR_CACHE_DIR"
 
 
-class Inductor:
-    """Found by file name; see `schedule.candidate.Candidate`."""
+@dataclass(frozen=True)
+class Plan:
+    problem: FusionProblem
+    target: Target
 
-    name = "inductor"
-    kinds = frozenset[ProblemKind]({"fusion"})
-    devices = GPU  # on a CPU it needs a C++ compiler
-    preference = 30
-
-    def refuse(self, problem: FusionProblem, target: Target) -> str | None:
-        if problem.only_views:
-            return "nothing is computed"
-        for other in discover():
-            generated = concerns(other, problem, target) and other.preference < LIBRARIES.start
-            if generated and other.refuse(problem, target) is None:
-                return f"{other.name} generates a kernel, and Inductor takes seconds to compile one"
-        return None
-
-    def schedules(self, problem: FusionProblem, target: Target) -> Iterable[Schedule]:
+    def schedules(self) -> tuple[Schedule]:
         return (Schedule(),)
 
-    def build(self, problem: FusionProblem, schedule: Schedule, target: Target) -> Kernel:
-        device = torch.device(target.device)
-        compiled = _compiled(problem, device)
-
+    def build(self, schedule: Schedule) -> Kernel:
+        compiled = _compiled(self.problem, torch.device(self.target.device))
         called: list[bool] = []
 
         def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -62,7 +60,7 @@ class Inductor:
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             return run
 
-        return Kernel(self.name, schedule, prepare)
+        return Kernel(CANDIDATE.name, schedule, prepare)
 
 
 def keep_folders_own() -> None:
@@ -99,4 +97,14 @@ def _compiled(problem: FusionProblem, device: torch.device) -> Callable[..., Seq
     return cast("Callable[..., Sequence[torch.Tensor]]", torch.compile(traced, fullgraph=True, dynamic=False, options=options))
 
 
-CANDIDATE = Inductor()
+def plan(problem: FusionProblem, target: Target) -> Plan | Refusal:
+    if problem.only_views:
+        return Refusal("nothing is computed")
+    for other in discover():
+        generated = concerns(other, problem, target) and other.preference < LIBRARIES.start
+        if generated and refusal(other, problem, target) is None:
+            return Refusal(f"{other.name} generates a kernel, and Inductor takes seconds to compile one")
+    return Plan(problem, target)
+
+
+CANDIDATE = Candidate("inductor", FUSION, GPU, 30, plan)  # on a CPU it needs a C++ compiler

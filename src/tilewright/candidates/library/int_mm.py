@@ -5,41 +5,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tilewright.candidates.library._around import flat, one_matrix, side, stores
 from tilewright.dtype import S4, S8, S32, U8
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
-from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 
-class IntMm:
-    name = "int_mm"
-    kinds = frozenset[ProblemKind]({"gemm"})
-    devices = CPU | GPU
-    preference = 20
+@dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    target: Target
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
-        if problem.acc.dtype is not S32:
-            return f"torch._int_mm accumulates in s32, not {problem.acc.dtype}"
-        unsigned = problem.lhs.dtype is U8 and target.kind == "cpu"  # oneDNN's own form; cuBLASLt has none
-        if not ({problem.rhs.dtype} | ({problem.lhs.dtype} if not unsigned else set())) <= {S4, S8}:
-            return f"torch._int_mm multiplies s8 by s8, not {problem.lhs.dtype} by {problem.rhs.dtype}"
-        if target.kind == "cpu" and any(unit.instruction == "vpmaddwd ymm" for unit in target.chip.units):
-            return "torch._int_mm multiplies one number at a time on processors without AVX-512 or VNNI"  # 1 Gop/s on Zen 1
-        if target.kind == "cuda" and (problem.M <= 16 or problem.K % 8 or problem.N % 8):
-            # restrictions that torch's CUDA implementation checks and raises on
-            return "torch._int_mm on CUDA needs M > 16 and K and N in multiples of 8"
-        return None
-
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
+    def schedules(self) -> tuple[Schedule]:
         return (Schedule(),)
 
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
+        problem, target = self.problem, self.target
         batch = problem.acc.shape[:-2]
         finish = stores(problem, problem.acc.dtype)
         one_rhs = one_matrix(problem)
@@ -63,7 +51,7 @@ class IntMm:
             return run
 
         scratch = problem.acc.size_bytes
-        return Kernel(self.name, schedule, prepare, workspace_bytes=scratch)
+        return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=scratch)
 
 
 def _along_k(t: torch.Tensor) -> torch.Tensor:
@@ -84,4 +72,18 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
     return t if apart else t.clone(memory_format=torch.contiguous_format)
 
 
-CANDIDATE = IntMm()
+def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    if problem.acc.dtype is not S32:
+        return Refusal(f"torch._int_mm accumulates in s32, not {problem.acc.dtype}")
+    unsigned = problem.lhs.dtype is U8 and target.kind == "cpu"  # oneDNN's own form; cuBLASLt has none
+    if not ({problem.rhs.dtype} | ({problem.lhs.dtype} if not unsigned else set())) <= {S4, S8}:
+        return Refusal(f"torch._int_mm multiplies s8 by s8, not {problem.lhs.dtype} by {problem.rhs.dtype}")
+    if target.kind == "cpu" and any(unit.instruction == "vpmaddwd ymm" for unit in target.chip.units):  # 1 Gop/s on Zen 1
+        return Refusal("torch._int_mm multiplies one number at a time on processors without AVX-512 or VNNI")
+    if target.kind == "cuda" and (problem.M <= 16 or problem.K % 8 or problem.N % 8):
+        # restrictions that torch's CUDA implementation checks and raises on
+        return Refusal("torch._int_mm on CUDA needs M > 16 and K and N in multiples of 8")
+    return Plan(problem, target)
+
+
+CANDIDATE = Candidate("int_mm", GEMM, CPU | GPU, 20, plan)

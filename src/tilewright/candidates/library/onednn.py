@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tilewright.candidates.library._around import Side, rest_of_store, side, stores
-from tilewright.candidates.library._post_ops import read_post_ops
+from tilewright.candidates.library._post_ops import PostOps, read_post_ops
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import CPU, Kernel, Runner
-from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 
@@ -21,31 +22,13 @@ def _constant(root: Node, problem: Problem) -> bool:
     return all(problem.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
 
 
-class OneDnn:
-    name = "onednn"
-    kinds = frozenset[ProblemKind]({"gemm"})
-    devices = CPU
-    preference = 10
+@dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    post: PostOps
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
-        if not torch.backends.mkldnn.is_available():
-            return "this torch was built without oneDNN"
-        pair = {problem.lhs.dtype, problem.rhs.dtype}
-        if pair not in ({F32}, {BF16}) or problem.acc.dtype is not F32:
-            return f"oneDNN's prepacked linear takes f32 or bf16, not {problem.lhs.dtype} x {problem.rhs.dtype}"
-        fused = read_post_ops(problem).done.dtype is BF16
-        if pair == {BF16} and not fused and problem.first_conversion() is not BF16:
-            return "oneDNN's prepacked bf16 linear rounds to bf16, and a store reads the f32 accumulator"
-        if pair == {BF16} and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            return "oneDNN's prepacked bf16 linear takes AVX-512, which this processor lacks"
-        if len(problem.op.rhs.shape) != 2 or not _constant(problem.op.rhs, problem):
-            return "the right operand is not one constant matrix, so there is nothing to pack once"
-        if not problem.M or not problem.N or not problem.K:
-            return "an extent is zero"
-        return None
-
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        post = read_post_ops(problem)
+    def schedules(self) -> tuple[Schedule, ...]:
+        problem, post = self.problem, self.post
         plain = Schedule.of(prepacked=True)
         does = [word for word, given in (("bias", post.bias is not None), (post.attr, post.attr != "none")) if given]
         if not does:
@@ -53,9 +36,9 @@ class OneDnn:
         fused = Schedule.of(prepacked=True, post="+".join(does))
         return (fused, plain) if problem.lhs.dtype is F32 or problem.first_conversion() is BF16 else (fused,)
 
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
-        given = problem.lhs.dtype
-        post = read_post_ops(problem) if "post" in dict(schedule.knobs) else None
+    def build(self, schedule: Schedule) -> Kernel:
+        problem, given = self.problem, self.problem.lhs.dtype
+        post = self.post if "post" in dict(schedule.knobs) else None
         finish = stores(problem, given) if post is None else rest_of_store(problem, post.done)
         attr, algorithm = ("none", "") if post is None else (post.attr, post.algorithm)
         rows, columns = problem.batch * problem.M, problem.N
@@ -76,7 +59,25 @@ class OneDnn:
 
             return run
 
-        return Kernel(self.name, schedule, prepare, packed_bytes=given.size_bytes(problem.K * problem.N))
+        return Kernel(CANDIDATE.name, schedule, prepare, packed_bytes=given.size_bytes(problem.K * problem.N))
 
 
-CANDIDATE = OneDnn()
+def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    if not torch.backends.mkldnn.is_available():
+        return Refusal("this torch was built without oneDNN")
+    pair = {problem.lhs.dtype, problem.rhs.dtype}
+    if pair not in ({F32}, {BF16}) or problem.acc.dtype is not F32:
+        return Refusal(f"oneDNN's prepacked linear takes f32 or bf16, not {problem.lhs.dtype} x {problem.rhs.dtype}")
+    post = read_post_ops(problem)
+    if pair == {BF16} and post.done.dtype is not BF16 and problem.first_conversion() is not BF16:
+        return Refusal("oneDNN's prepacked bf16 linear rounds to bf16, and a store reads the f32 accumulator")
+    if pair == {BF16} and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return Refusal("oneDNN's prepacked bf16 linear takes AVX-512, which this processor lacks")
+    if len(problem.op.rhs.shape) != 2 or not _constant(problem.op.rhs, problem):
+        return Refusal("the right operand is not one constant matrix, so there is nothing to pack once")
+    if not problem.M or not problem.N or not problem.K:
+        return Refusal("an extent is zero")
+    return Plan(problem, post)
+
+
+CANDIDATE = Candidate("onednn", GEMM, CPU, 10, plan)

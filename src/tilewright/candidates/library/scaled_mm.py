@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from tilewright.candidates.library._around import one_matrix, side, stores
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import GPU, Kernel, Runner
-from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 # Ada and Hopper keep about 14 bits of a sum of 8-bit float products, which cuBLASLt adds up in f32 every 128 along K
@@ -19,28 +20,18 @@ SHORT_SUMS = frozenset({"sm_89", "sm_90"})
 SHORT_SUM_BITS, F32_BITS = 14, 24
 
 
-class ScaledMm:
-    name = "scaled_mm"
-    kinds = frozenset[ProblemKind]({"gemm"})
-    devices = GPU
-    preference = 10
+@dataclass(frozen=True)
+class Plan:
+    problem: Problem
+    target: Target
 
-    def refuse(self, problem: Problem, target: Target) -> str | None:
-        a, b = problem.lhs.dtype, problem.rhs.dtype
-        if {a, b} - {F8E4M3FN, F8E5M2} or a is b is F8E5M2:
-            return f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}"
-        if not any(f in target.features for f in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")):
-            return f"{target.name} has no 8-bit float unit"
-        if not one_matrix(problem) or problem.K % 16 or problem.N % 16 or 0 in (problem.batch, problem.M, problem.N, problem.K):
-            return "cuBLASLt's 8-bit float product takes one rhs matrix with K and N in multiples of 16"
-        return None
-
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        out = BF16 if problem.first_conversion() is BF16 else F32
-        bits = SHORT_SUM_BITS if SHORT_SUMS & target.features else F32_BITS
+    def schedules(self) -> tuple[Schedule]:
+        out = BF16 if self.problem.first_conversion() is BF16 else F32
+        bits = SHORT_SUM_BITS if SHORT_SUMS & self.target.features else F32_BITS
         return (Schedule.of(out=out.name, fast_accum=False, acc_bits=bits),)
 
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
+        problem, target = self.problem, self.target
         out = BF16 if schedule["out"] == "bf16" else F32
         finish = stores(problem, out)
 
@@ -63,7 +54,19 @@ class ScaledMm:
 
             return run
 
-        return Kernel(self.name, schedule, prepare, roundoff=2.0**-13 if schedule["acc_bits"] == SHORT_SUM_BITS else 0.0)
+        roundoff = 2.0**-13 if schedule["acc_bits"] == SHORT_SUM_BITS else 0.0
+        return Kernel(CANDIDATE.name, schedule, prepare, roundoff=roundoff)
 
 
-CANDIDATE = ScaledMm()
+def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    a, b = problem.lhs.dtype, problem.rhs.dtype
+    if {a, b} - {F8E4M3FN, F8E5M2} or a is b is F8E5M2:
+        return Refusal(f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}")
+    if not any(f in target.features for f in ("sm_89", "sm_90", "sm_100", "sm_103", "sm_120")):
+        return Refusal(f"{target.name} has no 8-bit float unit")
+    if not one_matrix(problem) or problem.K % 16 or problem.N % 16 or 0 in (problem.batch, problem.M, problem.N, problem.K):
+        return Refusal("cuBLASLt's 8-bit float product takes one rhs matrix with K and N in multiples of 16")
+    return Plan(problem, target)
+
+
+CANDIDATE = Candidate("scaled_mm", GEMM, GPU, 10, plan)

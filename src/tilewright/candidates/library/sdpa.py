@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -14,37 +15,25 @@ from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import CPU, GPU, Kernel, Runner
-from tilewright.schedule.problem import AttentionProblem, ProblemKind
+from tilewright.schedule.candidate import ATTENTION, CPU, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.schedule import Schedule
 
 
-class Sdpa:
-    name = "sdpa"
-    kinds = frozenset[ProblemKind]({"attention"})
-    devices = CPU | GPU
-    preference = 10
+@dataclass(frozen=True)
+class Plan:
+    problem: AttentionProblem
+    target: Target
 
-    def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
-        op = problem.op
-        if op.scores is not None or op.weights is not None:
-            return "scaled_dot_product_attention cannot round its scores or weights on the way"
-        if op.causal == "lower" and problem.operands[0].shape[2] != problem.operands[1].shape[2]:
-            return "scaled_dot_product_attention aligns a causal mask to the first key, not the last"
-        if op.causal != "no" and len(problem.operands) == 4:
-            return "scaled_dot_product_attention takes a mask or is causal, not both"
-        if problem.operands[0].dtype not in (F64, F32, BF16, F16):
-            return f"scaled_dot_product_attention does not take {problem.operands[0].dtype}"
-        return None
-
-    def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
-        q = problem.operands[0].dtype
+    def schedules(self) -> list[Schedule]:
+        q = self.problem.operands[0].dtype
         found = [Schedule.of(compute=q.name)]
-        if q in (BF16, F16) and target.kind == "cpu":
+        if q in (BF16, F16) and self.target.kind == "cpu":
             found.append(Schedule.of(compute="f32"))
         return found
 
-    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
+    def build(self, schedule: Schedule) -> Kernel:
+        problem = self.problem
         op, node = problem.op, problem.node
         storage = dtype(str(schedule["compute"])).to_torch()
         result = problem.acc.dtype.to_torch()
@@ -81,7 +70,20 @@ class Sdpa:
 
             return run
 
-        return Kernel(self.name, schedule, prepare)
+        return Kernel(CANDIDATE.name, schedule, prepare)
 
 
-CANDIDATE = Sdpa()
+def plan(problem: AttentionProblem, target: Target) -> Plan | Refusal:
+    op = problem.op
+    if op.scores is not None or op.weights is not None:
+        return Refusal("scaled_dot_product_attention cannot round its scores or weights on the way")
+    if op.causal == "lower" and problem.operands[0].shape[2] != problem.operands[1].shape[2]:
+        return Refusal("scaled_dot_product_attention aligns a causal mask to the first key, not the last")
+    if op.causal != "no" and len(problem.operands) == 4:
+        return Refusal("scaled_dot_product_attention takes a mask or is causal, not both")
+    if problem.operands[0].dtype not in (F64, F32, BF16, F16):
+        return Refusal(f"scaled_dot_product_attention does not take {problem.operands[0].dtype}")
+    return Plan(problem, target)
+
+
+CANDIDATE = Candidate("sdpa", ATTENTION, CPU | GPU, 10, plan)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Dequantize, Map, Param, Quantize, Select
-from tilewright.lowering.access import Unsupported, too_wide
+from tilewright.lowering.access import too_wide
 from tilewright.lowering.scalar import conversions, functions
 from tilewright.lowering.scalar.values import FP8, Builder
+from tilewright.schedule.candidate import Unsupported
 
 
 @dataclass(frozen=True)

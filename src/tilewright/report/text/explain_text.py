@@ -12,7 +12,7 @@ from tilewright.report.explain.choices import off_by, parted
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.text.quantized_table import print_quantized
 from tilewright.report.text.tables import count, findings, hanging, heading, line, listing, us
-from tilewright.schedule.candidate import discover
+from tilewright.schedule.candidate import Candidate, discover
 from tilewright.schedule.schedule import Schedule
 
 NOTHING_FELL_BACK = "Nothing fell back: no step was left to the slow reference or to the source's own library."
@@ -172,5 +172,5 @@ def who_is_who(report: Explain) -> list[tuple[str, str]]:
     return [(c.name, _described(c)) for c in discover() if c.name in named]
 
 
-def _described(candidate: object) -> str:
-    return (sys.modules[type(candidate).__module__].__doc__ or "").strip().splitlines()[0].rstrip(".")
+def _described(candidate: Candidate) -> str:
+    return (sys.modules[candidate.plan.__module__].__doc__ or "").strip().splitlines()[0].rstrip(".")

@@ -28,6 +28,7 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
     shared_bytes,
 )
 from tilewright.candidates.triton.runtime.module import assembly, needs
+from tilewright.schedule.candidate import plan_for, refusal
 
 TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
 
@@ -47,7 +48,7 @@ def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale
 
 
 def code_of(problem, ones):
-    heads = hopper_attention._found(problem)
+    heads = hopper_attention.supported_heads(problem)
     kernel = hopper_attention.machine_code(heads, problem, Point(1, ones)).kernel
     return assembly(kernel), needs(kernel)
 
@@ -87,13 +88,13 @@ def test_both_products_are_warpgroup_instructions_and_two_blocks_share_a_multipr
     ],
 )
 def test_refusals(problem, why):
-    assert hopper_attention.CANDIDATE.refuse(problem, gpu()) == why
-    assert hopper_attention.CANDIDATE.refuse(flash(), gpu()) is None
-    assert "Hopper" in hopper_attention.CANDIDATE.refuse(flash(), gpu("sm_80"))
+    assert refusal(hopper_attention.CANDIDATE, problem, gpu()) == why
+    assert refusal(hopper_attention.CANDIDATE, flash(), gpu()) is None
+    assert "Hopper" in refusal(hopper_attention.CANDIDATE, flash(), gpu("sm_80"))
 
 
 def test_tiles_of_queries_see_as_many_keys_as_causality_lets_them():
-    heads = hopper_attention._found(flash())
+    heads = hopper_attention.supported_heads(flash())
     assert chunks(300) == [Chunk(0, 128), Chunk(128, 128), Chunk(256, 64)] and chunks(64) == [Chunk(0, 64)]
     assert registers(heads) == (384 + 64) // 2
     assert [last_seen(heads, t) for t in range(6)] == [384] * 6
@@ -106,7 +107,7 @@ def test_tiles_of_queries_see_as_many_keys_as_causality_lets_them():
 def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where_they_are_many():
     def first(batch):
         src = (input_(n, BF16, (batch, 12, 384, 64)) for n in "qkv")
-        return next(iter(hopper_attention.CANDIDATE.schedules(problem_of(Node(Attention(0.125), *src)), gpu())))
+        return next(iter(plan_for(hopper_attention.CANDIDATE, problem_of(Node(Attention(0.125), *src)), gpu()).schedules()))
 
     assert dict(first(1).knobs) == {"splits": 6, "sums": "adds"}
     assert dict(first(64).knobs) == {"num_stages": 4, "groups": 3, "turns": True, "overlapped": False}
@@ -119,7 +120,7 @@ def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where
     ids=["a mask", "causal, s8 codes"],
 )
 def test_blocks_that_stay_are_fed_by_tma_and_hold_all_in_registers(problem, code8):
-    heads, point = hopper_attention._found(problem), Point(1, ones=True, streamed=True)
+    heads, point = hopper_attention.supported_heads(problem), Point(1, ones=True, streamed=True)
     kernel = hopper_attention.machine_code(heads, problem, point).kernel
     code, found = assembly(kernel), needs(kernel)
     assert "UTMALDG" in code and "HGMMA.64x128x16.F32" in code and "HGMMA.64x64x16.F32" in code
@@ -138,7 +139,7 @@ def test_blocks_that_stay_are_fed_by_tma_and_hold_all_in_registers(problem, code
     ids=["a mask", "causal, s8 codes"],
 )
 def test_any_number_of_keys_passes_through_shared_memory(problem, ring):
-    heads, point = hopper_attention._found(problem), Point(1, ones=False, ring=ring)
+    heads, point = hopper_attention.supported_heads(problem), Point(1, ones=False, ring=ring)
     assert point in points(heads, 132, 227 << 10)
     kernel = hopper_attention.machine_code(heads, problem, point).kernel
     code, found = assembly(kernel), needs(kernel)
@@ -152,7 +153,7 @@ def test_any_number_of_keys_passes_through_shared_memory(problem, ring):
 
 
 def test_point_and_schedule_name_one_another():
-    heads = hopper_attention._found(flash())
+    heads = hopper_attention.supported_heads(flash())
     found = points(heads, 132, 227 << 10)
     assert Point(1, ones=True, streamed=True) in found and len(found) == 17
     assert [hopper_attention.point_of(hopper_attention.schedule_of(p)) for p in found] == found
@@ -167,7 +168,7 @@ def test_point_and_schedule_name_one_another():
     ],
 )
 def test_blocks_do_not_stay_where(problem, why):
-    assert not any(p.streamed for p in points(hopper_attention._found(problem), 132, 227 << 10)), why
+    assert not any(p.streamed for p in points(hopper_attention.supported_heads(problem), 132, 227 << 10)), why
 
 
 @pytest.mark.thin(2)
@@ -176,7 +177,7 @@ def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tile
     """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""
     src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", queries), ("k", 384), ("v", 384))]
     problem = problem_of(Node(Attention(0.125, causal), *src))
-    heads = hopper_attention._found(problem)
+    heads = hopper_attention.supported_heads(problem)
     text = hopper_attention.machine_code(heads, problem, Point(1, False)).kernel.asm["ttgir"]
     shift = 384 - queries if causal == "lower" else 0
     cut = {  # of each run of tiles, the chunks that its first query does not see whole

@@ -27,9 +27,11 @@ from tilewright.candidates.triton.hopper import ptx
 from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE, compiled
 from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
-from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, plan_for, points, room_bytes
+from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, points, room_bytes
+from tilewright.candidates.triton.hopper.gemm.space import plan_for as packed_for
 from tilewright.candidates.triton.runtime import module as modules
 from tilewright.candidates.triton.runtime.module import assembly, needs
+from tilewright.schedule.candidate import Unsupported, plan_for, refusal
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 WHOLE = Point(128, 256, 4, 16, pingpong=False, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
@@ -95,7 +97,7 @@ def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768):
 
 
 def machine_code(p, point):
-    plan = plan_for(plan_of(p), point)
+    plan = packed_for(plan_of(p), point)
     kernel = compiled(form_of(p, plan, point), tuple(t.dtype for t in p.types)).kernel
     return kernel, assembly(kernel)
 
@@ -229,14 +231,14 @@ def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
     found = points(p, plan, H200)
     assert found
     for point in found:
-        form = form_of(p, plan_for(plan, point), point)
+        form = form_of(p, packed_for(plan, point), point)
         assert form.stage_bytes * form.num_stages + form.out_bytes < CHIP.shared_bytes
         assert point.blocks <= H200.cores
         assert point.blocks % form.cluster == 0
         if point.split > 1:  # what the cluster's blocks send lies in the ring, and there is one tile for each cluster
             assert room_bytes(point.tile_m * point.tile_n, point.split) <= form.num_stages * form.stage_bytes
             assert form.tiles(plan.batch, plan.M, plan.N) * point.split == point.blocks
-    times = [predict(CANDIDATE, p, s, H200) for s in CANDIDATE.schedules(p, H200)]
+    times = [predict(CANDIDATE, p, s, H200) for s in plan_for(CANDIDATE, p, H200).schedules()]
     assert times[0] == min(times) > max(p.ops / 1979e6, p.bytes / 4800e3)  # no product is faster than the chip
 
 
@@ -260,12 +262,12 @@ REFUSED = {
 
 @pytest.mark.parametrize("line", REFUSED)
 def test_what_it_cannot_do_it_refuses_in_words(line):
-    assert REFUSED[line] in (CANDIDATE.refuse(problem(line), H200) or "")
+    assert REFUSED[line] in (refusal(CANDIDATE, problem(line), H200) or "")
 
 
 def test_other_architectures_are_refused():
     other = replace(H200, features=frozenset({"cuda", "sm_80"}))
-    assert "Hopper" in (CANDIDATE.refuse(problem("bf16[64,64] @ bf16[64,64] -> bf16"), other) or "")
+    assert "Hopper" in (refusal(CANDIDATE, problem("bf16[64,64] @ bf16[64,64] -> bf16"), other) or "")
 
 
 @pytest.mark.parametrize(
@@ -339,7 +341,7 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
     plan = plan_of(p)
     seen = set()
     for point in points(p, plan, replace(H200, cores=4)):
-        form = form_of(p, plan_for(plan, point), point)
+        form = form_of(p, packed_for(plan, point), point)
         kind = form.outs[0].columns, form.pingpong
         if not form.fetches or kind in seen:
             continue
@@ -391,7 +393,8 @@ def test_halves_that_blocks_scale_are_refused():
         for i in range(2)
     )
     halved = replace(p, op=replace(p.op, stores=(map_("multiply", map_("silu", *left), *right),)))
-    assert plan_of(halved) == "scales by blocks of both halves of the columns"
+    with pytest.raises(Unsupported, match="scales by blocks of both halves of the columns"):
+        plan_of(halved)
 
 
 def test_alike_stores_of_both_halves_read_no_memory_for_the_right_one():

@@ -12,7 +12,7 @@ from w4_emulated import Machine
 from w4_problems import posed, side_by_side
 
 from tilewright.compiler import compile
-from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, S32, U4, U8
+from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S4, S8, U4, U8
 from tilewright.frontends import LoadOptions, load
 from tilewright.hardware.chips.nvidia_h200 import CHIP
 from tilewright.hardware.target import Target
@@ -24,6 +24,7 @@ from tilewright.rules.calibrate import calibrate, quantize, scheme
 from tilewright.schedule.expected import expect
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.sample import random_sources
+from tilewright.schedule.schedule import Schedule
 
 pytest.importorskip("triton")
 
@@ -33,10 +34,11 @@ from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, compiled
 from tilewright.candidates.triton.hopper.w4.form import Form, Point
 from tilewright.candidates.triton.hopper.w4.pack import packed, packed_weights, unpacked
 from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
-from tilewright.candidates.triton.hopper.w4.space import point_of, points, schedule_of
+from tilewright.candidates.triton.hopper.w4.space import points
 from tilewright.candidates.triton.hopper.w4.stage import Coded
 from tilewright.candidates.triton.hopper.w4.text import Writer
 from tilewright.candidates.triton.runtime.module import assembly, needs
+from tilewright.schedule.candidate import plan_for, refusal
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 
@@ -45,7 +47,7 @@ H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_
 def test_few_multiprocessors_hold_few_clusters(cores):
     few = replace(H200, cores=cores)
     for rows in (1, 16, 64):
-        found = points(posed(f"f16[{rows},1024] @ s4[1024,1024]^T group=64"), few)
+        found = points(plan_of(posed(f"f16[{rows},1024] @ s4[1024,1024]^T group=64")), few)
         assert found and all(p.cluster * p.warps <= 16 * cores for p in found)
 
 
@@ -191,7 +193,7 @@ def test_both_halves_take_no_more_registers():
     kernel = compiled(formed(problem, FEW), tuple(t.dtype for t in problem.types)).kernel
     assert needs(kernel).spills == 0 and needs(kernel).registers <= FEW.registers
     assert "100 rows are many for stores that read both halves" in str(
-        CANDIDATE.refuse(of_halves(posed("f16[100,256] @ s4[64,256]^T group=64 -> f32")), H200)
+        refusal(CANDIDATE, of_halves(posed("f16[100,256] @ s4[64,256]^T group=64 -> f32")), H200)
     )
 
 
@@ -305,7 +307,7 @@ def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
     """ptxas lets each end before the next one starts where it thinks registers do not suffice, and says nothing."""
     line = f"~f16[{rows},8192] @ s4[{outs},8192]^T group=64 -> f16"
     problem = posed(line)
-    point = next(p for p in points(problem, H200) if p.loop)
+    point = next(p for p in points(plan_of(problem), H200) if p.loop)
     kernel = compiled(formed(problem, point), tuple(t.dtype for t in problem.types)).kernel
     text = assembly(kernel)
     products = len(re.findall(r"\bHGMMA\b", text))
@@ -323,19 +325,20 @@ def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
 )
 def test_many_rows_meet_halves_that_the_multiplying_warps_made(line, tile):
     problem = posed(line)
-    schedule = next(s for s in CANDIDATE.schedules(problem, H200) if {("tile_m", tile[0]), ("tile_n", tile[1])} <= {*s.knobs})
-    kernel = CANDIDATE.build(problem, schedule, H200)
+    schedule = next(
+        s for s in plan_for(CANDIDATE, problem, H200).schedules() if {("tile_m", tile[0]), ("tile_n", tile[1])} <= {*s.knobs}
+    )
+    kernel = plan_for(CANDIDATE, problem, H200).build(schedule)
     assert kernel.spills == 0 and kernel.packed_bytes < 0.7 * problem.N * problem.K
     assert kernel.releasable == frozenset(i for i, weight in enumerate(problem.weights) if weight)
 
 
 def test_words_of_many_rows_come_by_tma_and_not_through_registers():
     problem = posed("f16[1024,4096] @ s4[4096,4096]^T group=64 -> f16")
-    plan = tiles.plan_of(problem)
-    assert plan is not None
-    point = next(p for p in tiles.points(problem, plan, H200) if not p.shared_tiles)
-    form = tiles.form_of(problem, plan, point)
-    ptx = tiles.compiled(form, (*(t.dtype for t in problem.types), S32, S32)).kernel.asm["ptx"]
+    large = tiles.tiles_of(problem, H200, plan_of(problem))
+    assert large is not None
+    form = large.form(next(p for p in large.points() if not p.shared_tiles))
+    ptx = large.machine_code(form).kernel.asm["ptx"]
     assert "ld.global" not in ptx and "cp.async.bulk.tensor.3d.shared" in ptx
 
 
@@ -362,15 +365,14 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
 def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, products, knobs, monkeypatch):
     """Words of the next step come while this one is multiplied, and ptxas lets products of a step follow one another."""
     problem = posed(line)
-    large = tiles.plan_of(problem)
+    large = tiles.tiles_of(problem, H200, plan_of(problem))
     assert large is not None
     for name in ("MOST_TRIED", "FEWER_TRIED"):
         monkeypatch.setattr(tiles, name, 1000)
     chosen = {"tile_n": 128, "ready": False, "paired": False} | knobs
-    found = tiles.points(problem, large, H200)
-    point = next(p for p in found if all(getattr(p, k) == v for k, v in chosen.items()) and not p.shared_tiles)
-    schedule = point.schedule(large.tile_k)
-    form, built = tiles.machine_code(problem, large, schedule, H200)
+    point = next(p for p in large.points() if all(getattr(p, k) == v for k, v in chosen.items()) and not p.shared_tiles)
+    form = large.form(point)
+    built = large.machine_code(form)
     text = assembly(built.kernel)
     assert form.coded is not None
     groups, halves = 128 // in_bytes.every(form.coded), point.tile_n // 128
@@ -395,7 +397,7 @@ def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, prod
 def test_the_fastest_of_measured_kernels_of_bytes_comes_first(operand, rows, outs, k, columns):
     """Codes as bytes, for floats, come later: they take more memory."""
     problem = posed(f"{operand}[{rows},{k}] scale=channel @ s4[{outs},{k}]^T group=128 -> f16")
-    first, *others = (dict(s.knobs) for s in CANDIDATE.schedules(problem, H200))
+    first, *others = (dict(s.knobs) for s in plan_for(CANDIDATE, problem, H200).schedules())
     assert first["tile_n"] == columns and not first["paired"] and "ready" not in first
     assert any("ready" in s for s in others) == (operand != "s8")
 
@@ -506,7 +508,7 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
     ],
 )
 def test_what_it_does_not_do_it_refuses(line, why):
-    assert why in str(CANDIDATE.refuse(posed(line), H200))
+    assert why in str(refusal(CANDIDATE, posed(line), H200))
 
 
 def test_codes_are_read_through_conversions_that_keep_them():
@@ -515,23 +517,23 @@ def test_codes_are_read_through_conversions_that_keep_them():
         codes = Node(Param(1, TensorType(kind, (64, 64))))
         seen = convert(codes, wide)
         plan = plan_of(replace(problem, op=replace(problem.op, rhs=seen)))
-        assert isinstance(plan, Plan) and plan.weights.codes is (codes if kept else seen)
+        assert plan.weights.codes is (codes if kept else seen)
 
 
 def test_weights_must_be_constant_and_the_device_a_hopper():
     line = "f16[4,64] @ s4[64,64]^T group=64"
-    assert "not constant" in str(CANDIDATE.refuse(posed(line, constant=False), H200))
-    assert "sm_90" in str(CANDIDATE.refuse(posed(line), replace(H200, features=frozenset({"cuda", "sm_80"}))))
+    assert "not constant" in str(refusal(CANDIDATE, posed(line, constant=False), H200))
+    assert "sm_90" in str(refusal(CANDIDATE, posed(line), replace(H200, features=frozenset({"cuda", "sm_80"}))))
 
 
 def test_every_point_of_the_shapes_of_llama_fits():
     for n, k in ((4096, 4096), (4096, 14336), (1024, 8192), (57344, 8192), (8192, 28672), (3584, 8192)):
         for m in (1, 4, 16, 17, 64):
             problem = posed(f"f16[{m},{k}] @ s4[{n},{k}]^T group=64")
-            plan, found = plan_of(problem), points(problem, H200)  # not `schedules`, which compiles the first of them
-            assert isinstance(plan, Plan) and found
+            plan, found = plan_of(problem), points(plan_of(problem), H200)  # not `schedules`, which compiles the first of them
+            assert found
             assert all(Form(plan, p).shared_bytes <= CHIP.shared_bytes for p in found)
-            assert all(point_of(schedule_of(p)) == p for p in found)
+            assert all(Schedule.of_point(p).point(Point) == p for p in found)
 
 
 def test_weights_that_were_joined_are_packed_as_one():
@@ -552,7 +554,7 @@ def test_weights_that_were_joined_are_packed_as_one():
     coded, _ = quantize(graph, scheme("w4"), calibrate(graph, [{graph.inputs[0].op.label: x}]))
     (step,) = compile(coded, budget_s=0).steps
     problem = step.decision.problem
-    assert CANDIDATE.refuse(problem, H200) is None
+    assert refusal(CANDIDATE, problem, H200) is None
     weights = plan_of(problem).weights
     assert weights.rounded and weights.scales is F16 and len(weights.sources) == 6
     (node,) = (n for n in step.part.nodes if isinstance(n.op, Gemm))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,6 +11,7 @@ from tilewright.candidates.llvm.attention.kernel import AttentionWriter, Heads
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import DOTS, Choice, choose
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
+from tilewright.candidates.llvm.gemm.space import ONE_THREAD_OPS
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.scratch import give, maker, take
 from tilewright.dtype import BF16, F32, DType
@@ -19,16 +20,18 @@ from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.lowering.access import Access, Unsupported, of_operand, of_store, or_why
-from tilewright.schedule.candidate import CPU, Kernel, Runner
-from tilewright.schedule.problem import AttentionProblem, ProblemKind
+from tilewright.lowering.access import Access, of_operand, of_store
+from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.schedule import Schedule
 
-ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
 
+def heads_of(problem: AttentionProblem, target: Target) -> Heads:
+    """The attention to generate.
 
-@or_why
-def _plan(problem: AttentionProblem, target: Target) -> Heads:
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
     op, node = problem.op, problem.node
     q, k, v, *mask = operands_of(node)
     choice = _instruction((q.dtype, k.dtype, v.dtype), target.chip)
@@ -51,7 +54,7 @@ def _plan(problem: AttentionProblem, target: Target) -> Heads:
     sources = len(problem.types)
 
     def nest(deep: int, columns: int, lhs: Access, rhs: Access, *, along: bool) -> Nest:
-        blocks = Blocks(mr, nv, deep, 1, 1, True)
+        blocks = Blocks(dot.instruction, mr, nv * dot.lanes, deep, mr, nv * dot.lanes, pack_lhs=True)
         return Nest(batch * key_heads, queries, deep, columns, choice, lhs, rhs, along, False, stores, sources, blocks)
 
     queries_at = of_operand(q, columns_last=True)
@@ -82,33 +85,24 @@ def _instruction(operands: Sequence[DType], chip: Chip) -> Choice | None:
     return choose(F32, F32, F32, chip)
 
 
-class LlvmAttention:
-    """Found by file name; see `schedule.candidate.Candidate`."""
+@dataclass(frozen=True)
+class Plan:
+    problem: AttentionProblem
+    heads: Heads
 
-    name = "llvm_attention"
-    kinds = frozenset[ProblemKind]({"attention"})
-    devices = CPU
-    preference = 5
+    def schedules(self) -> tuple[Schedule]:
+        nest = self.heads.scores
+        return (Schedule.of(instruction=nest.dot.instruction, mr=nest.blocks.mr, nr=nest.nr),)
 
-    def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
-        return engine.refusal(lambda: _plan(problem, target))
+    def build(self, schedule: Schedule) -> Kernel:
+        call = engine.function(module_text(self.heads))
+        room = self.heads.scratch(torch.get_num_threads())
+        return Kernel(CANDIDATE.name, schedule, lambda weights: _prepared(self.problem, self.heads, call), workspace_bytes=room)
 
-    def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
-        plan = _plan(problem, target)
-        assert isinstance(plan, Heads)
-        dot = plan.scores.dot
-        return (Schedule.of(instruction=dot.instruction, mr=plan.scores.blocks.mr, nr=plan.scores.nr),)
 
-    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
-        plan = _plan(problem, target)
-        assert isinstance(plan, Heads)
-        call = engine.function(module_text(plan))
-        return Kernel(
-            self.name,
-            schedule,
-            lambda weights: _prepared(problem, plan, call),
-            workspace_bytes=plan.scratch(torch.get_num_threads()),
-        )
+def plan(problem: AttentionProblem, target: Target) -> Plan:
+    engine.require()
+    return Plan(problem, heads_of(problem, target))
 
 
 def module_text(heads: Heads) -> str:
@@ -146,4 +140,4 @@ def _prepared(problem: AttentionProblem, plan: Heads, call: Callable[..., None])
     return run
 
 
-CANDIDATE = LlvmAttention()
+CANDIDATE = Candidate("llvm_attention", ATTENTION, CPU, 5, plan)

@@ -12,11 +12,11 @@ from tilewright.candidates.llvm.expressions.text import Function, f32, f64, suff
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F16, F32, F64, PRED, S32, U16, U32, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const
-from tilewright.lowering.access import Unsupported
 from tilewright.lowering.scalar.conversions import rounded_to_bf16
 from tilewright.lowering.scalar.functions import ROUND
 from tilewright.lowering.scalar.nodes import NodeBuilder
 from tilewright.lowering.scalar.values import Body, Fewer, Operand, Value
+from tilewright.schedule.candidate import Unsupported
 
 # 16-bit floats are the integers of their bits until they are converted: instruction selection has no masked memory for bfloat,
 # and no conversions where the processor lacks the type.

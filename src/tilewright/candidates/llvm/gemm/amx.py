@@ -42,7 +42,7 @@ def release(f: Function) -> None:
 
 def micro(module: Module, nest: Nest, name: str, rows: int, *, fresh: bool) -> None:
     """name(a, stride, b, tile, groups): result tile (+)= lhs tile x rhs panel over `groups` groups of K, as configured."""
-    d, nv = nest.dot, nest.blocks.nv
+    d, nv = nest.dot, nest.nv
     f = Function(module, name, [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")])
     high = range(len(bands(d, rows)))
     row_bytes = nest.nr * 4

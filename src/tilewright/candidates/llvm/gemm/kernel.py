@@ -85,7 +85,7 @@ class GemmWriter:
         self._pack_rhs()
         if n.blocks.pack_lhs or n.choice.correction:
             self._pack_lhs()
-        if n.blocks.packs_per_thread:
+        if n.blocks.private:
             self._prefetch()
         self._block_loops()
         self._worker()
@@ -110,7 +110,7 @@ class GemmWriter:
         """pack_lhs(d): tiles of the left operand, a task each; pack_tile(d, b, tile, to, sums): one of them."""
         n = self.nest
         self._pack_tile()
-        if n.blocks.packs_per_thread:
+        if n.blocks.private:
             return
         f = self._function("pack_lhs")
         copies, sums = self._scratch(f, 0), self._scratch(f, n.sums_at)
@@ -178,7 +178,7 @@ class GemmWriter:
             (self._pack_along if n.k_contiguous else self._pack_across)(f, "%b", "%panel", "%out")
         f.finish()
         f = self._function(name)
-        if not n.blocks.packs_per_thread:
+        if not n.blocks.private:
             with f.tasks(self._counter(f, counter), n.batch * n.panels) as task:
                 b, panel = f.div(task, n.panels), f.rem(task, n.panels)
                 out = f.at(self._rhs(f), f.mul(task, n.panel))
@@ -193,7 +193,7 @@ class GemmWriter:
         n = self.nest
         if n.gate_up is None:
             return f.add(f.mul(panel, n.nr), f.mul(part, n.dot.lanes))
-        each = n.blocks.nv // 2
+        each = n.nv // 2
         inside = f.add(f.mul(panel, n.width), f.mul(f.rem(part, each), n.dot.lanes))
         return f.add(inside, f.mul(f.div(part, each), n.stored))
 
@@ -203,7 +203,7 @@ class GemmWriter:
         sources = self._sources(f, n.rhs)
         inside, lanes = n.columns % n.nr, d.lanes * d.rows
         type_ = vec(lanes * d.k, d.element)
-        with f.loop(0, n.blocks.nv, d.rows) as part:
+        with f.loop(0, n.nv, d.rows) as part:
             column = self._column(f, panel, part.index)
             mask = f.first_lanes(lanes, f.sub(n.columns, column)) if inside else None
             aligned = n.gate_up is None or n.stored % lanes == 0
@@ -214,14 +214,14 @@ class GemmWriter:
                 rows = [self._operand(vectors, f.add(first, i), "rhs") for i in range(count)]
                 rows += ["zeroinitializer"] * (d.k - count)
                 value = self._flipped(f, type_, self._interleaved(f, rows, lanes))
-                f.store(type_, value, f.at(out, f.mul(f.add(f.mul(index, n.blocks.nv), at), d.vector_bytes)), 4)
+                f.store(type_, value, f.at(out, f.mul(f.add(f.mul(index, n.nv), at), d.vector_bytes)), 4)
 
             with f.loop(0, n.depth // d.k) as loop:
                 group(loop.index, d.k)
             if n.depth % d.k:
                 group(n.depth // d.k, n.depth % d.k)
             for index in range(-(-n.depth // d.k), n.groups(n.depth)):  # past K, up to a whole tile
-                place = f.mul(f.add(index * n.blocks.nv, part.index), d.vector_bytes)
+                place = f.mul(f.add(index * n.nv, part.index), d.vector_bytes)
                 f.store(d.operand, "zeroinitializer", f.at(out, place), 4)
 
     def _interleaved(self, f: Function, rows: list[str], lanes: int) -> str:
@@ -251,7 +251,7 @@ class GemmWriter:
         whole = n.depth // n.vector * n.vector
         left = n.depth - whole
         line = f.alloca(width) if left else ""
-        with f.loop(0, n.blocks.nv) as part:
+        with f.loop(0, n.nv) as part:
             column = self._column(f, panel, part.index)
 
             def read(vectors: Vectors, i: Int, mask: str | None, column: Int = column) -> str:
@@ -262,7 +262,7 @@ class GemmWriter:
                 return f.v(f"bitcast {d.operand} {self._flipped(f, d.operand, value)} to {words}")
 
             def place(group: Int, at: Int = part.index) -> str:
-                return f.at(out, f.mul(f.add(f.mul(group, n.blocks.nv), at), width))
+                return f.at(out, f.mul(f.add(f.mul(group, n.nv), at), width))
 
             if whole:
                 with f.loop(0, whole, n.vector) as loop:
@@ -285,17 +285,17 @@ class GemmWriter:
     def _block_loops(self) -> None:
         n, blocks = self.nest, self.nest.blocks
         f = self._function("multiply")
-        if blocks.packs_per_thread or n.passes > 1:
+        if blocks.private or n.passes > 1:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-            own = self._scratch(f, f.add(0 if blocks.packs_per_thread else n.threads_at, f.mul(me, n.thread_bytes)))
+            own = self._scratch(f, f.add(0 if blocks.private else n.threads_at, f.mul(me, n.thread_bytes)))
         else:
             own = f.alloca(n.result_tile)
-        if not blocks.packs_per_thread:
+        if not blocks.private:
             copies, right, sums = self._scratch(f, 0), self._rhs(f), self._scratch(f, n.sums_at)
-            across, down = -(-n.panels // blocks.nc_panels), -(-n.tiles // blocks.mc_tiles)
+            across, down = -(-n.panels // n.nc_panels), -(-n.tiles // n.mc_tiles)
             with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
                 b, inner = f.div(task, across * down), f.rem(task, across * down)
-                p0, t0 = f.mul(f.div(inner, down), blocks.nc_panels), f.mul(f.rem(inner, down), blocks.mc_tiles)
+                p0, t0 = f.mul(f.div(inner, down), n.nc_panels), f.mul(f.rem(inner, down), n.mc_tiles)
                 first = f.at(right, f.mul(f.add(f.mul(b, n.panels), p0), n.panel))
                 self._macro_kernel(
                     f, b, p0, t0, Packed(f.at(copies, f.mul(b, n.passes * n.tiles * n.lhs_tile)), first, sums, own)
@@ -308,14 +308,14 @@ class GemmWriter:
                     with f.loop(0, n.tiles) as tile:
                         self._call_pack_tile(f, b, tile.index, f.at(own, f.mul(tile.index, n.lhs_tile)), sums)
                 of_row = f.at(sums, f.sub(0, f.mul(b, n.rows * 4)))
-                with f.loop(0, n.panels, blocks.nc_panels) as p0:
-                    with f.loop(p0.index, f.min(f.add(p0.index, blocks.nc_panels), n.panels)) as panel:
+                with f.loop(0, n.panels, n.nc_panels) as p0:
+                    with f.loop(p0.index, f.min(f.add(p0.index, n.nc_panels), n.panels)) as panel:
                         out = f.at(right, f.mul(f.sub(panel.index, p0.index), n.panel))
                         f.call("pack_rhs_panel", ("ptr", "%d"), ("i64", b), ("i64", panel.index), ("ptr", out))
-                    more = f.compare("slt", f.add(p0.index, blocks.nc_panels), n.panels)
-                    p2 = f.v(f"select i1 {more}, i64 {f.add(p0.index, blocks.nc_panels)}, i64 0")
+                    more = f.compare("slt", f.add(p0.index, n.nc_panels), n.panels)
+                    p2 = f.v(f"select i1 {more}, i64 {f.add(p0.index, n.nc_panels)}, i64 0")
                     b2 = f.v(f"select i1 {more}, i64 {b}, i64 {following}")
-                    with f.loop(0, n.tiles, blocks.mc_tiles) as t0:
+                    with f.loop(0, n.tiles, n.mc_tiles) as t0:
                         self._macro_kernel(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
                         with f.when(f.compare("slt", b2, n.batch)):
                             f.call("ask", ("ptr", "%d"), ("i64", b2), ("i64", p2), ("i64", t0.index))
@@ -330,7 +330,7 @@ class GemmWriter:
         """
         n, blocks = self.nest, self.nest.blocks
         f = self._function("ask", ("i64", "b"), ("i64", "panel"), ("i64", "tile"))
-        shares = -(-n.tiles // blocks.mc_tiles)
+        shares = -(-n.tiles // n.mc_tiles)
 
         def region(access: Access, extent: int, first: Int, last: Int, begin: Int, end: Int) -> None:
             """Rows of matrix b, a share of them, and columns begin to end."""
@@ -340,12 +340,12 @@ class GemmWriter:
                 vectors = Vectors(f, access, line, Columns(column.index, True, None), self._sources(f, access))
                 vectors.prefetch(f.add(f.mul("%b", extent), row.index))
 
-        share = f.div("%tile", blocks.mc_tiles)
+        share = f.div("%tile", n.mc_tiles)
         for half in range(0, n.columns, n.stored):
             column = f.add(f.mul("%panel", n.width), half)
-            until = f.min(f.add(column, blocks.nc_panels * n.width), half + n.stored)
+            until = f.min(f.add(column, n.nc_panels * n.width), half + n.stored)
             if n.k_contiguous:
-                each = -(-blocks.nc_panels * n.width // shares)
+                each = -(-n.nc_panels * n.width // shares)
                 first = f.add(column, f.mul(share, each))
                 region(n.rhs, n.columns, first, f.min(f.add(first, each), until), 0, n.depth)
             else:
@@ -353,7 +353,7 @@ class GemmWriter:
                 first = f.mul(share, each)
                 region(n.rhs, n.depth, first, f.min(f.add(first, each), n.depth), column, until)
         with f.when(f.compare("eq", "%panel", 0)):
-            each = blocks.mc_tiles * blocks.mr
+            each = n.mc_tiles * blocks.mr
             first = f.mul(share, each)
             region(n.lhs, n.rows, first, f.min(f.add(first, each), n.rows), 0, n.depth)
         f.finish()
@@ -363,7 +363,7 @@ class GemmWriter:
     def _macro_kernel(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
         """All tiles of a block: from panel p0 and tile t0 of matrix b on."""
         n, blocks = self.nest, self.nest.blocks
-        p1, t1 = f.min(f.add(p0, blocks.nc_panels), n.panels), f.min(f.add(t0, blocks.mc_tiles), n.tiles)
+        p1, t1 = f.min(f.add(p0, n.nc_panels), n.panels), f.min(f.add(t0, n.mc_tiles), n.tiles)
 
         def tile_row(rows: int, tile: Int, pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
             begin = f.mul(tile, blocks.mr)
@@ -372,7 +372,7 @@ class GemmWriter:
                 place = f.add(f.mul(f.sub(loop.index, p0), n.panel), f.mul(pass_, self._pass_bytes))
                 out = packed.results
                 if n.passes > 1:
-                    index = f.add(f.mul(f.sub(tile, t0), blocks.nc_panels), f.sub(loop.index, p0))
+                    index = f.add(f.mul(f.sub(tile, t0), n.nc_panels), f.sub(loop.index, p0))
                     out = f.at(out, f.mul(index, n.result_tile))
                 right = f.at(packed.rhs, place)
                 args = [("ptr", a), ("i64", stride), ("ptr", right), ("ptr", out), ("i64", groups)]
@@ -448,7 +448,7 @@ class GemmWriter:
 
     def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
         """result tile (+)= lhs tile x rhs panel over `groups` groups of K; or the result itself, see `direct`."""
-        d, nv = self.nest.dot, self.nest.blocks.nv
+        d, nv = self.nest.dot, self.nest.nv
         name = f"micro_{rows}{'' if fresh else '_more'}"
         if d.tile_registers:
             amx.micro(self.module, self.nest, name, rows, fresh=fresh)
@@ -511,7 +511,7 @@ class GemmWriter:
             parts.append(Vectors(f, store, lanes, Columns(column, True, mask), sources, n.gate_up))
         for m in range(rows):
             row = f.add("%row", m)
-            sums = [self._corrected(f, lanes, next(results), row) for _ in range(n.blocks.nv)]
+            sums = [self._corrected(f, lanes, next(results), row) for _ in range(n.nv)]
             for j, vectors in enumerate(parts):
                 vectors.store(row, vectors.row(row, *sums[j :: len(parts)]), target)
 
@@ -525,7 +525,7 @@ class GemmWriter:
     def _place(self, f: Function, row: int, part: int) -> tuple[str, str, int]:
         """Type, address and alignment of a row's part of the result tile that one accumulator holds."""
         d = self.nest.dot
-        return vec(d.lanes, d.word), f.at("%tile", (row * self.nest.blocks.nv + part) * d.lanes * 4), d.lanes * 4
+        return vec(d.lanes, d.word), f.at("%tile", (row * self.nest.nv + part) * d.lanes * 4), d.lanes * 4
 
     def _result(self, f: Function, row: int, part: int, rows: int) -> str:
         """An accumulator out of the result tile, from this row on."""
@@ -623,7 +623,7 @@ class GemmWriter:
         n = self.nest
         f = self._function("worker")
         steps: list[str] = []
-        if not n.blocks.packs_per_thread:
+        if not n.blocks.private:
             steps = ([] if n.constant else ["pack_rhs"]) + (["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else [])
         for step in steps:
             f.call(step, ("ptr", "%d"))

@@ -21,26 +21,28 @@ def rounded(size: int, to: int = CACHE_LINE) -> int:
 
 @dataclass(frozen=True)
 class Blocks:
-    """Sizes of the nest: BLIS's mr, nr, kc, mc and nc, the last two counted in tiles and panels.
+    """Sizes of the nest, the knobs of its schedules: BLIS's mr, nr, kc, mc and nc, in elements.
 
     Attributes:
+        instruction: as the chip's data names it.
         mr: rows of a tile; the last tile may have fewer.
-        nv: vectors in a row of a tile (nr / lanes).
+        nr: columns of a tile: whole vectors.
         kc: of K in one pass; a multiple of a packed vector unless it is all of K.
-        mc_tiles: tiles of mr rows in a block (mc / mr).
-        nc_panels: panels of nr columns in a block (nc / nr).
+        mc: rows of a block: whole tiles.
+        nc: columns of a block: whole panels of nr.
         pack_lhs: the left operand is copied; else it is read where it lies.
-        packs_per_thread: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so
-            that packed data never leave its cache; else threads pack everything together first.
+        private: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so that packed
+            data never leave its cache; else threads pack everything together first.
     """
 
+    instruction: str
     mr: int
-    nv: int
+    nr: int
     kc: int
-    mc_tiles: int
-    nc_panels: int
+    mc: int
+    nc: int
     pack_lhs: bool
-    packs_per_thread: bool = False
+    private: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,22 @@ class Nest:
 
     @property
     def nr(self) -> int:
-        return self.blocks.nv * self.dot.lanes
+        return self.blocks.nr
+
+    @property
+    def nv(self) -> int:
+        """Vectors in a row of a tile."""
+        return self.nr // self.dot.lanes
+
+    @property
+    def mc_tiles(self) -> int:
+        """Tiles of mr rows in a block."""
+        return self.blocks.mc // self.blocks.mr
+
+    @property
+    def nc_panels(self) -> int:
+        """Panels of nr columns in a block."""
+        return self.blocks.nc // self.nr
 
     @property
     def width(self) -> int:
@@ -115,8 +132,8 @@ class Nest:
     def prefetch_distance(self) -> int:
         """Lines of the next block of the right operand that each group of K asks for: its share, if two or three tiles of rows
         are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
-        few = self.constant and 1 < self.tiles <= 3 and self.blocks.nc_panels == 1 and self.dot.tile == 1
-        return -(-self.blocks.nv // self.tiles) if few else 0
+        few = self.constant and 1 < self.tiles <= 3 and self.nc_panels == 1 and self.dot.tile == 1
+        return -(-self.nv // self.tiles) if few else 0
 
     def groups(self, k: int) -> int:
         """Groups of a lane's bytes that hold k elements of K: as many as the instruction takes at once, or a multiple."""
@@ -156,7 +173,7 @@ class Nest:
 
     @property
     def packed_rhs(self) -> int:
-        panels = self.blocks.nc_panels if self.blocks.packs_per_thread else self.batch * self.panels
+        panels = self.nc_panels if self.blocks.private else self.batch * self.panels
         return panels * self.panel + 4096  # room to prefetch into
 
     @property
@@ -166,7 +183,7 @@ class Nest:
     @property
     def matrices(self) -> int:
         """That are packed at a time."""
-        return 1 if self.blocks.packs_per_thread else self.batch
+        return 1 if self.blocks.private else self.batch
 
     @property
     def sums_at(self) -> int:
@@ -183,11 +200,11 @@ class Nest:
     @property
     def thread_bytes(self) -> int:
         """Of what each thread has to itself, behind what all share; of everything if nothing is shared."""
-        results = self.blocks.mc_tiles * self.blocks.nc_panels * self.result_tile if self.passes > 1 else 0
-        return rounded(self.threads_at + results) if self.blocks.packs_per_thread else results
+        results = self.mc_tiles * self.nc_panels * self.result_tile if self.passes > 1 else 0
+        return rounded(self.threads_at + results) if self.blocks.private else results
 
     def scratch(self, threads: int) -> int:
-        shared = 0 if self.blocks.packs_per_thread else self.threads_at
+        shared = 0 if self.blocks.private else self.threads_at
         return shared + threads * self.thread_bytes + CACHE_LINE
 
     @property

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_int64
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -19,11 +19,10 @@ from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.lowering.access import Unsupported, or_why
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.lowering.scalar.steps import usable
-from tilewright.schedule.candidate import CPU, Kernel, Runner
-from tilewright.schedule.problem import FusionProblem, ProblemKind
+from tilewright.schedule.candidate import CPU, FUSION, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.schedule import Schedule
 
 ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
@@ -31,8 +30,12 @@ UNROLL = 4
 FULL = 16  # lanes of a register of 64 bytes
 
 
-@or_why
-def _plan(problem: FusionProblem, target: Target) -> Rows:
+def rows_of(problem: FusionProblem, target: Target) -> Rows:
+    """The loops to generate.
+
+    Raises:
+        Unsupported: the sentence why there are none.
+    """
     choice = choose(F32, F32, F32, target.chip)
     if choice is None:
         raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
@@ -49,38 +52,31 @@ def _loops(region: ReductionNest, lanes: int) -> Loops:
     return Loops(region, 2 * lanes, UNROLL // 2) if wide else Loops(region, lanes, UNROLL)
 
 
-class LlvmRows:
-    """Found by file name; see `schedule.candidate.Candidate`."""
+@dataclass(frozen=True)
+class Plan:
+    problem: FusionProblem
+    rows: Rows
 
-    name = "llvm_norm"
-    kinds = frozenset[ProblemKind]({"fusion"})
-    devices = CPU
-    preference = 5
+    def schedules(self) -> tuple[Schedule]:
+        each = self.rows.each
+        return (Schedule.of(passes=max(r.region.passes for r in each), lanes=each[0].lanes),)
 
-    def refuse(self, problem: FusionProblem, target: Target) -> str | None:
-        return engine.refusal(lambda: _plan(problem, target))
-
-    def schedules(self, problem: FusionProblem, target: Target) -> Iterable[Schedule]:
-        plan = _plan(problem, target)
-        assert isinstance(plan, Rows)
-        return (Schedule.of(passes=max(r.region.passes for r in plan.each), lanes=plan.each[0].lanes),)
-
-    def build(self, problem: FusionProblem, schedule: Schedule, target: Target) -> Kernel:
-        plan = _plan(problem, target)
-        assert isinstance(plan, Rows)
-        call = engine.function(module_text(plan))
+    def build(self, schedule: Schedule) -> Kernel:
+        problem, rows = self.problem, self.rows
+        call = engine.function(module_text(rows))
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            if usable(weights.get(i) for i in plan.scales):
-                return _prepared(problem, plan, call)
-            return _prepared(problem, plan, engine.function(module_text(replace(plan, scales=frozenset()))))
+            if usable(weights.get(i) for i in rows.scales):
+                return _prepared(problem, rows, call)
+            return _prepared(problem, rows, engine.function(module_text(replace(rows, scales=frozenset()))))
 
-        return Kernel(
-            self.name,
-            schedule,
-            prepare,
-            workspace_bytes=plan.thread_bytes * torch.get_num_threads(),
-        )
+        room = rows.thread_bytes * torch.get_num_threads()
+        return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=room)
+
+
+def plan(problem: FusionProblem, target: Target) -> Plan:
+    engine.require()
+    return Plan(problem, rows_of(problem, target))
 
 
 def module_text(rows: Rows) -> str:
@@ -115,4 +111,4 @@ def _prepared(problem: FusionProblem, rows: Rows, call: Callable[..., None]) -> 
     return run
 
 
-CANDIDATE = LlvmRows()
+CANDIDATE = Candidate("llvm_norm", FUSION, CPU, 5, plan)

@@ -16,7 +16,6 @@ import importlib.util
 import os
 import tempfile
 from collections import deque
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from tilewright.candidates.llvm.expressions.text import PYTHON, THREADS
 from tilewright.errors import UnsupportedError
 from tilewright.files import foreign, open_own
 from tilewright.hardware.ceilings import cache_folder
+from tilewright.schedule.candidate import Unsupported
 
 METH_O, METH_FASTCALL = 0x08, 0x80  # CPython, Include/methodobject.h
 
@@ -41,13 +41,15 @@ def available() -> str | None:
     return None
 
 
-def refusal(plan: Callable[[], object]) -> str | None:
-    """The sentence why no kernel is generated for a problem: the machine, or what `plan` gives in a plan's place; or None."""
+def require() -> None:
+    """See that kernels can be generated and run here.
+
+    Raises:
+        Unsupported: the sentence why not.
+    """
     why = available()
     if why is not None:
-        return why
-    found = plan()
-    return found if isinstance(found, str) else None
+        raise Unsupported(why)
 
 
 @cache

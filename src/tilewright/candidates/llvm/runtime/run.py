@@ -1,4 +1,4 @@
-"""Operands and calls of generated gemms: what candidates that share the dense nest have in common."""
+"""Plans and calls of generated gemms: what candidates that share the dense nest have in common."""
 
 from __future__ import annotations
 
@@ -9,61 +9,96 @@ import torch
 
 from tilewright.candidates.llvm.expressions.vector import check
 from tilewright.candidates.llvm.gemm.dots import Choice
-from tilewright.candidates.llvm.gemm.nest import Nest
+from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
+from tilewright.candidates.llvm.gemm.space import ONE_THREAD_OPS
 from tilewright.candidates.llvm.runtime.calls import Call, bound
 from tilewright.candidates.llvm.runtime.scratch import maker
+from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Map, Param, Select
-from tilewright.lowering.access import Access, Unsupported, of_operand
-from tilewright.schedule.candidate import Runner
+from tilewright.lowering.access import Access, of_operand
+from tilewright.schedule.candidate import Kernel, Runner, Unsupported
 from tilewright.schedule.problem import Problem
+from tilewright.schedule.schedule import Schedule
 
-ONE_THREAD_OPS = 1 << 20  # below this, waking another thread costs more than it saves
+UNSIZED = Blocks("", 1, 1, 1, 1, 1, pack_lhs=True)
 
 
 @dataclass(frozen=True)
-class Side:
-    """The way in which a kernel gets one operand.
+class NestPlan:
+    """A gemm as a nest whose sizes are not chosen yet.
 
     Attributes:
-        access: where its elements lie.
-        outside: the expression that torch evaluates first; None when the kernel reads the sources itself.
+        problem, target: what is done, and where.
+        nest: the nest, with `UNSIZED` blocks.
+        outside: expressions of the left and of the right operand that torch evaluates first; None for one whose sources the
+            kernel reads itself.
+        in_place: the left operand may be read where it lies.
+        beside: what else kernels read: scales and zero points of the left operand's codes.
     """
 
-    access: Access
-    outside: Node | None
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The facts about a problem that are found before any size is chosen."""
-
-    choice: Choice
-    batch: int
-    rows: int
-    lhs: Side
-    rhs: Side
-    along: bool
-    constant: bool
-    stores: tuple[Access, ...]
+    problem: Problem
+    target: Target
+    nest: Nest
+    outside: tuple[Node | None, Node | None]
     in_place: bool
-    second: Node | None = None  # see `Nest`
-    largest: tuple[bool, ...] = ()  # see `Nest`; empty: of no store
-    beside: tuple[Access, ...] = ()  # what else kernels read: scales and zero points of the left operand's codes
+    beside: tuple[Access, ...] = ()
+
+    def kernel(
+        self, name: str, schedule: Schedule, nest: Nest, prepare: Callable[[Mapping[int, torch.Tensor]], Runner]
+    ) -> Kernel:
+        """A kernel of a nest."""
+        left, right = self.outside
+        outside = [node for node in (left, None if nest.constant else right) if node is not None]
+        read = self._pointers() | _params(outside)
+        return Kernel(
+            name,
+            schedule,
+            prepare,
+            workspace_bytes=nest.scratch(torch.get_num_threads()),
+            packed_bytes=nest.packed_rhs if nest.constant else 0,
+            releasable=frozenset(i for i, weight in enumerate(self.problem.weights) if weight and i not in read),
+        )
+
+    def _pointers(self) -> set[int]:
+        """The indices of the arguments that a kernel reads: sources, and behind them operands that torch evaluates."""
+        return _params([a.root for a in (self.nest.lhs, self.nest.rhs, *self.nest.stores, *self.beside)])
+
+    def runner(self, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
+        """A function that runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept
+        alive."""
+        count = len(self.problem.types)
+        makers = [maker(t.shape, t.dtype.to_torch()) for t in self.problem.outputs]
+        left, right = self.outside[0], None if nest.constant else self.outside[1]
+        outside = [i for i, node in ((count, left), (count + 1, right)) if node is not None]
+        read = [*sorted(self._pointers() & set(range(count))), *outside]
+        alone, one = nest.scratch(1), self.problem.ops <= ONE_THREAD_OPS
+        needs = Call(call, nest.pointers, read, count + 2, makers, alone, nest.scratch(2) - alone, one, aligned(packed))
+        run = bound(needs, keep=packed)
+        if not outside:
+            return run
+
+        def evaluated(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            lhs = operand(left, sources, False) if left is not None else packed
+            rhs = operand(right, sources, nest.k_contiguous) if right is not None else packed
+            return run((*sources, lhs, rhs))
+
+        return evaluated
 
 
-def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> Side:
+def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> tuple[Access, Node | None]:
+    """Where an operand's elements lie, and the expression that torch evaluates first (`NestPlan.outside`)."""
     if not outside:
         try:
             check((root,))
-            return Side(of_operand(root, columns_last=columns_last), None)
+            return of_operand(root, columns_last=columns_last), None
         except Unsupported:
             if any(isinstance(n.op, (Map, Select)) for n in toposort((root,))):
                 raise  # a step of its own has kernels of its own
     shape = root.shape if columns_last else (*root.shape[:-2], root.shape[-1], root.shape[-2])
     stand_in = Node(Param(index, replace(root.tensor, shape=shape)))
-    return Side(of_operand(stand_in, columns_last=True), root)
+    return of_operand(stand_in, columns_last=True), root
 
 
 def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
@@ -86,42 +121,8 @@ def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> b
     return first.extent == total
 
 
-def _pointers(plan: Plan) -> set[int]:
-    """The indices of the arguments that a kernel reads: sources, and behind them operands that torch evaluates."""
-    return _params([a.root for a in (plan.lhs.access, plan.rhs.access, *plan.stores, *plan.beside)])
-
-
 def _params(roots: Sequence[Node]) -> set[int]:
     return {n.op.index for n in toposort(roots) if isinstance(n.op, Param)}
-
-
-def releasable(problem: Problem, plan: Plan) -> frozenset[int]:
-    """Weights that calls do not read, since all that was in them is packed."""
-    outside = [s.outside for s in (plan.lhs, plan.rhs) if s.outside is not None and not (s is plan.rhs and plan.constant)]
-    read = _pointers(plan) | _params(outside)
-    return frozenset(i for i, weight in enumerate(problem.weights) if weight and i not in read)
-
-
-def runner(problem: Problem, plan: Plan, nest: Nest, call: Callable[..., None], packed: torch.Tensor) -> Runner:
-    """A function that runs a kernel on sources; `packed` holds a constant right operand as the kernel reads it, and is kept
-    alive."""
-    count = len(problem.types)
-    makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
-    left, right = plan.lhs.outside, None if plan.constant else plan.rhs.outside
-    outside = [i for i, node in ((count, left), (count + 1, right)) if node is not None]
-    read = [*sorted(_pointers(plan) & set(range(count))), *outside]
-    alone, one = nest.scratch(1), problem.ops <= ONE_THREAD_OPS
-    needs = Call(call, nest.pointers, read, count + 2, makers, alone, nest.scratch(2) - alone, one, aligned(packed))
-    run = bound(needs, keep=packed)
-    if not outside:
-        return run
-
-    def evaluated(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        lhs = operand(left, sources, False) if left is not None else packed
-        rhs = operand(right, sources, plan.along) if right is not None else packed
-        return run((*sources, lhs, rhs))
-
-    return evaluated
 
 
 def aligned(t: torch.Tensor) -> int:

@@ -25,7 +25,8 @@ from tilewright.hardware.target import Chip
 from tilewright.ir.build import broadcast, convert, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Convert, Dequantize
-from tilewright.lowering.access import Access, Unsupported, of_operand
+from tilewright.lowering.access import Access, of_operand
+from tilewright.schedule.candidate import Unsupported
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # where in a word each of 8 neighbours along K is kept
 MOST_GROUP = S32.max // (255 * 15 * 4)
@@ -248,7 +249,7 @@ class CodesWriter(GroupedWriter):
         """result tile = lhs tile x weight panel. Where there are no registers for totals beside sums, they stay in the tile."""
         assert fresh, "K is never cut"
         n, d = self._coded, self.nest.dot
-        nv, line, row_bytes = n.blocks.nv, n.dot.lanes * 4, n.nr * 4
+        nv, line, row_bytes = n.nv, n.dot.lanes * 4, n.nr * 4
         f = Function(
             self.module,
             f"micro_{rows}",

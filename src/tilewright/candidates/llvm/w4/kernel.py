@@ -150,7 +150,7 @@ class GroupedWriter(GemmWriter):
         shift one vector at a time.
         """
         n, d = self.nest, self.nest.dot
-        nv, line, row_bytes = n.blocks.nv, d.lanes * 4, n.nr * 4
+        nv, line, row_bytes = n.nv, d.lanes * 4, n.nr * 4
         floats, i32 = vec(d.lanes, "float"), vec(d.lanes, "i32")
         f = Function(self.module, "decode", [("ptr", "b"), ("ptr", "out")])
         casts = Printer(f, d.lanes)
@@ -200,7 +200,7 @@ class GroupedWriter(GemmWriter):
             super()._micro_kernel(rows, fresh=fresh)
             return
         n, d = self.nest, self.nest.dot
-        nv, line, row_bytes = n.blocks.nv, n.dot.lanes * 4, n.nr * 4
+        nv, line, row_bytes = n.nv, n.dot.lanes * 4, n.nr * 4
         name = f"micro_{rows}"
         f = Function(self.module, name, [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")])
         floats, count = vec(d.lanes, "float"), rows * nv

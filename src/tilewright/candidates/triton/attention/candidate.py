@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import product
-from typing import Literal, cast
+from dataclasses import dataclass
+from itertools import islice, product
 
 from tilewright.candidates.triton.attention.heads import Heads, Rounded, heads_of
 from tilewright.candidates.triton.attention.kernel import Point, kernel_text, power, sources_of
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.candidates.triton.runtime.module import (
-    INSTALL,
-    Arch,
-    Built,
-    arch_of,
-    build,
-    exact_fp8,
-    installed,
-    launcher,
-    needs,
-)
+from tilewright.candidates.triton.runtime.module import Arch, Built, build, exact_fp8, launcher, needs, required_arch
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.lowering.access import Unsupported, or_why
-from tilewright.schedule.candidate import GPU, Kernel
-from tilewright.schedule.problem import AttentionProblem, ProblemKind
+from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Unsupported
+from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.schedule import Schedule
 
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
@@ -41,77 +30,47 @@ HOLDING = ((64, 128, 8, 1), (64, 64, 8, 1), (64, 64, 4, 1), (32, 64, 4, 1), (16,
 WIDE = ((64, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (16, 16, 1, 1))
 
 
-@or_why
-def _heads(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
-    found = heads_of(problem, fp8)
-    if max(found.depth, found.width) > MOST_DEPTH:
-        raise Unsupported(f"a head of {max(found.depth, found.width)} columns does not fit into registers")
-    return found
+@dataclass(frozen=True)
+class Plan:
+    problem: AttentionProblem
+    target: Target
+    arch: Arch
+    heads: Heads
 
+    def schedules(self) -> Iterable[Schedule]:
+        shared = self.target.caches_bytes.get("shared", self.target.chip.shared_bytes)
+        return islice(_points(self.heads, self.arch, shared), POINTS)
 
-class TritonAttention:
-    """Found by file name; see `schedule.candidate.Candidate`."""
+    def compile(self, schedule: Schedule) -> None:
+        self.machine_code(schedule)
 
-    name = "triton_attention"
-    kinds = frozenset[ProblemKind]({"attention"})
-    devices = GPU
-    preference = 5
+    def machine_code(self, schedule: Schedule) -> Built:
+        written = kernel_text(self.heads, schedule.point(Point), exact_fp8(self.arch))
+        types = {f"p{i}": self.problem.types[i] for i in sources_of(self.heads)}
+        types |= {f"o{i}": t for i, t in enumerate(self.problem.outputs)}
+        signature = {name: pointer_type(t.dtype) for name, t in types.items()}
+        options = {name: int(schedule[name]) for name in ("num_warps", "num_stages")}
+        return build(written, "kernel", signature, self.arch, self.target.index, enable_fp_fusion=False, **options)
 
-    def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
-        if not installed():
-            return INSTALL
-        arch = arch_of(target)
-        if arch is None:
-            return f"Triton does not compile for {target.name}"
-        found = _heads(problem, exact_fp8(arch))
-        return found if isinstance(found, str) else None
-
-    def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
-        arch = arch_of(target)
-        assert arch is not None
-        heads = _heads(problem, exact_fp8(arch))
-        assert isinstance(heads, Heads)
-        shared = target.caches_bytes.get("shared", target.chip.shared_bytes)
-        return tuple(_points(heads, arch, shared))[:POINTS]
-
-    def compile(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> None:
-        self._machine_code(problem, schedule, target)
-
-    @staticmethod
-    def _machine_code(problem: AttentionProblem, schedule: Schedule, target: Target) -> tuple[Heads, Built]:
-        arch = arch_of(target)
-        assert arch is not None
-        heads = _heads(problem, exact_fp8(arch))
-        assert isinstance(heads, Heads)
-        return heads, machine_code(heads, problem, schedule, arch, target.index)
-
-    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
-        heads, built = self._machine_code(problem, schedule, target)
-        found = needs(built.kernel)
+    def build(self, schedule: Schedule) -> Kernel:
+        heads, target = self.heads, self.target
+        built = self.machine_code(schedule)
         grid = heads.batch * heads.heads * -(-heads.queries // int(schedule["tile_m"]))
         launch = launcher(built.kernel, (grid,), target.index, built.numbers)
         return Kernel(
-            self.name,
+            CANDIDATE.name,
             schedule,
-            lambda weights: caller(sources_of(heads), problem.outputs, launch, weights, target),
-            registers=found.registers,
-            spills=found.spills,
-            shared_bytes=found.shared_bytes,
+            lambda weights: caller(sources_of(heads), self.problem.outputs, launch, weights, target),
+            **vars(needs(built.kernel)),
         )
 
 
-def machine_code(heads: Heads, problem: AttentionProblem, schedule: Schedule, arch: Arch, device: int = 0) -> Built:
-    """The kernel for an architecture."""
-    written = kernel_text(heads, point_of(schedule), exact_fp8(arch))
-    types = {f"p{i}": problem.types[i] for i in sources_of(heads)} | {f"o{i}": t for i, t in enumerate(problem.outputs)}
-    signature = {name: pointer_type(t.dtype) for name, t in types.items()}
-    warps, stages = int(schedule["num_warps"]), int(schedule["num_stages"])
-    return build(written, "kernel", signature, arch, device, enable_fp_fusion=False, num_warps=warps, num_stages=stages)
-
-
-def point_of(schedule: Schedule) -> Point:
-    scores = cast('Literal["online", "held", "twice"]', schedule["scores"])
-    return Point(int(schedule["tile_m"]), int(schedule["tile_n"]), str(schedule["precision"]), scores)
+def plan(problem: AttentionProblem, target: Target) -> Plan:
+    arch = required_arch(target)
+    heads = heads_of(problem, exact_fp8(arch))
+    if max(heads.depth, heads.width) > MOST_DEPTH:
+        raise Unsupported(f"a head of {max(heads.depth, heads.width)} columns does not fit into registers")
+    return Plan(problem, target, arch, heads)
 
 
 def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[Schedule]:
@@ -138,4 +97,4 @@ def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[Schedule]:
                 )
 
 
-CANDIDATE = TritonAttention()
+CANDIDATE = Candidate("triton_attention", ATTENTION, GPU, 5, plan)

@@ -14,7 +14,8 @@ from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Attention, Const, Dequantize, Param, Quantize
-from tilewright.lowering.access import Access, Unsupported, of_operand, of_store
+from tilewright.lowering.access import Access, of_operand, of_store
+from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import AttentionProblem
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 from tilewright.candidates.triton.expressions.text import Text
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F32, F64, PRED, S32, S64, U32, DType
-from tilewright.lowering.access import Unsupported
 from tilewright.lowering.scalar.nodes import NodeBuilder
 from tilewright.lowering.scalar.values import FP8, Body, Fewer, Operand, Value
+from tilewright.schedule.candidate import Unsupported
 
 NATIVE = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 FP8_NAMES = {F8E4M3FN: "float8e4nv", F8E5M2: "float8e5", F8E4M3FNUZ: "float8e4b8", F8E5M2FNUZ: "float8e5b16"}

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check
 from tilewright.candidates.triton.expressions.printer import pointer_type
-from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, Dot, choose
+from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, choose
 from tilewright.candidates.triton.gemm.kernel import Nest, Point, write
 from tilewright.candidates.triton.gemm.run import operands_outside, runner
 from tilewright.candidates.triton.gemm.space import ranked, work
@@ -19,46 +19,85 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.lowering.access import Access, Unsupported, gate_up, largest_of, of_operand, of_store, or_why
-from tilewright.schedule.candidate import GPU, Kernel, Runner
+from tilewright.lowering.access import Access, gate_up, largest_of, of_operand, of_store
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Unsupported
 from tilewright.schedule.cost import Work
-from tilewright.schedule.problem import Problem, ProblemKind
+from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The facts about a problem that are found before any size is chosen.
+    """A gemm as a nest whose sizes are not chosen yet.
 
     Attributes:
+        problem, target: what is done, and where.
         arch: the architecture to compile for.
-        batch, rows: matrices, and rows of each; rows of all matrices are those of one if they share the right operand.
-        dot: the instruction that multiplies a tile.
-        lhs, rhs: access of the operands, K as columns.
-        stores: access of the results.
+        nest: the nest, of any sizes. Rows of all matrices are those of one if they share the right operand.
         outside: operands that torch evaluates once, by the number of the argument that stands for them.
-        second, largest: see `Nest`.
     """
 
+    problem: Problem
+    target: Target
     arch: modules.Arch
-    batch: int
-    rows: int
-    dot: Dot
-    lhs: Access
-    rhs: Access
-    stores: tuple[Access, ...]
+    nest: Nest
     outside: Mapping[int, Node]
-    second: Node | None
-    largest: tuple[int, ...]
+
+    def schedules(self) -> Iterable[Schedule]:
+        """The points, and how many bits f32 operands or short sums keep."""
+        dot = self.nest.dot
+        said = {"precision": dot.precision} if dot.precision else {"acc_bits": SHORT_SUM_BITS} if dot.promote else {}
+        return (Schedule.of_point(point, **said) for point in ranked(self.nest, self.target))
+
+    def nest_of(self, schedule: Schedule) -> Nest:
+        """The kernel that a schedule stands for."""
+        return replace(self.nest, point=schedule.point(Point))
+
+    def work(self, schedule: Schedule) -> Work:
+        return work(self.nest_of(schedule), self.target)
+
+    def compile(self, schedule: Schedule) -> None:
+        self.machine_code(self.nest_of(schedule))
+
+    def machine_code(self, nest: Nest) -> modules.Built:
+        """The kernel of a nest."""
+        types = {f"p{i}": (self.outside.get(i) or self.problem.types[i]).dtype for i in nest.sources}
+        signature = {name: pointer_type(t) for name, t in types.items()}
+        signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(nest.stores)}
+        room = {"sums": "*fp32" if nest.dot.acc.is_float else "*i32", "peaks": "*i32", "counters": "*i32"}
+        signature |= {name: kind for name, kind in room.items() if name in nest.arguments}
+        fused = nest.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
+        warps, stages = nest.point.num_warps, nest.point.num_stages
+        options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
+        return modules.build(write(nest), "kernel", signature, self.arch, self.target.index, **options)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        nest = self.nest_of(schedule)
+        built = self.machine_code(nest)
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            return runner(nest, built, {**weights, **operands_outside(self.outside, nest.rhs, weights)}, self.target)
+
+        return Kernel(
+            CANDIDATE.name,
+            schedule,
+            prepare,
+            workspace_bytes=nest.workspace_bytes,
+            packed_bytes=sum(n.tensor.size_bytes for n in self.outside.values()),
+            releasable=frozenset(i for i, weight in enumerate(self.problem.weights) if weight and i not in nest.sources),
+            roundoff=nest.dot.roundoff,
+            **vars(modules.needs(built.kernel)),
+        )
 
 
-def plan_of(problem: Problem, target: Target) -> Plan | str:
-    """The plan, or the sentence why there is none. TF32 is used where torch is told that f32 products may be imprecise."""
-    return _plan(problem, target, torch.get_float32_matmul_precision() != "highest")
+def plan(problem: Problem, target: Target) -> Plan:
+    """The plan. TF32 is used where torch is told that f32 products may be imprecise.
 
-
-@or_why
-def _plan(problem: Problem, target: Target, tf32: bool) -> Plan:
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
+    if not modules.installed():
+        raise Unsupported(modules.INSTALL)
     arch = modules.arch_of(target)
     if arch is None:
         raise Unsupported(f"Triton makes nothing for {target.name}")
@@ -66,6 +105,7 @@ def _plan(problem: Problem, target: Target, tf32: bool) -> Plan:
         raise Unsupported("an extent is 0")
     if problem.batch * max(problem.M, problem.N) > NUMBERED:
         raise Unsupported("its rows are not counted in 31 bits")
+    tf32 = torch.get_float32_matmul_precision() != "highest"
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
     largest = [largest_of(root) for root in problem.op.stores]
     kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
@@ -81,8 +121,12 @@ def _plan(problem: Problem, target: Target, tf32: bool) -> Plan:
     lhs = _operand(problem, problem.op.lhs, batch_shape, len(problem.types), outside, columns_last=True)
     rhs = _operand(problem, problem.op.rhs, () if shared else batch_shape, len(problem.types) + 1, outside, columns_last=False)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
-    found = tuple(i for i, inner in enumerate(largest) if inner)
-    return Plan(arch, batch, rows, dot, lhs, rhs, stores, outside, second, found)
+    read = {n.op.index for n in toposort([lhs.root, rhs.root, *problem.op.stores]) if isinstance(n.op, Param)}
+    nest = Nest(
+        batch, rows, problem.N, problem.K, dot, lhs, rhs, stores, tuple(sorted(read)), modules.exact_fp8(arch),
+        Point(16, 16, 32, 4, 1), second, tuple(i for i, inner in enumerate(largest) if inner),
+    )  # fmt: skip
+    return Plan(problem, target, arch, nest, outside)
 
 
 def _operand(
@@ -114,119 +158,4 @@ def _along_k(access: Access) -> bool:
     return not place.columns or (place.columns[0].inner == 1 and place.columns[0].stride == 1)
 
 
-class TritonGemm:
-    """Found by file name; see `schedule.candidate.Candidate`."""
-
-    name = "triton"
-    kinds = frozenset[ProblemKind]({"gemm"})
-    devices = GPU
-    preference = 6
-
-    def refuse(self, problem: Problem, target: Target) -> str | None:
-        if not modules.installed():
-            return modules.INSTALL
-        plan = plan_of(problem, target)
-        return plan if isinstance(plan, str) else None
-
-    def schedules(self, problem: Problem, target: Target) -> Iterable[Schedule]:
-        nest = nest_of(problem, target)
-        return (schedule_of(point, nest.dot) for point in ranked(nest, target))
-
-    def work(self, problem: Problem, schedule: Schedule, target: Target) -> Work:
-        return work(nest_of(problem, target, point_of(schedule)), target)
-
-    def compile(self, problem: Problem, schedule: Schedule, target: Target) -> None:
-        plan = plan_of(problem, target)
-        assert isinstance(plan, Plan)
-        compile_for(nest_of(problem, target, point_of(schedule)), plan.arch, problem, plan.outside, target.index)
-
-    def build(self, problem: Problem, schedule: Schedule, target: Target) -> Kernel:
-        plan = plan_of(problem, target)
-        assert isinstance(plan, Plan)
-        nest = nest_of(problem, target, point_of(schedule))
-        built = compile_for(nest, plan.arch, problem, plan.outside, target.index)
-        needs = modules.needs(built.kernel)
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            laid_out = operands_outside(plan.outside, plan.rhs, weights)
-            return runner(nest, built, {**weights, **laid_out}, target)
-
-        packed = sum(n.tensor.size_bytes for n in plan.outside.values())
-        return Kernel(
-            self.name,
-            schedule,
-            prepare,
-            workspace_bytes=nest.workspace_bytes,
-            packed_bytes=packed,
-            releasable=_unread(problem, nest),
-            roundoff=plan.dot.roundoff,
-            registers=needs.registers,
-            spills=needs.spills,
-            shared_bytes=needs.shared_bytes,
-        )
-
-
-def nest_of(problem: Problem, target: Target, point: Point | None = None) -> Nest:
-    """The kernel that a schedule stands for; of no size yet if none is given."""
-    plan = plan_of(problem, target)
-    assert isinstance(plan, Plan)
-    read = {n.op.index for n in toposort([plan.lhs.root, plan.rhs.root, *problem.op.stores]) if isinstance(n.op, Param)}
-    return Nest(
-        plan.batch,
-        plan.rows,
-        problem.N,
-        problem.K,
-        plan.dot,
-        plan.lhs,
-        plan.rhs,
-        plan.stores,
-        tuple(sorted(read)),
-        modules.exact_fp8(plan.arch),
-        point or Point(16, 16, 32, 4, 1),
-        plan.second,
-        plan.largest,
-    )
-
-
-def compile_for(
-    nest: Nest, arch: modules.Arch, problem: Problem, outside: Mapping[int, Node], device: int = 0
-) -> modules.Built:
-    """Machine code of a nest."""
-    types = {f"p{i}": (outside[i].dtype if i in outside else problem.types[i].dtype) for i in nest.sources}
-    signature = {name: pointer_type(t) for name, t in types.items()}
-    signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(nest.stores)}
-    room = {"sums": "*fp32" if nest.dot.acc.is_float else "*i32", "peaks": "*i32", "counters": "*i32"}
-    signature |= {name: kind for name, kind in room.items() if name in nest.arguments}
-    fused = nest.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
-    warps, stages = nest.point.num_warps, nest.point.num_stages
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
-    return modules.build(write(nest), "kernel", signature, arch, device, **options)
-
-
-def _unread(problem: Problem, nest: Nest) -> frozenset[int]:
-    """Weights that calls do not read, since all that was in them is laid out elsewhere."""
-    return frozenset(i for i, weight in enumerate(problem.weights) if weight and i not in nest.sources)
-
-
-def schedule_of(point: Point, dot: Dot) -> Schedule:
-    """The knobs of a point, and how many bits f32 operands or short sums keep."""
-    said = {"precision": dot.precision} if dot.precision else {"acc_bits": SHORT_SUM_BITS} if dot.promote else {}
-    return Schedule.of(
-        tile_m=point.tile_m,
-        tile_n=point.tile_n,
-        tile_k=point.tile_k,
-        num_warps=point.num_warps,
-        num_stages=point.num_stages,
-        split_k=point.split_k,
-        group_m=point.group_m,
-        swap_ab=point.swap_ab,
-        **said,
-    )
-
-
-def point_of(schedule: Schedule) -> Point:
-    """The point that a schedule stands for."""
-    return Point(**{k: v for k, v in schedule.knobs if k in Point.__dataclass_fields__})  # type: ignore[arg-type]
-
-
-CANDIDATE = TritonGemm()
+CANDIDATE = Candidate("triton", GEMM, GPU, 6, plan)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from tilewright.candidates.triton.expressions.printer import FP8
 from tilewright.candidates.triton.runtime.module import Arch
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, F32, S4, S8, S32, U4, U8, DType
-from tilewright.lowering.access import Unsupported
+from tilewright.schedule.candidate import Unsupported
 
 # Ada and Hopper keep about 14 bits of a sum of 8-bit float products (DeepSeek-V3 Technical Report, arXiv 2412.19437, 3.3.2):
 # it is added up in f32 as often as cuBLASLt does.

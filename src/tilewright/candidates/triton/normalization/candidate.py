@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -13,25 +13,14 @@ from tilewright.candidates.triton.expressions.emit import NUMBERED, check_node
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_of, kernel_text, sources_of
 from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.candidates.triton.runtime.module import (
-    INSTALL,
-    Arch,
-    Built,
-    arch_of,
-    build,
-    exact_fp8,
-    installed,
-    launcher,
-    needs,
-)
+from tilewright.candidates.triton.runtime.module import Arch, Built, build, exact_fp8, launcher, needs, required_arch
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.types import TensorType
-from tilewright.lowering.access import Unsupported, or_why
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
-from tilewright.schedule.candidate import GPU, Kernel, Runner
-from tilewright.schedule.problem import Destination, FusionProblem, ProblemKind
+from tilewright.schedule.candidate import FUSION, GPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.problem import Destination, FusionProblem
 from tilewright.schedule.schedule import Schedule
 
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
@@ -46,51 +35,52 @@ POINTS = 12
 EARLY_BYTES = 128  # of constants in a thread's registers while the kernel ahead still runs
 
 
-@or_why
-def _regions(problem: FusionProblem) -> tuple[ReductionNest, ...]:
-    regions = reduction_nests(problem.roots, check_node, problem.destinations)
-    for region in regions:
-        if any(region.level.values()) and region.columns > MOST_COLUMNS:
-            raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
-        if max(region.rows, region.columns) > NUMBERED:
-            raise Unsupported("more than 2^31 rows or columns")
-    return regions
+@dataclass(frozen=True)
+class Plan:
+    problem: FusionProblem
+    target: Target
+    arch: Arch
+    regions: tuple[ReductionNest, ...]
 
+    @property
+    def cores(self) -> int:
+        return max(self.target.cores, 1)
 
-class TritonRows:
-    """Found by file name; see `schedule.candidate.Candidate`."""
+    @property
+    def largest(self) -> ReductionNest:
+        """The reduction nest whose tiles a schedule says; the others' follow from its number of warps."""
+        return max(self.regions, key=lambda r: r.rows * r.columns)
 
-    name = "triton_norm"
-    kinds = frozenset[ProblemKind]({"fusion"})
-    devices = GPU
-    preference = 5
+    def schedules(self) -> list[Schedule]:
+        return _points(self.largest, self.arch, self.cores)[:POINTS]
 
-    def refuse(self, problem: FusionProblem, target: Target) -> str | None:
-        if not installed():
-            return INSTALL
-        if arch_of(target) is None:
-            return f"Triton does not compile for {target.name}"
-        found = _regions(problem)
-        return found if isinstance(found, str) else None
+    def tiles(self, schedule: Schedule) -> tuple[Tiles, ...]:
+        """The tiles of each nest that a schedule stands for."""
+        named, num_warps, weights = self.largest, int(schedule["num_warps"]), self.problem.weights
+        found: list[Tiles] = []
+        for region in self.regions:
+            mine = schedule if region is named else _points(region, self.arch, self.cores, (num_warps,))[0]
+            tiles = Tiles(region, int(mine["tile_m"]), int(mine["tile_n"]), self.arch.capability == 90)
+            early = _early(tiles, weights, num_warps * self.arch.warp) if any(weights) else ()
+            found.append(replace(tiles, early=early))
+        return tuple(found)
 
-    def schedules(self, problem: FusionProblem, target: Target) -> Iterable[Schedule]:
-        regions, arch = _regions(problem), arch_of(target)
-        assert not isinstance(regions, str) and arch is not None
-        return tuple(_points(_largest(regions), arch, max(target.cores, 1)))[:POINTS]
+    def compile(self, schedule: Schedule) -> None:
+        self.machine_code(self.tiles(schedule), int(schedule["num_warps"]))
 
-    def compile(self, problem: FusionProblem, schedule: Schedule, target: Target) -> None:
-        self._machine_code(problem, schedule, target)
+    def machine_code(self, several: Sequence[Tiles], num_warps: int) -> Built:
+        """The kernel of all nests."""
+        types = [self.problem.types[i] for i in sources_of(several)] + list(self.problem.outputs)
+        signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
+        written = kernel_text(several, exact_fp8(self.arch))
+        options = {"debug": True, "sanitize_overflow": False} if any(t.region.tables for t in several) else {}
+        if any(t.chained for t in several):
+            options["launch_pdl"] = True
+        return build(written, "kernel", signature, self.arch, self.target.index, num_warps=num_warps, **options)
 
-    @staticmethod
-    def _machine_code(problem: FusionProblem, schedule: Schedule, target: Target) -> tuple[tuple[Tiles, ...], Built]:
-        regions, arch = _regions(problem), arch_of(target)
-        assert not isinstance(regions, str) and arch is not None
-        several = _tiles(regions, schedule, arch, max(target.cores, 1), problem.weights)
-        return several, machine_code(several, problem, arch, target.index, num_warps=int(schedule["num_warps"]))
-
-    def build(self, problem: FusionProblem, schedule: Schedule, target: Target) -> Kernel:
-        several, built = self._machine_code(problem, schedule, target)
-        found = needs(built.kernel)
+    def build(self, schedule: Schedule) -> Kernel:
+        problem, target, several = self.problem, self.target, self.tiles(schedule)
+        built = self.machine_code(several, int(schedule["num_warps"]))
         launch = launcher(built.kernel, (sum(t.grid for t in several),), target.index, built.numbers)
         read, arrays = sources_of(several), [t if r is None else t.with_shape(r.shape) for t, r in _with_destinations(problem)]
 
@@ -101,15 +91,18 @@ class TritonRows:
         def place(weights: Mapping[int, torch.Tensor], places: Mapping[int, torch.Tensor]) -> Runner:
             return caller(read, arrays, launch, weights, target, places)
 
-        return Kernel(
-            self.name,
-            schedule,
-            prepare,
-            place,
-            registers=found.registers,
-            spills=found.spills,
-            shared_bytes=found.shared_bytes,
-        )
+        return Kernel(CANDIDATE.name, schedule, prepare, place, **vars(needs(built.kernel)))
+
+
+def plan(problem: FusionProblem, target: Target) -> Plan:
+    arch = required_arch(target)
+    regions = reduction_nests(problem.roots, check_node, problem.destinations)
+    for region in regions:
+        if any(region.level.values()) and region.columns > MOST_COLUMNS:
+            raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
+        if max(region.rows, region.columns) > NUMBERED:
+            raise Unsupported("more than 2^31 rows or columns")
+    return Plan(problem, target, arch, regions)
 
 
 def _with_destinations(problem: FusionProblem) -> list[tuple[TensorType, Destination | None]]:
@@ -120,35 +113,6 @@ def _parts(problem: FusionProblem, arrays: Sequence[torch.Tensor]) -> list[torch
     """The results, of arrays in which some of them lie."""
     each = zip(arrays, _with_destinations(problem), strict=True)
     return [a if r is None else a.narrow(r.axis, r.start, t.shape[r.axis]) for a, (t, r) in each]
-
-
-def machine_code(several: Sequence[Tiles], problem: FusionProblem, arch: Arch, device: int = 0, *, num_warps: int) -> Built:
-    """The kernel of a problem's reduction nests for an architecture."""
-    types = [problem.types[i] for i in sources_of(several)] + list(problem.outputs)
-    signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
-    written = kernel_text(several, exact_fp8(arch))
-    options = {"debug": True, "sanitize_overflow": False} if any(t.region.tables for t in several) else {}
-    if any(t.chained for t in several):
-        options["launch_pdl"] = True
-    return build(written, "kernel", signature, arch, device, num_warps=num_warps, **options)
-
-
-def _largest(regions: Sequence[ReductionNest]) -> ReductionNest:
-    """The reduction nest whose tiles a schedule says; the others' follow from its number of warps."""
-    return max(regions, key=lambda r: r.rows * r.columns)
-
-
-def _tiles(
-    regions: Sequence[ReductionNest], schedule: Schedule, arch: Arch, cores: int, weights: Sequence[bool] = ()
-) -> tuple[Tiles, ...]:
-    """The tiles of each nest that a schedule stands for."""
-    named, num_warps = _largest(regions), int(schedule["num_warps"])
-    found: list[Tiles] = []
-    for region in regions:
-        mine = schedule if region is named else _points(region, arch, cores, (num_warps,))[0]
-        tiles = Tiles(region, int(mine["tile_m"]), int(mine["tile_n"]), arch.capability == 90)
-        found.append(replace(tiles, early=_early(tiles, weights, num_warps * arch.warp)) if any(weights) else tiles)
-    return tuple(found)
 
 
 def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, ...]:
@@ -197,4 +161,4 @@ def _power(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-CANDIDATE = TritonRows()
+CANDIDATE = Candidate("triton_norm", FUSION, GPU, 5, plan)

@@ -24,6 +24,7 @@ from typing import Any
 from tilewright.candidates.triton.expressions.text import Number, Text, Written
 from tilewright.candidates.triton.runtime.versions import as_named, direct, named
 from tilewright.hardware.target import Target
+from tilewright.schedule.candidate import Unsupported
 
 IMPORTS = """\
 import triton
@@ -75,6 +76,20 @@ def arch_of(target: Target) -> Arch | None:
         if amd:
             return Arch("hip", feature, 64)
     return None
+
+
+def required_arch(target: Target) -> Arch:
+    """The architecture of a device.
+
+    Raises:
+        Unsupported: Triton is not installed, or makes nothing for it.
+    """
+    if not installed():
+        raise Unsupported(INSTALL)
+    arch = arch_of(target)
+    if arch is None:
+        raise Unsupported(f"Triton does not compile for {target.name}")
+    return arch
 
 
 def exact_fp8(arch: Arch) -> frozenset[str]:

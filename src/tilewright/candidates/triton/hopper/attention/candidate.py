@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -28,17 +29,58 @@ from tilewright.candidates.triton.runtime.launch import addresses, caller, dense
 from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.lowering.access import Unsupported, or_why
-from tilewright.schedule.candidate import GPU, Kernel, Runner
-from tilewright.schedule.problem import AttentionProblem, ProblemKind
+from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.problem import AttentionProblem
 from tilewright.schedule.schedule import Schedule
 
 MOST_TRIED = 6  # points
 
 
-@or_why
-def _heads(problem: AttentionProblem) -> Heads:
-    """The attention to generate, or the sentence why there is none."""
+@dataclass(frozen=True)
+class Plan:
+    problem: AttentionProblem
+    target: Target
+    heads: Heads
+    points: tuple[Point, ...]
+
+    def schedules(self) -> Iterable[Schedule]:
+        return map(schedule_of, self.points)
+
+    def compile(self, schedule: Schedule) -> None:
+        machine_code(self.heads, self.problem, point_of(schedule), self.target.index)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        heads, problem, target, point = self.heads, self.problem, self.target, point_of(schedule)
+        built = machine_code(heads, problem, point, target.index)
+        count = blocks(heads, point, target.cores)
+
+        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+            if point.by_tma:
+                return _tma_caller(heads, problem, point, built, count, target, weights)
+            launch = launcher(built.kernel, (count,), target.index, built.numbers)
+            return caller(sources_of(heads), problem.outputs, launch, weights, target)
+
+        return Kernel(CANDIDATE.name, schedule, prepare, **vars(needs(built.kernel)))
+
+
+def plan(problem: AttentionProblem, target: Target) -> Plan:
+    if "sm_90" not in target.features:
+        raise Unsupported("wgmma as it is used here is Hopper's (sm_90)")
+    if not installed():
+        raise Unsupported(INSTALL)
+    found = supported_heads(problem)
+    fitting = points(found, target.cores, target.caches_bytes.get("shared", target.chip.shared_bytes))
+    if not fitting:
+        raise Unsupported("keys and values of a head do not fit into shared memory")
+    return Plan(problem, target, found, tuple(fitting[:MOST_TRIED]))
+
+
+def supported_heads(problem: AttentionProblem) -> Heads:
+    """The attention to generate.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
     found = heads_of(problem, NATIVE_FP8)
     why = unaligned(found)
     if found.unit is F32:
@@ -63,63 +105,6 @@ def _takes(heads: Heads) -> bool:
     q, k, v = (o.codes for o in (heads.q, heads.k, heads.v))
     alike = q is k is None or (q is not None and k is not None and q.dtype is k.dtype and q.dtype in FP8)
     return alike and all(c is None or (c.zero == 0 and c.dtype.name in NATIVE_FP8) for c in (q, k, v))
-
-
-class HopperAttention:
-    """Found by file name; see `schedule.candidate.Candidate`."""
-
-    name = "hopper_attention"
-    kinds = frozenset[ProblemKind]({"attention"})
-    devices = GPU
-    preference = 4
-
-    def refuse(self, problem: AttentionProblem, target: Target) -> str | None:
-        if "sm_90" not in target.features:
-            return "wgmma as it is used here is Hopper's (sm_90)"
-        if not installed():
-            return INSTALL
-        found = _heads(problem)
-        if isinstance(found, str):
-            return found
-        return None if self._points(found, target) else "keys and values of a head do not fit into shared memory"
-
-    def schedules(self, problem: AttentionProblem, target: Target) -> Iterable[Schedule]:
-        found = self._points(_found(problem), target)[:MOST_TRIED]
-        return map(schedule_of, found)
-
-    def compile(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> None:
-        machine_code(_found(problem), problem, point_of(schedule), target.index)
-
-    def build(self, problem: AttentionProblem, schedule: Schedule, target: Target) -> Kernel:
-        heads, point = _found(problem), point_of(schedule)
-        built = machine_code(heads, problem, point, target.index)
-        found = needs(built.kernel)
-        count = blocks(heads, point, target.cores)
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            if point.by_tma:
-                return _tma_caller(heads, problem, point, built, count, target, weights)
-            launch = launcher(built.kernel, (count,), target.index, built.numbers)
-            return caller(sources_of(heads), problem.outputs, launch, weights, target)
-
-        return Kernel(
-            self.name,
-            schedule,
-            prepare,
-            registers=found.registers,
-            spills=found.spills,
-            shared_bytes=found.shared_bytes,
-        )
-
-    @staticmethod
-    def _points(heads: Heads, target: Target) -> list[Point]:
-        return points(heads, target.cores, target.caches_bytes.get("shared", target.chip.shared_bytes))
-
-
-def _found(problem: AttentionProblem) -> Heads:
-    heads = _heads(problem)
-    assert isinstance(heads, Heads)
-    return heads
 
 
 def schedule_of(point: Point) -> Schedule:
@@ -200,4 +185,4 @@ def _tma_caller(
     return on(target.index, run)
 
 
-CANDIDATE = HopperAttention()
+CANDIDATE = Candidate("hopper_attention", ATTENTION, GPU, 4, plan)

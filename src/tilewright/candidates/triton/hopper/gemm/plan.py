@@ -17,7 +17,8 @@ from tilewright.ir.build import broadcast, swap_last
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
-from tilewright.lowering.access import Access, Unsupported, gate_up, of_operand, of_store, or_why
+from tilewright.lowering.access import Access, gate_up, of_operand, of_store
+from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Operand, Problem, read_operand
 
 BLOCK = 128  # of K, as wide as a stage of 8-bit operands
@@ -121,9 +122,12 @@ def with_wide_stores(plan: Plan) -> Plan:
     return replace(plan, rhs=replace(plan.rhs, strides=strides, offset=0, source=None, widened=True))
 
 
-@or_why
 def plan_of(problem: Problem) -> Plan:
-    """The plan, or the sentence why there is none."""
+    """The plan.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
     blocks = _blocks(problem)
     lhs_root, rhs_root = (problem.op.lhs, problem.op.rhs) if blocks is None else blocks[1:]
     a, b = lhs_root.dtype, rhs_root.dtype

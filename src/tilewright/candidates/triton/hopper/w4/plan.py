@@ -16,7 +16,8 @@ from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Transpose
-from tilewright.lowering.access import Access, Unsupported, gate_up, of_operand, of_store, or_why
+from tilewright.lowering.access import Access, gate_up, of_operand, of_store
+from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Problem, read_operand
 
 SMALLEST_GROUP = 32
@@ -130,9 +131,12 @@ class Plan:
         return self.packed_rows * (self.K + self.K // w.sub * max(w.scales.bits // 8, 2))
 
 
-@or_why
 def plan_of(problem: Problem) -> Plan:
-    """The plan, or the sentence why there is none."""
+    """The plan.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
     x, scale = left_of(problem)
     operand = x.dtype
     integers = problem.acc.dtype is S32

@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import lru_cache
 from itertools import product
 
 from tilewright.candidates.triton.hopper.w4.form import Form, Point
-from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
+from tilewright.candidates.triton.hopper.w4.plan import Plan
 from tilewright.hardware.target import Target
 from tilewright.schedule.cost import Phase, Work, predict_us
-from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 MOST_TRIED = 12
 MOST_ROWS = 64
@@ -59,23 +56,8 @@ CHUNK_CYCLES = 526.0  # from a chunk of the other operand to the next one
 WIDENED_CYCLES = 0.1  # of an element of 8 bits made 16 (0.03 to 0.14 where the same problem was measured with both)
 
 
-def schedule_of(point: Point) -> Schedule:
-    """As reports print it."""
-    return Schedule.of(**{k: getattr(point, k) for k in Point.__dataclass_fields__})
-
-
-def point_of(schedule: Schedule) -> Point:
-    """The point that a schedule names."""
-    knobs = dict(schedule.knobs)
-    wide = bool(knobs.pop("wide"))
-    return Point(wide, **{k: int(v) for k, v in knobs.items()})
-
-
-@lru_cache(maxsize=1024)
-def points(problem: Problem, target: Target) -> tuple[Point, ...]:
-    """The legal points of a problem that has a plan, the most promising first."""
-    plan = plan_of(problem)
-    assert isinstance(plan, Plan)
+def points(plan: Plan, target: Target) -> tuple[Point, ...]:
+    """The legal points of a plan, the most promising first."""
     found = list(_legal(plan, target))
     stay = [p for p in found if Form(plan, p).again]
     if stay:  # faster than blocks that come and go, wherever both were measured

@@ -3,9 +3,8 @@ the warps that multiply make numbers. Rows and columns of the result have exchan
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -21,7 +20,6 @@ from tilewright.candidates.triton.hopper.w4 import bytes as in_bytes
 from tilewright.candidates.triton.hopper.w4.pack import packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import Plan as PlanOfWeights
 from tilewright.candidates.triton.hopper.w4.plan import Weights, left_of
-from tilewright.candidates.triton.hopper.w4.plan import plan_of as plan_of_weights
 from tilewright.candidates.triton.hopper.w4.stage import Coded
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.module import Built
@@ -31,7 +29,7 @@ from tilewright.ir.build import convert, swap_last
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Gemm
 from tilewright.lowering.access import Access
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import Kernel, Runner, Unsupported
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
@@ -59,12 +57,117 @@ FURTHER_PART_CYCLES = 775.0
 UNEVEN = 1.15  # of a share's steps, where blocks have parts of two tiles: neighbours are elsewhere along K
 
 
-@lru_cache(maxsize=1024)
-def plan_of(problem: Problem) -> Plan | None:
-    """The plan of the transposed product; None where this is no way to do it."""
-    weights = plan_of_weights(problem)
-    if isinstance(weights, str):
-        return None
+@dataclass(frozen=True)
+class Tiles:
+    """The transposed product.
+
+    Attributes:
+        problem, target: what is done, and where.
+        weights: the product as it is for few rows.
+        gemm: the transposed one, in the terms of Hopper's kernel.
+    """
+
+    problem: Problem
+    target: Target
+    weights: PlanOfWeights
+    gemm: Plan
+
+    @property
+    def of_bytes(self) -> bool:
+        """Codes are made bytes, not halves."""
+        return size(self.gemm.rhs.dtype) == 1
+
+    def coded(self, *, ready: bool = False) -> Coded:
+        """The packed left operand: codes, scales and zero points come after the problem's own sources."""
+        return Coded(self.weights.weights, self.weights.operand, len(self.problem.types), self.gemm.K // 64, ready)
+
+    def form(self, point: Point) -> Form:
+        """What the text of a point's kernel depends on; integers are added up in f32, which holds them (`plan.py`)."""
+        return replace(hopper_space.form_of(self.problem, self.gemm, point), acc=F32, coded=self.coded(ready=point.ready))
+
+    def points(self) -> list[Point]:
+        """The legal points, the most promising first."""
+        of_bytes, target = self.of_bytes, self.target
+        most = 2 * hopper_space.MOST_SHARED if of_bytes else hopper_space.MOST_SHARED  # of which half is added at a time
+        found = hopper_space.points(self.problem, self.gemm, target, most)
+        widths = in_bytes.widths(self.coded()) if of_bytes else WIDTHS
+        able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
+        able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
+        if of_bytes:
+            if self.weights.weights.kind.bits == 4 and not self.gemm.rhs.dtype.is_integer:  # integers gained 3 % at most
+                able += [replace(p, ready=True) for p in able if p.tile_n >= FEWEST_READY]
+            # A ring has room for more codes than of a step's numbers, or for fewer.
+            able = [replace(p, num_stages=hopper_space.ring_stages(self.form(p), target)) for p in able]
+        able.sort(key=lambda p: float(predict_us(self.work(p), target)))
+        first = [[p for p in able if p.ready is ready] for ready in (False, True)]
+        return first[0][:MOST_TRIED] + first[1][:FEWER_TRIED]
+
+    def work(self, point: Point) -> Work:
+        """What a point makes the machine do: as with numbers, but for steps along K. Of two warpgroups one makes halves while
+        the other one multiplies; bytes are made, and sums scaled, by both at a time."""
+        plan, of_bytes, alone = self.gemm, self.of_bytes, replace(point, shared_tiles=0)
+        others = hopper_space.work(self.problem, replace(plan, K=0), alone if of_bytes else point, self.target)
+        groups, pairs = point.tile_m // 64, 2 if point.paired else 1
+        workers, tiles = point.blocks // pairs, -(-plan.M // (point.tile_m * pairs)) * -(-plan.N // point.tile_n)
+        cycles, shares = 0.0, point.shared_tiles / workers
+        products = point.tile_n * groups * PRODUCT_CYCLES
+        words = point.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if point.ready else 0))
+        through_shared = (groups + 1) * point.tile_n * 128 + 2 * words
+        if of_bytes:
+            beside = in_bytes.step_instructions(self.coded(ready=point.ready), point.tile_n)
+            step = products + STEP_CYCLES + BETWEEN * groups * beside
+            cycles += BEGIN_CYCLES
+            if point.shared_tiles:
+                parts = workers / point.shared_tiles
+                uneven = not parts.is_integer()  # a block has parts of two tiles
+                cycles += SHARE_CYCLES * (1 + uneven) + PART_CYCLES * (parts + 1) * point.tile_m * point.tile_n**2 / 128
+                cycles += FURTHER_PART_CYCLES * max(parts - MANY_PARTS, 0.0)
+                shares *= UNEVEN if uneven else 1
+        else:
+            step = max(products, point.tile_n * PRODUCT_CYCLES + HALVES_CYCLES)
+        step = max(step, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE)
+        cycles += (-(-(tiles - point.shared_tiles) // workers) + shares) * -(-plan.K // plan.tile_k) * step
+        return replace(others, phases=tuple(replace(p, cycles=p.cycles + cycles) for p in others.phases))
+
+    def machine_code(self, form: Form) -> Built:
+        """A point's kernel."""
+        assert form.coded is not None
+        words = [S32] * len(form.coded.descriptors)
+        return compiled(form, (*(t.dtype for t in self.problem.types), *words), self.target.index)
+
+    def build(self, name: str, schedule: Schedule) -> Kernel:
+        """A kernel for one point."""
+        point, weights, problem = hopper_space.point_of(schedule), self.weights, self.problem
+        form = self.form(point)
+        built = self.machine_code(form)
+        w, device = weights.weights, torch.device(self.target.device)
+
+        def prepare(given: Mapping[int, torch.Tensor]) -> Runner:
+            packed = packed_weights(w.values(given), w, weights.operand, ready=point.ready)
+            torch.cuda.synchronize(device)  # a launch reads weights before what is ahead of it has ended
+            held = {**given, **{len(problem.types) + i: t for i, t in enumerate(packed)}}
+            return runner(problem, self.gemm, form, built, point.blocks, point.shared_tiles, held, device)
+
+        read = {int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()}
+        return Kernel(
+            name,
+            schedule,
+            prepare,
+            workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
+            packed_bytes=weights.ready_bytes if point.ready else weights.packed_bytes,
+            releasable=w.sources - read,
+            roundoff=SHORT_SUM_ROUNDOFF if weights.operand in SHORT_SUMMED else 0.0,
+            **vars(module.needs(built.kernel)),
+        )
+
+    def schedules(self) -> list[Schedule]:
+        """The points as reports print them, the most promising first."""
+        bits = {"acc_bits": SHORT_SUM_BITS} if self.gemm.rhs.dtype in SHORT_SUMMED else {}
+        return [Schedule((*p.schedule(self.gemm.tile_k).knobs, *bits.items())) for p in self.points()]
+
+
+def tiles_of(problem: Problem, target: Target, weights: PlanOfWeights) -> Tiles | None:
+    """The transposed product; None where this is no way to do it."""
     w, of_bytes = weights.weights, weights.operand.bits == 8
     if (
         weights.second is not None
@@ -73,14 +176,17 @@ def plan_of(problem: Problem) -> Plan | None:
         or weights.rows < (FEWEST_ROWS_OF_BYTES if of_bytes else FEWEST_ROWS)
     ):
         return None
-    plan = hopper_plan.plan_of(_of_codes(problem, w) if of_bytes else problem)
-    if not isinstance(plan, Plan) or plan.second is not None or plan.batch > 1 or plan.lhs.source is None:
+    try:
+        plan = hopper_plan.plan_of(_of_codes(problem, w) if of_bytes else problem)
+    except Unsupported:
+        return None
+    if plan.second is not None or plan.batch > 1 or plan.lhs.source is None:
         return None
     (store, *others) = weights.stores
     if others or store.columns_extent != plan.N or not plan.lhs.along_k or size(store.root.dtype) != 2:
         return None  # a piece of the transposed result is as wide as the swizzle in 16 bits alone
     turned = Access(store.root, store.views, store.columns, store.rows)
-    return replace(plan, M=plan.N, N=plan.M, lhs=plan.rhs, rhs=plan.lhs, stores=(turned,))
+    return Tiles(problem, target, weights, replace(plan, M=plan.N, N=plan.M, lhs=plan.rhs, rhs=plan.lhs, stores=(turned,)))
 
 
 def _of_codes(problem: Problem, weights: Weights) -> Problem:
@@ -90,104 +196,3 @@ def _of_codes(problem: Problem, weights: Weights) -> Problem:
     codes = convert(weights.codes, kind)
     op = Gemm(acc, x, swap_last(codes) if weights.along else codes, ())
     return replace(problem, op=replace(op, stores=(Node(Acc(op.acc_type)),)))
-
-
-def points(problem: Problem, plan: Plan, target: Target) -> list[Point]:
-    """The legal points, the most promising first."""
-    of_bytes = size(plan.rhs.dtype) == 1
-    most = 2 * hopper_space.MOST_SHARED if of_bytes else hopper_space.MOST_SHARED  # of which half is added at a time
-    found = hopper_space.points(problem, plan, target, most)
-    widths = in_bytes.widths(_coded(problem, plan)) if of_bytes else WIDTHS
-    able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
-    able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
-    if of_bytes:
-        if _coded(problem, plan).weights.kind.bits == 4 and not plan.rhs.dtype.is_integer:  # integers gained 3 % at most
-            able += [replace(p, ready=True) for p in able if p.tile_n >= FEWEST_READY]
-        # A ring has room for more codes than of a step's numbers, or for fewer.
-        able = [replace(p, num_stages=hopper_space.ring_stages(form_of(problem, plan, p), target)) for p in able]
-    able.sort(key=lambda p: float(predict_us(work(problem, plan, p, target), target)))
-    return [p for ready in (False, True) for p in [p for p in able if p.ready is ready][: FEWER_TRIED if ready else MOST_TRIED]]
-
-
-def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
-    """What a point makes the machine do: as with numbers, but for steps along K. Of two warpgroups one makes halves while the
-    other one multiplies; bytes are made, and sums scaled, by both at a time."""
-    of_bytes = size(plan.rhs.dtype) == 1
-    others = hopper_space.work(problem, replace(plan, K=0), replace(point, shared_tiles=0) if of_bytes else point, target)
-    groups, pairs = point.tile_m // 64, 2 if point.paired else 1
-    workers, tiles = point.blocks // pairs, -(-plan.M // (point.tile_m * pairs)) * -(-plan.N // point.tile_n)
-    cycles, shares = 0.0, point.shared_tiles / workers
-    products = point.tile_n * groups * PRODUCT_CYCLES
-    words = point.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if point.ready else 0))
-    through_shared = (groups + 1) * point.tile_n * 128 + 2 * words
-    if of_bytes:
-        beside = in_bytes.step_instructions(_coded(problem, plan, ready=point.ready), point.tile_n)
-        step = products + STEP_CYCLES + BETWEEN * groups * beside
-        cycles += BEGIN_CYCLES
-        if point.shared_tiles:
-            parts = workers / point.shared_tiles
-            uneven = not parts.is_integer()  # a block has parts of two tiles
-            cycles += SHARE_CYCLES * (1 + uneven) + PART_CYCLES * (parts + 1) * point.tile_m * point.tile_n**2 / 128
-            cycles += FURTHER_PART_CYCLES * max(parts - MANY_PARTS, 0.0)
-            shares *= UNEVEN if uneven else 1
-    else:
-        step = max(products, point.tile_n * PRODUCT_CYCLES + HALVES_CYCLES)
-    step = max(step, through_shared / hopper_space.SHARED_BYTES_PER_CYCLE)
-    cycles += (-(-(tiles - point.shared_tiles) // workers) + shares) * -(-plan.K // plan.tile_k) * step
-    return replace(others, phases=tuple(replace(p, cycles=p.cycles + cycles) for p in others.phases))
-
-
-def _coded(problem: Problem, plan: Plan, *, ready: bool = False) -> Coded:
-    """The packed left operand: codes, scales and zero points come after the problem's own sources."""
-    weights = plan_of_weights(problem)
-    assert isinstance(weights, PlanOfWeights)
-    return Coded(weights.weights, weights.operand, len(problem.types), plan.K // 64, ready)
-
-
-def form_of(problem: Problem, plan: Plan, point: Point) -> Form:
-    """What the text of a point's kernel depends on; integers are added up in f32, which holds them (`plan.py`)."""
-    coded = _coded(problem, plan, ready=point.ready)
-    return replace(hopper_space.form_of(problem, plan, point), acc=F32, coded=coded)
-
-
-def machine_code(problem: Problem, plan: Plan, schedule: Schedule, target: Target) -> tuple[Form, Built]:
-    """Of one point."""
-    form = form_of(problem, plan, hopper_space.point_of(schedule))
-    assert form.coded is not None
-    return form, compiled(form, (*(t.dtype for t in problem.types), *[S32] * len(form.coded.descriptors)), target.index)
-
-
-def build(name: str, problem: Problem, plan: Plan, weights: PlanOfWeights, schedule: Schedule, target: Target) -> Kernel:
-    """A kernel for one point."""
-    point = hopper_space.point_of(schedule)
-    form, built = machine_code(problem, plan, schedule, target)
-    needs = module.needs(built.kernel)
-    w, device = weights.weights, torch.device(target.device)
-
-    def prepare(given: Mapping[int, torch.Tensor]) -> Runner:
-        packed = packed_weights(w.values(given), w, weights.operand, ready=point.ready)
-        torch.cuda.synchronize(device)  # a launch reads weights before what is ahead of it has ended
-        held = {**given, **{len(problem.types) + i: t for i, t in enumerate(packed)}}
-        return runner(problem, plan, form, built, point.blocks, point.shared_tiles, held, device)
-
-    read = {int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()}
-    return Kernel(
-        name,
-        schedule,
-        prepare,
-        workspace_bytes=8 * point.blocks * point.tile_m * point.tile_n if point.shared_tiles else 0,
-        packed_bytes=weights.ready_bytes if point.ready else weights.packed_bytes,
-        releasable=w.sources - read,
-        roundoff=SHORT_SUM_ROUNDOFF if weights.operand in SHORT_SUMMED else 0.0,
-        registers=needs.registers,
-        spills=needs.spills,
-        shared_bytes=needs.shared_bytes,
-    )
-
-
-def schedules(problem: Problem, plan: Plan, target: Target) -> Iterable[Schedule]:
-    """The points as reports print them, the most promising first."""
-    found = (p.schedule(plan.tile_k) for p in points(problem, plan, target))
-    if plan.rhs.dtype not in SHORT_SUMMED:
-        return found
-    return (Schedule((*s.knobs, ("acc_bits", SHORT_SUM_BITS))) for s in found)
