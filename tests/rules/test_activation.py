@@ -238,18 +238,18 @@ def test_relu_is_exact_for_every_type_that_has_a_sign():
         x = input_("x", dtype, (4, 9))
         for out in (map_("maximum", x, const(0, dtype)), map_("maximum", broadcast(const(0, dtype), (4, 9)), x)):
             before = graph_of(out)
-            after = staged(before, "recognise")
+            after = staged(before, "unfuse")
             assert after.outputs == (map_("relu", x),)
             assert_exact(before, after)
     unsigned = graph_of(map_("maximum", input_("x", U8, (4,)), const(3, U8)))
-    assert staged(unsigned, "recognise").outputs == unsigned.outputs
+    assert staged(unsigned, "unfuse").outputs == unsigned.outputs
 
 
 def test_relu_keeps_nan_and_infinities():
     x = input_("x", F32, (4,))
     before = graph_of(map_("maximum", x, const(0.0, F32)))
     value = torch.tensor([math.nan, math.inf, -math.inf, -1.0])
-    (a,), (b,) = (evaluate(g, [value]) for g in (before, staged(before, "recognise")))
+    (a,), (b,) = (evaluate(g, [value]) for g in (before, staged(before, "unfuse")))
     assert torch.equal(a.isnan(), b.isnan()) and torch.equal(a[1:], b[1:])
 
 
@@ -277,13 +277,22 @@ def test_two_bounds_are_a_clamp_exactly(dtype: DType, low: int, high: int):
         assert_no_growth(before, after)
 
 
-def test_relu_then_a_bound_is_a_clamp():
-    x = input_("x", F32, (8,))
-    for out in (map_("minimum", map_("relu", x), const(6.0, F32)), map_("relu", map_("minimum", x, const(6.0, F32)))):
+@pytest.mark.parametrize("dtype", [F32, S32], ids=str)
+def test_relu_then_a_bound_is_a_clamp_of_integers(dtype: DType):
+    x = input_("x", dtype, (8,))
+    for out in (map_("minimum", map_("relu", x), const(6, dtype)), map_("relu", map_("minimum", x, const(6, dtype)))):
         before = graph_of(out)
         after = staged(before, "recognise")
-        assert after.outputs == (map_("clamp", const(0.0, F32), x, const(6.0, F32)),)
+        assert after.outputs == ((map_("clamp", const(0, dtype), x, const(6, dtype)),) if dtype is S32 else (out,))
         assert_exact(before, after)
+
+
+def test_bounds_of_minus_zero_keep_their_sign():
+    x = input_("x", F32, (8,))
+    low = map_("maximum", x, const(-0.0, F32))
+    assert staged(graph_of(low), "recognise", "unfuse").outputs == (low,)
+    both = staged(graph_of(map_("maximum", map_("minimum", x, const(-0.0, F32)), const(-1.0, F32))), "recognise")
+    assert both.outputs == (map_("clamp", const(-1.0, F32), x, const(-0.0, F32)),)
 
 
 def test_bounds_the_wrong_way_round_or_read_elsewhere_stay():

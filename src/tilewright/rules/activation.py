@@ -213,21 +213,23 @@ def factor_left_over_from_an_activation_is_undone(m: Match) -> Node | None:
     return whole if _name(whole) in _RESULTS else None
 
 
-@rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") == "maximum" and n.dtype.is_signed), stage="recognise")
+@rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") == "maximum" and n.dtype.is_signed), stage="unfuse")
 def maximum_with_zero_is_relu(m: Match) -> Node | None:
     """maximum(x, 0) -> relu(x)
 
-    Where: signed x, either side. Exact: yes, NaN stays NaN in both; of 0.0 and -0.0 either may be given.
+    Where: signed x, either side; not -0.0. Once a bound from above has made a clamp of it. Exact: yes, NaN stays NaN in both;
+    of 0.0 and -0.0 either may be given.
     """
     found = _with_number(m.node)
-    return map_("relu", found[0]) if found is not None and found[1] == 0 else None
+    return map_("relu", found[0]) if found is not None and found[1] == 0 and math.copysign(1, found[1]) > 0 else None
 
 
 @rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") in ("maximum", "minimum", "relu")), stage="recognise")
 def bounds_on_both_sides_are_a_clamp(m: Match) -> Node | None:
     """minimum(maximum(x, a), b) | maximum(minimum(x, b), a) | minimum(relu(x), b) | relu(minimum(x, b)) -> clamp(a, x, b)
 
-    Where: numbers a <= b; nothing else reads the inner bound. Exact: yes; both give b where x is above, and keep NaN.
+    Where: numbers a <= b; nothing else reads the inner bound; relu is one of integers, as of floats it keeps the -0 that clamp
+    does not. Exact: yes; both give b where x is above, and keep NaN.
     """
     outer = _bound(m.node)
     inner = _bound(outer[0]) if outer is not None else None
@@ -244,7 +246,7 @@ def bounds_on_both_sides_are_a_clamp(m: Match) -> Node | None:
         m.refuse(f"the {_name(outer[0])} inside this clamp is also read elsewhere")
         return None
     x = inner[0]
-    return map_("clamp", scalar_like(low + 0, x), x, scalar_like(high + 0, x))  # + 0: one zero, not two
+    return map_("clamp", scalar_like(low, x), x, scalar_like(high, x))
 
 
 def _with_number(node: Node) -> tuple[Node, float] | None:
@@ -260,7 +262,7 @@ def _bound(node: Node) -> tuple[Node, str, float] | None:
     """The value that is bounded, and by which function and number."""
     if not isinstance(node.op, Map):
         return None
-    if node.op.fn == "relu":
+    if node.op.fn == "relu" and node.dtype.is_integer:
         return node.src[0], "maximum", 0
     found = _with_number(node) if node.op.fn in ("maximum", "minimum") else None
     return None if found is None else (found[0], node.op.fn, found[1])

@@ -113,9 +113,9 @@ def test_a_number_too_large_for_an_8_bit_float_may_be_any() -> None:
     agree(lambda a: (a > 0).float().mul(255).to(torch.uint8), x, ulps=0)
 
 
-@pytest.mark.parametrize(("dtype", "passes"), [(torch.float16, 2), (torch.float64, 2), (torch.bfloat16, 3), (torch.float32, 3)])
+@pytest.mark.parametrize(("dtype", "passes"), [(torch.float16, 2), (torch.float64, 0), (torch.bfloat16, 3), (torch.float32, 3)])
 def test_a_deviation_of_any_size_is_one_pass_more(dtype: torch.dtype, passes: int) -> None:
-    """Means, squares, and the furthest distance where those squares may leave f32."""
+    """Means, squares, and the furthest distance where those squares may leave f32; f64 is left to torch."""
     for f in (lambda a: a.std(1), lambda a: a.var(1)):
         assert len([n for n in read(f, torch.ones(3, 5, dtype=dtype)).nodes() if isinstance(n.op, Reduce)]) == passes
 

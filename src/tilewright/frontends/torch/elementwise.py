@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Literal
 
@@ -289,20 +290,24 @@ def elu(site: Site, self: Node, alpha: Scalar = 1, scale: Scalar = 1, input_scal
     return cast(_select(map_("greater", x, cast(0, d)), mapped("multiply", d, x, scale), below), site.dtype)
 
 
-@aten("clamp.default", "clamp.Tensor")
+@aten("clamp.default", "clamp.Tensor", "hardtanh.default")
 def clamp(site: Site, self: Node, min: Operand | None = None, max: Operand | None = None) -> Node:
-    """min(max(x, low), high): the upper bound wins where they cross, and NaN stays."""
-    if min is not None and max is not None:
+    """min(max(x, low), high): the upper bound wins where they cross, and NaN stays, as does a zero at a bound of zero."""
+    if min is not None and max is not None and not (site.dtype.is_float and (_is_zero(min, 1) or _is_zero(max, -1))):
         return mapped("clamp", site.dtype, min, self, max)
+    x = cast(self, site.dtype)
     if min is not None:
-        return mapped("maximum", site.dtype, self, min)
-    return mapped("minimum", site.dtype, self, max) if max is not None else cast(self, site.dtype)
+        x = map_("relu", x) if x.dtype.is_float and _is_zero(min, 1) else mapped("maximum", x.dtype, x, min)
+    if max is None:
+        return x
+    if x.dtype.is_float and _is_zero(max, -1):
+        return map_("negate", map_("relu", map_("negate", x)))
+    return mapped("minimum", x.dtype, x, max)
 
 
-@aten("hardtanh.default")
-def hardtanh(site: Site, self: Node, min_val: Scalar = -1, max_val: Scalar = 1) -> Node:
-    """x within [min_val, max_val]."""
-    return mapped("clamp", site.dtype, min_val, self, max_val)
+def _is_zero(x: Operand, sign: int) -> bool:
+    """Whether x is the number 0 of that sign, which `maximum` (0) and `minimum` (-0) prefer to a zero of the other."""
+    return not isinstance(x, Node) and x == 0 and math.copysign(1, x) == sign
 
 
 @aten("logical_not.default")

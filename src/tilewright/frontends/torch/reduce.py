@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from tilewright.dtype import F16, F32, PRED, DType
+from tilewright.dtype import BF16, F16, F32, F64, PRED, DType
 from tilewright.frontends.torch.registry import Scalar, Site, aten
 from tilewright.frontends.torch.types import cast, mapped
 from tilewright.ir.build import map_, reduce_, reshape
@@ -30,7 +30,10 @@ def _axes(x: Node, dim: Axes) -> list[int]:
 
 def _reduction(fn: str) -> Callable[..., Node]:
     def reduction(site: Site, self: Node, dim: Axes = None, keepdim: bool = False, **_: object) -> Node:
-        return reduce_(fn, cast(self, site.dtype), _axes(self, dim), keepdim)
+        x = cast(self, site.dtype)
+        if not x.shape:  # one number, which is added to 0: of -0, too
+            return reduce_(fn, reshape(x, (1,)), [0])
+        return reduce_(fn, x, _axes(self, dim), keepdim)
 
     return reduction
 
@@ -50,16 +53,8 @@ def _extreme_along(fn: str) -> Callable[..., list[Node | None] | None]:
     return extreme
 
 
-@aten("sum.default", "mean.default", "prod.default")
-def total(site: Site, self: Node, **_: object) -> Node:
-    """The sum, mean or product over every element."""
-    fn = {"sum": "add", "mean": "mean", "prod": "multiply"}[site.target.split(".")[1]]
-    return reduce_(fn, cast(self, site.dtype), _axes(self, None))
-
-
-aten("sum.dim_IntList")(_reduction("add"))
-aten("mean.dim")(_reduction("mean"))
-aten("prod.dim_int")(_reduction("multiply"))
+aten("sum.default", "sum.dim_IntList")(_reduction("add"))
+aten("mean.default", "mean.dim")(_reduction("mean"))
 aten("amax.default", "max.default")(_reduction("maximum"))
 aten("amin.default", "min.default")(_reduction("minimum"))
 aten("max.dim")(_extreme_along("maximum"))
@@ -68,42 +63,33 @@ aten("any.default", "any.dim", "any.dims")(_test("or"))
 aten("all.default", "all.dim", "all.dims")(_test("and"))
 
 
-@aten("var.correction")
-def var(site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False) -> Node:
-    """Mean squared distance from the mean, over max(0, n - correction) instead of n."""
-    variance, _ = _variance_and_mean(site, self, _axes(self, dim), correction, keepdim)
-    return cast(variance, site.dtype)
+@aten("prod.default", "prod.dim_int")
+def prod_(site: Site, self: Node, dim: Axes = None, keepdim: bool = False, **_: object) -> Node | None:
+    """The product; of 16 bits left to torch, which rounds after every factor and may overflow where the end does not."""
+    return None if site.dtype in (F16, BF16) else reduce_("multiply", cast(self, site.dtype), _axes(self, dim), keepdim)
 
 
-@aten("var_mean.correction")
+@aten("var.correction", "std.correction")
+def var(site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False) -> Node | None:
+    """Mean squared distance from the mean, over max(0, n - correction) instead of n; its root."""
+    results = var_mean(site, self, dim, correction=correction, keepdim=keepdim)
+    return None if results is None else results[0]
+
+
+@aten("var_mean.correction", "std_mean.correction")
 def var_mean(
     site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False
-) -> list[Node]:
-    """Variance and mean."""
-    results = _variance_and_mean(site, self, _axes(self, dim), correction, keepdim)
-    return [cast(x, site.dtype) for x in results]
-
-
-@aten("std.correction")
-def std(site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False) -> Node:
-    """Root of the mean squared distance from the mean, over max(0, n - correction) instead of n."""
-    return std_mean(site, self, dim, correction=correction, keepdim=keepdim)[0]
-
-
-@aten("std_mean.correction")
-def std_mean(
-    site: Site, self: Node, dim: Axes = None, *, correction: Scalar | None = None, keepdim: bool = False
-) -> list[Node]:
-    """Standard deviation and mean."""
-    results = _spread_and_mean(site, self, _axes(self, dim), correction, keepdim, root=True)
-    return [cast(x, site.dtype) for x in results]
-
-
-def _variance_and_mean(site: Site, self: Node, axes: list[int], correction: Scalar | None, keepdim: bool) -> tuple[Node, Node]:
-    if site.readers <= {"aten.add.Tensor", "aten.add.Scalar"}:  # an epsilon: a norm, whose sums are of f32 in torch, too
+) -> list[Node] | None:
+    """Variance or standard deviation, and mean."""
+    axes, root = _axes(self, dim), "std" in site.target
+    if not root and site.readers <= {"aten.add.Tensor", "aten.add.Scalar"}:  # an epsilon: a norm, of f32 sums in torch, too
         x = cast(self, site.compute_dtype)
-        return _variance(x, axes, correction, keepdim), reduce_("mean", x, axes, keepdim)
-    return _spread_and_mean(site, self, axes, correction, keepdim, root=False)
+        results = _variance(x, axes, correction, keepdim), reduce_("mean", x, axes, keepdim)
+    elif site.dtype is F64:  # torch's running mean has no sum that overflows, but differences that do
+        return None
+    else:
+        results = _spread_and_mean(site, self, axes, correction, keepdim, root=root)
+    return [cast(x, site.dtype) for x in results]
 
 
 def _spread_and_mean(
