@@ -13,7 +13,7 @@ import torch
 
 from tilewright.dtype import BY_NAME, OPAQUE, DType
 from tilewright.errors import TilewrightError
-from tilewright.frontends._calls_in_files import check_calls
+from tilewright.frontends.tilewright_text import check_calls
 from tilewright.frontends.torch import call as _torch_call
 from tilewright.frontends.torch import file_call as _torch_file_call
 from tilewright.frontends.torch.file_call import shapes_of_results

@@ -18,8 +18,20 @@ from tilewright.ir.build import const, convert, input_, map_, reshape, transpose
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node, Users, toposort
 from tilewright.ir.ops import Convert, Gemm, Input, Map, Reduce, Reshape, Softmax, Transpose, gemm
-from tilewright.ir.pattern import FREE_STEPS, Match, Pass, Pat, Rule, Trace, discover, graph_pass, rewrite, rule
-from tilewright.ir.rewriting import Place, Rewriting
+from tilewright.ir.pattern import (
+    FREE_STEPS,
+    Match,
+    Pass,
+    Pat,
+    Place,
+    Rewriting,
+    Rule,
+    Trace,
+    discover,
+    graph_pass,
+    rewrite,
+    rule,
+)
 from tilewright.ir.verify import verify
 
 x, y = input_("x", F32, (2, 3)), input_("y", F32, (2, 3))

@@ -20,8 +20,7 @@ from tilewright.ir.build import const, convert, input_, items, map_, slice_
 from tilewright.ir.graph import OPS, Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.ops import Acc, Attention, Call, Const, Gemm, LayerNorm, Param, gemm
-from tilewright.ir.text import EXPRESSION_CHARACTERS, parse, print_expression, print_graph, print_with_literals
-from tilewright.ir.text_parser import MAX_NESTING
+from tilewright.ir.text import EXPRESSION_CHARACTERS, MAX_NESTING, parse, print_expression, print_graph, print_with_literals
 from tilewright.ir.types import TensorType
 from tilewright.ir.verify import verify
 

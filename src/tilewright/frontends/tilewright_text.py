@@ -1,20 +1,34 @@
 """The graph's own textual form as a program: `.tw` files, and text that begins with `graph "name" {`.
 
-Constants too large for a file's text are looked for in `constants.npz` in its folder.
+Constants too large for a file's text are looked for in `constants.npz` in its folder. A call in a `.tw` file says what the
+file's writer liked, so the front end that evaluates it is asked first (`check_call`): what it does not vouch for is refused, as
+are calls into a front end that cannot be asked.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import re
+import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TilewrightError
-from tilewright.frontends import LoadOptions
-from tilewright.frontends._calls_in_files import check_calls
-from tilewright.ir.graph import Graph
+from tilewright.frontends import ALLOW_CALLS, LoadOptions
+from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.literal_file import FILE, read_literals
+from tilewright.ir.ops import Call, Item
 from tilewright.ir.text import parse
+from tilewright.ir.types import TensorType
+
+if TYPE_CHECKING:
+    import torch
+
+    Shapes = dict[Node, tuple[torch.Tensor, ...]]
+
 
 SUFFIX = ".tw"
 _HEAD = re.compile(r'(?:\s|//[^\n]*+)*+graph\s+"')
@@ -62,3 +76,43 @@ def _constants(program: object, text: str) -> dict[str, Literal]:
     if not isinstance(program, Path) or '@"' not in text or not program.with_name(FILE).is_file():
         return {}
     return read_literals(program.with_name(FILE))
+
+
+def check_calls(graph: Graph) -> None:
+    """See that every call in a graph from a file is one that a file may make.
+
+    Raises:
+        InputError: one is not, or its payload is malformed.
+        TypeMismatchError: one gives other types than it declares.
+        UnsupportedError: nothing can evaluate one.
+    """
+    known: Shapes = {}
+    for node in graph.nodes():
+        if isinstance(node.op, Call):
+            try:
+                known[node] = _checked(node.op, [_shape_of(s, known) for s in node.src])
+            except TilewrightError as error:
+                where = f"{node.op.library} {node.op.target}"
+                raise type(error)(error.what, where=where, hint=error.hint) from error
+
+
+def _checked(call: Call, sources: list[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    name = f"tilewright.frontends.{call.library}"
+    known = call.library.isidentifier() and (name in sys.modules or importlib.util.find_spec(name) is not None)
+    check = getattr(importlib.import_module(name), "check_call", None) if known else None
+    if check is None:
+        raise InputError(f"calls into {call.library!r}, which does not say what a file may call", hint=ALLOW_CALLS)
+    return tuple(check(call, sources))
+
+
+def _shape_of(source: Node, known: Shapes) -> torch.Tensor | None:
+    """A tensor without data for a call's operand; None if only the running program knows its shape."""
+    import torch
+
+    index = source.op.index if isinstance(source.op, Item) else 0
+    maker = source.src[0] if isinstance(source.op, Item) else source
+    if maker in known:
+        return known[maker][index] if index < len(known[maker]) else None
+    if not isinstance(source.type, TensorType) or source.dtype is OPAQUE:
+        return None
+    return torch.empty(source.shape, dtype=source.dtype.to_torch(), device="meta")

@@ -19,8 +19,7 @@ from tilewright.ir.build import input_
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Call
-from tilewright.ir.text import print_graph
-from tilewright.ir.text_parser import parse
+from tilewright.ir.text import parse, print_graph
 from tilewright.ir.types import TensorType
 
 X = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))

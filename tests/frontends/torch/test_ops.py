@@ -11,7 +11,7 @@ from against_torch import Together, agree, read
 from torch_op_cases import GROUPS, INF, NAN
 
 from tilewright.dtype import BF16, F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, F16, S32, DType
-from tilewright.frontends.torch import range as _torch_range
+from tilewright.frontends.torch import types as _torch_range
 from tilewright.frontends.torch.call import find_operator
 from tilewright.frontends.torch.registry import TRANSLATIONS
 from tilewright.ir.evaluate import evaluate

@@ -9,19 +9,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from tilewright.hardware.target import Target
+from tilewright.ir.graph import Node
+from tilewright.ir.ops import Attention, Dequantize, Gemm, LayerNorm, Map, Quantize, Reduce, Select, Softmax
 from tilewright.report.explain.attribution import attribution, attribution_words
 from tilewright.report.explain.choices import way_of, ways_of, ways_words
 from tilewright.report.explain.findings import Reasons, fallback, unfused
-from tilewright.report.measure.arithmetic import arithmetic
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.timing import Rounds, Times, device_us
 from tilewright.report.measure.work import candidate_of, describe, steps_per_layer, work_of
-from tilewright.report.program import Program, Step, restored, target_name
+from tilewright.report.program import Program, Step, restored, target_name, tensor_types
 from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
+
 
 WHOLE_S = 2.0
 STEPS_S = 4.0
@@ -144,3 +146,21 @@ def _row(step: Step, us: float, ceilings: Target) -> StepRow:
         rejected=[Rejected(r.candidate, r.why) for r in decision.rejected] if decision is not None else [],
         chosen=way_of(decision) if decision is not None else "",
     )
+
+
+# Operations an element: subtract, square, two sums, scale, shift, multiply; subtract, exponential, sum, divide.
+_PER_ELEMENT = {LayerNorm: 7, Softmax: 4, Quantize: 2, Dequantize: 2, Map: 1, Select: 1}
+
+
+def arithmetic(step: Step, ops: int) -> int:
+    """Operations of a step, `ops` of them those of its products: 0 where it only moves data, or a library's call hides it."""
+    if any(isinstance(n.op, (Gemm, Attention)) for n in step.part.nodes):
+        return ops
+    return sum(_of(n) for n in step.part.nodes)
+
+
+def _of(node: Node) -> int:
+    if isinstance(node.op, Reduce):
+        return sum(t.elements for s in node.src for t in tensor_types(s))
+    each = next((n for kind, n in _PER_ELEMENT.items() if isinstance(node.op, kind)), 0)
+    return each * sum(t.elements for t in tensor_types(node))
