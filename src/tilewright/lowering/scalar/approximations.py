@@ -1,4 +1,7 @@
-"""Polynomials that functions are made of: coefficients, lowest first, and how far off they are."""
+"""Polynomials that functions are made of: coefficients, lowest first, and how far off they are.
+
+`benchmarks/fit_approximations.py` makes those that are called own fits, and says the errors that stand here.
+"""
 
 # (tanh(x) - x) / x^3 in x^2 on |x| < 0.625: Cephes tanhf (Moshier).
 TANH = (-3.33332819422e-1, 1.33314422036e-1, -5.37397155531e-2, 2.06390887954e-2, -5.70498872745e-3)
@@ -20,19 +23,21 @@ TAIL = (0.3199808597564697, 0.27389878034591675, -0.3793184757232666, 0.25544404
         -0.027270769700407982, 0.012494838796555996, 0.0069593992084264755, -0.004057207144796848)  # fmt: skip
 # 2^r on |r| <= 1/2: own minimax fit, 2^-18 off.
 EXP2 = (0.9999992847442627, 0.6931217908859253, 0.2402474582195282, 0.055917903780937195, 0.009570103138685226)
-# Phi(-x) exp(x^2 / 2) in x / (x + 3) for 0 <= x <= 14.4: own minimax fit, 9e-9 off.
+# Phi(-x) exp(x^2 / 2) in x / (x + 3) for 0 <= x <= 14.4: own fit, 2.4e-8 off.
 UPPER_TO = 3.0
 UPPER = (0.5, -1.1968265771865845, 1.0531553030014038, -0.2869650721549988, -0.158797949552536, 0.06233165040612221,
          0.008938766084611416, 0.08414443582296371, -0.0932452529668808, 0.02727009914815426)  # fmt: skip
-# log2 of Phi(-x), Phi the normal distribution, for 0 <= x <= 13: own minimax fit, 2^-16.5 off, in f32 2^-14.9.
+# log2 of Phi(-x), Phi the normal distribution, for 0 <= x <= 12.99: own fit; its power of 2 is 2^-16.2 off,
+# computed in f32 2^-14.9.
 LOG2_UPPER = (-0.9999905824661255, -1.1513609886169434, -0.4580640196800232, -0.05449709668755531, 0.008851232938468456,
               -0.0010457664029672742, 8.174929826054722e-05, -3.308319037387264e-06, -3.628631972674157e-08,
               1.1429694524167644e-08, -5.220021082052995e-10, 8.377552991600812e-12)  # fmt: skip
 LOG2_UPPER_TO = 12.99  # where it passes -127, below which powers of two are zero
-# The same for 0 <= x <= 5.6, past which x Phi(-x) is below the least of f16: own fit, 2^-15.1 off.
+# The same for 0 <= x <= 5.6, past which x Phi(-x) is below the least of f16: own fit, 2^-15 off.
 LOG2_UPPER_16 = (-1.000040888786316, -1.1505128145217896, -0.4604986906051636, -0.051824696362018585, 0.007432127837091684,
                  -0.0006510821986012161, 2.5504630684736185e-05)  # fmt: skip
-# Coefficients that f16 holds, and where to: own fits, 2^-8.4 off; of Phi, and of 1 / (1 + e^2u) for the gelu by tanh(u).
+# Coefficients that f16 holds, and where to: own fits. The power of 2 is 2^-8.8 off to 5 and 2^-7.8 to 5.6; that of
+# 1 / (1 + e^2u), for the gelu by tanh(u), 2^-7.9.
 LOG2_UPPER_8 = (-1.001953125, -1.126953125, -0.49951171875, -0.0292205810546875, 0.0016679763793945312)
 LOG2_UPPER_TANH_8 = (-0.998046875, -1.1513671875, -0.492919921875, -0.01068115234375, -0.00635528564453125)
 LOG2_UPPER_16_TO, LOG2_UPPER_TANH_8_TO = 5.6015625, 5.0
