@@ -232,12 +232,12 @@ def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
     assert found
     for point in found:
         form = form_of(p, packed_for(plan, point), point)
-        assert form.stage_bytes * form.num_stages + form.out_bytes < CHIP.shared_bytes
+        assert form.config.stage_bytes * form.config.num_stages + form.config.out_bytes < CHIP.shared_bytes
         assert point.blocks <= H200.cores
-        assert point.blocks % form.cluster == 0
+        assert point.blocks % form.config.cluster == 0
         if point.split > 1:  # what the cluster's blocks send lies in the ring, and there is one tile for each cluster
-            assert room_bytes(point.tile_m * point.tile_n, point.split) <= form.num_stages * form.stage_bytes
-            assert form.tiles(plan.batch, plan.M, plan.N) * point.split == point.blocks
+            assert room_bytes(point.tile_m * point.tile_n, point.split) <= form.config.num_stages * form.config.stage_bytes
+            assert form.config.tiles(plan.batch, plan.M, plan.N) * point.split == point.blocks
     times = [predict(CANDIDATE, p, s, H200) for s in plan_for(CANDIDATE, p, H200).schedules()]
     assert times[0] == min(times) > max(p.ops / 1979e6, p.bytes / 4800e3)  # no product is faster than the chip
 
@@ -342,15 +342,15 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
     seen = set()
     for point in points(p, plan, replace(H200, cores=4)):
         form = form_of(p, packed_for(plan, point), point)
-        kind = form.outs[0].columns, form.pingpong
-        if not form.fetches or kind in seen:
+        kind = form.outs[0].columns, form.config.pingpong
+        if not form.config.fetches or kind in seen:
             continue
         _, view = form.outs[0].fetched
         text = compiled(form, tuple(t.dtype for t in p.types)).kernel.asm["ptx"]
         expected = [int(n) for n in re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[%r\d+\], (\d+);", text)]
         copies = len(re.findall(r"cp\.async\.bulk\.tensor\S*mbarrier::complete_tx", text))
-        own = form.parts + form.units // (2 if form.paired else 1)  # of the operands, for which one barrier waits
-        assert sum(expected) - form.stage_bytes == (copies - own) * math.prod(view.box) * 2 > 0
+        own = form.config.parts + form.config.units // (2 if form.config.paired else 1)  # for which one barrier waits
+        assert sum(expected) - form.config.stage_bytes == (copies - own) * math.prod(view.box) * 2 > 0
         seen.add(kind)
     assert {32, 64} <= {columns for columns, _ in seen}
 
@@ -380,7 +380,9 @@ def test_gate_and_up_meet_in_the_registers_of_one_tile():
 def test_a_tile_reads_as_many_columns_of_both_halves(tile_n, paired):
     p = gated(F16, (300,), 128, 200)
     point = replace(WHOLE, tile_n=tile_n, paired=paired, blocks=4)
-    assert form_of(p, plan_of(p), point).tiles(1, 300, 200) == -(-300 // (256 if paired else 128)) * -(-200 // (tile_n // 2))
+    assert form_of(p, plan_of(p), point).config.tiles(1, 300, 200) == -(-300 // (256 if paired else 128)) * -(
+        -200 // (tile_n // 2)
+    )
     sources = random_sources(p)
     assert check(p, expect(p, sources), emulate(CANDIDATE, p, point.schedule(64), sources)) is None
 

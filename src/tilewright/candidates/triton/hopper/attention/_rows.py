@@ -331,9 +331,7 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
     n: gl.constexpr = config.splits
     for run in gl.static_range(len(config.runs)):
         for tile in range(begin_of(part, n, config.runs[run][0]), config.runs[run][1] + 1, n):
-            attend_tile(
-                tile, head, stored, products, v, ones, whole, scales, side, run, config, load_q, mask, epilogue
-            )  # fmt: skip
+            attend_tile(tile, head, stored, products, v, ones, whole, scales, side, run, config, load_q, mask, epilogue)
 
 
 # -- blocks that stay
@@ -397,26 +395,9 @@ def apply_bias(scores, bias, i: gl.constexpr, stage, whole, scales, config):
 
 @gluon.jit
 def stream_tile(
-    group,
-    at,
-    tile,
-    following,
-    stage,
-    phase,
-    q_phase,
-    rings,
-    bias,
-    ones,
-    whole,
-    scales,
-    side,
-    first,
-    keys,
-    config,
-    q_at,
-    mask,
+    group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side, first, keys, config, q_at, mask,
     epilogue,
-):
+):  # fmt: skip
     """A tile of queries, of which all see no more than `keys`, and causality cuts nothing that tile `first` sees; the phase of
     the next queries."""
     q_desc, q, q_full, k_ring, v, v_full, _ = rings

@@ -29,20 +29,21 @@ TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": 
 def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dict[str, str]:
     """Triton's type of each argument of a form's kernel."""
     found: dict[str, str] = {}
+    config = form.config
     for name in names:
         if name == "a_desc":
-            found[name] = descriptor(TMA_TYPES[form.lhs.dtype.name], form.lhs.box(form.rows, form.tile_k))
+            found[name] = descriptor(TMA_TYPES[form.plan.lhs.dtype.name], form.plan.lhs.box(config.rows, config.tile_k))
         elif name == "b_desc":
-            found[name] = descriptor(TMA_TYPES[form.rhs.dtype.name], form.rhs.box(form.unit, form.tile_k))
+            found[name] = descriptor(TMA_TYPES[form.plan.rhs.dtype.name], form.plan.rhs.box(config.unit, config.tile_k))
         elif form.coded and name in form.coded.descriptors:
-            found[name] = descriptor("i32", form.coded.box(name, form.tile_m), plain=True)
+            found[name] = descriptor("i32", form.coded.box(name, config.tile_m), plain=True)
         elif name.endswith("_desc"):
             out = form.outs[int(name[1:-5])]
             what = (out.access.root, out.view) if name[0] == "c" else out.fetched
             assert what is not None and what[1] is not None
             found[name] = descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
         elif name == "partial":
-            found[name] = "*i32" if form.acc.is_integer else "*fp32"
+            found[name] = "*i32" if config.integer else "*fp32"
         elif name == "arrived":
             found[name] = "*i32"
         elif name[1:].isdigit():
@@ -90,11 +91,14 @@ class _Rewritten:
 
     @classmethod
     def of(cls, form: Form) -> _Rewritten:
-        widest = form.acc.is_integer and form.shape_n == 256
-        columns = form.tile_n if form.tile_n < form.shape_n else None
-        pair = (0 if form.coded else 1) if form.paired else None  # descriptor of the right operand
-        rings = form.num_stages * form.tile_m * 128, form.num_stages * form.tile_n * 128
-        return cls(widest, columns, form.lhs.dtype is U8, form.rhs.dtype is U8, pair, form.split, form.groups, rings)
+        config = form.config
+        widest = config.integer and config.shape_n == 256
+        columns = config.tile_n if config.tile_n < config.shape_n else None
+        pair = (0 if form.coded else 1) if config.paired else None  # descriptor of the right operand
+        rings = config.num_stages * config.tile_m * 128, config.num_stages * config.tile_n * 128
+        return cls(
+            widest, columns, form.plan.lhs.dtype is U8, form.plan.rhs.dtype is U8, pair, config.split, config.groups, rings
+        )
 
     def rewrites(self) -> list[Rewrite]:
         """In order."""

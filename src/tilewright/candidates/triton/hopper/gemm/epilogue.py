@@ -4,21 +4,18 @@ results from its sums, and say where it goes; the configuration; and the argumen
 from __future__ import annotations
 
 import re
-from collections.abc import Hashable, Sequence
-from dataclasses import fields, replace
-from typing import Any
+from collections.abc import Sequence
 
 from tilewright.candidates.triton.expressions.emit import Tile, pointer_of
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.hopper.fast_math import FastMath
-from tilewright.candidates.triton.hopper.gemm.form import Form, KernelConfig, Out
+from tilewright.candidates.triton.hopper.gemm.form import Form, Out, leaves
 from tilewright.candidates.triton.hopper.gemm.view import TmaView
 from tilewright.candidates.triton.hopper.ptx import EDITION
 from tilewright.candidates.triton.runtime import module
-from tilewright.candidates.triton.runtime.versions import within
 from tilewright.dtype import PRED
-from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param, Slice
+from tilewright.ir.graph import toposort
+from tilewright.ir.ops import Param
 
 KERNEL = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
 LATE = frozenset({"acc", "right", "fetched"})  # names that a piece's sums come with
@@ -35,56 +32,30 @@ class Program:
     """
 
     def __init__(self, form: Form) -> None:
-        self.form = form
-        self.alike = alike(form.outs, form.tile_n)
+        self.form, self.config = form, form.config
+        self.alike = self.config.alike
         self.outs = form.outs[:1] if self.alike else form.outs  # of which there is code
         read = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
-        read -= {o.fetched[0] for o in form.outs if o.fetched} | {form.second}
+        read -= {o.fetched[0] for o in form.outs if o.fetched} | {form.plan.second}
         names = {pointer_of(n) for n in read} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
-        if form.blocks:
-            names |= {f"p{form.blocks.lhs}", f"p{form.blocks.rhs}"}
+        if form.plan.blocks:
+            names |= {f"p{form.plan.blocks.lhs}", f"p{form.plan.blocks.rhs}"}
         self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
         self.operands = ["b_desc", *form.coded.descriptors] if form.coded else ["a_desc", "b_desc"]
         self.stored = [f"c{i}_desc" for i, o in enumerate(form.outs) if o.view]
         self.fetched = [f"d{i}_desc" for i, o in enumerate(form.outs) if o.fetched]
         self.descriptors = [*self.operands, *self.stored, *self.fetched]
-        self.scratch = ["partial", "arrived"] if form.streamed else []
-        self.extents = ["B", "M", "N", "K", *(["D"] if form.streamed else [])]
+        self.scratch = ["partial", "arrived"] if self.config.streamed else []
+        self.extents = ["B", "M", "N", "K", *(["D"] if self.config.streamed else [])]
         self._numbers = Text("gl")
         first = form.outs[0]
-        chosen = {n: f"s{k}" for k, n in enumerate(leaves(first, form.second))} if self.alike else {}
+        chosen = {n: f"s{k}" for k, n in enumerate(leaves(first, form.plan.second))} if self.alike else {}
         self._chosen, self._where = list(chosen.values()), chosen
 
     @property
     def arguments(self) -> list[str]:
         """Of the kernel, in order, but for numbers."""
         return [*self.descriptors, *self.pointers, *self.scratch, *self.extents]
-
-    @property
-    def config(self) -> KernelConfig:
-        """The kernel's constants."""
-        form, outs = self.form, self.outs
-        everywhere = [self.alike or o.access.columns_extent == form.columns for o in outs]
-        number = {id(o): at for at, o in enumerate(o for o in form.outs if o.view)}
-        found: dict[str, Any] = {
-            "integer": form.acc.is_integer,
-            **{name: (x.along_k, x.batched, x.shared) for name, x in (("left", form.lhs), ("right", form.rhs))},
-            "by_blocks": form.blocks is not None,
-            "block_strides": (*form.blocks.lhs_strides, *form.blocks.rhs_strides) if form.blocks else (),
-            "widened": form.rhs.widened,
-            "within": within(),
-            "pieces": form.pieces,
-            "stores_by_tma": any(o.view for o in form.outs),
-            "alike": self.alike,
-            "store_columns": tuple(o.columns for o in outs),
-            "store_first": tuple(o.access.first for o in outs),
-            "store_extent": tuple(0 if e else o.access.columns_extent for o, e in zip(outs, everywhere, strict=True)),
-            "store_by_tma": tuple(number.get(id(o), -1) for o in outs),
-            "store_across": tuple(o.view is not None and o.view.across for o in outs),
-            "store_everywhere": tuple(everywhere),
-        }
-        own = {f.name: getattr(form, f.name) for f in fields(KernelConfig) if f.name not in found}
-        return KernelConfig(**own, **found) if form.coded is None else form.coded.configured(own | found)
 
     def write(self) -> Written:
         """The module."""
@@ -99,10 +70,10 @@ class Program:
             "choose": ("side col", [self._choice()]),
         }
         # Kernels that differ in what is rewritten must differ in text.
-        note = f"{form.lhs.dtype} x {form.rhs.dtype}, rewritten by {EDITION}"
-        scales = f"(p{form.blocks.lhs}, p{form.blocks.rhs})" if form.blocks else "()"
+        note = f"{form.plan.lhs.dtype} x {form.plan.rhs.dtype}, rewritten by {EDITION}"
+        scales = f"(p{form.plan.blocks.lhs}, p{form.plan.blocks.rhs})" if form.plan.blocks else "()"
         operands = ["a_desc", "b_desc"] if form.coded is None else ["b_desc", _tuple(form.coded.descriptors)]
-        extents = _tuple([*self.extents, *(["0"] if not form.streamed else [])])
+        extents = _tuple([*self.extents, *(["0"] if not self.config.streamed else [])])
         return module.instance(
             KERNEL if form.coded is None else form.coded.kernel,
             self.config,
@@ -116,22 +87,22 @@ class Program:
 
     def _visitor(self, i: int, out: Out) -> tuple[list[str], list[str], list[str]]:
         """Bodies of `begin`, `load` and `visit` for store i: what pieces of a tile share, what one reads, what it becomes."""
-        form, access, t = self.form, out.access, Text("gl", beside=self._numbers)
-        own = t.v(f"tile.row + gl.arange(0, {form.rows}, gl.SliceLayout(1, layout))")
+        plan, config, access, t = self.form.plan, self.config, out.access, Text("gl", beside=self._numbers)
+        own = t.v(f"tile.row + gl.arange(0, {config.rows}, gl.SliceLayout(1, layout))")
         rows = t.v(f"tile.b * M + {own}")
         columns = t.v(f"first + gl.arange(0, {out.columns}, gl.SliceLayout(0, layout))")
         tile = Tile(
             rows,
             columns,
-            access.columns_extent if self.alike else form.columns,
-            row_mask=None if form.rows_whole else t.v(f"{own} < M"),
-            column_mask=None if form.columns_whole else t.v(f"{columns} < N"),
+            access.columns_extent if self.alike else plan.N,
+            row_mask=t.v(f"{own} < M") if plan.M % (config.tile_m * (2 if config.paired else 1)) else None,
+            column_mask=t.v(f"{columns} < N") if plan.N % config.width else None,
             acc="acc",
-            near={} if form.second is None else {form.second: "right"},
+            near={} if plan.second is None else {plan.second: "right"},
         )
         near = {} if out.fetched is None else {out.fetched[0]: "fetched"}
         emitter = FastMath(t, tile, lambda n: self._where.get(n) or pointer_of(n), near)
-        emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (form.second, *near)], access)
+        emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (plan.second, *near)], access)
         if out.view is None:
             emitter.store(access, f"r{i}")
             result = None
@@ -141,7 +112,7 @@ class Program:
                 result = t.v(f"{result}.to(gl.uint8)")
         begun, loaded, body = _by_time(t.lines, result)
         chosen = [f"{', '.join(self._chosen)}, = tile.chosen"] if self._chosen else []
-        beside = ["right"] * (form.second is not None) + ["fetched"] * bool(near)
+        beside = ["right"] * (plan.second is not None) + ["fetched"] * bool(near)
         return (
             [*chosen, *begun[1], f"return {_tuple(begun[0])}"],
             [*chosen, *_unpacked(begun[0], "begun"), *loaded[1], f"return {_tuple(loaded[0])}"],
@@ -159,7 +130,7 @@ class Program:
         """Which of stores that are alike a tile belongs to: where its first column is there, and its leaves lie."""
         if not self.alike:
             return ["return ()"]
-        (first, *others), second = self.form.outs, self.form.second
+        (first, *others), second = self.form.outs, self.form.plan.second
         extent = first.access.columns_extent
         lines = [f"which = col // {extent}", f"own = col - which * {extent}"]
         lines += [f"s{k} = {pointer_of(leaf)}" for k, leaf in enumerate(leaves(first, second))]
@@ -170,36 +141,6 @@ class Program:
                 further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
                 lines.append(f"    s{k} = {pointer_of(leaf)}{f' + {further}' if further else ''}")
         return [*lines, f"return which, own, {_tuple(self._chosen)}"]
-
-
-def leaves(out: Out, second: Node | None) -> list[Node]:
-    """What a store reads of memory, in order."""
-    return [n for n in toposort((out.access.root,)) if isinstance(n.op, Param) and n is not second]
-
-
-def alike(outs: Sequence[Out], tile_n: int) -> bool:
-    """Whether several stores differ in where they read and write alone, as those of Q, K and V do, so that one code serves
-    them: they take equal ranges of columns, of whole tiles, one after the other."""
-    extent = outs[0].access.columns_extent
-    if len(outs) < 2 or extent % tile_n or any(o.view is None for o in outs):
-        return False
-    follow = all(o.access.first == i * extent for i, o in enumerate(outs))
-    return follow and len({_shape(o) for o in outs}) == 1
-
-
-def _shape(out: Out) -> Hashable:
-    """A store without the sources it reads, where in them it begins, and the columns it takes."""
-    number: dict[Node, int] = {}
-    found: list[Hashable] = [out.view, out.columns, out.access.columns_extent]
-    for n in toposort((out.access.root,)):
-        number[n] = len(number)
-        if isinstance(n.op, Param):
-            found.append((n.tensor, replace(out.access.of_leaf(n), offset=0)))
-        elif isinstance(n.op, Slice):
-            found.append((n.op.step, n.tensor, number[n.src[0]]))
-        else:
-            found.append((n.op, n.tensor, *(number[s] for s in n.src)))
-    return tuple(found)
 
 
 def _tuple(names: Sequence[str]) -> str:

@@ -56,6 +56,16 @@ class Matrix:
         return self.strides[2] == 1
 
     @property
+    def shared(self) -> bool:
+        """One matrix serves all of the batch."""
+        return self.extents[0] > 1 and self.strides[0] == 0
+
+    def box(self, rows: int, tile_k: int) -> list[int]:
+        """Extents of what one copy brings; what is not along K lies transposed."""
+        plain = [rows, tile_k] if self.along_k else [tile_k, rows]
+        return [1, *plain] if self.batched else plain
+
+    @property
     def flat(self) -> bool:
         """The rows of all the batch follow one another evenly, so that they are the rows of one matrix."""
         batch, rows, _ = self.extents

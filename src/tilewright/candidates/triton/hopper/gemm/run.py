@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilewright.candidates.triton.hopper.gemm.form import Form, Side, size
+from tilewright.candidates.triton.hopper.gemm.form import Form, size
 from tilewright.candidates.triton.hopper.gemm.plan import Matrix, Plan
 from tilewright.candidates.triton.hopper.gemm.view import TmaView
 from tilewright.candidates.triton.runtime.launch import Counters, addresses, dense, maker, on
@@ -53,14 +53,14 @@ class Tma:
         return [made, *self._shape, *self._strides]
 
 
-def of_matrix(matrix: Matrix, side: Side, meta: Mapping[str, Any]) -> Tma:
+def of_matrix(matrix: Matrix, meta: Mapping[str, Any]) -> Tma:
     """An operand as the kernel's boxes cut it."""
     batch, rows, k = matrix.extents
     over, down, along = matrix.strides
     if matrix.flat and over:
         rows *= batch
-    shape, strides = ([rows, k], [down, 1]) if side.along_k else ([k, rows], [along, 1])
-    if side.batched:
+    shape, strides = ([rows, k], [down, 1]) if matrix.along_k else ([k, rows], [along, 1])
+    if matrix.batched:
         shape, strides = [batch, *shape], [over, *strides]
     return Tma(meta, shape, strides, matrix.offset * size(matrix.dtype))
 
@@ -84,8 +84,8 @@ def runner(
     index, kernel = device.index or 0, built.kernel
     start = launcher(kernel, (blocks,), index)
     metas = kernel.metadata.tensordesc_meta
-    operands = [*([] if form.coded else [(plan.lhs, form.lhs)]), (plan.rhs, form.rhs)]
-    arrays: list[Tma] = [of_matrix(m, side, meta) for (m, side), meta in zip(operands, metas, strict=False)]
+    operands = [*([] if form.coded else [plan.lhs]), plan.rhs]
+    arrays: list[Tma] = [of_matrix(m, meta) for m, meta in zip(operands, metas, strict=False)]
     packed = [] if form.coded is None else [weights[form.coded.first + i] for i in range(len(form.coded.descriptors))]
     for i, t in enumerate(packed):
         assert form.coded is not None
@@ -103,24 +103,24 @@ def runner(
     read += [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
     plain = [i for i, o in enumerate(form.outs) if o.view is None]
     make = maker(problem.outputs, str(device))
-    tiles = form.tiles(plan.batch, plan.M, plan.N)
-    extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.streamed else []), *built.numbers]
-    arrivals = max(shared_tiles, 1) * form.groups * (2 if form.paired else 1)
-    counters = Counters(arrivals, device) if form.streamed else None
+    tiles = form.config.tiles(plan.batch, plan.M, plan.N)
+    extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.config.streamed else []), *built.numbers]
+    arrivals = max(shared_tiles, 1) * form.config.groups * (2 if form.config.paired else 1)
+    counters = Counters(arrivals, device) if form.config.streamed else None
     known: dict[tuple[int, ...], list[object]] = {}
-    partial = 2 * blocks * form.tile_m * form.shape_n
+    partial = 2 * blocks * form.config.tile_m * form.config.shape_n
 
     # The kernel's arguments: what it multiplies, results by TMA, what else is read, other results, room for parts of sums.
     fixed = [0] * (first + len(views) + len(read) + len(plain))
     by_tma, by_pointer = range(first, first + len(views)), range(len(fixed) - len(plain), len(fixed))
     written = list(zip((*by_tma, *by_pointer), (*(i for i, _ in views), *plain), strict=True))
-    constant = {at: t for at, (m, _) in enumerate(operands) if (t := _held(m, weights)) is not None}
+    constant = {at: t for at, m in enumerate(operands) if (t := _held(m, weights)) is not None}
     constant |= dict(enumerate(packed, len(operands)))
     constant |= {at: dense(weights[i]) for at, i in enumerate(read, by_tma.stop) if i in weights}
     for at, t in constant.items():
         fixed[at] = t.data_ptr()
-    laid_out = [(at, m) for at, (m, _) in enumerate(operands) if m.source is None and at not in constant]
-    given = [(at, m.source) for at, (m, _) in enumerate(operands) if m.source is not None and at not in constant]
+    laid_out = [(at, m) for at, m in enumerate(operands) if m.source is None and at not in constant]
+    given = [(at, m.source) for at, m in enumerate(operands) if m.source is not None and at not in constant]
     given += [(at, i) for at, i in enumerate(read, by_tma.stop) if at not in constant]
 
     def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone

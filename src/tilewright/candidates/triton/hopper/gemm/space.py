@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
 
-from tilewright.candidates.triton.hopper.gemm.epilogue import alike
-from tilewright.candidates.triton.hopper.gemm.form import HELD, Form, Out, Side, size
+from tilewright.candidates.triton.hopper.gemm.form import HELD, Form, Out, alike, size
 from tilewright.candidates.triton.hopper.gemm.plan import Plan, with_wide_stores
 from tilewright.candidates.triton.hopper.gemm.view import TmaView, tma_view
 from tilewright.dtype import PRED
@@ -137,9 +136,8 @@ def plan_for(plan: Plan, point: Point) -> Plan:
 
 
 def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True) -> Form:
-    """What the text of a point's kernel depends on; `plan` is the point's own (`plan_for`)."""
-    groups = 2 if point.tile_m >= 128 or point.pingpong else 1
-    rows = point.tile_m if point.pingpong else point.tile_m // groups
+    """A point's kernel; `plan` is the point's own (`plan_for`)."""
+    rows = point.tile_m // (2 if point.tile_m >= 128 and not point.pingpong else 1)
     outs: list[Out] = []
     for access in plan.stores:
         widest = math.gcd(128 // size(access.root.dtype), point.tile_n // plan.halves // point.split)
@@ -149,28 +147,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         outs.append(next((o for o in fitting if o.view is not None), Out(access, None, widest)))
     if len(outs) == 1 and plan.blocks is None and not point.hold and not point.shared_tiles and point.split == 1:
         outs[0] = replace(outs[0], fetched=_fetched(outs[0], plan, rows))
-    return Form(
-        Side(plan.lhs.dtype, plan.lhs.along_k, plan.lhs.batched, shared=_shared(plan.lhs.strides[0], plan)),
-        Side(plan.rhs.dtype, plan.rhs.along_k, plan.rhs.batched, plan.rhs.widened, shared=_shared(plan.rhs.strides[0], plan)),
-        problem.acc.dtype,
-        point.tile_m,
-        point.tile_n,
-        groups,
-        point.pingpong,
-        point.num_stages,
-        point.group_m,
-        point.hold,
-        point.shared_tiles > 0,
-        chained,
-        point.paired,
-        plan.M % (point.tile_m * (2 if point.paired else 1)) == 0,
-        plan.N % (point.tile_n // plan.halves) == 0,
-        plan.N,
-        tuple(outs),
-        plan.blocks,
-        second=plan.second,
-        split=point.split,
-    )
+    return Form(plan, point, problem.acc.dtype, tuple(outs), chained)
 
 
 def _out(access: Access, plan: Plan, rows: int, columns: int) -> Out:
@@ -193,10 +170,6 @@ def _fetched(out: Out, plan: Plan, rows: int) -> tuple[Node, TmaView] | None:
         if view is not None and not view.across:
             return leaf, view
     return None
-
-
-def _shared(stride: int, plan: Plan) -> bool:
-    return plan.batch > 1 and stride == 0
 
 
 def points(problem: Problem, plan: Plan, target: Target, most_shared: int = MOST_SHARED) -> list[Point]:
@@ -231,8 +204,8 @@ def _legal(problem: Problem, plan: Plan, target: Target, most_shared: int) -> It
                 hold
                 or base.pingpong
                 or bool(plan.blocks)
-                or form.tile_n != form.shape_n
-                or form.rows * form.tile_n > most_shared
+                or form.config.tile_n != form.config.shape_n
+                or form.config.rows * form.config.tile_n > most_shared
             )
             for blocks, shared in _partitions(_tiles(plan, base), steps, cores, whole):
                 if shared * steps * blocks >= 1 << 31:  # shares are worked out in 32 bits
@@ -259,7 +232,7 @@ def _splits(problem: Problem, plan: Plan, base: Point, steps: int, target: Targe
         point = replace(base, split=split, blocks=tiles * split)
         form = form_of(problem, plan_for(plan, point), point)
         stages = ring_stages(form, target)
-        if stages >= 2 and stages * form.stage_bytes >= room_bytes(point.tile_m * point.tile_n, split):
+        if stages >= 2 and stages * form.config.stage_bytes >= room_bytes(point.tile_m * point.tile_n, split):
             yield replace(point, num_stages=stages)
 
 
@@ -270,7 +243,7 @@ def room_bytes(tile: int, split: int) -> int:
 
 def ring_stages(form: Form, target: Target) -> int:
     """Of the ring, as many as there is room for."""
-    return min((target.chip.shared_bytes - form.out_bytes - BARRIERS_BYTES) // form.stage_bytes, MOST_STAGES)
+    return min((target.chip.shared_bytes - form.config.out_bytes - BARRIERS_BYTES) // form.config.stage_bytes, MOST_STAGES)
 
 
 def _bases(plan: Plan) -> Iterable[Point]:
@@ -301,14 +274,14 @@ def _orders(plan: Plan) -> Iterable[bool]:
 
 def _holds(form: Form, steps: int, rounds: int) -> Iterable[bool]:
     """Whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
-    out = form.outs[0]
+    out, config = form.outs[0], form.config
     able = len(form.outs) == 1 and out.view is not None and out.access.root.dtype in HELD and not out.view.across
     if (
         able
-        and form.rows == 64
-        and not (form.pingpong or form.blocks)
-        and steps >= form.pieces
-        and form.tile_n >= 128
+        and config.rows == 64
+        and not (config.pingpong or config.by_blocks)
+        and steps >= config.pieces
+        and config.tile_n >= 128
         and rounds > 1
     ):
         return (True, False)
@@ -356,25 +329,26 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
     """What a point makes the machine do."""
     plan = plan_for(plan, point)
     form = form_of(problem, plan, point)
+    config = form.config
     operand = "s8" if plan.lhs.dtype.is_integer else plan.lhs.dtype.name
     unit = next((u for u in target.chip.units if u.operand == operand), target.chip.units[0])
     steps = -(-plan.K // plan.tile_k)
     products = 2 * point.tile_m * point.tile_n * plan.tile_k / unit.ops_per_cycle
-    tall = form.rows == 128 and not point.pingpong and all(size(o.access.root.dtype) == 1 for o in form.outs)
+    tall = config.rows == 128 and not point.pingpong and all(size(o.access.root.dtype) == 1 for o in form.outs)
     read = point.tile_m // 64 * (64 + point.tile_n) * 128
     if tall:  # 8 steps took 8,130 cycles, of 128 x 256 8,220
         read = point.tile_n // 64 * (64 + point.tile_m) * 128
-    step = max(products, (read + form.stage_bytes) / SHARED_BYTES_PER_CYCLE) * (SCALED if plan.blocks else 1)
+    step = max(products, (read + config.stage_bytes) / SHARED_BYTES_PER_CYCLE) * (SCALED if plan.blocks else 1)
     step *= (FEW_STAGES if point.num_stages < 4 else 1) * (IN_TURNS if point.pingpong else 1)
-    workers = point.blocks // form.cluster
+    workers = point.blocks // config.cluster
     whole = _tiles(plan, point) - point.shared_tiles
     each = -(-whole // workers) + point.shared_tiles / workers
-    elements = point.tile_m * form.width
+    elements = point.tile_m * config.width
     steps = -(-steps // point.split)
     own_n = point.tile_n // point.split
     boundary = (HELD_CYCLES if point.hold else END_CYCLES) * own_n * max(point.tile_m, 128) / (128 * 256)
     boundary *= TALL if tall else 1
-    boundary += elements * STEP_CYCLES / form.groups * _instructions(plan) * (2 if point.pingpong else 1)
+    boundary += elements * STEP_CYCLES / config.groups * _instructions(plan) * (2 if point.pingpong else 1)
     reads = elements * sum(FETCHED_CYCLES if o.fetched else READ_CYCLES * _large(o.access, plan) for o in form.outs)
     boundary += reads
     if any(o.view is None for o in form.outs):
