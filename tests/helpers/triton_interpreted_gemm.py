@@ -14,7 +14,7 @@ from random_anchors import gemms
 from triton_map import in_memory, scalars
 
 from tilewright.candidates.triton.gemm import candidate as triton_gemm
-from tilewright.candidates.triton.gemm.kernel import Point, write
+from tilewright.candidates.triton.gemm.kernel import TileConfig, write
 from tilewright.candidates.triton.gemm.run import operands_outside
 from tilewright.candidates.triton.runtime.module import module
 from tilewright.compiler import optimise
@@ -34,31 +34,31 @@ from tilewright.schedule.sample import random_sources
 
 TARGETS = {c.name: Target(c.name, c, "cuda", c.sms, features=c.requires) for c in (A100, H100)}
 POINTS = [
-    Point(32, 64, 64, 4, 2),
-    Point(64, 32, 32, 4, 3, split_k=2),
-    Point(16, 64, 64, 4, 2, split_k=4, group_m=2),
-    Point(16, 128, 64, 4, 2, swap_ab=True),
-    Point(64, 32, 32, 4, 2, split_k=2, swap_ab=True),
+    TileConfig(32, 64, 64, 4, 2),
+    TileConfig(64, 32, 32, 4, 3, split_k=2),
+    TileConfig(16, 64, 64, 4, 2, split_k=4, group_m=2),
+    TileConfig(16, 128, 64, 4, 2, swap_ab=True),
+    TileConfig(64, 32, 32, 4, 2, split_k=2, swap_ab=True),
 ]
 
 
 def run(problem: Problem, sources, point, target, weights=()):
     """The problem's results by one kernel, computed in poisoned memory."""
     plan = plan_for(triton_gemm.CANDIDATE, problem, target)
-    nest = replace(plan.nest, point=point)
-    outside = operands_outside(plan.outside, nest.rhs, {i: sources[i] for i in weights})
+    spec = replace(plan.spec, point=point)
+    outside = operands_outside(plan.outside, spec.rhs, {i: sources[i] for i in weights})
     results = [torch.full(t.shape, 77).to(t.dtype.to_torch()) for t in problem.outputs]
-    given = [in_memory(outside[i] if i in outside else sources[i]) for i in nest.sources]
+    given = [in_memory(outside[i] if i in outside else sources[i]) for i in spec.sources]
     given += [in_memory(t) for t in results]
     kind = torch.float32 if problem.acc.dtype is F32 else torch.int32
-    room = {name: torch.full((size,), 1 << 20, dtype=torch.int32) for name, size in nest.workspace.items()}
+    room = {name: torch.full((size,), 1 << 20, dtype=torch.int32) for name, size in spec.workspace.items()}
     if "sums" in room:
         room["sums"] = room["sums"].to(kind)
     counters = room["counters"].zero_() if room else torch.zeros(0)
     given += room.values()
     with np.errstate(all="ignore"):
-        written = write(nest)
-        module(written.text).kernel[(nest.config.tiles * point.split_k,)](*given, *scalars(written.numbers))
+        written = write(spec)
+        module(written.text).kernel[(spec.config.tiles * point.split_k,)](*given, *scalars(written.numbers))
     assert not counters.any()
     return results
 
@@ -143,13 +143,13 @@ def test_a_constant_that_lies_badly_is_laid_out_once():
     assert problem.acc.dtype is S32
     plan = plan_for(triton_gemm.CANDIDATE, problem, TARGETS["nvidia_h100"])
     assert list(plan.outside) == [len(types) + 1]
-    assert 1 not in plan.nest.sources
+    assert 1 not in plan.spec.sources
     sources = random_sources(problem)
     assert_right(problem, sources, POINTS[1], TARGETS["nvidia_h100"], weights=(1,))
-    first, again = (operands_outside(plan.outside, plan.nest.rhs, {1: sources[1]}) for _ in range(2))
+    first, again = (operands_outside(plan.outside, plan.spec.rhs, {1: sources[1]}) for _ in range(2))
     assert first[len(types) + 1] is again[len(types) + 1]
     sources[1].neg_()
-    assert torch.equal(operands_outside(plan.outside, plan.nest.rhs, {1: sources[1]})[len(types) + 1], -first[len(types) + 1])
+    assert torch.equal(operands_outside(plan.outside, plan.spec.rhs, {1: sources[1]})[len(types) + 1], -first[len(types) + 1])
 
 
 @pytest.mark.thin(4)

@@ -64,11 +64,11 @@ def problem(line: str) -> Problem:
 def machine_code(line: str, at: Target, point=None):
     """Of the first point of the space, or of another."""
     plan = plan_for(triton_gemm.CANDIDATE, problem(line), at)
-    return plan.machine_code(replace(plan.nest, point=point or first_point(plan))).kernel
+    return plan.machine_code(replace(plan.spec, point=point or first_point(plan))).kernel
 
 
 def first_point(plan):
-    return next(iter(plan.schedules())).point(triton_gemm.Point)
+    return next(iter(plan.schedules())).point(triton_gemm.TileConfig)
 
 
 @pytest.mark.thin(2)
@@ -93,9 +93,9 @@ def test_every_legal_point_has_room_and_an_expected_time():
     for line in (HALF, BYTES, FP8, "f32[300,200] @ f32[200,100]", "bf16[1,8192] @ s8[3584,8192]^T scale=channel -> bf16"):
         p = problem(line)
         plan = plan_for(triton_gemm.CANDIDATE, p, at)
-        times, dot = [], plan.nest.dot
+        times, dot = [], plan.spec.dot
         for schedule in plan.schedules():
-            point = schedule.point(triton_gemm.Point)
+            point = schedule.point(triton_gemm.TileConfig)
             assert set(Schedule.of_point(point).knobs) < set(schedule.knobs) or Schedule.of_point(point) == schedule
             stage = (point.tile_m + point.tile_n) * point.tile_k * dot.operand.bits // 8
             assert point.num_stages * stage <= CHIPS["nvidia_h100"].shared_bytes
@@ -112,11 +112,11 @@ def test_all_that_an_operand_is_computed_from_has_room(kind, name, right):
     """Triton takes no more shared memory than is counted, of the deepest pipeline that is offered and of the first."""
     at, p = target("nvidia_h200"), computed(kind, name, 512, 4096, 1024, None, right)
     plan, arch = plan_for(triton_gemm.CANDIDATE, p, at), modules.arch_of(at)
-    points = [s.point(triton_gemm.Point) for s in plan.schedules()]
-    nest = plan.nest
-    for point in {points[0], max(points, key=lambda q: shared_bytes(nest, q, arch))}:
-        kernel = plan.machine_code(replace(nest, point=point)).kernel
-        counted = shared_bytes(nest, point, arch)
+    points = [s.point(triton_gemm.TileConfig) for s in plan.schedules()]
+    spec = plan.spec
+    for point in {points[0], max(points, key=lambda q: shared_bytes(spec, q, arch))}:
+        kernel = plan.machine_code(replace(spec, point=point)).kernel
+        counted = shared_bytes(spec, point, arch)
         assert modules.needs(kernel).shared_bytes <= counted <= CHIPS["nvidia_h200"].shared_bytes
 
 
@@ -155,9 +155,12 @@ def test_halves_of_the_columns_meet_after_parts_of_k():
     """A tile's sums become two of half its columns in a branch."""
     at = target("nvidia_a100")
     p = next(iter(CASES.values()))()
-    for point in (triton_gemm.Point(64, 32, 32, 4, 2, split_k=2), triton_gemm.Point(32, 64, 32, 4, 2, split_k=2, swap_ab=True)):
+    for point in (
+        triton_gemm.TileConfig(64, 32, 32, 4, 2, split_k=2),
+        triton_gemm.TileConfig(32, 64, 32, 4, 2, split_k=2, swap_ab=True),
+    ):
         plan = plan_for(triton_gemm.CANDIDATE, p, at)
-        kernel = plan.machine_code(replace(plan.nest, point=point)).kernel
+        kernel = plan.machine_code(replace(plan.spec, point=point)).kernel
         assert modules.needs(kernel).spills == 0
 
 
@@ -170,8 +173,8 @@ def test_operands_computed_on_the_way_and_the_largest_compile():
     for p in (largest, computed(F16, "silu", 256, 512, 384, "beta")):
         plan = plan_for(triton_gemm.CANDIDATE, p, at)
         for parts in (1, 2):
-            nest = replace(plan.nest, point=replace(first_point(plan), split_k=parts))
-            needs = modules.needs(plan.machine_code(nest).kernel)
+            spec = replace(plan.spec, point=replace(first_point(plan), split_k=parts))
+            needs = modules.needs(plan.machine_code(spec).kernel)
             assert needs.spills == 0 and needs.registers > 0
 
 
@@ -217,9 +220,9 @@ def test_steps_along_k_that_are_far_apart_are_counted_in_64_bits():
     lhs = reshape(transpose(params[0], (1, 0, 2)), (rows, 256))
     acc = Node(Acc(TensorType(F32, (rows, 32))))
     p = problem_of(Node(Gemm(F32, lhs, params[1], (acc,)), *(input_(f"x{i}", t.dtype, t.shape) for i, t in enumerate(types))))
-    at, point = target("nvidia_a100"), triton_gemm.Point(32, 32, 64, 4, 2)
+    at, point = target("nvidia_a100"), triton_gemm.TileConfig(32, 32, 64, 4, 2)
     plan = plan_for(triton_gemm.CANDIDATE, p, at)
-    code = plan.machine_code(replace(plan.nest, point=point)).kernel.asm["ttir"]
+    code = plan.machine_code(replace(plan.spec, point=point)).kernel.asm["ttir"]
     assert f"constant {rows * 64} : i64" in code and f"{rows * 64} : i32" not in code
 
 

@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 from tests.candidates.triton.hopper.test_attention import coded
 from tests.candidates.triton.hopper.test_gemm import H200, WHOLE, layer
 from tilewright.candidates.triton.attention.heads import heads_of
-from tilewright.candidates.triton.attention.kernel import Point as AttentionPoint
+from tilewright.candidates.triton.attention.kernel import TileConfig as AttentionTile
 from tilewright.candidates.triton.attention.kernel import kernel_text as attention_text
 from tilewright.candidates.triton.expressions.text import Text
 from tilewright.candidates.triton.gemm import candidate as gemm
-from tilewright.candidates.triton.gemm.kernel import Point, write
+from tilewright.candidates.triton.gemm.kernel import TileConfig, write
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
 from tilewright.candidates.triton.hopper.attention.functions import kernel_text as hopper_attention_text
 from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoint
@@ -62,7 +62,10 @@ def hopper_text(p, point=WHOLE):
 @pytest.mark.parametrize("out", [S8, F8E4M3FN], ids=str)
 def test_other_numbers_are_the_same_text(step, out):
     some, others = product(step, 0.03, 117, out=out), product(step, 0.0417, 93, out=out)
-    for text in (hopper_text, lambda p: write(replace(plan_for(gemm.CANDIDATE, p, H200).nest, point=Point(64, 64, 64, 4, 2)))):
+    for text in (
+        hopper_text,
+        lambda p: write(replace(plan_for(gemm.CANDIDATE, p, H200).spec, point=TileConfig(64, 64, 64, 4, 2))),
+    ):
         a, b = text(some), text(others)
         assert a.text == b.text
         assert a.numbers.keys() == b.numbers.keys() and a.signature == b.signature
@@ -84,7 +87,7 @@ def test_attention_of_other_codes_is_the_same_text():
     some, others = with_scales(0.05), with_scales(0.07)
     for text in (
         lambda p: hopper_attention_text(hopper_attention.supported_heads(p), RowsPoint(1, True)),
-        lambda p: attention_text(heads_of(p, frozenset({"f8e4m3fn"})), AttentionPoint(64, 64, "ieee", "online"), frozenset()),
+        lambda p: attention_text(heads_of(p, frozenset({"f8e4m3fn"})), AttentionTile(64, 64, "ieee", "online"), frozenset()),
     ):
         a, b = text(some), text(others)
         assert a.text == b.text and a.numbers != b.numbers
@@ -98,7 +101,7 @@ def test_machine_code_is_made_once():
     assert kernels[0].kernel is kernels[1].kernel
     assert kernels[0].numbers != kernels[1].numbers
     plans = [plan_for(gemm.CANDIDATE, product("silu", scale, 90), H200) for scale in (0.03, 0.05)]
-    products = [plan.machine_code(replace(plan.nest, point=Point(64, 64, 64, 4, 2))) for plan in plans]
+    products = [plan.machine_code(replace(plan.spec, point=TileConfig(64, 64, 64, 4, 2))) for plan in plans]
     assert products[0].kernel is products[1].kernel
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import islice, product
 
 from tilewright.candidates.triton.attention.heads import Heads, Rounded, heads_of
-from tilewright.candidates.triton.attention.kernel import Point, kernel_text, power, sources_of
+from tilewright.candidates.triton.attention.kernel import TileConfig, kernel_text, power, sources_of
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.runtime.launch import caller
 from tilewright.candidates.triton.runtime.module import Arch, Built, build, exact_fp8, launcher, needs, required_arch
@@ -45,7 +45,7 @@ class Plan:
         self.machine_code(schedule)
 
     def machine_code(self, schedule: Schedule) -> Built:
-        written = kernel_text(self.heads, schedule.point(Point), exact_fp8(self.arch))
+        written = kernel_text(self.heads, schedule.point(TileConfig), exact_fp8(self.arch))
         types = {f"p{i}": self.problem.types[i] for i in sources_of(self.heads)}
         types |= {f"o{i}": t for i, t in enumerate(self.problem.outputs)}
         signature = {name: pointer_type(t.dtype) for name, t in types.items()}

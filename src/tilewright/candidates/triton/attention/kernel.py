@@ -25,7 +25,7 @@ ROUND = 1.5 * 2.0**23  # added to an f32 below 2^22 it leaves the nearest intege
 
 
 @dataclass(frozen=True)
-class Point:
+class TileConfig:
     """Sizes of a kernel.
 
     Attributes:
@@ -42,7 +42,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class KernelConfig(Point):
+class KernelConfig(TileConfig):
     """The constants of `_kernel.py`, and what follows from them."""
 
     queries: int  # of a head
@@ -75,7 +75,7 @@ def sources_of(heads: Heads) -> list[int]:
     return sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
 
 
-def kernel_text(heads: Heads, point: Point, fp8: frozenset[str]) -> Written:
+def kernel_text(heads: Heads, point: TileConfig, fp8: frozenset[str]) -> Written:
     """A module with the function `kernel` of a pointer for each source that is read, and for each result."""
     made = _Generated(heads, fp8)
     pointers = [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
@@ -133,7 +133,7 @@ class _Generated:
         factor = self.h.scale * LOG2_E
         return [self.numbers.number(key, x) for key, x in (("factor", factor), ("opposite of factor", -factor))]
 
-    def config(self, point: Point) -> KernelConfig:
+    def config(self, point: TileConfig) -> KernelConfig:
         """The kernel's constants."""
         h = self.h
         exact, lower = h.unit is F32, h.causal == "lower"
@@ -153,7 +153,7 @@ class _Generated:
             weighs=h.on_weights is not None,
         )
 
-    def functions(self, point: Point) -> dict[str, Function]:
+    def functions(self, point: TileConfig) -> dict[str, Function]:
         """By the kernel's names for them."""
         h = self.h
         rows, keys = h.queries % point.tile_m > 0, h.keys % point.tile_n > 0

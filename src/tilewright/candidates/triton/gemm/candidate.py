@@ -11,7 +11,7 @@ import torch
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, choose
-from tilewright.candidates.triton.gemm.kernel import Nest, Point, write
+from tilewright.candidates.triton.gemm.kernel import KernelSpec, TileConfig, write
 from tilewright.candidates.triton.gemm.run import operands_outside, runner
 from tilewright.candidates.triton.gemm.space import ranked, work
 from tilewright.candidates.triton.runtime import module as modules
@@ -28,64 +28,64 @@ from tilewright.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Plan:
-    """A gemm as a nest whose sizes are not chosen yet.
+    """A gemm as a kernel whose sizes are not chosen yet.
 
     Attributes:
         problem, target: what is done, and where.
         arch: the architecture to compile for.
-        nest: the nest, of any sizes. Rows of all matrices are those of one if they share the right operand.
+        spec: the kernel, of any sizes. Rows of all matrices are those of one if they share the right operand.
         outside: operands that torch evaluates once, by the number of the argument that stands for them.
     """
 
     problem: Problem
     target: Target
     arch: modules.Arch
-    nest: Nest
+    spec: KernelSpec
     outside: Mapping[int, Node]
 
     def schedules(self) -> Iterable[Schedule]:
         """The points, and how many bits f32 operands or short sums keep."""
-        dot = self.nest.dot
+        dot = self.spec.dot
         said = {"precision": dot.precision} if dot.precision else {"acc_bits": SHORT_SUM_BITS} if dot.promote else {}
-        return (Schedule.of_point(point, **said) for point in ranked(self.nest, self.target))
+        return (Schedule.of_point(point, **said) for point in ranked(self.spec, self.target))
 
-    def nest_of(self, schedule: Schedule) -> Nest:
+    def spec_of(self, schedule: Schedule) -> KernelSpec:
         """The kernel that a schedule stands for."""
-        return replace(self.nest, point=schedule.point(Point))
+        return replace(self.spec, point=schedule.point(TileConfig))
 
     def work(self, schedule: Schedule) -> Work:
-        return work(self.nest_of(schedule), self.target)
+        return work(self.spec_of(schedule), self.target)
 
     def compile(self, schedule: Schedule) -> None:
-        self.machine_code(self.nest_of(schedule))
+        self.machine_code(self.spec_of(schedule))
 
-    def machine_code(self, nest: Nest) -> modules.Built:
-        """The kernel of a nest."""
-        types = {f"p{i}": (self.outside.get(i) or self.problem.types[i]).dtype for i in nest.sources}
+    def machine_code(self, spec: KernelSpec) -> modules.Built:
+        """A kernel's machine code."""
+        types = {f"p{i}": (self.outside.get(i) or self.problem.types[i]).dtype for i in spec.sources}
         signature = {name: pointer_type(t) for name, t in types.items()}
-        signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(nest.stores)}
-        room = {"sums": "*fp32" if nest.dot.acc.is_float else "*i32", "peaks": "*i32", "counters": "*i32"}
-        signature |= {name: kind for name, kind in room.items() if name in nest.arguments}
-        fused = nest.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
-        warps, stages = nest.point.num_warps, nest.point.num_stages
+        signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(spec.stores)}
+        room = {"sums": "*fp32" if spec.dot.acc.is_float else "*i32", "peaks": "*i32", "counters": "*i32"}
+        signature |= {name: kind for name, kind in room.items() if name in spec.arguments}
+        fused = spec.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
+        warps, stages = spec.point.num_warps, spec.point.num_stages
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
-        return modules.build(write(nest), "kernel", signature, self.arch, self.target.index, **options)
+        return modules.build(write(spec), "kernel", signature, self.arch, self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
-        nest = self.nest_of(schedule)
-        built = self.machine_code(nest)
+        spec = self.spec_of(schedule)
+        built = self.machine_code(spec)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return runner(nest, built, {**weights, **operands_outside(self.outside, nest.rhs, weights)}, self.target)
+            return runner(spec, built, {**weights, **operands_outside(self.outside, spec.rhs, weights)}, self.target)
 
         return Kernel(
             CANDIDATE.name,
             schedule,
             prepare,
-            workspace_bytes=nest.workspace_bytes,
+            workspace_bytes=spec.workspace_bytes,
             packed_bytes=sum(n.tensor.size_bytes for n in self.outside.values()),
-            releasable=frozenset(i for i, weight in enumerate(self.problem.weights) if weight and i not in nest.sources),
-            roundoff=nest.dot.roundoff,
+            releasable=frozenset(i for i, weight in enumerate(self.problem.weights) if weight and i not in spec.sources),
+            roundoff=spec.dot.roundoff,
             **vars(modules.needs(built.kernel)),
         )
 
@@ -122,11 +122,11 @@ def plan(problem: Problem, target: Target) -> Plan:
     rhs = _operand(problem, problem.op.rhs, () if shared else batch_shape, len(problem.types) + 1, outside, columns_last=False)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
     read = {n.op.index for n in toposort([lhs.root, rhs.root, *problem.op.stores]) if isinstance(n.op, Param)}
-    nest = Nest(
+    spec = KernelSpec(
         batch, rows, problem.N, problem.K, dot, lhs, rhs, stores, tuple(sorted(read)), modules.exact_fp8(arch),
-        Point(16, 16, 32, 4, 1), second, tuple(i for i, inner in enumerate(largest) if inner),
+        TileConfig(16, 16, 32, 4, 1), second, tuple(i for i, inner in enumerate(largest) if inner),
     )  # fmt: skip
-    return Plan(problem, target, arch, nest, outside)
+    return Plan(problem, target, arch, spec, outside)
 
 
 def _operand(

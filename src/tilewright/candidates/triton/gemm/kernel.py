@@ -22,7 +22,7 @@ RESULT = ("i: tl.constexpr", "acc", "right", "rows", "row_mask", "columns", "col
 
 
 @dataclass(frozen=True)
-class Point:
+class TileConfig:
     """Sizes of one kernel; see docs/glossary.md."""
 
     tile_m: int
@@ -36,7 +36,7 @@ class Point:
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelConfig(Point):
+class KernelConfig(TileConfig):
     """The constants of `_kernel.py`, and what follows from them."""
 
     batch: int  # matrices, and M, N, K of each
@@ -93,7 +93,7 @@ class KernelConfig(Point):
 
 
 @dataclass(frozen=True)
-class Nest:
+class KernelSpec:
     """One kernel.
 
     Attributes:
@@ -120,7 +120,7 @@ class Nest:
     stores: tuple[Access, ...]
     sources: tuple[int, ...]
     fp8: frozenset[str]
-    point: Point
+    point: TileConfig
     second: Node | None = None
     largest: tuple[int, ...] = ()
 
@@ -165,39 +165,39 @@ class Nest:
         return [f"p{i}" for i in self.sources] + [f"o{i}" for i in range(len(self.stores))] + [*self.workspace]
 
 
-def write(nest: Nest) -> Written:
+def write(spec: KernelSpec) -> Written:
     """A module with the function `kernel`, whose grid is `tiles * split_k` blocks."""
-    config, numbers = nest.config, Text()
-    row_mask = "row_mask" if nest.rows % config.tile_m else None
+    config, numbers = spec.config, Text()
+    row_mask = "row_mask" if spec.rows % config.tile_m else None
     column_mask = "column_mask" if config.stored % config.width else None
-    near = {} if nest.second is None else {nest.second: "right"}
+    near = {} if spec.second is None else {spec.second: "right"}
     tile = Tile("rows", "columns", config.stored, row_mask, column_mask, "acc", config.swap_ab, near=near)
     store, largest = Text(beside=numbers), Text(beside=numbers)
-    for i, access in enumerate(nest.stores):
-        t = largest if i in nest.largest else store
+    for i, access in enumerate(spec.stores):
+        t = largest if i in spec.largest else store
         with t.block(f"if i == {i}:"):
-            emitter = Emitter(t, tile, fp8=nest.fp8)
-            if i in nest.largest:
+            emitter = Emitter(t, tile, fp8=spec.fp8)
+            if i in spec.largest:
                 t.do(f"return {emitter.largest_bits(access)}")
             else:
                 emitter.store(access, f"o{i}")
     functions = {
-        "load_lhs": (OPERAND, _load(nest, nest.lhs, row_mask, numbers, across=config.swap_ab)),
-        "load_rhs": (OPERAND, _load(nest, nest.rhs, column_mask and "row_mask", numbers, across=not config.swap_ab)),
+        "load_lhs": (OPERAND, _load(spec, spec.lhs, row_mask, numbers, across=config.swap_ab)),
+        "load_rhs": (OPERAND, _load(spec, spec.rhs, column_mask and "row_mask", numbers, across=not config.swap_ab)),
         **{name: (RESULT, t) for name, t in (("store", store), ("largest", largest)) if t.lines},
     }
-    extremes, room = "".join(f"o{i}, " for i in nest.largest), [*nest.workspace]
+    extremes, room = "".join(f"o{i}, " for i in spec.largest), [*spec.workspace]
     given = [*(name if name in room else "0" for name in ("sums", "peaks", "counters")), f"({extremes})"]
-    pointers = [name for name in nest.arguments if name not in room]
+    pointers = [name for name in spec.arguments if name not in room]
     return instance(KERNEL, config, given, pointers, functions, numbers.numbers, room, gluon=False)
 
 
-def _load(nest: Nest, access: Access, row_mask: str | None, numbers: Text, *, across: bool) -> Text:
+def _load(spec: KernelSpec, access: Access, row_mask: str | None, numbers: Text, *, across: bool) -> Text:
     """Loads a tile of an operand: repeated where it does not vary, zero past the end of K, in the type of the dot."""
-    t, point, target = Text(beside=numbers), nest.point, nest.dot.operand
-    ragged = nest.depth % (point.tile_k * point.split_k) > 0
-    tile = Tile("rows", "k", nest.depth, row_mask, "k_mask" if ragged else None, None, across, "k0", point.tile_k)
-    emitter = Emitter(t, tile, fp8=nest.fp8)
+    t, point, target = Text(beside=numbers), spec.point, spec.dot.operand
+    ragged = spec.depth % (point.tile_k * point.split_k) > 0
+    tile = Tile("rows", "k", spec.depth, row_mask, "k_mask" if ragged else None, None, across, "k0", point.tile_k)
+    emitter = Emitter(t, tile, fp8=spec.fp8)
     value, varies, dtype = emitter.value(access), emitter.varies(access), access.root.dtype
     computed = any(n.src and not isinstance(n.op, VIEWS) for n in toposort((access.root,)))
     if ragged and (computed or not varies[1]):
@@ -207,7 +207,7 @@ def _load(nest: Nest, access: Access, row_mask: str | None, numbers: Text, *, ac
     if not all(varies):
         rows, columns = "rows.shape[0]", "k.shape[0]"
         value = t.v(f"tl.broadcast_to({value}, ({f'{columns}, {rows}' if across else f'{rows}, {columns}'}))")
-    if nest.dot.lhs_flips if access is nest.lhs else nest.dot.rhs_flips:
+    if spec.dot.lhs_flips if access is spec.lhs else spec.dot.rhs_flips:
         value = emitter.cast(f"({value} ^ 128)", "int8", bits=True)
     elif target in FP8:
         value = emitter.cast(value, FP8_NAMES[dtype], bits=True)

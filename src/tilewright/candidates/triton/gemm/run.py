@@ -7,7 +7,7 @@ from collections.abc import Mapping, MutableMapping
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tilewright.candidates.triton.gemm.kernel import Nest
+from tilewright.candidates.triton.gemm.kernel import KernelSpec
 from tilewright.candidates.triton.runtime.launch import Counters, caller
 from tilewright.candidates.triton.runtime.module import Built, Launch, launcher
 from tilewright.dtype import F32
@@ -55,17 +55,17 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool)
     return result
 
 
-def runner(nest: Nest, built: Built, constant: Mapping[int, torch.Tensor], target: Target) -> Runner:
+def runner(spec: KernelSpec, built: Built, constant: Mapping[int, torch.Tensor], target: Target) -> Runner:
     """A function that runs a kernel on sources; `constant`: weights, and operands that stand for some of them."""
-    launch = launcher(built.kernel, (nest.config.tiles * nest.point.split_k,), target.index, built.numbers)
-    outputs = [TensorType(F32, ()) if i in nest.largest else s.root.tensor for i, s in enumerate(nest.stores)]
-    return caller(nest.sources, outputs, _with_room(nest, launch, target) if nest.workspace else launch, constant, target)
+    launch = launcher(built.kernel, (spec.config.tiles * spec.point.split_k,), target.index, built.numbers)
+    outputs = [TensorType(F32, ()) if i in spec.largest else s.root.tensor for i, s in enumerate(spec.stores)]
+    return caller(spec.sources, outputs, _with_room(spec, launch, target) if spec.workspace else launch, constant, target)
 
 
-def _with_room(nest: Nest, launch: Launch, target: Target) -> Launch:
+def _with_room(spec: KernelSpec, launch: Launch, target: Target) -> Launch:
     """A launch with scratch memory for the sums of the parts of K and the largest of each tile, and counters of parts done."""
     device = torch.device(target.device)
-    *sizes, count = nest.workspace.values()
+    *sizes, count = spec.workspace.values()
     counters = Counters(count, device)
 
     def start(*pointers: object) -> None:

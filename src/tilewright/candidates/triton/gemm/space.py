@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tilewright.candidates.triton.gemm.kernel import Nest, Point
+from tilewright.candidates.triton.gemm.kernel import KernelSpec, TileConfig
 from tilewright.candidates.triton.runtime.module import Arch, arch_of
 from tilewright.hardware.target import Target, widened
 from tilewright.ir.expression import QUICK
@@ -48,7 +48,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class _Points:
-    """Points side by side: each attribute of `Point` as an array."""
+    """Points side by side: each attribute of `TileConfig` as an array."""
 
     tile_m: Array
     tile_n: Array
@@ -60,19 +60,19 @@ class _Points:
     swap_ab: Array
 
     @classmethod
-    def of(cls, points: Sequence[Point]) -> _Points:
+    def of(cls, points: Sequence[TileConfig]) -> _Points:
         columns = ([getattr(p, name) for p in points] for name in cls.__dataclass_fields__)
         return cls(*(np.array(c, dtype=bool if isinstance(c[0], bool) else np.float64) for c in columns))
 
 
-def ranked(nest: Nest, target: Target) -> list[Point]:
+def ranked(spec: KernelSpec, target: Target) -> list[TileConfig]:
     """The legal points of a kernel's space, the one that is expected to be the fastest first."""
-    points = list(legal(nest, target))
+    points = list(legal(spec, target))
     if not points:
         return []
-    us = predict_us(_work(nest, _Points.of(points), target), target)
-    found: list[Point] = []
-    depths: dict[Point, int] = {}  # how many of those that differ in their stages alone
+    us = predict_us(_work(spec, _Points.of(points), target), target)
+    found: list[TileConfig] = []
+    depths: dict[TileConfig, int] = {}  # how many of those that differ in their stages alone
     for i in np.argsort(us, kind="stable"):
         alike = replace(points[i], num_stages=0)
         depths[alike] = depths.get(alike, 0) + 1
@@ -81,48 +81,48 @@ def ranked(nest: Nest, target: Target) -> list[Point]:
     return found[:MOST]
 
 
-def work(nest: Nest, target: Target) -> Work:
+def work(spec: KernelSpec, target: Target) -> Work:
     """The work of one kernel."""
-    return _work(nest, _Points.of([nest.point]), target)
+    return _work(spec, _Points.of([spec.point]), target)
 
 
-def legal(nest: Nest, target: Target) -> list[Point]:
+def legal(spec: KernelSpec, target: Target) -> list[TileConfig]:
     """Points whose operands and sums fit into shared memory and registers."""
     arch = arch_of(target)
     assert arch is not None
-    size = nest.dot.operand.bits // 8
+    size = spec.dot.operand.bits // 8
     shared = target.chip.shared_bytes or DEFAULT_SHARED
-    scalar = nest.dot.precision == "ieee"
-    rows, columns = _sizes(nest.rows), _sizes(nest.columns)
+    scalar = spec.dot.precision == "ieee"
+    rows, columns = _sizes(spec.rows), _sizes(spec.columns)
     depths = (16, 32) if size == 4 else (32, 64, 128) if size == 2 else (64, 128, 256)
     # wgmma wants 64 rows, and takes its left operand alone from registers, where conversions leave theirs.
-    turns, converts = arch.capability == 90 and not scalar, _conversions(nest.rhs) > _conversions(nest.lhs)
-    found: list[Point] = []
+    turns, converts = arch.capability == 90 and not scalar, _conversions(spec.rhs) > _conversions(spec.lhs)
+    found: list[TileConfig] = []
     for tile_m, tile_n, tile_k, num_warps in itertools.product(rows, columns, depths, (4, 8)):
         held = tile_m * tile_n / (num_warps * arch.warp)
-        most = 64 if scalar or nest.dot.promote else 128 if arch.backend == "cuda" else 256
+        most = 64 if scalar or spec.dot.promote else 128 if arch.backend == "cuda" else 256
         if held > most or held < 2 or (tile_m * tile_n < 4096 and num_warps == 8):
             continue
-        if tile_k > max(2 * depths[0], _up(nest.depth)) or (tile_m + tile_n) * tile_k * size > 96 << 10:
+        if tile_k > max(2 * depths[0], _up(spec.depth)) or (tile_m + tile_n) * tile_k * size > 96 << 10:
             continue
         for num_stages in (1, 2) if arch.backend == "hip" else (2, 3, 4, 5, 6):
             bytes_ = num_stages * (tile_m + tile_n) * tile_k * size
-            if bytes_ > shared or (num_stages > 2 and (num_stages - 1) * tile_k >= max(nest.depth, tile_k * 2)):
+            if bytes_ > shared or (num_stages > 2 and (num_stages - 1) * tile_k >= max(spec.depth, tile_k * 2)):
                 continue
-            for split_k in _splits(nest, tile_m, tile_n, tile_k, target):
+            for split_k in _splits(spec, tile_m, tile_n, tile_k, target):
                 for swap_ab in (False, True) if turns and (tile_m < 64 or converts) and tile_n >= 64 else (False,):
-                    point = Point(tile_m, tile_n, tile_k, num_warps, num_stages, split_k, 8, swap_ab)
-                    if shared_bytes(nest, point, arch) <= shared:
+                    point = TileConfig(tile_m, tile_n, tile_k, num_warps, num_stages, split_k, 8, swap_ab)
+                    if shared_bytes(spec, point, arch) <= shared:
                         found.append(point)
     return found
 
 
-def shared_bytes(nest: Nest, p: Point, arch: Arch) -> int:
+def shared_bytes(spec: KernelSpec, p: TileConfig, arch: Arch) -> int:
     """Shared memory of a point, as Triton was seen to take it: an operand that lies in memory for each stage; of one that is
     computed each source for all stages but one, and what is computed, unless wgmma takes that from registers."""
-    size = nest.dot.operand.bits // 8
+    size = spec.dot.operand.bits // 8
     bytes_ = 0
-    for access, rows, upright in ((nest.lhs, p.tile_m, p.swap_ab), (nest.rhs, p.tile_n, not p.swap_ab)):
+    for access, rows, upright in ((spec.lhs, p.tile_m, p.swap_ab), (spec.rhs, p.tile_n, not p.swap_ab)):
         if not _conversions(access):
             bytes_ += p.num_stages * rows * p.tile_k * size
             continue
@@ -142,25 +142,25 @@ def _sizes(extent: int) -> list[int]:
     return [s for s in (16, 32, 64, 128, 256) if s < 2 * extent or s == 16]
 
 
-def _splits(nest: Nest, tile_m: int, tile_n: int, tile_k: int, target: Target) -> list[int]:
+def _splits(spec: KernelSpec, tile_m: int, tile_n: int, tile_k: int, target: Target) -> list[int]:
     """Parts of K that are worth having: each with a few steps, and no more blocks than fill the chip twice."""
-    tiles = nest.batch * -(-nest.rows // tile_m) * -(-nest.columns // tile_n)
-    steps = -(-nest.depth // tile_k)
+    tiles = spec.batch * -(-spec.rows // tile_m) * -(-spec.columns // tile_n)
+    steps = -(-spec.depth // tile_k)
     return [1, *(s for s in (2, 4, 8, 16) if steps >= 4 * s and tiles * s <= 2 * target.cores)]
 
 
-def _work(nest: Nest, p: _Points, target: Target) -> Work:
+def _work(spec: KernelSpec, p: _Points, target: Target) -> Work:
     """The work of kernels, for all points at once."""
     arch = arch_of(target)
     assert arch is not None
-    size = nest.dot.operand.bits / 8
+    size = spec.dot.operand.bits / 8
     sms = max(target.cores, 1)
-    steps = np.ceil(np.ceil(nest.depth / p.tile_k) / p.split_k)
-    tiles = nest.batch * np.ceil(nest.rows / p.tile_m) * np.ceil(nest.columns / p.tile_n)
+    steps = np.ceil(np.ceil(spec.depth / p.tile_k) / p.split_k)
+    tiles = spec.batch * np.ceil(spec.rows / p.tile_m) * np.ceil(spec.columns / p.tile_n)
     blocks = tiles * p.split_k
 
     shared = np.maximum(p.num_stages * (p.tile_m + p.tile_n) * p.tile_k * size, 1024)
-    held = p.tile_m * p.tile_n / (p.num_warps * arch.warp) * (2 if nest.dot.promote else 1)
+    held = p.tile_m * p.tile_n / (p.num_warps * arch.warp) * (2 if spec.dot.promote else 1)
     registers = (held + REGISTERS_BESIDE) * p.num_warps * arch.warp * 4
     room = target.chip.shared_bytes or DEFAULT_SHARED
     resident = np.minimum.reduce(
@@ -175,43 +175,43 @@ def _work(nest: Nest, p: _Points, target: Target) -> Work:
     rounds = np.ceil(blocks / sms)  # blocks of the busiest SM
     waves = np.ceil(blocks / (sms * resident))
 
-    lhs, rhs = _bytes(nest.lhs), _bytes(nest.rhs)
+    lhs, rhs = _bytes(spec.lhs), _bytes(spec.rhs)
     near = p.tile_k * (p.tile_m * lhs + p.tile_n * rhs)  # of a step, from the last cache
-    once = nest.batch * nest.depth * (nest.rows * lhs + nest.columns * rhs) + sum(s.root.tensor.size_bytes for s in nest.stores)
+    once = spec.batch * spec.depth * (spec.rows * lhs + spec.columns * rhs) + sum(s.root.tensor.size_bytes for s in spec.stores)
     far = np.minimum(once / (near * steps * blocks), 1.0)  # the part of it that comes from memory
 
-    step, behind = _step(nest, p, arch, target)
-    step = step + _gathered(nest, p, arch)
+    step, behind = _step(spec, p, arch, target)
+    step = step + _gathered(spec, p, arch)
     waiting = (LATENCY + far * (FAR_LATENCY - LATENCY)) / (np.maximum(p.num_stages - 1 - behind, 0.5) * resident)
     each = np.maximum.reduce([step, waiting, near / NEAR_BYTES_PER_CYCLE]) + STEP
     each = each * np.where((behind > 0) & (p.num_stages == 2), TAKES_TURNS, 1.0) * np.where(held >= 128, TIGHT, 1.0)
-    converted = _conversions(nest.lhs) * p.tile_m * p.tile_k * ~p.swap_ab + _conversions(nest.rhs) * p.tile_n * p.tile_k * (
+    converted = _conversions(spec.lhs) * p.tile_m * p.tile_k * ~p.swap_ab + _conversions(spec.rhs) * p.tile_n * p.tile_k * (
         ~p.swap_ab | (arch.capability != 90)
     )
-    if _conversions(nest.lhs) or _conversions(nest.rhs):
+    if _conversions(spec.lhs) or _conversions(spec.rhs):
         each = each + CONVERTING
-    finished = p.tile_m * p.tile_n / LANES * (4 + sum(_operations(s) for s in nest.stores) / len(nest.stores))
+    finished = p.tile_m * p.tile_n / LANES * (4 + sum(_operations(s) for s in spec.stores) / len(spec.stores))
     exposed = finished * rounds / resident + BEGINNING * waves
     reduced = np.where(p.split_k > 1, p.tile_m * p.tile_n * 4 * (p.split_k + 1) / 32 + 2 * LATENCY, 0)
 
     cache = next((c.bytes for c in reversed(target.chip.levels) if c.name.startswith("L")), 32 << 20)
     together = np.minimum(blocks, sms * resident)
-    down = np.minimum(np.minimum(p.group_m, np.ceil(nest.rows / p.tile_m)), together)
-    again = waves * nest.depth * (down * p.tile_m * lhs + np.ceil(together / down) * p.tile_n * rhs)
+    down = np.minimum(np.minimum(p.group_m, np.ceil(spec.rows / p.tile_m)), together)
+    again = waves * spec.depth * (down * p.tile_m * lhs + np.ceil(together / down) * p.tile_n * rhs)
     memory = np.where(once > cache, np.maximum(once, np.minimum(again, near * steps * blocks)), once)
     in_turn = rounds * steps * (each + converted / LANES)
     return Work((Phase(in_turn + exposed + reduced, 0.0, {"memory": memory}),))
 
 
-def _step(nest: Nest, p: _Points, arch: Arch, target: Target) -> tuple[Array, Array]:
+def _step(spec: KernelSpec, p: _Points, arch: Arch, target: Target) -> tuple[Array, Array]:
     """Cycles of one step along K on the matrix unit, or of shared memory feeding it; and how many steps the dot runs behind."""
-    size = nest.dot.operand.bits / 8
-    own = "bf16" if nest.dot.unit == "tf32" else nest.dot.unit  # TF32 has half the rate of bf16 on every chip
+    size = spec.dot.operand.bits / 8
+    own = "bf16" if spec.dot.unit == "tf32" else spec.dot.unit  # TF32 has half the rate of bf16 on every chip
     unit = next((u for name in (own, *widened(own)) for u in target.chip.units if u.operand == name), None)
-    rate = (float(unit.ops_per_cycle) if unit is not None else 256.0) / (2 if nest.dot.unit == "tf32" else 1)
+    rate = (float(unit.ops_per_cycle) if unit is not None else 256.0) / (2 if spec.dot.unit == "tf32" else 1)
     down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
     groups = (
-        (arch.capability == 90) & (down >= 64) & (not _gathers(nest, arch))
+        (arch.capability == 90) & (down >= 64) & (not _gathers(spec, arch))
     )  # four warps multiply together, from shared memory
     multiplied = 2 * np.maximum(down, 16) * np.maximum(wide, 8) * p.tile_k / rate
     if arch.capability == 90:
@@ -220,7 +220,7 @@ def _step(nest: Nest, p: _Points, arch: Arch, target: Target) -> tuple[Array, Ar
     by_warps = (p.num_warps / rows * down + rows * wide) * p.tile_k * size
     by_groups = down / 64 * (64 + wide) * p.tile_k * size
     fed = np.where(groups, by_groups, by_warps) / SHARED_BYTES_PER_CYCLE
-    if nest.dot.precision == "ieee" and arch.backend == "cuda":
+    if spec.dot.precision == "ieee" and arch.backend == "cuda":
         fed = fed * 2  # every operand of a multiply-add comes through a load of its own
     return np.maximum(multiplied, fed), np.where(groups, 1.0, 0.0)
 
@@ -231,18 +231,18 @@ def _warps_down(p: _Points) -> Array:
     return np.clip(2 ** np.round(np.log2(np.sqrt(p.num_warps * down / wide))), 1, np.minimum(p.num_warps, down / 16))
 
 
-def _gathered(nest: Nest, p: _Points, arch: Arch) -> Array:
+def _gathered(spec: KernelSpec, p: _Points, arch: Arch) -> Array:
     """Cycles of a step in which 8-bit operands that do not lie along K are gathered byte by byte."""
-    if not _gathers(nest, arch):
+    if not _gathers(spec, arch):
         return 0.0
     again = _warps_down(p) / GATHERED
-    lhs = np.where(p.swap_ab, again, 1 / GATHERED_FIRST) * p.tile_m if _across(nest.lhs) else 0.0
-    rhs = np.where(p.swap_ab, 1 / GATHERED_FIRST, again) * p.tile_n if _across(nest.rhs) else 0.0
+    lhs = np.where(p.swap_ab, again, 1 / GATHERED_FIRST) * p.tile_m if _across(spec.lhs) else 0.0
+    rhs = np.where(p.swap_ab, 1 / GATHERED_FIRST, again) * p.tile_n if _across(spec.rhs) else 0.0
     return (lhs + rhs) * p.tile_k
 
 
-def _gathers(nest: Nest, arch: Arch) -> bool:
-    return arch.backend == "cuda" and nest.dot.operand.bits == 8 and (_across(nest.lhs) or _across(nest.rhs))
+def _gathers(spec: KernelSpec, arch: Arch) -> bool:
+    return arch.backend == "cuda" and spec.dot.operand.bits == 8 and (_across(spec.lhs) or _across(spec.rhs))
 
 
 def _across(access: Access) -> bool:
