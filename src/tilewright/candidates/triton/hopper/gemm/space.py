@@ -87,21 +87,8 @@ class Point:
 
     def schedule(self, tile_k: int) -> Schedule:
         """As reports print it."""
-        return Schedule.of(
-            tile_m=self.tile_m,
-            tile_n=self.tile_n,
-            tile_k=tile_k,
-            num_stages=self.num_stages,
-            group_m=self.group_m,
-            pingpong=self.pingpong,
-            hold=self.hold,
-            widened=self.widened,
-            paired=self.paired,
-            blocks=self.blocks,
-            shared_tiles=self.shared_tiles,
-            split=self.split,
-            **({"ready": True} if self.ready else {}),
-        )
+        tile_m, tile_n, *others = Schedule.of_point(self).knobs
+        return Schedule((tile_m, tile_n, ("tile_k", tile_k), *(knob for knob in others if knob != ("ready", False))))
 
 
 SMALLEST = Point(64, 64, 2, 16, False, False, False, False, 1, 0)
@@ -109,25 +96,7 @@ SMALLEST = Point(64, 64, 2, 16, False, False, False, False, 1, 0)
 
 def point_of(schedule: Schedule) -> Point:
     """The point that a schedule names."""
-    knobs = dict(schedule.knobs)
-
-    def number(name: str) -> int:
-        return int(knobs[name])
-
-    return Point(
-        number("tile_m"),
-        number("tile_n"),
-        number("num_stages"),
-        number("group_m"),
-        bool(knobs["pingpong"]),
-        bool(knobs["hold"]),
-        bool(knobs["widened"]),
-        bool(knobs["paired"]),
-        number("blocks"),
-        number("shared_tiles"),
-        number("split"),
-        bool(knobs.get("ready", False)),
-    )
+    return schedule.point(Point)
 
 
 def plan_for(plan: Plan, point: Point) -> Plan:
