@@ -137,11 +137,17 @@ def without(pattern, instead="", which=None):
     return change
 
 
+FMA = r"fma\.rn\.f32 %\w+, %\w+, "
+
 # What is done to a kernel's PTX, and how the machine must run for that to show.
 FAULTS = {
     "mma.sync and a cluster": [
-        ("rows of a fragment exchanged", without(r"\{a0,a1,a2,a3\}", "{a1,a0,a2,a3}", 0), {}),
-        ("another row's scale", without(r"(fma\.rn\.f32 %r\d+, d0, s)0", r"\g<1>1", 0), {}),
+        ("rows of a fragment exchanged", without(r"(m16n8k16\S+ \{[^}]*\}, \{)(%\w+),(%\w+)", r"\1\3,\2", -1), {}),
+        (
+            "another row's scale",
+            without(rf"({FMA})(%\w+)(, [^;]*;(?:[^;]*{FMA}\2[^;]*;)*[^;]*{FMA})(%\w+)", r"\1\4\3\4", 0),
+            {},
+        ),
         ("no barrier of the block", without(r"bar\.sync\s+0;"), {"seed": 1}),
         ("no wait for copies", without(r"cp\.async\.wait_group[^;]*;"), {"late": True}),
         ("no wait for the cluster's sums", without(r"mbarrier\.try_wait[^;]*;", "setp.eq.u32 q, 0, 0;"), {}),

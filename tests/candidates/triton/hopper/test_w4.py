@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gated import of_halves
-from w4_emulated import Machine
+from ptx import run
 from w4_problems import posed, side_by_side
 
 from tilewright.compiler import compile
@@ -28,15 +28,13 @@ from tilewright.schedule.schedule import Schedule
 
 pytest.importorskip("triton")
 
-from tilewright.candidates.triton.hopper.w4 import bytes as in_bytes
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.w4.convert import factor, made_bytes
 from tilewright.candidates.triton.hopper.w4.form import Form, Point
 from tilewright.candidates.triton.hopper.w4.pack import packed, packed_weights, unpacked
 from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
 from tilewright.candidates.triton.hopper.w4.space import points
-from tilewright.candidates.triton.hopper.w4.stage import Coded
-from tilewright.candidates.triton.hopper.w4.text import Writer
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.schedule.candidate import plan_for, refusal
 
@@ -221,19 +219,20 @@ def test_halves_of_siblings_with_a_residual_meet_in_two_stores():
     emulate(Problem(op, (*problem.types, beside.tensor), (*problem.weights, False)), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))
 
 
-def emulate(problem, point, sources=None):
-    """Run a problem's text at a point, on random sources if none are given, and compare."""
+def emulate(problem, point, sources=None, how=None):
+    """Run a problem's kernel at a point, on random sources if none are given, and compare."""
     form = formed(problem, point)
-    plan = form.plan
-    writer = Writer(form, lambda n: f"p{n.op.index}")
-    sources, w = sources or random_sources(problem), plan.weights
-    given = w.values(dict(enumerate(sources)))
+    plan, w = form.plan, form.plan.weights
+    sources = sources or random_sources(problem)
     unset = [float("nan") if t.dtype.is_float else -1 for t in problem.outputs]
     results = [torch.full(t.shape, u, dtype=t.dtype.to_torch()) for t, u in zip(problem.outputs, unset, strict=True)]
-    sides = [sources[int(n[1:])] for n in writer.sides]
-    tensors = [sources[plan.x], *packed_weights(given, w, plan.operand), *sides, *results]
-    machine = Machine(writer.write().text, point.cluster, 32 * point.warps)
-    machine.run(form.grid, [t.contiguous() for t in tensors], [NUMPY[t.dtype] for t in tensors])
+    packed_ones = packed_weights(w.values(dict(enumerate(sources))), w, plan.operand)
+    named = dict(zip(("codes", "scales", "zeros"), packed_ones, strict=False)) | {"x": sources[plan.x].contiguous()}
+    named |= {f"p{i}": t.contiguous() for i, t in enumerate(sources)} | {f"o{i}": t for i, t in enumerate(results)}
+    built = compiled(form, tuple(t.dtype for t in problem.types))
+    kernel = built.kernel
+    given = [*(named[n].data_ptr() for n in built.names), *built.numbers]
+    run(kernel.asm["ptx"], (form.grid,), given, kernel.metadata.shared, how)
     expected = expect(problem, sources)
     for result, low, high in zip(results, expected.low, expected.high, strict=True):
         inside = (result.double() >= low.double()) & (result.double() <= high.double())
@@ -375,7 +374,7 @@ def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, prod
     built = large.machine_code(form)
     text = assembly(built.kernel)
     assert form.coded is not None
-    groups, halves = 128 // in_bytes.every(form.coded), point.tile_n // 128
+    groups, halves = 128 // form.coded.every, point.tile_n // 128
     wanted = {products: 8 * halves, "FFMA": 128 * groups * halves, "WARPGROUP.DEPBAR.LE": 2 * groups * halves}
     wanted |= {"WARPGROUP.ARRIVE": 4 * halves, "I2FP.F32.S32": 128 * halves if form.coded.operand.is_integer else 0}
     for instruction, count in wanted.items():
@@ -481,15 +480,15 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
         own = points[0].numpy().view(np.uint32).transpose(0, 2, 1, 3).reshape(-1, 8, 64 // sub)[:4]
         own = np.repeat(own.reshape(32, -1), 4, axis=0)
         given |= {12 + i: own[:, i * 16 // sub] for i in range(4)}
-    asm = in_bytes.made_bytes(operand, kind, zeros=zeros, sub=sub)
+    asm = made_bytes(operand, kind, zeros=zeros, sub=sub)
     found = np.stack(integers(asm.text, given))  # [row half and word, lane]
     want = codes[:64].double() - (zero[:64].double().repeat_interleave(sub, 1) if zeros else 0)
-    factor = in_bytes.factor(Coded(plan.weights, operand, 0, 1))
-    assert torch.equal(numbers_in(found, operand) * factor, want)
+    times = factor(operand, kind, zeros=zeros)
+    assert torch.equal(numbers_in(found, operand) * times, want)
     if kind.bits == 4 and operand is F8E4M3FN:  # the same bytes made once, but for their highest bit
         (ready,) = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand, ready=True)[:1]
         words = ready[0].numpy().view(np.uint32).reshape(4, 2, 32, 4).transpose(1, 3, 0, 2).reshape(8, 128)
-        assert torch.equal(numbers_in(words ^ np.uint32(0x80808080), operand) * factor, want)
+        assert torch.equal(numbers_in(words ^ np.uint32(0x80808080), operand) * times, want)
 
 
 @pytest.mark.parametrize(

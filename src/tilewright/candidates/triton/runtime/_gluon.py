@@ -36,6 +36,25 @@ def reinterpret(buffer: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any
     return _view(buffer, dtype, shape, layout, _semantic=_semantic)
 
 
+def statement(text: str, given: str = "", found: str = "") -> Any:
+    """A function of Gluon that is a statement of PTX for each thread, in the order in which it is called. The text's operands
+    are results and then arguments, a letter each: `r` (32 bits), `f` (f32), `l` (64 bits); if there is no result $0 is
+    nobody's.
+
+    Triton's cache does not know the text: a kernel's own (`module.instance`, `note`) must tell it from others.
+    """
+    types = [gl.float32 if kind == "f" else gl.int32 for kind in found]
+    asm = text if found else f"{text} mov.b32 $0, 0;"
+    constraints = ",".join([*(f"={kind}" for kind in found or "r"), *given])
+
+    @_core.builtin
+    def call(*arguments: Any, _semantic: Any = None) -> Any:
+        dtype = types if len(types) > 1 else gl.int32 if not types else types[0]
+        return gl.inline_asm_elementwise(asm, constraints, arguments, dtype, is_pure=False, pack=1, _semantic=_semantic)
+
+    return call
+
+
 def aggregate_of(cls: Any) -> Any:
     """An `aggregate` that is made of its fields in order; what is a `constexpr` among them may be given plain."""
     kinds = dict(cls.__annotations__)
@@ -51,9 +70,10 @@ def aggregate_of(cls: Any) -> Any:
 class _Constants:
     def __init__(self, values: dict[str, Any]) -> None:
         vars(self).update(values)
+        self._name = f"constants_{hashlib.sha256(repr(values).encode()).hexdigest()[:16]}"
 
-    def __repr__(self) -> str:  # Triton's cache knows all values by it, and each function's name has it
-        return f"constants_{hashlib.sha256(repr(vars(self)).encode()).hexdigest()[:16]}"
+    def __repr__(self) -> str:  # Triton's cache knows all values by it, and each function's name has it at every call
+        return self._name
 
 
 def constants(record: Any) -> Any:

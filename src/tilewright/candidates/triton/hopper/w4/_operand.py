@@ -6,7 +6,7 @@ reads, 16 bytes, is what it multiplies. Halves left in shared memory instead, by
 the products: shared memory is as busy as the tensor cores. Where the other operand has 8 bits codes are made bytes, and sums
 of a group's products are scaled before they are added up (`scaled_sums`).
 
-`config` is a `stage.PackedConfig`; words of codes, of scales and maybe of zero points are numbers 0, 1 and 2 of its tuples.
+`config` is a `tiles.PackedConfig`; words of codes, of scales and maybe of zero points are numbers 0, 1 and 2 of its tuples.
 """
 
 # ruff: noqa: RUF005 (Triton has no starred tuples)
@@ -18,6 +18,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
 from tilewright.candidates.triton.hopper.gemm._kernel import fragment, halved, right_fragment, run
+from tilewright.candidates.triton.hopper.w4._kernel import both_rows, named
 from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret
 
 BLOCK = gl.constexpr(64)
@@ -180,12 +181,6 @@ def seen(buffer, shape: gl.constexpr):
 
 
 @gluon.constexpr_function
-def named(dtype):
-    """Gluon's type of a name."""
-    return getattr(gl, dtype)
-
-
-@gluon.constexpr_function
 def falling(shape):
     """Axes of one of several arrays, from the last to the first."""
     return list(range(len(shape) - 2, -1, -1))
@@ -295,8 +290,7 @@ def scales_of(x, layout: gl.constexpr, config: gl.constexpr):
     if config.scale_bits == 32:
         rows = x.to(gl.float32, bitcast=True)
     else:
-        low = x.to(gl.int16).to(named(config.scale_dtype).value, bitcast=True).to(gl.float32)
-        high = (x >> 16).to(gl.int16).to(named(config.scale_dtype).value, bitcast=True).to(gl.float32)
+        low, high = both_rows(x, named(config.scale_dtype))
         rows = gl.join(low.reshape((4, 8)), high.reshape((4, 8)))
     rows = (rows * config.factor).permute((0, 2, 1)).reshape((64,))
     return gl.convert_layout(rows, gl.SliceLayout(1, layout), assert_trivial=True)

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import Any
+from functools import cached_property
 
 import torch
 
-from tilewright.candidates.triton.expressions.printer import pointer_type
-from tilewright.candidates.triton.hopper.ptx import clustered, rewriting
 from tilewright.candidates.triton.hopper.w4 import tiles
+from tilewright.candidates.triton.hopper.w4.epilogue import compiled
 from tilewright.candidates.triton.hopper.w4.form import Form, Point
 from tilewright.candidates.triton.hopper.w4.pack import packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
 from tilewright.candidates.triton.hopper.w4.space import points, work
-from tilewright.candidates.triton.hopper.w4.text import Writer
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.dtype import DType
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Unsupported
 from tilewright.schedule.cost import Work, predict_us
@@ -143,36 +139,6 @@ def plan(problem: Problem, target: Target) -> HopperW4:
     raise Unsupported(
         f"{few.rows} rows are many: that takes 4-bit weights rounded once they are scaled, and one result in 16 bits"
     )
-
-
-def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> module.Built:
-    """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
-    writer = Writer(form, lambda n: f"p{n.op.index}")  # pyright: ignore[reportAttributeAccessIssue]
-    written = writer.write()
-    kinds: list[tuple[str, str]] = []
-    for name in writer.arguments:
-        if name[1:].isdigit():
-            at = int(name[1:])
-            kinds.append((name, pointer_type(types[at] if name[0] == "p" else form.plan.stores[at].root.dtype)))
-        else:
-            kinds.append((name, pointer_type(form.plan.operand) if name == "x" else "*i32"))
-    kernel = _machine_code(written.text, (*kinds, *written.signature.items()), form.point, device)
-    return module.Built(kernel, tuple(written.numbers.values()), tuple(writer.arguments))
-
-
-@lru_cache(maxsize=512)
-def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], point: Point, device: int) -> Any:
-    """Triton's compiled kernel of a text, which loads itself once, on the device that is then the current one."""
-    with rewriting(*([partial(clustered, size=point.cluster)] if point.cluster > 1 else [])):
-        return module.compiled(
-            module.module(text).gemm,
-            dict(kinds),
-            module.Arch("cuda", 90, 32),
-            num_warps=point.warps,
-            launch_pdl=True,
-            maxnreg=point.registers,
-            enable_fp_fusion=False,
-        )
 
 
 CANDIDATE = Candidate("hopper_w4", GEMM, GPU, 3, plan, packing_knobs=("ready",))

@@ -1,15 +1,105 @@
-"""What the text of a kernel of few rows and weights of few bits depends on."""
+"""What a kernel of few rows and weights of few bits depends on, and the constants of `_kernel.py`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
+from itertools import product
+from typing import Any
 
-from tilewright.candidates.triton.hopper.w4.asm import Product
+from tilewright.candidates.triton.hopper.w4.convert import halves, twice, widened
+from tilewright.candidates.triton.hopper.w4.pack import MAGIC, bias
 from tilewright.candidates.triton.hopper.w4.plan import Plan
-from tilewright.dtype import F16
+from tilewright.dtype import F16, F32
 
 X_AT = 1024  # in shared memory: what swizzling wants; before it a barrier
 BARRIER_AT = 512
+FEW = 2  # words of a row that a load brings where all loads are written out: with more of them registers run out
+SMALL = (18, 22)  # codes at bits 6 and 2 of a half without an exponent are this many powers of two too small (f16: 2**-24)
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What the kernel is compiled for; `Point` and `Form` say more of those they have."""
+
+    cluster: int
+    clusters: int
+    row_warps: int
+    k_warps: int
+    warps: int
+    tiles: int
+    depth: int
+    chunks: int
+    early: int
+    lag: int
+    soon: int
+    wide: bool
+    out_tile: int
+    columns: int
+    rows: int  # of the other operand
+    blocks: int
+    packed_rows: int
+    row_tiles: int
+    again: bool
+    between: int
+    chunk_depth: int
+    chunk_bytes: int
+    body: int
+    turns: int
+    sums: int
+    direct: bool
+    small: bool
+    sums_at: int
+    sums_each: int
+    parts_at: int
+    sent_at: int
+    shared_bytes: int
+    halves: int  # rows of the weights that make a column of the results
+    own_outs: int
+    subs: int
+    half: str  # what is multiplied: "f16" or "bf16"
+    bits: int  # of a code
+    rounded: bool  # codes are scaled before they are multiplied; else sums are scaled
+    zeros: bool  # there are zero points
+    scale_dtype: str
+    pieces: int  # of 16 bytes, as the other operand is stored, in 64 columns
+    widen_asm: str  # a statement that makes a piece of 8-bit codes halves
+    halves_asm: str  # a statement that makes a step's codes halves, and its constraints
+    halves_operands: str
+    one: int  # two ones as a word
+    enlarged: tuple[float, ...]  # what sums of `small` codes are multiplied by beside their scales, of rows g and g + 8
+    excess: tuple[float, ...]  # what is taken off them, or factors and summands that make it of zero points
+    # See `Stream`:
+    stream_words: tuple[int, ...]
+    stream_run: tuple[int, ...]
+    stream_width: tuple[int, ...]
+    stream_blocks: tuple[int, ...]
+    stream_ahead: tuple[int, ...]
+    stream_even: tuple[bool, ...]
+    stream_loads: tuple[tuple[tuple[int, int, int], ...], ...]
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Words that a warp reads along K in loads, some of them under way.
+
+    Attributes:
+        words: that a lane has of a block of 64 columns.
+        run: words of a pair of rows that lie together (`pack.paired_rows`).
+        width: words of a load.
+        blocks: that share loads.
+        ahead: loads under way.
+        even: a warp's first block is where its words begin.
+        loads: in the order of their use: first block, where the tile of 16 rows begins, first word.
+    """
+
+    words: int
+    run: int
+    width: int
+    blocks: int
+    ahead: int
+    even: bool
+    loads: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -117,27 +207,14 @@ class Form:
         return self.point.clusters < self.row_tiles
 
     @property
-    def spread(self) -> bool:
-        """A warp's tiles of 16 rows lie apart, so that four warps have 64 rows together."""
-        return self.point.wide
-
-    @property
     def between(self) -> int:
         """Tiles of 16 rows from one of a warp's to the next."""
-        return self.point.row_warps if self.spread else 1
+        return self.point.row_warps if self.point.wide else 1
 
     @property
     def code_loads(self) -> int:
         """Loads of 16 bytes for a tile of a warp."""
         return self.plan.weights.kind.bits // 4
-
-    def block(self, kb: int) -> str:
-        """A block of K of a warp, of those that exist: past the last one it is the last one again."""
-        return f"gl.minimum(first + {kb}, {self.blocks - 1})"
-
-    def along(self, kb: int, each: int, further: int) -> str:
-        """Where a block of K lies from the warp's first one (from the first of all if they are not even), and further."""
-        return str(kb * each + further) if self.even else f"{self.block(kb)} * {each} + {further}"
 
     @property
     def sums(self) -> int:
@@ -163,7 +240,7 @@ class Form:
     def small(self) -> bool:
         """Codes are multiplied as they stand in their words, the other operand's sums being to hand."""
         w, p = self.plan.weights, self.point
-        return not (p.wide or w.rounded or p.chunks > 1) and (w.kind.bits, self.plan.half) == (4, F16)
+        return not (p.wide or p.loop or w.rounded or p.chunks > 1) and (w.kind.bits, self.plan.half) == (4, F16)
 
     @property
     def sums_at(self) -> int:
@@ -198,16 +275,75 @@ class Form:
         return -(-(self.sent_at + sent) // 512) * 512
 
     @property
-    def product(self) -> Product:
-        w = self.plan.weights
-        return Product(
-            self.plan.half,
-            w.kind,
-            w.scales,
-            w.sub,
-            w.zero is not None,
-            w.rounded,
-            self.columns,
-            self.point.wide,
-            self.small,
-        )
+    def subs(self) -> int:
+        """Scales of a row along a block."""
+        return 64 // self.plan.weights.sub
+
+    @property
+    def body(self) -> int:
+        """Blocks of 64 columns that are written out."""
+        return self.point.loop or self.point.depth
+
+    @property
+    def turns(self) -> int:
+        """Of the loop over them."""
+        return self.point.depth // self.body
+
+    def streams(self) -> list[Stream]:
+        """Of words of codes, of scales and maybe of zero points."""
+        w, p = self.plan.weights, self.point
+        found = [self._stream(4 * self.code_loads, 4, 4, 1, p.ahead, self.even)]
+        for each in (self.subs * (2 if w.scales is F32 else 1), self.subs)[: w.tensors - 1]:
+            run = math.gcd(4, self.blocks * each)
+            even = self.even and p.depth * each % run == 0
+            width = run if p.loop else math.gcd(run, max(each, FEW)) if even else math.gcd(run, each)
+            found.append(self._stream(each, run, width, p.loop or max(width // each, 1), 0, even))
+        return found
+
+    def _stream(self, words: int, run: int, width: int, blocks: int, ahead: int, even: bool) -> Stream:
+        """A stream of as many loads ahead, or of two groups of blocks, or all of them, so that they take turns in registers."""
+        row, tiles, loads = self.blocks * words, self.point.tiles, []
+        parts = words * blocks // width
+        for group, tile, part in product(range(-(-self.body // blocks)), range(tiles), range(parts)):
+            down = tile * self.between
+            if ahead:  # codes, of which words of 64 rows are neighbours
+                down = down // 4 * row * 128 if self.point.wide else down * words * 32
+            else:
+                down *= row * 8
+            loads.append((group * blocks, down, part * width))
+        if self.point.loop or (not ahead and len(loads) % (2 * tiles * parts)):
+            ahead = len(loads)
+        return Stream(words, run, width, blocks, ahead or 2 * tiles * parts, even, tuple(loads))
+
+    @property
+    def config(self) -> KernelConfig:
+        """The kernel's constants."""
+        w, p, half = self.plan.weights, self.point, self.plan.half
+        made, units = halves(w, half, small=self.small), [2.0**-s for s in SMALL]
+        excess = [-bias(w.kind, half) * u for u in units]
+        if w.zero is not None:
+            excess = [-u for u in units] + [m * u for m, u in zip(MAGIC[w.kind.bits, half.name], units, strict=True)]
+        streams = self.streams()
+        found: dict[str, Any] = {
+            "early": min(p.early, streams[0].ahead),
+            "rows": self.plan.rows,
+            "packed_rows": self.plan.packed_rows,
+            "halves": self.plan.halves,
+            "half": half.name,
+            "bits": w.kind.bits,
+            "rounded": w.rounded,
+            "zeros": w.zero is not None,
+            "scale_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[w.scales.name],
+            "pieces": self.plan.operand.bits // 2,
+            "widen_asm": widened(self.plan.operand) if self.plan.operand.bits == 8 else "",
+            "halves_asm": made.text,
+            "halves_operands": made.constraints,
+            "one": twice(1.0, half),
+            "enlarged": tuple(2.0**s for s in SMALL),
+            "excess": tuple(excess),
+            **{f"stream_{f.name}": tuple(getattr(s, f.name) for s in streams) for f in fields(Stream)},
+        }
+        own = {
+            f.name: getattr(self if hasattr(self, f.name) else p, f.name) for f in fields(KernelConfig) if f.name not in found
+        }
+        return KernelConfig(**own, **found)

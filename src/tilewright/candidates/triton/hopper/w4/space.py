@@ -123,10 +123,10 @@ def _written(plan: Plan, point: Point) -> Iterable[Point]:
         most = MOST_AHEAD if form.columns <= FEW_COLUMNS else MOST_AHEAD - 2
         ahead = max(a for a in range(1, most + 1) if loads % a == 0) if form.again else min(loads, most)
         yield replace(point, ahead=ahead, early=min(EARLY, ahead))
-    run = math.gcd(4, form.blocks * form.product.subs)
+    run = math.gcd(4, form.blocks * form.subs)
     alone = point.warps < WARPS and form.columns > ALONE_COLUMNS and not form.again
     for loop in (4, 2, 1) if alone else (8, 4, 2, 1):
-        fits = loop * each <= MOST_AHEAD and point.depth % loop == 0 and loop * form.product.subs % run == 0
+        fits = loop * each <= MOST_AHEAD and point.depth % loop == 0 and loop * form.subs % run == 0
         if point.wide and form.even and fits:
             looped = replace(point, loop=loop, lag=1, ahead=loop * each, early=min(EARLY, loop * each))
             if alone:

@@ -1,10 +1,12 @@
 """Gemms of more rows with weights of 4 bits: Hopper's kernel of large tiles with the weight as its left operand, codes of which
-the warps that multiply make numbers. Rows and columns of the result have exchanged their places then."""
+the warps that multiply make numbers (`_operand.py`). Rows and columns of the result have exchanged their places then."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -12,18 +14,17 @@ from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, SHORT_SUM_ROU
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm import space as hopper_space
 from tilewright.candidates.triton.hopper.gemm.build import compiled
-from tilewright.candidates.triton.hopper.gemm.form import Form, size
+from tilewright.candidates.triton.hopper.gemm.form import FRAGMENT, Form, KernelConfig, size
 from tilewright.candidates.triton.hopper.gemm.plan import Plan
 from tilewright.candidates.triton.hopper.gemm.run import runner
 from tilewright.candidates.triton.hopper.gemm.space import Point
-from tilewright.candidates.triton.hopper.w4 import bytes as in_bytes
-from tilewright.candidates.triton.hopper.w4.pack import packed_weights
+from tilewright.candidates.triton.hopper.w4.convert import Asm, factor, flipped, halves, held, made_bytes, made_type
+from tilewright.candidates.triton.hopper.w4.pack import BLOCK, packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import Plan as PlanOfWeights
 from tilewright.candidates.triton.hopper.w4.plan import Weights, left_of
-from tilewright.candidates.triton.hopper.w4.stage import Coded
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.module import Built
-from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S8, S32
+from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S8, S32, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.build import convert, swap_last
 from tilewright.ir.graph import Node
@@ -39,6 +40,10 @@ MOST_TRIED, FEWER_TRIED = 8, 2  # points, and those of a second packing
 FEWEST_ROWS_OF_BYTES = 17
 FEWEST_READY = 128  # columns: nothing was measured with fewer
 WIDTHS = (64, 128, 256)  # columns of a tile, as Triton knows them
+MOST_COLUMNS = 128  # of bytes that are multiplied at once: there are registers for sums of a group, beside those of all
+STEP = 128  # of K: a row of a stage of bytes
+NAMES = ("codes_desc", "scale_desc", "zero_desc")
+KERNEL = "tilewright.candidates.triton.hopper.w4._operand.packed_gemm"
 TILE_ROWS = 128  # of the weight, a block of codes to each of two warpgroups
 PRODUCT_CYCLES = 2.0  # of a column of a step along K and 64 rows
 HALVES_CYCLES = 540.0  # until a warpgroup has made those of a step, the words waited for and read (fitted on an H200)
@@ -55,6 +60,178 @@ PART_CYCLES = 0.088  # of an element of each part, and of the sum, in tiles of 1
 MANY_PARTS = 8  # of a tile, from which each costs more: 16 of them took 3.5 us longer than what stands above says
 FURTHER_PART_CYCLES = 775.0
 UNEVEN = 1.15  # of a share's steps, where blocks have parts of two tiles: neighbours are elsewhere along K
+
+
+@dataclass(frozen=True)
+class PackedConfig(KernelConfig):
+    """A kernel's constants where the left operand is packed (`_operand.py`).
+
+    Attributes:
+        deep: blocks along K of a step.
+        packed_bits: of a code as it is stored.
+        subs: scales of a row along a block.
+        packed_boxes, packed_run, packed_runs, packed_needed: for codes, scales and maybe zero points, see `Coded`.
+        convert_asm, convert_operands: the statement that makes numbers of words, and its constraints.
+        held_asm, held_operands: that by which bytes wait as words.
+        each: products along K that are added up before their sum is scaled.
+        columns_at_once: columns that are multiplied at once.
+        factor: what sums of a group's products are too small by.
+        made_dtype, product_dtype, scale_dtype: what codes become, of products before they are scaled, of scales.
+        scale_bits: of a scale.
+    """
+
+    deep: int
+    packed_bits: int
+    subs: int
+    packed_boxes: tuple[tuple[int, ...], ...]
+    packed_run: tuple[int, ...]
+    packed_runs: tuple[int, ...]
+    packed_needed: tuple[int, ...]
+    convert_asm: str
+    convert_operands: str
+    held_asm: str
+    held_operands: str
+    each: int
+    columns_at_once: int
+    factor: float
+    made_dtype: str
+    product_dtype: str
+    scale_dtype: str
+    scale_bits: int
+
+
+@dataclass(frozen=True)
+class Coded:
+    """The left operand as packed codes.
+
+    Attributes:
+        weights: how they stand for numbers, each of which is rounded to an `operand` of 16 bits.
+        operand: type of the other operand: f16, bf16, or one of 8 bits.
+        first: the number of the source with the codes; scales and maybe zero points are the next ones.
+        blocks: of 64 along K.
+        ready: codes are stored as the bytes that are multiplied, less their zero points.
+    """
+
+    weights: Weights
+    operand: DType
+    first: int
+    blocks: int
+    ready: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The kernel that reads them."""
+        return KERNEL
+
+    @property
+    def bits(self) -> int:
+        """Of a code as it is stored."""
+        return 8 if self.ready else self.weights.kind.bits
+
+    @property
+    def zeros(self) -> bool:
+        """Zero points are stored, too."""
+        return self.weights.zero is not None and not self.ready
+
+    @property
+    def descriptors(self) -> tuple[str, ...]:
+        """What the kernel calls them."""
+        return NAMES[: 3 if self.zeros else 2]
+
+    @property
+    def deep(self) -> int:
+        """Blocks along K of a step."""
+        return 16 // self.operand.bits
+
+    @property
+    def subs(self) -> int:
+        """Scales of a row along a block."""
+        return BLOCK // self.weights.sub
+
+    def needed(self, name: str) -> int:
+        """Words of a pair of rows for a step."""
+        return self.deep * self.subs * (2 if name == NAMES[1] and self.weights.scales is F32 else 1)
+
+    def run(self, name: str) -> int:
+        """Words of a pair of rows that lie together (`pack.paired_rows`)."""
+        return math.gcd(4, self.blocks * self.needed(name) // self.deep)
+
+    def runs(self, name: str) -> int:
+        """Of those, how many a step needs."""
+        return max(self.needed(name) // self.run(name), 1)
+
+    def box(self, name: str, rows: int) -> list[int]:
+        """Words that one copy brings: a step's codes, or what all of a tile's rows have for a step along K, or for some."""
+        if name == NAMES[0]:
+            return [rows // BLOCK, self.deep * self.bits * 2, BLOCK]
+        return [rows // 16, 8 * self.run(name) * self.runs(name)]
+
+    def copied_bytes(self, rows: int) -> int:
+        """Of all copies for a step."""
+        return sum(4 * math.prod(self.box(n, rows)) for n in self.descriptors)
+
+    def cut(self, name: str, packed: torch.Tensor) -> torch.Tensor:
+        """Packed words as copies cut them."""
+        return packed.view(packed.shape[0], -1, BLOCK) if name == NAMES[0] else packed.view(packed.shape[0], -1)
+
+    def configured(self, constants: Mapping[str, Any]) -> PackedConfig:
+        """The kernel's constants, those of every gemm given."""
+        rows, columns, w = constants["tile_m"], constants["shape_n"], self.weights
+        beside = self.descriptors[1:]
+        made, waiting = self.made, held()
+        return PackedConfig(
+            **constants,
+            deep=self.deep,
+            packed_bits=self.bits,
+            subs=self.subs,
+            packed_boxes=tuple(tuple(self.box(n, rows)) for n in self.descriptors),
+            packed_run=(0, *(self.run(n) for n in beside)),
+            packed_runs=(0, *(self.runs(n) for n in beside)),
+            packed_needed=(0, *(self.needed(n) for n in beside)),
+            convert_asm=made.text,
+            convert_operands=made.constraints,
+            held_asm=waiting.text,
+            held_operands=waiting.constraints,
+            each=self.every,
+            columns_at_once=min(columns, MOST_COLUMNS),
+            factor=factor(self.operand, w.kind, zeros=w.zero is not None),
+            made_dtype=FRAGMENT[(self.operand if self.deep == 1 else made_type(self.operand)).name],
+            product_dtype="int32" if self.operand.is_integer else "float32",
+            scale_dtype="float32" if w.scales is F32 else FRAGMENT[w.scales.name],
+            scale_bits=w.scales.bits,
+        )
+
+    @property
+    def every(self) -> int:
+        """Products of bytes along K that are added up before their sum is scaled."""
+        group = self.weights.group
+        return STEP if group % STEP == 0 or group == self.blocks * BLOCK else self.weights.sub
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Columns of a tile of bytes for which there are registers: beside sums of a group there are those of all."""
+        if self.every == STEP:
+            return WIDTHS
+        return (64,) if self.every < BLOCK and not self.operand.is_integer else (64, 128)
+
+    def turns(self, columns: int) -> bool:
+        """Whether a warpgroup asks for products when the other one has asked for its own: where that was faster on an H200
+        (floats in 256 columns: up to 5 %; integers are up to 10 % slower), and with codes as bytes, which were measured so
+        alone."""
+        return self.deep > 1 and (self.ready or (columns > MOST_COLUMNS and not self.operand.is_integer))
+
+    @property
+    def made(self) -> Asm:
+        """The statement that makes numbers of words."""
+        w = self.weights
+        if self.deep == 1:
+            return halves(w, self.operand, steps=2, slots=2)
+        return flipped() if self.ready else made_bytes(self.operand, w.kind, zeros=w.zero is not None, sub=w.sub)
+
+    def step_instructions(self, columns: int) -> int:
+        """Of a warp and a step along K: bytes made, sums scaled. (That sums of integers are made floats was seen in no
+        time.)"""
+        return self.made.text.count(";") * self.deep + columns // 2 * STEP // self.every
 
 
 @dataclass(frozen=True)
@@ -90,7 +267,7 @@ class Tiles:
         of_bytes, target = self.of_bytes, self.target
         most = 2 * hopper_space.MOST_SHARED if of_bytes else hopper_space.MOST_SHARED  # of which half is added at a time
         found = hopper_space.points(self.problem, self.gemm, target, most)
-        widths = in_bytes.widths(self.coded()) if of_bytes else WIDTHS
+        widths = self.coded().widths if of_bytes else WIDTHS
         able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
         able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
         if of_bytes:
@@ -114,7 +291,7 @@ class Tiles:
         words = point.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if point.ready else 0))
         through_shared = (groups + 1) * point.tile_n * 128 + 2 * words
         if of_bytes:
-            beside = in_bytes.step_instructions(self.coded(ready=point.ready), point.tile_n)
+            beside = self.coded(ready=point.ready).step_instructions(point.tile_n)
             step = products + STEP_CYCLES + BETWEEN * groups * beside
             cycles += BEGIN_CYCLES
             if point.shared_tiles:
