@@ -49,7 +49,7 @@ PERF_KEYS = [
     "inputs",
     "steps_per_layer",
     "quantized",
-    "done_by",
+    "attribution",
     "summary",
     "against",
     "choices",

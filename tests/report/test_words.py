@@ -231,7 +231,7 @@ def test_the_schema_is_what_was_promised() -> None:
         "inputs",
         "steps_per_layer",
         "quantized",
-        "done_by",
+        "attribution",
         "summary",
         "against",
         "choices",

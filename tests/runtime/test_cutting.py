@@ -56,9 +56,9 @@ def test_what_is_cut_runs_as_it_did(name):
     got = list(got) if isinstance(got, (list, tuple)) else [got]
     for mine, wanted in zip(got, evaluate(program.source, given), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-4, atol=1e-4)
-    doers = [s.decision.kernel.candidate for s in program.steps if s.decision is not None]
-    assert doers.count("reference") == left and "llvm_norm" in doers
-    assert count is None or len(doers) == count
+    candidates = [s.decision.kernel.candidate for s in program.steps if s.decision is not None]
+    assert candidates.count("reference") == left and "llvm_norm" in candidates
+    assert count is None or len(candidates) == count
 
 
 def test_what_a_kernel_takes_whole_stays_whole():

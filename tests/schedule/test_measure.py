@@ -157,13 +157,13 @@ def test_room_for_a_coarse_function_hides_no_dropped_precision(finish):
     torch.manual_seed(0)
     f = getattr(torch.nn.functional, finish)
 
-    def verdicts(k, spoil, after):
+    def verdicts(k, change, after):
         problem = posed(f"f32[256,{k}] @ f32[{k},256], {finish} -> bf16")
         a, b = sources = random_sources(problem)
         expected = expect(problem, sources)
         right = f((a.double() @ b.double()).float())
         assert check(problem, expected, [right.bfloat16()]) is None
-        return check(problem, expected, [after(f((spoil(a).double() @ spoil(b).double()).float())).bfloat16()])
+        return check(problem, expected, [after(f((change(a).double() @ change(b).double()).float())).bfloat16()])
 
     coarse = lambda t: t * (1 + 2.0**-16 * (2 * torch.rand_like(t) - 1))  # noqa: E731
     assert (verdicts(16, lambda t: t, coarse) is None) == (finish == "gelu")
@@ -180,8 +180,8 @@ def test_room_for_a_function_that_is_quantised_at_once_is_what_is_said(finish, b
     value = expect(posed(f"f32[256,16] @ f32[16,256], {finish}"), [a, b]).reference[0].float()
 
     def verdict(off):
-        spoilt = value * (1 + off * (2 * torch.rand_like(value) - 1))
-        return check(problem, expected, [(spoilt / scale).clamp(-448, 448).to(torch.float8_e4m3fn)])
+        changed = value * (1 + off * (2 * torch.rand_like(value) - 1))
+        return check(problem, expected, [(changed / scale).clamp(-448, 448).to(torch.float8_e4m3fn)])
 
     assert verdict(0.0) is None
     assert (verdict(2.0**-9) is None) == bool(bits)

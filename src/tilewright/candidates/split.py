@@ -207,7 +207,7 @@ class Plan:
             fastest = partial(search, budget_s=PART_BUDGET_S, candidates=_others(), within_s=within_s, cold=gpu)
             kernels = [fastest(p.problem, target).kernel for p in pieces]
         count = len(problem.outputs)
-        unread = frozenset(
+        releasable = frozenset(
             i
             for i, weight in enumerate(problem.weights)
             if weight and all(p.places.index(i) in k.releasable for k, p in zip(kernels, pieces, strict=True) if i in p.places)
@@ -233,7 +233,7 @@ class Plan:
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
-            releasable=unread,
+            releasable=releasable,
             roundoff=max(k.roundoff for k in kernels),
             parts=tuple((p.problem.kind, k.candidate) for k, p in zip(kernels, pieces, strict=True)),
         )

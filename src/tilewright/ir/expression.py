@@ -59,7 +59,7 @@ class Sources:
 
 REDUCED_PRECISION_SAFE = frozenset({"gelu"})  # of which kernels have a form for values that are rounded to bf16 at once
 ROUNDED_AT_ONCE = 2.0**-14  # the rounding to bf16 itself: up to 2^-9
-COARSE_TO_8_BITS = frozenset({"gelu", "gelu_tanh"})  # and for values that are quantised to 8 bits at once
+REDUCED_PRECISION_SAFE_TO_8_BITS = frozenset({"gelu", "gelu_tanh"})  # and for values that are quantised to 8 bits at once
 QUANTISED_AT_ONCE = 2.0**-8  # the rounding to f8e4m3fn itself: up to 2^-4; to s8, up to 2^-8 of the largest value
 
 
@@ -85,8 +85,8 @@ def depends_on_acc(roots: Sequence[Node], also: Collection[Node] = ()) -> set[No
 
 
 def rounds_to_bf16(n: Node) -> bool:
-    """Tell whether a node only rounds the f32 value of a function in `COARSE` to bf16. A kernel may compute that value to
-    `ROUNDED_AT_ONCE` of it: a thirty-second of what the rounding may change."""
+    """Tell whether a node only rounds the f32 value of a function in `REDUCED_PRECISION_SAFE` to bf16. A kernel may compute
+    that value to `ROUNDED_AT_ONCE` of it: a thirty-second of what the rounding may change."""
     function = n.src[0].op if isinstance(n.op, Convert) else None
     return isinstance(function, Map) and function.fn in REDUCED_PRECISION_SAFE and n.dtype is BF16 and n.src[0].dtype is F32
 
@@ -99,14 +99,15 @@ def rounded_at_once(*roots: Node) -> set[Node]:
 
 
 def quantised_to_8_bits(n: Node) -> Node | None:
-    """The function in `COARSE_TO_8_BITS` whose value, widened or as it is, a node quantises to 8 bits. A kernel may compute it
-    to `QUANTISED_AT_ONCE` of it beside the roundings of the function's own type: a sixteenth of what quantising may change."""
+    """The function in `REDUCED_PRECISION_SAFE_TO_8_BITS` whose value, widened or as it is, a node quantises to 8 bits. A kernel
+    may compute it to `QUANTISED_AT_ONCE` of it beside the roundings of the function's own type: a sixteenth of what quantising
+    may change."""
     if not isinstance(n.op, Quantize) or n.dtype.bits != 8:
         return None
     value = n.src[0]
     while isinstance(value.op, Convert) and value.dtype is F32 and value.src[0].dtype.is_float:
         value = value.src[0]
-    return value if isinstance(value.op, Map) and value.op.fn in COARSE_TO_8_BITS else None
+    return value if isinstance(value.op, Map) and value.op.fn in REDUCED_PRECISION_SAFE_TO_8_BITS else None
 
 
 def quantised_at_once(*roots: Node) -> dict[Node, Node]:

@@ -103,7 +103,7 @@ class Perf(msgspec.Struct, frozen=True):
     inputs: list[Input]
     steps_per_layer: int | None = None
     quantized: Quantized | None = None
-    done_by: dict[str, dict[str, int]] = msgspec.field(default_factory=dict[str, dict[str, int]])
+    attribution: dict[str, dict[str, int]] = msgspec.field(default_factory=dict[str, dict[str, int]])
     summary: list[str] = msgspec.field(default_factory=list[str])
     against: list[Peer] = msgspec.field(default_factory=list[Peer])
     choices: dict[str, int] = msgspec.field(default_factory=dict[str, int])

@@ -45,7 +45,7 @@ class Step:
         part: its nodes, inputs and outputs.
         run: values of the part's inputs in, values of its outputs out.
         decision: how the kernel was chosen; None for calls into the source's own library, and for writes to state.
-        unread: inputs that `run` has no use for any more, being packed.
+        releasable: inputs that `run` has no use for any more, being packed.
         within: programs that it runs as the data says: a loop's condition and body, a conditional's branches.
     """
 
@@ -53,7 +53,7 @@ class Step:
     part: Part
     run: Callable[[Sequence[Value]], Sequence[Value]]
     decision: Decision | None
-    unread: frozenset[Node] = frozenset()
+    releasable: frozenset[Node] = frozenset()
     within: tuple[Executable, ...] = ()
 
 
@@ -303,7 +303,7 @@ class Executable:
         Returns:
             int: bytes that this program no longer holds.
         """
-        read = {n for step in self.steps for n in step.part.inputs if n not in step.unread} | set(self.graph.outputs)
+        read = {n for step in self.steps for n in step.part.inputs if n not in step.releasable} | set(self.graph.outputs)
         dropped = 0
         for node in [n for n in self._ready if n not in read]:
             value = self._ready.pop(node)

@@ -46,7 +46,7 @@ class Kernel:
             result number: they are written there, and the arrays returned. None if they are to be copied.
         workspace_bytes: scratch memory a call needs.
         packed_bytes: bytes that packing adds to the memory of the weights.
-        unread: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
+        releasable: weights, by source index, that the runner has no use for once it is prepared: it may be given None for them.
         roundoff: that of the sums, where the hardware keeps fewer bits of them than the accumulator has; verified with slack
             for that, and its schedule says so, since precision never drops without a word.
         parts: the kind of problem and the candidate of each kernel that this one is made of, if it is.

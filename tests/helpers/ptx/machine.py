@@ -248,7 +248,7 @@ class Machine:
                     self.random.shuffle(running)
                 went = False
                 for cluster in running:
-                    went |= self._turn(cluster)
+                    went |= self._step(cluster)
                 running = [c for c in running if c.units]
                 if not (went or self._belated(running) or self._dissolve(running)):
                     raise Deadlock("\n".join(self._told(u) for c in running for u in c.units))
@@ -289,7 +289,7 @@ class Machine:
                     u.waits, found = None, True
         return found
 
-    def _turn(self, cluster: Cluster) -> bool:
+    def _step(self, cluster: Cluster) -> bool:
         """Every unit goes on for a while; whether any did."""
         went = False
         units = list(cluster.units)

@@ -103,7 +103,7 @@ def measure(
         inputs=[f.shown for f in feeds],
         steps_per_layer=steps_per_layer(program.steps),
         quantized=quantized,
-        done_by=attribution(rows),
+        attribution=attribution(rows),
         summary=[*attribution_words(rows), *ways_words(choices), *_launched_words(program, whole, taken)],
         choices=choices,
     )
