@@ -27,6 +27,7 @@ from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm.space import points
 from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
 from tilewright.schedule.candidate import plan_for, refusal
+from tilewright.schedule.schedule import Schedule
 
 pytestmark = pytest.mark.conformance
 
@@ -78,10 +79,10 @@ def assert_right(candidate, p, schedules, target):
 
 def kinds(p, target, of):
     """Of the Hopper kernel's points, the first of each kind."""
-    plan, found = hopper_plan.plan_of(p), {}
-    for point in points(p, plan, target):
+    found = {}
+    for point in points(hopper_plan.plan_of(p, target)):
         found.setdefault(of(point), point)
-    return [point.schedule(plan.tile_k) for point in found.values()]
+    return [Schedule.of_point(point) for point in found.values()]
 
 
 @pytest.mark.parametrize("line", LINES)

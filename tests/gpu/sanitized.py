@@ -32,7 +32,6 @@ from tilewright.candidates.triton.attention import candidate as attention
 from tilewright.candidates.triton.gemm import candidate as gemm
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
 from tilewright.candidates.triton.hopper.gemm import candidate as hopper
-from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm import space as hopper_space
 from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
 from tilewright.candidates.triton.normalization import candidate as rows
@@ -217,10 +216,8 @@ def cases():
 
 def _points(candidate, problem, target) -> Iterable[Schedule]:
     """All of them, where a candidate offers the first few alone."""
-    plan = hopper_plan.plan_of(problem) if candidate is hopper.CANDIDATE else None
-    if plan is None:
-        return plan_for(candidate, problem, target).schedules()
-    return (p.schedule(plan.tile_k) for p in hopper_space.points(problem, plan, target))
+    plan = plan_for(candidate, problem, target)
+    return map(Schedule.of_point, hopper_space.points(plan.gemm)) if candidate is hopper.CANDIDATE else plan.schedules()
 
 
 def build(case):

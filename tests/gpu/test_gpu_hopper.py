@@ -15,6 +15,7 @@ from tilewright.ir.ops import Const
 from tilewright.schedule.bench import Bench
 from tilewright.schedule.candidate import plan_for
 from tilewright.schedule.sample import random_sources
+from tilewright.schedule.schedule import Schedule
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]
@@ -45,11 +46,10 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
     from tilewright.candidates.triton.hopper.gemm.space import points
 
     asked, target = CASES[name](), detect("cuda")
-    plan = plan_of(asked)
     weights = {i: t.cuda() for i, t in enumerate(random_sources(asked)) if asked.weights[i]}
     kinds = {}
     cores = target.cores if "few tiles" in name else 4  # else a few blocks, of many tiles each
-    for p in points(asked, plan, replace(target, cores=cores)):
+    for p in points(plan_of(asked, replace(target, cores=cores))):
         kinds.setdefault((p.split, p.tile_n, p.pingpong, p.paired, p.hold, p.widened, p.shared_tiles > 0), p)
     chosen = list(kinds.values())
     if "few tiles" in name:
@@ -57,13 +57,13 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
         assert chosen
     bench = Bench(asked, target, weights, watched=True)
     for i, p in enumerate(chosen[:: -(-len(chosen) // 8)]):
-        why = bench.attempt(i, CANDIDATE, p.schedule(plan.tile_k)).why
+        why = bench.attempt(i, CANDIDATE, Schedule.of_point(p)).why
         assert why is None, f"{p}: {why}"
 
 
 def test_layers_of_other_scales_run_one_machine_code_and_each_is_right():
     """Their data are drawn on the GPU."""
-    from tilewright.candidates.triton.hopper.gemm import build as _hopper_build
+    from tilewright.candidates.triton.hopper.gemm import run as _hopper_run
     from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
 
     target = detect("cuda")
@@ -78,5 +78,5 @@ def test_layers_of_other_scales_run_one_machine_code_and_each_is_right():
         assert all(t.is_cuda for t in bench._sources)
         why = bench.attempt(0, CANDIDATE, next(iter(plan_for(CANDIDATE, problem, target).schedules()))).why
         assert why is None, f"{factor}: {why}"
-        misses.append(_hopper_build._machine_code.cache_info().misses)
+        misses.append(_hopper_run._machine_code.cache_info().misses)
     assert len(set(misses)) == 1

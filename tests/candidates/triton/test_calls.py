@@ -9,10 +9,12 @@ import torch
 
 pytest.importorskip("triton")
 
+from ptx import H200 as HERE
+
 from tests.candidates.triton.hopper.test_gemm import WHOLE, problem
 from tilewright.candidates.triton.hopper.gemm import run as _hopper_run
-from tilewright.candidates.triton.hopper.gemm.candidate import compiled
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.space import form_of
 from tilewright.candidates.triton.runtime.launch import SPARE, Counters, caller, maker
 from tilewright.candidates.triton.runtime.module import Built
@@ -74,12 +76,13 @@ def test_what_a_graph_counts_with_outlives_the_call(cuda):
 
 def started(monkeypatch, p, names, weights, start):
     """A runner whose kernel is a function of its arguments."""
-    plan = plan_of(p)
+    plan = plan_of(p, HERE)
     monkeypatch.setattr(_hopper_run, "launcher", lambda *_: lambda *given: start([*given]))
     monkeypatch.setattr(_hopper_run.Tma, "at", lambda self, address: [address])
     kernel = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * 3))
     built = Built(kernel, (0.5, -3), tuple(names))
-    return _hopper_run.runner(p, plan, form_of(p, plan, WHOLE), built, 1, 0, weights, torch.device("cpu"))
+    point = replace(WHOLE, blocks=1)
+    return _hopper_run.runner(form_of(plan, point), built, weights)
 
 
 def test_a_hopper_kernel_starts_on_its_own_device(cuda, monkeypatch):
@@ -120,8 +123,8 @@ def test_every_argument_of_a_hopper_kernel_has_its_place(cuda, monkeypatch):
 
 def test_machine_code_is_loaded_for_each_device():
     p = problem("bf16[256,128] @ bf16[128,256] -> bf16")
-    plan, types = plan_of(p), tuple(t.dtype for t in p.types)
-    form = form_of(p, plan, WHOLE)
+    plan, types = plan_of(p, HERE), tuple(t.dtype for t in p.types)
+    form = form_of(plan, WHOLE)
     first, again, other = (compiled(form, types, device).kernel for device in (0, 0, 1))
     assert first is again and first is not other
 

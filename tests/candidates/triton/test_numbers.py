@@ -18,11 +18,10 @@ from tilewright.candidates.triton.gemm.kernel import TileConfig, write
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
 from tilewright.candidates.triton.hopper.attention.functions import kernel_text as hopper_attention_text
 from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoint
-from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.space import form_of
-from tilewright.candidates.triton.hopper.gemm.space import plan_for as packed_for
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import F8E4M3FN, F16, F32, S8, U8
 from tilewright.ir.build import const, convert, input_, map_
@@ -55,7 +54,7 @@ def product(step, scale, zero, dtype=S8, out=S8):
 
 
 def hopper_text(p, point=WHOLE):
-    return Program(form_of(p, packed_for(plan_of(p), point), point)).write()
+    return Program(form_of(plan_of(p, H200), point)).write()
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -95,7 +94,7 @@ def test_attention_of_other_codes_is_the_same_text():
 
 def test_machine_code_is_made_once():
     kernels = [
-        hopper.compiled(form_of(p, packed_for(plan_of(p), WHOLE), WHOLE), tuple(t.dtype for t in p.types))
+        compiled(form_of(plan_of(p, H200), WHOLE), tuple(t.dtype for t in p.types))
         for p in (product("silu", scale, 90) for scale in (0.03, 0.05))
     ]
     assert kernels[0].kernel is kernels[1].kernel
@@ -107,7 +106,7 @@ def test_machine_code_is_made_once():
 
 def count(p, point):
     """Instructions of a kernel, and of those the ones that read memory."""
-    kernel = hopper.compiled(form_of(p, packed_for(plan_of(p), point), point), tuple(t.dtype for t in p.types)).kernel
+    kernel = compiled(form_of(plan_of(p, H200), point), tuple(t.dtype for t in p.types)).kernel
     assert needs(kernel).spills == 0
     code = assembly(kernel)
     return len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", code)), code.count("LDG"), code.count("LDS")

@@ -20,21 +20,22 @@ from tilewright.schedule.cost import predict
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
+from tilewright.schedule.schedule import Schedule
 
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton.hopper import ptx
-from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
 from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
+from tilewright.candidates.triton.hopper.gemm.run import compiled
 from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, points, room_bytes
-from tilewright.candidates.triton.hopper.gemm.space import plan_for as packed_for
 from tilewright.candidates.triton.runtime import module as modules
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.schedule.candidate import Unsupported, plan_for, refusal
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
-WHOLE = Point(128, 256, 4, 16, pingpong=False, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
+WHOLE = Point(128, 256, 128, 4, 16, pingpong=False, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
 
 
 def problem(line):
@@ -97,8 +98,7 @@ def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768):
 
 
 def machine_code(p, point):
-    plan = packed_for(plan_of(p), point)
-    kernel = compiled(form_of(p, plan, point), tuple(t.dtype for t in p.types)).kernel
+    kernel = compiled(form_of(plan_of(p, H200), point), tuple(t.dtype for t in p.types)).kernel
     return kernel, assembly(kernel)
 
 
@@ -227,11 +227,11 @@ def test_nothing_is_read_before_the_kernel_ahead_has_ended():
 )
 def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
     p = problem(line)
-    plan = plan_of(p)
-    found = points(p, plan, H200)
+    plan = plan_of(p, H200)
+    found = points(plan)
     assert found
     for point in found:
-        form = form_of(p, packed_for(plan, point), point)
+        form = form_of(plan, point)
         assert form.config.stage_bytes * form.config.num_stages + form.config.out_bytes < CHIP.shared_bytes
         assert point.blocks <= H200.cores
         assert point.blocks % form.config.cluster == 0
@@ -244,8 +244,8 @@ def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
 
 def test_shares_of_k_are_worked_out_in_32_bits():
     p = problem("bf16[1408,16777216] @ bf16[1408,16777216]^T -> bf16")
-    plan = plan_of(p)
-    found = points(p, plan, H200)
+    plan = plan_of(p, H200)
+    found = points(plan)
     assert found
     for x in found:
         workers = x.blocks // 2 if x.paired else x.blocks
@@ -308,8 +308,8 @@ def test_a_store_that_tma_cannot_write_goes_by_addresses():
 def test_stores_that_are_alike_have_one_code():
     programs = []
     for p in (heads(), alike_heads(), alike_heads(joined=True)):
-        plan = plan_of(p)
-        programs.append(Program(form_of(p, plan, replace(WHOLE, tile_n=192))))
+        plan = plan_of(p, H200)
+        programs.append(Program(form_of(plan, replace(WHOLE, tile_n=192))))
     assert [len(x.config.store_columns) for x in programs] == [3, 1, 1]
     assert [line.strip() for line in programs[2].write().text.split("\n") if line.strip().startswith("s0 = ")] == [
         "s0 = p2",
@@ -321,12 +321,12 @@ def test_stores_that_are_alike_have_one_code():
 def test_a_tile_that_ends_in_two_stores_is_written_by_both():
     p = alike_heads()
     for tile_n, alike in ((256, True), (224, False)):
-        assert Program(form_of(p, plan_of(p), replace(WHOLE, tile_n=tile_n, num_stages=3))).config.alike is alike
+        assert Program(form_of(plan_of(p, H200), replace(WHOLE, tile_n=tile_n, num_stages=3))).config.alike is alike
 
 
 def test_the_source_file_stands_for_problems_of_all_extents():
     """What is compiled depends on extents only where a tile may end beyond them, or a store takes some of the columns."""
-    texts = {Program(form_of(p, plan_of(p), WHOLE)).write().text for p in map(problem, ALIKE)}
+    texts = {Program(form_of(plan_of(p, H200), WHOLE)).write().text for p in map(problem, ALIKE)}
     assert len(texts) == 1
 
 
@@ -338,10 +338,10 @@ ALIKE = [f"bf16[{m},{k}] @ bf16[{n},{k}]^T -> bf16" for m, n, k in ((512, 512, 6
 def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
     """Of an operand that comes while the product is worked out, by any tile: a kernel that waits for more never ends."""
     p = layer(dtype, width, rows=(4, 333), depth=256)
-    plan = plan_of(p)
+    plan = plan_of(p, H200)
     seen = set()
-    for point in points(p, plan, replace(H200, cores=4)):
-        form = form_of(p, packed_for(plan, point), point)
+    for point in points(replace(plan, target=replace(H200, cores=4))):
+        form = form_of(plan, point)
         kind = form.outs[0].columns, form.config.pingpong
         if not form.config.fetches or kind in seen:
             continue
@@ -358,8 +358,8 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
 def test_with_scales_by_blocks_no_copy_brings_what_is_added():
     """Their tiles ask for none: what stands where it would come to is not the residual."""
     p = problem("f8e4m3fn[130,512] block=1x128 @ f8e4m3fn[256,512]^T block=128x128 + residual:bf16 -> bf16")
-    plan = plan_of(p)
-    found = [Program(form_of(p, plan, point)) for point in points(p, plan, H200)]
+    plan = plan_of(p, H200)
+    found = [Program(form_of(plan, point)) for point in points(plan)]
     assert found
     for program in found:
         assert "gl.load(p4 + " in program.write().text
@@ -368,7 +368,7 @@ def test_with_scales_by_blocks_no_copy_brings_what_is_added():
 
 def test_gate_and_up_meet_in_the_registers_of_one_tile():
     p = gated(BF16, (4096,), 4096, 14336)
-    point = points(p, plan_of(p), H200)[0]
+    point = points(plan_of(p, H200))[0]
     assert point.pingpong and point.tile_n == 192
     kernel, sass = machine_code(p, point)
     assert "HGMMA.64x192x16.F32.BF16" in sass and needs(kernel).spills == 0
@@ -380,11 +380,11 @@ def test_gate_and_up_meet_in_the_registers_of_one_tile():
 def test_a_tile_reads_as_many_columns_of_both_halves(tile_n, paired):
     p = gated(F16, (300,), 128, 200)
     point = replace(WHOLE, tile_n=tile_n, paired=paired, blocks=4)
-    assert form_of(p, plan_of(p), point).config.tiles(1, 300, 200) == -(-300 // (256 if paired else 128)) * -(
+    assert form_of(plan_of(p, H200), point).config.tiles(1, 300, 200) == -(-300 // (256 if paired else 128)) * -(
         -200 // (tile_n // 2)
     )
     sources = random_sources(p)
-    assert check(p, expect(p, sources), emulate(CANDIDATE, p, point.schedule(64), sources)) is None
+    assert check(p, expect(p, sources), emulate(CANDIDATE, p, Schedule.of_point(point), sources)) is None
 
 
 def test_halves_that_blocks_scale_are_refused():
@@ -396,12 +396,12 @@ def test_halves_that_blocks_scale_are_refused():
     )
     halved = replace(p, op=replace(p.op, stores=(map_("multiply", map_("silu", *left), *right),)))
     with pytest.raises(Unsupported, match="scales by blocks of both halves of the columns"):
-        plan_of(halved)
+        plan_of(halved, H200)
 
 
 def test_alike_stores_of_both_halves_read_no_memory_for_the_right_one():
     wide = of_ranges(512, 512, 512, ((0, 256), (256, 512)))
-    plan = plan_of(wide)
-    form = form_of(wide, plan, points(wide, plan, H200)[0])
+    plan = plan_of(wide, H200)
+    form = form_of(plan, points(plan)[0])
     program = Program(form)
     assert program.alike and not re.search(r"\bp\d", program.write().text)

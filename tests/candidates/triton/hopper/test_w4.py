@@ -368,7 +368,7 @@ def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, prod
     assert large is not None
     for name in ("MOST_TRIED", "FEWER_TRIED"):
         monkeypatch.setattr(tiles, name, 1000)
-    chosen = {"tile_n": 128, "ready": False, "paired": False} | knobs
+    chosen = {"tile_n": 128, "ready": None, "paired": False} | knobs
     point = next(p for p in large.points() if all(getattr(p, k) == v for k, v in chosen.items()) and not p.shared_tiles)
     form = large.form(point)
     built = large.machine_code(form)

@@ -23,8 +23,7 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
     unaligned,
 )
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
-from tilewright.candidates.triton.hopper.gemm.build import TMA_TYPES, descriptor
-from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT, of_view
+from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT, TMA_TYPES, descriptor, of_view
 from tilewright.candidates.triton.runtime.launch import addresses, caller, dense, maker, on
 from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32

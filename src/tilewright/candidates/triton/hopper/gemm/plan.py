@@ -13,6 +13,7 @@ from tilewright.candidates.triton.expressions.emit import NUMBERED, check
 from tilewright.candidates.triton.hopper.gemm.form import FRAGMENT, Blocks, size
 from tilewright.candidates.triton.hopper.gemm.view import ALIGNED, by_batch
 from tilewright.dtype import F8E4M3FN, F8E5M2, F32, S32, DType
+from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast, swap_last
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
@@ -103,6 +104,8 @@ class Matrix:
 class Plan:
     """A gemm in a Hopper kernel's terms: batch matrices of M x N over K; `second`: see `Form`."""
 
+    problem: Problem
+    target: Target
     batch: int
     M: int
     N: int
@@ -123,16 +126,17 @@ class Plan:
         """Elements of 128 bytes."""
         return 128 // size(self.lhs.dtype)
 
+    def packed_for(self, *, widened: bool) -> Plan:
+        """The plan with the right operand, a weight, packed so that bytes are stored eight at a time, if that is asked for."""
+        if not widened:
+            return self
+        _, rows, k = self.rhs.extents
+        wide = -(-k * size(self.rhs.dtype) // ALIGNED) * ALIGNED // size(self.rhs.dtype)
+        strides = (rows * wide if self.rhs.strides[0] else 0, wide, 1)
+        return replace(self, rhs=replace(self.rhs, strides=strides, offset=0, source=None, widened=True))
 
-def with_wide_stores(plan: Plan) -> Plan:
-    """The plan with the right operand, a weight, packed so that bytes are stored eight at a time."""
-    _, rows, k = plan.rhs.extents
-    wide = -(-k * size(plan.rhs.dtype) // ALIGNED) * ALIGNED // size(plan.rhs.dtype)
-    strides = (rows * wide if plan.rhs.strides[0] else 0, wide, 1)
-    return replace(plan, rhs=replace(plan.rhs, strides=strides, offset=0, source=None, widened=True))
 
-
-def plan_of(problem: Problem) -> Plan:
+def plan_of(problem: Problem, target: Target) -> Plan:
     """The plan.
 
     Raises:
@@ -160,7 +164,7 @@ def plan_of(problem: Problem) -> Plan:
         raise Unsupported("scales by blocks of both halves of the columns")
     stores = tuple(of_store(root) for root in roots)
     columns = problem.N if second is None else problem.N // 2
-    return Plan(batch, rows, columns, problem.K, lhs, rhs, stores, blocks[0] if blocks else None, second)
+    return Plan(problem, target, batch, rows, columns, problem.K, lhs, rhs, stores, blocks[0] if blocks else None, second)
 
 
 def _blocks(problem: Problem) -> tuple[Blocks, Node, Node] | None:

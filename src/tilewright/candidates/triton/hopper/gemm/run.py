@@ -1,25 +1,134 @@
-"""A compiled Hopper kernel called from Python: TMA descriptors of what it reads and writes, made once an address."""
+"""Machine code of Hopper kernels (types of their arguments, what is rewritten in their PTX) and its calls from Python: TMA
+descriptors of what a kernel reads and writes, made once an address."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
 
+from tilewright.candidates.triton.expressions.printer import pointer_type
+from tilewright.candidates.triton.hopper.gemm.epilogue import Program
 from tilewright.candidates.triton.hopper.gemm.form import Form, size
-from tilewright.candidates.triton.hopper.gemm.plan import Matrix, Plan
+from tilewright.candidates.triton.hopper.gemm.plan import Matrix
 from tilewright.candidates.triton.hopper.gemm.view import TmaView
+from tilewright.candidates.triton.hopper.ptx import Rewrite, narrowed, paired, rewriting, split, unsigned, widest_products
+from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.launch import Counters, addresses, dense, maker, on
 from tilewright.candidates.triton.runtime.module import Built, launcher
 from tilewright.candidates.triton.runtime.versions import tensor_map
+from tilewright.dtype import U8, DType
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Param
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.packed import packed_once
-from tilewright.schedule.problem import Problem
 
 MOST_KEPT = 256  # argument lists by address; a program's addresses repeat
+TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
+
+
+def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dict[str, str]:
+    """Triton's type of each argument of a form's kernel."""
+    found: dict[str, str] = {}
+    config = form.config
+    for name in names:
+        if name == "a_desc":
+            found[name] = descriptor(TMA_TYPES[form.plan.lhs.dtype.name], form.plan.lhs.box(config.rows, config.tile_k))
+        elif name == "b_desc":
+            found[name] = descriptor(TMA_TYPES[form.plan.rhs.dtype.name], form.plan.rhs.box(config.unit, config.tile_k))
+        elif form.coded and name in form.coded.descriptors:
+            found[name] = descriptor("i32", form.coded.box(name, config.tile_m), plain=True)
+        elif name.endswith("_desc"):
+            out = form.outs[int(name[1:-5])]
+            what = (out.access.root, out.view) if name[0] == "c" else out.fetched
+            assert what is not None and what[1] is not None
+            found[name] = descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
+        elif name == "partial":
+            found[name] = "*i32" if config.integer else "*fp32"
+        elif name == "arrived":
+            found[name] = "*i32"
+        elif name[1:].isdigit():
+            at = int(name[1:])
+            found[name] = pointer_type(types[at] if name[0] == "p" else form.outs[at].access.root.dtype)
+        else:
+            found[name] = "i32"
+    return found
+
+
+def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:
+    """Triton's type of an argument by which TMA moves boxes of an array; `plain`: rows follow one another in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    extents = list(box)
+    element = gl.dtype(re.sub(r"^([iu])(?=\d)", lambda m: {"i": "int", "u": "uint"}[m[1]], kind))
+    layout = gl.NVMMASharedLayout.get_default_for(extents, element)
+    if plain:
+        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(extents))
+    return f"tensordesc<{kind}{extents},{layout!r}>"
+
+
+def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> Built:
+    """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
+    program = Program(form)
+    names = tuple(program.arguments)
+    written = program.write()
+    kinds = tuple((signature(form, names, types) | written.signature).items())
+    kernel = _machine_code(written.text, kinds, form.chained, _Rewritten.of(form), device)
+    return Built(kernel, tuple(written.numbers.values()), names)
+
+
+@dataclass(frozen=True)
+class _Rewritten:
+    """What is rewritten in a form's PTX."""
+
+    widest: bool
+    columns: int | None
+    lhs_unsigned: bool
+    rhs_unsigned: bool
+    paired: int | None
+    split: int
+    groups: int
+    ring_bytes: tuple[int, int]
+
+    @classmethod
+    def of(cls, form: Form) -> _Rewritten:
+        config = form.config
+        widest = config.integer and config.shape_n == 256
+        columns = config.tile_n if config.tile_n < config.shape_n else None
+        pair = (0 if form.coded else 1) if config.paired else None  # descriptor of the right operand
+        rings = config.num_stages * config.tile_m * 128, config.num_stages * config.tile_n * 128
+        return cls(
+            widest, columns, form.plan.lhs.dtype is U8, form.plan.rhs.dtype is U8, pair, config.split, config.groups, rings
+        )
+
+    def rewrites(self) -> list[Rewrite]:
+        """In order."""
+        found: list[Rewrite] = [widest_products] if self.widest else []
+        if self.columns is not None:
+            found.append(partial(narrowed, columns=self.columns))
+        if self.lhs_unsigned or self.rhs_unsigned:
+            found.append(partial(unsigned, lhs=self.lhs_unsigned, rhs=self.rhs_unsigned))
+        if self.split > 1:
+            found.append(partial(split, blocks=self.split, groups=self.groups, ring_bytes=self.ring_bytes))
+        return found if self.paired is None else [*found, partial(paired, right=self.paired)]
+
+
+@lru_cache(maxsize=512)
+def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, rewritten: _Rewritten, device: int) -> Any:
+    """Triton's compiled kernel of a text, which loads itself once, on the device that is then the current one."""
+    with rewriting(*rewritten.rewrites()):
+        return module.compiled(
+            module.module(text).kernel,
+            dict(kinds),
+            module.Arch("cuda", 90, 32),
+            num_warps=4,
+            launch_pdl=chained,
+            enable_fp_fusion=False,
+        )
 
 
 class Tma:
@@ -70,17 +179,10 @@ def of_view(view: TmaView, bytes_each: int, meta: Mapping[str, Any]) -> Tma:
     return Tma(meta, view.shape, view.strides, view.offset * bytes_each)
 
 
-def runner(
-    problem: Problem,
-    plan: Plan,
-    form: Form,
-    built: Built,
-    blocks: int,
-    shared_tiles: int,
-    weights: Mapping[int, torch.Tensor],
-    device: torch.device,
-) -> Runner:
-    """What runs a form's kernel, with `shared_tiles` shared out among the blocks."""
+def runner(form: Form, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
+    """What runs a form's kernel."""
+    plan, blocks, shared_tiles = form.plan, form.point.blocks, form.point.shared_tiles
+    device = torch.device(plan.target.device)
     index, kernel = device.index or 0, built.kernel
     start = launcher(kernel, (blocks,), index)
     metas = kernel.metadata.tensordesc_meta
@@ -102,7 +204,7 @@ def runner(
     read = [leaf.op.index for leaf, _ in fetched if isinstance(leaf.op, Param)]
     read += [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
     plain = [i for i, o in enumerate(form.outs) if o.view is None]
-    make = maker(problem.outputs, str(device))
+    make = maker(plan.problem.outputs, str(device))
     tiles = form.config.tiles(plan.batch, plan.M, plan.N)
     extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.config.streamed else []), *built.numbers]
     arrivals = max(shared_tiles, 1) * form.config.groups * (2 if form.config.paired else 1)
@@ -132,7 +234,7 @@ def runner(
         for at, i in written:
             found[at] = out[i].data_ptr()
         if counters is not None:
-            room = torch.empty(partial, dtype=problem.acc.dtype.to_torch(), device=device), counters.take()
+            room = torch.empty(partial, dtype=plan.problem.acc.dtype.to_torch(), device=device), counters.take()
             found += [t.data_ptr() for t in room]
         key = tuple(found)
         arguments = known.get(key)

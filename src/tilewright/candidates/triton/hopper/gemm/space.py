@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from tilewright.candidates.triton.hopper.gemm.form import HELD, Form, Out, alike, size
-from tilewright.candidates.triton.hopper.gemm.plan import Plan, with_wide_stores
+from tilewright.candidates.triton.hopper.gemm.plan import Plan
 from tilewright.candidates.triton.hopper.gemm.view import TmaView, tma_view
 from tilewright.dtype import PRED
 from tilewright.hardware.target import Target
@@ -22,8 +22,6 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Map, Param, Quantize, Select
 from tilewright.lowering.access import Access
 from tilewright.schedule.cost import Phase, Work, predict_us
-from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
 BLOCK_TILES = ((128, 128), (128, 64), (64, 128), (64, 64))  # a tile's columns share a scale
@@ -65,15 +63,16 @@ class Point:
     """One kernel of the space.
 
     Attributes:
-        tile_m, tile_n, num_stages, group_m, pingpong, hold, widened, paired: see `form.KernelConfig`.
+        tile_m, tile_n, tile_k, num_stages, group_m, pingpong, hold, widened, paired: see `form.KernelConfig`.
         blocks: that are started.
         shared_tiles: tiles at the end of which every block has an even share of K.
         split: blocks of a cluster that have a share of K each and finish a share of the columns.
-        ready: codes are stored as the bytes that are multiplied (`w4.stage.Coded`); no knob of other kernels.
+        ready: codes are stored as the bytes that are multiplied (`w4.stage.Coded`); None, and no knob, of other kernels.
     """
 
     tile_m: int
     tile_n: int
+    tile_k: int
     num_stages: int
     group_m: int
     pingpong: bool
@@ -83,29 +82,15 @@ class Point:
     blocks: int
     shared_tiles: int
     split: int = 1
-    ready: bool = False
-
-    def schedule(self, tile_k: int) -> Schedule:
-        """As reports print it."""
-        tile_m, tile_n, *others = Schedule.of_point(self).knobs
-        return Schedule((tile_m, tile_n, ("tile_k", tile_k), *(knob for knob in others if knob != ("ready", False))))
+    ready: bool | None = None
 
 
-SMALLEST = Point(64, 64, 2, 16, False, False, False, False, 1, 0)
+SMALLEST = Point(64, 64, 128, 2, 16, False, False, False, False, 1, 0)
 
 
-def point_of(schedule: Schedule) -> Point:
-    """The point that a schedule names."""
-    return schedule.point(Point)
-
-
-def plan_for(plan: Plan, point: Point) -> Plan:
-    """The plan as a point's kernel needs it."""
-    return with_wide_stores(plan) if point.widened else plan
-
-
-def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True) -> Form:
-    """A point's kernel; `plan` is the point's own (`plan_for`)."""
+def form_of(plan: Plan, point: Point, *, chained: bool = True) -> Form:
+    """A point's kernel."""
+    plan = plan.packed_for(widened=point.widened)
     rows = point.tile_m // (2 if point.tile_m >= 128 and not point.pingpong else 1)
     outs: list[Out] = []
     for access in plan.stores:
@@ -116,7 +101,7 @@ def form_of(problem: Problem, plan: Plan, point: Point, *, chained: bool = True)
         outs.append(next((o for o in fitting if o.view is not None), Out(access, None, widest)))
     if len(outs) == 1 and plan.blocks is None and not point.hold and not point.shared_tiles and point.split == 1:
         outs[0] = replace(outs[0], fetched=_fetched(outs[0], plan, rows))
-    return Form(plan, point, problem.acc.dtype, tuple(outs), chained)
+    return Form(plan, point, plan.problem.acc.dtype, tuple(outs), chained)
 
 
 def _out(access: Access, plan: Plan, rows: int, columns: int) -> Out:
@@ -141,10 +126,10 @@ def _fetched(out: Out, plan: Plan, rows: int) -> tuple[Node, TmaView] | None:
     return None
 
 
-def points(problem: Problem, plan: Plan, target: Target, most_shared: int = MOST_SHARED) -> list[Point]:
+def points(plan: Plan, most_shared: int = MOST_SHARED) -> list[Point]:
     """The legal points, the most promising first."""
-    found = list(_legal(problem, plan, target, most_shared))
-    took = {p: float(predict_us(work(problem, plan, p, target), target)) for p in found}
+    found = list(_legal(plan, most_shared))
+    took = {p: float(predict_us(work(plan, p), plan.target)) for p in found}
     found.sort(key=lambda p: took[p])
     alike: dict[tuple[int, int, bool, int], int] = {}
     for p in found:  # what tiles differ in is better known than what kernels of one tile do: those come later and later
@@ -155,17 +140,19 @@ def points(problem: Problem, plan: Plan, target: Target, most_shared: int = MOST
     return sorted(found, key=lambda p: took[p])
 
 
-def _legal(problem: Problem, plan: Plan, target: Target, most_shared: int) -> Iterable[Point]:
+def _legal(plan: Plan, most_shared: int) -> Iterable[Point]:
+    target = plan.target
     steps = -(-plan.K // plan.tile_k)
     for base in _bases(plan):
         pairs = 2 if base.paired else 1
         waste = _tiles(plan, base) * pairs * base.tile_m * base.tile_n / (plan.batch * plan.M * plan.N * plan.halves)
-        if (waste > 4 and replace(base, widened=False) != SMALLEST) or (base.paired and base.tile_m >= plan.M):
+        smallest = replace(base, tile_k=SMALLEST.tile_k, widened=False) == SMALLEST
+        if (waste > 4 and not smallest) or (base.paired and base.tile_m >= plan.M):
             continue
         cores = target.cores // pairs
         if base.pingpong and -(-_tiles(plan, base) // cores) < FEWEST_TURNS:
             continue
-        form = form_of(problem, plan_for(plan, base), base)
+        form = form_of(plan, base)
         if base.pingpong and base.tile_n > 128 and len(form.outs) > 1 and not alike(form.outs, base.tile_n):
             continue  # there would be no registers for several codes
         for hold in _holds(form, steps, -(-_tiles(plan, base) // cores)):
@@ -180,14 +167,14 @@ def _legal(problem: Problem, plan: Plan, target: Target, most_shared: int) -> It
                 if shared * steps * blocks >= 1 << 31:  # shares are worked out in 32 bits
                     continue
                 point = replace(base, hold=hold, blocks=blocks * pairs, shared_tiles=shared)
-                form = form_of(problem, plan_for(plan, point), point)
+                form = form_of(plan, point)
                 stages = ring_stages(form, target)
                 if stages >= 2:
                     yield replace(point, num_stages=stages)
-        yield from _splits(problem, plan, base, steps, target)
+        yield from _splits(plan, base, steps)
 
 
-def _splits(problem: Problem, plan: Plan, base: Point, steps: int, target: Target) -> Iterable[Point]:
+def _splits(plan: Plan, base: Point, steps: int) -> Iterable[Point]:
     """Clusters whose blocks share K, one for each tile: where tiles are fewer than SMs."""
     if base.pingpong or base.paired or plan.blocks or plan.second or (base.tile_m, base.tile_n) not in SPLIT_TILES:
         return
@@ -196,11 +183,11 @@ def _splits(problem: Problem, plan: Plan, base: Point, steps: int, target: Targe
         tiles = _tiles(plan, base)
         if own < 32 or own * split != base.tile_n or own & (own - 1) or steps < split * FEWEST_STEPS:
             continue
-        if tiles * split > round(part * target.cores):
+        if tiles * split > round(part * plan.target.cores):
             continue
         point = replace(base, split=split, blocks=tiles * split)
-        form = form_of(problem, plan_for(plan, point), point)
-        stages = ring_stages(form, target)
+        form = form_of(plan, point)
+        stages = ring_stages(form, plan.target)
         if stages >= 2 and stages * form.config.stage_bytes >= room_bytes(point.tile_m * point.tile_n, split):
             yield replace(point, num_stages=stages)
 
@@ -220,7 +207,7 @@ def _bases(plan: Plan) -> Iterable[Point]:
     tiles = TILES if plan.blocks is None else BLOCK_TILES
     tiles = [t for t in tiles if plan.second is None or t[1] % HALVED == 0]
     for (tile_m, tile_n), paired, widened in product(tiles, (False, True), _orders(plan)):
-        base = replace(SMALLEST, tile_m=tile_m, tile_n=tile_n, widened=widened, paired=paired)
+        base = replace(SMALLEST, tile_m=tile_m, tile_n=tile_n, tile_k=plan.tile_k, widened=widened, paired=paired)
         yield base
         if (tile_m, tile_n) in PINGPONG_TILES and plan.blocks is None:
             yield replace(base, pingpong=True)
@@ -294,10 +281,10 @@ def _instructions(plan: Plan) -> float:
     return total
 
 
-def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
+def work(plan: Plan, point: Point) -> Work:
     """What a point makes the machine do."""
-    plan = plan_for(plan, point)
-    form = form_of(problem, plan, point)
+    plan = plan.packed_for(widened=point.widened)
+    form, target = form_of(plan, point), plan.target
     config = form.config
     operand = "s8" if plan.lhs.dtype.is_integer else plan.lhs.dtype.name
     unit = next((u for u in target.chip.units if u.operand == operand), target.chip.units[0])
@@ -334,7 +321,7 @@ def work(problem: Problem, plan: Plan, point: Point, target: Target) -> Work:
         cycles += SHARE_CYCLES * (1 if even else 2) + point.tile_m * point.tile_n * PART_CYCLES
     copied = sum(2 * m.copied_bytes for m in (plan.lhs, plan.rhs) if m.source is None and not m.constant)
     again = CROSSING if point.tile_m < plan.M <= 2 * point.tile_m and not point.paired else 1
-    phases = [Phase(cycles, 0.0, {"memory": again * problem.bytes})]
+    phases = [Phase(cycles, 0.0, {"memory": again * plan.problem.bytes})]
     launches = 1.0
     if copied:
         phases.insert(0, Phase(0.0, 0.0, {"memory": float(copied)}))

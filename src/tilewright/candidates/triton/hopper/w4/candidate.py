@@ -79,13 +79,13 @@ class HopperW4:
     def work(self, schedule: Schedule) -> Work:
         large = self._large(schedule)
         if large is not None:
-            return large.work(tiles.hopper_space.point_of(schedule))
+            return large.work(schedule.point(tiles.Point))
         return work(Form(self.plan, schedule.point(Point)), self.target)
 
     def compile(self, schedule: Schedule) -> None:
         large = self._large(schedule)
         if large is not None:
-            large.machine_code(large.form(tiles.hopper_space.point_of(schedule)))
+            large.machine_code(large.form(schedule.point(tiles.Point)))
         else:
             self.machine_code(Form(self.plan, schedule.point(Point)))
 

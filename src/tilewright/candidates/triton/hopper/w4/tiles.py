@@ -13,10 +13,9 @@ import torch
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm import space as hopper_space
-from tilewright.candidates.triton.hopper.gemm.build import compiled
 from tilewright.candidates.triton.hopper.gemm.form import FRAGMENT, Form, KernelConfig, size
 from tilewright.candidates.triton.hopper.gemm.plan import Plan
-from tilewright.candidates.triton.hopper.gemm.run import runner
+from tilewright.candidates.triton.hopper.gemm.run import compiled, runner
 from tilewright.candidates.triton.hopper.gemm.space import Point
 from tilewright.candidates.triton.hopper.w4.convert import Asm, factor, flipped, halves, held, made_bytes, made_type
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, packed_weights
@@ -239,13 +238,10 @@ class Tiles:
     """The transposed product.
 
     Attributes:
-        problem, target: what is done, and where.
         weights: the product as it is for few rows.
         gemm: the transposed one, in the terms of Hopper's kernel.
     """
 
-    problem: Problem
-    target: Target
     weights: PlanOfWeights
     gemm: Plan
 
@@ -256,17 +252,17 @@ class Tiles:
 
     def coded(self, *, ready: bool = False) -> Coded:
         """The packed left operand: codes, scales and zero points come after the problem's own sources."""
-        return Coded(self.weights.weights, self.weights.operand, len(self.problem.types), self.gemm.K // 64, ready)
+        return Coded(self.weights.weights, self.weights.operand, len(self.gemm.problem.types), self.gemm.K // 64, ready)
 
     def form(self, point: Point) -> Form:
         """What the text of a point's kernel depends on; integers are added up in f32, which holds them (`plan.py`)."""
-        return replace(hopper_space.form_of(self.problem, self.gemm, point), acc=F32, coded=self.coded(ready=point.ready))
+        return replace(hopper_space.form_of(self.gemm, point), acc=F32, coded=self.coded(ready=bool(point.ready)))
 
     def points(self) -> list[Point]:
         """The legal points, the most promising first."""
-        of_bytes, target = self.of_bytes, self.target
+        of_bytes, target = self.of_bytes, self.gemm.target
         most = 2 * hopper_space.MOST_SHARED if of_bytes else hopper_space.MOST_SHARED  # of which half is added at a time
-        found = hopper_space.points(self.problem, self.gemm, target, most)
+        found = hopper_space.points(self.gemm, most)
         widths = self.coded().widths if of_bytes else WIDTHS
         able = [p for p in found if p.tile_n in widths and p.tile_m == TILE_ROWS and (of_bytes or not p.paired)]
         able = [p for p in able if not (p.pingpong or p.hold or p.widened or p.split > 1)]
@@ -276,14 +272,14 @@ class Tiles:
             # A ring has room for more codes than of a step's numbers, or for fewer.
             able = [replace(p, num_stages=hopper_space.ring_stages(self.form(p), target)) for p in able]
         able.sort(key=lambda p: float(predict_us(self.work(p), target)))
-        first = [[p for p in able if p.ready is ready] for ready in (False, True)]
+        first = [[p for p in able if p.ready is ready] for ready in (None, True)]
         return first[0][:MOST_TRIED] + first[1][:FEWER_TRIED]
 
     def work(self, point: Point) -> Work:
         """What a point makes the machine do: as with numbers, but for steps along K. Of two warpgroups one makes halves while
         the other one multiplies; bytes are made, and sums scaled, by both at a time."""
         plan, of_bytes, alone = self.gemm, self.of_bytes, replace(point, shared_tiles=0)
-        others = hopper_space.work(self.problem, replace(plan, K=0), alone if of_bytes else point, self.target)
+        others = hopper_space.work(replace(plan, K=0), alone if of_bytes else point)
         groups, pairs = point.tile_m // 64, 2 if point.paired else 1
         workers, tiles = point.blocks // pairs, -(-plan.M // (point.tile_m * pairs)) * -(-plan.N // point.tile_n)
         cycles, shares = 0.0, point.shared_tiles / workers
@@ -291,7 +287,7 @@ class Tiles:
         words = point.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if point.ready else 0))
         through_shared = (groups + 1) * point.tile_n * 128 + 2 * words
         if of_bytes:
-            beside = self.coded(ready=point.ready).step_instructions(point.tile_n)
+            beside = self.coded(ready=bool(point.ready)).step_instructions(point.tile_n)
             step = products + STEP_CYCLES + BETWEEN * groups * beside
             cycles += BEGIN_CYCLES
             if point.shared_tiles:
@@ -310,20 +306,19 @@ class Tiles:
         """A point's kernel."""
         assert form.coded is not None
         words = [S32] * len(form.coded.descriptors)
-        return compiled(form, (*(t.dtype for t in self.problem.types), *words), self.target.index)
+        return compiled(form, (*(t.dtype for t in self.gemm.problem.types), *words), self.gemm.target.index)
 
     def build(self, name: str, schedule: Schedule) -> Kernel:
         """A kernel for one point."""
-        point, weights, problem = hopper_space.point_of(schedule), self.weights, self.problem
+        point, weights, count = schedule.point(Point), self.weights, len(self.gemm.problem.types)
         form = self.form(point)
         built = self.machine_code(form)
-        w, device = weights.weights, torch.device(self.target.device)
+        w = weights.weights
 
         def prepare(given: Mapping[int, torch.Tensor]) -> Runner:
-            packed = packed_weights(w.values(given), w, weights.operand, ready=point.ready)
-            torch.cuda.synchronize(device)  # a launch reads weights before what is ahead of it has ended
-            held = {**given, **{len(problem.types) + i: t for i, t in enumerate(packed)}}
-            return runner(problem, self.gemm, form, built, point.blocks, point.shared_tiles, held, device)
+            packed = packed_weights(w.values(given), w, weights.operand, ready=bool(point.ready))
+            torch.cuda.synchronize(self.gemm.target.device)  # a launch reads weights before what is ahead of it has ended
+            return runner(form, built, {**given, **{count + i: t for i, t in enumerate(packed)}})
 
         read = {int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()}
         return Kernel(
@@ -340,7 +335,7 @@ class Tiles:
     def schedules(self) -> list[Schedule]:
         """The points as reports print them, the most promising first."""
         bits = {"acc_bits": SHORT_SUM_BITS} if self.gemm.rhs.dtype in SHORT_SUMMED else {}
-        return [Schedule((*p.schedule(self.gemm.tile_k).knobs, *bits.items())) for p in self.points()]
+        return [Schedule.of_point(p, **bits) for p in self.points()]
 
 
 def tiles_of(problem: Problem, target: Target, weights: PlanOfWeights) -> Tiles | None:
@@ -354,7 +349,7 @@ def tiles_of(problem: Problem, target: Target, weights: PlanOfWeights) -> Tiles 
     ):
         return None
     try:
-        plan = hopper_plan.plan_of(_of_codes(problem, w) if of_bytes else problem)
+        plan = hopper_plan.plan_of(_of_codes(problem, w) if of_bytes else problem, target)
     except Unsupported:
         return None
     if plan.second is not None or plan.batch > 1 or plan.lhs.source is None:
@@ -362,8 +357,9 @@ def tiles_of(problem: Problem, target: Target, weights: PlanOfWeights) -> Tiles 
     (store, *others) = weights.stores
     if others or store.columns_extent != plan.N or not plan.lhs.along_k or size(store.root.dtype) != 2:
         return None  # a piece of the transposed result is as wide as the swizzle in 16 bits alone
-    turned = Access(store.root, store.views, store.columns, store.rows)
-    return Tiles(problem, target, weights, replace(plan, M=plan.N, N=plan.M, lhs=plan.rhs, rhs=plan.lhs, stores=(turned,)))
+    across = Access(store.root, store.views, store.columns, store.rows)
+    turned = replace(plan, problem=problem, M=plan.N, N=plan.M, lhs=plan.rhs, rhs=plan.lhs, stores=(across,))
+    return Tiles(weights, turned)
 
 
 def _of_codes(problem: Problem, weights: Weights) -> Problem:
