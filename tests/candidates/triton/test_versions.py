@@ -42,17 +42,6 @@ def test_a_module_that_is_not_there_any_more_is_refused_too():
         modules.module(f"{modules.GLUON_IMPORTS}\nfrom triton.experimental.gluon.of_old import language\n")
 
 
-def test_names_are_those_of_the_installed_gluon(monkeypatch):
-    from triton.experimental.gluon import language
-    from triton.experimental.gluon.language.nvidia.hopper import tma
-
-    text = modules.GLUON_IMPORTS + "x = y._reinterpret(a)\ntma.async_copy_global_to_shared(b)\n"
-    monkeypatch.setattr(language.shared_memory_descriptor, "reinterpret", None, raising=False)
-    monkeypatch.setattr(tma, "async_load", None, raising=False)
-    assert versions.as_named(text) == modules.GLUON_IMPORTS + "x = y.reinterpret(a)\ntma.async_load(b)\n"
-    assert versions.as_named("._reinterpret(") == "._reinterpret("  # no Gluon
-
-
 SUMS = ",".join(f"%r{i}" for i in range(100, 164))
 PRODUCT = f"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {{{SUMS}}}, %rd1, %rd2, p, 1, 1, 0, 0;"
 STAGE = "mov.b32 %r2, %r1; // stage\n\tshl.b32 \t%r3, %r2, 14;\n"

@@ -22,7 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 from tilewright.candidates.triton.expressions.text import Number, Text, Written
-from tilewright.candidates.triton.runtime.versions import as_named, direct, named
+from tilewright.candidates.triton.runtime.versions import direct, named
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Unsupported
 
@@ -113,8 +113,6 @@ class _Text(InspectLoader):
 @lru_cache(maxsize=4096)
 def module(text: str) -> ModuleType:
     """The module that a text makes, imports included. Equal texts are one module; nothing is written to a disk."""
-    with named():
-        text = as_named(text)
     name = f"tilewright_kernel_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     linecache.cache[f"<{name}>"] = len(text), None, text.splitlines(keepends=True), f"<{name}>"  # where Triton reads it
     loader = _Text(text)

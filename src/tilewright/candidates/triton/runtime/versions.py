@@ -1,4 +1,4 @@
-"""Differences between the versions of Triton, from 3.6 on: names in Gluon, how a kernel is started, and a sentence where one
+"""Differences between the versions of Triton, from 3.6 on: how a kernel is started, and a sentence where one
 makes nothing of what is written for these. What is there decides, not a number."""
 
 from __future__ import annotations
@@ -35,26 +35,6 @@ def named(what: type[Exception] | tuple[type[Exception], ...] = Exception) -> Ge
             cause = cause.__cause__
         said = [line.strip() for line in str(cause).splitlines() if line.strip(" ^")][-1:] or [type(cause).__name__]
         raise CompilerError(f"Triton {triton.__version__} cannot compile this (made for {MADE_FOR}): {said[0]}") from error
-
-
-def as_named(text: str) -> str:
-    """A kernel's text, written with Gluon's names in 3.6, with those of the installed Triton."""
-    if "experimental.gluon" not in text:
-        return text
-    from triton.experimental.gluon import language
-    from triton.experimental.gluon.language.nvidia.ampere import async_copy
-    from triton.experimental.gluon.language.nvidia.hopper import tma
-
-    for holder, old, new in (
-        (language.shared_memory_descriptor, "._reinterpret(", ".reinterpret("),
-        (language, "gl.thread_barrier(", "gl.barrier("),
-        (async_copy, "async_copy.async_copy_global_to_shared(", "async_copy.async_load("),
-        (tma, "tma.async_copy_global_to_shared(", "tma.async_load("),
-        (tma, "tma.async_copy_shared_to_global(", "tma.async_store("),
-    ):
-        if hasattr(holder, new.partition(".")[2][:-1]):
-            text = text.replace(old, new)
-    return text
 
 
 @cache
