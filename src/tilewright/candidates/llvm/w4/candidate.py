@@ -67,10 +67,12 @@ def _coded(problem: Problem, found: Node, group: int, chip: Chip) -> tuple[Choic
 
 @dataclass(frozen=True)
 class Plan(NestPlan):
-    """Attributes:
-    nest: a `GroupedNest`, or a `CodesNest` for codes by codes.
-    weights: the dequantisation of the right operand.
-    group: codes of a column that share a scale.
+    """A gemm with 4-bit weights.
+
+    Attributes:
+        nest: a `GroupedNest`, or a `CodesNest` for codes by codes.
+        weights: the dequantisation of the right operand.
+        group: codes of a column that share a scale.
     """
 
     nest: GroupedNest
