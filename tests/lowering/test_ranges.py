@@ -12,7 +12,7 @@ from tests.candidates.llvm.test_normalization import CPU, problem_of, right
 from tilewright.candidates.llvm.expressions.vector import check_node
 from tilewright.candidates.llvm.normalization import candidate as rows
 from tilewright.dtype import BF16, F16, F32
-from tilewright.ir.build import input_, map_, reduce_, reshape, slice_, transpose
+from tilewright.ir.build import broadcast, const, input_, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Concat, Param
@@ -55,6 +55,28 @@ def test_pieces_are_the_results_without_more_work(form):
     before, after = work(written), sum(work(r.roots) for r in regions)
     assert after <= before * MOST_AGAIN, f"{form}: {before} elements became {after}"
     assert sum(len(r.roots) for r in regions) == len(pieces)
+
+
+def repeated_heads(keys, each):
+    """Keys turned, then repeated for the query heads that read them, and scaled."""
+    x = input_("x", F32, (1, keys, 9, 64))
+    y = turned(x, input_("cos", F32, (9, 64)), input_("sin", F32, (9, 64)))
+    y = broadcast(reshape(y, (1, keys, 1, 9, 64)), (1, keys, each, 9, 64))
+    return map_("multiply", reshape(y, (1, keys * each, 9, 64)), const(0.125, F32))
+
+
+def test_what_is_repeated_is_computed_once_and_stored_to_each_copy():
+    pieces, written, made, wanted = put_together([repeated_heads(2, 4)])
+    torch.testing.assert_close(made, wanted)
+    assert len(pieces) == 8 and len({p.root for p in pieces}) == 2
+    (nest,) = reduction_nests(written, check_node)
+    assert {r.shape for r in nest.roots} == {(1, 2, 9, 32)}
+    right(repeated_heads(2, 4))
+
+
+def test_more_copies_than_pieces_are_computed_as_before():
+    (nest,) = reduction_nests(problem_of(repeated_heads(1, 12)).roots, check_node)
+    assert {r.shape for r in nest.roots} == {(1, 12, 9, 32)}
 
 
 def test_a_rotation_reads_every_element_once_for_both_halves():

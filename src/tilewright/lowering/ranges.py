@@ -58,12 +58,13 @@ class Piece:
     ranges: Ranges
 
 
-def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] = ()) -> list[Piece]:
+def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] = (), *, copies: bool = True) -> list[Piece]:
     """Results in pieces without concatenations on the way to them, in order; one piece a result where there are none.
 
     Args:
         roots: the results, of elementwise operations, reductions, gathers, views and concatenations.
         destinations: for each result the array in which it lies, if it is not one of its own; none are where this is empty.
+        copies: ranges of a result that are copies of one another are pieces of one expression.
 
     Raises:
         Unsupported: a sentence, where concatenations make more than `MOST`.
@@ -81,7 +82,7 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
         while pending:
             deadline.check()
             piece = pending.pop()
-            parts = _parts(piece.root)
+            parts = _parts(piece.root) or (_copies(piece.root, made) if copies else [])
             if not parts:
                 found.append(piece)
             if len(parts) + len(pending) + len(found) > MOST + i:  # those before may be of one piece each
@@ -114,9 +115,30 @@ def _of_slice(op: Slice) -> Ranges:
     return tuple(range(*bounds) for bounds in zip(op.start, op.stop, op.step, strict=True))
 
 
-def _parts(root: Node) -> list[Ranges]:
-    """The ranges of a result that the sources of the first concatenation make which there is on the way to it; none if there
-    is no such concatenation."""
+def _copies(root: Node, made: dict[tuple[Node, Ranges], Node]) -> list[Ranges]:
+    """The ranges of a result that are copies of one another, as keys' heads are for each query head that reads them; none if
+    there are no such ranges. Their expression is one node, computed once and stored to each."""
+    parts = _parts(root, Broadcast)
+    return parts if len({cut_to(root, part, made) for part in parts}) == 1 else []
+
+
+def _of_copies(n: Node) -> list[Ranges]:
+    """The parts of a broadcast along the first axis that repeats something computed; none if that makes too many."""
+    x = n.src[0]
+    while isinstance(x.op, VIEWS):
+        x = x.src[0]
+    if isinstance(x.op, (Param, Const)) or x.tensor.elements == 1:
+        return []
+    before = (1,) * (len(n.shape) - len(n.src[0].shape)) + n.src[0].shape
+    axis = next((a for a, (d, e) in enumerate(zip(before, n.shape, strict=True)) if d < e), None)
+    if axis is None or n.shape[axis] > MOST:
+        return []
+    return [(*whole(n.shape[:axis]), range(i, i + 1), *whole(n.shape[axis + 1 :])) for i in range(n.shape[axis])]
+
+
+def _parts(root: Node, of: type[Concat | Broadcast] = Concat) -> list[Ranges]:
+    """The ranges of a result that the sources of the first concatenation make which there is on the way to it, or the copies of
+    the first broadcast; none if there is no such node."""
     pending: list[tuple[Node, tuple[Node, ...]]] = [(root, ())]  # and the way to it
     seen: set[Node] = set()
     while pending:
@@ -124,12 +146,12 @@ def _parts(root: Node) -> list[Ranges]:
         if n in seen:
             continue
         seen.add(n)
-        if isinstance(n.op, Concat):
-            parts = [_upward(r, n, way) for r in _of_sources(n)]
+        if isinstance(n.op, of):
+            parts = [_upward(r, n, way) for r in (_of_sources(n) if of is Concat else _of_copies(n))]
             known = [p for p in parts if p is not None]
-            if len(known) == len(parts):
+            if known and len(known) == len(parts):
                 return known
-        elif isinstance(n.op, (*ELEMENTWISE, Reshape, Transpose, Broadcast)):
+        if isinstance(n.op, (*ELEMENTWISE, Reshape, Transpose, Broadcast)):
             pending.extend((s, (n, *way)) for s in reversed(n.src))
     return []
 

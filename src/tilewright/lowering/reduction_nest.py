@@ -248,7 +248,18 @@ def reduction_nests(
     if not any(n.tensor.elements > 1 for n in toposort(roots)):
         raise Unsupported("a handful of numbers")
     written = decompose(roots)
-    pieces = pieces_of(written, destinations)
+    once = pieces_of(written, destinations, copies=False)
+    try:
+        pieces = pieces_of(written, destinations)
+        if len(pieces) > len(once):
+            return _nests(pieces, written, check)
+    except Unsupported:
+        pass
+    return _nests(once, written, check)
+
+
+def _nests(pieces: Sequence[Piece], written: Sequence[Node], check: Callable[[Node], None]) -> tuple[ReductionNest, ...]:
+    """One nest for pieces of results, one for those of each size, or one for each piece."""
     sizes = dict.fromkeys(p.root.tensor.elements for p in pieces)
     by_size = [[p for p in pieces if p.root.tensor.elements == size] for size in sizes]
     first: Unsupported | None = None

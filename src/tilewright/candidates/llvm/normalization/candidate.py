@@ -17,8 +17,8 @@ from tilewright.candidates.llvm.runtime.scratch import give, maker, take
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
-from tilewright.ir.graph import Node
-from tilewright.ir.ops import Param
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param, Reduce
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.lowering.scalar.steps import usable
 from tilewright.schedule.candidate import CPU, FUSION, Candidate, Kernel, Runner, Unsupported
@@ -46,10 +46,14 @@ def rows_of(problem: FusionProblem, target: Target) -> Rows:
 
 
 def _loops(region: ReductionNest, lanes: int) -> Loops:
-    """Choose vectors of two registers where registers are short and the columns come out even: each operation is then two
-    independent ones next to each other, while whole vectors side by side are further apart than processors look ahead."""
-    wide = lanes < FULL and region.columns % (2 * lanes) == 0
-    return Loops(region, 2 * lanes, UNROLL // 2) if wide else Loops(region, lanes, UNROLL)
+    """Choose vectors of several registers where registers are short and the columns come out even: each operation is then so
+    many independent ones next to each other, while whole vectors side by side are further apart than processors look ahead.
+    Four where nothing is reduced (chains of roundings), else two."""
+    reduces = any(isinstance(n.op, Reduce) for n in toposort(region.roots))
+    for registers in (2,) if reduces else (4, 2):
+        if lanes < FULL and region.columns % (registers * lanes) == 0:
+            return Loops(region, registers * lanes, UNROLL // registers)
+    return Loops(region, lanes, UNROLL)
 
 
 @dataclass(frozen=True)
