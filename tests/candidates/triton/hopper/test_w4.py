@@ -205,6 +205,14 @@ def test_the_largest_sums_of_integers_are_exact():
         emulate(problem, point, [s if t.dtype.is_float else most(t) for t, s in zip(problem.types, drawn, strict=True)])
 
 
+def test_what_codes_are_too_large_by_is_taken_off_exactly():
+    """A sum of the other operand that takes all three of its parts, times weights of zero."""
+    problem = posed("~f16[1,512] @ s4[128,512]^T group=64 -> f16")
+    x, codes, scales = random_sources(problem)
+    x.zero_()[0, :3] = torch.tensor([2048, 1, 2.0**-12])
+    emulate(problem, Point(False, 0, 2, 2, 4, 2, 1, 1, 2, 1), [x, codes.zero_(), scales.fill_(1)])
+
+
 def test_both_halves_meet_where_the_other_operand_has_8_bits():
     line = "s8[9,512] scale=channel @ s4[96,512]^T group=64 -> f32"
     emulate(of_halves(posed(line), out=F16), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))

@@ -425,7 +425,8 @@ def add_up_unit(unit, block):
         for e in gl.static_range(2):
             high = top_bits(d[4 * sub + e])
             low = d[4 * sub + e] - high
-            part = gl.where(lane // 4 == 0, high, gl.where(lane // 4 == 1, top_bits(low), low - top_bits(low)))
+            part = gl.where(lane // 4 == 2, low - top_bits(low), 0.0)  # the last of four columns is zero
+            part = gl.where(lane // 4 == 0, high, gl.where(lane // 4 == 1, top_bits(low), part))
             st_shared(to + (sub * (config.columns * 16) + e * 16), part, (lane < 16).to(gl.int32))
 
 
