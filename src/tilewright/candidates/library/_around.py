@@ -112,5 +112,5 @@ def _decoded(root: Node) -> bool:
 
 
 def one_matrix(problem: Problem) -> bool:
-    """Whether the right operand is one matrix for all batches, so that the batches are more rows of one product."""
+    """Tell whether the right operand is one matrix for all batches, so that the batches are more rows of one product."""
     return len(problem.op.rhs.shape) == 2

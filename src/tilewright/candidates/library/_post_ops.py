@@ -75,7 +75,7 @@ def read_post_ops(problem: Problem) -> PostOps:
 
 
 def _is_row(side: Node, columns: int, bits: int) -> bool:
-    """Whether a side input is one value a column, made by casts and views from a source that has no more than `bits`: the
+    """Tell whether a side input is one value a column, made by casts and views from a source that has no more than `bits`: the
     library takes the bias in the operands' type, and a wider one would lose precision."""
     if side.shape[-1:] != (columns,) or side.tensor.elements != columns:
         return False

@@ -213,7 +213,7 @@ class Printer(NodeBuilder):
     # -- what some lanes need
 
     def any(self, mask: Value) -> str:
-        """Whether a mask has a lane, an i1."""
+        """Tell whether a mask has a lane, an i1."""
         return self.f.intrinsic(f"llvm.vector.reduce.or.v{self.lanes}i1", "i1", (self.type(PRED), mask.name))
 
     def repeat(self, times: int, state: Sequence[Value], body: Body, unless: Fewer | None = None) -> list[Value]:

@@ -120,7 +120,7 @@ class Lanes(Printer):
         return stride if inner == 1 and (alone or (self.columns.aligned and extent % self.lanes == 0)) else None
 
     def _one_by_one(self, place: AccessMap, dtype: DType) -> bool:
-        """Whether lanes are read and written at constant distances: of elements so short no processor gathers several, and
+        """Tell whether lanes are read and written at constant distances: of elements so short no processor gathers several, and
         pointers in vectors would be taken apart again."""
         return size_bytes(dtype) < SHORTEST_GATHERED and self.columns.mask is None and self._stride(place) is not None
 

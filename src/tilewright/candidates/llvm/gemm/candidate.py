@@ -121,7 +121,7 @@ def plan(problem: Problem, target: Target) -> Plan:
 
 
 def _contiguous_along_k(problem: Problem) -> bool:
-    """Whether the right operand's elements along K are neighbours in memory."""
+    """Tell whether the right operand's elements along K are neighbours in memory."""
     sources = [n for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param) and len(n.shape) >= 2]
     if not sources:
         return False

@@ -102,7 +102,7 @@ def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> tup
 
 
 def lies_right(access: Access, problem: Problem, choice: Choice, rows: int) -> bool:
-    """Whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
+    """Tell whether a kernel may read the left operand where it lies: plain rows of the instruction's type, K contiguous."""
     codes = problem.lhs.dtype.bits == 4 and choice.dot.lhs.bits == 8  # kept one to a byte
     if choice.dot.rows > 1:
         return False  # rows take turns

@@ -185,7 +185,8 @@ def _floats(problem: Problem, weights: Node, group: int, chip: Chip) -> Choice:
 
 
 def _panels(choice: Choice, rows: int) -> bool:
-    """Whether panels are decoded once, for several tiles: by shifts and conversions, where no instruction looks codes up."""
+    """Tell whether panels are decoded once, for several tiles: by shifts and conversions, where no instruction looks codes
+    up."""
     dot = choice.dot
     return dot.acc is F32 and dot.k == 1 and dot.lanes < WIDE and rows > ROWS
 

@@ -156,7 +156,7 @@ class Emitter(Printer):
         return f"{self.cast(digit, 'int64') if wide else digit} * {term.stride}"
 
     def varies(self, access: Access) -> tuple[bool, bool]:
-        """Whether an access's value is a tile of more than one row, and of more than one column."""
+        """Tell whether an access's value is a tile of more than one row, and of more than one column."""
         places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param)]
         return any(p.rows for p in places), any(self._apart(p)[1] for p in places)
 

@@ -246,7 +246,7 @@ def _gathers(spec: KernelSpec, arch: Arch) -> bool:
 
 
 def _across(access: Access) -> bool:
-    """Whether an operand's neighbours in memory are not neighbours along K."""
+    """Tell whether an operand's neighbours in memory are not neighbours along K."""
     leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
     if not leaves:
         return False

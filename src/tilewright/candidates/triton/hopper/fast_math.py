@@ -133,7 +133,7 @@ class FastMath(Emitter):
 
 
 def _fits_halves(n: Node, function: Node) -> bool:
-    """Whether a quantisation can divide in f16: by a number whose inverse is a normal one there."""
+    """Tell whether a quantisation can divide in f16: by a number whose inverse is a normal one there."""
     op, scale = n.op, n.src[1].op
     assert isinstance(op, Quantize)
     if not isinstance(scale, Const) or n.src[1].tensor.elements != 1 or len(n.src) != 2 or function.dtype is not F16:

@@ -41,7 +41,7 @@ INSTALL = "Triton is not installed: pip install tilewright[gpu]"
 
 @cache
 def installed() -> bool:
-    """Whether Triton can be imported; it is not imported yet."""
+    """Tell whether Triton can be imported; it is not imported yet."""
     return importlib.util.find_spec("triton") is not None
 
 

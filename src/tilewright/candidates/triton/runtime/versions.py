@@ -39,7 +39,7 @@ def named(what: type[Exception] | tuple[type[Exception], ...] = Exception) -> Ge
 
 @cache
 def within() -> bool:
-    """Whether a view of shared memory may not be larger than what it is a view of: since 3.8.
+    """Tell whether a view of shared memory may not be larger than what it is a view of: since 3.8.
 
     In 3.8 it may not be smaller, either, which most kernels for Hopper need.
     """

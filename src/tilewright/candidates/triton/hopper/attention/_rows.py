@@ -66,7 +66,7 @@ def extent(keys, i):
 
 @gluon.constexpr_function
 def ragged(config, i):
-    """Whether some keys of a head's chunk do not exist."""
+    """Tell whether some keys of a head's chunk do not exist."""
     padded = (config.keys.value + ROWS.value - 1) // ROWS.value * ROWS.value
     return min((i + 1) * CHUNK.value, padded) > config.keys.value
 
@@ -152,7 +152,7 @@ def mask_of(layout: gl.constexpr, size: gl.constexpr, i: gl.constexpr, head, til
 
 @gluon.jit
 def shows_all(size: gl.constexpr, i: gl.constexpr, head, side, config, mask):
-    """Whether a mask that is the same for all queries hides no key of a chunk."""
+    """Tell whether a mask that is the same for all queries hides no key of a chunk."""
     shown = mask_of(fragment(size, dtype(config.product)), size, i, head, 0, side, config, mask)
     return gl.min(shown.to(gl.int32), 1).sum(0)
 

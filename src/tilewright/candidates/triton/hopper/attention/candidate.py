@@ -100,7 +100,7 @@ def supported_heads(problem: AttentionProblem) -> Heads:
 
 
 def _takes(heads: Heads) -> bool:
-    """Whether there is a product of queries and keys as they are."""
+    """Tell whether there is a product of queries and keys as they are."""
     q, k, v = (o.codes for o in (heads.q, heads.k, heads.v))
     alike = q is k is None or (q is not None and k is not None and q.dtype is k.dtype and q.dtype in FP8)
     return alike and all(c is None or (c.zero == 0 and c.dtype.name in NATIVE_FP8) for c in (q, k, v))

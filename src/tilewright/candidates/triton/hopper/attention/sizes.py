@@ -56,7 +56,7 @@ class Point:
 
     @property
     def by_tma(self) -> bool:
-        """Whether TMA brings the operands."""
+        """Tell whether TMA brings the operands."""
         return self.streamed or self.ring is not None
 
 
@@ -201,12 +201,12 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[Point]:
 
 
 def flows(heads: Heads) -> bool:
-    """Whether any number of keys may pass through shared memory."""
+    """Tell whether any number of keys may pass through shared memory."""
     by_keys = heads.mask is None or same_for_queries(heads, heads.mask)
     return by_keys and heads.v.codes is None and brought(heads) is not None
 
 
 def same_for_queries(heads: Heads, mask: Access) -> bool:
-    """Whether a mask hides the same keys from all queries of a head."""
+    """Tell whether a mask hides the same keys from all queries of a head."""
     places = [mask.of_leaf(n) for n in toposort((mask.root,)) if isinstance(n.op, Param)]
     return all(term.inner % heads.queries == 0 for place in places for term in place.rows)

@@ -217,7 +217,7 @@ class Packed(Protocol):
         ...
 
     def turns(self, columns: int) -> bool:
-        """Whether warpgroups take turns at the tensor cores, in tiles of so many columns."""
+        """Tell whether warpgroups take turns at the tensor cores, in tiles of so many columns."""
         ...
 
 
@@ -280,7 +280,7 @@ def leaves(out: Out, second: Node | None) -> list[Node]:
 
 
 def alike(outs: Sequence[Out], tile_n: int) -> bool:
-    """Whether several stores differ in where they read and write alone, as those of Q, K and V do, so that one code serves
+    """Tell whether several stores differ in where they read and write alone, as those of Q, K and V do, so that one code serves
     them: they take equal ranges of columns, of whole tiles, one after the other."""
     extent = outs[0].access.columns_extent
     if len(outs) < 2 or extent % tile_n or any(o.view is None for o in outs):

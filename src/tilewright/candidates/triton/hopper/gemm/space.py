@@ -220,8 +220,8 @@ def _tiles(plan: Plan, point: Point) -> int:
 
 
 def _orders(plan: Plan) -> Iterable[bool]:
-    """Whether rows of the right operand may come in the order that gives a thread eight neighbours of the result: bytes should;
-    what is wider needs fewer reads of the columns' scales then, but is copied once more."""
+    """Tell whether rows of the right operand may come in the order that gives a thread eight neighbours of the result: bytes
+    should; what is wider needs fewer reads of the columns' scales then, but is copied once more."""
     if not plan.rhs.constant or plan.N % 32:
         return (False,)
     widest = max(size(s.root.dtype) for s in plan.stores)
@@ -229,7 +229,7 @@ def _orders(plan: Plan) -> Iterable[bool]:
 
 
 def _holds(form: Form, steps: int, rounds: int) -> Iterable[bool]:
-    """Whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
+    """Tell whether a result may wait for the next tile: one store of 16-bit values, enough products to hide it behind."""
     out, config = form.outs[0], form.config
     able = len(form.outs) == 1 and out.view is not None and out.access.root.dtype in HELD and not out.view.across
     if (

@@ -201,7 +201,7 @@ def _integers(problem: Problem, operand: DType) -> Weights:
 
 
 def _holds(wide: DType, narrow: DType) -> bool:
-    """Whether integers of one type are those of a wider one, too."""
+    """Tell whether integers of one type are those of a wider one, too."""
     return narrow.is_integer and narrow.bits < wide.bits and narrow.is_signed <= wide.is_signed
 
 

@@ -214,7 +214,7 @@ class Coded:
         return (64,) if self.every < BLOCK and not self.operand.is_integer else (64, 128)
 
     def turns(self, columns: int) -> bool:
-        """Whether a warpgroup asks for products when the other one has asked for its own: where that was faster on an H200
+        """Tell whether a warpgroup asks for products when the other one has asked for its own: where that was faster on an H200
         (floats in 256 columns: up to 5 %; integers are up to 10 % slower), and with codes as bytes, which were measured so
         alone."""
         return self.deep > 1 and (self.ready or (columns > MOST_COLUMNS and not self.operand.is_integer))
