@@ -10,7 +10,7 @@ demo: $(STAMP)
 
 # One process a core, a file of tests at a time; `loadfile` keeps what a file's tests share in one process.
 test: $(STAMP)
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile -m "not conformance and not fuzz and not gpu"
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder -m "not conformance and not fuzz and not gpu"
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

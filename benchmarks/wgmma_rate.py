@@ -4,7 +4,7 @@ making halves of 4-bit codes: the ceiling of kernels for few rows by 4-bit weigh
     python benchmarks/wgmma_rate.py [--nvcc nvcc]
 
 Four products m64nNk16 of f16, 64 columns along K, are asked for together; a scheduler's tile is 16 rows of those. "made" has
-the 56 instructions between that make the next four left operands of four words a thread (`w4/asm.py`). Every SM runs one
+the 56 instructions between that make the next four left operands of four words a thread (`w4/convert.py`). Every SM runs one
 block; the cycles are means over blocks of 512 rounds, by each block's own clock. Needs a Hopper GPU and CUDA's compiler.
 """
 

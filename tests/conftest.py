@@ -19,7 +19,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of a shell's background
 
 @pytest.hookimpl(tryfirst=True)  # before pytest itself deselects by marks
 def pytest_collection_modifyitems(items):
-    """Of a test marked `thin(n)`, leave every n-th case to `make test`; the others belong to `make conformance`."""
+    """Leave every n-th case of a test marked `thin(n)` to `make test`, the others to `make conformance`."""
     seen = collections.Counter()
     for item in items:
         mark = item.get_closest_marker("thin")
@@ -28,6 +28,8 @@ def pytest_collection_modifyitems(items):
             if seen[name] % mark.args[0]:
                 item.add_marker(pytest.mark.conformance)
             seen[name] += 1
+    # What the commands and programs of the pages take is minutes: no process is to be left alone with them at the end.
+    items.sort(key=lambda item: "repository" not in item.nodeid)
 
 
 @pytest.fixture(autouse=True)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tilewright.compiler import _decider, compile
+from tilewright.deadline import OverrunError
 from tilewright.dtype import F32, S8
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.hardware.detect import detect
@@ -15,7 +16,20 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import bench
 from tilewright.schedule import search as search_module
-from tilewright.schedule.candidate import LAST_RESORT, Kernel, Refusal, Unsupported, concerns, discover, plan_for, planned
+from tilewright.schedule.candidate import CPU as ONLY_CPU
+from tilewright.schedule.candidate import (
+    GEMM,
+    LAST_RESORT,
+    Candidate,
+    Kernel,
+    Refusal,
+    Unsupported,
+    concerns,
+    discover,
+    plan_for,
+    planned,
+    refusal,
+)
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
@@ -426,6 +440,31 @@ def test_a_plan_is_made_once_for_a_search_and_all_that_follows(monkeypatch):
     search(PROBLEM, CPU, budget_s=0, candidates=[fake])
     plan_for(fake, PROBLEM, CPU)
     assert asked == [(PROBLEM, CPU)]
+
+
+def test_a_precision_that_torch_does_not_put_in_a_word_is_the_highest(monkeypatch):
+    def mixed():
+        raise RuntimeError("mix of the legacy and new APIs")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", mixed)
+    assert search(problem_of(parse("f32[4,8] @ f32[8,4]").outputs[0]), CPU, budget_s=0).verified
+
+
+def test_an_overrun_of_another_candidate_is_not_kept_as_a_plan():
+    """A plan that asks for another's, which has no time left, is made again when there is."""
+    late = [True]
+
+    def slow(problem, target):
+        if late[0]:
+            raise OverrunError("its time is over")
+        return Refusal("never")
+
+    inner = Candidate("inner", GEMM, ONLY_CPU, 50, slow)
+    outer = Candidate("outer", GEMM, ONLY_CPU, 50, lambda problem, target: Refusal(refusal(inner, problem, target) or ""))
+    problem = problem_of(parse("f32[4,8] @ f32[8,4]").outputs[0])
+    assert planned(outer, problem, CPU).why.startswith("it was still considering the problem after")
+    late[0] = False
+    assert planned(outer, problem, CPU) == Refusal("never")
 
 
 def test_what_is_raised_while_a_plan_is_made_is_a_refusal():

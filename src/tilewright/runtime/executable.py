@@ -64,7 +64,7 @@ class Executable:
 
     Takes torch tensors, NumPy arrays or anything with DLPack. Gives torch tensors, or NumPy arrays if it was given NumPy
     arrays alone; one result bare, several as a tuple. The results are the caller's own: never memory of an input or a constant.
-    An input in memory that calls write to (`kept`) is read as it was before the call.
+    An input in memory that calls write to (`state`) is read as it was before the call.
 
     Attributes:
         source: the graph as read, and quantised if that was asked for.

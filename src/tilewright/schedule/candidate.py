@@ -6,6 +6,7 @@ A candidate is one module under `candidates/` with a module-level `CANDIDATE`; i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
@@ -155,13 +156,35 @@ class Precompiled(Plan, Protocol):
         ...
 
 
+_planning: ContextVar[bool] = ContextVar("planning", default=False)
+
+
 def planned(candidate: Candidate, problem: AnyProblem, target: Target) -> Plan | Refusal:
-    """A candidate's plan for a problem, made once for all who ask; or why it has none, be it that it took too long to say."""
+    """A candidate's plan for a problem, made once for all who ask; or why it has none, be it that it took too long to say.
+
+    Raises:
+        OverrunError: it took too long while another candidate, whose plan depends on it, made one; that plan is not kept.
+    """
+    make = _planned.__wrapped__ if isinstance(candidate, _Derived) else _planned
+    nested, token = _planning.get(), _planning.set(True)
     try:
         with considering():
-            return _planned(candidate, problem, target, torch.get_float32_matmul_precision())
+            return make(candidate, problem, target, f32_precision())
     except OverrunError as overrun:
+        if nested:
+            raise
         return Refusal(overrun.what)
+    finally:
+        _planning.reset(token)
+
+
+def f32_precision() -> str:
+    """The precision that torch allows products of f32; "highest" where it was set for a backend alone, which torch then refuses
+    to put in this word."""
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return "highest"
 
 
 @lru_cache(PLANS)
@@ -192,6 +215,15 @@ def refusal(candidate: Candidate, problem: AnyProblem, target: Target) -> str | 
     return found.why if isinstance(found, Refusal) else None
 
 
+class _Derived(Candidate):
+    """A candidate made of another for one search. Its plans are not kept: nobody asks for them again."""
+
+
+def refusing(candidate: Candidate, why: str) -> Candidate:
+    """A candidate of that name that refuses every problem."""
+    return _Derived(candidate.name, candidate.kinds, candidate.devices, candidate.preference, lambda *_: Refusal(why))
+
+
 def narrowed(candidate: Candidate, pick: Callable[[Plan], Iterable[Schedule]]) -> Candidate:
     """A candidate with those points alone that `pick` gives of its plan's, in that order."""
 
@@ -199,7 +231,7 @@ def narrowed(candidate: Candidate, pick: Callable[[Plan], Iterable[Schedule]]) -
         found = planned(candidate, problem, target)
         return found if isinstance(found, Refusal) else _Narrowed(found, pick)
 
-    return Candidate(candidate.name, candidate.kinds, candidate.devices, candidate.preference, plan)
+    return _Derived(candidate.name, candidate.kinds, candidate.devices, candidate.preference, plan)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache, say
-from tilewright.schedule.candidate import Candidate, MetaPlan, Refusal, concerns, discover, narrowed, planned
+from tilewright.schedule.candidate import Candidate, MetaPlan, Refusal, concerns, discover, narrowed, planned, refusing
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import Key, Loser, Record
@@ -139,7 +139,7 @@ class TuningDatabase:
         found: list[Candidate] = []
         for c in discover():
             if c.name in refused:
-                found.append(_lost(c, refused[c.name]))
+                found.append(refusing(c, refused[c.name]))
             else:
                 found.append(_hinted(c, Schedule(hint.knobs)) if hint is not None and c.name == hint.candidate else c)
         return found
@@ -226,11 +226,6 @@ def offered(problem: AnyProblem, target: Target, candidate: str, schedule: Sched
 def _sentence(refusal: LostRecord) -> str:
     when = datetime.fromtimestamp(refusal.made_s, UTC).date()
     return f"{refusal.why}, on {when}; not tried again unless `tilewright tune --retry` asks for it"
-
-
-def _lost(candidate: Candidate, why: str) -> Candidate:
-    """A candidate that refuses everything."""
-    return Candidate(candidate.name, candidate.kinds, candidate.devices, candidate.preference, lambda *given: Refusal(why))
 
 
 def _hinted(candidate: Candidate, schedule: Schedule) -> Candidate:

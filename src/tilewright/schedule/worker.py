@@ -28,7 +28,7 @@ from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover, planned
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover, f32_precision, planned
 from tilewright.schedule.fork_server import (
     KEY,
     PULSE,
@@ -260,7 +260,7 @@ def pickled(message: object) -> bytes:
 
 def settings_here() -> dict[str, Any]:
     """The settings that a worker must share with this process."""
-    return {"threads": torch.get_num_threads(), "precision": torch.get_float32_matmul_precision()}
+    return {"threads": torch.get_num_threads(), "precision": f32_precision()}
 
 
 def main(fd: int) -> None:

@@ -290,7 +290,7 @@ def elu(site: Site, self: Node, alpha: Scalar = 1, scale: Scalar = 1, input_scal
     return cast(_select(map_("greater", x, cast(0, d)), mapped("multiply", d, x, scale), below), site.dtype)
 
 
-@aten("clamp.default", "clamp.Tensor", "hardtanh.default")
+@aten("clamp.default", "clamp.Tensor")
 def clamp(site: Site, self: Node, min: Operand | None = None, max: Operand | None = None) -> Node:
     """min(max(x, low), high): the upper bound wins where they cross, and NaN stays, as does a zero at a bound of zero."""
     if min is not None and max is not None and not (site.dtype.is_float and (_is_zero(min, 1) or _is_zero(max, -1))):
@@ -305,8 +305,14 @@ def clamp(site: Site, self: Node, min: Operand | None = None, max: Operand | Non
     return mapped("minimum", x.dtype, x, max)
 
 
+@aten("hardtanh.default")
+def hardtanh(site: Site, self: Node, min_val: Scalar = -1, max_val: Scalar = 1) -> Node:
+    """`clamp` between two numbers; an export leaves out those that are the operator's own."""
+    return clamp(site, self, min_val, max_val)
+
+
 def _is_zero(x: Operand, sign: int) -> bool:
-    """Whether x is the number 0 of that sign, which `maximum` (0) and `minimum` (-0) prefer to a zero of the other."""
+    """Tell whether x is the number 0 of that sign, which `maximum` (0) and `minimum` (-0) prefer to a zero of the other."""
     return not isinstance(x, Node) and x == 0 and math.copysign(1, x) == sign
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Input(Op):
-    """A value given at run time, called `label`; or `kept` by the program from call to call (`Graph.state`)."""
+    """A value given at run time, called `label`; or, if `mutable`, kept by the program from call to call (`Graph.state`)."""
 
     arity = 0
 

@@ -20,7 +20,7 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, gate_up, largest_of, of_operand, of_store
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Unsupported, f32_precision
 from tilewright.schedule.cost import Work
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.schedule import Schedule
@@ -105,7 +105,7 @@ def plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported("an extent is 0")
     if problem.batch * max(problem.M, problem.N) > NUMBERED:
         raise Unsupported("its rows are not counted in 31 bits")
-    tf32 = torch.get_float32_matmul_precision() != "highest"
+    tf32 = f32_precision() != "highest"
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
     largest = [largest_of(root) for root in problem.op.stores]
     kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
