@@ -355,12 +355,14 @@ def test_a_file_of_another_kind_is_no_archive_and_is_not_to_be_unpickled(program
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-def test_a_full_disk_is_no_bug(program: str) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_no_bug(unbuffered: str, program: str) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "tilewright", "read", program, "--allow-calls"],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
         )
     assert done.returncode == 2 and done.stderr.startswith("error: no space left where the output goes")

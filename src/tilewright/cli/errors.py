@@ -45,11 +45,11 @@ class Group(click.Group):
             click.echo(err=True)
             ctx.exit(INTERRUPTED)
         except BrokenPipeError:
-            with contextlib.suppress(OSError):  # what is still in the buffer must not fail once more at exit
-                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            _discard_output()
             ctx.exit(CLOSED_PIPE)
         except Exception as error:
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                _discard_output()
                 _say(ctx, "no space left where the output goes\n  try: another place, or free some")
                 ctx.exit(BAD_INPUT)
             if isinstance(error, MemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY):
@@ -61,6 +61,12 @@ class Group(click.Group):
                 f"{type(error).__name__}: {said}\n  this is a bug in Tilewright: please report it with what --traceback shows",
             )
             ctx.exit(BUG)
+
+
+def _discard_output() -> None:
+    """Point standard output at nothing, so that what its buffer still holds does not fail once more when Python exits."""
+    with contextlib.suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _say(ctx: click.Context, message: str) -> None:
