@@ -28,7 +28,7 @@ from tilewright.hardware.target import Target
 ROUNDS = 7
 LONGEST_S = 1.0  # after which no further round begins: a type that the processor has no unit for takes seconds a product
 LEEWAY = 1.05  # what a kernel's time may err by
-VERSION = 3  # of how ceilings are measured
+VERSION = 4  # of how ceilings are measured
 
 
 Rate = Annotated[float, msgspec.Meta(gt=0)]

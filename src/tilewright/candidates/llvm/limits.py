@@ -69,7 +69,7 @@ def peak_text(dot: Dot, accumulators: int, cpu: str, features: str) -> str:
     with f.loop(0, STEPS, 1, [(dot.accumulator, "zeroinitializer")] * accumulators) as loop:
         loop.next = []
         for acc in loop.carried:  # an operand that may be another each time: no part of the instruction is done once for all
-            x = f.v(f'call {dot.operand} asm sideeffect "", "=x,0"({dot.operand} {x})') if X86 else x
+            x = f.v(f'call {dot.operand} asm sideeffect "", "=v,0"({dot.operand} {x})') if X86 else x
             loop.next.append(dot.emit(f, acc, x, y))
     me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
     out = f.at("%d", f.add(4096, f.mul(me, 4096)))
