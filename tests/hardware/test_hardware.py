@@ -183,6 +183,9 @@ def test_llvm_tells_of_a_processor_where_the_system_has_no_file(monkeypatch):
     assert t.chip.name == "x86_64_avx_vnni" and t.exact_match and "avx512f" not in t.features
 
 
+FULL = " avx512f avx512bw avx512vl avx512_vnni avx512_bf16"
+
+
 @pytest.mark.parametrize(
     ("family", "model", "more", "found"),
     [
@@ -191,6 +194,9 @@ def test_llvm_tells_of_a_processor_where_the_system_has_no_file(monkeypatch):
         (23, 49, "", "x86_64_avx2"),  # Zen 2
         (25, 1, "", "x86_64_avx2"),
         (25, 17, " avx512f avx512bw avx512vl", "x86_64_avx512"),
+        (25, 17, FULL, "x86_64_avx512_bf16"),  # Zen 4
+        (26, 2, FULL, "x86_64_zen5"),
+        (26, 36, FULL, "x86_64_avx512_bf16"),  # Strix Point: data paths of 256 bits
     ],
 )
 def test_a_processor_of_one_model_is_told_by_family_and_model(monkeypatch, family, model, more, found):

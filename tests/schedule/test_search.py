@@ -30,6 +30,7 @@ from tilewright.schedule.candidate import (
     planned,
     refusal,
 )
+from tilewright.schedule.cost import Phase, Work, clock_ghz
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
@@ -224,6 +225,32 @@ def test_no_budget_takes_the_first_verified_untimed(times):
     assert not asked and other.calls == 0
     untried = "not tried: no time budget, and an earlier candidate passed"
     assert whys(d)["other"] == whys(d)["reference"] == untried and "wrong" in whys(d)
+
+
+@pytest.mark.parametrize(("expected_us", "tried"), [(1.0, "generated"), (1e6, "library")])
+def test_no_budget_takes_a_library_where_a_kernel_is_expected_to_take_far_longer(expected_us, tried):
+    class Modelled(Fake):
+        def work(self, schedule):
+            return Work((Phase(expected_us * clock_ghz(CPU) * 1e3),))
+
+    generated = Modelled("generated", preference=0)
+    decision = search(PROBLEM, CPU, budget_s=0, candidates=[Fake("library", preference=30), generated])
+    assert decision.kernel.candidate == tried and decision.time_us is None
+    if tried == "library":
+        assert "library is expected to take" in whys(decision)["generated"] and generated.builds == 0
+
+
+def test_a_space_that_breaks_while_its_cost_is_asked_is_told_and_left(times):
+    def broken():
+        raise ArithmeticError("no first point")
+        yield
+
+    class Broken(Fake):
+        def schedules(self):
+            return broken()
+
+    decision = search(PROBLEM, CPU, budget_s=0, candidates=[Broken("generated", preference=0), Fake("library")])
+    assert decision.kernel.candidate == "library" and "no first point" in whys(decision)["generated"]
 
 
 def endless(built=None):

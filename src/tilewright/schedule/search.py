@@ -15,7 +15,19 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Leading, Plan, Refusal, concerns, discover, planned
+from tilewright.schedule.candidate import (
+    LAST_RESORT,
+    LIBRARIES,
+    Candidate,
+    Kernel,
+    Leading,
+    Plan,
+    Refusal,
+    concerns,
+    discover,
+    planned,
+)
+from tilewright.schedule.cost import predict
 from tilewright.schedule.fork_server import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.schedule import Schedule
@@ -28,6 +40,7 @@ PROMISING = 1.5  # a candidate this many times slower than the winner is not loo
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
 UNBUILT = 4  # points that could not be built, and are made up for by later ones
 RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the start, and for one more against the winner
+FORESEEN = 2.0  # times as long as a library that a generated kernel must be expected to take to stand behind it unmeasured
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
@@ -83,11 +96,12 @@ class Interruption(KeyboardInterrupt):
 
 @dataclass
 class _Space:
-    """The points of a candidate that were not tried yet."""
+    """The points of a candidate that were not tried yet; `behind`: why it stands behind a candidate of a higher preference."""
 
     candidate: Candidate
     plan: Plan
     points: Iterator[Schedule]
+    behind: str = ""
 
     def left(self) -> int:
         try:
@@ -225,7 +239,7 @@ class _Search:
         region = isinstance(self._problem, FusionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:
-                self._reject(space.candidate.name, "not tried: no time budget, and an earlier candidate passed")
+                self._reject(space.candidate.name, space.behind or "not tried: no time budget, and an earlier candidate passed")
             elif self._trials and space.candidate.preference >= LAST_RESORT and not region:
                 self._reject(space.candidate.name, "not timed: a verified kernel exists")
             else:
@@ -291,7 +305,33 @@ class _Search:
                         spaces.insert(0, _Space(candidate, plan, iter((point,))))
             except Exception as error:
                 self._reject(candidate.name, failure("failed to consider it", error))
-        return spaces
+        return spaces if self._budget_s > 0 else self._foreseen(spaces)
+
+    def _foreseen(self, spaces: list[_Space]) -> list[_Space]:
+        """The spaces for a search that times nothing: a library leads where a generated kernel is expected to take far longer,
+        as one does that packs a right operand in each call for the sake of one row."""
+        expected = [self._expected_us(s) for s in spaces]
+        libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in LIBRARIES and expected[i] is not None]
+        best = min(libraries, key=lambda i: expected[i] or 0.0, default=None)
+        if best is None or expected[0] is None or expected[0] <= FORESEEN * (expected[best] or 0.0):
+            return spaces
+        ahead, others = spaces[best], [s for i, s in enumerate(spaces) if i != best]
+        why = f"not tried: {ahead.candidate.name} is expected to take {expected[best]:,.1f} µs, this {expected[0]:,.1f}"
+        others[0].behind = why
+        return [ahead, *others]
+
+    def _expected_us(self, space: _Space) -> float | None:
+        """What the cost model expects of a space's first point; None where it says nothing."""
+        try:
+            with considering():
+                point = next(space.points, None)
+        except Exception:  # said again, and told, where the space is entered
+            space.points = iter(space.plan.schedules())
+            return None
+        if point is None:
+            return None
+        space.points = itertools.chain((point,), space.points)
+        return predict(space.candidate, self._problem, point, self._target)
 
     def _try_next(self, space: _Space) -> _Trial | None:
         """Build and verify the next point of a space; None if there is none, or it failed."""

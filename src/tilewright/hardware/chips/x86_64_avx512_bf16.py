@@ -1,4 +1,4 @@
-"""x86-64 with AVX-512, VNNI and BF16 (Zen 4 and 5, Cooper Lake, Sapphire Rapids without its tiles)."""
+"""x86-64 with AVX-512, VNNI and BF16 (Zen 4, Cooper Lake, Sapphire Rapids without its tiles)."""
 
 from tilewright.hardware.target import Chip, MatrixUnit, MemoryLevel
 

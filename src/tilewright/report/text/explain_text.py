@@ -116,7 +116,7 @@ def how(chosen: Choice, measured: bool, *, tied: bool = False) -> str:
     """The words on why a candidate was chosen; `tied` if another was faster by less than what counts."""
     expected = _expected(chosen.predicted_us, chosen.time_us)
     if not measured or chosen.time_us is None:
-        return f"the first in order of preference that agrees with the reference; nothing was timed{expected}"
+        return f"the first to be tried that agrees with the reference; nothing was timed{expected}"
     when = ", measured earlier and read back" if chosen.recalled else ""
     best = "as fast as any that agrees" if tied else "the fastest that agrees"
     return f"{us(chosen.time_us)} µs{expected}, {best} with the reference{when}"
