@@ -29,10 +29,9 @@ from tilewright.compiler import optimise
 from tilewright.hardware.ceilings import with_ceilings
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
-from tilewright.schedule.candidate import plan_for
+from tilewright.schedule.candidate import Schedule, plan_for
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.schedule import Schedule
 
 # A right operand is a constant, packed beforehand; in batches, and where its shape is the result's, both operands change.
 PRODUCTS = (

@@ -34,9 +34,8 @@ from tilewright.hardware.ceilings import with_ceilings
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
 from tilewright.ir.notation import parse
-from tilewright.schedule.candidate import Candidate, discover, plan_for, refusal
+from tilewright.schedule.candidate import Candidate, Schedule, discover, plan_for, refusal
 from tilewright.schedule.problem import Problem, problem_of
-from tilewright.schedule.schedule import Schedule
 
 XLA_THREAD = "s8[16,1024,1024] @ s8[16,1024,1024]^T -> s8"
 HEADLINES = (

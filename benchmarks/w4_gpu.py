@@ -41,9 +41,8 @@ import w4_activations as activations
 from tilewright.dtype import F16
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Candidate, discover, plan_for, refusal
+from tilewright.schedule.candidate import Candidate, Schedule, discover, plan_for, refusal
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 from w4_verdict import Row, judged
 
 THREAD = ((3584, 8192),)

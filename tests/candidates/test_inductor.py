@@ -22,9 +22,8 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.types import TensorType
-from tilewright.schedule.candidate import concerns, plan_for, refusal
+from tilewright.schedule.candidate import Schedule, concerns, plan_for, refusal
 from tilewright.schedule.problem import FusionProblem
-from tilewright.schedule.schedule import Schedule
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 X = Node(Param(0, TensorType(F16, (48, 40))))

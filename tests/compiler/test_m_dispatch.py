@@ -19,9 +19,8 @@ from tilewright.ir.graph import Graph, substitute
 from tilewright.ir.notation import parse
 from tilewright.schedule import buckets as module
 from tilewright.schedule.buckets import Bucket, PackingVariants, bucketed
-from tilewright.schedule.candidate import Kernel, Refusal, plan_for, refusal
+from tilewright.schedule.candidate import Kernel, Refusal, Schedule, plan_for, refusal
 from tilewright.schedule.problem import Problem, problem_of
-from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected
 
 CPU = detect("cpu")

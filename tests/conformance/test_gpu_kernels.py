@@ -26,8 +26,7 @@ from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm.space import points
 from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
-from tilewright.schedule.candidate import plan_for, refusal
-from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.candidate import Schedule, plan_for, refusal
 
 pytestmark = pytest.mark.conformance
 

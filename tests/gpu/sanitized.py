@@ -43,10 +43,9 @@ from tilewright.ir.build import convert, input_, map_
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Gather, Quantize, Softmax
-from tilewright.schedule.candidate import plan_for, refusal
+from tilewright.schedule.candidate import Schedule, plan_for, refusal
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.schedule import Schedule
 
 H200 = Target(
     "NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}), caches_bytes={"shared": CHIP.shared_bytes}

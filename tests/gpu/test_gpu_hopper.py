@@ -13,9 +13,8 @@ from tilewright.ir.build import const
 from tilewright.ir.graph import substitute, toposort
 from tilewright.ir.ops import Const
 from tilewright.schedule.bench import Bench
-from tilewright.schedule.candidate import plan_for
+from tilewright.schedule.candidate import Schedule, plan_for
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.schedule import Schedule
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="no Hopper GPU")]

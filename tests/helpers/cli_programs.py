@@ -21,9 +21,8 @@ from tilewright.ir.ops import Call, Gather, LayerNorm, Quantize, gemm
 from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
 from tilewright.schedule import bench, search
-from tilewright.schedule.candidate import Kernel, Runner
+from tilewright.schedule.candidate import Kernel, Runner, Schedule
 from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.schedule import Schedule
 
 FAST = ("--budget", "0")
 

@@ -10,7 +10,7 @@ TEXT = """
 import ctypes, os, signal, sys, time
 import torch
 from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel
-from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.candidate import Schedule
 
 class Fake:
     def schedules(self):

@@ -13,9 +13,8 @@ import torch
 from tilewright.candidates.llvm.gemm.candidate import CANDIDATE, module_text
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import Kernel, plan_for
+from tilewright.schedule.candidate import Kernel, Schedule, plan_for
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 
 def changed(function: str, what: str, to: str) -> Callable[[str, int], str]:

@@ -31,9 +31,8 @@ from tilewright.report.measure.verify import compare_step, verify_program
 from tilewright.report.measure.work import work_of
 from tilewright.runtime.executable import bind_outputs
 from tilewright.runtime.partition import partition, problem_of_part
-from tilewright.schedule.candidate import Kernel
+from tilewright.schedule.candidate import Kernel, Schedule
 from tilewright.schedule.key import text_of
-from tilewright.schedule.schedule import Schedule
 
 
 class Decoder(nn.Module):

@@ -9,7 +9,7 @@ from tilewright.report.explain.attribution import attribution, attribution_words
 from tilewright.report.explain.choices import mispredictions, off_by, parted
 from tilewright.report.schema import Choice, Refusal, Rejected, Step
 from tilewright.report.text.explain_text import how, refusals
-from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.candidate import Schedule
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ from tilewright.ir.ops import gemm
 from tilewright.schedule import measure
 from tilewright.schedule import search as search_module
 from tilewright.schedule.cache import Cache
+from tilewright.schedule.candidate import Schedule
 from tilewright.schedule.problem import problem_of
-from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Interruption, search
 from tilewright.schedule.tuning_database import TuningDatabase
 

@@ -29,11 +29,10 @@ from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import tuning_database as recall
 from tilewright.schedule.cache import Cache, file_system
-from tilewright.schedule.candidate import concerns, plan_for, refusal
+from tilewright.schedule.candidate import Schedule, concerns, plan_for, refusal
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.record import Key, Loser
-from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.tuning_database import TuningDatabase
 
 BUDGET_S = 0.02

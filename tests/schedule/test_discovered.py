@@ -21,11 +21,10 @@ from tilewright.ir.build import convert, input_, map_, slice_
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, concerns, discover, plan_for, refusal
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Schedule, concerns, discover, plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import FusionProblem, Problem, problem_of
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
 from tilewright.schedule.tuning_database import offered, repeat
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.candidate import Schedule
 
 
 @dataclass(frozen=True)

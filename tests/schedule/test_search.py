@@ -23,6 +23,7 @@ from tilewright.schedule.candidate import (
     Candidate,
     Kernel,
     Refusal,
+    Schedule,
     Unsupported,
     concerns,
     discover,
@@ -32,7 +33,6 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.cost import Phase, Work, clock_ghz
 from tilewright.schedule.problem import problem_of
-from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import search
 
 CPU = detect("cpu")

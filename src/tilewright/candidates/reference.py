@@ -12,9 +12,8 @@ from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import ATTENTION, CPU, FUSION, GEMM, GPU, LAST_RESORT, Candidate, Kernel, Runner
+from tilewright.schedule.candidate import ATTENTION, CPU, FUSION, GEMM, GPU, LAST_RESORT, Candidate, Kernel, Runner, Schedule
 from tilewright.schedule.problem import AnyProblem, FusionProblem
-from tilewright.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

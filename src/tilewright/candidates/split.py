@@ -23,8 +23,10 @@ from tilewright.schedule.candidate import (
     LIBRARIES,
     Candidate,
     Kernel,
+    Knob,
     Refusal,
     Runner,
+    Schedule,
     concerns,
     discover,
     plan_for,
@@ -33,7 +35,6 @@ from tilewright.schedule.candidate import (
 from tilewright.schedule.candidate import Plan as AnyPlan
 from tilewright.schedule.cost import passes, predict, predict_us
 from tilewright.schedule.problem import AnyProblem, FusionProblem, Problem, fusion_of, problem_of
-from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import search
 
 PART_BUDGET_S = 0.1

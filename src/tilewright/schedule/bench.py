@@ -11,13 +11,12 @@ from typing import TypeVar
 import torch
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, plan_for
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, Schedule, plan_for
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
 from tilewright.schedule.measure import Cold, Pace, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.schedule import Schedule
 
 T = TypeVar("T")
 

@@ -19,7 +19,9 @@ from tilewright.schedule.candidate import (
     LAST_RESORT,
     Candidate,
     Kernel,
+    Knob,
     Refusal,
+    Schedule,
     concerns,
     discover,
     narrowed,
@@ -28,7 +30,6 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import Decision, search
 
 MOST_PACKINGS = 2

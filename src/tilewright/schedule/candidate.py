@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -19,7 +19,6 @@ from tilewright.discovery import modules
 from tilewright.errors import UnsupportedError
 from tilewright.hardware.target import DeviceKind, Target
 from tilewright.schedule.problem import AnyProblem, ProblemKind
-from tilewright.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
     from tilewright.schedule.cost import Work
@@ -32,6 +31,38 @@ LIBRARIES = range(10, 40)  # preferences of those that multiply with a unit of t
 PLANS = 4096  # that are kept
 
 Runner = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+Knob = int | str | bool
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Settings of one kernel, e.g. `tile_m=128 tile_n=256 num_stages=4`. Names are those of docs/glossary.md."""
+
+    knobs: tuple[tuple[str, Knob], ...] = ()
+
+    @classmethod
+    def of(cls, **knobs: Knob) -> Schedule:
+        """A schedule from knobs by name, in the order given."""
+        return cls(tuple(knobs.items()))
+
+    @classmethod
+    def of_point(cls, point: Any, **more: Knob) -> Schedule:
+        """A schedule from a dataclass whose fields are the knobs, in their order, and from `more`. A field that is None is no
+        knob."""
+        own = ((f.name, getattr(point, f.name)) for f in fields(point))
+        return cls((*((name, value) for name, value in own if value is not None), *more.items()))
+
+    def point(self, kind: type[T]) -> T:
+        """The dataclass of this kind whose fields the knobs give; other knobs are not looked at."""
+        names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+        return kind(**{name: value for name, value in self.knobs if name in names})
+
+    def __getitem__(self, name: str) -> Knob:
+        return dict(self.knobs)[name]
+
+    def __str__(self) -> str:
+        return " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in self.knobs) or "default"
 
 
 @dataclass(frozen=True)

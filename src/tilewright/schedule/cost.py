@@ -17,9 +17,8 @@ from tilewright.dtype import DType
 from tilewright.hardware.target import Target, widened
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param
-from tilewright.schedule.candidate import LIBRARIES, Candidate, HasCostModel, planned
+from tilewright.schedule.candidate import LIBRARIES, Candidate, HasCostModel, Schedule, planned
 from tilewright.schedule.problem import AnyProblem, Problem
-from tilewright.schedule.schedule import Schedule
 
 Quantity = Any  # a float, or an array of them
 

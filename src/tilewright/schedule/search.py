@@ -23,6 +23,7 @@ from tilewright.schedule.candidate import (
     Leading,
     Plan,
     Refusal,
+    Schedule,
     concerns,
     discover,
     planned,
@@ -30,7 +31,6 @@ from tilewright.schedule.candidate import (
 from tilewright.schedule.cost import predict
 from tilewright.schedule.fork_server import UnavailableError, say
 from tilewright.schedule.problem import AnyProblem, FusionProblem
-from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.worker import HostedBench, hosted
 
 TIE_BAND = 0.03  # between candidates

@@ -26,12 +26,21 @@ from tilewright.errors import UnsupportedError
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
 from tilewright.schedule.cache import Cache, say
-from tilewright.schedule.candidate import Candidate, MetaPlan, Refusal, concerns, discover, narrowed, planned, refusing
+from tilewright.schedule.candidate import (
+    Candidate,
+    MetaPlan,
+    Refusal,
+    Schedule,
+    concerns,
+    discover,
+    narrowed,
+    planned,
+    refusing,
+)
 from tilewright.schedule.key import budgets_for, circumstances, digest_of
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.record import Key, Loser, Record
 from tilewright.schedule.record import Refusal as LostRecord
-from tilewright.schedule.schedule import Schedule
 from tilewright.schedule.search import Decision, Rejected, search
 
 HINT_S = 0.1  # at most, to time the kernel of a record from elsewhere

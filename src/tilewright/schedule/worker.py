@@ -28,7 +28,7 @@ from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, discover, f32_precision, planned
+from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, Schedule, discover, f32_precision, planned
 from tilewright.schedule.fork_server import (
     KEY,
     PULSE,
@@ -41,7 +41,6 @@ from tilewright.schedule.fork_server import (
 )
 from tilewright.schedule.guard import Watch
 from tilewright.schedule.problem import AnyProblem, FusionProblem
-from tilewright.schedule.schedule import Schedule
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
 GPU_LIMIT_S = 30.0  # where compiling a kernel, or the driver's first call, takes seconds

@@ -27,10 +27,9 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param, Reduce, gemm
 from tilewright.ir.types import TensorType
 from tilewright.lowering.access import of_operand
-from tilewright.schedule.candidate import Unsupported, plan_for, refusal
+from tilewright.schedule.candidate import Schedule, Unsupported, plan_for, refusal
 from tilewright.schedule.cost import predict
 from tilewright.schedule.problem import Problem, problem_of
-from tilewright.schedule.schedule import Schedule
 
 CHIPS = {c.name: c for c in chips()}
 HALF = "f16[512,1024] @ f16[1024,768] + bias, gelu -> f16"

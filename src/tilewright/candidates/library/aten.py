@@ -10,9 +10,8 @@ import torch
 from tilewright.candidates.library._around import flat, releasable, side, stores
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from tilewright.candidates.library._around import side, stores
 from tilewright.dtype import F32, F64, DType, dtype
 from tilewright.hardware.target import Target
 from tilewright.ir.ops.functions import narrow_integer
-from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 EXACT = {F32: 1 << 24, F64: 1 << 53}
 SHORTEST_BLOCK = 64

@@ -28,12 +28,12 @@ from tilewright.schedule.candidate import (
     Kernel,
     Refusal,
     Runner,
+    Schedule,
     concerns,
     discover,
     refusal,
 )
 from tilewright.schedule.problem import FusionProblem
-from tilewright.schedule.schedule import Schedule
 from tilewright.tracing import TRACING
 
 INDUCTORS = "TORCHINDUCTOR_CACHE_DIR"

@@ -13,9 +13,8 @@ import torch
 from tilewright.candidates.library._around import flat, one_matrix, side, stores
 from tilewright.dtype import S4, S8, S32, U8
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 
 def _constant(root: Node, problem: Problem) -> bool:

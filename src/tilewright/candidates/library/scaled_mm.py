@@ -10,9 +10,8 @@ import torch
 from tilewright.candidates.library._around import one_matrix, side, stores
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 # Ada and Hopper keep about 14 bits of a sum of 8-bit float products, which cuBLASLt adds up in f32 every 128 along K
 # (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2).

@@ -15,9 +15,8 @@ from tilewright.ir.anchor import acc_of, operands_of, stores_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import ATTENTION, CPU, GPU, Candidate, Kernel, Refusal, Runner
+from tilewright.schedule.candidate import ATTENTION, CPU, GPU, Candidate, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.problem import AttentionProblem
-from tilewright.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

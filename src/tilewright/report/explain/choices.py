@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 from tilewright.hardware.target import Target
 from tilewright.report.schema import Choice, Refusal
 from tilewright.report.text.tables import count, us
-from tilewright.schedule.candidate import discover
+from tilewright.schedule.candidate import Knob, Schedule, discover
 from tilewright.schedule.cost import predict
-from tilewright.schedule.schedule import Knob, Schedule
 from tilewright.schedule.search import Decision
 
 WRONG = 2.0  # a prediction this many times off is said to be

@@ -12,8 +12,7 @@ from tilewright.report.explain.choices import off_by, parted
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.text.quantized_table import print_quantized
 from tilewright.report.text.tables import count, findings, hanging, heading, line, listing, us
-from tilewright.schedule.candidate import Candidate, discover
-from tilewright.schedule.schedule import Schedule
+from tilewright.schedule.candidate import Candidate, Schedule, discover
 
 NOTHING_FELL_BACK = "Nothing fell back: no step was left to the slow reference or to the source's own library."
 NOTHING_UNFUSED = "Nothing is unfused: no step only converts or moves what another step made."

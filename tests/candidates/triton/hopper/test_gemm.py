@@ -16,11 +16,11 @@ from tilewright.ir.build import const, convert, input_, map_, reshape, slice_, t
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import Acc, Gemm, Param, Quantize
+from tilewright.schedule.candidate import Schedule
 from tilewright.schedule.cost import predict
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.schedule import Schedule
 
 pytest.importorskip("triton")
 

@@ -21,10 +21,10 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gemm, Param
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import calibrate, quantize, scheme
+from tilewright.schedule.candidate import Schedule
 from tilewright.schedule.expected import expect
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.sample import random_sources
-from tilewright.schedule.schedule import Schedule
 
 pytest.importorskip("triton")
 

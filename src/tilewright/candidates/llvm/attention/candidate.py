@@ -21,9 +21,8 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, of_operand, of_store
-from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
-from tilewright.schedule.schedule import Schedule
 
 
 def heads_of(problem: AttentionProblem, target: Target) -> Heads:

@@ -24,11 +24,10 @@ from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import gate_up, largest_of, of_operand, of_store
 from tilewright.lowering.decompose import powers_as_products
-from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

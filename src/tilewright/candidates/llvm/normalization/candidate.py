@@ -21,9 +21,8 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param, Reduce
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.lowering.scalar.steps import usable
-from tilewright.schedule.candidate import CPU, FUSION, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import CPU, FUSION, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import FusionProblem
-from tilewright.schedule.schedule import Schedule
 
 ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
 UNROLL = 4

@@ -18,9 +18,8 @@ from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Map, Param, Select
 from tilewright.lowering.access import Access, of_operand
-from tilewright.schedule.candidate import Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 UNSIZED = Blocks("", 1, 1, 1, 1, 1, pack_lhs=True)
 

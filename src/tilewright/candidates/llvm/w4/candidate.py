@@ -21,10 +21,9 @@ from tilewright.hardware.target import Chip, Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param, Transpose
 from tilewright.lowering.access import gate_up, of_store
-from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 ROWS = 16  # of a tile, at most
 PANELS = 8  # of a block, if it has more than one tile

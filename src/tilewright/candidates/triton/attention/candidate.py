@@ -13,9 +13,8 @@ from tilewright.candidates.triton.runtime.launch import caller
 from tilewright.candidates.triton.runtime.module import Arch, Built, build, exact_fp8, launcher, needs, required_arch
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Unsupported
+from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
-from tilewright.schedule.schedule import Schedule
 
 MOST_DEPTH = 256  # of a head: past that neither operands nor sums fit into registers and shared memory
 HELD = 64  # scores of a thread, at most: as many again are needed while they are computed

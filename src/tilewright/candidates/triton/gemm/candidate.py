@@ -20,10 +20,9 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, gate_up, largest_of, of_operand, of_store
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Unsupported, f32_precision
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported, f32_precision
 from tilewright.schedule.cost import Work
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)

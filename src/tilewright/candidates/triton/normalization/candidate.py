@@ -19,9 +19,8 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 from tilewright.ir.types import TensorType
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
-from tilewright.schedule.candidate import FUSION, GPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import FUSION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import Destination, FusionProblem
-from tilewright.schedule.schedule import Schedule
 
 MOST_COLUMNS = 1 << 15  # of a row that is kept in registers
 PIECE = 1024  # columns of a tile where nothing is reduced

@@ -28,9 +28,8 @@ from tilewright.candidates.triton.runtime.launch import addresses, caller, dense
 from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
-from tilewright.schedule.schedule import Schedule
 
 MOST_TRIED = 6  # points
 

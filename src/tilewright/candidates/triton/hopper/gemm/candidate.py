@@ -15,10 +15,9 @@ from tilewright.dtype import F8E4M3FN, F8E5M2
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Unsupported
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Schedule, Unsupported
 from tilewright.schedule.cost import Work
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 # Hopper keeps about 14 bits of a sum of 8-bit float products (DeepSeek-V3 Technical Report, arXiv 2412.19437, section 3.3.2).
 SHORT_SUM_BITS = 14

@@ -17,10 +17,9 @@ from tilewright.candidates.triton.hopper.w4.space import points, work
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.launch import caller
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 LOOKED_AT, SUFFICE = 8, 2  # points whose machine code is looked at before they are offered, until so many are
 MOST_SPILLED = 64  # bytes of a thread: with a few of them points were the fastest still

@@ -29,10 +29,9 @@ from tilewright.ir.build import convert, swap_last
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Gemm
 from tilewright.lowering.access import Access
-from tilewright.schedule.candidate import Kernel, Runner, Unsupported
+from tilewright.schedule.candidate import Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.schedule import Schedule
 
 FEWEST_ROWS = 33
 MOST_TRIED, FEWER_TRIED = 8, 2  # points, and those of a second packing
