@@ -23,8 +23,7 @@ from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import tuning_database as recall
 from tilewright.schedule.cache import Cache
-from tilewright.schedule.exchange import Exported, read_records
-from tilewright.schedule.record import Refusal
+from tilewright.schedule.record import Exported, Refusal, read_records
 
 LINE = "f32[4,32] @ f32[32,16] + bias"
 

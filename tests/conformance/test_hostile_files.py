@@ -27,7 +27,7 @@ from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
 from tilewright.report.measure.inputs import check_memory, make_feeds, read_npz
 from tilewright.runtime.safetensors import TensorFile
-from tilewright.schedule.exchange import read_records
+from tilewright.schedule.record import read_records
 
 # `make conformance` runs so many of each kind; TILEWRIGHT_CASES=3000 is 21,000.
 CASES = int(os.environ.get("TILEWRIGHT_CASES", "150"))

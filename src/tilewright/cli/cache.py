@@ -40,7 +40,7 @@ def tune(
     """
     from tilewright.hardware.detect import detect
     from tilewright.report.explain.tuning import describe_tuning
-    from tilewright.schedule.exchange import read_records, write_records
+    from tilewright.schedule.record import read_records, write_records
     from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
     hints = () if imported is None else read_records(imported)
