@@ -9,7 +9,7 @@ from tilewright.dtype import BF16, F32, PRED
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention
-from tilewright.schedule import attended
+from tilewright.schedule import expected as judge
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
@@ -74,10 +74,12 @@ def test_half_precision_is_held_to_its_own_rounding():
 def test_pieces_give_what_the_whole_does(monkeypatch):
     problem = posed(4, 13, 11, 8, kv_heads=2, mask=F32, scale=2.0, causal="lower")
     sources = random_sources(problem)
-    whole = attended.attended(problem, sources)
-    monkeypatch.setattr(attended, "most_at_once", lambda *t: 30)
-    for a, b in zip(whole, attended.attended(problem, sources), strict=True):
-        torch.testing.assert_close(a, b, equal_nan=True)
+    whole = expect(problem, sources)
+    monkeypatch.setattr(judge, "most_at_once", lambda *t: 30)
+    cut = expect(problem, sources)
+    for name in ("reference", "low", "high", "width"):
+        for a, b in zip(getattr(whole, name), getattr(cut, name), strict=True):
+            torch.testing.assert_close(a, b, equal_nan=True)
 
 
 def test_hidden_keys_and_rows_without_any_leave_no_room():

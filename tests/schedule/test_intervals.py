@@ -27,11 +27,9 @@ from tilewright.ir.ops import (
 )
 from tilewright.ir.types import TensorType
 from tilewright.schedule.expected import check, expect
-from tilewright.schedule.intervals import Interval, orderable, propagate
+from tilewright.schedule.intervals import REDUCING, Interval, orderable, propagate, reduced, spread
 from tilewright.schedule.problem import FusionProblem
-from tilewright.schedule.reductions import REDUCING, reduced
 from tilewright.schedule.sample import random_tensor
-from tilewright.schedule.spreads import spread
 
 TYPES = [t for t in BY_NAME.values() if t.kind != "opaque"]
 SHAPE = (5, 7)

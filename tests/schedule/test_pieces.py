@@ -8,7 +8,7 @@ import torch
 
 from tilewright.ir.notation import parse
 from tilewright.schedule import expected as judge
-from tilewright.schedule import pieces
+from tilewright.schedule import intervals
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.sample import random_sources
 
@@ -23,7 +23,7 @@ LINES = [
 
 
 def small(monkeypatch, elements=64):
-    monkeypatch.setattr(pieces, "PIECE", elements)
+    monkeypatch.setattr(intervals, "PIECE", elements)
 
 
 @pytest.mark.parametrize("text", LINES)
@@ -56,7 +56,7 @@ def test_a_wrong_element_is_found_in_its_piece(place, monkeypatch):
 def test_pieces_cover_a_shape_once_in_order(shape, monkeypatch):
     small(monkeypatch, 8)
     t = torch.arange(torch.tensor(shape).prod().int().item() if shape else 1).reshape(shape)
-    parts = [t[i].reshape(-1) for i in pieces.pieces(shape, pieces.most_at_once(t))]
+    parts = [t[i].reshape(-1) for i in intervals.pieces(shape, intervals.most_at_once(t))]
     assert all(p.numel() <= 8 for p in parts)
     assert torch.equal(torch.cat(parts), t.reshape(-1))
 
@@ -83,5 +83,5 @@ def test_judging_takes_a_few_times_the_result():
 
 def test_pieces_are_larger_where_launching_an_operation_takes_longer_than_a_million_elements():
     here, there = torch.empty(3), torch.empty(3, device="meta")
-    assert pieces.most_at_once(here, here) == pieces.PIECE
-    assert pieces.most_at_once(here, there) == pieces.ON_GPU * pieces.PIECE
+    assert intervals.most_at_once(here, here) == intervals.PIECE
+    assert intervals.most_at_once(here, there) == intervals.ON_GPU * intervals.PIECE

@@ -1,38 +1,62 @@
 """The results that a kernel's are held against: the oracle's, and bounds on how far from them a right kernel may be.
 
-With u the unit roundoff of the accumulator, an inner product of length K summed in any order is within K u |a|.|b| of the exact
-one to first order (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5), and its error is typically
-sqrt(K) u times the partial sums (Higham and Mary 2019, doi 10.1137/18M1226312). Both bounds are carried through the epilogue as
-intervals. Every element must lie in the first; all of them together may differ from the reference by no more than the second,
-with a factor for safety, adds up to. The sum is what shows a silent drop of precision: operands rounded to 10 bits (TF32) stay
-within the first bound from K = 400 on, and within the second only past K = 30,000.
+With u the unit roundoff of the accumulator, an inner product of length K summed in any order is within K u |a|.|b| of the
+exact one to first order (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5), and its error is typically
+sqrt(K) u times the partial sums (Higham and Mary 2019, doi 10.1137/18M1226312). Both bounds are carried through the epilogue
+as intervals. Every element must lie in the first; all of them together may differ from the reference by no more than the
+second, with a factor for safety, adds up to. The sum is what shows a silent drop of precision: operands rounded to 10 bits
+(TF32) stay within the first bound from K = 400 on, and within the second only past K = 30,000.
 
-A step of the epilogue, or of a fusion of other operations, may round a few times (`intervals.py`), sums and norms more often
-(`reductions.py`). Nothing is allowed where nothing rounds: an integer result is the exact one, a conversion or a quantisation
-rounds as the graph says, to the last bit: codes may differ by one only where the value lies within its error of an edge.
+A step of the epilogue, or of a fusion of other operations, may round a few times, sums and norms more often (`intervals.py`).
+Nothing is allowed where nothing rounds: an integer result is the exact one, a conversion or a quantisation rounds as the graph
+says, to the last bit: codes may differ by one only where the value lies within its error of an edge.
+
+The weights of an attention are a convex combination, so errors of at most d in the scores make of a weight w something between
+w e^(-2d) and w e^(2d): the results move by what large scores lose in f32, however exact all that follows is. Scores that are
+not scaled, of heads of 256 or 512, reach hundreds, and three digits of the result are gone with them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
-from tilewright.ir.anchor import acc_of, stores_of
-from tilewright.ir.evaluate import evaluate_nodes
+from tilewright.dtype import F32
+from tilewright.ir.anchor import acc_of, operands_of, stores_of
+from tilewright.ir.evaluate import accumulate_in_float64, evaluate_nodes
 from tilewright.ir.expression import QUANTISED_AT_ONCE, ROUNDED_AT_ONCE, depends_on_acc, quantised_to_8_bits, rounds_to_bf16
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import LayerNorm, Map, Param, Reduce, Select, Softmax
+from tilewright.ir.ops import Acc, LayerNorm, Map, Param, Reduce, Select, Softmax
 from tilewright.ir.ops.gemm import matmul_exact
-from tilewright.schedule.attended import attended
-from tilewright.schedule.intervals import Interval, inflate, orderable, propagate
-from tilewright.schedule.pieces import by_pieces, most_at_once, part, pieces
-from tilewright.schedule.problem import AnchorProblem, AnyProblem, FusionProblem, Problem, params_of
-from tilewright.schedule.reductions import REDUCING, SAFETY, reduced
-from tilewright.schedule.spreads import spread
+from tilewright.schedule.intervals import (
+    REDUCING,
+    SAFETY,
+    Interval,
+    by_pieces,
+    inflate,
+    most_at_once,
+    orderable,
+    part,
+    pieces,
+    propagate,
+    reduced,
+    spread,
+    unit_roundoff,
+)
+from tilewright.schedule.intervals import size as size_of
+from tilewright.schedule.problem import AnyProblem, AttentionProblem, FusionProblem, Problem, params_of
+
+ROUNDINGS = 64  # of an attention's weight and of what is multiplied with it, in the narrowest type on the way
+SCORE_ROUNDINGS = 4  # of a score that is there: scaled, masked, the largest taken off, put to the base of the exponential
+HOPELESS = 40.0  # an error of a score past which nothing is known of its weight
+USUAL_COARSENESS = 1 / 4  # of the tolerance for what is rounded at once: nearly all arguments are small, where it is nearer
+# What gives one of its operands, or a whole number, and rounds nothing on the way.
+PICKING = {"abs", "clamp", "maximum", "minimum", "negate", "relu"}
+UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "sign", "trunc"}
 
 
 @dataclass(frozen=True)
@@ -61,23 +85,26 @@ def expect(problem: AnyProblem, sources: Sequence[torch.Tensor], roundoff: float
     """
     if isinstance(problem, FusionProblem):
         worst, typical = (_worked_out(problem.roots, sources, usual=usual) for usual in (False, True))
-        return _between(worst, typical, _inexact(problem))
-    storage = problem.acc.dtype.to_torch()
+        found = _inexact_nodes(problem.nodes)
+        return _between(worst, typical, [r in found for r in problem.roots])
+    acc, stores = acc_of(problem.node), stores_of(problem.node)
     params = {n: sources[cast("Param", n.op).index] for n in params_of(problem)}
-    if problem.acc.dtype.is_integer:
+    given = {n: Interval.exact(t) for n, t in params.items()}
+    dependent = depends_on_acc(stores, _inexact_nodes(toposort(stores)))
+    if acc.dtype.is_integer:
         assert isinstance(problem, Problem)
         a, b = _operands(problem, params)
-        exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, problem.acc.dtype)
-        worst = typical = _bands(problem, params, Interval(exact, exact, exact))
+        exact = matmul_exact(a, b, problem.op.lhs.dtype, problem.op.rhs.dtype, acc.dtype)
+        worst = typical = _carried(stores, {**given, acc: Interval.exact(exact)}, dependent, usual=False)
     else:
         if isinstance(problem, Problem):
             ends = _product(problem, params, sources, roundoff)
         else:
-            ends = _around(*attended(problem, sources), storage)
-        worst = _bands(problem, params, Interval(ends[1], ends[0], ends[2]))
-        typical = _bands(problem, params, Interval(ends[3], ends[0], ends[4]), USUAL_COARSENESS)
+            ends = _ends(*_attended(problem, params), acc.dtype.to_torch())
+        worst = _carried(stores, {**given, acc: Interval(ends[1], ends[0], ends[2])}, dependent, usual=False)
+        typical = _carried(stores, {**given, acc: Interval(ends[3], ends[0], ends[4])}, dependent, usual=True)
         del ends
-    return _between(worst, typical, _rounding(problem))
+    return _between(worst, typical, _rounding(acc, stores, dependent))
 
 
 def _between(worst: Sequence[Interval], typical: Sequence[Interval], rounds: Sequence[bool]) -> Expected:
@@ -106,12 +133,12 @@ def _both(
     )
 
 
-def _around(mid: torch.Tensor, bound: torch.Tensor, usual: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, ...]:
+def _ends(mid: torch.Tensor, bound: torch.Tensor, usual: torch.Tensor, storage: torch.dtype) -> tuple[torch.Tensor, ...]:
     """A float64 value as it is stored, and the ends of the intervals of its two bounds."""
     ends: list[torch.Tensor] = [mid.to(storage)]
     for slack in (bound, usual):
-        room = torch.where(mid.isfinite(), slack, torch.zeros_like(slack))
-        ends += [(mid - room).to(storage), (mid + room).to(storage)]
+        off = torch.where(mid.isfinite(), slack, torch.zeros_like(slack))
+        ends += [(mid - off).to(storage), (mid + off).to(storage)]
     return tuple(ends)
 
 
@@ -148,7 +175,7 @@ def _product(
         if computed:
             off = off_a @ (columns + off_b) + a.abs() @ off_b
             bound, usual = bound + off, usual + off
-        return _around(product, bound, torch.minimum(bound, usual), storage)
+        return _ends(product, bound, torch.minimum(bound, usual), storage)
 
     shape = problem.acc.shape
     at_once = max(1, most_at_once(a) * shape[-2] // max(math.prod(shape), 1))
@@ -162,16 +189,126 @@ def _product(
     return tuple(found)
 
 
+def _attended(
+    problem: AttentionProblem, params: Mapping[Node, torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The accumulator computed in float64, its errors' bound and their typical size.
+
+    Errors scale with weights @ |v|: T roundings of the sum, those of the weights, which a kernel may round to the operands'
+    type, and what those of the scores do.
+    """
+    op = problem.op
+    operands = op.operands or problem.node.src
+    plain = replace(op, stores=())
+    sized = replace(op, operands=(*operands[:2], Node(Map("abs"), operands[2]), *operands[3:]), stores=())
+    with accumulate_in_float64():
+        acc, size = cast("list[torch.Tensor]", evaluate_nodes([Node(o, *problem.node.src) for o in (plain, sized)], params))
+    acc, size = acc.double(), size.double()
+    u, narrow = unit_roundoff(problem.acc.dtype), max(t.dtype.epsilon for t in problem.operands[:3])
+    tokens = max(problem.operands[1].shape[2], 1)
+    worst = (tokens * u + ROUNDINGS * narrow) * size
+    usual = (SAFETY * math.sqrt(tokens) * u + ROUNDINGS / 4 * narrow) * (acc.square() + size.square() / tokens).sqrt()
+    values = cast("list[torch.Tensor]", evaluate_nodes(operands_of(problem.node), params))
+    if op.scores is None:
+        moved, usually = _moved(problem, values, acc)
+    else:
+        moved = usually = torch.zeros((), dtype=torch.float64)
+    flips = _flips(problem, params, values)
+    return acc, worst + moved + flips, usual + usually + flips
+
+
+def _moved(problem: AttentionProblem, operands: Sequence[torch.Tensor], acc: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bounds, worst and typical, on how far errors of the scores move the results; computed a piece of the scores at a time."""
+    q, k, v = (t.double() for t in operands[:3])
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    keys, squares, values = k.abs(), k.square().sum(-1), size_of(v)
+    scores = (*q.shape[:3], k.shape[2])
+    mask = operands[3].expand(scores) if len(operands) == 4 else None
+    found = torch.empty_like(acc), torch.empty_like(acc)
+    for index in pieces(q.shape[:3], max(1, most_at_once(q) // max(scores[3], 1))):
+        heads = index[:2]
+        hidden, first = None if mask is None else mask[index], index[2].start or 0
+        rows = q[index], k[heads], keys[heads], squares[heads], values[heads]
+        for whole, moved in zip(found, _moved_rows(problem, rows, acc[index], hidden, first), strict=True):
+            whole[index] = torch.minimum(moved, 2 * values[heads].amax(-2, keepdim=True)) if scores[3] else moved
+    return found
+
+
+def _moved_rows(
+    problem: AttentionProblem,
+    operands: tuple[torch.Tensor, ...],
+    acc: torch.Tensor,
+    mask: torch.Tensor | None,
+    first: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same for the rows of queries from `first` on, with operands q, k, the sizes of k, the sums of its squares a key, and
+    the sizes of v."""
+    q, k, keys, squares, values = operands
+    op, u, depth = problem.op, unit_roundoff(problem.acc.dtype), max(q.shape[-1], 1)
+    plain = q @ k.transpose(-1, -2) * op.scale
+    masked = op.masked(plain, mask, first, problem.operands[0].shape[2])
+    there = masked.isfinite()
+    seen = SCORE_ROUNDINGS * u * size_of(masked)
+    most = (depth + 2) * u * abs(op.scale) * (q.abs() @ keys.transpose(-1, -2)) + seen
+    walk = q.square().sum(-1)[..., None] * squares[..., None, :] * (op.scale**2 / depth)
+    often = math.sqrt(depth) * u * (plain.square() + walk).sqrt() + seen
+    most, often = (torch.where(there, e, torch.zeros_like(e)).clamp(max=HOPELESS) for e in (most, often))
+    weights = torch.softmax(masked, -1).nan_to_num(0.0)
+    # (weights * e^most) / sum(weights * e^-most) is the most that a weight can become.
+    least = (weights * torch.exp(-most)).sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    worst = (weights * (torch.exp(most) / least - 1)).clamp(min=0.0) @ values
+    off = weights * often
+    first_order = (off.square() @ values.square()).sqrt() + acc.nan_to_num(0.0).abs() * off.square().sum(
+        -1, keepdim=True
+    ).sqrt()
+    usual = (
+        SAFETY * first_order * torch.exp((2 * often).amax(-1, keepdim=True) if often.shape[-1] else often.sum(-1, keepdim=True))
+    )
+    return worst, torch.minimum(usual, worst)
+
+
+def _flips(problem: AttentionProblem, params: Mapping[Node, torch.Tensor], operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Bounds on how far results move when scores or weights within rounding error of the edge between two codes take the other
+    one; 0 where an attention has no inner expression. A score that jumps moves a row's weights by at most twice the jump times
+    the largest weight; each change of a weight moves the result by that times the value."""
+    op = problem.op
+    if op.scores is None and op.weights is None:
+        return torch.zeros((), dtype=torch.float64)
+    q, k, v = (t.double() for t in operands[:3])
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    u, depth = unit_roundoff(problem.acc.dtype), q.shape[3]
+    scores = q @ k.transpose(-1, -2) * op.scale
+    error = (depth + 2) * u * abs(op.scale) * (q.abs() @ k.abs().transpose(-1, -2))
+    scores, jump, jumped = _jumps(op.scores, params, scores, error)
+    weights = torch.softmax(op.masked(scores, operands[3] if len(operands) == 4 else None), -1).nan_to_num(0.0)
+    peak = weights.amax(-1, keepdim=True)
+    moved = jump * peak * (jumped > 0)
+    loose = weights * (ROUNDINGS * F32.epsilon + 2 * error.amax(-1, keepdim=True) + moved)
+    _, step, counted = _jumps(op.weights, params, weights, loose)
+    largest = v.nan_to_num(0.0, 0.0, 0.0).abs().amax(-2, keepdim=True)
+    return (2 * jump * peak * jumped + step * counted) * largest
+
+
+def _jumps(
+    root: Node | None, params: Mapping[Node, torch.Tensor], values: torch.Tensor, error: torch.Tensor
+) -> tuple[torch.Tensor, float, torch.Tensor]:
+    """The values of an inner expression at arguments known up to an error, the largest jump they make there, and the number of
+    jumps in each row."""
+    if root is None:
+        return values, 0.0, torch.zeros(*values.shape[:-1], 1, dtype=torch.float64)
+    acc = Node(Acc(root.tensor))
+    middle, *ends = (
+        cast("torch.Tensor", evaluate_nodes((root,), {**params, acc: x})[0]).double()
+        for x in (values, values - error, values + error)
+    )
+    jump = torch.stack([(e - middle).abs() for e in ends]).amax(0)
+    return middle, float(jump.max()) if jump.numel() else 0.0, (jump > 0).double().sum(-1, keepdim=True)
+
+
 def _with_error(band: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     """A value in float64, and how far from it a right one may be; nothing where it is no number or infinite."""
     low, mid, high = (t.double() for t in (band.low, band.mid, band.high))
     return mid, torch.where(mid.isfinite(), torch.maximum(high - mid, mid - low), torch.zeros_like(mid))
-
-
-USUAL_COARSENESS = 1 / 4  # of the tolerance for what is rounded at once: nearly all arguments are small, where it is nearer
-# What gives one of its operands, or a whole number, and rounds nothing on the way.
-PICKING = {"abs", "clamp", "maximum", "minimum", "negate", "relu"}
-UNROUNDED = PICKING | {"ceil", "floor", "round_half_away", "round_half_even", "sign", "trunc"}
 
 
 def _inexact_nodes(nodes: Sequence[Node]) -> set[Node]:
@@ -186,83 +323,53 @@ def _inexact_nodes(nodes: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _inexact(problem: FusionProblem) -> list[bool]:
-    found = _inexact_nodes(problem.nodes)
-    return [r in found for r in problem.roots]
-
-
 def _worked_out(roots: Sequence[Node], sources: Sequence[torch.Tensor], *, usual: bool) -> list[Interval]:
     """Expressions over sources, with one of the two bounds."""
     nodes = toposort(roots)
-    inexact = _inexact_nodes(nodes)
-    values: dict[Node, Interval] = {}
-    last = {s: n for n in nodes for s in n.src}
-    for n in nodes:
-        src = [values[s] for s in n.src]
-        for s in n.src:
-            if last[s] is n and s not in roots:
-                values.pop(s, None)
-        if isinstance(n.op, Param):
-            values[n] = Interval.exact(sources[n.op.index])
-        elif n not in inexact:
-            values[n] = Interval.exact(cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src])))
-        elif isinstance(n.op, (Map, Select)):
-            values[n] = propagate(n, src, inexact)
-        elif isinstance(n.op, REDUCING):
-            values[n] = reduced(n, src, usual=usual)
-        else:
-            values[n] = spread(n, _loosened(n, src, USUAL_COARSENESS if usual else 1.0))
-    return [values[r] for r in roots]
+    given = {n: Interval.exact(sources[n.op.index]) for n in nodes if isinstance(n.op, Param)}
+    return _carried(roots, given, _inexact_nodes(nodes), usual=usual)
 
 
-def _loosened(n: Node, src: Sequence[Interval], share: float) -> list[Interval]:
-    """The operands of a node, the first with tolerance for a function whose value is rounded at once, or a share of that."""
-    room = ROUNDED_AT_ONCE if rounds_to_bf16(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
-    return [inflate(src[0], share * room), *src[1:]] if room else list(src)
+def _carried(
+    roots: Sequence[Node], values: dict[Node, Interval], dependent: Collection[Node], *, usual: bool
+) -> list[Interval]:
+    """Expressions from the intervals of their leaves, with one of the two bounds; `values` is used up, for its memory.
 
-
-def _bands(problem: AnchorProblem, params: Mapping[Node, torch.Tensor], acc: Interval, share: float = 1.0) -> list[Interval]:
-    """The stores for an accumulator known up to its error; `share` of the tolerance for what is rounded at once."""
-    stores = stores_of(problem.node)
-    dependent = _moving(stores)
-    values: dict[Node, Interval] = {acc_of(problem.node): acc}
-    del acc
-    order = toposort(stores)
+    `dependent`: the nodes that have more than one right value.
+    """
+    order = toposort(roots)
     last = {s: n for n in order for s in n.src}
     for n in order:
         if n in values:
             continue
         src = [values[s] for s in n.src]
         for s in n.src:
-            if last[s] is n and s not in stores:
-                values.pop(s, None)  # its memory, for what follows
-        if n not in dependent:
-            t = params[n] if n in params else cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-            values[n] = Interval(t, t, t)
-        elif isinstance(n.op, (Map, Select)) and any(s.dtype.is_float for s in n.src):
+            if last[s] is n and s not in roots:
+                values.pop(s, None)
+        steps, reduces = isinstance(n.op, (Map, Select)), isinstance(n.op, REDUCING)
+        rounds = reduces or (steps and any(s.dtype.is_float for s in n.src))
+        if n not in dependent or (not rounds and all(b.is_exact for b in src)):
+            values[n] = Interval.exact(cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src])))
+        elif steps:
             values[n] = propagate(n, src, dependent)
-        elif all(b.low is b.mid is b.high for b in src):
-            t = cast("torch.Tensor", n.op.evaluate(n, [b.mid for b in src]))
-            values[n] = Interval(t, t, t)
-        elif isinstance(n.op, (Map, Select)):
-            values[n] = propagate(n, src, dependent)
+        elif reduces:
+            values[n] = reduced(n, src, usual=usual)
         else:
-            values[n] = spread(n, _loosened(n, src, share))
-    return [values[r] for r in stores]
+            values[n] = spread(n, _inflated(n, src, USUAL_COARSENESS if usual else 1.0))
+    return [values[r] for r in roots]
 
 
-def _moving(stores: Sequence[Node]) -> set[Node]:
-    """The nodes that depend on the accumulator, or on a function of side inputs that rounds in more than one right way."""
-    return depends_on_acc(stores, _inexact_nodes(toposort(stores)))
+def _inflated(n: Node, src: Sequence[Interval], share: float) -> list[Interval]:
+    """The operands of a node, the first with tolerance for a function whose value is rounded at once, or a share of that."""
+    slack = ROUNDED_AT_ONCE if rounds_to_bf16(n) else QUANTISED_AT_ONCE if quantised_to_8_bits(n) is not None else 0.0
+    return [inflate(src[0], share * slack), *src[1:]] if slack else list(src)
 
 
-def _rounding(problem: AnchorProblem) -> list[bool]:
+def _rounding(acc: Node, stores: Sequence[Node], dependent: Collection[Node]) -> list[bool]:
     """Say for each store whether something rounds on the way in more than one right way: a float sum, or a float step."""
-    stores = stores_of(problem.node)
-    dependent = _moving(stores)
     found: set[Node] = set()
     for n in toposort(stores):
-        starts = n is acc_of(problem.node) and n.dtype.is_float
+        starts = n is acc and n.dtype.is_float
         steps = n in dependent and isinstance(n.op, Map) and any(s.dtype.is_float for s in n.src)
         if starts or steps or any(s in found for s in n.src):
             found.add(n)

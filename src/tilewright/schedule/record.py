@@ -1,5 +1,5 @@
-"""Records of decisions: the key that a choice depends on, the choice, and candidates that never came back; as stored bytes, and as
-one JSON file to be taken elsewhere. Data alone: what reads it builds and checks anew."""
+"""Records of decisions: the key that a choice depends on, the choice, and candidates that never came back; as stored bytes,
+and as one JSON file to be taken elsewhere. Data alone: what reads it builds and checks anew."""
 
 from __future__ import annotations
 
