@@ -105,7 +105,7 @@ def test_clusters_that_share_k_are_right(line):
 def test_weights_of_few_bits_are_right(line):
     p, found = posed(line), {}
     for s in plan_for(hopper_w4.CANDIDATE, p, H200).schedules():
-        names = ("wide", "cluster", "tile_m", "tile_n", "lag", "loop", "chunks")
+        names = ("wgmma", "cluster", "tile_m", "tile_n", "in_flight", "unroll", "k_chunks")
         found.setdefault(tuple(v for k, v in s.knobs if k in names), s)
     assert_right(hopper_w4.CANDIDATE, p, list(found.values())[:4], H200)
 

@@ -157,6 +157,10 @@ class Problem:
         """The least memory traffic: every source read once, every result written once."""
         return sum(t.size_bytes for t in (*self.types, *self.outputs))
 
+    def constant(self, root: Node) -> bool:
+        """Tell whether an expression reads no sources but weights."""
+        return all(self.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
+
     def first_conversion(self) -> DType | None:
         """The one type to which every store first converts acc, acc's own type if all use it as it is, else None."""
         nodes = toposort(self.op.stores)

@@ -21,7 +21,6 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gemm, Param
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import calibrate, quantize, scheme
-from tilewright.schedule.candidate import Schedule
 from tilewright.schedule.expected import expect
 from tilewright.schedule.problem import Problem
 from tilewright.schedule.sample import random_sources
@@ -30,11 +29,11 @@ pytest.importorskip("triton")
 
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, compiled
-from tilewright.candidates.triton.hopper.w4.convert import factor, made_bytes
-from tilewright.candidates.triton.hopper.w4.form import Form, Point
-from tilewright.candidates.triton.hopper.w4.pack import packed, packed_weights, unpacked
+from tilewright.candidates.triton.hopper.w4.convert import byte_factor, dequantize_to_bytes
+from tilewright.candidates.triton.hopper.w4.form import KernelConfig, TileConfig
+from tilewright.candidates.triton.hopper.w4.pack import BLOCK, bias, packed, packed_weights, places
 from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
-from tilewright.candidates.triton.hopper.w4.space import points
+from tilewright.candidates.triton.hopper.w4.space import configs
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.schedule.candidate import plan_for, refusal
 
@@ -45,8 +44,34 @@ H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_
 def test_few_multiprocessors_hold_few_clusters(cores):
     few = replace(H200, cores=cores)
     for rows in (1, 16, 64):
-        found = points(plan_of(posed(f"f16[{rows},1024] @ s4[1024,1024]^T group=64")), few)
+        found = configs(plan_of(posed(f"f16[{rows},1024] @ s4[1024,1024]^T group=64")), few)
         assert found and all(p.cluster * p.warps <= 16 * cores for p in found)
+
+
+def unpacked(words, rows, kind, operand):
+    """The codes [rows, K] that `packed` packed."""
+    m64, k64 = words.shape[:2]
+    mask = (1 << kind.bits) - 1
+    if kind.bits == 4:
+        steps = words.reshape(m64, k64, 4, 8, 4, 4)
+        found = {(h, kk): steps for h, kk, _ in places(4, operand)}
+        at = {(h, kk): bit for h, kk, bit in places(4, operand)}
+    else:
+        steps = words.transpose(3, 4).reshape(m64, k64, 4, 8, 4, 4, 2)
+        found = {(h, kk): steps[..., kk] for h in (0, 1) for kk in (0, 1)}
+        at = {(h, kk): 8 * h for h, kk in found}
+    v = torch.empty(m64, k64, 4, 8, 4, 4, 2, 2, 2, dtype=torch.int32, device=words.device)
+    for (h, kk), word in found.items():
+        for p in (0, 1):
+            v[..., h, kk, p] = ((word.long() & 0xFFFFFFFF) * (1 + (1 << 32)) >> (at[h, kk] + 16 * p)) & mask
+    v = v.permute(0, 2, 6, 3, 1, 5, 7, 4, 8)  # m64 warp h g k64 step half t pair
+    v = v.movedim(6, 8) if operand.bits == 8 else v
+    v = v.reshape(m64 * BLOCK, k64 * BLOCK)[:rows]
+    v = v - bias(kind, operand)
+    if kind.kind != "uint":  # what was stored as it was comes back from its lowest bits
+        half = 1 << (kind.bits - 1)
+        v = ((v + half) & mask) - half
+    return v.to(kind.to_torch())
 
 
 @pytest.mark.parametrize("operand", [F16, BF16, F8E4M3FN])
@@ -90,62 +115,78 @@ def test_weights_are_packed_once_until_somebody_writes_to_them():
 # What is multiplied, and how: narrow and wide, clusters, warps that share K, several tiles to a warp, K that does not come out
 # even, rows and columns that fill nothing.
 EMULATED = [
-    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", Point(False, 0, 2, 2, 4, 2, 1, 1, 2, 1)),
-    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", Point(False, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
-    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", Point(False, 0, 1, 4, 4, 1, 2, 1, 2, 2)),
-    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", Point(False, 0, 1, 2, 4, 1, 2, 1, 2, 0)),
-    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", Point(False, 0, 2, 4, 2, 1, 2, 1, 2, 2)),
-    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", Point(False, 0, 4, 8, 1, 2, 1, 1, 2, 1)),
-    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", Point(True, 0, 4, 4, 2, 1, 1, 1, 1, 1)),
-    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", Point(True, 0, 4, 8, 1, 1, 2, 1, 2, 1)),
-    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", Point(True, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
-    ("~f16[20,1024] @ s4[128,1024]^T group=64 -> f16", Point(True, 0, 2, 4, 2, 1, 4, 4, 3, 1)),
-    ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", Point(False, 0, 2, 2, 4, 1, 3, 3, 3, 1)),
+    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", TileConfig(False, 0, 2, 2, 4, 2)),
+    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", TileConfig(False, 0, 2, 4, 2, 1)),
+    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", TileConfig(False, 0, 1, 4, 4, 1)),
+    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", TileConfig(False, 0, 1, 2, 4, 1)),
+    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", TileConfig(False, 0, 2, 4, 2, 1)),
+    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", TileConfig(False, 0, 4, 8, 1, 2)),
+    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", TileConfig(True, 0, 4, 4, 2, 1)),
+    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", TileConfig(True, 0, 4, 8, 1, 1)),
+    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", TileConfig(True, 0, 2, 4, 2, 1)),
+    ("~f16[20,1024] @ s4[128,1024]^T group=64 -> f16", TileConfig(True, 0, 2, 4, 2, 1, k_chunks=4)),
+    ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", TileConfig(False, 0, 2, 2, 4, 1, k_chunks=3)),
     # more rows in a tile than are packed
-    ("~f16[2,512] @ u4[200,512]^T group=64 zero_point -> f16", Point(False, 0, 2, 8, 1, 4, 4, 1, 4, 2)),
+    ("~f16[2,512] @ u4[200,512]^T group=64 zero_point -> f16", TileConfig(False, 0, 2, 8, 1, 4)),
     # clusters that have several row tiles, not all as many
-    ("~f16[16,512] @ s4[320,512]^T group=64 -> f16", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
-    ("f16[9,512] @ u4[288,512]^T group=32 zero_point + bias -> f16", Point(False, 2, 1, 2, 4, 1, 2, 1, 2, 2)),
-    ("~bf16[30,512] @ s4[512,512]^T group=128 -> f32", Point(True, 2, 4, 4, 2, 1, 1, 1, 1, 1)),
-    ("~f16[24,512] @ s8[640,512]^T group=64 -> f16", Point(True, 2, 2, 8, 1, 1, 4, 1, 4, 1)),
-    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", Point(True, 0, 1, 4, 2, 1, 2, 1, 3, 1)),
-    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", Point(False, 0, 1, 2, 4, 2, 1, 1, 3, 1)),
-    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", Point(False, 0, 1, 2, 4, 2, 1, 1, 3, 1)),
+    ("~f16[16,512] @ s4[320,512]^T group=64 -> f16", TileConfig(False, 3, 2, 4, 2, 1)),
+    ("f16[9,512] @ u4[288,512]^T group=32 zero_point + bias -> f16", TileConfig(False, 2, 1, 2, 4, 1)),
+    ("~bf16[30,512] @ s4[512,512]^T group=128 -> f32", TileConfig(True, 2, 4, 4, 2, 1)),
+    ("~f16[24,512] @ s8[640,512]^T group=64 -> f16", TileConfig(True, 2, 2, 8, 1, 1)),
+    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", TileConfig(True, 0, 1, 4, 2, 1)),
+    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", TileConfig(False, 0, 1, 2, 4, 2)),
+    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", TileConfig(False, 0, 1, 2, 4, 2)),
 ]
 # Blocks of K in a loop, products by `wgmma` under way while codes are made halves and while sums are scaled; the same again and
 # again for several row tiles.
 EMULATED += [
-    ("~f16[16,1024] @ s4[128,1024]^T group=64 -> f16", Point(True, 0, 2, 4, 2, 1, 4, 1, 4, 2, 4, 1, 1)),
-    ("~f16[12,2048] @ u4[250,2048]^T group=32 zero_point + bias -> f16", Point(True, 0, 4, 8, 1, 2, 8, 2, 8, 2, 4, 2, 1)),
-    ("bf16[40,1024] @ u4[128,1024]^T group=64 zero_point -> bf16", Point(True, 0, 1, 4, 2, 1, 8, 2, 4, 4, 4, 2, 0)),
-    ("~f16[5,2048] @ s8[200,2048]^T group=64 -> f16", Point(False, 0, 2, 2, 4, 2, 4, 1, 16, 5, 4, 0, 1)),
-    ("~bf16[20,2048] @ s8[64,2048]^T scale=channel -> f32", Point(True, 0, 1, 4, 2, 1, 16, 4, 8, 3, 4, 1, 0)),
-    ("~f16[16,1024] @ u4[640,1024]^T group=32 zero_point + bias -> f16", Point(True, 2, 2, 4, 2, 2, 4, 1, 4, 3, 2, 1, 0)),
+    (
+        "~f16[16,1024] @ s4[128,1024]^T group=64 -> f16",
+        TileConfig(True, 0, 2, 4, 2, 1, unroll=4, in_flight=1, launch_early=True),
+    ),
+    (
+        "~f16[12,2048] @ u4[250,2048]^T group=32 zero_point + bias -> f16",
+        TileConfig(True, 0, 4, 8, 1, 1, k_chunks=2, unroll=4, in_flight=2, launch_early=True),
+    ),
+    (
+        "bf16[40,1024] @ u4[128,1024]^T group=64 zero_point -> bf16",
+        TileConfig(True, 0, 1, 4, 2, 1, k_chunks=2, unroll=4, in_flight=2),
+    ),
+    ("~f16[5,2048] @ s8[200,2048]^T group=64 -> f16", TileConfig(False, 0, 2, 2, 4, 2, launch_early=True)),
+    ("~bf16[20,2048] @ s8[64,2048]^T scale=channel -> f32", TileConfig(True, 0, 1, 4, 2, 1, k_chunks=4, unroll=4, in_flight=1)),
+    (
+        "~f16[16,1024] @ u4[640,1024]^T group=32 zero_point + bias -> f16",
+        TileConfig(True, 2, 2, 4, 2, 1, unroll=2, in_flight=1),
+    ),
 ]
 # The other operand in 8 bits, made f16 where it lies in shared memory: in chunks, and where K does not come out even.
 EMULATED += [
-    ("s8[3,512] scale=channel @ s4[100,512]^T group=64 + bias -> f16", Point(False, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
-    ("u8[9,320] scale=tensor @ u4[64,320]^T group=32 zero_point -> f32", Point(True, 0, 2, 4, 2, 1, 2, 1, 2, 1)),
+    ("s8[3,512] scale=channel @ s4[100,512]^T group=64 + bias -> f16", TileConfig(False, 0, 2, 4, 2, 1)),
+    ("u8[9,320] scale=tensor @ u4[64,320]^T group=32 zero_point -> f32", TileConfig(True, 0, 2, 4, 2, 1)),
     (
         "f8e4m3fn[12,1024] scale=channel @ u4[120,1024]^T group=32 zero_point -> f16",
-        Point(True, 0, 2, 4, 2, 1, 4, 2, 4, 2, 2, 2, 1),
+        TileConfig(True, 0, 2, 4, 2, 1, k_chunks=2, unroll=2, in_flight=2, launch_early=True),
     ),
-    ("f8e5m2[20,512] scale=channel @ s8[64,512]^T group=64 -> f16", Point(True, 0, 1, 4, 2, 1, 4, 4, 3, 1)),
-    ("s8[8,512] scale=channel @ s4[320,512]^T group=64 -> f16", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
+    ("f8e5m2[20,512] scale=channel @ s8[64,512]^T group=64 -> f16", TileConfig(True, 0, 1, 4, 2, 1, k_chunks=4)),
+    ("s8[8,512] scale=channel @ s4[320,512]^T group=64 -> f16", TileConfig(False, 3, 2, 4, 2, 1)),
     # integers, whose sums are exact
-    ("s8[5,512] @ s4[72,512]^T -> s32", Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1)),
-    ("u8[9,512] scale=channel @ u4[512,40] scale=channel -> f16", Point(True, 0, 1, 4, 2, 1, 4, 1, 4, 1)),
+    ("s8[5,512] @ s4[72,512]^T -> s32", TileConfig(False, 0, 2, 2, 4, 1)),
+    ("u8[9,512] scale=channel @ u4[512,40] scale=channel -> f16", TileConfig(True, 0, 1, 4, 2, 1)),
 ]
 NUMPY = {torch.int8: np.int8, torch.uint8: np.uint8, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.uint8}
 NUMPY |= {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
 
 
-def formed(problem, point):
-    """A problem's form at a point, as many clusters as there are row tiles if none is said."""
+def configured(problem, tile):
+    """A problem's plan and configuration, as many clusters as there are row tiles if none is said."""
     plan = plan_of(problem)
-    assert isinstance(plan, Plan), plan
-    form = Form(plan, point)
-    return form if point.clusters else replace(form, point=replace(point, clusters=form.row_tiles))
+    config = KernelConfig.of(plan, tile)
+    return plan, config if tile.clusters else replace(config, clusters=config.row_tiles)
+
+
+def built(problem, tile):
+    """A problem's kernel."""
+    return compiled(*configured(problem, tile), tuple(t.dtype for t in problem.types))
 
 
 @pytest.mark.thin(3)
@@ -162,11 +203,11 @@ def test_weights_of_siblings_are_taken_as_one():
 # Both halves of the columns in one store: narrow and wide, halves that are no multiple of 8 rows, blocks that finish eight
 # columns, warps that share K, several row tiles.
 GATED = [
-    ("~f16[3,512] @ s4[200,512]^T group=64 -> f32", Point(False, 0, 4, 4, 2, 1, 1, 1, 1, 1)),
-    ("f16[1,512] @ u4[198,512]^T group=32 zero_point -> f32", Point(False, 0, 1, 4, 2, 1, 4, 1, 4, 2)),
-    ("bf16[17,512] @ s8[512,96] scale=channel -> f32", Point(False, 0, 2, 2, 4, 2, 1, 1, 3, 1)),
-    ("~f16[33,512] @ s4[260,512]^T group=128 -> f32", Point(True, 0, 4, 8, 1, 1, 2, 1, 2, 1)),
-    ("~f16[16,512] @ u4[600,512]^T group=64 zero_point -> f32", Point(False, 3, 2, 4, 2, 1, 4, 1, 2, 1)),
+    ("~f16[3,512] @ s4[200,512]^T group=64 -> f32", TileConfig(False, 0, 4, 4, 2, 1)),
+    ("f16[1,512] @ u4[198,512]^T group=32 zero_point -> f32", TileConfig(False, 0, 1, 4, 2, 1)),
+    ("bf16[17,512] @ s8[512,96] scale=channel -> f32", TileConfig(False, 0, 2, 2, 4, 2)),
+    ("~f16[33,512] @ s4[260,512]^T group=128 -> f32", TileConfig(True, 0, 4, 8, 1, 1)),
+    ("~f16[16,512] @ u4[600,512]^T group=64 zero_point -> f32", TileConfig(False, 3, 2, 4, 2, 1)),
 ]
 
 
@@ -188,7 +229,7 @@ def test_a_weight_packed_by_halves_is_not_taken_for_the_same_weight_packed_in_or
 
 def test_both_halves_take_no_more_registers():
     problem = of_halves(posed("~f16[16,8192] @ s4[3584,8192]^T group=64 -> f32"), out=F16)
-    kernel = compiled(formed(problem, FEW), tuple(t.dtype for t in problem.types)).kernel
+    kernel = built(problem, FEW).kernel
     assert needs(kernel).spills == 0 and needs(kernel).registers <= FEW.registers
     assert "100 rows are many for stores that read both halves" in str(
         refusal(CANDIDATE, of_halves(posed("f16[100,256] @ s4[64,256]^T group=64 -> f32")), H200)
@@ -210,12 +251,12 @@ def test_what_codes_are_too_large_by_is_taken_off_exactly():
     problem = posed("~f16[1,512] @ s4[128,512]^T group=64 -> f16")
     x, codes, scales = random_sources(problem)
     x.zero_()[0, :3] = torch.tensor([2048, 1, 2.0**-12])
-    emulate(problem, Point(False, 0, 2, 2, 4, 2, 1, 1, 2, 1), [x, codes.zero_(), scales.fill_(1)])
+    emulate(problem, TileConfig(False, 0, 2, 2, 4, 2), [x, codes.zero_(), scales.fill_(1)])
 
 
 def test_both_halves_meet_where_the_other_operand_has_8_bits():
     line = "s8[9,512] scale=channel @ s4[96,512]^T group=64 -> f32"
-    emulate(of_halves(posed(line), out=F16), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))
+    emulate(of_halves(posed(line), out=F16), TileConfig(False, 0, 2, 2, 4, 1))
 
 
 def test_halves_of_siblings_with_a_residual_meet_in_two_stores():
@@ -224,30 +265,30 @@ def test_halves_of_siblings_with_a_residual_meet_in_two_stores():
     beside = Node(Param(len(problem.types), TensorType(F32, store.shape)))
     stores = store, map_("add", convert(store, F32), beside)
     op = replace(problem.op, stores=stores)
-    emulate(Problem(op, (*problem.types, beside.tensor), (*problem.weights, False)), Point(False, 0, 2, 2, 4, 1, 1, 1, 1, 1))
+    emulate(Problem(op, (*problem.types, beside.tensor), (*problem.weights, False)), TileConfig(False, 0, 2, 2, 4, 1))
 
 
 def emulate(problem, point, sources=None, how=None):
     """Run a problem's kernel at a point, on random sources if none are given, and compare."""
-    form = formed(problem, point)
-    plan, w = form.plan, form.plan.weights
+    plan, config = configured(problem, point)
+    w = plan.weights
     sources = sources or random_sources(problem)
     unset = [float("nan") if t.dtype.is_float else -1 for t in problem.outputs]
     results = [torch.full(t.shape, u, dtype=t.dtype.to_torch()) for t, u in zip(problem.outputs, unset, strict=True)]
     packed_ones = packed_weights(w.values(dict(enumerate(sources))), w, plan.operand)
     named = dict(zip(("codes", "scales", "zeros"), packed_ones, strict=False)) | {"x": sources[plan.x].contiguous()}
     named |= {f"p{i}": t.contiguous() for i, t in enumerate(sources)} | {f"o{i}": t for i, t in enumerate(results)}
-    built = compiled(form, tuple(t.dtype for t in problem.types))
-    kernel = built.kernel
-    given = [*(named[n].data_ptr() for n in built.names), *built.numbers]
-    run(kernel.asm["ptx"], (form.grid,), given, kernel.metadata.shared, how)
+    made = built(problem, point)
+    kernel = made.kernel
+    given = [*(named[n].data_ptr() for n in made.names), *made.numbers]
+    run(kernel.asm["ptx"], (config.grid,), given, kernel.metadata.shared, how)
     expected = expect(problem, sources)
     for result, low, high in zip(results, expected.low, expected.high, strict=True):
         inside = (result.double() >= low.double()) & (result.double() <= high.double())
         assert inside.all(), f"{int((~inside).sum())} of {result.numel()}"
 
 
-FEW = Point(False, 0, 4, 4, 4, 2, 8, 1, 12, 4)
+FEW = TileConfig(False, 0, 4, 4, 4, 2)
 # The line, the point, instructions and how many of them there are.
 CASES = {
     "one row": (
@@ -262,17 +303,17 @@ CASES = {
     ),
     "sixteen rows, rounded, with zero points and a bias": (
         "bf16[16,8192] @ u4[3584,8192]^T group=128 zero_point + bias -> bf16",
-        replace(FEW, ahead=8),
+        FEW,
         {"HMMA.16816.F32.BF16": 128, "HMUL2.BF16_V2": 256},
     ),
     "forty rows": (
         "~f16[40,8192] @ s4[3584,8192]^T group=64 -> f16",
-        Point(True, 0, 8, 4, 2, 1, 8, 1, 8, 4),
+        TileConfig(True, 0, 8, 4, 2, 1, occupancy=2),
         {"HGMMA.64x64x16.F32": 32, "LDG.E.NA.128": 8},
     ),
     "many columns": (
         "~f16[16,8192] @ s4[28672,8192]^T group=64 -> f16",
-        Point(False, 64, 2, 2, 8, 2, 8, 1, 8, 4),
+        TileConfig(False, 64, 2, 2, 8, 2),
         {"HMMA.16816.F32": 160, "LDG.E.NA.128": 24},
     ),
 }
@@ -281,10 +322,8 @@ CASES = {
 def test_machine_code_is_loaded_for_each_device():
     line, point, _ = CASES["forty rows"]
     problem = posed(line)
-    plan = plan_of(problem)
-    assert isinstance(plan, Plan)
     types = tuple(t.dtype for t in problem.types)
-    first, again, other = (compiled(Form(plan, point), types, device).kernel for device in (0, 0, 1))
+    first, again, other = (compiled(*configured(problem, point), types, device).kernel for device in (0, 0, 1))
     assert first is again and first is not other
 
 
@@ -293,19 +332,19 @@ def test_machine_code_is_loaded_for_each_device():
 def test_machine_code_is_what_was_meant(name):
     line, point, wanted = CASES[name]
     problem = posed(line)
-    form = formed(problem, point)
-    kernel = compiled(form, tuple(t.dtype for t in problem.types)).kernel
+    _, config = configured(problem, point)
+    kernel = built(problem, point).kernel
     text = assembly(kernel)
     for instruction, count in wanted.items():
         found = len(re.findall(rf"\b{re.escape(instruction)}\b", text))
         assert found == count, f"{instruction}: {found}"
-    codes = 64 * point.depth * point.tiles * 16 // 32  # of a lane: five operations on integers make eight of them halves
+    codes = 2 * 16 * config.warp_blocks * point.warp_tiles  # of a lane: five integer operations make eight of them halves
     assert len(re.findall(r"\bLOP3\b", text)) >= codes // 2
     assert needs(kernel).registers <= point.registers
-    assert needs(kernel).spills <= (96 if point.wide or form.again else 0)
+    assert needs(kernel).spills <= (96 if point.wgmma or config.persistent else 0)
     assert "ACQBULK" in text and "UCGABAR_WAIT" in text and text.count("BAR.SYNC") <= 4
     before = text[: text.index("ACQBULK")]
-    assert len(re.findall(r"LDG\.E\.NA\.128", before)) == point.early
+    assert len(re.findall(r"LDG\.E\.NA\.128", before)) == config.early_prefetch
 
 
 @pytest.mark.thin(3)
@@ -314,8 +353,8 @@ def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
     """ptxas lets each end before the next one starts where it thinks registers do not suffice, and says nothing."""
     line = f"~f16[{rows},8192] @ s4[{outs},8192]^T group=64 -> f16"
     problem = posed(line)
-    point = next(p for p in points(plan_of(problem), H200) if p.loop)
-    kernel = compiled(formed(problem, point), tuple(t.dtype for t in problem.types)).kernel
+    config = next(c for c in configs(plan_of(problem), H200) if c.unroll)
+    kernel = compiled(plan_of(problem), config, tuple(t.dtype for t in problem.types)).kernel
     text = assembly(kernel)
     products = len(re.findall(r"\bHGMMA\b", text))
     assert products and len(re.findall(r"\bWARPGROUP.DEPBAR\b", text)) == products // 4
@@ -488,10 +527,10 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
         own = points[0].numpy().view(np.uint32).transpose(0, 2, 1, 3).reshape(-1, 8, 64 // sub)[:4]
         own = np.repeat(own.reshape(32, -1), 4, axis=0)
         given |= {12 + i: own[:, i * 16 // sub] for i in range(4)}
-    asm = made_bytes(operand, kind, zeros=zeros, sub=sub)
+    asm = dequantize_to_bytes(operand, kind, zeros=zeros, scale_k=sub)
     found = np.stack(integers(asm.text, given))  # [row half and word, lane]
     want = codes[:64].double() - (zero[:64].double().repeat_interleave(sub, 1) if zeros else 0)
-    times = factor(operand, kind, zeros=zeros)
+    times = byte_factor(operand, kind, zeros=zeros)
     assert torch.equal(numbers_in(found, operand) * times, want)
     if kind.bits == 4 and operand is F8E4M3FN:  # the same bytes made once, but for their highest bit
         (ready,) = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand, ready=True)[:1]
@@ -537,10 +576,10 @@ def test_every_point_of_the_shapes_of_llama_fits():
     for n, k in ((4096, 4096), (4096, 14336), (1024, 8192), (57344, 8192), (8192, 28672), (3584, 8192)):
         for m in (1, 4, 16, 17, 64):
             problem = posed(f"f16[{m},{k}] @ s4[{n},{k}]^T group=64")
-            plan, found = plan_of(problem), points(plan_of(problem), H200)  # not `schedules`, which compiles the first of them
+            plan, found = plan_of(problem), configs(plan_of(problem), H200)  # not `schedules`, which compiles the first of them
             assert found
-            assert all(Form(plan, p).shared_bytes <= CHIP.shared_bytes for p in found)
-            assert all(Schedule.of_point(p).point(Point) == p for p in found)
+            assert all(c.shared_bytes <= CHIP.shared_bytes for c in found)
+            assert all(KernelConfig.of(plan, c.schedule().point(TileConfig)) == c for c in found)
 
 
 def test_weights_that_were_joined_are_packed_as_one():

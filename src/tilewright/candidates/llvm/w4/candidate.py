@@ -44,7 +44,7 @@ def _weights(problem: Problem) -> tuple[Node, int, bool]:
         raise Unsupported("the right operand is not 4-bit codes with scales")
     if len(found.shape) != 2:
         raise Unsupported("the weights are not one matrix, as it is or transposed")
-    if not all(problem.weights[n.op.index] for n in toposort((found,)) if isinstance(n.op, Param)):
+    if not problem.constant(found):
         raise Unsupported("the weights are not constant")
     block = op.block[::-1] if op.block and along else op.block
     if not block or block[1] != 1 or block[0] % CODES or problem.K % CODES:

@@ -53,7 +53,7 @@ class Activations:
 
     Attributes:
         codes: the expression of the codes.
-        scale, zero: None for 1 and for 0.
+        scale, zero: scales and zero points; None for 1 and for 0.
     """
 
     codes: Node
@@ -189,16 +189,13 @@ class CodesWriter(GroupedWriter):
         with f.tasks(self._counter(f, 1), n.rows) as row:
             tile, inside = f.div(row, n.blocks.mr), f.rem(row, n.blocks.mr)
             to = f.at(copies, f.add(f.mul(tile, n.lhs_tile), f.mul(inside, n.lhs_stride)))
-            self._pack_codes(f, row, to)
+            self._each(f, n.lhs, n.depth, n.vector, row, to, 1)
             if n.summed:
                 self._pack_sums(f, to)
             for side, at in ((n.scale, n.scale_at), (n.zero, n.zero_at)):
                 if side is not None:
                     self._each(f, side.access, side.columns, n.dot.lanes, row, f.at(to, at), 4)
         f.finish()
-
-    def _pack_codes(self, f: Function, row: str, to: str) -> None:
-        self._each(f, self.nest.lhs, self.nest.depth, self.nest.vector, row, to, 1)
 
     def _each(self, f: Function, access: Access, count: int, lanes: int, row: str, to: str, size: int) -> None:
         """A row's `count` values of so many bytes, one after the other; zeros up to a whole vector."""
@@ -284,8 +281,7 @@ class CodesWriter(GroupedWriter):
             """8 of K onto the sums."""
             after = list(acc)
             loaded = [f.load(i32, f.at(at, j * line), line) for j in range(nv)]
-            for j in range(0, row_bytes, CACHE_LINE):
-                f.prefetch(f.at(at, n.ahead + j), level=n.nearest)
+            n.prefetch(f, at)
             for half in range(2):
                 shifted = [f.v(f"lshr {i32} {w}, splat (i32 4)") if half else w for w in loaded]
                 masked = [f.v(f"and {i32} {w}, splat (i32 252645135)") for w in shifted]

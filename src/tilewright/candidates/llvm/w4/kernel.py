@@ -20,12 +20,12 @@ import torch
 from tilewright.candidates.llvm.expressions.printer import Printer
 from tilewright.candidates.llvm.expressions.text import Function, Int, vec
 from tilewright.candidates.llvm.gemm.kernel import GemmWriter, Packed
-from tilewright.candidates.llvm.gemm.nest import Nest, rounded
+from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
 from tilewright.dtype import F32, DType
 
 CODES = 8  # in a word
-# Bytes of the stream that are asked for before they are read, and into which cache: by one row, which waits for memory, and
-# by several, which must find them at hand. Each loses a tenth to a third with what the other takes.
+# How far ahead the stream is prefetched, in bytes, and into which cache: for one row, which waits for memory, and for several,
+# which must find it at hand. Each loses a tenth to a third with what the other takes.
 READING, COMPUTING = (2048, 2), (4096, 1)
 WIDE = 16  # lanes for which there is an instruction that looks a code's value up
 ORDER = tuple(range(CODES))  # where in a word each of 8 neighbours along K is kept
@@ -56,12 +56,12 @@ class GroupedNest(Nest):
 
     @property
     def group_rows(self) -> int:
-        """Words of a column in each group of the stream."""
+        """Words of a column in a group of the stream: scales, zero points and codes."""
         return self.side_rows + self.group // CODES
 
     @property
     def side_rows(self) -> int:
-        """Of which scales and zero points are these."""
+        """Words of a column in a group that are scales and zero points."""
         return self.words * (1 + self.zeros)
 
     @property
@@ -71,7 +71,7 @@ class GroupedNest(Nest):
 
     @property
     def words(self) -> int:
-        """Vectors of words that one of operands is made of."""
+        """Vectors of words from which one operand of the instruction is made."""
         return 1 if self.by_pairs else self.dot.k
 
     @property
@@ -86,18 +86,14 @@ class GroupedNest(Nest):
     def asks(self) -> int:
         return 0  # kernels ask for their own stream
 
-    @property
-    def ahead(self) -> int:
-        """Bytes of the stream that are asked for before they are read."""
-        return (READING if self.rows == 1 else COMPUTING)[0]
-
-    @property
-    def nearest(self) -> int:
-        """The cache that they are asked into."""
-        return (READING if self.rows == 1 else COMPUTING)[1]
+    def prefetch(self, f: Function, at: str) -> None:
+        """Prefetch what follows the words of a panel's columns at an address."""
+        ahead, cache = READING if self.rows == 1 else COMPUTING
+        for i in range(0, self.nr * 4 * self.words, CACHE_LINE):
+            f.prefetch(f.at(at, ahead + i), level=cache)
 
     def by_panel(self, of_columns: torch.Tensor) -> torch.Tensor:
-        """Something of each of the weight's columns [N, ...] in the order of panels, filled up with zeros [columns, ...]."""
+        """Values of the weight's columns [N, ...] in the order of panels, filled up with zeros: [columns, ...]."""
         halves = of_columns.unflatten(0, (-1, self.stored))
         filled = of_columns.new_zeros(len(halves), self.panels * self.width, *of_columns.shape[1:])
         filled[:, : self.stored] = halves
@@ -215,8 +211,7 @@ class GroupedWriter(GemmWriter):
             """`span` of K onto the sums."""
             at = f.at(group, f.mul(f.add(f.mul(index, n.words), n.side_rows), row_bytes))
             loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv * n.words)]
-            for j in range(0, row_bytes * n.words, 64):
-                f.prefetch(f.at(at, n.ahead + j), level=n.nearest)
+            n.prefetch(f, at)
             a = f.at("%a", f.mul(f.add(base, f.mul(index, span)), 4 // d.k))
             after = list(acc)
             for step in range(span // d.k):

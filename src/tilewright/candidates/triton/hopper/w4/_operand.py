@@ -69,17 +69,10 @@ class PackedOperand:
         by_thread: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
         words = seen(self.buffers[0].index(stage), (config.tile_m // BLOCK, 128, 4)).index(group).load(by_thread)
         given = (gl.convert_layout(words.reshape((4, 8, 4, 2, 2)), WORDS, assert_trivial=True),)
-        step = k
         for i in gl.static_range(1, len(self.descs)):
-            given = given + (spread(chosen(self.read_pairs(stage, i, group), step, words_for(i, config), 1), config),)
+            beside = flat(self.read_beside(stage, i, group))
+            given = given + (spread(chosen(beside, k, words_for(i, config), 1), config),)
         return tile_of_halves(given, gl.DotOperandLayout(0, layout, 2), config)
-
-    @gluon.jit
-    def read_pairs(self, stage, i: gl.constexpr, group: gl.constexpr):
-        """Words of scales or zero points for pairs of a warpgroup's rows, as they belong to halves."""
-        layout: gl.constexpr = gl.BlockedLayout([1, 1, self.config.packed_run[1]], [1, 8, 4], [4, 1, 1], [2, 1, 0])
-        shape: gl.constexpr = (self.config.tile_m // BLOCK, 4, 8, self.config.packed_run[i])
-        return seen(self.buffers[i].index(stage), shape).index(group).load(layout)
 
     @gluon.jit
     def read(self, stage, group: gl.constexpr):
@@ -104,11 +97,6 @@ class PackedOperand:
         layout: gl.constexpr = gl.BlockedLayout([1, runs, 1, run_words], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
         shape: gl.constexpr = (self.config.tile_m // BLOCK, 4, runs, 8, run_words)
         return seen(self.buffers[i].index(stage), shape).index(group).load(layout)
-
-    @gluon.jit
-    def next_bytes(self, held, beside, block: gl.constexpr):
-        """What a block of the words that were read gives."""
-        return bytes_of(held[0][block], beside, block, self.config)
 
     @gluon.jit
     def scaled_sums(self, mainloop, stage, phase, turns, turn, k0, k1, group: gl.constexpr):
@@ -138,7 +126,7 @@ class PackedOperand:
             rows = ()
             for g in gl.static_range(STEP // each):
                 rows = rows + (scales_of(nth(beside[0], g, config.deep * config.subs), layout, config),)
-            made = (self.next_bytes(held, beside, 0),)
+            made = (bytes_of(held[0], beside, 0, config),)
             of = stage
             stage, phase = ring.advance(stage, phase)
             found = ()
@@ -162,7 +150,7 @@ class PackedOperand:
                             ring.wait(stage, phase, k + 1 < k1)
                             following = self.read(gl.where(k + 1 < k1, stage, of), group)
                         elif i == 0 and (g * each + (p + 1) * width) % BLOCK == 0 and g * each + (p + 1) * width < STEP:
-                            made = made + (self.next_bytes(held, beside, (g * each + (p + 1) * width) // BLOCK),)
+                            made = made + (bytes_of(held[0], beside, (g * each + (p + 1) * width) // BLOCK, config),)
                     part = warpgroup_mma_wait(0, deps=(acc,))
                     if i + 1 == columns // at_once and (g + 1) * each == STEP:
                         ring.release(of)
@@ -256,6 +244,7 @@ def tile_of_halves(given, layout: gl.constexpr, config: gl.constexpr):
 @gluon.jit
 def bytes_of(words, beside, block: gl.constexpr, config: gl.constexpr):
     """Words of a block, and its zero points if there are any, as bytes of both rows, four to a word: as words they may wait."""
+    words = words[block]
     if config.packed_bits == 8:
         first, second = words.reshape((4, 2, 8, 4, 2, 2)).permute((0, 2, 3, 4, 5, 1)).split()
         given = (gl.convert_layout(first, WORDS, assert_trivial=True), gl.convert_layout(second, WORDS, assert_trivial=True))

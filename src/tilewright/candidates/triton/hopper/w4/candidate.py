@@ -3,26 +3,83 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from hashlib import sha256
+from pathlib import Path
+from typing import cast
 
 import torch
 
+from tilewright.candidates.triton.expressions.emit import Tile
+from tilewright.candidates.triton.expressions.printer import pointer_type
+from tilewright.candidates.triton.expressions.text import Text
+from tilewright.candidates.triton.hopper.fast_math import FastMath
+from tilewright.candidates.triton.hopper.ptx import EDITION, clustered, rewriting
 from tilewright.candidates.triton.hopper.w4 import tiles
-from tilewright.candidates.triton.hopper.w4.epilogue import compiled
-from tilewright.candidates.triton.hopper.w4.form import Form, Point
+from tilewright.candidates.triton.hopper.w4.form import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
-from tilewright.candidates.triton.hopper.w4.space import points, work
+from tilewright.candidates.triton.hopper.w4.space import configs, work
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.dtype import DType
 from tilewright.hardware.target import Target
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.cost import Work, predict_us
 from tilewright.schedule.problem import Problem
 
 LOOKED_AT, SUFFICE = 8, 2  # points whose machine code is looked at before they are offered, until so many are
 MOST_SPILLED = 64  # bytes of a thread: with a few of them points were the fastest still
+KERNEL = "tilewright.candidates.triton.hopper.w4._kernel.gemm"
+STATEMENTS = sha256(Path(__file__).with_name("_kernel.py").read_bytes()).hexdigest()[:12]  # which Triton's cache does not know
+
+
+def compiled(plan: Plan, config: KernelConfig, types: tuple[DType, ...], device: int = 0) -> module.Built:
+    """Machine code of the kernel for few rows with what a program does to its sums. Once it has run it is loaded on one device.
+
+    Args:
+        plan, config: the product, and a point of its space.
+        types: types of the gemm's sources.
+        device: index of the device.
+    """
+    leaves = {n for a in plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)} - {plan.second}
+    sides = sorted({_pointer(n) for n in leaves}, key=lambda n: int(n[1:]))
+    words = ["codes", "scales", "zeros"][: plan.weights.tensors]
+    outs = {f"o{i}": access for i, access in enumerate(plan.stores)}
+    t = Text("gl")
+    row_mask = t.v(f"rows < {plan.rows}") if config.columns != plan.rows else None
+    column_mask = t.v(f"columns < {plan.outs}") if plan.outs % (config.cta_rows // plan.rows_per_out) else None
+    near = {} if plan.second is None else {plan.second: "second"}
+    tile = Tile("rows", "columns", plan.outs, row_mask, column_mask, "acc", across=True, near=near)
+    for name, access in outs.items():
+        FastMath(t, tile, _pointer, {}).store(access, name)
+    functions = {"store": (("acc", "second", "rows", "columns", "side"), t)}
+    note = f"statements of {STATEMENTS}, rewritten by {EDITION}"
+    given = ["x", f"({', '.join(words)})"]
+    text = module.instance(KERNEL, config, given, [*sides, *outs], functions, t.numbers, note=note)
+    kinds = {"x": pointer_type(plan.operand)} | dict.fromkeys(words, "*i32")
+    kinds |= {n: pointer_type(types[int(n[1:])]) for n in sides} | {n: pointer_type(a.root.dtype) for n, a in outs.items()}
+    with rewriting(*([partial(clustered, size=config.cluster)] if config.cluster > 1 else [])):
+        built = module.build(
+            text,
+            "kernel",
+            kinds,
+            module.Arch("cuda", 90, 32),
+            device,
+            num_warps=config.warps,
+            launch_pdl=True,
+            maxnreg=config.registers,
+            enable_fp_fusion=False,
+        )
+    return replace(built, names=tuple(kinds))
+
+
+def _pointer(leaf: Node) -> str:
+    """The name of the pointer to a source."""
+    return f"p{cast('Param', leaf.op).index}"
 
 
 @dataclass(frozen=True)
@@ -32,7 +89,7 @@ class HopperW4:
     Attributes:
         problem, target: what is done, and where.
         plan: the product as the kernel for few rows sees it.
-        large: as the other one does; None where it is no way to do it.
+        large: the product as the other one sees it; None where that does not take it.
     """
 
     problem: Problem
@@ -41,9 +98,9 @@ class HopperW4:
     large: tiles.Tiles | None
 
     @cached_property
-    def points(self) -> tuple[Point, ...]:
+    def configs(self) -> tuple[KernelConfig, ...]:
         """The points of the kernel for few rows."""
-        return points(self.plan, self.target)
+        return configs(self.plan, self.target)
 
     @cached_property
     def tiled(self) -> list[Schedule]:
@@ -51,54 +108,54 @@ class HopperW4:
         return self.large.schedules() if self.large else []
 
     def schedules(self) -> Iterable[Schedule]:
-        found = [*map(Schedule.of_point, self.points), *self.tiled]
+        found = [*(c.schedule() for c in self.configs), *self.tiled]
         ranked = sorted(found, key=lambda s: float(predict_us(self.work(s), self.target)))
         first = next((s for s in ranked if "ready" not in dict(s.knobs)), None)  # who measures nothing takes it: no more memory
         return self._spilling_last(sorted(ranked, key=lambda s: s is not first))
 
     def _spilling_last(self, ranked: Iterable[Schedule]) -> Iterable[Schedule]:
-        """The points in their order, but that those come last, of the first ones, whose registers do not suffice by far: no
-        rate that ranks them tells. They are looked at until a few suffice."""
+        """The points in their order, but for those of the first ones that spill registers, which no cost says: they come last.
+        Points are compiled until a few do not."""
         late: list[Schedule] = []
         kept = 0
         for at, schedule in enumerate(ranked):
-            if kept < SUFFICE and at < LOOKED_AT and "tile_m" not in dict(schedule.knobs):
-                built = self.machine_code(Form(self.plan, schedule.point(Point)))
-                if module.needs(built.kernel).spills > MOST_SPILLED:
-                    late.append(schedule)
-                    continue
+            looked_at = kept < SUFFICE and at < LOOKED_AT and not self._large(schedule)
+            if looked_at and module.needs(self.machine_code(self._config(schedule)).kernel).spills > MOST_SPILLED:
+                late.append(schedule)
+                continue
             kept += 1
             yield schedule
         yield from late
 
     def _large(self, schedule: Schedule) -> tiles.Tiles | None:
-        """The way of large tiles, if the schedule is one of its points."""
+        """The kernel of large tiles, if the schedule is one of its points."""
         return self.large if "tile_m" in dict(schedule.knobs) else None
 
+    def _config(self, schedule: Schedule) -> KernelConfig:
+        """The point of the kernel for few rows."""
+        return KernelConfig.of(self.plan, schedule.point(TileConfig))
+
     def work(self, schedule: Schedule) -> Work:
-        large = self._large(schedule)
-        if large is not None:
+        if large := self._large(schedule):
             return large.work(schedule.point(tiles.Point))
-        return work(Form(self.plan, schedule.point(Point)), self.target)
+        return work(self.plan, self._config(schedule), self.target)
 
     def compile(self, schedule: Schedule) -> None:
-        large = self._large(schedule)
-        if large is not None:
+        if large := self._large(schedule):
             large.machine_code(large.form(schedule.point(tiles.Point)))
         else:
-            self.machine_code(Form(self.plan, schedule.point(Point)))
+            self.machine_code(self._config(schedule))
 
-    def machine_code(self, form: Form) -> module.Built:
-        """The kernel of a form for few rows."""
-        return compiled(form, tuple(t.dtype for t in self.problem.types), self.target.index)
+    def machine_code(self, config: KernelConfig) -> module.Built:
+        """The kernel for few rows."""
+        return compiled(self.plan, config, tuple(t.dtype for t in self.problem.types), self.target.index)
 
     def build(self, schedule: Schedule) -> Kernel:
-        large = self._large(schedule)
-        if large is not None:
+        if large := self._large(schedule):
             return large.build(CANDIDATE.name, schedule)
         problem, target, plan = self.problem, self.target, self.plan
-        form = Form(plan, schedule.point(Point))
-        built = self.machine_code(form)
+        config = self._config(schedule)
+        built = self.machine_code(config)
         sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
         w, count = plan.weights, len(problem.types)
         read = [plan.x, *range(count, count + w.tensors), *sides]  # packed ones are numbered after the problem's own
@@ -107,7 +164,7 @@ class HopperW4:
             packed = packed_weights(w.values(weights), w, plan.operand)
             torch.cuda.synchronize(target.index)  # a launch reads weights before what is ahead of it has ended
             constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
-            launch = module.launcher(built.kernel, (form.grid,), target.index, built.numbers)
+            launch = module.launcher(built.kernel, (config.grid,), target.index, built.numbers)
             return caller(read, problem.outputs, launch, constant, target)
 
         return Kernel(
@@ -127,7 +184,7 @@ def plan(problem: Problem, target: Target) -> HopperW4:
         raise Unsupported(module.INSTALL)
     few = plan_of(problem)
     found = HopperW4(problem, target, few, tiles.tiles_of(problem, target, few))
-    if found.points or found.tiled:
+    if found.configs or found.tiled:
         return found
     if few.second is not None:
         raise Unsupported(f"{few.rows} rows are many for stores that read both halves of the columns together")

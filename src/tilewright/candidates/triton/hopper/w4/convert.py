@@ -1,4 +1,4 @@
-"""PTX that makes numbers of codes in registers: halves for `mma.sync` and `wgmma`, or bytes for an operand of 8 bits.
+"""PTX that dequantises codes in registers: to halves for `mma.sync` and `wgmma`, or to bytes for an operand of 8 bits.
 
 Words come in the order of the matrix unit's left fragment (`pack.py`). What a thread holds of one, of 4-bit codes, or of two is
 the four registers of 16 columns in halves: rows g and g + 8 of the left eight, then of the right ones. What it holds of four is
@@ -13,10 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, MAGIC, bias, places
-from tilewright.candidates.triton.hopper.w4.plan import Weights
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, S4, S8, DType
 
-WORDS = 4  # that one statement makes bytes of: 16 codes each of K for rows g and g + 8
+WORDS = 4  # words that one statement makes bytes of: 16 codes each of K for rows g and g + 8
 TURNS = (26, 30)  # bits to the left, round, that bring codes of row g to the low and to the high half of each byte
 
 
@@ -28,39 +27,52 @@ class Asm:
     constraints: str
 
 
-def twice(value: float, operand: DType) -> int:
+def pair(value: float, operand: DType) -> int:
     """Two equal numbers of 16 bits as a word."""
     raw = torch.tensor([value], dtype=operand.to_torch()).view(torch.int16).item()
     return (int(raw) & 0xFFFF) * 0x10001
 
 
-def halves(weights: Weights, operand: DType, *, small: bool = False, steps: int = 4, slots: int | None = None) -> Asm:
-    """Registers of so many steps of 16 columns out, four each; in: words (of 8-bit codes two to a step), and where it matters
-    of each group of steps a word of both rows' scales and one of their zero points.
+def dequantize_to_halves(
+    kind: DType,
+    operand: DType,
+    *,
+    zeros: bool,
+    rounded: bool,
+    scale_k: int,
+    subnormal: bool = False,
+    steps: int = 4,
+    slots: int | None = None,
+) -> Asm:
+    """The statement that dequantises codes to halves. Out: four registers for each step of 16 columns; in: words (of 8-bit
+    codes two to a step), and where it matters of each group of steps a word of both rows' scales and one of their zero points.
 
     Args:
-        weights: how codes stand for numbers.
+        kind: type of the codes.
         operand: f16 or bf16.
-        small: codes stay as they stand in a word, with no exponent (`form.Form.small`).
-        steps: of 16 columns.
+        zeros: there are zero points.
+        rounded: codes are scaled.
+        scale_k: codes along K that share a scale.
+        subnormal: codes stay as they stand in a word, with no exponent (`form.KernelConfig.subnormal`).
+        steps: steps of 16 columns.
         slots: operands that scales and zero points take each, if more than there are groups.
     """
-    kind, name, bits = weights.kind, "bf16" if operand is BF16 else "f16", weights.kind.bits
-    zeros, scaled = weights.zero is not None and not small, weights.rounded
+    name, bits = operand.name, kind.bits
+    zeros = zeros and not subnormal
     as_they_are = bits == 8 and operand is BF16  # codes, once they are floats
-    groups = max(16 * steps // weights.sub, 1)
+    groups = max(16 * steps // scale_k, 1)
     words, slots = 4 * steps, slots or groups
     scale = words + steps * (2 if bits == 8 else 1)
-    zero = scale + slots * scaled
+    zero = scale + slots * rounded
     magic = MAGIC[bits, operand.name]
-    exponent = [f"0x{twice(m, operand):08x}" for m in magic]
+    exponent = [f"0x{pair(m, operand):08x}" for m in magic]
     lines = [f"{{ .reg .b32 u, v, c<{2 * groups}>, m<{2 * groups}>;"]
     for group in range(groups):
-        for at, r in [(zero, "c")] * zeros + [(scale, "m")] * scaled:
+        for at, r in [(zero, "c")] * zeros + [(scale, "m")] * rounded:
             word = f"${at + group}"
             lines += [f"prmt.b32 {r}{2 * group + h}, {word}, {word}, {('0x1010', '0x3232')[h]};" for h in (0, 1)]
-    if not (zeros or small or as_they_are):
-        lines += [f"mov.b32 c{h}, 0x{twice(magic[h] + bias(kind, operand), operand):08x};" for h in (0, 1)]
+    if not (zeros or subnormal or as_they_are):
+        lines += [f"mov.b32 c{h}, 0x{pair(magic[h] + bias(kind, operand), operand):08x};" for h in (0, 1)]
     for step in range(steps):
         for h, kk, bit in places(bits, operand) if bits == 4 else [(h, kk, 8 * h) for kk in (0, 1) for h in (0, 1)]:
             a, word = f"${4 * step + 2 * kk + h}", f"${words + (step if bits == 4 else 2 * step + kk)}"
@@ -76,20 +88,20 @@ def halves(weights: Weights, operand: DType, *, small: bool = False, steps: int 
                 lines += [f"shf.r.wrap.b32 u, {word}, {word}, 8;"] if kk and h == 0 else []
                 mask, source = f"0x{0x00010001 * (15 << bit - 8 * kk):08x}", "u" if kk else word
                 lines.append(
-                    f"and.b32 {a}, {source}, {mask};" if small else f"lop3.b32 {a}, {source}, {mask}, {exponent[h]}, 0xea;"
+                    f"and.b32 {a}, {source}, {mask};" if subnormal else f"lop3.b32 {a}, {source}, {mask}, {exponent[h]}, 0xea;"
                 )
         group = step * groups // steps
         for r in range(4 * step, 4 * step + 4):
             c, m = 2 * group * zeros + r % 2, 2 * group + r % 2
-            lines += [] if as_they_are or small else [f"sub.rn.{name}x2 ${r}, ${r}, c{c};"]
-            lines += [f"mul.rn.{name}x2 ${r}, ${r}, m{m};"] if scaled else []
+            lines += [] if as_they_are or subnormal else [f"sub.rn.{name}x2 ${r}, ${r}, c{c};"]
+            lines += [f"mul.rn.{name}x2 ${r}, ${r}, m{m};"] if rounded else []
     return Asm("\n".join([*lines, "}"]), ",".join(["=&r"] * words + ["r"] * (zero + slots * zeros - words)))
 
 
-def widened(codes: DType) -> str:
-    """16 codes of 8 bits that lie where eight f16 belong ($1, if $2), made f16 there and in the next 16 bytes of a swizzled
-    row: of each four neighbours along K those with even numbers, then the others, as weights for them are packed
-    (`pack.py`)."""
+def widen(codes: DType) -> str:
+    """The statement that makes 16 codes of 8 bits, which lie where eight f16 belong ($1, if $2), f16 there and in the next 16
+    bytes of a swizzled row: of each four neighbours along K those with even numbers, then the others, as weights for them are
+    packed (`pack.py`)."""
     lines = ["{ .reg .pred q; .reg .b32 w<4>, e<4>, o<4>, at; .reg .b16 h0, h1;", "setp.ne.b32 q, $2, 0;"]
     lines += [*(f"mov.b32 w{i}, 0;" for i in range(4)), "@q ld.shared.v4.b32 {w0,w1,w2,w3}, [$1];"]
     for i in range(4):
@@ -107,9 +119,9 @@ def widened(codes: DType) -> str:
     return "\n".join(lines)
 
 
-def made_bytes(operand: DType, kind: DType, *, zeros: bool, sub: int) -> Asm:
-    """Eight registers out, of four words (and four zero points' words): codes of row g of each, then of row g + 8. Where codes
-    have 8 bits two words are what one is here."""
+def dequantize_to_bytes(operand: DType, kind: DType, *, zeros: bool, scale_k: int) -> Asm:
+    """The statement that dequantises codes to bytes. Out: eight registers, for each of four words codes of row g, then for each
+    those of row g + 8; in: the words, of 8-bit codes two for each, and four words of zero points if there are any."""
     lines = ["{", ".reg .b32 t, m, n, b<4>;"]
     if kind.bits == 8:
         for word in range(WORDS):
@@ -120,7 +132,7 @@ def made_bytes(operand: DType, kind: DType, *, zeros: bool, sub: int) -> Asm:
         return Asm("\n".join([*lines, "}"]), ",".join(["=&r"] * 2 * WORDS + ["r"] * 2 * WORDS))
     sixteenfold = _sixteenfold(operand, kind, zeros=zeros)
     signed = zeros or kind is S4
-    for i in range(WORDS if zeros and sub < BLOCK else 2):  # two rows of each group's zero point
+    for i in range(WORDS if zeros and scale_k < BLOCK else 2):  # two rows of each group's zero point
         if zeros:
             word = f"${3 * WORDS + i // 2 * 2}"  # zero points on magic numbers: of row g from bit 6 on, of row g + 8 from 18
             lines += [f"shr.u32 t, {word}, {(6, 18)[i % 2]};", "and.b32 t, t, 15;"]
@@ -141,7 +153,7 @@ def made_bytes(operand: DType, kind: DType, *, zeros: bool, sub: int) -> Asm:
             if not signed:
                 continue
             # 128 and the difference: its highest bit says that it is not negative.
-            lines += [f"add.u32 t, t, b{row + (word // 2 * 2 if zeros and sub < BLOCK else 0)};"]
+            lines += [f"add.u32 t, t, b{row + (word // 2 * 2 if zeros and scale_k < BLOCK else 0)};"]
             if operand.is_integer:
                 lines += [f"xor.b32 {out}, t, 0x80808080;"]
                 continue
@@ -156,30 +168,30 @@ def made_bytes(operand: DType, kind: DType, *, zeros: bool, sub: int) -> Asm:
     return Asm("\n".join(lines), ",".join(["=&r"] * 2 * WORDS + ["r"] * given))
 
 
-def flipped() -> Asm:
-    """Bytes as they are but for their highest bits: ptxas lets each product end before the next one where an operand is carried
-    round the loop."""
+def flip_signs() -> Asm:
+    """The statement that inverts the highest bit of each byte: ptxas lets each product end before the next one where an operand
+    is carried round the loop."""
     lines = [f"xor.b32 ${r}, ${2 * WORDS + r}, 0x80808080;" for r in range(2 * WORDS)]
     return Asm("\n".join(lines), ",".join(["=&r"] * 2 * WORDS + ["r"] * 2 * WORDS))
 
 
-def made_type(operand: DType) -> DType:
+def byte_type(operand: DType) -> DType:
     """The type of the bytes that codes become: whatever fp8 type the other operand has, e4m3 holds their values."""
     return S8 if operand.is_integer else F8E4M3FN
 
 
-def held() -> Asm:
-    """The same registers as bytes: those of a word's row are neighbours."""
+def spread_rows() -> Asm:
+    """The statement that gives the same registers as bytes: those of a word's two rows become neighbours."""
     order = [WORDS * row + word for word in range(WORDS) for row in (0, 1)]
     lines = [f"mov.b32 ${at}, ${2 * WORDS + r};" for at, r in enumerate(order)]
     return Asm("\n".join(lines), ",".join(["=r"] * 2 * WORDS + ["r"] * 2 * WORDS))
 
 
-def factor(operand: DType, kind: DType, *, zeros: bool) -> float:
-    """What a sum of products of such bytes is too small by."""
+def byte_factor(operand: DType, kind: DType, *, zeros: bool) -> float:
+    """The factor that a sum of products of such bytes is too small by."""
     return 512.0 if not operand.is_integer else 0.0625 if _sixteenfold(operand, kind, zeros=zeros) else 1.0
 
 
 def _sixteenfold(operand: DType, kind: DType, *, zeros: bool) -> bool:
-    """Bytes are the code times 16, which takes the fewest operations."""
+    """Tell whether bytes are the code times 16, which takes the fewest operations."""
     return operand.is_integer and kind is S4 and not zeros

@@ -1,349 +1,364 @@
-"""What a kernel of few rows and weights of few bits depends on, and the constants of `_kernel.py`."""
+"""The configuration of the kernel for few rows: the knobs of its schedules, and the constants that `_kernel.py` is compiled
+for.
+
+K is counted in blocks of 64 columns, which are 128 bytes of activations in 16 bits, as wide as the swizzle.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Any
+from typing import TYPE_CHECKING
 
-from tilewright.candidates.triton.hopper.w4.convert import halves, twice, widened
-from tilewright.candidates.triton.hopper.w4.pack import MAGIC, bias
-from tilewright.candidates.triton.hopper.w4.plan import Plan
-from tilewright.dtype import F16, F32
+from tilewright.candidates.triton.hopper.w4.convert import Asm, dequantize_to_halves, widen
+from tilewright.candidates.triton.hopper.w4.pack import BLOCK, MAGIC, bias, half_of
+from tilewright.dtype import F16, F32, DType, dtype
+from tilewright.schedule.candidate import Schedule
 
-X_AT = 1024  # in shared memory: what swizzling wants; before it a barrier
-BARRIER_AT = 512
-FEW = 2  # words of a row that a load brings where all loads are written out: with more of them registers run out
-SMALL = (18, 22)  # codes at bits 6 and 2 of a half without an exponent are this many powers of two too small (f16: 2**-24)
+if TYPE_CHECKING:
+    from tilewright.candidates.triton.hopper.w4.plan import Plan
 
-
-@dataclass(frozen=True)
-class KernelConfig:
-    """What the kernel is compiled for; `Point` and `Form` say more of those they have."""
-
-    cluster: int
-    clusters: int
-    row_warps: int
-    k_warps: int
-    warps: int
-    tiles: int
-    depth: int
-    chunks: int
-    early: int
-    lag: int
-    soon: int
-    wide: bool
-    out_tile: int
-    columns: int
-    rows: int  # of the other operand
-    blocks: int
-    packed_rows: int
-    row_tiles: int
-    again: bool
-    between: int
-    chunk_depth: int
-    chunk_bytes: int
-    body: int
-    turns: int
-    sums: int
-    direct: bool
-    small: bool
-    sums_at: int
-    sums_each: int
-    parts_at: int
-    sent_at: int
-    shared_bytes: int
-    halves: int  # rows of the weights that make a column of the results
-    own_outs: int
-    subs: int
-    half: str  # what is multiplied: "f16" or "bf16"
-    bits: int  # of a code
-    rounded: bool  # codes are scaled before they are multiplied; else sums are scaled
-    zeros: bool  # there are zero points
-    scale_dtype: str
-    pieces: int  # of 16 bytes, as the other operand is stored, in 64 columns
-    widen_asm: str  # a statement that makes a piece of 8-bit codes halves
-    halves_asm: str  # a statement that makes a step's codes halves, and its constraints
-    halves_operands: str
-    one: int  # two ones as a word
-    enlarged: tuple[float, ...]  # what sums of `small` codes are multiplied by beside their scales, of rows g and g + 8
-    excess: tuple[float, ...]  # what is taken off them, or factors and summands that make it of zero points
-    # See `Stream`:
-    stream_words: tuple[int, ...]
-    stream_run: tuple[int, ...]
-    stream_width: tuple[int, ...]
-    stream_blocks: tuple[int, ...]
-    stream_ahead: tuple[int, ...]
-    stream_even: tuple[bool, ...]
-    stream_loads: tuple[tuple[tuple[int, int, int], ...], ...]
+BARRIER_AT, X_AT = 512, 1024  # in shared memory: the cluster's barriers, activations aligned as the swizzle wants them
+FEW = 2  # words of a row that a load brings where all of K is unrolled: with more of them registers run out
+SUBNORMAL = (18, 22)  # codes at bits 6 and 2 of a half without an exponent are this many powers of two too small (f16: 2**-24)
+MOST_PREFETCHED = 8  # loads of a warp in flight: with more of them activations wait
+FEW_COLUMNS = 16  # more of them leave room for fewer loads in flight
+EARLY = 4  # loads of those, before activations are asked for
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Words that a warp reads along K in loads, some of them under way.
+    """Words of one array that a warp reads along K, some loads ahead of their use.
 
     Attributes:
-        words: that a lane has of a block of 64 columns.
-        run: words of a pair of rows that lie together (`pack.paired_rows`).
+        words: words of a lane for a block of 64 columns.
+        run: words of a pair of rows that are contiguous (`pack.paired_rows`).
         width: words of a load.
-        blocks: that share loads.
-        ahead: loads under way.
-        even: a warp's first block is where its words begin.
-        loads: in the order of their use: first block, where the tile of 16 rows begins, first word.
+        blocks: blocks of 64 columns that share loads.
+        prefetch: loads in flight.
+        even: a warp's first block is where one of its loads begins.
+        loads: loads of the unrolled blocks in the order of their use: words from a warp's first one; the first block, words to
+            the tile of 16 rows, and the first word that those are made of.
     """
 
     words: int
     run: int
     width: int
     blocks: int
-    ahead: int
+    prefetch: int
     even: bool
-    loads: tuple[tuple[int, int, int], ...]
+    loads: tuple[tuple[int, int, int, int], ...]
 
 
 @dataclass(frozen=True)
-class Point:
-    """Sizes of a kernel.
+class TileConfig:
+    """The knobs of a schedule.
 
     Attributes:
-        wide: products by `wgmma`, else by `mma.sync`.
-        clusters: that are started; each has every so many-th row tile.
-        cluster: blocks that share K.
-        row_warps, k_warps: of a block.
-        tiles: of 16 rows that a warp has.
-        depth: blocks of 64 columns that a warp has.
-        chunks: in which the other operand comes to shared memory, two of them at a time.
-        ahead: loads of weights under way.
-        early: of those, before the kernel waits for the one before it.
-        loop: blocks of 64 columns that a loop takes at a time, the next ones' weights being under way; 0: all blocks are
-            written out.
-        lag: products by `wgmma` under way while others are prepared: 0 none, 1 while codes are made halves, 2 while sums are
-            scaled, too.
-        soon: 1 if the next kernel may start when the one before has ended; 0: when sums are complete.
-        together: blocks that share an SM's registers; 0: as many as have 16 warps.
+        wgmma: products by `wgmma`, else by `mma.sync`.
+        clusters: clusters in the grid; each takes every so many-th row tile.
+        cluster: blocks of a cluster, which share K (split-K over distributed shared memory).
+        row_warps, k_warps: warps of a block along the rows of the weights and along K.
+        warp_tiles: tiles of 16 rows that a warp has; 1 by `wgmma`.
+        k_chunks: parts of K in which activations come to shared memory, two of them at a time.
+        unroll: blocks of 64 columns of an iteration of the loop over K; 0: all of K is unrolled.
+        in_flight: products by `wgmma` under way while others are prepared: 0 none, 1 while codes are dequantised, 2 while sums
+            are scaled, too.
+        occupancy: blocks that share an SM's registers.
+        launch_early: the next kernel may be launched when the one before has ended (programmatic dependent launch), else when
+            the sums of the last row tile are complete.
     """
 
-    wide: bool
+    wgmma: bool
     clusters: int
     cluster: int
     row_warps: int
     k_warps: int
-    tiles: int
-    depth: int
-    chunks: int
-    ahead: int
-    early: int
-    loop: int = 0
-    lag: int = 0
-    soon: int = 0
-    together: int = 0
+    warp_tiles: int
+    k_chunks: int = 1
+    unroll: int = 0
+    in_flight: int = 0
+    occupancy: int = 1
+    launch_early: bool = False
+
+    def schedule(self) -> Schedule:
+        """The knobs by name."""
+        return Schedule.of(**{f.name: getattr(self, f.name) for f in fields(TileConfig)})
 
     @property
     def warps(self) -> int:
+        """Warps of a block."""
         return self.row_warps * self.k_warps
 
     @property
     def registers(self) -> int:
-        """Of a thread."""
-        if self.together:
-            return min(65536 // (32 * self.warps * self.together) // 8 * 8, 255)
-        return 65536 // (32 * max(self.warps, 16))
+        """The most registers of a thread."""
+        return min(65536 // (32 * self.warps * self.occupancy) // 8 * 8, 255)
 
     @property
-    def out_tile(self) -> int:
-        """Rows of the weights of a block."""
-        return 16 * self.row_warps * self.tiles
+    def grid(self) -> int:
+        """Blocks of a launch."""
+        return self.clusters * self.cluster
+
+    @property
+    def cta_rows(self) -> int:
+        """Rows of the weights of a block's tile."""
+        return 16 * self.row_warps * self.warp_tiles
 
 
-@dataclass(frozen=True)
-class Form:
-    """A kernel: a plan at a point."""
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig(TileConfig):
+    """What the kernel is compiled for: a problem's extents and types beside the knobs, and what follows from them.
 
-    plan: Plan
-    point: Point
+    Attributes:
+        rows, K: extents of the activations.
+        weight_rows, packed_rows: rows of the weights that are multiplied, and as they are packed, filled up.
+        rows_per_out: rows of the weights that make a column of the results: 2 of stores that read both halves together.
+        activation, code, scale: names of element types.
+        scale_k: codes along K for which a packed scale stands: 32 or 64.
+        rounded: codes are scaled before they are multiplied; else sums are.
+        zeros: there are zero points.
+    """
+
+    rows: int
+    K: int
+    weight_rows: int
+    packed_rows: int
+    rows_per_out: int
+    activation: str
+    code: str
+    scale: str
+    scale_k: int
+    rounded: bool
+    zeros: bool
+
+    @classmethod
+    def of(cls, plan: Plan, tile: TileConfig) -> KernelConfig:
+        """A plan at a point of its space."""
+        w = plan.weights
+        return cls(
+            **vars(tile),
+            rows=plan.rows,
+            K=plan.K,
+            weight_rows=plan.weight_rows,
+            packed_rows=plan.packed_rows,
+            rows_per_out=plan.rows_per_out,
+            activation=plan.operand.name,
+            code=w.kind.name,
+            scale=w.scales.name,
+            scale_k=w.scale_k,
+            rounded=w.rounded,
+            zeros=w.zero is not None,
+        )
+
+    # -- extents
 
     @property
     def columns(self) -> int:
-        """Rows of the other operand, filled up to what is multiplied at once."""
-        return max(8, 1 << (self.plan.rows - 1).bit_length())
+        """Rows of the activations, filled up to what is multiplied at once."""
+        return max(8, 1 << (self.rows - 1).bit_length())
+
+    @property
+    def row_tiles(self) -> int:
+        """Tiles of a block's rows in the weights."""
+        return -(-self.weight_rows // self.cta_rows)
+
+    @property
+    def persistent(self) -> bool:
+        """A cluster has several row tiles."""
+        return self.clusters < self.row_tiles
 
     @property
     def blocks(self) -> int:
-        """Of 64 columns of K."""
-        return self.plan.K // 64
+        """Blocks of 64 columns in K."""
+        return self.K // BLOCK
 
     @property
-    def local_blocks(self) -> int:
-        """Of a thread block."""
-        return self.point.k_warps * self.point.depth
+    def warp_blocks(self) -> int:
+        """Blocks of 64 columns of a warp."""
+        return -(-self.blocks // (self.cluster * self.k_warps))
 
     @property
-    def chunk_depth(self) -> int:
+    def cta_blocks(self) -> int:
+        """Blocks of 64 columns of a thread block."""
+        return self.k_warps * self.warp_blocks
+
+    @property
+    def chunk_blocks(self) -> int:
         """Blocks of 64 columns that a warp has of a chunk."""
-        return self.point.depth // self.point.chunks
+        return self.warp_blocks // self.k_chunks
 
     @property
-    def chunk_bytes(self) -> int:
-        """Of shared memory."""
-        return self.point.k_warps * self.chunk_depth * self.columns * 128
+    def body(self) -> int:
+        """Blocks of 64 columns that are unrolled."""
+        return self.unroll or self.warp_blocks
+
+    @property
+    def iterations(self) -> int:
+        """Iterations of the loop over a warp's part of K."""
+        return self.warp_blocks // self.body
 
     @property
     def even(self) -> bool:
         """Every warp has as much of K."""
-        return self.local_blocks * self.point.cluster == self.blocks
+        return self.cta_blocks * self.cluster == self.blocks
 
     @property
-    def row_tiles(self) -> int:
-        return -(-self.plan.weight_rows // self.point.out_tile)
+    def cta_sums(self) -> int:
+        """Elements of a block's tile of sums."""
+        return self.cta_rows * self.columns
 
     @property
-    def grid(self) -> int:
-        return self.point.clusters * self.point.cluster
-
-    @property
-    def again(self) -> bool:
-        """A cluster has several row tiles."""
-        return self.point.clusters < self.row_tiles
-
-    @property
-    def between(self) -> int:
-        """Tiles of 16 rows from one of a warp's to the next."""
-        return self.point.row_warps if self.point.wide else 1
-
-    @property
-    def code_loads(self) -> int:
-        """Loads of 16 bytes for a tile of a warp."""
-        return self.plan.weights.kind.bits // 4
-
-    @property
-    def sums(self) -> int:
-        """Of a block's tile."""
-        return self.point.out_tile * self.columns
-
-    @property
-    def own_rows(self) -> int:
-        """Rows of the weights that a block finishes."""
-        return self.point.out_tile // self.point.cluster
-
-    @property
-    def own_outs(self) -> int:
+    def cta_outs(self) -> int:
         """Columns of the results that a block finishes."""
-        return self.own_rows // self.plan.halves
+        return self.cta_rows // self.cluster // self.rows_per_out
+
+    # -- types, and how codes become numbers
 
     @property
-    def direct(self) -> bool:
-        """A warp's sums are sent to the block that finishes them as they are."""
-        return self.point.k_warps == 1 and self.point.cluster > 1
+    def bits(self) -> int:
+        """Bits of a code."""
+        return dtype(self.code).bits
 
     @property
-    def small(self) -> bool:
-        """Codes are multiplied as they stand in their words, the other operand's sums being to hand."""
-        w, p = self.plan.weights, self.point
-        return not (p.wide or p.loop or w.rounded or p.chunks > 1) and (w.kind.bits, self.plan.half) == (4, F16)
+    def half(self) -> DType:
+        """The type that is multiplied: f16 or bf16."""
+        return half_of(dtype(self.activation))
 
     @property
-    def sums_at(self) -> int:
-        """Where sums of the other operand are: of each block of 64 columns and scale, in four parts."""
-        return X_AT + min(self.point.chunks, 2) * self.chunk_bytes
+    def scale_dtype(self) -> str:
+        """Gluon's name of the scales' type."""
+        return {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[self.scale]
 
     @property
-    def sums_each(self) -> int:
+    def block_scales(self) -> int:
+        """Scales of a row along a block of 64 columns."""
+        return BLOCK // self.scale_k
+
+    @property
+    def x_vectors(self) -> int:
+        """Vectors of 16 bytes, as the activations are stored, in 64 columns."""
+        return dtype(self.activation).bits // 2
+
+    @property
+    def widen(self) -> str:
+        """The statement that makes 16 bytes of 8-bit activations halves."""
+        return widen(dtype(self.activation)) if self.x_vectors < 8 else ""
+
+    @property
+    def dequantize(self) -> Asm:
+        """The statement that makes halves of the words of a block."""
+        return dequantize_to_halves(
+            dtype(self.code),
+            self.half,
+            zeros=self.zeros,
+            rounded=self.rounded,
+            scale_k=self.scale_k,
+            subnormal=self.subnormal,
+        )
+
+    @property
+    def subnormal(self) -> bool:
+        """Codes are multiplied as they stand in their words, as subnormal f16, since sums of the activations are to hand by
+        which they are corrected."""
+        return not (self.wgmma or self.rounded or self.k_chunks > 1) and self.bits == 4 and self.half is F16
+
+    @property
+    def correction(self) -> tuple[float, ...]:
+        """The numbers that are taken off subnormal codes, for rows g and g + 8; or factors, then summands, that make them of
+        zero points."""
+        units = [2.0**-s for s in SUBNORMAL]
+        if not self.zeros:
+            return tuple(-bias(dtype(self.code), self.half) * u for u in units)
+        magic = MAGIC[self.bits, self.half.name]
+        return (*(-u for u in units), *(m * u for m, u in zip(magic, units, strict=True)))
+
+    # -- shared memory: activations, sums of them along K, sums of products; in bytes
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a chunk of activations."""
+        return self.k_warps * self.chunk_blocks * self.columns * 128
+
+    @property
+    def x_sums_at(self) -> int:
+        """Where sums of the activations are: of each block of 64 columns and scale, in four parts."""
+        return X_AT + min(self.k_chunks, 2) * self.chunk_bytes
+
+    @property
+    def x_sums_block_bytes(self) -> int:
         """Bytes of those sums of a block of 64 columns."""
-        return 64 // self.plan.weights.sub * self.columns * 16
+        return self.block_scales * self.columns * 16
 
     @property
-    def sums_bytes(self) -> int:
-        """Of those sums."""
-        return self.local_blocks * self.sums_each if self.small else 0
+    def x_sums_end(self) -> int:
+        """Where those sums end, if there are any."""
+        return self.x_sums_at + (self.cta_blocks * self.x_sums_block_bytes if self.subnormal else 0)
 
     @property
-    def parts_at(self) -> int:
-        """Where sums of the block's warps meet: where the other operand was, if it is not needed again."""
-        return self.sums_at + self.sums_bytes if self.again else X_AT
+    def partials_at(self) -> int:
+        """Where sums of the block's warps meet: where the activations were, if they are not needed again."""
+        return self.x_sums_end if self.persistent else X_AT
 
     @property
-    def sent_at(self) -> int:
-        """Where the cluster's blocks send sums: where none of them reads the other operand."""
-        own = 0 if self.direct else self.point.k_warps * self.sums * 4
-        return max(self.sums_at + self.sums_bytes, self.parts_at + own)
+    def sends_directly(self) -> bool:
+        """A warp's sums are sent to the block that finishes them as they are."""
+        return self.k_warps == 1 and self.cluster > 1
+
+    @property
+    def received_at(self) -> int:
+        """Where sums of the cluster's blocks arrive: where none of them reads activations."""
+        own = 0 if self.sends_directly else self.k_warps * self.cta_sums * 4
+        return max(self.x_sums_end, self.partials_at + own)
 
     @property
     def shared_bytes(self) -> int:
-        """The other operand, sums of the block's warps, and what the cluster's blocks send, if need be of two row tiles."""
-        sent = self.sums * 4 * (2 if self.again else 1) if self.point.cluster > 1 else 0
-        return -(-(self.sent_at + sent) // 512) * 512
+        """All of it; the cluster's blocks send sums of two row tiles if need be."""
+        received = self.cta_sums * 4 * (2 if self.persistent else 1) if self.cluster > 1 else 0
+        return -(-(self.received_at + received) // 512) * 512
+
+    # -- loads of the weights
 
     @property
-    def subs(self) -> int:
-        """Scales of a row along a block."""
-        return 64 // self.plan.weights.sub
+    def code_loads(self) -> int:
+        """Loads of 16 bytes for a block of 64 columns of a warp's tiles."""
+        return self.bits // 4 * self.warp_tiles
 
     @property
-    def body(self) -> int:
-        """Blocks of 64 columns that are written out."""
-        return self.point.loop or self.point.depth
+    def prefetch(self) -> int:
+        """Loads of codes in flight; where row tiles follow one another, so many that they take turns in registers."""
+        if self.unroll:
+            return self.unroll * self.code_loads
+        loads = self.warp_blocks * self.code_loads
+        most = MOST_PREFETCHED if self.columns <= FEW_COLUMNS else MOST_PREFETCHED - 2
+        return max(n for n in range(1, most + 1) if loads % n == 0) if self.persistent else min(loads, most)
 
     @property
-    def turns(self) -> int:
-        """Of the loop over them."""
-        return self.point.depth // self.body
-
-    def streams(self) -> list[Stream]:
-        """Of words of codes, of scales and maybe of zero points."""
-        w, p = self.plan.weights, self.point
-        found = [self._stream(4 * self.code_loads, 4, 4, 1, p.ahead, self.even)]
-        for each in (self.subs * (2 if w.scales is F32 else 1), self.subs)[: w.tensors - 1]:
-            run = math.gcd(4, self.blocks * each)
-            even = self.even and p.depth * each % run == 0
-            width = run if p.loop else math.gcd(run, max(each, FEW)) if even else math.gcd(run, each)
-            found.append(self._stream(each, run, width, p.loop or max(width // each, 1), 0, even))
-        return found
-
-    def _stream(self, words: int, run: int, width: int, blocks: int, ahead: int, even: bool) -> Stream:
-        """A stream of as many loads ahead, or of two groups of blocks, or all of them, so that they take turns in registers."""
-        row, tiles, loads = self.blocks * words, self.point.tiles, []
-        parts = words * blocks // width
-        for group, tile, part in product(range(-(-self.body // blocks)), range(tiles), range(parts)):
-            down = tile * self.between
-            if ahead:  # codes, of which words of 64 rows are neighbours
-                down = down // 4 * row * 128 if self.point.wide else down * words * 32
-            else:
-                down *= row * 8
-            loads.append((group * blocks, down, part * width))
-        if self.point.loop or (not ahead and len(loads) % (2 * tiles * parts)):
-            ahead = len(loads)
-        return Stream(words, run, width, blocks, ahead or 2 * tiles * parts, even, tuple(loads))
+    def early_prefetch(self) -> int:
+        """Loads of those that are issued before the kernel waits for the one before it."""
+        return min(EARLY, self.prefetch)
 
     @property
-    def config(self) -> KernelConfig:
-        """The kernel's constants."""
-        w, p, half = self.plan.weights, self.point, self.plan.half
-        made, units = halves(w, half, small=self.small), [2.0**-s for s in SMALL]
-        excess = [-bias(w.kind, half) * u for u in units]
-        if w.zero is not None:
-            excess = [-u for u in units] + [m * u for m, u in zip(MAGIC[w.kind.bits, half.name], units, strict=True)]
-        streams = self.streams()
-        found: dict[str, Any] = {
-            "early": min(p.early, streams[0].ahead),
-            "rows": self.plan.rows,
-            "packed_rows": self.plan.packed_rows,
-            "halves": self.plan.halves,
-            "half": half.name,
-            "bits": w.kind.bits,
-            "rounded": w.rounded,
-            "zeros": w.zero is not None,
-            "scale_dtype": {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}[w.scales.name],
-            "pieces": self.plan.operand.bits // 2,
-            "widen_asm": widened(self.plan.operand) if self.plan.operand.bits == 8 else "",
-            "halves_asm": made.text,
-            "halves_operands": made.constraints,
-            "one": twice(1.0, half),
-            "enlarged": tuple(2.0**s for s in SMALL),
-            "excess": tuple(excess),
-            **{f"stream_{f.name}": tuple(getattr(s, f.name) for s in streams) for f in fields(Stream)},
-        }
-        own = {
-            f.name: getattr(self if hasattr(self, f.name) else p, f.name) for f in fields(KernelConfig) if f.name not in found
-        }
-        return KernelConfig(**own, **found)
+    def streams(self) -> tuple[Stream, ...]:
+        """Streams of the codes, of the scales and maybe of the zero points."""
+        found = [self._stream(self.bits, 4, 4, 1, self.even, self.prefetch)]
+        for words in (self.block_scales * (2 if self.scale == F32.name else 1), self.block_scales)[: 1 + self.zeros]:
+            run = math.gcd(4, self.blocks * words)
+            even = self.even and self.warp_blocks * words % run == 0
+            width = run if self.unroll else math.gcd(run, max(words, FEW)) if even else math.gcd(run, words)
+            found.append(self._stream(words, run, width, self.unroll or max(width // words, 1), even, 0))
+        return tuple(found)
+
+    def _stream(self, words: int, run: int, width: int, blocks: int, even: bool, prefetch: int) -> Stream:
+        """A stream. Codes have a `prefetch`; of the others two groups of blocks are in flight, or all of them, so that they
+        take turns in registers."""
+        tile, parts = (32 * words if prefetch else 8 * self.blocks * words), words * blocks // width
+        loads: list[tuple[int, int, int, int]] = []
+        for block, t, part in product(range(0, self.body, blocks), range(self.warp_tiles), range(parts)):
+            word = block * words + part * width
+            along = block * 128 * words + part * width * 32 if prefetch else word // run * run * 8 + word % run
+            loads.append((t * tile + along, block, t * tile, part * width))
+        two = 2 * self.warp_tiles * parts
+        prefetch = prefetch or (len(loads) if self.unroll or len(loads) % two else two)
+        return Stream(words, run, width, blocks, prefetch, even, tuple(loads))

@@ -32,21 +32,22 @@ MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128
 def packed_weights(
     sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool = False
 ) -> list[torch.Tensor]:
-    """Codes, scales and maybe zero points as kernels read them, where the sources are; packed once for all of them. `ready`:
-    codes of 4 bits as the bytes that meet 8-bit floats, their zero points taken off."""
-    form = "hopper_w4", weights.kind, weights.sub, weights.group, weights.along, weights.paired, operand, ready
+    """Codes, scales and maybe zero points as kernels read them, on the sources' device; packed once for all kernels. `ready`:
+    codes of 4 bits as the bytes that are multiplied by 8-bit floats, their zero points taken off."""
+    w = weights
+    form = "hopper_w4", w.kind, w.scale_k, w.group, w.k_contiguous, w.interleaved, operand, ready
     count = 2 if ready else weights.tensors
     return all_packed_once(sources, form, count, lambda: _all_packed(sources, weights, operand, ready=ready))
 
 
 def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool) -> list[torch.Tensor]:
-    codes, *sides = sources if weights.along else [t.T for t in sources]
+    codes, *sides = sources if weights.k_contiguous else [t.T for t in sources]
     if weights.scale is None:
         sides.insert(0, torch.ones((codes.shape[0], 1), dtype=weights.scales.to_torch(), device=codes.device))
     scales, *zeros = sides
-    repeats = codes.shape[1] // scales.shape[1] // weights.sub
+    repeats = codes.shape[1] // scales.shape[1] // weights.scale_k
     codes = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
-    halves = 2 if weights.paired else 1
+    halves = 2 if weights.interleaved else 1
     step = max(AT_ONCE // codes.shape[1] // ROWS, 1) * ROWS // halves
     if ready:
         own = [z.split(step) for z in zeros]
@@ -146,32 +147,6 @@ def _word(v: torch.Tensor, parts: list[tuple[torch.Tensor, int]]) -> torch.Tenso
         word |= (pair[..., 0].long() << at) | (pair[..., 1].long() << (at + 16))
     word = (word | word >> 32) & 0xFFFFFFFF  # what is past the last bit comes round
     return torch.where(word >> 31 > 0, word - (1 << 32), word).to(torch.int32)
-
-
-def unpacked(words: torch.Tensor, rows: int, kind: DType, operand: DType) -> torch.Tensor:
-    """The codes [rows, K] that `packed` packed."""
-    m64, k64 = words.shape[:2]
-    mask = (1 << kind.bits) - 1
-    if kind.bits == 4:
-        steps = words.reshape(m64, k64, 4, 8, 4, 4)
-        found = {(h, kk): steps for h, kk, _ in places(4, operand)}
-        at = {(h, kk): bit for h, kk, bit in places(4, operand)}
-    else:
-        steps = words.transpose(3, 4).reshape(m64, k64, 4, 8, 4, 4, 2)
-        found = {(h, kk): steps[..., kk] for h in (0, 1) for kk in (0, 1)}
-        at = {(h, kk): 8 * h for h, kk in found}
-    v = torch.empty(m64, k64, 4, 8, 4, 4, 2, 2, 2, dtype=torch.int32, device=words.device)
-    for (h, kk), word in found.items():
-        for p in (0, 1):
-            v[..., h, kk, p] = ((word.long() & 0xFFFFFFFF) * (1 + (1 << 32)) >> (at[h, kk] + 16 * p)) & mask
-    v = v.permute(0, 2, 6, 3, 1, 5, 7, 4, 8)  # m64 warp h g k64 step half t pair
-    v = v.movedim(6, 8) if operand.bits == 8 else v
-    v = v.reshape(m64 * BLOCK, k64 * BLOCK)[:rows]
-    v = v - bias(kind, operand)
-    if kind.kind != "uint":  # what was stored as it was comes back from its lowest bits
-        half = 1 << (kind.bits - 1)
-        v = ((v + half) & mask) - half
-    return v.to(kind.to_torch())
 
 
 def paired_rows(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What a gemm with constant weights of few bits asks, in the terms of `hopper_w4`: its right operand becomes the left one."""
+"""A gemm with constant weights of few bits in the terms of `hopper_w4`: its right operand becomes the left one."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Weights:
     """The operand of few bits.
 
     Attributes:
-        codes, scale, zero: expressions of weights, which those are of siblings that were joined; no zero point is None, and so
+        codes, scale, zero: expressions over weights, such as those of siblings that were joined; no zero point is None, and so
             is a scale of 1.
-        kind: of the codes.
+        kind: type of the codes.
         scales: type of the scales.
         group: codes along K that share a scale: 32, or a multiple of 64; all of K where a row has one scale.
         rounded: a weight is rounded to the other operand's type once it is scaled.
-        along: the codes' last axis is K.
-        paired: rows of the first half are packed beside those of the second one.
+        k_contiguous: K is the codes' last axis.
+        interleaved: rows of the first half are packed beside those of the second one.
     """
 
     codes: Node
@@ -46,46 +46,47 @@ class Weights:
     scales: DType
     group: int
     rounded: bool
-    along: bool
-    paired: bool = False
+    k_contiguous: bool
+    interleaved: bool = False
 
     @property
-    def sub(self) -> int:
+    def scale_k(self) -> int:
         """Codes along K for which a packed scale stands."""
         return math.gcd(self.group, BLOCK)
 
     @property
-    def parts(self) -> list[Node]:
-        """What is packed, but for a scale of 1."""
+    def nodes(self) -> list[Node]:
+        """Expressions of what is packed, but for a scale of 1."""
         return [n for n in (self.codes, self.scale, self.zero) if n is not None]
 
     @property
     def tensors(self) -> int:
-        """That are packed."""
+        """The number of packed tensors."""
         return 2 if self.zero is None else 3
 
     @property
     def sources(self) -> frozenset[int]:
-        """Numbers of the sources that these are made of."""
-        return frozenset(n.op.index for n in toposort(self.parts) if isinstance(n.op, Param))
+        """Numbers of the sources of the weights."""
+        return frozenset(n.op.index for n in toposort(self.nodes) if isinstance(n.op, Param))
 
     def values(self, sources: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
-        """What is packed, of weights by their numbers."""
-        given = {n: sources[n.op.index] for n in toposort(self.parts) if isinstance(n.op, Param)}
-        return [cast("torch.Tensor", v) for v in evaluate_nodes(self.parts, given)]
+        """The tensors of `nodes`, from weights by their numbers."""
+        given = {n: sources[n.op.index] for n in toposort(self.nodes) if isinstance(n.op, Param)}
+        return [cast("torch.Tensor", v) for v in evaluate_nodes(self.nodes, given)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Rows x outs over K.
+    """The product [rows, K] x [K, outs].
 
     Attributes:
         rows, outs, K: extents; rows are those of the left operand, batch axes and all, outs the results' columns.
-        x: number of the left operand's source; operand: its type, of 16 bits or codes of 8.
+        x: number of the left operand's source.
+        operand: type of the left operand, of 16 bits or codes of 8.
         weights: the right operand.
-        stores: where the results go; codes' scale is in them.
-        second: what stands in the stores for the right half of the product's columns where they read both halves together: the
-            left half is the accumulator then.
+        stores: the results; the scale of 8-bit activations is in them.
+        second: the leaf for the right half of the product's columns in stores that read both halves together: the left half is
+            the accumulator then.
     """
 
     rows: int
@@ -99,43 +100,43 @@ class Plan:
 
     @property
     def half(self) -> DType:
-        """What is multiplied in the other operand's place: f16 for codes of 8 bits, all of which it holds."""
+        """The type in which activations are multiplied: f16 for codes of 8 bits, all of which it holds."""
         return half_of(self.operand)
 
     @property
-    def halves(self) -> int:
-        """Rows of the weights that make one of `outs`."""
+    def rows_per_out(self) -> int:
+        """Rows of the weights that make a column of the results."""
         return 1 if self.second is None else 2
 
     @property
     def weight_rows(self) -> int:
-        """Rows that are multiplied, in the order in which they are packed."""
+        """Rows of the weights that are multiplied."""
         return self.outs if self.second is None else -(-self.outs // 8) * 16
 
     @property
     def packed_rows(self) -> int:
-        """Of the weights as they are packed, filled up."""
+        """Rows of the weights as they are packed, filled up."""
         return -(-self.weight_rows // ROWS) * ROWS
 
     @property
     def packed_bytes(self) -> int:
-        """Of codes, scales and zero points as they are packed."""
+        """Bytes of codes, scales and zero points as they are packed."""
         w = self.weights
-        words = self.K // w.sub * (1 if w.zero is None else 2)
-        return self.packed_rows * (self.K * w.kind.bits // 8 + words * max(w.scales.bits // 8, 2))
+        words = self.K // w.scale_k * (w.tensors - 1)
+        return self.packed_rows * (self.K * w.kind.bits // 8 + words * w.scales.bits // 8)
 
     @property
     def ready_bytes(self) -> int:
-        """Of codes as bytes that are multiplied, and scales."""
+        """Bytes of codes as bytes that are multiplied, and of scales."""
         w = self.weights
-        return self.packed_rows * (self.K + self.K // w.sub * max(w.scales.bits // 8, 2))
+        return self.packed_rows * (self.K + self.K // w.scale_k * w.scales.bits // 8)
 
 
 def plan_of(problem: Problem) -> Plan:
-    """The plan.
+    """The plan of a problem.
 
     Raises:
-        Unsupported: the sentence why there is none.
+        Unsupported: the reason why there is none.
     """
     x, scale = left_of(problem)
     operand = x.dtype
@@ -151,7 +152,7 @@ def plan_of(problem: Problem) -> Plan:
     elif scale is not None:
         roots = tuple(substitute(roots, {n: map_("multiply", n, scale) for n in sums}))
     weights = _integers(problem, operand) if integers else _weights(problem, operand)
-    weights = replace(weights, paired=second is not None)
+    weights = replace(weights, interleaved=second is not None)
     rows, outs = problem.batch * problem.M, problem.N if second is None else problem.N // 2
     if not rows * problem.N * problem.K:
         raise Unsupported("the result is empty or a sum of nothing")
@@ -161,8 +162,8 @@ def plan_of(problem: Problem) -> Plan:
 
 
 def left_of(problem: Problem) -> tuple[Node, Node | None]:
-    """What lies in memory of the left operand, and what the sums of its products are scaled by: where it is codes that a row or
-    all of them have a scale for.
+    """The left operand as it lies in memory, and the factor of the sums of its products where it is codes with a scale for each
+    row or for all.
 
     Raises:
         Unsupported: codes have zero points, or other scales.
@@ -184,20 +185,20 @@ def left_of(problem: Problem) -> tuple[Node, Node | None]:
 
 
 def _integers(problem: Problem, operand: DType) -> Weights:
-    """Codes that are multiplied by integers as they are, all sums of which f32 holds."""
+    """Weights without scales, which are multiplied by integers: f32 holds all sums."""
     root = problem.op.rhs
-    along = isinstance(root.op, Transpose)
-    codes = root.src[0] if along else root
+    k_contiguous = isinstance(root.op, Transpose)
+    codes = root.src[0] if k_contiguous else root
     while isinstance(codes.op, Convert) and _holds(codes.dtype, codes.src[0].dtype):
         codes = codes.src[0]
     kind = codes.dtype
     if not kind.is_integer or kind.bits not in (4, 8) or len(codes.shape) != 2 or problem.K % BLOCK:
         raise Unsupported("the right operand is not one matrix of codes of 4 or 8 bits, or K is no multiple of 64")
-    if not all(problem.weights[n.op.index] for n in toposort((codes,)) if isinstance(n.op, Param)):
+    if not problem.constant(codes):
         raise Unsupported("the weights are not constant")
     if problem.K * max(-operand.min, operand.max) * max(-kind.min, kind.max) > 1 << 24:
         raise Unsupported(f"f32 does not hold every sum of {problem.K} products of {operand} and {kind}")
-    return Weights(codes, None, None, kind, F16, problem.K, False, along)
+    return Weights(codes, None, None, kind, F16, problem.K, False, k_contiguous)
 
 
 def _holds(wide: DType, narrow: DType) -> bool:
@@ -206,18 +207,19 @@ def _holds(wide: DType, narrow: DType) -> bool:
 
 
 def _weights(problem: Problem, operand: DType) -> Weights:
+    """Weights with scales."""
     root = problem.op.rhs
-    along = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
-    found = root.src[0] if along else root
+    k_contiguous = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
+    found = root.src[0] if k_contiguous else root
     op = found.op
     if not isinstance(op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in (4, 8):
         raise Unsupported("the right operand is not codes of 4 or 8 bits with scales")
     if len(found.shape) != 2:
         raise Unsupported("the weights are not one matrix, as it is or transposed")
-    if not all(problem.weights[n.op.index] for n in toposort(found.src) if isinstance(n.op, Param)):
+    if not problem.constant(found):
         raise Unsupported("the weights are not constant")
     kind, scale = found.src[0].dtype, found.src[1]
-    group = _group(found, scale, along=along)
+    group = _group(found, scale, k_contiguous=k_contiguous)
     if problem.K % BLOCK or group % SMALLEST_GROUP or (group % BLOCK and group != SMALLEST_GROUP):
         raise Unsupported("K is no multiple of 64, or a scale stands for other than 32 or a multiple of 64 codes along K")
     if found.dtype not in (operand, F32) or scale.dtype not in (F16, BF16, F32):
@@ -228,10 +230,10 @@ def _weights(problem: Problem, operand: DType) -> Weights:
     zero = found.src[2] if len(found.src) == 3 else None
     if kind.bits == 8 and operand is BF16 and (zero is not None or kind.kind == "uint"):
         raise Unsupported("bf16 does not hold the difference of an 8-bit code and a zero point")
-    return Weights(found.src[0], scale, zero, kind, scale.dtype, group, rounded, along)
+    return Weights(found.src[0], scale, zero, kind, scale.dtype, group, rounded, k_contiguous)
 
 
-def _group(found: Node, scale: Node, *, along: bool) -> int:
+def _group(found: Node, scale: Node, *, k_contiguous: bool) -> int:
     """Codes along K that share a scale.
 
     Raises:
@@ -239,18 +241,18 @@ def _group(found: Node, scale: Node, *, along: bool) -> int:
     """
     op = found.op
     assert isinstance(op, Dequantize)
-    k, outs = found.shape[::-1] if along else found.shape
+    k, outs = found.shape[::-1] if k_contiguous else found.shape
     if op.block is not None:
-        group, rows = op.block[::-1] if along else op.block
+        group, rows = op.block[::-1] if k_contiguous else op.block
         if rows == 1:
             return min(group, k)
-    elif scale.shape == ((outs, 1) if along else (1, outs)):
+    elif scale.shape == ((outs, 1) if k_contiguous else (1, outs)):
         return k
     raise Unsupported("scales are not given for groups along K or for whole rows")
 
 
 def _dense(problem: Problem, root: Node, rows: int) -> int:
-    """The source that the left operand is, as it lies in memory."""
+    """The number of the left operand's source, whose rows are contiguous in memory."""
     access = of_operand(root, columns_last=True)
     operand = read_operand(root)
     if operand.source is None or not operand.plain:

@@ -17,7 +17,15 @@ from tilewright.candidates.triton.hopper.gemm.form import FRAGMENT, Form, Kernel
 from tilewright.candidates.triton.hopper.gemm.plan import Plan
 from tilewright.candidates.triton.hopper.gemm.run import compiled, runner
 from tilewright.candidates.triton.hopper.gemm.space import Point
-from tilewright.candidates.triton.hopper.w4.convert import Asm, factor, flipped, halves, held, made_bytes, made_type
+from tilewright.candidates.triton.hopper.w4.convert import (
+    Asm,
+    byte_factor,
+    byte_type,
+    dequantize_to_bytes,
+    dequantize_to_halves,
+    flip_signs,
+    spread_rows,
+)
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import Plan as PlanOfWeights
 from tilewright.candidates.triton.hopper.w4.plan import Weights, left_of
@@ -144,7 +152,7 @@ class Coded:
     @property
     def subs(self) -> int:
         """Scales of a row along a block."""
-        return BLOCK // self.weights.sub
+        return BLOCK // self.weights.scale_k
 
     def needed(self, name: str) -> int:
         """Words of a pair of rows for a step."""
@@ -176,7 +184,7 @@ class Coded:
         """The kernel's constants, those of every gemm given."""
         rows, columns, w = constants["tile_m"], constants["shape_n"], self.weights
         beside = self.descriptors[1:]
-        made, waiting = self.made, held()
+        made, waiting = self.made, spread_rows()
         return PackedConfig(
             **constants,
             deep=self.deep,
@@ -192,8 +200,8 @@ class Coded:
             held_operands=waiting.constraints,
             each=self.every,
             columns_at_once=min(columns, MOST_COLUMNS),
-            factor=factor(self.operand, w.kind, zeros=w.zero is not None),
-            made_dtype=FRAGMENT[(self.operand if self.deep == 1 else made_type(self.operand)).name],
+            factor=byte_factor(self.operand, w.kind, zeros=w.zero is not None),
+            made_dtype=FRAGMENT[(self.operand if self.deep == 1 else byte_type(self.operand)).name],
             product_dtype="int32" if self.operand.is_integer else "float32",
             scale_dtype="float32" if w.scales is F32 else FRAGMENT[w.scales.name],
             scale_bits=w.scales.bits,
@@ -203,7 +211,7 @@ class Coded:
     def every(self) -> int:
         """Products of bytes along K that are added up before their sum is scaled."""
         group = self.weights.group
-        return STEP if group % STEP == 0 or group == self.blocks * BLOCK else self.weights.sub
+        return STEP if group % STEP == 0 or group == self.blocks * BLOCK else self.weights.scale_k
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -223,8 +231,13 @@ class Coded:
         """The statement that makes numbers of words."""
         w = self.weights
         if self.deep == 1:
-            return halves(w, self.operand, steps=2, slots=2)
-        return flipped() if self.ready else made_bytes(self.operand, w.kind, zeros=w.zero is not None, sub=w.sub)
+            zeros, scale_k = w.zero is not None, w.scale_k
+            return dequantize_to_halves(w.kind, self.operand, zeros=zeros, rounded=w.rounded, scale_k=scale_k, steps=2, slots=2)
+        return (
+            flip_signs()
+            if self.ready
+            else dequantize_to_bytes(self.operand, w.kind, zeros=w.zero is not None, scale_k=w.scale_k)
+        )
 
     def step_instructions(self, columns: int) -> int:
         """Of a warp and a step along K: bytes made, sums scaled. (That sums of integers are made floats was seen in no
@@ -366,5 +379,5 @@ def _of_codes(problem: Problem, weights: Weights) -> Problem:
     x, _ = left_of(problem)
     kind, acc = (S8, S32) if x.dtype.is_integer else (F8E4M3FN, F32)
     codes = convert(weights.codes, kind)
-    op = Gemm(acc, x, swap_last(codes) if weights.along else codes, ())
+    op = Gemm(acc, x, swap_last(codes) if weights.k_contiguous else codes, ())
     return replace(problem, op=replace(op, stores=(Node(Acc(op.acc_type)),)))
