@@ -24,7 +24,7 @@ from tilewright.candidates.triton.gemm import candidate as gemm
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
 from tilewright.candidates.triton.hopper.gemm import candidate as hopper
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
-from tilewright.candidates.triton.hopper.gemm.space import points
+from tilewright.candidates.triton.hopper.gemm.space import tile_configs
 from tilewright.candidates.triton.hopper.w4 import candidate as hopper_w4
 from tilewright.schedule.candidate import Schedule, plan_for, refusal
 
@@ -79,7 +79,7 @@ def assert_right(candidate, p, schedules, target):
 def kinds(p, target, of):
     """Of the Hopper kernel's points, the first of each kind."""
     found = {}
-    for point in points(hopper_plan.plan_of(p, target)):
+    for point in tile_configs(hopper_plan.plan_of(p, target)):
         found.setdefault(of(point), point)
     return [Schedule.of_point(point) for point in found.values()]
 
@@ -89,7 +89,8 @@ def test_every_kind_of_point_is_right(line):
     p, target = problem(line), replace(H200, cores=4)
 
     def kind(point):
-        return point.hold, point.paired, point.pingpong, point.widened, point.shared_tiles > 0, point.tile_n in (64, 128, 256)
+        loops = point.deferred_store, point.multicast, point.pingpong, point.vector_store, point.stream_k > 0
+        return *loops, point.tile_n in (64, 128, 256)
 
     assert_right(hopper.CANDIDATE, p, kinds(p, target, kind), target)
 
@@ -97,7 +98,7 @@ def test_every_kind_of_point_is_right(line):
 @pytest.mark.parametrize("line", SPLIT)
 def test_clusters_that_share_k_are_right(line):
     p, target = problem(line), replace(H200, cores=16)
-    schedules = [s for s in kinds(p, target, lambda point: point.split) if s["split"] > 1]
+    schedules = [s for s in kinds(p, target, lambda point: point.split_k) if s["split_k"] > 1]
     assert_right(hopper.CANDIDATE, p, schedules, target)
 
 

@@ -61,9 +61,9 @@ def gemm_of(line):
 
 def cases():
     """Name, candidate, problem, which of its points, and the device as the space of points is told of it."""
-    turns: Wanted = lambda k: k["pingpong"] and not k["paired"]  # noqa: E731
-    pairs: Wanted = lambda k: k["pingpong"] and k["paired"]  # noqa: E731
-    shared: Wanted = lambda k: k["shared_tiles"] and not k["paired"]  # noqa: E731
+    turns: Wanted = lambda k: k["pingpong"] and not k["multicast"]  # noqa: E731
+    pairs: Wanted = lambda k: k["pingpong"] and k["multicast"]  # noqa: E731
+    shared: Wanted = lambda k: k["stream_k"] and not k["multicast"]  # noqa: E731
     first: Wanted = lambda _: True  # noqa: E731
     fp8 = "f8e4m3fn[300,400] @ f8e4m3fn[400,272] * 0.01 + bias:f16 + residual:f16 -> f16"
     up = layer(F8E4M3FN, 320, "gelu", F8E4M3FN, rows=(3, 237), depth=400)
@@ -83,28 +83,28 @@ def cases():
         ("hopper batch", hopper, gemm_of("s8[3,200,144] @ s8[3,96,144]^T -> s8"), first, H200),
         ("hopper 256", hopper, gemm_of("s8[300,528] @ s8[528,528]^T -> s8"), lambda k: k["tile_n"] == 256, FEW),
         (
-            "hopper 224, pairs",
+            "hopper 224, multicast",
             hopper,
             gemm_of("s8[300,528] @ s8[528,528]^T -> s8"),
-            lambda k: k["tile_n"] == 224 and k["paired"],
+            lambda k: k["tile_n"] == 224 and k["multicast"],
             FEW,
         ),
         ("hopper stream-K", hopper, gemm_of("bf16[257,1288] @ bf16[1288,264] -> f32"), shared, H200),
         (
-            "hopper stream-K, pairs",
+            "hopper stream-K, multicast",
             hopper,
             gemm_of("bf16[1024,5120] @ bf16[1280,5120]^T -> bf16"),
-            lambda k: k["shared_tiles"] and k["paired"],
+            lambda k: k["stream_k"] and k["multicast"],
             H200,
         ),
         (
-            "hopper clusters share K",
+            "hopper cluster split-K",
             hopper,
             gemm_of("bf16[300,1032] @ bf16[1032,264] + bias, gelu -> bf16"),
-            lambda k: k["split"] == 3 and k["tile_m"] == 128,
+            lambda k: k["split_k"] == 3 and k["tile_m"] == 128,
             H200,
         ),
-        ("hopper clusters share K, s8", hopper, gemm_of("s8[70,1040] @ s8[1040,272] -> s8"), lambda k: k["split"] > 1, H200),
+        ("hopper cluster split-K, s8", hopper, gemm_of("s8[70,1040] @ s8[1040,272] -> s8"), lambda k: k["split_k"] > 1, H200),
         (
             "hopper fp8 by rows",
             hopper,
@@ -126,15 +126,15 @@ def cases():
             first,
             H200,
         ),
-        ("hopper residual held", hopper, gemm_of(fp8), lambda k: k["hold"], FEW),
+        ("hopper residual deferred", hopper, gemm_of(fp8), lambda k: k["deferred_store"], FEW),
         ("hopper residual by TMA", hopper, down, lambda k: not k["pingpong"] and k["tile_n"] % 64, FEW),
-        ("hopper turns, gelu", hopper, up, turns, FEW),
-        ("hopper turns, gelu, pairs", hopper, up, pairs, FEW),
-        ("hopper turns, residual", hopper, down, turns, FEW),
-        ("hopper turns, residual, pairs", hopper, down, pairs, FEW),
-        ("hopper SwiGLU, turns, pairs", hopper, gated(BF16, (300,), 328, 272), pairs, FEW),
+        ("hopper ping-pong, gelu", hopper, up, turns, FEW),
+        ("hopper ping-pong, gelu, multicast", hopper, up, pairs, FEW),
+        ("hopper ping-pong, residual", hopper, down, turns, FEW),
+        ("hopper ping-pong, residual, multicast", hopper, down, pairs, FEW),
+        ("hopper SwiGLU, ping-pong, multicast", hopper, gated(BF16, (300,), 328, 272), pairs, FEW),
         ("hopper heads", hopper, heads(), turns, FEW),
-        ("hopper heads alike", hopper, alike_heads(), turns, FEW),
+        ("hopper heads, shared epilogue", hopper, alike_heads(), turns, FEW),
         ("plain f16", gemm, gemm_of("f16[67,72] @ f16[72,50] + bias, relu -> f16"), first, H200),
         ("plain s8", gemm, gemm_of("s8[33,80] @ s8[80,48] -> s8"), first, H200),
         ("plain split-K", gemm, gemm_of("bf16[64,1032] @ bf16[1032,72] -> f32"), lambda k: k["split_k"] > 1, H200),

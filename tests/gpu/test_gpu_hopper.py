@@ -33,7 +33,7 @@ CASES = {
     "fp8, few tiles": lambda: problem("f8e4m3fn[2,100,2064] scale=channel @ f8e4m3fn[2,256,2064]^T scale=channel -> bf16"),
     "s8, few tiles, codes": lambda: problem("s8[77,1040] scale=tensor @ s8[1040,320] scale=channel -> s8 scale=tensor"),
     "s8, heads": heads,
-    "s8, heads that are alike": alike_heads,
+    "s8, heads, shared epilogue": alike_heads,
     "s8, heads with ranges of one bias": lambda: alike_heads(joined=True),
 }
 
@@ -42,17 +42,17 @@ CASES = {
 def test_every_kind_of_kernel_agrees_with_the_oracle(name):
     from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
     from tilewright.candidates.triton.hopper.gemm.plan import plan_of
-    from tilewright.candidates.triton.hopper.gemm.space import points
+    from tilewright.candidates.triton.hopper.gemm.space import tile_configs
 
     asked, target = CASES[name](), detect("cuda")
     weights = {i: t.cuda() for i, t in enumerate(random_sources(asked)) if asked.weights[i]}
     kinds = {}
     cores = target.cores if "few tiles" in name else 4  # else a few blocks, of many tiles each
-    for p in points(plan_of(asked, replace(target, cores=cores))):
-        kinds.setdefault((p.split, p.tile_n, p.pingpong, p.paired, p.hold, p.widened, p.shared_tiles > 0), p)
+    for p in tile_configs(plan_of(asked, replace(target, cores=cores))):
+        kinds.setdefault((p.split_k, p.tile_n, p.pingpong, p.multicast, p.deferred_store, p.vector_store, p.stream_k > 0), p)
     chosen = list(kinds.values())
     if "few tiles" in name:
-        chosen = [p for p in chosen if p.split > 1]
+        chosen = [p for p in chosen if p.split_k > 1]
         assert chosen
     bench = Bench(asked, target, weights, watched=True)
     for i, p in enumerate(chosen[:: -(-len(chosen) // 8)]):
@@ -62,8 +62,8 @@ def test_every_kind_of_kernel_agrees_with_the_oracle(name):
 
 def test_layers_of_other_scales_run_one_machine_code_and_each_is_right():
     """Their data are drawn on the GPU."""
-    from tilewright.candidates.triton.hopper.gemm import run as _hopper_run
     from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
+    from tilewright.candidates.triton.runtime import module
 
     target = detect("cuda")
     first = layer(F8E4M3FN, 3072, "gelu", F8E4M3FN, rows=(8, 384))
@@ -77,5 +77,5 @@ def test_layers_of_other_scales_run_one_machine_code_and_each_is_right():
         assert all(t.is_cuda for t in bench._sources)
         why = bench.attempt(0, CANDIDATE, next(iter(plan_for(CANDIDATE, problem, target).schedules()))).why
         assert why is None, f"{factor}: {why}"
-        misses.append(_hopper_run._machine_code.cache_info().misses)
+        misses.append(module._machine_code.cache_info().misses)
     assert len(set(misses)) == 1

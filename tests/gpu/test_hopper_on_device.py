@@ -54,7 +54,8 @@ def test_every_type_is_right_at_points_of_every_kind():
     for problem in problems:
         kinds = {}
         for s in plan_for(CANDIDATE, problem, device()).schedules():
-            kinds.setdefault((s["hold"], s["paired"], s["shared_tiles"] > 0, s["split"], s["tile_n"] in (64, 128, 256)), s)
+            kind = s["deferred_store"], s["multicast"], s["stream_k"] > 0, s["split_k"], s["tile_n"] in (64, 128, 256)
+            kinds.setdefault(kind, s)
         cases += [(problem, s) for s in kinds.values()]
     assert_right(CANDIDATE, cases)
 
@@ -64,7 +65,7 @@ def test_a_weight_packed_for_wide_stores_gives_the_same():
 
     problem = problem_of(parse("s8[300,512] @ s8[512,256] -> s8").outputs[0])
     constant = replace(problem, weights=(False, True))
-    schedule = next(s for s in plan_for(CANDIDATE, constant, device()).schedules() if s["widened"])
+    schedule = next(s for s in plan_for(CANDIDATE, constant, device()).schedules() if s["vector_store"])
     a, b = (torch.randint(-128, 128, t.shape, dtype=torch.int8, device="cuda") for t in problem.types)
     run = plan_for(CANDIDATE, constant, device()).build(schedule).prepare({1: b})
     assert torch.equal(run([a, b])[0], (a.double() @ b.double()).long().to(torch.int8))
@@ -73,8 +74,8 @@ def test_a_weight_packed_for_wide_stores_gives_the_same():
 @pytest.mark.parametrize(
     ("line", "knob", "none"),
     [
-        ("bf16[256,8192] @ bf16[8192,512] -> f32", "shared_tiles", 0),
-        ("bf16[128,4096] @ bf16[4096,4096]^T -> bf16", "split", 1),
+        ("bf16[256,8192] @ bf16[8192,512] -> f32", "stream_k", 0),
+        ("bf16[128,4096] @ bf16[4096,4096]^T -> bf16", "split_k", 1),
     ],
 )
 def test_parts_of_k_are_added_up_in_the_same_order_on_every_run(line, knob, none):

@@ -59,7 +59,7 @@ def test_every_kind_is_right_at_several_points():
     cases = []
     for problem in [*map(posed, LINES), *(of_halves(posed(line), out=F16) for line in GATED)]:
         assert refusal(CANDIDATE, problem, device()) is None, problem
-        kinds, told = {}, ("wgmma", "clusters", "cluster", "tile_m", "shared_tiles", "paired")
+        kinds, told = {}, ("wgmma", "clusters", "cluster", "tile_m", "stream_k", "multicast")
         for s in plan_for(CANDIDATE, problem, device()).schedules():
             kinds.setdefault(tuple(v for k, v in s.knobs if k in told), s)
         cases += [(problem, s) for s in list(kinds.values())[:3]]

@@ -20,7 +20,7 @@ from tilewright.schedule.problem import problem_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-PARTS = {"triton": (triton_gemm.CANDIDATE, "split_k", 1), "hopper": (hopper.CANDIDATE, "shared_tiles", 0)}
+PARTS = {"triton": (triton_gemm.CANDIDATE, "split_k", 1), "hopper": (hopper.CANDIDATE, "stream_k", 0)}
 
 
 def in_parts(name, on):

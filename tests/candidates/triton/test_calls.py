@@ -15,7 +15,8 @@ from tests.candidates.triton.hopper.test_gemm import WHOLE, problem
 from tilewright.candidates.triton.hopper.gemm import run as _hopper_run
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled
-from tilewright.candidates.triton.hopper.gemm.space import form_of
+from tilewright.candidates.triton.hopper.gemm.spec import spec_of
+from tilewright.candidates.triton.hopper.gemm.tma import TmaView
 from tilewright.candidates.triton.runtime.launch import SPARE, Counters, caller, maker
 from tilewright.candidates.triton.runtime.module import Built
 from tilewright.dtype import F16, S8
@@ -74,21 +75,19 @@ def test_what_a_graph_counts_with_outlives_the_call(cuda):
     assert all(t in held for t in taken) and not any(t.data_ptr() in held for t in others)
 
 
-def started(monkeypatch, p, names, weights, start):
+def started(monkeypatch, p, weights, start):
     """A runner whose kernel is a function of its arguments."""
     plan = plan_of(p, HERE)
     monkeypatch.setattr(_hopper_run, "launcher", lambda *_: lambda *given: start([*given]))
-    monkeypatch.setattr(_hopper_run.Tma, "at", lambda self, address: [address])
+    monkeypatch.setattr(TmaView, "at", lambda self, address, meta: [address])
     kernel = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * 3))
-    built = Built(kernel, (0.5, -3), tuple(names))
-    point = replace(WHOLE, blocks=1)
-    return _hopper_run.runner(form_of(plan, point), built, weights)
+    return _hopper_run.runner(spec_of(plan, replace(WHOLE, blocks=1)), Built(kernel, (0.5, -3)), weights)
 
 
 def test_a_hopper_kernel_starts_on_its_own_device(cuda, monkeypatch):
     on = []
     p = problem("bf16[256,128] @ bf16[128,256] -> bf16")
-    run = started(monkeypatch, p, [], {}, lambda arguments: on.append(cuda.device))
+    run = started(monkeypatch, p, {}, lambda arguments: on.append(cuda.device))
     sources = [torch.zeros(t.shape, dtype=torch.bfloat16) for t in p.types]
     run(sources)
     cuda.device = 1
@@ -102,7 +101,7 @@ def test_weights_that_do_not_lie_densely_are_copied_once(cuda, monkeypatch):
     x, w, b = torch.randn(256, 128).bfloat16(), torch.randn(256, 128).bfloat16().t(), torch.randn(512).bfloat16()[::2]
     sources = [x, w, b]
     assert not any(t.is_contiguous() for t in sources[1:])
-    run = started(monkeypatch, p, ["p2"], dict(enumerate(sources)), lambda given: addresses.append((given[1], given[3])))
+    run = started(monkeypatch, p, dict(enumerate(sources)), lambda given: addresses.append((given[1], given[3])))
     held = [run(sources) for _ in range(3)]
     assert len(held) == 3 and len(set(addresses)) == 1
 
@@ -110,7 +109,7 @@ def test_weights_that_do_not_lie_densely_are_copied_once(cuda, monkeypatch):
 def test_every_argument_of_a_hopper_kernel_has_its_place(cuda, monkeypatch):
     calls = []
     p = problem("bf16[256,128] @ bf16[128,256] + bias -> bf16")
-    run = started(monkeypatch, p, ["p2"], {}, calls.append)
+    run = started(monkeypatch, p, {}, calls.append)
     x, w, b = torch.randn(256, 128).bfloat16(), torch.randn(128, 256).bfloat16(), torch.randn(256).bfloat16()
     moved, spread = torch.randn(256 * 128 + 1).bfloat16()[1:].view(256, 128), torch.randn(512).bfloat16()[::2]
     results = [run(sources)[0] for sources in ([x, w, b], [moved, w, b], [x, w, spread], [x, w, b])]
@@ -123,9 +122,8 @@ def test_every_argument_of_a_hopper_kernel_has_its_place(cuda, monkeypatch):
 
 def test_machine_code_is_loaded_for_each_device():
     p = problem("bf16[256,128] @ bf16[128,256] -> bf16")
-    plan, types = plan_of(p, HERE), tuple(t.dtype for t in p.types)
-    form = form_of(plan, WHOLE)
-    first, again, other = (compiled(form, types, device).kernel for device in (0, 0, 1))
+    targets = [replace(HERE, index=device) for device in (0, 0, 1)]
+    first, again, other = (compiled(spec_of(plan_of(p, target), WHOLE)).kernel for target in targets)
     assert first is again and first is not other
 
 

@@ -18,10 +18,10 @@ from tilewright.candidates.triton.gemm.kernel import TileConfig, write
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
 from tilewright.candidates.triton.hopper.attention.functions import kernel_text as hopper_attention_text
 from tilewright.candidates.triton.hopper.attention.sizes import Point as RowsPoint
-from tilewright.candidates.triton.hopper.gemm.epilogue import Program
+from tilewright.candidates.triton.hopper.gemm.epilogue import write as write_hopper
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled
-from tilewright.candidates.triton.hopper.gemm.space import form_of
+from tilewright.candidates.triton.hopper.gemm.spec import spec_of
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.dtype import F8E4M3FN, F16, F32, S8, U8
 from tilewright.ir.build import const, convert, input_, map_
@@ -54,7 +54,7 @@ def product(step, scale, zero, dtype=S8, out=S8):
 
 
 def hopper_text(p, point=WHOLE):
-    return Program(form_of(plan_of(p, H200), point)).write()
+    return write_hopper(spec_of(plan_of(p, H200), point))
 
 
 @pytest.mark.parametrize("step", STEPS)
@@ -100,10 +100,7 @@ def test_numbers_of_attention_come_in_the_order_of_their_use():
 
 
 def test_machine_code_is_made_once():
-    kernels = [
-        compiled(form_of(plan_of(p, H200), WHOLE), tuple(t.dtype for t in p.types))
-        for p in (product("silu", scale, 90) for scale in (0.03, 0.05))
-    ]
+    kernels = [compiled(spec_of(plan_of(p, H200), WHOLE)) for p in (product("silu", scale, 90) for scale in (0.03, 0.05))]
     assert kernels[0].kernel is kernels[1].kernel
     assert kernels[0].numbers != kernels[1].numbers
     plans = [plan_for(gemm.CANDIDATE, product("silu", scale, 90), H200) for scale in (0.03, 0.05)]
@@ -113,7 +110,7 @@ def test_machine_code_is_made_once():
 
 def count(p, point):
     """Instructions of a kernel, and of those the ones that read memory."""
-    kernel = compiled(form_of(plan_of(p, H200), point), tuple(t.dtype for t in p.types)).kernel
+    kernel = compiled(spec_of(plan_of(p, H200), point)).kernel
     assert needs(kernel).spills == 0
     code = assembly(kernel)
     return len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", code)), code.count("LDG"), code.count("LDS")
@@ -124,7 +121,7 @@ def count(p, point):
     ("p", "point"),
     [
         (product("silu", 0.03, 117), replace(WHOLE, tile_n=128, num_stages=6)),
-        (layer(F8E4M3FN, 3072, "gelu", F8E4M3FN), replace(WHOLE, tile_n=192, pingpong=True, widened=True)),
+        (layer(F8E4M3FN, 3072, "gelu", F8E4M3FN), replace(WHOLE, tile_n=192, pingpong=True, vector_store=True)),
     ],
 )
 def test_an_instruction_takes_them_as_it_takes_a_literal(p, point, monkeypatch):

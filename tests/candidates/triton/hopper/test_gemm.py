@@ -26,16 +26,19 @@ pytest.importorskip("triton")
 
 from tilewright.candidates.triton.hopper import ptx
 from tilewright.candidates.triton.hopper.gemm.candidate import CANDIDATE
-from tilewright.candidates.triton.hopper.gemm.epilogue import Program
+from tilewright.candidates.triton.hopper.gemm.epilogue import write
 from tilewright.candidates.triton.hopper.gemm.plan import plan_of
 from tilewright.candidates.triton.hopper.gemm.run import compiled
-from tilewright.candidates.triton.hopper.gemm.space import Point, form_of, points, room_bytes
+from tilewright.candidates.triton.hopper.gemm.space import exchange_bytes, tile_configs
+from tilewright.candidates.triton.hopper.gemm.spec import TileConfig, spec_of
 from tilewright.candidates.triton.runtime import module as modules
 from tilewright.candidates.triton.runtime.module import assembly, needs
 from tilewright.schedule.candidate import Unsupported, plan_for, refusal
 
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
-WHOLE = Point(128, 256, 128, 4, 16, pingpong=False, hold=False, widened=False, paired=False, blocks=128, shared_tiles=0)
+WHOLE = TileConfig(
+    128, 256, 128, 4, 16, pingpong=False, deferred_store=False, vector_store=False, multicast=False, blocks=128, stream_k=0
+)
 
 
 def problem(line):
@@ -98,7 +101,7 @@ def layer(dtype, width, function=None, out=None, rows=(64, 384), depth=768):
 
 
 def machine_code(p, point):
-    kernel = compiled(form_of(plan_of(p, H200), point), tuple(t.dtype for t in p.types)).kernel
+    kernel = compiled(spec_of(plan_of(p, H200), point)).kernel
     return kernel, assembly(kernel)
 
 
@@ -108,9 +111,9 @@ MOST_INSTRUCTIONS = (
 
 # What is multiplied, the point, instructions that must be there (patterns).
 CASES = {
-    "bf16, held": (
+    "bf16, deferred": (
         "bf16[8192,8192] @ bf16[8192,8192]^T -> bf16",
-        replace(WHOLE, hold=True),
+        replace(WHOLE, deferred_store=True),
         ["HGMMA.64x256x16.F32.BF16", "UTMALDG.2D", "UTMASTG.2D"],
     ),
     "bf16, all other layouts": (
@@ -134,9 +137,9 @@ CASES = {
         replace(WHOLE, tile_n=192),
         ["IGMMA.64x192x32.U8.S8", "UTMASTG.2D"],
     ),
-    "fp8, scales, in pairs": (
+    "fp8, scales, multicast": (
         "f8e4m3fn[8192,8192] scale=channel @ f8e4m3fn[8192,8192]^T scale=channel -> bf16",
-        replace(WHOLE, hold=True, paired=True),
+        replace(WHOLE, deferred_store=True, multicast=True),
         ["QGMMA.64x256x32.F32.E4M3.E4M3", r"UTMALDG.2D.MULTICAST", "UTMASTG.2D"],
     ),
     "fp8, mixed, fp8 out": (
@@ -149,29 +152,29 @@ CASES = {
         replace(WHOLE, tile_n=128, num_stages=6),
         ["QGMMA.64x128x32.F32.E4M3.E4M3", "FFMA", "UTMASTG.2D"],
     ),
-    "bf16, residual, K shared out": (
+    "bf16, residual, stream-K": (
         "bf16[512,4096] @ bf16[4096,1024] + bias + residual, relu -> bf16",
-        replace(WHOLE, tile_n=128, num_stages=6, shared_tiles=32, blocks=132),
+        replace(WHOLE, tile_n=128, num_stages=6, stream_k=32, blocks=132),
         ["HGMMA.64x128x16.F32.BF16", "ATOMG", "UTMASTG.2D"],
     ),
-    "bf16, K shared out in clusters": (
+    "bf16, cluster split-K": (
         "bf16[1000,4096] @ bf16[4096,1024] + bias, gelu_tanh -> bf16",
-        replace(WHOLE, tile_n=192, num_stages=4, split=3),
+        replace(WHOLE, tile_n=192, num_stages=4, split_k=3),
         ["HGMMA.64x192x16.F32.BF16", "STS.128", "UBLKCP", "LDS.128", "UTMASTG.2D"],
     ),
-    "s8, K shared out in clusters": (
+    "s8, cluster split-K": (
         "s8[64,4096] scale=tensor @ s8[1024,4096]^T scale=channel -> s8 scale=tensor",
-        replace(WHOLE, tile_n=128, num_stages=6, split=2),
+        replace(WHOLE, tile_n=128, num_stages=6, split_k=2),
         ["IGMMA.64x128x32.S8.S8", "STS.128", "UBLKCP", "LDS.128", "UTMASTG.2D"],
     ),
-    "fp8, gelu, fp8 out, in turns": (
+    "fp8, gelu, fp8 out, ping-pong": (
         layer(F8E4M3FN, 3072, "gelu", F8E4M3FN),
-        replace(WHOLE, tile_n=192, pingpong=True, widened=True),
+        replace(WHOLE, tile_n=192, pingpong=True, vector_store=True),
         ["QGMMA.64x192x32", "MUFU.EX2.F16", "F2FP.SATFINITE.E4M3.F16", "UTMASTG.2D"],
     ),
-    "s8, gelu by tanh, s8 out, in turns, in pairs": (
+    "s8, gelu by tanh, s8 out, ping-pong, multicast": (
         layer(S8, 3072, "gelu_tanh", S8),
-        replace(WHOLE, tile_n=128, num_stages=6, pingpong=True, paired=True, widened=True, blocks=132),
+        replace(WHOLE, tile_n=128, num_stages=6, pingpong=True, multicast=True, vector_store=True, blocks=132),
         ["IGMMA.64x128x32", "MUFU.EX2.F16", "HFMA2", r"UTMALDG.2D.MULTICAST", "UTMASTG.2D"],
     ),
     "fp8, residual by TMA": (
@@ -179,7 +182,7 @@ CASES = {
         replace(WHOLE, tile_n=192),
         ["QGMMA.64x192x32", "LDSM", "STSM", "UTMASTG.2D"],
     ),
-    "s8, heads that are alike": (
+    "s8, heads, shared epilogue": (
         alike_heads(),
         replace(WHOLE, tile_n=192),
         ["IGMMA.64x192x32.S8.S8", "UTMASTG.4D"],
@@ -202,13 +205,13 @@ def test_machine_code_is_what_was_meant(name):
     assert sum(map(len, kernel.asm.values())) < 2 << 20  # no text is kept that nobody reads
     instructions = len(re.findall(r"(?m)^\s+/\*[0-9a-f]{4,5}\*/\s+[@A-Z]", sass))
     assert instructions < MOST_INSTRUCTIONS, instructions
-    if point.paired:  # told of a free stage, the other block need not wait until memory has settled
+    if point.multicast:  # told of a free stage, the other block need not wait until memory has settled
         assert sass.count("MEMBAR.ALL.GPU") <= 1
 
 
 def test_nothing_is_read_before_the_kernel_ahead_has_ended():
     """Who loads waits for it, and who multiplies waits for those; but scales by blocks are read beforehand."""
-    for name, readers in (("bf16, held", 1), ("fp8, scales by blocks", 3)):
+    for name, readers in (("bf16, deferred", 1), ("fp8, scales by blocks", 3)):
         what, point, _ = CASES[name]
         kernel, _ = machine_code(problem(what), point)
         waits = kernel.asm["ptx"].count("griddepcontrol.wait")
@@ -228,16 +231,16 @@ def test_nothing_is_read_before_the_kernel_ahead_has_ended():
 def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
     p = problem(line)
     plan = plan_of(p, H200)
-    found = points(plan)
+    found = tile_configs(plan)
     assert found
     for point in found:
-        form = form_of(plan, point)
-        assert form.config.stage_bytes * form.config.num_stages + form.config.out_bytes < CHIP.shared_bytes
+        config = spec_of(plan, point).config
+        assert config.stage_bytes * config.num_stages + config.store_bytes < CHIP.shared_bytes
         assert point.blocks <= H200.cores
-        assert point.blocks % form.config.cluster == 0
-        if point.split > 1:  # what the cluster's blocks send lies in the ring, and there is one tile for each cluster
-            assert room_bytes(point.tile_m * point.tile_n, point.split) <= form.config.num_stages * form.config.stage_bytes
-            assert form.config.tiles(plan.batch, plan.M, plan.N) * point.split == point.blocks
+        assert point.blocks % config.cluster == 0
+        if point.split_k > 1:  # what the cluster's blocks send lies in the ring, and there is one tile for each cluster
+            assert exchange_bytes(point) <= config.num_stages * config.stage_bytes
+            assert plan.tiles(point) * point.split_k == point.blocks
     times = [predict(CANDIDATE, p, s, H200) for s in plan_for(CANDIDATE, p, H200).schedules()]
     assert times[0] == min(times) > max(p.ops / 1979e6, p.bytes / 4800e3)  # no product is faster than the chip
 
@@ -245,11 +248,11 @@ def test_every_point_fits_shared_memory_and_keeps_all_processors_at_work(line):
 def test_shares_of_k_are_worked_out_in_32_bits():
     p = problem("bf16[1408,16777216] @ bf16[1408,16777216]^T -> bf16")
     plan = plan_of(p, H200)
-    found = points(plan)
+    found = tile_configs(plan)
     assert found
     for x in found:
-        workers = x.blocks // 2 if x.paired else x.blocks
-        assert x.shared_tiles * -(-plan.K // plan.tile_k) * workers < 1 << 31
+        workers = x.blocks // 2 if x.multicast else x.blocks
+        assert x.stream_k * -(-plan.K // plan.tile_k) * workers < 1 << 31
 
 
 REFUSED = {
@@ -274,7 +277,7 @@ def test_other_architectures_are_refused():
     "rewrite",
     [
         ptx.widest_products,
-        lambda t: ptx.paired(t, 1),
+        lambda t: ptx.multicast(t, 1),
         lambda t: ptx.narrowed(t, 192),
         lambda t: ptx.unsigned(t, True, False),
         lambda t: ptx.split(t, 2, 2, (4, 4)),
@@ -306,12 +309,12 @@ def test_a_store_that_tma_cannot_write_goes_by_addresses():
 
 
 def test_stores_that_are_alike_have_one_code():
-    programs = []
+    specs = []
     for p in (heads(), alike_heads(), alike_heads(joined=True)):
         plan = plan_of(p, H200)
-        programs.append(Program(form_of(plan, replace(WHOLE, tile_n=192))))
-    assert [len(x.config.store_columns) for x in programs] == [3, 1, 1]
-    assert [line.strip() for line in programs[2].write().text.split("\n") if line.strip().startswith("s0 = ")] == [
+        specs.append(spec_of(plan, replace(WHOLE, tile_n=192)))
+    assert [len(x.config.subtile_n) for x in specs] == [3, 1, 1]
+    assert [line.strip() for line in write(specs[2]).text.split("\n") if line.strip().startswith("s0 = ")] == [
         "s0 = p2",
         "s0 = p2 + 768",
         "s0 = p2 + 1536",
@@ -320,17 +323,17 @@ def test_stores_that_are_alike_have_one_code():
 
 def test_a_tile_that_ends_in_two_stores_is_written_by_both():
     p = alike_heads()
-    for tile_n, alike in ((256, True), (224, False)):
-        assert Program(form_of(plan_of(p, H200), replace(WHOLE, tile_n=tile_n, num_stages=3))).config.alike is alike
+    for tile_n, shared in ((256, True), (224, False)):
+        assert spec_of(plan_of(p, H200), replace(WHOLE, tile_n=tile_n, num_stages=3)).config.shared_epilogue is shared
 
 
 def test_the_source_file_stands_for_problems_of_all_extents():
     """What is compiled depends on extents only where a tile may end beyond them, or a store takes some of the columns."""
-    texts = {Program(form_of(plan_of(p, H200), WHOLE)).write().text for p in map(problem, ALIKE)}
+    texts = {write(spec_of(plan_of(p, H200), WHOLE)).text for p in map(problem, SAME_TEXT)}
     assert len(texts) == 1
 
 
-ALIKE = [f"bf16[{m},{k}] @ bf16[{n},{k}]^T -> bf16" for m, n, k in ((512, 512, 640), (1024, 2048, 256))]
+SAME_TEXT = [f"bf16[{m},{k}] @ bf16[{n},{k}]^T -> bf16" for m, n, k in ((512, 512, 640), (1024, 2048, 256))]
 
 
 @pytest.mark.thin(2)
@@ -340,17 +343,18 @@ def test_a_barrier_waits_for_as_many_bytes_as_are_copied(dtype, width):
     p = layer(dtype, width, rows=(4, 333), depth=256)
     plan = plan_of(p, H200)
     seen = set()
-    for point in points(replace(plan, target=replace(H200, cores=4))):
-        form = form_of(plan, point)
-        kind = form.outs[0].columns, form.config.pingpong
-        if not form.config.fetches or kind in seen:
+    for point in tile_configs(replace(plan, target=replace(H200, cores=4))):
+        spec = spec_of(plan, point)
+        store, config = spec.stores[0], spec.config
+        kind = store.columns, config.pingpong
+        if not config.aux_load or kind in seen:
             continue
-        _, view = form.outs[0].fetched
-        text = compiled(form, tuple(t.dtype for t in p.types)).kernel.asm["ptx"]
+        _, view = store.aux
+        text = compiled(spec).kernel.asm["ptx"]
         expected = [int(n) for n in re.findall(r"mbarrier\.arrive\.expect_tx\S* _, \[%r\d+\], (\d+);", text)]
         copies = len(re.findall(r"cp\.async\.bulk\.tensor\S*mbarrier::complete_tx", text))
-        own = form.config.parts + form.config.units // (2 if form.config.paired else 1)  # for which one barrier waits
-        assert sum(expected) - form.config.stage_bytes == (copies - own) * math.prod(view.box) * 2 > 0
+        own = config.left_boxes + config.right_boxes // (2 if config.multicast else 1)  # for which one barrier waits
+        assert sum(expected) - config.stage_bytes == (copies - own) * math.prod(view.box) * 2 > 0
         seen.add(kind)
     assert {32, 64} <= {columns for columns, _ in seen}
 
@@ -359,30 +363,28 @@ def test_with_scales_by_blocks_no_copy_brings_what_is_added():
     """Their tiles ask for none: what stands where it would come to is not the residual."""
     p = problem("f8e4m3fn[130,512] block=1x128 @ f8e4m3fn[256,512]^T block=128x128 + residual:bf16 -> bf16")
     plan = plan_of(p, H200)
-    found = [Program(form_of(plan, point)) for point in points(plan)]
+    found = [spec_of(plan, point) for point in tile_configs(plan)]
     assert found
-    for program in found:
-        assert "gl.load(p4 + " in program.write().text
-        assert not program.config.fetches
+    for spec in found:
+        assert "gl.load(p4 + " in write(spec).text
+        assert not spec.config.aux_load
 
 
 def test_gate_and_up_meet_in_the_registers_of_one_tile():
     p = gated(BF16, (4096,), 4096, 14336)
-    point = points(plan_of(p, H200))[0]
+    point = tile_configs(plan_of(p, H200))[0]
     assert point.pingpong and point.tile_n == 192
     kernel, sass = machine_code(p, point)
     assert "HGMMA.64x192x16.F32.BF16" in sass and needs(kernel).spills == 0
-    assert sass.count("UTMASTG") == 2 * 96 // 32  # both warpgroups: pieces of 32 columns, of 96 a tile
+    assert sass.count("UTMASTG") == 2 * 96 // 32  # both warpgroups: subtiles of 32 columns, of 96 a tile
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize(("tile_n", "paired"), [(192, True), (192, False), (128, False)])
-def test_a_tile_reads_as_many_columns_of_both_halves(tile_n, paired):
+@pytest.mark.parametrize(("tile_n", "multicast"), [(192, True), (192, False), (128, False)])
+def test_a_tile_reads_as_many_columns_of_both_halves(tile_n, multicast):
     p = gated(F16, (300,), 128, 200)
-    point = replace(WHOLE, tile_n=tile_n, paired=paired, blocks=4)
-    assert form_of(plan_of(p, H200), point).config.tiles(1, 300, 200) == -(-300 // (256 if paired else 128)) * -(
-        -200 // (tile_n // 2)
-    )
+    point = replace(WHOLE, tile_n=tile_n, multicast=multicast, blocks=4)
+    assert plan_of(p, H200).tiles(point) == -(-300 // (256 if multicast else 128)) * -(-200 // (tile_n // 2))
     sources = random_sources(p)
     assert check(p, expect(p, sources), emulate(CANDIDATE, p, Schedule.of_point(point), sources)) is None
 
@@ -402,6 +404,5 @@ def test_halves_that_blocks_scale_are_refused():
 def test_alike_stores_of_both_halves_read_no_memory_for_the_right_one():
     wide = of_ranges(512, 512, 512, ((0, 256), (256, 512)))
     plan = plan_of(wide, H200)
-    form = form_of(plan, points(plan)[0])
-    program = Program(form)
-    assert program.alike and not re.search(r"\bp\d", program.write().text)
+    spec = spec_of(plan, tile_configs(plan)[0])
+    assert spec.config.shared_epilogue and not re.search(r"\bp\d", write(spec).text)

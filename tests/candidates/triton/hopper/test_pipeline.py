@@ -14,7 +14,7 @@ from ring_kernel import Summed
 
 from tilewright.candidates.triton.expressions.text import Text
 from tilewright.candidates.triton.hopper._pipeline import Pipeline, pipeline
-from tilewright.candidates.triton.hopper.gemm.run import descriptor
+from tilewright.candidates.triton.hopper.gemm.tma import descriptor
 from tilewright.candidates.triton.runtime.module import Arch, build, instance, module
 
 SUMMED = Summed(rows=16, columns=32, steps=7, stages=3)

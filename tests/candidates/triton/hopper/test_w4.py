@@ -27,6 +27,7 @@ from tilewright.schedule.sample import random_sources
 
 pytest.importorskip("triton")
 
+from tilewright.candidates.triton.hopper.gemm.run import compiled as compiled_gemm
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, compiled
 from tilewright.candidates.triton.hopper.w4.convert import byte_factor, dequantize_to_bytes
@@ -383,8 +384,7 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
     problem = posed("f16[1024,4096] @ s4[4096,4096]^T group=64 -> f16")
     large = tiles.tiles_of(problem, H200, plan_of(problem))
     assert large is not None
-    form = large.form(next(p for p in large.points() if not p.shared_tiles))
-    ptx = large.machine_code(form).kernel.asm["ptx"]
+    ptx = compiled_gemm(large.spec(next(t for t in large.tiles if not t.stream_k))).kernel.asm["ptx"]
     assert "ld.global" not in ptx and "cp.async.bulk.tensor.3d.shared" in ptx
 
 
@@ -415,15 +415,14 @@ def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, prod
     assert large is not None
     for name in ("MOST_TRIED", "FEWER_TRIED"):
         monkeypatch.setattr(tiles, name, 1000)
-    chosen = {"tile_n": 128, "ready": None, "paired": False} | knobs
-    point = next(p for p in large.points() if all(getattr(p, k) == v for k, v in chosen.items()) and not p.shared_tiles)
-    form = large.form(point)
-    built = large.machine_code(form)
+    chosen = {"tile_n": 128, "ready": None, "multicast": False} | knobs
+    tile = next(t for t in large.tiles if all(getattr(t, k) == v for k, v in chosen.items()) and not t.stream_k)
+    spec = large.spec(tile)
+    built = compiled_gemm(spec)
     text = assembly(built.kernel)
-    assert form.coded is not None
-    groups, halves = 128 // form.coded.every, point.tile_n // 128
+    groups, halves = 128 // spec.packed.every, tile.tile_n // 128
     wanted = {products: 8 * halves, "FFMA": 128 * groups * halves, "WARPGROUP.DEPBAR.LE": 2 * groups * halves}
-    wanted |= {"WARPGROUP.ARRIVE": 4 * halves, "I2FP.F32.S32": 128 * halves if form.coded.operand.is_integer else 0}
+    wanted |= {"WARPGROUP.ARRIVE": 4 * halves, "I2FP.F32.S32": 128 * halves if spec.packed.operand.is_integer else 0}
     for instruction, count in wanted.items():
         assert len(re.findall(rf"\b{re.escape(instruction)}\b", text)) == count, instruction
     assert needs(built.kernel).spills == 0
@@ -444,7 +443,7 @@ def test_the_fastest_of_measured_kernels_of_bytes_comes_first(operand, rows, out
     """Codes as bytes, for floats, come later: they take more memory."""
     problem = posed(f"{operand}[{rows},{k}] scale=channel @ s4[{outs},{k}]^T group=128 -> f16")
     first, *others = (dict(s.knobs) for s in plan_for(CANDIDATE, problem, H200).schedules())
-    assert first["tile_n"] == columns and not first["paired"] and "ready" not in first
+    assert first["tile_n"] == columns and not first["multicast"] and "ready" not in first
     assert any("ready" in s for s in others) == (operand != "s8")
 
 

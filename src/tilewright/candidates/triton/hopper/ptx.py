@@ -103,7 +103,7 @@ def _told_both(arrive: re.Match[str]) -> str:
     return f"{arrive[0]}\n\t{{\n\t{there}\n\t{arrive[1]} mbarrier.arrive.shared::cluster.b64 _, [%there];\n\t}}"
 
 
-def paired(ptx: str, right: int) -> str:
+def multicast(ptx: str, right: int) -> str:
     """Two blocks to a cluster. Copies of the right operand (the descriptor of that number) arrive in both; a stage is free once
     both have read it; barriers are set up before either starts, since each is told of by the other.
 
@@ -134,7 +134,7 @@ def paired(ptx: str, right: int) -> str:
 def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> str:
     """Clusters of blocks that send one another parts of sums (`gemm/_kernel.py`), each of so many warpgroups.
 
-    What looks like barriers of MARKS arrivals tells where both operands' rings are, of `ring_bytes`, which must follow one
+    What looks like barriers of MARKED arrivals tells where both operands' rings are, of `ring_bytes`, which must follow one
     another. The last barriers are `done`, at which all of the cluster's warpgroups arrive in every block, and `came`, one of
     each warpgroup.
     """
@@ -161,7 +161,7 @@ def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> st
         return f"\t{{\n\t.reg .b32 %there0, %there;\n\tmov.b32 %there0, {m[2]};\n\t{there.format(m[1])}\n\t}}"
 
     ptx = _ARRIVE.sub(everywhere, ptx)
-    ptx, sends = re.subn(r"\bCAME\b", f"global_smem+{came[0]}", ptx)
+    ptx, sends = re.subn(r"\bFULL\b", f"global_smem+{came[0]}", ptx)
     ptx = re.sub(r"\bRING\b", f"global_smem+{first}", ptx)
     if told != 2 * groups or not sends:
         raise UnexpectedPtx("nobody says that the ring is free or all have come, or nobody sends")

@@ -23,7 +23,8 @@ from tilewright.candidates.triton.hopper.attention.sizes import (
     unaligned,
 )
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
-from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT, TMA_TYPES, descriptor, of_view
+from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT
+from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor
 from tilewright.candidates.triton.runtime.launch import addresses, caller, dense, maker, on
 from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
@@ -159,8 +160,6 @@ def _tma_caller(
     assert operands is not None
     start = launcher(built.kernel, (blocks,), target.index, built.numbers)
     metas = built.kernel.metadata.tensordesc_meta
-    sizes = [o.dtype.bits // 8 for o in (heads.q, heads.k, heads.v)]
-    arrays = [of_view(o.array, size, meta) for o, size, meta in zip(operands, sizes, metas, strict=True)]
     read = [o.source for o in operands] + [int(n[1:]) for n in arguments(heads, point) if n[0] == "p"]
     constant = {i: dense(t) for i, t in weights.items() if i in read}
     fixed = [constant[i].data_ptr() if i in constant else 0 for i in read]
@@ -171,13 +170,15 @@ def _tma_caller(
     def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
         found, _copies = addresses(fixed, given, sources)
         made = make()
-        brought_from = tuple(found[: len(arrays)])
+        brought_from = tuple(found[: len(operands)])
         descriptors = known.get(brought_from)
         if descriptors is None:
             if len(known) >= MOST_KEPT:
                 known.clear()
-            descriptors = known[brought_from] = [x for a, at in zip(arrays, brought_from, strict=True) for x in a.at(at)]
-        start(*descriptors, *found[len(arrays) :], *[t.data_ptr() for t in made])
+            descriptors = known[brought_from] = [
+                x for o, at, meta in zip(operands, brought_from, metas, strict=True) for x in o.array.at(at, meta)
+            ]
+        start(*descriptors, *found[len(operands) :], *[t.data_ptr() for t in made])
         return made
 
     return on(target.index, run)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tilewright.candidates.triton.attention.heads import Heads
 from tilewright.candidates.triton.attention.kernel import power
-from tilewright.candidates.triton.hopper.gemm.view import TmaView, tma_view
+from tilewright.candidates.triton.hopper.gemm.tma import TmaView, tma_view
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, AccessMap
@@ -143,7 +143,7 @@ def brought(heads: Heads) -> tuple[Brought, Brought, Brought] | None:
         leaf, place = leaf_of(operand.at), _place(operand.at)
         assert leaf is not None and isinstance(leaf.op, Param) and place is not None
         array = tma_view(place, batch, extent, width, rows, power(width), operand.dtype.bits // 8)
-        if array is None or array.across:
+        if array is None or array.m_major:
             return None
         found.append(Brought(leaf.op.index, array))
     return found[0], found[1], found[2]

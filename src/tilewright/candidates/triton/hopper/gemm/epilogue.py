@@ -1,146 +1,121 @@
-"""What a Hopper gemm's kernel is handed of its program: small functions that read what stores read, compute a piece of a tile's
+"""What a Hopper gemm's kernel is handed of its program: small functions that read what stores read, compute a subtile of the
 results from its sums, and say where it goes; the configuration; and the arguments."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tilewright.candidates.triton.expressions.emit import Tile, pointer_of
 from tilewright.candidates.triton.expressions.text import Text, Written
 from tilewright.candidates.triton.hopper.fast_math import FastMath
-from tilewright.candidates.triton.hopper.gemm.form import Form, Out, leaves
-from tilewright.candidates.triton.hopper.gemm.view import TmaView
+from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, leaves
+from tilewright.candidates.triton.hopper.gemm.tma import TmaView
 from tilewright.candidates.triton.hopper.ptx import EDITION
 from tilewright.candidates.triton.runtime import module
 from tilewright.dtype import PRED
-from tilewright.ir.graph import toposort
+from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 
-KERNEL = "tilewright.candidates.triton.hopper.gemm._kernel.gemm"
-LATE = frozenset({"acc", "right", "fetched"})  # names that a piece's sums come with
+LATE = frozenset({"acc", "right", "aux"})  # names that a subtile's sums come with
+EXTENTS = ("B", "M", "N", "K", "whole_tiles")
 
 
-class Program:
-    """What a form's kernel is handed.
+def write(spec: KernelSpec) -> Written:
+    """The module of a kernel."""
+    config, scales, numbers = spec.config, spec.plan.scales, Text("gl")
+    stores = spec.stores[:1] if config.shared_epilogue else spec.stores
+    chosen = {n: f"s{k}" for k, n in enumerate(leaves(stores[0], spec.plan.up))} if config.shared_epilogue else {}
+    begin, load, visit = zip(*(_visitor(spec, i, s, chosen, numbers) for i, s in enumerate(stores)), strict=True)
+    functions = {
+        "begin": ("i side tile layout", begin),
+        "load": ("i side tile begun first layout", load),
+        "visit": ("i acc near side tile begun loaded first layout", visit),
+        "place": ("i b row column", [_coordinates(s.view) for s in stores]),
+        "aux_place": ("b row column", [_coordinates(stores[0].aux and stores[0].aux[1])]),
+        "choose": ("side col", [_choice(spec)]),
+    }
+    descriptors = [a.name for a in spec.arguments if a.view is not None]
+    operands = descriptors[: len(spec.operands)]
+    by_letter = [[n for n in descriptors[len(operands) :] if n[0] == letter] for letter in "cd"]
+    scratch = ["partial", "arrived"] if config.stream_k else []
+    extents = EXTENTS if config.stream_k else EXTENTS[:-1]
+    by_blocks = [f"p{scales.lhs}", f"p{scales.rhs}"] if scales else []
+    problem = extents if config.stream_k else (*extents, "0")
+    given = (_tuple(names) for names in (*by_letter, scratch, by_blocks, problem))
+    return module.instance(
+        spec.kernel,
+        config,
+        [_tuple(operands), _tuple([*given])],
+        [a.name for a in spec.arguments if a.view is None],
+        {name: (_annotated(arguments), _of_each_store(bodies)) for name, (arguments, bodies) in functions.items()},
+        numbers.numbers,
+        [*scratch, *extents],
+        f"rewritten by {EDITION}",
+    )
 
-    Attributes:
-        descriptors: arguments that are TMA descriptors, in order.
-        pointers: arguments that are pointers to sources, and to results that TMA does not write.
-        scratch: room for parts of sums and counters.
-        extents: of the problem.
-    """
 
-    def __init__(self, form: Form) -> None:
-        self.form, self.config = form, form.config
-        self.alike = self.config.alike
-        self.outs = form.outs[:1] if self.alike else form.outs  # of which there is code
-        read = {n for o in form.outs for n in toposort((o.access.root,)) if isinstance(n.op, Param)}
-        read -= {o.fetched[0] for o in form.outs if o.fetched} | {form.plan.second}
-        names = {pointer_of(n) for n in read} | {f"r{i}" for i, o in enumerate(form.outs) if o.view is None}
-        if form.plan.blocks:
-            names |= {f"p{form.plan.blocks.lhs}", f"p{form.plan.blocks.rhs}"}
-        self.pointers = sorted(names, key=lambda n: (n[0], int(n[1:])))
-        self.operands = ["b_desc", *form.coded.descriptors] if form.coded else ["a_desc", "b_desc"]
-        self.stored = [f"c{i}_desc" for i, o in enumerate(form.outs) if o.view]
-        self.fetched = [f"d{i}_desc" for i, o in enumerate(form.outs) if o.fetched]
-        self.descriptors = [*self.operands, *self.stored, *self.fetched]
-        self.scratch = ["partial", "arrived"] if self.config.streamed else []
-        self.extents = ["B", "M", "N", "K", *(["D"] if self.config.streamed else [])]
-        self._numbers = Text("gl")
-        first = form.outs[0]
-        chosen = {n: f"s{k}" for k, n in enumerate(leaves(first, form.plan.second))} if self.alike else {}
-        self._chosen, self._where = list(chosen.values()), chosen
+def _visitor(
+    spec: KernelSpec, i: int, store: Store, chosen: Mapping[Node, str], numbers: Text
+) -> tuple[list[str], list[str], list[str]]:
+    """Bodies of `begin`, `load` and `visit` for store i: what subtiles of a tile share, what one reads, what it becomes.
+    `chosen`: names for what stores that share them read each of its own."""
+    plan, config, access, t = spec.plan, spec.config, store.access, Text("gl", beside=numbers)
+    own = t.v(f"tile.row + gl.arange(0, {config.rows}, gl.SliceLayout(1, layout))")
+    rows = t.v(f"tile.b * M + {own}")
+    columns = t.v(f"first + gl.arange(0, {store.columns}, gl.SliceLayout(0, layout))")
+    tile = Tile(
+        rows,
+        columns,
+        access.columns_extent if config.shared_epilogue else plan.N,
+        row_mask=t.v(f"{own} < M") if plan.M % (config.tile_m * (2 if config.multicast else 1)) else None,
+        column_mask=t.v(f"{columns} < N") if plan.N % config.result_n else None,
+        acc="acc",
+        near={} if plan.up is None else {plan.up: "right"},
+    )
+    near = {} if store.aux is None else {store.aux[0]: "aux"}
+    emitter = FastMath(t, tile, lambda n: chosen.get(n) or pointer_of(n), near)
+    emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (plan.up, *near)], access)
+    if store.view is None:
+        emitter.store(access, f"r{i}")
+        result = None
+    else:
+        result = emitter.value(access)
+        if access.root.dtype is PRED:
+            result = t.v(f"{result}.to(gl.uint8)")
+    begun, loaded, body = _by_time(t.lines, result)
+    names = _unpacked([*chosen.values()], "tile.chosen")
+    beside = ["right"] * (plan.up is not None) + ["aux"] * bool(near)
+    known = [*names, *_unpacked(begun[0], "begun")]
+    return (
+        [*names, *begun[1], f"return {_tuple(begun[0])}"],
+        [*known, *loaded[1], f"return {_tuple(loaded[0])}"],
+        [
+            *names,
+            *_unpacked(beside, "near"),
+            *_unpacked(begun[0], "begun"),
+            *_unpacked(loaded[0], "loaded"),
+            *body,
+            *([f"return {result}"] if result else []),
+        ],
+    )
 
-    @property
-    def arguments(self) -> list[str]:
-        """Of the kernel, in order, but for numbers."""
-        return [*self.descriptors, *self.pointers, *self.scratch, *self.extents]
 
-    def write(self) -> Written:
-        """The module."""
-        form = self.form
-        visited = [self._visitor(i, out) for i, out in enumerate(self.outs)]
-        functions = {
-            "begin": ("i side tile layout", [v[0] for v in visited]),
-            "load": ("i side tile begun first layout", [v[1] for v in visited]),
-            "visit": ("i acc near side tile begun loaded first layout", [v[2] for v in visited]),
-            "place": ("i b row column", [_coordinates(o.view) for o in self.outs]),
-            "fetched_place": ("b row column", [_coordinates(o.fetched and o.fetched[1]) for o in self.outs[:1]]),
-            "choose": ("side col", [self._choice()]),
-        }
-        # Kernels that differ in what is rewritten must differ in text.
-        note = f"{form.plan.lhs.dtype} x {form.plan.rhs.dtype}, rewritten by {EDITION}"
-        scales = f"(p{form.plan.blocks.lhs}, p{form.plan.blocks.rhs})" if form.plan.blocks else "()"
-        operands = ["a_desc", "b_desc"] if form.coded is None else ["b_desc", _tuple(form.coded.descriptors)]
-        extents = _tuple([*self.extents, *(["0"] if not self.config.streamed else [])])
-        return module.instance(
-            KERNEL if form.coded is None else form.coded.kernel,
-            self.config,
-            [*operands, _tuple(self.stored), _tuple(self.fetched), _tuple(self.scratch), scales, extents],
-            self.pointers,
-            {name: (_annotated(arguments), _of_each_store(bodies)) for name, (arguments, bodies) in functions.items()},
-            self._numbers.numbers,
-            [*self.scratch, *self.extents],
-            note,
-        )
-
-    def _visitor(self, i: int, out: Out) -> tuple[list[str], list[str], list[str]]:
-        """Bodies of `begin`, `load` and `visit` for store i: what pieces of a tile share, what one reads, what it becomes."""
-        plan, config, access, t = self.form.plan, self.config, out.access, Text("gl", beside=self._numbers)
-        own = t.v(f"tile.row + gl.arange(0, {config.rows}, gl.SliceLayout(1, layout))")
-        rows = t.v(f"tile.b * M + {own}")
-        columns = t.v(f"first + gl.arange(0, {out.columns}, gl.SliceLayout(0, layout))")
-        tile = Tile(
-            rows,
-            columns,
-            access.columns_extent if self.alike else plan.N,
-            row_mask=t.v(f"{own} < M") if plan.M % (config.tile_m * (2 if config.paired else 1)) else None,
-            column_mask=t.v(f"{columns} < N") if plan.N % config.width else None,
-            acc="acc",
-            near={} if plan.second is None else {plan.second: "right"},
-        )
-        near = {} if out.fetched is None else {out.fetched[0]: "fetched"}
-        emitter = FastMath(t, tile, lambda n: self._where.get(n) or pointer_of(n), near)
-        emitter.values([n for n in access.views if isinstance(n.op, Param) and n not in (plan.second, *near)], access)
-        if out.view is None:
-            emitter.store(access, f"r{i}")
-            result = None
-        else:
-            result = emitter.value(access)
-            if access.root.dtype is PRED:
-                result = t.v(f"{result}.to(gl.uint8)")
-        begun, loaded, body = _by_time(t.lines, result)
-        chosen = [f"{', '.join(self._chosen)}, = tile.chosen"] if self._chosen else []
-        beside = ["right"] * (plan.second is not None) + ["fetched"] * bool(near)
-        return (
-            [*chosen, *begun[1], f"return {_tuple(begun[0])}"],
-            [*chosen, *_unpacked(begun[0], "begun"), *loaded[1], f"return {_tuple(loaded[0])}"],
-            [
-                *chosen,
-                *_unpacked(beside, "near"),
-                *_unpacked(begun[0], "begun"),
-                *_unpacked(loaded[0], "loaded"),
-                *body,
-                *([f"return {result}"] if result else []),
-            ],
-        )
-
-    def _choice(self) -> list[str]:
-        """Which of stores that are alike a tile belongs to: where its first column is there, and its leaves lie."""
-        if not self.alike:
-            return ["return ()"]
-        (first, *others), second = self.form.outs, self.form.plan.second
-        extent = first.access.columns_extent
-        lines = [f"which = col // {extent}", f"own = col - which * {extent}"]
-        lines += [f"s{k} = {pointer_of(leaf)}" for k, leaf in enumerate(leaves(first, second))]
-        for i, other in enumerate(others):
-            pairs = list(zip(leaves(other, second), leaves(first, second), strict=True))
-            lines += [f"if which == {i + 1}:"] * bool(pairs)
-            for k, (leaf, its) in enumerate(pairs):
-                further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
-                lines.append(f"    s{k} = {pointer_of(leaf)}{f' + {further}' if further else ''}")
-        return [*lines, f"return which, own, {_tuple(self._chosen)}"]
+def _choice(spec: KernelSpec) -> list[str]:
+    """Which of the stores that share an epilogue a tile belongs to: where its first column is there, and its leaves lie."""
+    if not spec.config.shared_epilogue:
+        return ["return ()"]
+    first, up = spec.stores[0], spec.plan.up
+    extent, own = first.access.columns_extent, leaves(first, up)
+    names = [f"s{k}" for k in range(len(own))]
+    lines = [f"which = col // {extent}", f"own = col - which * {extent}"]
+    lines += [f"{name} = {pointer_of(leaf)}" for name, leaf in zip(names, own, strict=True)]
+    for i, other in enumerate(spec.stores[1:]):
+        lines += [f"if which == {i + 1}:"] * bool(own)
+        for name, leaf, its in zip(names, leaves(other, up), own, strict=True):
+            further = other.access.of_leaf(leaf).offset - first.access.of_leaf(its).offset
+            lines.append(f"    {name} = {pointer_of(leaf)}{f' + {further}' if further else ''}")
+    return [*lines, f"return which, own, {_tuple(names)}"]
 
 
 def _tuple(names: Sequence[str]) -> str:

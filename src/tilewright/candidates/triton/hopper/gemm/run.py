@@ -1,263 +1,194 @@
-"""Machine code of Hopper kernels (types of their arguments, what is rewritten in their PTX) and its calls from Python: TMA
-descriptors of what a kernel reads and writes, made once an address."""
+"""Kernels of a Hopper plan: machine code, and its calls from Python, for which TMA descriptors are made once an address."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from typing import Any
+from functools import cached_property, partial
+from typing import ClassVar
 
 import torch
 
-from tilewright.candidates.triton.expressions.printer import pointer_type
-from tilewright.candidates.triton.hopper.gemm.epilogue import Program
-from tilewright.candidates.triton.hopper.gemm.form import Form, size
-from tilewright.candidates.triton.hopper.gemm.plan import Matrix
-from tilewright.candidates.triton.hopper.gemm.view import TmaView
-from tilewright.candidates.triton.hopper.ptx import Rewrite, narrowed, paired, rewriting, split, unsigned, widest_products
-from tilewright.candidates.triton.runtime import module
+from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF
+from tilewright.candidates.triton.hopper.gemm.epilogue import write
+from tilewright.candidates.triton.hopper.gemm.plan import Plan
+from tilewright.candidates.triton.hopper.gemm.space import tile_configs, work
+from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelSpec, TileConfig, spec_of
+from tilewright.candidates.triton.hopper.ptx import Rewrite, multicast, narrowed, rewriting, split, unsigned, widest_products
 from tilewright.candidates.triton.runtime.launch import Counters, addresses, dense, maker, on
-from tilewright.candidates.triton.runtime.module import Built, launcher
-from tilewright.candidates.triton.runtime.versions import tensor_map
-from tilewright.dtype import U8, DType
+from tilewright.candidates.triton.runtime.module import Arch, Built, build, launcher, needs
+from tilewright.dtype import F8E4M3FN, F8E5M2
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Dequantize, Param
-from tilewright.schedule.candidate import Runner
+from tilewright.schedule.candidate import Kernel, Runner, Schedule
+from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 
+MOST_TRIED = 12  # tile configurations; the ranking is better than what is left of them
 MOST_KEPT = 256  # argument lists by address; a program's addresses repeat
-TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
-
-
-def signature(form: Form, names: Iterable[str], types: tuple[DType, ...]) -> dict[str, str]:
-    """Triton's type of each argument of a form's kernel."""
-    found: dict[str, str] = {}
-    config = form.config
-    for name in names:
-        if name == "a_desc":
-            found[name] = descriptor(TMA_TYPES[form.plan.lhs.dtype.name], form.plan.lhs.box(config.rows, config.tile_k))
-        elif name == "b_desc":
-            found[name] = descriptor(TMA_TYPES[form.plan.rhs.dtype.name], form.plan.rhs.box(config.unit, config.tile_k))
-        elif form.coded and name in form.coded.descriptors:
-            found[name] = descriptor("i32", form.coded.box(name, config.tile_m), plain=True)
-        elif name.endswith("_desc"):
-            out = form.outs[int(name[1:-5])]
-            what = (out.access.root, out.view) if name[0] == "c" else out.fetched
-            assert what is not None and what[1] is not None
-            found[name] = descriptor(pointer_type(what[0].dtype)[1:], what[1].box)
-        elif name == "partial":
-            found[name] = "*i32" if config.integer else "*fp32"
-        elif name == "arrived":
-            found[name] = "*i32"
-        elif name[1:].isdigit():
-            at = int(name[1:])
-            found[name] = pointer_type(types[at] if name[0] == "p" else form.outs[at].access.root.dtype)
-        else:
-            found[name] = "i32"
-    return found
-
-
-def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:
-    """Triton's type of an argument by which TMA moves boxes of an array; `plain`: rows follow one another in shared memory."""
-    from triton.experimental.gluon import language as gl
-
-    extents = list(box)
-    element = gl.dtype(re.sub(r"^([iu])(?=\d)", lambda m: {"i": "int", "u": "uint"}[m[1]], kind))
-    layout = gl.NVMMASharedLayout.get_default_for(extents, element)
-    if plain:
-        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(extents))
-    return f"tensordesc<{kind}{extents},{layout!r}>"
-
-
-def compiled(form: Form, types: tuple[DType, ...], device: int = 0) -> Built:
-    """A form's machine code; `types` are those of the gemm's sources. Once it has run it is loaded on one device."""
-    program = Program(form)
-    names = tuple(program.arguments)
-    written = program.write()
-    kinds = tuple((signature(form, names, types) | written.signature).items())
-    kernel = _machine_code(written.text, kinds, form.chained, _Rewritten.of(form), device)
-    return Built(kernel, tuple(written.numbers.values()), names)
 
 
 @dataclass(frozen=True)
-class _Rewritten:
-    """What is rewritten in a form's PTX."""
+class HopperPlan:
+    """Kernels of the Hopper gemm for a plan, as a candidate offers them.
 
-    widest: bool
-    columns: int | None
-    lhs_unsigned: bool
-    rhs_unsigned: bool
-    paired: int | None
-    split: int
-    groups: int
-    ring_bytes: tuple[int, int]
+    Attributes:
+        gemm: the plan.
+        name: the candidate's.
+    """
 
-    @classmethod
-    def of(cls, form: Form) -> _Rewritten:
-        config = form.config
-        widest = config.integer and config.shape_n == 256
-        columns = config.tile_n if config.tile_n < config.shape_n else None
-        pair = (0 if form.coded else 1) if config.paired else None  # descriptor of the right operand
-        rings = config.num_stages * config.tile_m * 128, config.num_stages * config.tile_n * 128
-        return cls(
-            widest, columns, form.plan.lhs.dtype is U8, form.plan.rhs.dtype is U8, pair, config.split, config.groups, rings
+    gemm: Plan
+    name: ClassVar[str] = "hopper"
+
+    @cached_property
+    def tiles(self) -> list[TileConfig]:
+        """The most promising tile configurations."""
+        return tile_configs(self.gemm)[:MOST_TRIED]
+
+    @property
+    def short_sums(self) -> bool:
+        """Hopper keeps few bits of sums of 8-bit floats."""
+        return self.gemm.lhs.dtype in (F8E4M3FN, F8E5M2)
+
+    def spec(self, tile: TileConfig) -> KernelSpec:
+        """The kernel of a tile configuration."""
+        return spec_of(self.gemm, tile)
+
+    def work_of(self, tile: TileConfig) -> Work:
+        """What a tile configuration makes the machine do."""
+        return work(self.gemm, tile)
+
+    def packing(self, spec: KernelSpec) -> tuple[int, frozenset[int]]:
+        """Bytes of packed weights, and the sources that they are made of."""
+        packed = [m for m in (spec.plan.lhs, spec.plan.rhs) if m.constant and m.source is None]
+        read = toposort([m.root for m in packed])
+        return sum(m.copied_bytes for m in packed), frozenset(n.op.index for n in read if isinstance(n.op, Param))
+
+    def prepare(self, spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
+        """What runs a kernel, its weights packed."""
+        return runner(spec, built, weights)
+
+    def schedules(self) -> Iterable[Schedule]:
+        bits = {"acc_bits": SHORT_SUM_BITS} if self.short_sums else {}
+        return [Schedule.of_point(tile, **bits) for tile in self.tiles]
+
+    def work(self, schedule: Schedule) -> Work:
+        return self.work_of(schedule.point(TileConfig))
+
+    def compile(self, schedule: Schedule) -> None:
+        compiled(self.spec(schedule.point(TileConfig)))
+
+    def build(self, schedule: Schedule) -> Kernel:
+        tile = schedule.point(TileConfig)
+        spec = self.spec(tile)
+        built = compiled(spec)
+        packed_bytes, packed = self.packing(spec)
+        return Kernel(
+            self.name,
+            schedule,
+            partial(self.prepare, spec, built),
+            workspace_bytes=8 * tile.blocks * tile.tile_m * tile.tile_n if tile.stream_k else 0,
+            packed_bytes=packed_bytes,
+            releasable=packed - {a.source for a in spec.arguments if a.source is not None},
+            roundoff=SHORT_SUM_ROUNDOFF if self.short_sums else 0.0,
+            **vars(needs(built.kernel)),
         )
 
-    def rewrites(self) -> list[Rewrite]:
-        """In order."""
-        found: list[Rewrite] = [widest_products] if self.widest else []
-        if self.columns is not None:
-            found.append(partial(narrowed, columns=self.columns))
-        if self.lhs_unsigned or self.rhs_unsigned:
-            found.append(partial(unsigned, lhs=self.lhs_unsigned, rhs=self.rhs_unsigned))
-        if self.split > 1:
-            found.append(partial(split, blocks=self.split, groups=self.groups, ring_bytes=self.ring_bytes))
-        return found if self.paired is None else [*found, partial(paired, right=self.paired)]
 
-
-@lru_cache(maxsize=512)
-def _machine_code(text: str, kinds: tuple[tuple[str, str], ...], chained: bool, rewritten: _Rewritten, device: int) -> Any:
-    """Triton's compiled kernel of a text, which loads itself once, on the device that is then the current one."""
-    with rewriting(*rewritten.rewrites()):
-        return module.compiled(
-            module.module(text).kernel,
-            dict(kinds),
-            module.Arch("cuda", 90, 32),
+def compiled(spec: KernelSpec) -> Built:
+    """A kernel's machine code. Once it has run it is loaded on one device."""
+    written, config = write(spec), spec.config
+    types = {a.name: a.type for a in spec.arguments}
+    types |= {"partial": "*i32" if config.integer else "*fp32", "arrived": "*i32"} if config.stream_k else {}
+    types |= dict.fromkeys(extents(spec), "i32")
+    with rewriting(*_rewrites(spec)):
+        return build(
+            written,
+            "kernel",
+            types,
+            Arch("cuda", 90, 32),
+            spec.plan.target.index,
             num_warps=4,
-            launch_pdl=chained,
+            launch_pdl=True,
             enable_fp_fusion=False,
         )
 
 
-class Tma:
-    """The array behind one of a kernel's descriptors.
-
-    Args:
-        meta: what Triton says of the descriptor's boxes.
-        shape, strides: in elements, outer first.
-        offset_bytes: of its first element from the address.
-    """
-
-    def __init__(self, meta: Mapping[str, Any], shape: Sequence[int], strides: Sequence[int], offset_bytes: int) -> None:
-        self._meta, self._shape, self._strides, self._offset = meta, list(shape), list(strides), offset_bytes
-
-    def at(self, address: int) -> list[object]:
-        """The kernel's arguments for the array at an address."""
-        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
-        from triton.runtime import driver
-
-        m = self._meta
-        made = tensor_map(driver.active.utils)(  # pyright: ignore[reportAttributeAccessIssue]
-            address + self._offset,
-            m["swizzle"],
-            m["elem_size"],
-            TMA_DTYPE_DEVICE_TO_HOST[m["elem_type"]],
-            m["block_size"],
-            self._shape,
-            self._strides,
-            0,
-        )
-        return [made, *self._shape, *self._strides]
+def _rewrites(spec: KernelSpec) -> list[Rewrite]:
+    """What is rewritten in a kernel's PTX, in order; all of it follows from the kernel's text."""
+    config = spec.config
+    found: list[Rewrite] = [widest_products] if config.integer and config.padded_n == 256 else []
+    if config.tile_n < config.padded_n:
+        found.append(partial(narrowed, columns=config.tile_n))
+    if any(config.unsigned):
+        found.append(partial(unsigned, lhs=config.unsigned[0], rhs=config.unsigned[1]))
+    if config.split_k > 1:
+        rings = config.num_stages * config.tile_m * 128, config.num_stages * config.tile_n * 128
+        found.append(partial(split, blocks=config.split_k, groups=config.consumers, ring_bytes=rings))
+    if config.multicast:
+        found.append(partial(multicast, right=[a.name for a in spec.operands].index("b_desc")))
+    return found
 
 
-def of_matrix(matrix: Matrix, meta: Mapping[str, Any]) -> Tma:
-    """An operand as the kernel's boxes cut it."""
-    batch, rows, k = matrix.extents
-    over, down, along = matrix.strides
-    if matrix.flat and over:
-        rows *= batch
-    shape, strides = ([rows, k], [down, 1]) if matrix.along_k else ([k, rows], [along, 1])
-    if matrix.batched:
-        shape, strides = [batch, *shape], [over, *strides]
-    return Tma(meta, shape, strides, matrix.offset * size(matrix.dtype))
+def extents(spec: KernelSpec) -> dict[str, int]:
+    """The problem's extents that a kernel is given, by name; with stream-K, the number of tiles that are whole, too."""
+    plan, shared = spec.plan, spec.tile.stream_k
+    given = {"B": plan.batch, "M": plan.M, "N": plan.N, "K": plan.K}
+    return given | ({"whole_tiles": plan.tiles(spec.tile) - shared} if shared else {})
 
 
-def of_view(view: TmaView, bytes_each: int, meta: Mapping[str, Any]) -> Tma:
-    """A result as the kernel's boxes cut it."""
-    return Tma(meta, view.shape, view.strides, view.offset * bytes_each)
-
-
-def runner(form: Form, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
-    """What runs a form's kernel."""
-    plan, blocks, shared_tiles = form.plan, form.point.blocks, form.point.shared_tiles
-    device = torch.device(plan.target.device)
-    index, kernel = device.index or 0, built.kernel
-    start = launcher(kernel, (blocks,), index)
-    metas = kernel.metadata.tensordesc_meta
-    operands = [*([] if form.coded else [plan.lhs]), plan.rhs]
-    arrays: list[Tma] = [of_matrix(m, meta) for m, meta in zip(operands, metas, strict=False)]
-    packed = [] if form.coded is None else [weights[form.coded.first + i] for i in range(len(form.coded.descriptors))]
-    for i, t in enumerate(packed):
-        assert form.coded is not None
-        cut = form.coded.cut(form.coded.descriptors[i], t)
-        arrays.append(Tma(metas[len(arrays)], cut.shape, cut.stride(), 0))
-    first = len(arrays)
-    views = [(i, o) for i, o in enumerate(form.outs) if o.view is not None]
-    for meta, (_, o) in zip(metas[first:], views, strict=False):
-        assert o.view is not None
-        arrays.append(of_view(o.view, size(o.access.root.dtype), meta))
-    fetched = [o.fetched for o in form.outs if o.fetched is not None]
-    for meta, (leaf, view) in zip(metas[first + len(views) :], fetched, strict=True):
-        arrays.append(of_view(view, size(leaf.dtype), meta))
-    read = [leaf.op.index for leaf, _ in fetched if isinstance(leaf.op, Param)]
-    read += [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
-    plain = [i for i, o in enumerate(form.outs) if o.view is None]
-    make = maker(plan.problem.outputs, str(device))
-    tiles = form.config.tiles(plan.batch, plan.M, plan.N)
-    extents = [plan.batch, plan.M, plan.N, plan.K, *([tiles - shared_tiles] if form.config.streamed else []), *built.numbers]
-    arrivals = max(shared_tiles, 1) * form.config.groups * (2 if form.config.paired else 1)
-    counters = Counters(arrivals, device) if form.config.streamed else None
+def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
+    """What runs a kernel."""
+    arguments, config, shared_tiles = spec.arguments, spec.config, spec.tile.stream_k
+    device = torch.device(spec.plan.target.device)
+    index = device.index or 0
+    start = launcher(built.kernel, (spec.tile.blocks,), index)
+    arrays = [a.view for a in arguments if a.view is not None]
+    metas = built.kernel.metadata.tensordesc_meta
+    make = maker(spec.plan.problem.outputs, str(device))
+    numbers = [*extents(spec).values(), *built.numbers]
+    arrivals = shared_tiles * config.consumers * (2 if config.multicast else 1)
+    counters = Counters(arrivals, device) if shared_tiles else None
+    partial_sums, acc = 2 * spec.tile.blocks * config.tile_m * config.padded_n, spec.acc.to_torch()
     known: dict[tuple[int, ...], list[object]] = {}
-    partial = 2 * blocks * form.config.tile_m * form.config.shape_n
 
-    # The kernel's arguments: what it multiplies, results by TMA, what else is read, other results, room for parts of sums.
-    fixed = [0] * (first + len(views) + len(read) + len(plain))
-    by_tma, by_pointer = range(first, first + len(views)), range(len(fixed) - len(plain), len(fixed))
-    written = list(zip((*by_tma, *by_pointer), (*(i for i, _ in views), *plain), strict=True))
-    constant = {at: t for at, m in enumerate(operands) if (t := _held(m, weights)) is not None}
-    constant |= dict(enumerate(packed, len(operands)))
-    constant |= {at: dense(weights[i]) for at, i in enumerate(read, by_tma.stop) if i in weights}
-    for at, t in constant.items():
-        fixed[at] = t.data_ptr()
-    laid_out = [(at, m) for at, m in enumerate(operands) if m.source is None and at not in constant]
-    given = [(at, m.source) for at, m in enumerate(operands) if m.source is not None and at not in constant]
-    given += [(at, i) for at, i in enumerate(read, by_tma.stop) if at not in constant]
+    constant = {at: t for at, a in enumerate(arguments) if (t := _constant(a, weights)) is not None}
+    fixed = [constant[at].data_ptr() if at in constant else 0 for at in range(len(arguments))]
+    given = [(at, a.source) for at, a in enumerate(arguments) if a.source is not None and at not in constant]
+    results = [(at, a.result) for at, a in enumerate(arguments) if a.result is not None]
+    copied = [(at, a.matrix) for at, a in enumerate(arguments) if a.matrix and a.source is None and at not in constant]
 
     def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
         found, copies = addresses(fixed, given, sources)
-        for at, matrix in laid_out:
+        for at, matrix in copied:
             copies.append(matrix.copied(sources))
             found[at] = copies[-1].data_ptr()
         out = make()
-        for at, i in written:
+        for at, i in results:
             found[at] = out[i].data_ptr()
         if counters is not None:
-            room = torch.empty(partial, dtype=plan.problem.acc.dtype.to_torch(), device=device), counters.take()
-            found += [t.data_ptr() for t in room]
+            scratch = torch.empty(partial_sums, dtype=acc, device=device), counters.take()
+            found += [t.data_ptr() for t in scratch]
         key = tuple(found)
-        arguments = known.get(key)
-        if arguments is None:
+        passed = known.get(key)
+        if passed is None:
             if len(known) >= MOST_KEPT:
                 known.clear()
-            arguments = []
-            for array, address in zip(arrays, found, strict=False):
-                arguments += array.at(address)
-            arguments += [*found[len(arrays) :], *extents]
-            known[key] = arguments
-        start(*arguments)
+            described = [x for view, meta, address in zip(arrays, metas, found, strict=False) for x in view.at(address, meta)]
+            passed = known[key] = [*described, *found[len(arrays) :], *numbers]
+        start(*passed)
         return out
 
     return on(index, run)
 
 
-def _held(matrix: Matrix, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """A constant operand, copied once where it has to be or does not lie densely."""
-    if not matrix.constant:
+def _constant(argument: Argument, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
+    """What lies at an argument on every call: weights, copied once where they have to be or do not lie densely."""
+    matrix, source = argument.matrix, argument.source
+    if source is not None:
+        return dense(weights[source]) if source in weights and (matrix is None or matrix.constant) else None
+    if matrix is None or not matrix.constant:
         return None
-    if matrix.source is not None:
-        return dense(weights[matrix.source])
     nodes = toposort((matrix.root,))
     if not any(isinstance(n.op, Dequantize) for n in nodes):
         return matrix.copied(weights)

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
-from tilewright.candidates.triton.hopper.gemm._kernel import fragment, halved, right_fragment, run
+from tilewright.candidates.triton.hopper.gemm._kernel import fragment, halve_columns, right_fragment, run
 from tilewright.candidates.triton.hopper.w4._kernel import both_rows, named
 from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret
 
@@ -34,7 +34,7 @@ class PackedOperand:
 
     descs: gl.tuple
     buffers: gl.tuple
-    parts: gl.constexpr
+    boxes: gl.constexpr
     early: gl.constexpr
     scaled: gl.constexpr
     config: gl.constexpr
@@ -43,7 +43,7 @@ class PackedOperand:
     def load_early(self, ring, scheduler):
         """Has TMA bring words of a block's first steps: constants, asked for before the kernel ahead has ended. Gives their
         number."""
-        first, last, _ = scheduler.span(0, 1)
+        first, last, _ = scheduler.tile_range(0, 1)
         b, m, _, k0, k1 = scheduler.tile(first)
         early = gl.where(first < last, gl.minimum(self.config.num_stages, k1 - k0), 0)
         for stage in range(early):
@@ -51,7 +51,7 @@ class PackedOperand:
         return early
 
     @gluon.jit
-    def load(self, ring, stage, part: gl.constexpr, b, m, k, problem):
+    def load(self, ring, stage, box: gl.constexpr, b, m, k, problem):
         """Has TMA bring the words of tile m for step k."""
         config: gl.constexpr = self.config
         for i in gl.static_range(len(self.descs)):
@@ -99,7 +99,7 @@ class PackedOperand:
         return seen(self.buffers[i].index(stage), shape).index(group).load(layout)
 
     @gluon.jit
-    def scaled_sums(self, mainloop, stage, phase, turns, turn, k0, k1, group: gl.constexpr):
+    def scaled_sums(self, mainloop, stage, phase, order, order_phase, k0, k1, group: gl.constexpr):
         """Sums of a group's products times its scales, added up in f32. While one warpgroup makes bytes of codes, or multiplies
         by scales, the other one has the tensor cores; those that take turns ask for products of a group in turn.
 
@@ -109,7 +109,7 @@ class PackedOperand:
         """
         config: gl.constexpr = self.config
         ring = mainloop.ring
-        columns: gl.constexpr = config.shape_n
+        columns: gl.constexpr = config.padded_n
         at_once: gl.constexpr = config.columns_at_once
         each: gl.constexpr = config.each
         width: gl.constexpr = min(config.each, BLOCK)  # of K, of one product
@@ -133,9 +133,9 @@ class PackedOperand:
             for i in gl.static_range(columns // at_once):
                 r = sums[i]
                 for g in gl.static_range(STEP // each):
-                    if config.turns:
-                        mbarrier.wait(turns.index(group), turn)
-                        turn = turn ^ 1
+                    if config.ordered:
+                        mbarrier.wait(order.index(group), order_phase)
+                        order_phase = order_phase ^ 1
                     acc = warpgroup_mma_init(gl.zeros((BLOCK, at_once), named(config.product_dtype).value, layout))
                     for p in gl.static_range(each // width):
                         a = tile_of_bytes(made[(g * each + p * width) // BLOCK], g * each + p * width, width, layout, config)
@@ -144,8 +144,8 @@ class PackedOperand:
                             b = b.slice(i * at_once, at_once, dim=0)
                         b = b.slice(g * each + p * width, width, dim=1).permute((1, 0))
                         acc = warpgroup_mma(a, b, acc, use_acc=p > 0, is_async=True)
-                        if config.turns and (p + 1) * width == each:
-                            mbarrier.arrive(turns.index(1 - group))
+                        if config.ordered and (p + 1) * width == each:
+                            mbarrier.arrive(order.index(1 - group))
                         if i + 1 == columns // at_once and g * each + (p + 1) * width == STEP:
                             ring.wait(stage, phase, k + 1 < k1)
                             following = self.read(gl.where(k + 1 < k1, stage, of), group)
@@ -158,7 +158,7 @@ class PackedOperand:
                 found = found + (r,)
             sums = found
             held = following
-        return sums, stage, phase, turn
+        return sums, stage, phase, order_phase
 
 
 @gluon.jit
@@ -269,7 +269,7 @@ def tile_of_bytes(made, at: gl.constexpr, width: gl.constexpr, layout: gl.conste
     tile = gl.join(even, odd).permute((0, 7, 1, 5, 6, 2, 3, 4)).reshape((64, 64))
     tile = gl.convert_layout(tile, own, assert_trivial=True)
     if width < BLOCK:
-        tile = gl.convert_layout(halved((tile,))[at % BLOCK // width], own, assert_trivial=True)
+        tile = gl.convert_layout(halve_columns((tile,))[at % BLOCK // width], own, assert_trivial=True)
     return tile
 
 
@@ -298,17 +298,18 @@ def scaled_sum(part, rows, r, in_order: gl.constexpr):
 
 @gluon.jit
 def packed_gemm(
-    b_desc, packed_descs, descs, fetched_descs, scratch, scales, problem, side, config: gl.constexpr,
-    begin: gl.constexpr, load: gl.constexpr, visit: gl.constexpr, place: gl.constexpr, fetched_place: gl.constexpr,
-    choose: gl.constexpr,
+    operands, arguments, side, config: gl.constexpr, begin: gl.constexpr, load: gl.constexpr, visit: gl.constexpr,
+    place: gl.constexpr, aux_place: gl.constexpr, choose: gl.constexpr,
 ):  # fmt: skip
-    """The gemm of packed codes and an operand that TMA brings as it lies; see `run` and `Epilogue` of `gemm._kernel`."""
-    buffers = ()
-    for i in gl.static_range(len(packed_descs)):
-        buffers = buffers + (room(packed_descs[i], config),)
-    left = PackedOperand(packed_descs, buffers, 1, True, config.deep > 1, config)
-    functions: gl.constexpr = (begin, load, visit, place, fetched_place, choose)
-    run(left, b_desc, descs, fetched_descs, scratch, scales, problem, side, functions, config)
+    """The gemm of packed codes and an operand that TMA brings as it lies, first of `operands`; see `run` and `Epilogue` of
+    `gemm._kernel`."""
+    descs, buffers = (), ()
+    for i in gl.static_range(1, len(operands)):
+        descs = descs + (operands[i],)
+        buffers = buffers + (room(operands[i], config),)
+    left = PackedOperand(descs, buffers, 1, True, config.deep > 1, config)
+    functions: gl.constexpr = (begin, load, visit, place, aux_place, choose)
+    run(left, operands[0], arguments, side, functions, config)
 
 
 @gluon.jit

@@ -105,7 +105,7 @@ class HopperW4:
     @cached_property
     def tiled(self) -> list[Schedule]:
         """Schedules of the kernel of large tiles."""
-        return self.large.schedules() if self.large else []
+        return list(self.large.schedules()) if self.large else []
 
     def schedules(self) -> Iterable[Schedule]:
         found = [*(c.schedule() for c in self.configs), *self.tiled]
@@ -137,12 +137,12 @@ class HopperW4:
 
     def work(self, schedule: Schedule) -> Work:
         if large := self._large(schedule):
-            return large.work(schedule.point(tiles.Point))
+            return large.work(schedule)
         return work(self.plan, self._config(schedule), self.target)
 
     def compile(self, schedule: Schedule) -> None:
         if large := self._large(schedule):
-            large.machine_code(large.form(schedule.point(tiles.Point)))
+            large.compile(schedule)
         else:
             self.machine_code(self._config(schedule))
 
@@ -152,7 +152,7 @@ class HopperW4:
 
     def build(self, schedule: Schedule) -> Kernel:
         if large := self._large(schedule):
-            return large.build(CANDIDATE.name, schedule)
+            return large.build(schedule)
         problem, target, plan = self.problem, self.target, self.plan
         config = self._config(schedule)
         built = self.machine_code(config)

@@ -1,38 +1,63 @@
-"""Which stores TMA writes itself, and as what array of up to five axes."""
+"""Arrays that TMA reads and writes a box at a time, of up to five axes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+from tilewright.candidates.triton.runtime.versions import tensor_map
 from tilewright.lowering.access import AccessMap, StridedDigit
 
 ALIGNED = 16  # bytes, of addresses and of every stride but the last
 AXES = 5
+TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
 
 
 @dataclass(frozen=True)
 class TmaView:
-    """A result as an array whose boxes are pieces of tiles.
+    """An array, and the boxes in which TMA moves it.
 
     Attributes:
-        offset: of its first element.
+        offset: its first element, in elements from the address.
         shape, strides: in elements, outer first; the last stride is 1.
-        box: extents of a piece along each axis.
-        across: rows are the contiguous axis.
+        box: extents of a box along each axis.
+        element_bytes: bytes of an element.
+        digits: of a result, for each axis whose digit its coordinate is: of the number of the matrix, row or column.
+        m_major: rows of a result are its contiguous axis.
     """
 
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
-    digits: tuple[tuple[str, int, int | None], ...]
-    across: bool
+    element_bytes: int
+    digits: tuple[tuple[str, int, int | None], ...] = ()
+    m_major: bool = False
 
     def coordinates(self, b: str, row: str, column: str) -> list[str]:
-        """Of the piece that starts at a row of a matrix of the batch and at a column of the store, in a kernel's text."""
+        """The coordinates, in a kernel's text, of the box that starts at a row of a matrix of the batch and at a column."""
         names = {"b": b, "row": row, "column": column}
         return [_digit(names[name], inner, extent) for name, inner, extent in self.digits]
+
+    def at(self, address: int, meta: Mapping[str, Any]) -> list[object]:
+        """The kernel's arguments for the array at an address: its descriptor, extents and strides. `meta`: what Triton says of
+        the descriptor's boxes."""
+        from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+        from triton.runtime import driver
+
+        made = tensor_map(driver.active.utils)(  # pyright: ignore[reportAttributeAccessIssue]
+            address + self.offset * self.element_bytes,
+            meta["swizzle"],
+            meta["elem_size"],
+            TMA_DTYPE_DEVICE_TO_HOST[meta["elem_type"]],
+            meta["block_size"],
+            list(self.shape),
+            list(self.strides),
+            0,
+        )
+        return [made, *self.shape, *self.strides]
 
 
 def _digit(number: str, inner: int, extent: int | None) -> str:
@@ -40,8 +65,20 @@ def _digit(number: str, inner: int, extent: int | None) -> str:
     return part if extent is None else f"({part}) % {extent}"
 
 
+def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:
+    """Triton's type of a TMA descriptor of boxes of an array; `plain`: without swizzle in shared memory."""
+    from triton.experimental.gluon import language as gl
+
+    extents = list(box)
+    element = gl.dtype(re.sub(r"^([iu])(?=\d)", lambda m: {"i": "int", "u": "uint"}[m[1]], kind))
+    layout = gl.NVMMASharedLayout.get_default_for(extents, element)
+    if plain:
+        layout = gl.NVMMASharedLayout(0, element.primitive_bitwidth, len(extents))
+    return f"tensordesc<{kind}{extents},{layout!r}>"
+
+
 def tma_view(place: AccessMap, batch: int, M: int, columns_extent: int, rows: int, columns: int, size: int) -> TmaView | None:
-    """A result as TMA writes it in pieces of `rows` x `columns` elements of `size` bytes, None where it cannot."""
+    """A result as TMA writes it in boxes of `rows` x `columns` elements of `size` bytes, None where it cannot."""
     split = by_batch(place.rows, M, batch)
     if split is None:
         return None
@@ -67,8 +104,8 @@ def tma_view(place: AccessMap, batch: int, M: int, columns_extent: int, rows: in
         return None
     whole = {"b": batch, "row": M, "column": columns_extent}
     digits = tuple((name, t.inner, None if t.inner * t.extent == whole[name] else t.extent) for t, name, _ in axes)
-    across = axes[-1][1] == "row"
-    return TmaView(place.offset, tuple(t.extent for t, _, _ in axes), tuple(strides), box, digits, across)
+    m_major = axes[-1][1] == "row"
+    return TmaView(place.offset, tuple(t.extent for t, _, _ in axes), tuple(strides), box, size, digits, m_major)
 
 
 def by_batch(terms: Sequence[StridedDigit], M: int, batch: int) -> tuple[list[StridedDigit], list[StridedDigit]] | None:
