@@ -97,6 +97,13 @@ def test_this_machine():
         assert all(size >= 1 << 12 for size in t.caches_bytes.values())
 
 
+def test_a_processor_has_as_many_cores_as_torch_has_threads(monkeypatch):
+    cores = detect.cpu().cores
+    for threads in (1, cores, cores + 1):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
+        assert detect.detect("cpu").cores == min(threads, cores)
+
+
 def test_caches_are_read_from_the_system(monkeypatch, tmp_path):
     for i, (level, kind, size) in enumerate(
         [("1", "Data", "32K"), ("1", "Instruction", "32K"), ("2", "Unified", "1024K"), ("3", "Unified", "32M")]

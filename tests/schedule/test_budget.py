@@ -14,7 +14,7 @@ from cli_programs import write
 from tests.schedule.test_search import Fake
 from tilewright import compiler
 from tilewright.dtype import F32, S8
-from tilewright.hardware.detect import cpu, detect
+from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
@@ -112,7 +112,7 @@ def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s)
 
     monkeypatch.setattr(compiler, "search", costly)
     graph, began = products(*range(1, 21)), clock[0]
-    decide = compiler._decider(graph, cpu(), 40.0, None, TuningDatabase(cpu(), Cache(tmp_path)), ends=began + 40.0)
+    decide = compiler._decider(graph, CPU, 40.0, None, TuningDatabase(CPU, Cache(tmp_path)), ends=began + 40.0)
     for n in graph.outputs:
         decide(problem_of(n), {1: n.src[1].op.data.tensor()})
     assert 36 <= clock[0] - began <= 44 and len(shares) == 20
@@ -141,7 +141,7 @@ def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp
     outputs = [map_("multiply", gemm(x, w), s) for x, w, s in zip(inputs, weights, scales, strict=True)]
     graph = compiler.optimise(Graph("g", tuple(inputs), tuple(outputs), tuple(f"y{i}" for i in range(8))))
     began = clock[0]
-    decide = compiler._decider(graph, cpu(), 10.5, None, TuningDatabase(cpu(), Cache(tmp_path)), ends=began + 10.5)
+    decide = compiler._decider(graph, CPU, 10.5, None, TuningDatabase(CPU, Cache(tmp_path)), ends=began + 10.5)
     for n in graph.outputs:
         decide(problem_of(n), {1: n.src[1].op.data.tensor()})
     assert shares == [2.0, 10.5 - (1.0 + 2.0) - 2 * 1.0 - 5 * 1.0] and clock[0] - began == 10.5
@@ -158,7 +158,7 @@ def test_an_interruption_keeps_the_best_of_the_problem_under_way(clock, monkeypa
     assert stop.value.decision.kernel.candidate == "b" and stop.value.decision.measured
     cache = Cache(tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        compiler.compile(products(3), budget_s=100.0, cache=TuningDatabase(cpu(), cache))
+        compiler.compile(products(3), budget_s=100.0, cache=TuningDatabase(CPU, cache))
     (kept,) = cache.records()
     assert kept.key.budget == "short" and kept.time_us >= 0  # no more than it had
 

@@ -20,7 +20,7 @@ from torture_cache import KEY, record
 from tilewright import compiler
 from tilewright.dtype import BF16, F32
 from tilewright.errors import UnsupportedError
-from tilewright.hardware.detect import cpu
+from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, gemm
@@ -35,6 +35,7 @@ from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.record import Key, Loser
 from tilewright.schedule.tuning_database import TuningDatabase
 
+CPU = detect("cpu")
 BUDGET_S = 0.02
 
 
@@ -102,7 +103,7 @@ def test_each_thing_that_a_choice_depends_on_is_in_the_key(monkeypatch):
             made.cache_clear()
         return msgspec.structs.asdict(circumstances(target, excess_precision=excess))
 
-    target, excess, real = replace(cpu(), kind="cuda"), False, key_module._version
+    target, excess, real = replace(CPU, kind="cuda"), False, key_module._version
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     before = fields()
     changed = {}
@@ -240,35 +241,33 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
     compiler.compile(program(2.0), budget_s=BUDGET_S)
     (made,) = kept.records()
     kept.clear()
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[made])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(CPU, kept, hints=[made])))
     assert len(searches) == 1 and found.recalled and found.kernel.candidate == made.candidate
     (taken,) = kept.records()
     assert (taken.key, taken.knobs, taken.time_us) == (made.key, made.knobs, found.time_us)
     kept.clear()
     claims = Loser("\x1b[31mother", "slower: 9 µs", 9.0)
     lies = msgspec.structs.replace(made, time_us=1e-3, rejected=(claims,), problem="\x1b[2J", made_s=0.0)
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[lies])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(CPU, kept, hints=[lies])))
     (taken,) = kept.records()
     assert len(searches) == 1 and found.recalled and found.measured and found.time_us == taken.time_us > 1e-2
     assert taken.rejected == found.rejected == () and taken.problem == made.problem and taken.made_s >= made.made_s
     kept.clear()
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=0, cache=TuningDatabase(cpu(), kept, hints=[lies])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=0, cache=TuningDatabase(CPU, kept, hints=[lies])))
     assert found.recalled and found.time_us is None and not found.measured and kept.records() == []
     kept.clear()
     elsewhere = msgspec.structs.replace(made, key=msgspec.structs.replace(made.key, chip="other"))
-    (found,) = decisions(
-        compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[elsewhere]))
-    )
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(CPU, kept, hints=[elsewhere])))
     assert len(searches) == 2 and not found.recalled
     kept.clear()
     forged = msgspec.structs.replace(made, knobs=(("mr", 100_000),))
-    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(cpu(), kept, hints=[forged])))
+    (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S, cache=TuningDatabase(CPU, kept, hints=[forged])))
     assert len(searches) == 3 and not found.recalled and found.kernel.schedule != Schedule(forged.knobs)
 
 
 def test_a_hinted_point_comes_first_and_a_foreign_one_never(kept):
     problem = problem_of(gemm(input_("x", F32, (8, 32)), input_("w", F32, (32, 32))))
-    target = cpu()
+    target = CPU
     own = next(c for c in recall.discover() if concerns(c, problem, target) and refusal(c, problem, target) is None)
     points = list(plan_for(own, problem, target).schedules())
 

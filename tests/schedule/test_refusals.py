@@ -14,7 +14,7 @@ from torture_cache import KEY
 
 from tilewright import compiler
 from tilewright.dtype import F32
-from tilewright.hardware.detect import cpu
+from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
@@ -117,8 +117,8 @@ def test_what_crashed_is_not_tried_by_the_next_process(kept, candidates, tmp_pat
         again = compiled(**how)
         assert [r.why for r in again.rejected if r.candidate == bad.name] == [sentence(kept)]
         assert again.kernel.candidate == candidates[1].name and seen.read_text() == runs
-    assert TuningDatabase(cpu(), kept).candidates(first.problem) is not None
-    assert TuningDatabase(cpu(), kept).candidates(elsewhere) is None
+    assert TuningDatabase(detect("cpu"), kept).candidates(first.problem) is not None
+    assert TuningDatabase(detect("cpu"), kept).candidates(elsewhere) is None
 
 
 def test_it_is_kept_before_the_search_is_over(kept, candidates, tmp_path, monkeypatch):
@@ -135,19 +135,19 @@ def test_only_a_retry_tries_it_again(kept, candidates, tmp_path):
     candidates.insert(0, dropped(tmp_path, f"if not os.path.exists({str(mended)!r}): {SIGSEGV}", preference=1))
     compiled()
     assert compiled().recalled
-    still = compiled(cache=TuningDatabase(cpu(), kept, retry=True))
+    still = compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True))
     assert not still.recalled and any(r.fatal for r in still.rejected) and len(kept.refusals()) == 1
     mended.touch()
     assert compiled().recalled and len(kept.refusals()) == 1
-    now = compiled(cache=TuningDatabase(cpu(), kept, retry=True))
+    now = compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True))
     assert not now.recalled and not any(r.fatal for r in now.rejected) and kept.refusals() == []
-    assert compiled(cache=TuningDatabase(cpu(), kept, retry=True)).recalled
+    assert compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True)).recalled
 
 
 def test_a_choice_that_crashed_since_is_not_read_back(kept, candidates):
     (made,) = (compiled().kernel.candidate,)
     assert compiled().recalled
-    TuningDatabase(cpu(), kept).lost(compiled().problem, made, "crashed: SIGILL")
+    TuningDatabase(detect("cpu"), kept).lost(compiled().problem, made, "crashed: SIGILL")
     candidates.append(next(c for c in discover() if c.name == "aten"))
     found = compiled()
     assert not found.recalled and found.kernel.candidate == "aten"
@@ -159,7 +159,7 @@ def test_explain_prints_the_sentence_and_the_cache_lists_it(kept, tmp_path):
     (problem,) = {
         s.decision.problem for s in compiler.compile(parse("f32[4,32] @ f32[32,16] + bias"), budget_s=0).steps if s.decision
     }
-    TuningDatabase(cpu(), kept).lost(problem, "aten", "crashed: SIGSEGV")
+    TuningDatabase(detect("cpu"), kept).lost(problem, "aten", "crashed: SIGSEGV")
     said = " ".join(invoke("explain", program, "--budget", "0").stdout.split())
     assert f"aten: {sentence(kept)}" in said
     (listed,) = json.loads(invoke("cache", "info", "--json").stdout)["refused"]
@@ -167,5 +167,5 @@ def test_explain_prints_the_sentence_and_the_cache_lists_it(kept, tmp_path):
     assert re.fullmatch(rf"{day(kept)}T.*\+00:00", listed["when"])
     said = " ".join(invoke("cache", "info").stdout.split())
     assert f"Crashed or hung aten on {problem}" in said and "crashed: SIGSEGV" in said
-    result = invoke("tune", program, "--budget", "0.9", "--retry", "--json")
+    result = invoke("tune", program, "--budget", "3", "--retry", "--json")
     assert result.exit_code == 0 and kept.refusals() == []

@@ -7,6 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -142,7 +143,7 @@ def one_of(devices: Iterable[str]) -> str:
 
 
 def detect(device: str | torch.device) -> Target:
-    """The target that `device` names: a torch device, or its name.
+    """The target that `device` names: a torch device, or its name. A processor has the cores that torch's threads may use now.
 
     Raises:
         InputError: not a device Tilewright knows, or not present.
@@ -150,7 +151,15 @@ def detect(device: str | torch.device) -> Target:
     m = re.fullmatch(r"(cpu|cuda)(?::(\d+))?", str(device))
     if m is None:
         raise InputError(f"unknown device {device!r}", hint="cpu, cuda or cuda:0")
-    return cpu() if m[1] == "cpu" else gpu(int(m[2] or 0))
+    if m[1] == "cuda":
+        return gpu(int(m[2] or 0))
+    return _processor(min(cpu().cores, torch.get_num_threads()))
+
+
+@cache
+def _processor(cores: int) -> Target:
+    """The processor at hand with so many of its cores; the same object each time, by which plans are kept."""
+    return cpu() if cores == cpu().cores else replace(cpu(), cores=cores)
 
 
 def _usable_cores() -> int:

@@ -40,7 +40,7 @@ PROMISING = 1.5  # a candidate this many times slower than the winner is not loo
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
 UNBUILT = 4  # points that could not be built, and are made up for by later ones
 RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the start, and for one more against the winner
-FORESEEN = 2.0  # times as long as a library that a generated kernel must be expected to take to stand behind it unmeasured
+FORESEEN = 1.5  # times as long as a library that a generated kernel must be expected to take to stand behind it unmeasured
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
