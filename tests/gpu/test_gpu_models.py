@@ -23,7 +23,7 @@ from tilewright.report.measure.perf import measure
 from tilewright.report.measure.verify import verify_program
 from tilewright.runtime.replay import SWITCH
 from tilewright.schedule.bench import Bench
-from tilewright.schedule.candidate import plan_for, refusal
+from tilewright.schedule.candidate import Schedule, plan_for, refusal
 from tilewright.schedule.problem import problem_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available():
     from tilewright.candidates.triton.attention import candidate as triton_attention
     from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
-    from tilewright.candidates.triton.hopper.attention.sizes import points
+    from tilewright.candidates.triton.hopper.attention.candidate import points
     from tilewright.candidates.triton.normalization import candidate as triton_norm
 
     GPU = detect("cuda")
@@ -271,8 +271,8 @@ def test_attentions_whose_blocks_stay_agree_with_the_oracle(dtype, causal):
         problem = problem_of(node)
         bench = Bench(problem, GPU, {}, watched=True)
         found = points(hopper_attention.supported_heads(problem), GPU.cores, 227 << 10)
-        for i, point in enumerate(p for p in found if p.streamed or p.ring):
-            why = bench.attempt(i, hopper_attention.CANDIDATE, hopper_attention.schedule_of(point)).why
+        for i, point in enumerate(p for p in found if p.by_tma):
+            why = bench.attempt(i, hopper_attention.CANDIDATE, Schedule.of_point(point)).why
             assert why is None, (problem, point, why)
 
 

@@ -75,7 +75,7 @@ def right(node, ways=("online",), sizes=((16, 16), (32, 16)), fp8=NATIVE, source
     sources = sources or random_sources(problem)
     expected = expect(problem, sources)
     for way, (tile_m, tile_n) in itertools.product(ways, sizes):
-        why = check(problem, expected, run(problem, sources, TileConfig(tile_m, tile_n, "ieee", way), fp8))
+        why = check(problem, expected, run(problem, sources, TileConfig(tile_m, tile_n, 4, 1, way, "ieee"), fp8))
         assert why is None, f"{problem} {way} {tile_m} {tile_n}: {why}"
 
 
@@ -114,7 +114,7 @@ def test_rows_that_see_nothing_and_values_that_are_no_numbers(dtype, zero, way):
     mask[0, 0, 1] = False  # the second query sees nothing
     q[0, 0, 0, 0], k[0, 1, 2, 3], v[0, 1, 4, 0] = float("nan"), float("inf"), float("nan")
     sources = [q, k, v, mask]
-    (got,) = run(problem_of(node), sources, TileConfig(16, 16, "ieee", way))
+    (got,) = run(problem_of(node), sources, TileConfig(16, 16, 4, 1, way, "ieee"))
     wanted = evaluate_nodes((node,), dict(zip(node.src, sources, strict=True)))[0]
     assert torch.equal(got.isnan(), wanted.isnan()) and torch.allclose(got, wanted, atol=2e-3, equal_nan=True)
 
@@ -124,7 +124,7 @@ def test_a_row_that_a_float_mask_hides_whole_is_what_the_oracle_says():
         node = attention((1, 1, 1, 3, 20, 8, 4), F16, mask=(F32, (1, 1, 3, 20)))
         sources = random_sources(problem_of(node))
         sources[3][0, 0, 1] = lowest
-        (got,) = run(problem_of(node), sources, TileConfig(16, 16, "ieee", "online"))
+        (got,) = run(problem_of(node), sources, TileConfig(16, 16, 4, 1, "online", "ieee"))
         wanted = evaluate_nodes((node,), dict(zip(node.src, sources, strict=True)))[0]
         assert torch.allclose(got, wanted, atol=2e-3, equal_nan=True)
 

@@ -15,7 +15,6 @@ from triton_map import in_memory, scalars
 
 from tilewright.candidates.triton.gemm import candidate as triton_gemm
 from tilewright.candidates.triton.gemm.kernel import TileConfig, write
-from tilewright.candidates.triton.gemm.run import operands_outside
 from tilewright.candidates.triton.runtime.module import module
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F16, F32, S8, S32
@@ -46,7 +45,7 @@ def run(problem: Problem, sources, point, target, weights=()):
     """The problem's results by one kernel, computed in poisoned memory."""
     plan = plan_for(triton_gemm.CANDIDATE, problem, target)
     spec = replace(plan.spec, point=point)
-    outside = operands_outside(plan.outside, spec.rhs, {i: sources[i] for i in weights})
+    outside = triton_gemm.operands_outside(plan.outside, spec.rhs, {i: sources[i] for i in weights})
     results = [torch.full(t.shape, 77).to(t.dtype.to_torch()) for t in problem.outputs]
     given = [in_memory(outside[i] if i in outside else sources[i]) for i in spec.sources]
     given += [in_memory(t) for t in results]
@@ -146,10 +145,11 @@ def test_a_constant_that_lies_badly_is_laid_out_once():
     assert 1 not in plan.spec.sources
     sources = random_sources(problem)
     assert_right(problem, sources, POINTS[1], TARGETS["nvidia_h100"], weights=(1,))
-    first, again = (operands_outside(plan.outside, plan.spec.rhs, {1: sources[1]}) for _ in range(2))
-    assert first[len(types) + 1] is again[len(types) + 1]
+    index = len(types) + 1
+    first, again = (triton_gemm.operands_outside(plan.outside, plan.spec.rhs, {1: sources[1]})[index] for _ in range(2))
+    assert first is again
     sources[1].neg_()
-    assert torch.equal(operands_outside(plan.outside, plan.spec.rhs, {1: sources[1]})[len(types) + 1], -first[len(types) + 1])
+    assert torch.equal(triton_gemm.operands_outside(plan.outside, plan.spec.rhs, {1: sources[1]})[index], -first)
 
 
 @pytest.mark.thin(4)

@@ -87,8 +87,8 @@ def test_on_hopper_both_products_are_warpgroup_instructions(name, shape):
 def test_f32_is_three_products_of_the_matrix_unit_or_exact():
     heads = heads_of(flash(F32), frozenset())
     points = list(attention._points(heads, Arch("cuda", 90, 32), 227 << 10))
-    assert {p["precision"] for p in points} == {"tf32x3", "ieee"}
-    assert {p["precision"] for p in attention._points(heads, Arch("cuda", 75, 32), 64 << 10)} == {"ieee"}
+    assert {p.precision for p in points} == {"tf32x3", "ieee"}
+    assert {p.precision for p in attention._points(heads, Arch("cuda", 75, 32), 64 << 10)} == {"ieee"}
     assert "HGMMA" in assembly(built(flash(F32), Arch("cuda", 90, 32))[0])
 
 

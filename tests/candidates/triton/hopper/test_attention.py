@@ -17,18 +17,10 @@ from tilewright.schedule.problem import problem_of
 pytest.importorskip("triton")
 
 from tilewright.candidates.triton.hopper.attention import candidate as hopper_attention
-from tilewright.candidates.triton.hopper.attention.sizes import (
-    Chunk,
-    Point,
-    Ring,
-    chunks,
-    last_seen,
-    points,
-    registers,
-    shared_bytes,
-)
+from tilewright.candidates.triton.hopper.attention.candidate import points, registers, shared_bytes
+from tilewright.candidates.triton.hopper.attention.kernel import TileConfig, config_of, padded
 from tilewright.candidates.triton.runtime.module import assembly, needs
-from tilewright.schedule.candidate import plan_for, refusal
+from tilewright.schedule.candidate import Schedule, plan_for, refusal
 
 TWO_BLOCKS = (228 << 10) // 2 - 1024  # bytes of shared memory that a block may have where two share a multiprocessor
 
@@ -47,9 +39,13 @@ def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale
     return problem_of(Node(Attention(scale, causal, True, tuple(operands), stores=(store,)), *src))
 
 
-def code_of(problem, ones):
+def kernel_of(problem, tile):
     heads = hopper_attention.supported_heads(problem)
-    kernel = hopper_attention.machine_code(heads, problem, Point(1, ones)).kernel
+    return heads, hopper_attention.Plan(problem, gpu(), heads, ()).machine_code(tile).kernel
+
+
+def code_of(problem, ones):
+    _, kernel = kernel_of(problem, TileConfig("attend", 1, ones))
     return assembly(kernel), needs(kernel)
 
 
@@ -94,23 +90,21 @@ def test_refusals(problem, why):
 
 
 def test_tiles_of_queries_see_as_many_keys_as_causality_lets_them():
-    heads = hopper_attention.supported_heads(flash())
-    assert chunks(300) == [Chunk(0, 128), Chunk(128, 128), Chunk(256, 64)] and chunks(64) == [Chunk(0, 64)]
+    heads, tile = hopper_attention.supported_heads(flash()), TileConfig("attend", 1, ones=False)
+    assert padded(300) == 320 and padded(64) == 64
     assert registers(heads) == (384 + 64) // 2
-    assert [last_seen(heads, t) for t in range(6)] == [384] * 6
-    upper = replace(heads, causal="upper")
-    assert [last_seen(upper, t) for t in range(6)] == [64, 128, 192, 256, 320, 384]
-    lower = replace(heads, causal="lower", queries=100)
-    assert [last_seen(lower, t) for t in range(2)] == [348, 384]
+    assert config_of(heads, tile).seen == (384,) * 6
+    assert config_of(replace(heads, causal="upper"), tile).seen == (64, 128, 192, 256, 320, 384)
+    assert config_of(replace(heads, causal="lower", queries=100), tile).seen == (348, 384)
 
 
-def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where_they_are_many():
+def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_are_persistent_where_they_are_many():
     def first(batch):
         src = (input_(n, BF16, (batch, 12, 384, 64)) for n in "qkv")
         return next(iter(plan_for(hopper_attention.CANDIDATE, problem_of(Node(Attention(0.125), *src)), gpu()).schedules()))
 
-    assert dict(first(1).knobs) == {"splits": 6, "sums": "adds"}
-    assert dict(first(64).knobs) == {"num_stages": 4, "groups": 3, "turns": True, "overlapped": False}
+    assert dict(first(1).knobs) == {"kernel": "attend", "splits": 6, "ones": False}
+    assert first(64) == Schedule.of(kernel="flash", num_stages=4, groups=3, pingpong=True, overlapped=False)
 
 
 @pytest.mark.thin(2)
@@ -119,34 +113,36 @@ def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_stay_where
     [(flash(mask=PRED, extents=(64, 12, 128, 128)), None), (coded(S8, BF16, tokens=130, causal="upper", given=BF16), "HFMA2")],
     ids=["a mask", "causal, s8 codes"],
 )
-def test_blocks_that_stay_are_fed_by_tma_and_hold_all_in_registers(problem, code8):
-    heads, point = hopper_attention.supported_heads(problem), Point(1, ones=True, streamed=True)
-    kernel = hopper_attention.machine_code(heads, problem, point).kernel
+def test_persistent_blocks_are_fed_by_tma_and_hold_all_in_registers(problem, code8):
+    tile = TileConfig("persistent", ones=True)
+    heads, kernel = kernel_of(problem, tile)
     code, found = assembly(kernel), needs(kernel)
     assert "UTMALDG" in code and "HGMMA.64x128x16.F32" in code and "HGMMA.64x64x16.F32" in code
     assert "USETMAXREG" in code and found.spills == 0
-    assert found.shared_bytes <= shared_bytes(heads, point) <= 227 << 10
+    assert found.shared_bytes <= shared_bytes(heads, tile) <= 227 << 10
     assert code8 is None or (code8 in code and "F2I" not in code)  # conversions would take the exponentials' unit
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(
-    ("problem", "ring"),
+    ("problem", "tile"),
     [
-        (flash(mask=PRED, extents=(64, 12, 384, 700)), Ring(4, 3, turns=True, overlapped=False)),
-        (coded(S8, BF16, tokens=1000, causal="upper", given=BF16), Ring(4, 2, turns=False, overlapped=True)),
+        (flash(mask=PRED, extents=(64, 12, 384, 700)), TileConfig("flash", None, None, 4, 3, pingpong=True, overlapped=False)),
+        (
+            coded(S8, BF16, tokens=1000, causal="upper", given=BF16),
+            TileConfig("flash", None, None, 4, 2, pingpong=False, overlapped=True),
+        ),
     ],
     ids=["a mask", "causal, s8 codes"],
 )
-def test_any_number_of_keys_passes_through_shared_memory(problem, ring):
-    heads, point = hopper_attention.supported_heads(problem), Point(1, ones=False, ring=ring)
-    assert point in points(heads, 132, 227 << 10)
-    kernel = hopper_attention.machine_code(heads, problem, point).kernel
+def test_any_number_of_keys_passes_through_shared_memory(problem, tile):
+    heads, kernel = kernel_of(problem, tile)
+    assert tile in points(heads, 132, 227 << 10)
     code, found = assembly(kernel), needs(kernel)
     assert "UTMALDG" in code and "HGMMA.64x128x16.F32" in code and "HGMMA.64x64x16.F32" in code
     assert found.spills == 0 and found.shared_bytes <= 227 << 10
     assert code.count("MUFU.EX2") < 400  # two chunks for each warpgroup, not all of them one after the other
-    if ring.overlapped:  # exponentials stand before the wait for the products that are asked for before them
+    if tile.overlapped:  # exponentials stand before the wait for the products that are asked for before them
         last = code.rindex("HGMMA.64x128x16")
         waits = [m.start() for m in re.finditer(r"WARPGROUP\.DEPBAR", code[last:])]
         assert code[last + waits[0] : last + waits[1]].count("MUFU.EX2") >= 64
@@ -155,8 +151,8 @@ def test_any_number_of_keys_passes_through_shared_memory(problem, ring):
 def test_point_and_schedule_name_one_another():
     heads = hopper_attention.supported_heads(flash())
     found = points(heads, 132, 227 << 10)
-    assert Point(1, ones=True, streamed=True) in found and len(found) == 17
-    assert [hopper_attention.point_of(hopper_attention.schedule_of(p)) for p in found] == found
+    assert TileConfig("persistent", ones=True) in found and len(found) == 17
+    assert [Schedule.of_point(p).point(TileConfig) for p in found] == found
 
 
 @pytest.mark.parametrize(
@@ -167,8 +163,8 @@ def test_point_and_schedule_name_one_another():
         (flash(depth=128, extents=(64, 12, 192, 192)), "two heads do not fit into shared memory"),
     ],
 )
-def test_blocks_do_not_stay_where(problem, why):
-    assert not any(p.streamed for p in points(hopper_attention.supported_heads(problem), 132, 227 << 10)), why
+def test_no_blocks_are_persistent_where(problem, why):
+    assert not any(p.kernel == "persistent" for p in points(hopper_attention.supported_heads(problem), 132, 227 << 10)), why
 
 
 @pytest.mark.thin(2)
@@ -177,13 +173,13 @@ def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tile
     """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""
     src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", queries), ("k", 384), ("v", 384))]
     problem = problem_of(Node(Attention(0.125, causal), *src))
-    heads = hopper_attention.supported_heads(problem)
-    text = hopper_attention.machine_code(heads, problem, Point(1, False)).kernel.asm["ttgir"]
+    heads, kernel = kernel_of(problem, TileConfig("attend", 1, ones=False))
+    text, seen = kernel.asm["ttgir"], config_of(heads, TileConfig("attend", 1, ones=False)).seen
     shift = 384 - queries if causal == "lower" else 0
     cut = {  # of each run of tiles, the chunks that its first query does not see whole
-        (len(chunks(last_seen(heads, t))), c)
+        (padded(seen[t]), start)
         for t in range(tiles)
-        for c in chunks(last_seen(heads, t))
-        if t * 64 + shift < c.start + c.extent - 1
+        for start in range(0, seen[t], 128)
+        if t * 64 + shift < min(start + 128, padded(seen[t])) - 1
     }
     assert text.count("arith.cmpi sge") == len(cut) >= 1

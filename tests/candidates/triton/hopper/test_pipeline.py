@@ -36,7 +36,7 @@ def test_stages_go_round_between_a_producer_and_two_consumers(how):
     rows, columns, steps = SUMMED.rows, SUMMED.columns, SUMMED.steps
     box = descriptor("fp32", [rows, columns])
     pointers = {"a_desc": box, "b_desc": box, "p2": "*fp32", "o0": "*fp32"}
-    built = build(written(), "kernel", pointers, Arch("cuda", 90, 32), num_warps=4)
+    built = build(written(), pointers, Arch("cuda", 90, 32), num_warps=4)
     a, b = torch.randn(2, steps * rows, columns)
     bias, out = torch.randn(columns), torch.zeros(2, rows, columns)
     maps = [TensorMap(t.data_ptr(), 128, 4, (rows, columns), tuple(t.shape), (columns, 1)) for t in (a, b)]

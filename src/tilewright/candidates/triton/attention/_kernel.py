@@ -11,7 +11,8 @@ do not exist:
 
 - `load_q(rows, row_mask, ragged, side)`, `load_k`, `load_v`: a tile of an operand, as it is multiplied.
 - `score(x, head, rows, row_mask, keys, key_mask, ragged, side)`: a tile of scores from what the product left.
-- `weigh(weights, inverse, rows, row_mask, keys, key_mask, ragged, side)`: weights as they are multiplied, if `weighs`.
+- `round_weights(weights, inverse, rows, row_mask, keys, key_mask, ragged, side)`: weights as they are multiplied,
+  if `rounds_weights`.
 - `store(acc, rows, row_mask, side)`: what becomes of a tile's result.
 """
 
@@ -23,7 +24,7 @@ HIDDEN = tl.constexpr(float("-inf"))
 
 
 @triton.jit
-def attention(factors, side, config, load_q, load_k, load_v, score, store, weigh=None):
+def attention(factors, side, config, load_q, load_k, load_v, score, store, round_weights=None):
     program = tl.program_id(0)
     head = program // config.tiles
     tile = program % config.tiles
@@ -37,9 +38,9 @@ def attention(factors, side, config, load_q, load_k, load_v, score, store, weigh
     if config.scores == "online":
         acc = online(q, end, head, tile, factors, side, config, load_k, load_v, score)
     elif config.scores == "held":
-        acc = held(q, head, tile, factors, side, config, load_k, load_v, score, weigh)
+        acc = held(q, head, tile, factors, side, config, load_k, load_v, score, round_weights)
     else:
-        acc = twice(q, end, head, tile, factors, side, config, load_k, load_v, score, weigh)
+        acc = twice(q, end, head, tile, factors, side, config, load_k, load_v, score, round_weights)
     store(acc, rows, row_mask, side)
 
 
@@ -75,7 +76,7 @@ def online(q, end, head, tile, factors, side, config, load_k, load_v, score):
 
 
 @triton.jit
-def twice(q, end, head, tile, factors, side, config, load_k, load_v, score, weigh):
+def twice(q, end, head, tile, factors, side, config, load_k, load_v, score, round_weights):
     """The maximum and the sum of each row first, then its weights one tile after another."""
     ragged: tl.constexpr = config.keys % config.tile_n > 0
     top, total = nothing_seen(config)
@@ -87,13 +88,13 @@ def twice(q, end, head, tile, factors, side, config, load_k, load_v, score, weig
     for start in range(0, end, config.tile_n):
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
         weights = exponential(scores, base, factors, config)
-        weights = rounded(weights, inverse, start, ragged, head, tile, side, config, weigh)
+        weights = rounded(weights, inverse, start, ragged, head, tile, side, config, round_weights)
         acc = multiply_values(weights, start, ragged, head, acc, side, config, load_v)
     return acc
 
 
 @triton.jit
-def held(q, head, tile, factors, side, config, load_k, load_v, score, weigh):
+def held(q, head, tile, factors, side, config, load_k, load_v, score, round_weights):
     """All scores of a row at once, in registers; tiles that a causal mask hides are not left out."""
     scores, weights = (), ()
     for i in tl.static_range(config.chunks):
@@ -112,10 +113,10 @@ def held(q, head, tile, factors, side, config, load_k, load_v, score, weigh):
     acc = None
     for i in tl.static_range(config.chunks):
         x, start = weights[i], i * config.tile_n
-        if config.weighs:
-            x = rounded(x, inverse, start, start + config.tile_n > config.keys, head, tile, side, config, weigh)
+        if config.rounds_weights:
+            x = rounded(x, inverse, start, start + config.tile_n > config.keys, head, tile, side, config, round_weights)
         acc = multiply_values(x, start, start + config.tile_n > config.keys, head, acc, side, config, load_v)
-    if not config.weighs:
+    if not config.rounds_weights:
         acc = acc * inverse[:, None]
     return acc
 
@@ -146,8 +147,8 @@ def scores_of(q, start, ragged: tl.constexpr, head, tile, side, config, load_k, 
 
 @triton.jit
 def base_of(top, config):
-    """What scores are compared with: a row may see no key, if `blind`."""
-    if config.blind:
+    """The score of each row that others are compared with: the largest, if the row is not fully masked."""
+    if config.masks_rows:
         top = tl.where(top == HIDDEN, 0.0, top)
     return top
 
@@ -183,11 +184,11 @@ def inverse_of(total, config):
 
 
 @triton.jit
-def rounded(weights, inverse, start, ragged: tl.constexpr, head, tile, side, config, weigh):
+def rounded(weights, inverse, start, ragged: tl.constexpr, head, tile, side, config, round_weights):
     """Weights as they enter the second product, where an expression is applied to them."""
     _, rows, row_mask = queries_of(head, tile, config)
     keys, _, key_mask = keys_of(head, start, config)
-    return weigh(weights, inverse, rows, row_mask, keys, key_mask, ragged, side)
+    return round_weights(weights, inverse, rows, row_mask, keys, key_mask, ragged, side)
 
 
 @triton.jit

@@ -38,18 +38,19 @@ class Plan:
 
     def schedules(self) -> Iterable[Schedule]:
         shared = self.target.caches_bytes.get("shared", self.target.chip.shared_bytes)
-        return islice(_points(self.heads, self.arch, shared), POINTS)
+        return map(Schedule.of_point, islice(_points(self.heads, self.arch, shared), POINTS))
 
     def compile(self, schedule: Schedule) -> None:
         self.machine_code(schedule)
 
     def machine_code(self, schedule: Schedule) -> Built:
-        written = kernel_text(self.heads, schedule.point(TileConfig), exact_fp8(self.arch))
+        """The machine code of a kernel."""
+        tile = schedule.point(TileConfig)
         types = {f"p{i}": self.problem.types[i] for i in sources_of(self.heads)}
         types |= {f"o{i}": t for i, t in enumerate(self.problem.outputs)}
         signature = {name: pointer_type(t.dtype) for name, t in types.items()}
-        options = {name: int(schedule[name]) for name in ("num_warps", "num_stages")}
-        return build(written, "kernel", signature, self.arch, self.target.index, enable_fp_fusion=False, **options)
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+        return build(kernel_text(self.heads, tile, exact_fp8(self.arch)), signature, self.arch, self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
         heads, target = self.heads, self.target
@@ -72,8 +73,8 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
     return Plan(problem, target, arch, heads)
 
 
-def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[Schedule]:
-    """Legal points, best guess first."""
+def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[TileConfig]:
+    """Legal sizes, best guess first."""
     wide = heads.unit is F32
     exact = arch.capability >= 80  # three products of tf32 are as good as one of f32
     bytes_each = heads.unit.bits // 8
@@ -89,11 +90,9 @@ def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[Schedule]:
             held = -(-heads.keys // tile_n) * tile_n * tile_m
             if scores == "held" and (held > HELD * warps * arch.warp or tile_m < min(64, power(heads.queries))):
                 continue
-            room = bytes_each * (tile_m * depth + stages * tile_n * (depth + width))
-            if room <= shared and tile_m * width <= 128 * warps * arch.warp:
-                yield Schedule.of(
-                    tile_m=tile_m, tile_n=tile_n, num_warps=warps, num_stages=stages, scores=scores, precision=precision
-                )
+            taken = bytes_each * (tile_m * depth + stages * tile_n * (depth + width))
+            if taken <= shared and tile_m * width <= 128 * warps * arch.warp:
+                yield TileConfig(tile_m, tile_n, warps, stages, scores, precision)
 
 
 CANDIDATE = Candidate("triton_attention", ATTENTION, GPU, 5, plan)

@@ -102,7 +102,7 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
 
     Args:
         problem: what is asked.
-        fp8: types that the hardware converts (`_module.exact_fp8`).
+        fp8: types that the hardware converts (`module.exact_fp8`).
 
     Raises:
         Unsupported: the sentence why there is none.
@@ -133,25 +133,17 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
         narrow = q.dtype is k.dtype is v.dtype and q.dtype in (F16, BF16)
         unit, scale = q.dtype if narrow else F32, op.scale
     return Heads(
-        batch,
-        heads,
-        heads // key_heads,
-        queries,
-        keys,
-        depth,
-        width,
-        given[0],
-        given[1],
-        given[2],
-        unit,
-        scale,
-        op.causal,
-        op.zero_masked_rows,
-        of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None,
-        None if op.scores is None else _rounded(op.scores, fp8, integers=whole),
-        on_weights,
-        problem.acc.dtype,
-        tuple(of_store(root) for root in stores_of(node)),
+        *(batch, heads, heads // key_heads, queries, keys, depth, width),
+        *given,
+        unit=unit,
+        scale=scale,
+        causal=op.causal,
+        zero_masked_rows=op.zero_masked_rows,
+        mask=of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None,
+        on_scores=None if op.scores is None else _rounded(op.scores, fp8, integers=whole),
+        on_weights=on_weights,
+        result=problem.acc.dtype,
+        stores=tuple(of_store(root) for root in stores_of(node)),
     )
 
 
@@ -176,9 +168,10 @@ def number(n: Node) -> float | None:
 def _meaning(n: Node) -> Codes | None:
     """The codes, scale and zero point of a dequantisation of 8-bit codes by the same numbers everywhere; None for any other
     node."""
-    source = n.src[0].dtype
-    numbers = [number(s) for s in n.src[1:]]
-    if not isinstance(n.op, Dequantize) or n.op.block is not None or None in numbers or n.dtype not in (F16, BF16, F32):
+    if not isinstance(n.op, Dequantize) or n.op.block is not None or n.dtype not in (F16, BF16, F32):
+        return None
+    source, numbers = n.src[0].dtype, [number(s) for s in n.src[1:]]
+    if None in numbers:
         return None
     scale, zero = (*cast("list[float]", numbers), 0.0)[:2]
     eight = source in FP8 or (source.is_integer and source.bits == 8)
@@ -190,25 +183,18 @@ def _codes(root: Node) -> tuple[Node, Codes] | None:
     at = root
     while isinstance(at.op, VIEWS):
         at = at.src[0]
-    meaning = _meaning(at) if isinstance(at.op, Dequantize) else None
-    if meaning is None:
-        return None
-    return substitute((root,), {at: at.src[0]})[0], meaning
+    meaning = _meaning(at)
+    return None if meaning is None else (substitute((root,), {at: at.src[0]})[0], meaning)
 
 
 def _rounded(root: Node, fp8: frozenset[str], *, integers: bool = True) -> Access | Rounded:
     """An inner expression; a rounding to codes and back if it is nothing else, and has a short form: to fp8 types that the
     hardware converts, and to `integers`."""
-    meaning = _meaning(root) if isinstance(root.op, Dequantize) else None
-    code = root.src[0] if root.src else root
-    short = meaning is not None and (meaning.dtype.name in fp8 or (integers and meaning.dtype.is_integer))
-    if (
-        meaning is not None
-        and short
-        and isinstance(code.op, Quantize)
-        and isinstance(code.src[0].op, Acc)
-        and code.src[2:] == root.src[2:]
-    ):
+    meaning = _meaning(root)
+    if meaning is None or not (meaning.dtype.name in fp8 or (integers and meaning.dtype.is_integer)):
+        return of_store(root)
+    code = root.src[0]
+    if isinstance(code.op, Quantize) and isinstance(code.src[0].op, Acc) and code.src[2:] == root.src[2:]:
         divisor = number(code.src[1])
         saturates = code.op.overflow == "saturate" or code.dtype.is_integer
         if divisor is not None and 2.0**-60 < divisor < 2.0**60 and saturates and code.op.block is None:

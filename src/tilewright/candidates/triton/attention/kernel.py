@@ -1,4 +1,4 @@
-"""What plain Triton attention is compiled for, and what it is handed of its program: generated functions that load tiles of its
+"""The constants of plain Triton attention, and the functions that are generated for it of a program: they load tiles of its
 operands, make scores of what their product leaves, and round and store. The kernel itself is `_kernel.py`.
 """
 
@@ -7,12 +7,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
 
 from tilewright.candidates.triton.attention.heads import Heads, Operand, Rounded
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
 from tilewright.candidates.triton.expressions.printer import FP8, FP8_NAMES, NATIVE
-from tilewright.candidates.triton.expressions.text import Text, Written
+from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.runtime.module import Function, instance
 from tilewright.dtype import F16, F32, PRED
 from tilewright.ir.graph import toposort
@@ -31,14 +30,17 @@ class TileConfig:
     Attributes:
         tile_m: queries of a program.
         tile_n: keys of a tile.
-        precision: of a product of f32: "ieee" or "tf32x3".
+        num_warps, num_stages: see docs/glossary.md.
         scores: "online", "held" or "twice": see `_kernel.py`.
+        precision: of a product of f32: "ieee" or "tf32x3".
     """
 
     tile_m: int
     tile_n: int
+    num_warps: int
+    num_stages: int
+    scores: str
     precision: str
-    scores: Literal["online", "held", "twice"]
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,13 @@ class KernelConfig(TileConfig):
     shift: int
     exact: bool  # e^x is worked out as f32 has it, not as a power of two of the special function unit
     as_left: bool  # nothing but a scale is done to scores, which stay as the product left them
-    blind: bool  # a row may see no key, and gets zeros then if `zero_rows`
+    masks_rows: bool  # a row may be fully masked, and gets zeros then if `zero_rows`
     zero_rows: bool
-    weighs: bool  # an expression is applied to the weights
+    rounds_weights: bool  # an expression is applied to the weights
 
     @property
     def tiles(self) -> int:
-        """Of a head's queries."""
+        """Tiles of a head's queries."""
         return -(-self.queries // self.tile_m)
 
     @property
@@ -75,7 +77,7 @@ def sources_of(heads: Heads) -> list[int]:
     return sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
 
 
-def kernel_text(heads: Heads, point: TileConfig, fp8: frozenset[str]) -> Written:
+def kernel_text(heads: Heads, point: TileConfig, fp8: frozenset[str]) -> KernelSource:
     """A module with the function `kernel` of a pointer for each source that is read, and for each result."""
     made = _Generated(heads, fp8)
     pointers = [f"p{i}" for i in sources_of(heads)] + [f"o{i}" for i in range(len(heads.stores))]
@@ -127,7 +129,7 @@ class _Generated:
 
     @property
     def factors(self) -> list[str]:
-        """What scores are multiplied by to be powers of two, and the opposite."""
+        """The factor that makes powers of two of scores, and its opposite."""
         if not self.as_left:
             return [repr(LOG2_E), repr(-LOG2_E)]
         factor = self.h.scale * LOG2_E
@@ -137,7 +139,7 @@ class _Generated:
         """The kernel's constants."""
         h = self.h
         exact, lower = h.unit is F32, h.causal == "lower"
-        blind = h.mask is not None or (lower and h.keys < h.queries)
+        masks_rows = h.mask is not None or (lower and h.keys < h.queries)
         return KernelConfig(
             **asdict(point),
             queries=h.queries,
@@ -148,13 +150,13 @@ class _Generated:
             shift=h.keys - h.queries if lower else 0,
             exact=exact,
             as_left=self.as_left,
-            blind=blind,
-            zero_rows=h.zero_masked_rows and blind,
-            weighs=h.on_weights is not None,
+            masks_rows=masks_rows,
+            zero_rows=h.zero_masked_rows and masks_rows,
+            rounds_weights=h.on_weights is not None,
         )
 
     def functions(self, point: TileConfig) -> dict[str, Function]:
-        """By the kernel's names for them."""
+        """Generated functions by the kernel's names for them."""
         h = self.h
         rows, keys = h.queries % point.tile_m > 0, h.keys % point.tile_n > 0
         self.rows = Tile("rows", "", 0, "row_mask" if rows else None)
@@ -165,7 +167,7 @@ class _Generated:
             "score": self._score(ragged=keys),
             "store": self._store(),
         }
-        return found if h.on_weights is None else found | {"weigh": self._weigh(ragged=keys)}
+        return found if h.on_weights is None else found | {"round_weights": self._round_weights(ragged=keys)}
 
     def _body(self) -> Text:
         return Text(beside=self.numbers)
@@ -227,7 +229,7 @@ class _Generated:
         value = emitter.value(mask)
         return value if mask.root.dtype is PRED else emitter.convert(value, mask.root.dtype, F32)
 
-    def _weigh(self, *, ragged: bool) -> Function:
+    def _round_weights(self, *, ragged: bool) -> Function:
         """Makes weights as they enter the second product, of those with the largest of a row one."""
         h, t = self.h, self._body()
         for column_mask in self._masks(t, "key_mask", ragged=ragged):

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from tilewright.candidates.triton.expressions.printer import Printer, in_memory, in_registers
+from tilewright.candidates.triton.expressions.printer import Printer, in_registers, zero
 from tilewright.candidates.triton.expressions.text import Text
-from tilewright.dtype import BF16, F16, F64, PRED
+from tilewright.dtype import BF16, F16, F64, PRED, DType
 from tilewright.ir.axes import axes_of
 from tilewright.ir.expression import quantised_at_once, rounded_at_once
 from tilewright.ir.graph import Node, toposort
@@ -29,7 +29,7 @@ check, check_node = FORMS.check, FORMS.check_node
 
 
 def pointer_of(leaf: Node) -> str:
-    """What kernels call the memory of a source."""
+    """The name by which kernels know the memory of a source."""
     assert isinstance(leaf.op, Param)
     return f"p{leaf.op.index}"
 
@@ -96,8 +96,8 @@ class Emitter(Printer):
         """Learn what becomes of the values that these are made of."""
         self._coarse, self._codes_of = rounded_at_once(*roots), quantised_at_once(*roots)
 
-    def store(self, access: Access, pointer: str, value: str | None = None) -> None:
-        """The root's value (or one that is given) to where the result keeps it."""
+    def store(self, access: Access, pointer: str, value: str | None = None, *, by_row: bool = False) -> None:
+        """The root's value (or one that is given) to where the result keeps it; `by_row`: a row has one."""
         root, t = access.root, self.text
         value = self.value(access) if value is None else value
         if root.dtype is PRED:
@@ -105,9 +105,9 @@ class Emitter(Printer):
         place = access.of_result()
         rows, columns = self._spread(access, place)
         everywhere = [self.along(f"{self.tile.rows} * 0", 0)] if not place.rows else []
-        everywhere += [self.along(f"{self.tile.columns} * 0", 1)] if not place.columns else []
+        everywhere += [self.along(f"{self.tile.columns} * 0", 1)] if not (place.columns or by_row) else []
         at = self._sum(rows, columns, *everywhere)
-        mask = self._mask(access, rows=True, columns=True)
+        mask = self._mask(access, rows=True, columns=not by_row)
         t.do(f"{t.language}.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
 
     def largest_bits(self, access: Access) -> str:
@@ -134,7 +134,7 @@ class Emitter(Printer):
         wide = most >= 1 << 31
         rows_extent = math.prod(a.extent for a in axes_of((access.rows,)))
         rows = self._digits(self.tile.rows, place.rows, rows_extent, wide=wide)
-        alike, each = self._apart(place)
+        alike, each = self._split_columns(place)
         own = self.own_columns(access) if each else ""
         columns = self._digits(own, each, access.columns_extent, wide=wide)
         of_step = " + ".join(self._of_step(x, wide=wide) for x in alike)
@@ -151,16 +151,16 @@ class Emitter(Printer):
         return rows, None if columns is None else self.along(columns, 1)
 
     def _of_step(self, term: StridedDigit, *, wide: bool) -> str:
-        """What a digit that the whole tile of a step shares adds to an address."""
+        """The part of an address that a digit adds which the whole tile of a step shares."""
         digit = self.text.v(f"{self.tile.step} // {term.inner} % {term.extent}")
         return f"{self.cast(digit, 'int64') if wide else digit} * {term.stride}"
 
     def varies(self, access: Access) -> tuple[bool, bool]:
         """Tell whether an access's value is a tile of more than one row, and of more than one column."""
         places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param)]
-        return any(p.rows for p in places), any(self._apart(p)[1] for p in places)
+        return any(p.rows for p in places), any(self._split_columns(p)[1] for p in places)
 
-    def _apart(self, place: AccessMap) -> tuple[list[StridedDigit], list[StridedDigit]]:
+    def _split_columns(self, place: AccessMap) -> tuple[list[StridedDigit], list[StridedDigit]]:
         """The columns' digits that are one number for the whole tile of a step, and the others."""
         steps = self.tile.step is not None
         alike = [t for t in place.columns if steps and t.inner % self.tile.stride == 0 and t.inner > 1]
@@ -187,7 +187,7 @@ class Emitter(Printer):
         return self.text.v(" + ".join(given)) if len(given) > 1 else given[0] if given else None
 
     def _mask(self, access: Access, *, rows: bool, columns: bool) -> str | None:
-        """Which elements of what varies along rows, columns or both exist."""
+        """The mask of elements that exist of what varies along rows, columns or both."""
         t, parts = self.text, list[str]()
         if rows and self.tile.row_mask is not None:
             parts.append(self.along(self.tile.row_mask, 0))
@@ -197,14 +197,14 @@ class Emitter(Printer):
         return t.v(" & ".join(parts)) if len(parts) > 1 else parts[0] if parts else None
 
     def column_mask(self, access: Access) -> str | None:
-        """Which columns of the tile are the access's own: those that exist, and of a range of columns those within."""
+        """The mask of the tile's columns that are the access's own: those that exist, of a range of columns those within."""
         if access.first or access.columns_extent != self.tile.width:
             own = self.own_columns(access)
             return self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
         return self.tile.column_mask
 
     def _evenly(self, place: AccessMap, access: Access) -> bool:
-        """A step moves every column of the place by the same distance."""
+        """Tell whether a step moves every column of the place by the same distance."""
         if self.tile.step is None or len(place.columns) != 1:
             return False
         (term,) = place.columns
@@ -217,23 +217,23 @@ class Emitter(Printer):
         return self.text.v(f"{self.pointer(n)} + {at}")
 
     def _leaf(self, n: Node, access: Access) -> str:
-        t = self.text
         place = access.of_leaf(n)
-        _, each = self._apart(place)
+        _, each = self._split_columns(place)
         mask = self._mask(access, rows=bool(place.rows), columns=bool(each))
         if self._evenly(place, access):
             where = f"{self._base(n, place, access)} + {self._stepped(place)}"
         else:
             at = self._sum(*self._spread(access, place))
             where = f"{self.pointer(n)} + {at}" if at is not None else self.pointer(n)
-        if mask is None or not (place.rows or each):
-            value = t.call("load", where)
-        else:
-            value = t.call("load", where, f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}")
-        return t.v(f"{value} != 0") if n.dtype is PRED else value
+        return self._load(where, mask if place.rows or each else None, n.dtype)
+
+    def _load(self, where: str, mask: str | None, dtype: DType) -> str:
+        """What lies at a pointer; nothing where the mask says so."""
+        value = self.text.call("load", where, *([f"mask={mask}", f"other={zero(dtype)}"] if mask else []))
+        return self.text.v(f"{value} != 0") if dtype is PRED else value
 
     def _stepped(self, place: AccessMap) -> str:
-        """How far the step moves a place's columns."""
+        """The distance by which the step moves a place's columns."""
         (term,) = place.columns
         if term.stride == 1:
             return str(self.tile.step)

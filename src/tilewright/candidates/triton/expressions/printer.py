@@ -41,6 +41,11 @@ def in_memory(dtype: DType) -> str:
     return "uint8" if dtype is PRED else in_registers(dtype)
 
 
+def zero(dtype: DType) -> str:
+    """Nothing of a type in registers, as a literal."""
+    return "0.0" if dtype.is_float and dtype not in FP8 else "0"
+
+
 def pointer_type(dtype: DType) -> str:
     """The type of a kernel's argument, as a signature spells it: "*fp16", "*i8"; fp8 is passed as the bytes of its codes."""
     name = in_memory(dtype)

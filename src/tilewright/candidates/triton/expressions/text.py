@@ -12,7 +12,7 @@ Number = float | int
 
 
 @dataclass(frozen=True)
-class Written:
+class KernelSource:
     """A kernel's module.
 
     Attributes:
@@ -74,14 +74,8 @@ class Text:
         name = self._named.get(key)
         if name is None:
             name = self._named[key] = f"number{len(self.numbers)}"
-            self.numbers[name] = value if isinstance(value, int) else as_f32(value)
+            self.numbers[name] = value if isinstance(value, int) else ctypes.c_float(value).value
         return name
-
-    def times(self, a: str, b: str) -> str:
-        """The product of two values of f32; of two numbers, the number that multiplying in f32 gives."""
-        if a in self.numbers and b in self.numbers:
-            return self.number((a, b), self.numbers[a] * self.numbers[b])  # exact in f64, so that it is rounded once
-        return self.v(f"{a} * {b}")
 
     def do(self, line: str) -> None:
         """A statement."""
@@ -89,7 +83,7 @@ class Text:
 
     @contextmanager
     def block(self, header: str) -> Generator[None]:
-        """What is written inside stands under `header`; nothing that is computed there is known after it."""
+        """Indents what is written inside under `header`; nothing that is computed there is known after it."""
         self.do(header)
         outside, count = dict(self._known), len(self.lines)
         self._indent += 1
@@ -107,8 +101,3 @@ class Text:
 
     def __str__(self) -> str:
         return "\n".join(self.lines)
-
-
-def as_f32(value: float) -> float:
-    """The nearest f32."""
-    return ctypes.c_float(value).value

@@ -134,7 +134,7 @@ def mainloop(part, first, first_mask, second, second_mask, side, config, load_fi
 
 @triton.jit
 def place_of_sums(block, sums, config):
-    """Where the sums of a tile's first part lie, and each element in those of a part."""
+    """The place of the sums of a tile's first part, and that of each element in those of a part."""
     across: tl.constexpr = config.tile_m if config.swap_ab else config.tile_n
     down: tl.constexpr = config.tile_n if config.swap_ab else config.tile_m
     if config.tiles * config.split_k * down * across >= 1 << 31:

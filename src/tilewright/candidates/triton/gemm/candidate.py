@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tilewright.candidates.triton.expressions.emit import NUMBERED, check
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.gemm.dots import SHORT_SUM_BITS, choose
 from tilewright.candidates.triton.gemm.kernel import KernelSpec, TileConfig, write
-from tilewright.candidates.triton.gemm.run import operands_outside, runner
 from tilewright.candidates.triton.gemm.space import ranked, work
 from tilewright.candidates.triton.runtime import module as modules
+from tilewright.candidates.triton.runtime.launch import Counters, caller
 from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
+from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param
+from tilewright.ir.ops import Dequantize, Param
 from tilewright.lowering.access import Access, gate_up, largest_of, of_operand, of_store
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported, f32_precision
 from tilewright.schedule.cost import Work
+from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
+
+# Operands that torch evaluated, by one of the weights they are made of and their expression, so that kernels of other sizes
+# share them: which tensors at which version, the operand, and the other weights, whose identity must not pass to new ones.
+_laid_out: MutableMapping[
+    torch.Tensor, dict[tuple[Node, bool], tuple[tuple[tuple[int, int], ...], torch.Tensor, list[torch.Tensor]]]
+] = WeakTensorKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -61,21 +70,26 @@ class Plan:
     def machine_code(self, spec: KernelSpec) -> modules.Built:
         """A kernel's machine code."""
         types = {f"p{i}": (self.outside.get(i) or self.problem.types[i]).dtype for i in spec.sources}
-        signature = {name: pointer_type(t) for name, t in types.items()}
-        signature |= {f"o{i}": pointer_type(s.root.dtype) for i, s in enumerate(spec.stores)}
-        room = {"sums": "*fp32" if spec.dot.acc.is_float else "*i32", "peaks": "*i32", "counters": "*i32"}
-        signature |= {name: kind for name, kind in room.items() if name in spec.arguments}
+        types |= {f"o{i}": store.root.dtype for i, store in enumerate(spec.stores)}
+        signature = {name: pointer_type(t) for name, t in types.items()} | dict.fromkeys(spec.workspace, "*i32")
+        if "sums" in signature and spec.dot.acc.is_float:
+            signature["sums"] = "*fp32"
         fused = spec.dot.precision == "ieee"  # products without a matrix unit are fused multiply-adds
         warps, stages = spec.point.num_warps, spec.point.num_stages
         options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
-        return modules.build(write(spec), "kernel", signature, self.arch, self.target.index, **options)
+        return modules.build(write(spec), signature, self.arch, self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
-        spec = self.spec_of(schedule)
+        spec, target = self.spec_of(schedule), self.target
         built = self.machine_code(spec)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return runner(spec, built, {**weights, **operands_outside(self.outside, spec.rhs, weights)}, self.target)
+            grid = (spec.config.tiles * spec.point.split_k,)
+            launch = modules.launcher(built.kernel, grid, target.index, built.numbers)
+            if spec.workspace:
+                launch = _with_workspace(spec, launch, target)
+            constant = {**weights, **operands_outside(self.outside, spec.rhs, weights)}
+            return caller(spec.sources, self.problem.outputs, launch, constant, target)
 
         return Kernel(
             CANDIDATE.name,
@@ -95,11 +109,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     Raises:
         Unsupported: the sentence why there is none.
     """
-    if not modules.installed():
-        raise Unsupported(modules.INSTALL)
-    arch = modules.arch_of(target)
-    if arch is None:
-        raise Unsupported(f"Triton makes nothing for {target.name}")
+    arch = modules.required_arch(target)
     if 0 in (problem.batch, problem.M, problem.N, problem.K):
         raise Unsupported("an extent is 0")
     if problem.batch * max(problem.M, problem.N) > NUMBERED:
@@ -107,9 +117,9 @@ def plan(problem: Problem, target: Target) -> Plan:
     tf32 = f32_precision() != "highest"
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
     largest = [largest_of(root) for root in problem.op.stores]
-    kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
-    check(kept, blocks=True)
-    roots, second = gate_up(kept, len(problem.types)) or (kept, None)
+    each = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
+    check(each, blocks=True)
+    roots, second = gate_up(each, len(problem.types)) or (each, None)
     stores = tuple(of_store(root) for root in roots)
     columns = problem.N if second is None else problem.N // 2
     if any(inner and (s.first, s.columns_extent) != (0, columns) for inner, s in zip(largest, stores, strict=True)):
@@ -151,10 +161,51 @@ def _operand(
 
 
 def _along_k(access: Access) -> bool:
-    """The largest source of an operand has its elements along K side by side."""
+    """Tell whether the largest source of an operand has its elements along K side by side."""
     leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
     place = access.of_leaf(max(leaves, key=lambda n: n.tensor.elements))
     return not place.columns or (place.columns[0].inner == 1 and place.columns[0].stride == 1)
+
+
+def operands_outside(outside: Mapping[int, Node], rhs: Access, weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    """Constant operands as a kernel reads them, K last, by the number of its argument."""
+    right = {n.op.index for n in toposort((rhs.root,)) if isinstance(n.op, Param)}
+    return {index: _evaluated(root, weights, turned=index in right) for index, root in outside.items()}
+
+
+def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool) -> torch.Tensor:
+    values = {n: weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param)}
+    given = list(values.values())
+    versioned = bool(given) and not any(t.is_inference() for t in given)  # what tells that one was written since
+    made_of = tuple((id(t), t._version) for t in given) if versioned else ()
+    known = _laid_out.get(given[0], {}).get((root, turned)) if versioned else None
+    if known is not None and known[0] == made_of:
+        return known[1]
+
+    def lay_out() -> torch.Tensor:
+        (value,) = evaluate_nodes((root,), values)
+        assert isinstance(value, torch.Tensor)
+        return (value.transpose(-1, -2) if turned else value).contiguous()
+
+    quantised = any(isinstance(n.op, Dequantize) for n in toposort((root,)))  # codes may be dropped and unpacked again
+    result = packed_once(given, ("laid out", root, turned), lay_out) if quantised and given else lay_out()
+    own = all(result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in given)
+    if versioned and own:  # a view would keep its weight alive for good
+        _laid_out.setdefault(given[0], {})[root, turned] = made_of, result, given[1:]
+    return result
+
+
+def _with_workspace(spec: KernelSpec, launch: modules.Launch, target: Target) -> modules.Launch:
+    """A launch with scratch memory for the sums of the parts of K and the largest of each tile, and counters of parts done."""
+    device = torch.device(target.device)
+    *sizes, count = spec.workspace.values()
+    counters = Counters(count, device)
+
+    def start(*pointers: object) -> None:
+        scratch, done = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes], counters.take()
+        launch(*pointers, *(t.data_ptr() for t in scratch), done.data_ptr())
+
+    return start
 
 
 CANDIDATE = Candidate("triton", GEMM, GPU, 6, plan)

@@ -19,13 +19,8 @@ SHORT_SUM_BITS, SHORT_SUM_ROUNDOFF = 14, 2.0**-13
 TF32_ROUNDOFF = 2.0**-10  # of both operands together
 FIRST_WITH_UNITS = 80
 NATIVE_FP8: dict[int | str, tuple[DType, ...]] = {
-    89: (F8E4M3FN, F8E5M2),
-    90: (F8E4M3FN, F8E5M2),
-    100: (F8E4M3FN, F8E5M2),
-    103: (F8E4M3FN, F8E5M2),
-    120: (F8E4M3FN, F8E5M2),
+    **dict.fromkeys((89, 90, 100, 103, 120, "gfx950"), (F8E4M3FN, F8E5M2)),
     "gfx942": (F8E4M3FNUZ, F8E5M2FNUZ),
-    "gfx950": (F8E4M3FN, F8E5M2),
 }
 
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
-from tilewright.candidates.triton.expressions.printer import FP8, FP8_NAMES, in_memory
-from tilewright.candidates.triton.expressions.text import Text, Written
+from tilewright.candidates.triton.expressions.printer import FP8, FP8_NAMES, zero
+from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.gemm.dots import Dot
 from tilewright.candidates.triton.runtime.module import instance
 from tilewright.dtype import F32
@@ -88,7 +88,7 @@ class KernelConfig(TileConfig):
 
     @property
     def part_depth(self) -> int:
-        """Of K, a part, in whole steps."""
+        """K of each of its parts, in whole steps."""
         return -(-self.depth // (self.tile_k * self.split_k)) * self.tile_k
 
 
@@ -165,7 +165,7 @@ class KernelSpec:
         return [f"p{i}" for i in self.sources] + [f"o{i}" for i in range(len(self.stores))] + [*self.workspace]
 
 
-def write(spec: KernelSpec) -> Written:
+def write(spec: KernelSpec) -> KernelSource:
     """A module with the function `kernel`, whose grid is `tiles * split_k` blocks."""
     config, numbers = spec.config, Text()
     row_mask = "row_mask" if spec.rows % config.tile_m else None
@@ -186,10 +186,10 @@ def write(spec: KernelSpec) -> Written:
         "load_rhs": (OPERAND, _load(spec, spec.rhs, column_mask and "row_mask", numbers, across=not config.swap_ab)),
         **{name: (RESULT, t) for name, t in (("store", store), ("largest", largest)) if t.lines},
     }
-    extremes, room = "".join(f"o{i}, " for i in spec.largest), [*spec.workspace]
-    given = [*(name if name in room else "0" for name in ("sums", "peaks", "counters")), f"({extremes})"]
-    pointers = [name for name in spec.arguments if name not in room]
-    return instance(KERNEL, config, given, pointers, functions, numbers.numbers, room, gluon=False)
+    extremes, workspace = "".join(f"o{i}, " for i in spec.largest), [*spec.workspace]
+    given = [*(name if name in workspace else "0" for name in ("sums", "peaks", "counters")), f"({extremes})"]
+    pointers = [name for name in spec.arguments if name not in workspace]
+    return instance(KERNEL, config, given, pointers, functions, numbers.numbers, workspace, gluon=False)
 
 
 def _load(spec: KernelSpec, access: Access, row_mask: str | None, numbers: Text, *, across: bool) -> Text:
@@ -201,8 +201,7 @@ def _load(spec: KernelSpec, access: Access, row_mask: str | None, numbers: Text,
     value, varies, dtype = emitter.value(access), emitter.varies(access), access.root.dtype
     computed = any(n.src and not isinstance(n.op, VIEWS) for n in toposort((access.root,)))
     if ragged and (computed or not varies[1]):
-        zero = "0.0" if in_memory(dtype).startswith(("f", "b")) else "0"
-        value = emitter.where(emitter.along("k_mask", 1), value, zero)
+        value = emitter.where(emitter.along("k_mask", 1), value, zero(dtype))
         varies = varies[0], True
     if not all(varies):
         rows, columns = "rows.shape[0]", "k.shape[0]"

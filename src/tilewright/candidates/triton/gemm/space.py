@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, replace
 from typing import Any
 
 import numpy as np
@@ -46,23 +46,10 @@ MOST = 96  # points that are ranked
 Array = Any
 
 
-@dataclass(frozen=True)
-class _Points:
-    """Points side by side: each attribute of `TileConfig` as an array."""
-
-    tile_m: Array
-    tile_n: Array
-    tile_k: Array
-    num_warps: Array
-    num_stages: Array
-    split_k: Array
-    group_m: Array
-    swap_ab: Array
-
-    @classmethod
-    def of(cls, points: Sequence[TileConfig]) -> _Points:
-        columns = ([getattr(p, name) for p in points] for name in cls.__dataclass_fields__)
-        return cls(*(np.array(c, dtype=bool if isinstance(c[0], bool) else np.float64) for c in columns))
+def _side_by_side(points: Sequence[TileConfig]) -> Any:
+    """A `TileConfig` of arrays, one element a point."""
+    columns = zip(*map(astuple, points), strict=True)
+    return TileConfig(*(np.array(c, dtype=bool if isinstance(c[0], bool) else np.float64) for c in columns))  # type: ignore[arg-type]
 
 
 def ranked(spec: KernelSpec, target: Target) -> list[TileConfig]:
@@ -70,7 +57,7 @@ def ranked(spec: KernelSpec, target: Target) -> list[TileConfig]:
     points = list(legal(spec, target))
     if not points:
         return []
-    us = predict_us(_work(spec, _Points.of(points), target), target)
+    us = predict_us(_work(spec, _side_by_side(points), target), target)
     found: list[TileConfig] = []
     depths: dict[TileConfig, int] = {}  # how many of those that differ in their stages alone
     for i in np.argsort(us, kind="stable"):
@@ -83,7 +70,7 @@ def ranked(spec: KernelSpec, target: Target) -> list[TileConfig]:
 
 def work(spec: KernelSpec, target: Target) -> Work:
     """The work of one kernel."""
-    return _work(spec, _Points.of([spec.point]), target)
+    return _work(spec, _side_by_side([spec.point]), target)
 
 
 def legal(spec: KernelSpec, target: Target) -> list[TileConfig]:
@@ -149,7 +136,7 @@ def _splits(spec: KernelSpec, tile_m: int, tile_n: int, tile_k: int, target: Tar
     return [1, *(s for s in (2, 4, 8, 16) if steps >= 4 * s and tiles * s <= 2 * target.cores)]
 
 
-def _work(spec: KernelSpec, p: _Points, target: Target) -> Work:
+def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
     """The work of kernels, for all points at once."""
     arch = arch_of(target)
     assert arch is not None
@@ -203,7 +190,7 @@ def _work(spec: KernelSpec, p: _Points, target: Target) -> Work:
     return Work((Phase(in_turn + exposed + reduced, 0.0, {"memory": memory}),))
 
 
-def _step(spec: KernelSpec, p: _Points, arch: Arch, target: Target) -> tuple[Array, Array]:
+def _step(spec: KernelSpec, p: Any, arch: Arch, target: Target) -> tuple[Array, Array]:
     """Cycles of one step along K on the matrix unit, or of shared memory feeding it; and how many steps the dot runs behind."""
     size = spec.dot.operand.bits / 8
     own = "bf16" if spec.dot.unit == "tf32" else spec.dot.unit  # TF32 has half the rate of bf16 on every chip
@@ -225,13 +212,13 @@ def _step(spec: KernelSpec, p: _Points, arch: Arch, target: Target) -> tuple[Arr
     return np.maximum(multiplied, fed), np.where(groups, 1.0, 0.0)
 
 
-def _warps_down(p: _Points) -> Array:
+def _warps_down(p: Any) -> Array:
     """Warps side by side along the rows of the dot's first operand: each reads all of the second."""
     down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
     return np.clip(2 ** np.round(np.log2(np.sqrt(p.num_warps * down / wide))), 1, np.minimum(p.num_warps, down / 16))
 
 
-def _gathered(spec: KernelSpec, p: _Points, arch: Arch) -> Array:
+def _gathered(spec: KernelSpec, p: Any, arch: Arch) -> Array:
     """Cycles of a step in which 8-bit operands that do not lie along K are gathered byte by byte."""
     if not _gathers(spec, arch):
         return 0.0

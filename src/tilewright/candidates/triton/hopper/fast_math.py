@@ -68,8 +68,9 @@ class FastMath(Emitter):
             value, other = sorted(n.src, key=lambda s: s not in self._of_tile)
             if n.op.fn == "multiply":
                 x, factor = self._scaled.get(done[value], (done[value], None))
-                product = done[other] if factor is None else self.text.times(factor, done[other])
-                return self._later(x, product)
+                other = self.named(done[other], F32)
+                product = other if factor is None else self.binary("*", self.named(factor, F32), other)
+                return self._later(x, product.name)
             if n.op.fn == "add" and done[value] in self._scaled:
                 x, factor = self._scaled[done[value]]
                 return self.text.call("fma", x, factor, done[other])
@@ -143,7 +144,7 @@ def _fits_halves(n: Node, function: Node) -> bool:
 
 
 def _inverse(n: Node) -> float:
-    """Of a quantisation's scale, a constant."""
+    """The inverse of a quantisation's scale, a constant."""
     scale = n.src[1].op
     assert isinstance(scale, Const)
     value = float(scale.data.tensor().item())

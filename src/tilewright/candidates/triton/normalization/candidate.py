@@ -73,9 +73,9 @@ class Plan:
         signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
         written = kernel_text(several, exact_fp8(self.arch))
         options = {"debug": True, "sanitize_overflow": False} if any(t.region.tables for t in several) else {}
-        if any(t.chained for t in several):
+        if any(t.dependent_launch for t in several):
             options["launch_pdl"] = True
-        return build(written, "kernel", signature, self.arch, self.target.index, num_warps=num_warps, **options)
+        return build(written, signature, self.arch, self.target.index, num_warps=num_warps, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
         problem, target, several = self.problem, self.target, self.tiles(schedule)
@@ -118,7 +118,7 @@ def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, .
     """Constants that are read before the kernel ahead has ended, while there are registers for them: what a row is scaled by
     would else be asked for when the row is reduced."""
     r = tiles.region
-    if not tiles.chained:
+    if not tiles.dependent_launch:
         return ()
     params = [n for n in r.nodes if isinstance(n.op, Param) and n not in r.tables and weights[r.sources[n.op.index]]]
     each = tiles.tile_m * tiles.tile_n * tiles.chunks / threads

@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import product
 
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile
-from tilewright.candidates.triton.expressions.printer import in_memory, in_registers
-from tilewright.candidates.triton.expressions.text import Text, Written
+from tilewright.candidates.triton.expressions.printer import in_registers, zero
+from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.runtime.module import IMPORTS
 from tilewright.dtype import F32, PRED
 from tilewright.ir.graph import Node
@@ -22,11 +22,10 @@ from tilewright.ir.ops import Gather, Param, Reduce
 from tilewright.lowering.access import Access, AccessMap
 from tilewright.lowering.reduction_nest import ReductionNest
 
-CHAINED = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
-# tl.max passes over NaN
-EXTREMES = """
+DEPENDENT_LAUNCH = "from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait\n"
+REDUCTIONS = """
 @triton.jit
-def highest(a, b):
+def highest(a, b):  # tl.max passes over NaN
     return tl.maximum(a, b, tl.PropagateNan.ALL)
 
 
@@ -61,14 +60,14 @@ class Tiles:
         region: the nest to compute.
         tile_m: rows that are worked on at once; a power of two.
         tile_n: columns that are worked on at once; a power of two.
-        chained: the kernel may be launched before the one ahead of it has ended (NVIDIA's programmatic dependent launch).
+        dependent_launch: the kernel may be launched before the one ahead of it has ended (programmatic dependent launch).
         early: params of the nest that are constants, and are read before that one has ended.
     """
 
     region: ReductionNest
     tile_m: int
     tile_n: int
-    chained: bool = False
+    dependent_launch: bool = False
     early: tuple[Node, ...] = ()
 
     @cached_property
@@ -87,30 +86,31 @@ class Tiles:
         return -(-self.region.rows // self.tile_m) * self.pieces
 
 
-def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> Written:
+def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> KernelSource:
     """A module with the function `kernel`, whose programs work on the first nest, then on the next.
 
     Args:
         several: the nests and their tiles.
-        fp8: types that the hardware converts (`_module.exact_fp8`).
+        fp8: types that the hardware converts (`module.exact_fp8`).
     """
     text = Text()
-    chained = any(tiles.chained for tiles in several)
-    if chained:
+    dependent = any(tiles.dependent_launch for tiles in several)
+    if dependent:
         text.do("gdc_launch_dependents()")
     total, first, read = sum(tiles.grid for tiles in several), 0, sources_of(several)
     text.do(f"program = {total - 1} - tl.program_id(0)")  # what the kernel ahead wrote last is in the cache
     for i, tiles in enumerate(several):
         if len(several) == 1:
-            _write(text, tiles, "program", str(i), read, fp8)
+            _Rows(text, tiles, "program", str(i), read, fp8).write()
         else:
-            above = f" and program >= {first}" if first else ""
-            with text.block(f"if program < {first + tiles.grid}{above}:"):
-                _write(text, tiles, text.v(f"program - {first}") if first else "program", str(i), read, fp8)
+            not_before = f" and program >= {first}" if first else ""
+            with text.block(f"if program < {first + tiles.grid}{not_before}:"):
+                program = text.v(f"program - {first}") if first else "program"
+                _Rows(text, tiles, program, str(i), read, fp8).write()
         first += tiles.grid
-    imports = f"{IMPORTS}{CHAINED if chained else ''}"
+    imports = f"{IMPORTS}{DEPENDENT_LAUNCH if dependent else ''}"
     arguments = ", ".join([*arguments_of(several), *text.numbers])
-    return Written(f"{imports}\n{EXTREMES}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
+    return KernelSource(f"{imports}\n{REDUCTIONS}\n\n@triton.jit\ndef kernel({arguments}):\n{text}\n", text.numbers)
 
 
 def arguments_of(several: Sequence[Tiles]) -> list[str]:
@@ -124,32 +124,6 @@ def sources_of(several: Sequence[Tiles]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(i for tiles in several for i in tiles.region.sources))
 
 
-def _write(text: Text, tiles: Tiles, program: str, name: str, read: Sequence[int], fp8: frozenset[str]) -> None:
-    """Emit a program's work on a nest, in a kernel that reads these sources; `name` sets its names apart."""
-    r, n = tiles.region, tiles.tile_n
-    across, aside = (
-        (program, "") if tiles.pieces == 1 else (f"{program} // {tiles.pieces}", f"{program} % {tiles.pieces} * {n} + ")
-    )
-    columns: list[list[tuple[str, str | None]]] = [[], []]
-    for i, times in product(range(tiles.chunks), (1, 2) if r.read_in_pairs or r.written_in_pairs else (1,)):
-        numbers, mask = f"columns{name}_{i}" + "_pairs" * (times - 1), f"column_mask{name}_{i}" + "_pairs" * (times - 1)
-        text.do(f"{numbers} = {f'({aside}{i * n}) * 2' if times == 2 else f'{aside}{i * n}'} + tl.arange(0, {times * n})")
-        masked = r.columns % n > 0 and i == tiles.chunks - 1
-        if masked:
-            text.do(f"{mask} = {numbers} < {times * r.columns}")
-        columns[times - 1].append((numbers, mask if masked else None))
-    text.do(f"rows{name} = {across} * {tiles.tile_m} + tl.arange(0, {tiles.tile_m})")
-    row_mask = None
-    if r.rows % tiles.tile_m:
-        row_mask = f"row_mask{name}"
-        text.do(f"{row_mask} = rows{name} < {r.rows}")
-    here, pairs = (
-        [Tile(f"rows{name}", numbers, times * r.columns, row_mask, mask) for numbers, mask in columns[times - 1]]
-        for times in (1, 2)
-    )
-    _Rows(text, here, pairs, tiles, read, fp8).write()
-
-
 class _Rows(Emitter):
     """An emitter that knows reductions along the columns, and rows of a table picked by index.
 
@@ -158,39 +132,49 @@ class _Rows(Emitter):
 
     Args:
         text: where to.
-        here: names in scope, of each chunk.
-        pairs: the same where a column is one of a pair, if there are pairs.
         tiles: the nest.
+        program: its program's number.
+        name: sets its names in the text apart.
         read: sources of the kernel.
         fp8: see `Printer`.
     """
 
-    def __init__(
-        self,
-        text: Text,
-        here: Sequence[Tile],
-        pairs: Sequence[Tile],
-        tiles: Tiles,
-        read: Sequence[int],
-        fp8: frozenset[str],
-    ) -> None:
+    def __init__(self, text: Text, tiles: Tiles, program: str, name: str, read: Sequence[int], fp8: frozenset[str]) -> None:
+        r, m, n = tiles.region, tiles.tile_m, tiles.tile_n
+        piece = "" if tiles.pieces == 1 else f"{program} % {tiles.pieces} * {n} + "
+        rows, row_mask = f"rows{name}", f"row_mask{name}" if r.rows % m else None
+        paired = bool(r.read_in_pairs or r.written_in_pairs)
+        here: dict[int, list[Tile]] = {1: [], 2: []}  # names in scope, of each chunk; and where a column is one of a pair
+        for i, times in product(range(tiles.chunks), (1, 2) if paired else (1,)):
+            end = f"{name}_{i}{'_pairs' * (times - 1)}"
+            first = f"{piece}{i * n}"
+            text.do(f"columns{end} = {first if times == 1 else f'({first}) * 2'} + tl.arange(0, {times * n})")
+            mask = None
+            if r.columns % n and i == tiles.chunks - 1:
+                mask = f"column_mask{end}"
+                text.do(f"{mask} = columns{end} < {times * r.columns}")
+            here[times].append(Tile(rows, f"columns{end}", times * r.columns, row_mask, mask))
+        text.do(f"{rows} = {program}{'' if tiles.pieces == 1 else f' // {tiles.pieces}'} * {m} + tl.arange(0, {m})")
+        if row_mask is not None:
+            text.do(f"{row_mask} = {rows} < {r.rows}")
+
         def pointer(leaf: Node) -> str:
             assert isinstance(leaf.op, Param)
-            return f"p{read.index(tiles.region.sources[leaf.op.index])}"
+            return f"p{read.index(r.sources[leaf.op.index])}"
 
-        super().__init__(text, here[0], pointer, fp8)
-        self._here, self._tiles, self._region = here, tiles, tiles.region
-        self._of_pairs = dict(zip((tile.columns for tile in here), pairs, strict=False))
+        super().__init__(text, here[1][0], pointer, fp8)
+        self._here, self._tiles, self._region, self._shape = here[1], tiles, r, f"({m}, {n})"
+        self._of_pairs = dict(zip((tile.columns for tile in here[1]), here[2], strict=False))
         self._split: dict[str, tuple[str, str]] = {}  # pairs that were read, by the name of both
-        self.look_at(self._region.roots)
-        self._done: list[dict[Node, str]] = [{} for _ in here]
+        self.look_at(r.roots)
+        self._done: list[dict[Node, str]] = [{} for _ in here[1]]
 
     def write(self) -> None:
         """Every value, and the stores of the results."""
         r, early = self._region, self._tiles.early
         for n in early:
             self._work_out(n)
-        if self._tiles.chained:
+        if self._tiles.dependent_launch:
             self.text.do("gdc_wait()")
         for n in r.nodes:
             if n not in early:
@@ -198,7 +182,7 @@ class _Rows(Emitter):
         seconds = {second for second, _ in r.written_in_pairs.values()}
         for i, (output, root, store) in enumerate(zip(r.outputs, r.roots, r.stores, strict=True)):
             if root not in r.across:
-                self._store_by_row(store, f"o{output}", self._done[0][root])
+                self.store(store, f"o{output}", self._done[0][root], by_row=True)
                 continue
             for tile, values in zip(self._here, self._done, strict=True):
                 self.tile = tile
@@ -229,7 +213,7 @@ class _Rows(Emitter):
         columns: threads would share out a vector, and exchange it through shared memory."""
         rows, columns = super()._spread(access, place)
         if rows is None and columns is not None:
-            columns = self.text.call("broadcast_to", columns, f"({self._tiles.tile_m}, {self._tiles.tile_n})")
+            columns = self.text.call("broadcast_to", columns, self._shape)
         return rows, columns
 
     def _leaf(self, n: Node, access: Access) -> str:
@@ -237,8 +221,7 @@ class _Rows(Emitter):
             return super()._leaf(n, access)
         t, (which, place) = self.text, self._region.read_in_pairs[n]
         at, mask = self._at_pairs(place)
-        more = [f"mask={mask}", f"other={'0.0' if in_memory(n.dtype).startswith(('f', 'b')) else 0}"] if mask else []
-        both = t.call("load", f"{self.pointer(n)} + {at}", *more)
+        both = t.call("load", f"{self.pointer(n)} + {at}", *([f"mask={mask}", f"other={zero(n.dtype)}"] if mask else []))
         if both not in self._split:
             apart = t.call("reshape", both, f"({self._tiles.tile_m}, {self._tiles.tile_n}, 2)")
             self._split[both] = (f"{both}_first", f"{both}_second")
@@ -248,9 +231,9 @@ class _Rows(Emitter):
 
     def _store_pairs(self, place: AccessMap, pointer: str, first: str, second: str, root: Node) -> None:
         """Values of `root` and of another, each beside the other's."""
-        t, shape = self.text, f"({self._tiles.tile_m}, {self._tiles.tile_n})"
+        t = self.text
         values = [self.cast(x, "uint8") if root.dtype is PRED else x for x in (first, second)]
-        both = t.call("join", *(t.call("broadcast_to", x, shape) for x in values))
+        both = t.call("join", *(t.call("broadcast_to", x, self._shape) for x in values))
         at, mask = self._at_pairs(place)
         both = t.call("reshape", both, f"({self._tiles.tile_m}, {2 * self._tiles.tile_n})")
         t.do(f"tl.store({pointer} + {at}, {both}{f', mask={mask}' if mask else ''})")
@@ -268,41 +251,37 @@ class _Rows(Emitter):
     def _reduce(self, n: Node) -> str:
         """Chunk is combined with chunk before lanes and warps meet."""
         assert isinstance(n.op, Reduce)
-        t, tiles, dtype = self.text, self._tiles, n.dtype
+        t, dtype = self.text, n.dtype
         fn = OF_TESTS.get(n.op.fn, n.op.fn) if dtype is PRED else n.op.fn
         adds, name = fn in ("add", "mean"), "uint" if dtype.kind == "uint" else "int"
+        if adds or fn == "or":
+            nothing = "-0.0" if dtype is F32 else "0"
+        elif fn in BY_PAIRS:
+            nothing = "1" if fn == "multiply" or dtype is PRED else str(int(dtype.max) if name == "uint" else -1)
+        else:
+            worst = dtype.lowest if fn == "maximum" else dtype.highest
+            nothing = f"float('{float(worst)}')" if dtype is F32 else str(int(worst))
         parts: list[str] = []
         for tile, values in zip(self._here, self._done, strict=True):
-            value = t.call("broadcast_to", values[n.src[0]], f"({tiles.tile_m}, {tiles.tile_n})")
+            value = t.call("broadcast_to", values[n.src[0]], self._shape)
             if dtype is PRED or (adds and dtype.is_integer):
                 value = self.cast(value, f"{name}{max(dtype.bits, 32)}")
             if tile.column_mask is not None:
-                if adds or fn == "or":
-                    nothing = "-0.0" if dtype is F32 else "0"
-                elif fn in BY_PAIRS:
-                    nothing = "1" if fn == "multiply" or dtype is PRED else str(int(dtype.max) if name == "uint" else -1)
-                else:
-                    worst = dtype.lowest if fn == "maximum" else dtype.highest
-                    nothing = f"float('{float(worst)}')" if dtype is F32 else str(int(worst))
                 value = self.where(t.v(f"{tile.column_mask}[None, :]"), value, nothing)
             parts.append(value)
-        most = fn == "maximum"
         while len(parts) > 1:
             pairs = zip(parts[::2], parts[1::2], strict=False)
+            rest = parts[len(parts) & ~1 :]
             if adds or fn in BY_PAIRS:
-                sign = "+" if adds else BY_PAIRS[fn][1]
-                parts = [t.v(f"{a} {sign} {b}") for a, b in pairs] + parts[len(parts) & ~1 :]
+                parts = [t.v(f"{a} {'+' if adds else BY_PAIRS[fn][1]} {b}") for a, b in pairs] + rest
             else:
-                how = [fn, "tl.PropagateNan.ALL"] if dtype is F32 else [fn]
-                parts = [t.call(how[0], a, b, *how[1:]) for a, b in pairs] + parts[len(parts) & ~1 :]
-        if adds:
-            total = t.call("sum", parts[0], "axis=1", "keep_dims=True")
-        elif fn in BY_PAIRS:
-            total = t.call("reduce", parts[0], "1", BY_PAIRS[fn][0], "keep_dims=True")
-        elif dtype is F32:
-            total = t.call("reduce", parts[0], "1", "highest" if most else "lowest", "keep_dims=True")
+                how = ["tl.PropagateNan.ALL"] if dtype is F32 else []
+                parts = [t.call(fn, a, b, *how) for a, b in pairs] + rest
+        if adds or (fn not in BY_PAIRS and dtype is not F32):
+            total = t.call("sum" if adds else fn[:3], parts[0], "axis=1", "keep_dims=True")
         else:
-            total = t.call(fn[:3], parts[0], "axis=1", "keep_dims=True")
+            combine = BY_PAIRS[fn][0] if fn in BY_PAIRS else "highest" if fn == "maximum" else "lowest"
+            total = t.call("reduce", parts[0], "1", combine, "keep_dims=True")
         if fn == "mean":
             return self._mean(total)
         if dtype is PRED:
@@ -311,22 +290,9 @@ class _Rows(Emitter):
 
     def _mean(self, total: str) -> str:
         """A sum over the number of columns, rounded once (see `Printer.quotient`): the mean of equal numbers is that number."""
-        t, n = self.text, self._region.columns
-        near = t.v(f"{total} * {1 / n!r}")
-        if not n & (n - 1):
-            return near
-        rest = t.call("fma", near, f"{-float(n)!r}", total)
-        exact = t.call("fma", rest, repr(1 / n), near)
-        return self.where(t.v(f"{exact} == {exact}"), exact, near)
-
-    def _store_by_row(self, access: Access, pointer: str, value: str) -> None:
-        """A result with one value a row."""
-        if access.root.dtype is PRED:
-            value = self.cast(value, "uint8")
-        rows, _ = self._spread(access, access.of_result())
-        mask = self._mask(access, rows=True, columns=False)
-        at = rows if rows is not None else self.along(f"{self.tile.rows} * 0", 0)
-        self.text.do(f"tl.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
+        n = self._region.columns
+        near = self.text.v(f"{total} * {1 / n!r}")
+        return near if not n & (n - 1) else self.corrected(near, total, repr(float(n)), repr(1 / n))
 
     def _pick(self, n: Node, access: Access, index: str) -> str:
         """One row of the table for each index; out of range, the program ends as torch's own lookup does on a GPU."""
@@ -343,5 +309,4 @@ class _Rows(Emitter):
         t.do(f"tl.device_assert({fine}, 'an index out of range')")
         at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")
         at = self._sum(at, *self._spread(access, place))
-        value = t.call("load", f"{self.pointer(table)} + {at}", *([f"mask={mask}", "other=0"] if mask else []))
-        return t.v(f"{value} != 0") if table.dtype is PRED else value
+        return self._load(f"{self.pointer(table)} + {at}", mask, table.dtype)

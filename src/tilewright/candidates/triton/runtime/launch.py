@@ -39,30 +39,18 @@ def caller(
     constant = {i: dense(t) for i, t in weights.items() if i in read}
     fixed = [constant[i].data_ptr() if i in constant else 0 for i in read]
     given = [(at, i) for at, i in enumerate(read) if i not in constant]
-    make = maker(outputs, target.device)
-    if places:
-        make = _beside(outputs, places, target.device)
+    placed = sorted((places or {}).items())
+    make = maker([t for i, t in enumerate(outputs) if i not in dict(placed)], target.device)
 
     def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
         pointers, _copies = addresses(fixed, given, sources)
         made = make()
+        for i, place in placed:
+            made.insert(i, place)
         launch(*pointers, *[t.data_ptr() for t in made])
         return made
 
     return on(target.index, run)
-
-
-def _beside(outputs: Sequence[TensorType], places: Mapping[int, torch.Tensor], device: str) -> Callable[[], list[torch.Tensor]]:
-    """Results of which some have their place."""
-    make = maker([t for i, t in enumerate(outputs) if i not in places], device)
-
-    def made() -> list[torch.Tensor]:
-        found = make()
-        for i in sorted(places):
-            found.insert(i, places[i])
-        return found
-
-    return made
 
 
 def addresses(

@@ -21,21 +21,13 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from tilewright.candidates.triton.expressions.text import Number, Text, Written
+from tilewright.candidates.triton.expressions.text import KernelSource, Number, Text
 from tilewright.candidates.triton.runtime.versions import direct, named
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import Unsupported
 
-IMPORTS = """\
-import triton
-import triton.language as tl
-"""
-GLUON_IMPORTS = """\
-import triton
-import triton.language as tl
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-"""
+IMPORTS = "import triton\nimport triton.language as tl\n"
+GLUON_IMPORTS = IMPORTS + "from triton.experimental import gluon\nfrom triton.experimental.gluon import language as gl\n"
 INSTALL = "Triton is not installed: pip install tilewright[gpu]"
 
 
@@ -97,7 +89,7 @@ def exact_fp8(arch: Arch) -> frozenset[str]:
     return frozenset({"f8e4m3fn", "f8e5m2"}) if arch.capability >= 89 else frozenset()
 
 
-class _Text(InspectLoader):
+class _Loader(InspectLoader):
     """Loads a module from text in memory."""
 
     def __init__(self, text: str) -> None:
@@ -115,23 +107,21 @@ def module(text: str) -> ModuleType:
     """The module that a text makes, imports included. Equal texts are one module; nothing is written to a disk."""
     name = f"tilewright_kernel_{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     linecache.cache[f"<{name}>"] = len(text), None, text.splitlines(keepends=True), f"<{name}>"  # where Triton reads it
-    loader = _Text(text)
-    made = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=f"<{name}>"))
+    loader = _Loader(text)
+    made = sys.modules[name] = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=f"<{name}>"))
     made.__file__ = f"<{name}>"
-    sys.modules[name] = made
     with named():
         loader.exec_module(made)
     return made
 
 
-def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned: bool = True, **options: object) -> Any:
+def compiled(function: Any, signature: Mapping[str, str], arch: Arch, **options: object) -> Any:
     """Triton's compiled kernel (`asm`, `metadata`) of a jitted function, for an architecture that need not be at hand.
 
     Args:
         function: from `module`, decorated with `triton.jit` or `gluon.jit`.
-        signature: Triton's type of each argument ("*fp16", "i32").
+        signature: Triton's type of each argument ("*fp16", "i32"); all pointers are multiples of 16 bytes.
         arch: the architecture.
-        aligned: all pointers are multiples of 16 bytes.
         options: `num_warps`, `num_stages`, `enable_fp_fusion` and the like.
 
     Raises:
@@ -144,7 +134,7 @@ def compiled(function: Any, signature: Mapping[str, str], arch: Arch, *, aligned
 
     kind = GluonASTSource if function.is_gluon() else ASTSource
     pointers = [i for i, t in enumerate(signature.values()) if t.startswith("*")]
-    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers} if aligned else {}
+    attrs = {(i,): [["tt.divisibility", 16]] for i in pointers}
     source = kind(fn=function, signature=dict(signature), constexprs={}, attrs=attrs)
     with named():
         given = {"enable_fp_fusion": True} | options  # the default until 3.9
@@ -168,7 +158,7 @@ def instance(
     note: str = "",
     *,
     gluon: bool = True,
-) -> Written:
+) -> KernelSource:
     """A module for one use of a kernel that stands in a source file: its function `kernel` calls that one with a configuration
     and with generated functions, all constants, so that Triton compiles them into one. Triton's cache knows it by the source
     of all files that are called, by the configuration and by the generated text.
@@ -203,7 +193,7 @@ def instance(
     call = [*given, f"({''.join(f'{x}, ' for x in side)})", "CONFIG", *(f"{own}={own}" for own in functions)]
     said = f'    """{note}"""\n' if note else ""
     lines.append(f"\n\n@{jit}\ndef kernel({', '.join(entry)}):\n{said}    {name}({', '.join(call)})\n")
-    return Written("\n".join(lines), numbers)
+    return KernelSource("\n".join(lines), numbers)
 
 
 @dataclass(frozen=True)
@@ -221,34 +211,25 @@ class Built:
     names: tuple[str, ...] = ()
 
 
-def build(
-    written: Written, function: str, pointers: Mapping[str, str], arch: Arch, device: int = 0, **options: int | bool
-) -> Built:
-    """A module's function as machine code, compiled once for each device, since it is loaded on one.
+def build(source: KernelSource, pointers: Mapping[str, str], arch: Arch, device: int = 0, **options: int | bool) -> Built:
+    """A module's function `kernel` as machine code, compiled once for each device, since it is loaded on one.
 
     Args:
-        written: the module.
-        function: its name there.
+        source: the module.
         pointers: Triton's type of each argument but numbers.
         arch, options: see `compiled`.
         device: index of the device that runs it.
     """
-    kinds = tuple((dict(pointers) | written.signature).items())
-    kernel = _machine_code(written.text, function, kinds, arch, device, tuple(sorted(options.items())))
-    return Built(kernel, tuple(written.numbers.values()))
+    kinds = tuple((dict(pointers) | source.signature).items())
+    kernel = _machine_code(source.text, kinds, arch, device, tuple(sorted(options.items())))
+    return Built(kernel, tuple(source.numbers.values()))
 
 
 @lru_cache(maxsize=256)
 def _machine_code(
-    text: str,
-    function: str,
-    kinds: tuple[tuple[str, str], ...],
-    arch: Arch,
-    device: int,
-    options: tuple[tuple[str, int | bool], ...],
+    text: str, kinds: tuple[tuple[str, str], ...], arch: Arch, device: int, options: tuple[tuple[str, int | bool], ...]
 ) -> Any:
-    given: dict[str, Any] = dict(options)
-    return compiled(getattr(module(text), function), dict(kinds), arch, **given)
+    return compiled(module(text).kernel, dict(kinds), arch, **dict(options))
 
 
 @dataclass(frozen=True)

@@ -70,19 +70,15 @@ def direct(kernel: Any, start: Any, grid: Sequence[int], device: int, ends: tupl
     if inspect.isfunction(launch):  # it makes descriptors, for the one that takes them
         launch = inspect.getclosurevars(launch).nonlocals["launcher"]
     x, y, z = grid
-    function, packed, together, dependent = (
-        kernel.function,
-        kernel.packed_metadata,
-        start.launch_cooperative_grid,
-        start.launch_pdl,
-    )
+    function, packed = kernel.function, kernel.packed_metadata
+    together, dependent = start.launch_cooperative_grid, start.launch_pdl
     stream: Callable[[int], int] = getattr(driver.active, "get_current_stream")  # noqa: B009 (Triton does not declare it)
     if not hasattr(start, "arg_annotations"):
 
-        def apart(*given: object) -> None:
+        def positional(*given: object) -> None:
             launch(x, y, z, stream(device), function, together, dependent, None, None, packed, None, None, None, *given, *ends)
 
-        return apart
+        return positional
     kinds, packing = start.arg_annotations, start.kernel_signature
     rest = together, dependent, packed, None, None, None, None, None, kinds, packing
 

@@ -25,15 +25,15 @@ from tilewright.candidates.triton.hopper.attention._parts import (
     HIDDEN,
     PRODUCER_REGISTERS,
     ROWS,
-    SHOWN,
-    TO_POWERS_OF_2,
+    allocate,
+    apply_mask_of_keys,
     base_of,
     ex2,
     fragment,
     inverse_of,
-    load_queries,
+    load_rows,
+    mask_of_keys,
     multiply_chunk,
-    rooms,
     weights_of,
 )
 from tilewright.candidates.triton.runtime._gluon import barrier
@@ -45,24 +45,14 @@ SCANNED = gl.constexpr(512)  # places of a mask that are read at once
 
 
 @gluon.jit
-def max_of_rows(x, config):
-    """The largest of each row; where products overlap, a thread goes through four parts at once: each step waits for the one
-    before."""
+def reduce_rows(x, reduce: gl.constexpr, config):
+    """The largest or the sum of each row; where products overlap, a thread goes through four parts at once: each step waits for
+    the one before."""
     if config.overlapped:
-        parts = gl.max(x.reshape((x.shape[0], x.shape[1] // 8, 8)), 1)
-        return gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, x.type.layout))
+        parts = reduce(x.reshape((x.shape[0], x.shape[1] // 8, 8)), 1)
+        return gl.convert_layout(reduce(parts, 1), gl.SliceLayout(1, x.type.layout))
     else:
-        return gl.max(x, 1)
-
-
-@gluon.jit
-def sum_of_rows(x, config):
-    """The sum of each row, likewise."""
-    if config.overlapped:
-        parts = gl.sum(x.reshape((x.shape[0], x.shape[1] // 8, 8)), 1)
-        return gl.convert_layout(gl.sum(parts, 1), gl.SliceLayout(1, x.type.layout))
-    else:
-        return gl.sum(x, 1)
+        return reduce(x, 1)
 
 
 # -- which work is whose
@@ -80,7 +70,7 @@ def locate(item, config):
 
 @gluon.jit
 def chunks_of(part, config):
-    """How many chunks of keys a part sees."""
+    """The number of chunks of keys that a part sees."""
     if config.causal:
         last = (part + 1) * (config.groups * ROWS) + config.shift
         return gl.minimum((last + (CHUNK - 1)) // CHUNK, config.chunks)
@@ -104,18 +94,6 @@ def last_chunk(head, count, side, config, mask):
 
 
 @gluon.jit
-def mask_of_chunk(head, key, side, config, mask):
-    """What is done to the scores of each key of a chunk: the least of both is taken (infinities), or it is added."""
-    layout: gl.constexpr = gl.BlockedLayout([1, CHUNK // 32], [1, 32], [1, 1], [1, 0])
-    keys = key + gl.arange(0, CHUNK, gl.SliceLayout(0, layout))
-    read = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, config.keys % CHUNK > 0, side)
-    if config.added:
-        return gl.max(read * TO_POWERS_OF_2, 0)
-    else:
-        return gl.max(gl.where(read, SHOWN, HIDDEN), 0)
-
-
-@gluon.jit
 def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask):
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
@@ -135,7 +113,7 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, m
             stage, phase = k_ring.position(step)
             key = (count - 1 - j) * CHUNK
             if config.by_keys:
-                hidden = mask_of_chunk(head, key, side, config, mask)
+                hidden = mask_of_keys(head, key, CHUNK, config.keys % CHUNK > 0, side, config, mask)
 
             k_ring.acquire(stage, phase)
             k_ring.expect(stage, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
@@ -160,7 +138,7 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, m
 def load_tile(group, item, q_desc, q, q_full, config, q_at):
     """Has TMA bring the queries of an item."""
     head, part = locate(item, config)
-    load_queries(group, head, (part * config.groups + group) * ROWS, q_desc, q, q_full, config, q_at)
+    load_rows(group, head, (part * config.groups + group) * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at)
 
 
 @gluon.jit
@@ -189,14 +167,10 @@ def multiply_values(weights, v_ring, step, acc, config):
 def apply_mask(scores, k_ring, stage, scales, config):
     """A mask that is the same for all queries, as it lies beside the keys."""
     if config.by_keys:
-        layout: gl.constexpr = scores.type.layout
-        row = k_ring.buffers[1].index(stage)
-        if config.added:
-            scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
-        else:
-            one: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-            if gl.max(k_ring.buffers[2].index(stage).load(one), 0) == 0:
-                scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])
+        shows_all = 0
+        if config.hides:
+            shows_all = gl.max(k_ring.buffers[2].index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+        scores = apply_mask_of_keys(scores, k_ring.buffers[1].index(stage), shows_all, scales, config)
     return scores
 
 
@@ -215,7 +189,7 @@ def apply_causal(scores, tile, chunk, config, first: gl.constexpr):
 
 
 @gluon.jit
-def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue):
+def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue):
     out: gl.constexpr = fragment(config.width, v_ring.buffers[0].dtype)
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
     rows: gl.constexpr = gl.SliceLayout(1, out)
@@ -223,7 +197,7 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, si
     step = 0
     q_phase = 0
     done = 0
-    turn = 1 if group == 0 else 0
+    pingpong_phase = 1 if group == 0 else 0
     load_tile(group, gl.program_id(0), q_desc, q, q_full, config, q_at)
     for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
         head, part = locate(item, config)
@@ -245,15 +219,15 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, si
         scores = apply_mask(scores, k_ring, stage, scales, config)
         k_ring.release(stage)
         scores = apply_causal(scores, tile, count - 1, config, True)
-        row_max = max_of_rows(scores, config)
+        row_max = reduce_rows(scores, gl.max, config)
         base = base_of(row_max, scales, config.masked or config.causal)
-        if config.turns:
-            mbarrier.wait(turns.index(group), turn)
-            turn = turn ^ 1
+        if config.pingpong:
+            mbarrier.wait(pingpong.index(group), pingpong_phase)
+            pingpong_phase = pingpong_phase ^ 1
         p = weights_of(scores, base, scales, config, config.overlapped)
-        row_sum = sum_of_rows(p, config)
-        if config.turns:
-            mbarrier.arrive(turns.index((group + 1) % config.groups))
+        row_sum = reduce_rows(p, gl.sum, config)
+        if config.pingpong:
+            mbarrier.arrive(pingpong.index((group + 1) % config.groups))
         weights = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
         acc = warpgroup_mma_init(gl.zeros([ROWS, config.width], gl.float32, out))
         # As the wait for a chunk's values is a loop, ptxas leaves before it what stands there: it would move the wait for the
@@ -270,21 +244,21 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, si
             k_ring.release(stage)
             scores = apply_causal(scores, tile, count - 1 - j, config, False)
             before = base
-            row_max = gl.maximum(row_max, max_of_rows(scores, config))
+            row_max = gl.maximum(row_max, reduce_rows(scores, gl.max, config))
             base = base_of(row_max, scales, config.masked or config.causal)
             alpha = ex2(gl.minimum(base - before, 0.0))  # above zero where no key was seen before
-            if config.turns:
-                mbarrier.wait(turns.index(group), turn)
-                turn = turn ^ 1
+            if config.pingpong:
+                mbarrier.wait(pingpong.index(group), pingpong_phase)
+                pingpong_phase = pingpong_phase ^ 1
             p = weights_of(scores, base, scales, config, config.overlapped)
-            row_sum = row_sum * alpha + sum_of_rows(p, config)
-            if config.turns:
-                mbarrier.arrive(turns.index((group + 1) % config.groups))
+            row_sum = row_sum * alpha + reduce_rows(p, gl.sum, config)
+            if config.pingpong:
+                mbarrier.arrive(pingpong.index((group + 1) % config.groups))
             following = gl.convert_layout(p.to(v_ring.buffers[0].dtype), operand)
             if config.overlapped:
                 wait_for_values(v_ring, step + j)
             result = warpgroup_mma_wait(0, deps=(acc,))
-            v_ring.release((step + j - 1) % config.stages)
+            v_ring.release((step + j - 1) % config.num_stages)
             acc = warpgroup_mma_init(result * gl.convert_layout(alpha, rows)[:, None])
             weights = following
 
@@ -294,7 +268,7 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, si
             load_tile(group, item + gl.num_programs(0), q_desc, q, q_full, config, q_at)
         acc = multiply_values(weights, v_ring, step + count - 1, acc, config)
         result = warpgroup_mma_wait(0, deps=(acc,))
-        v_ring.release((step + count - 1) % config.stages)
+        v_ring.release((step + count - 1) % config.num_stages)
         step += count
 
         inverse = inverse_of(gl.convert_layout(row_sum, rows), scales, config)
@@ -306,13 +280,13 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, si
 
 @gluon.jit
 def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
-    """`scales` and the generated functions are those of `functions.py`, `side` what they read and write."""
-    stages: gl.constexpr = config.stages
+    """`scales` and the generated functions are those of `kernel.py`, `side` what they read and write."""
+    stages: gl.constexpr = config.num_stages
     groups: gl.constexpr = config.groups
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    q = rooms(q_desc.dtype, groups, ROWS, config.depth)
-    k = rooms(k_desc.dtype, stages, CHUNK, config.depth)
-    v = rooms(v_desc.dtype, stages, CHUNK, config.width)
+    q = allocate(q_desc.dtype, ROWS, config.depth, groups)
+    k = allocate(k_desc.dtype, CHUNK, config.depth, stages)
+    v = allocate(v_desc.dtype, CHUNK, config.width, stages)
     if config.hides:
         hidden = gl.allocate_shared_memory(gl.float32, [stages, CHUNK], plain)
         shows_all = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
@@ -330,17 +304,17 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
         counts = pipeline((count,), 2, 1, groups)
     else:
         counts: gl.constexpr = None
-    if config.turns:
-        turns = barriers(groups, 1)
+    if config.pingpong:
+        pingpong = barriers(groups, 1)
     else:
-        turns: gl.constexpr = None
+        pingpong: gl.constexpr = None
     gdc_launch_dependents()
     gdc_wait()
 
     if groups == 1:
         gl.warp_specialize(
             [
-                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
             ],
             [1],
@@ -349,8 +323,8 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     elif groups == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
-                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
             ],
             [4, 1],
@@ -359,9 +333,9 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
-                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
-                (consumer, (2, q_desc, q, q_full, k_ring, v_ring, counts, turns, scales, side, config, q_at, epilogue)),
+                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (2, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
             ],
             [4, 4, 1],

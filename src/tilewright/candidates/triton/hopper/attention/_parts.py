@@ -6,11 +6,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 
 from tilewright.candidates.triton.attention.kernel import LOG2_E
-from tilewright.candidates.triton.hopper.attention import sizes
+from tilewright.candidates.triton.hopper.attention import kernel
 from tilewright.candidates.triton.runtime._gluon import reinterpret, tma_load
 
-ROWS = gl.constexpr(sizes.ROWS)
-CHUNK = gl.constexpr(sizes.WIDEST)  # keys of a product
+ROWS = gl.constexpr(kernel.ROWS)
+CHUNK = gl.constexpr(kernel.CHUNK)
 TO_POWERS_OF_2 = gl.constexpr(LOG2_E)
 HIDDEN = gl.constexpr(float("-inf"))
 SHOWN = gl.constexpr(float("inf"))
@@ -36,9 +36,10 @@ def ex2_in_order(x):
 
 
 @gluon.jit
-def base_of(row_max, scales, blind: gl.constexpr):
-    """What is added to scores as powers of two, so that the largest of a row becomes one. `blind`: a row may see no key."""
-    if blind:
+def base_of(row_max, scales, masks_rows: gl.constexpr):
+    """The exponent that, added to scores as powers of two, makes the largest of a row one. `masks_rows`: a row may be fully
+    masked."""
+    if masks_rows:
         row_max = gl.where(row_max == HIDDEN, 0.0, row_max)
     return row_max * scales[1]
 
@@ -58,7 +59,7 @@ def weights_of(scores, base, scales, config, in_order: gl.constexpr = False):
 
 @gluon.jit
 def inverse_of(row_sum, scales, config):
-    """What a result is multiplied by; zero for queries that saw no key, where that is asked for."""
+    """The factor of a result; zero for queries that saw no key, where that is asked for."""
     inverse = scales[3] / row_sum
     if config.zero_rows:
         inverse = gl.where(row_sum == 0.0, 0.0, inverse)
@@ -66,14 +67,17 @@ def inverse_of(row_sum, scales, config):
 
 
 @gluon.jit
-def rooms(kind: gl.constexpr, count: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    """Shared memory for so many matrices, as the matrix unit takes them."""
+def allocate(kind: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr, count: gl.constexpr = None):
+    """Shared memory for a matrix, or for so many, as the matrix unit takes them."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, columns], kind)
-    return gl.allocate_shared_memory(kind, [count, rows, columns], layout)
+    if count is None:
+        return gl.allocate_shared_memory(kind, [rows, columns], layout)
+    else:
+        return gl.allocate_shared_memory(kind, [count, rows, columns], layout)
 
 
 @gluon.jit
-def head_of(buffer, keys: gl.constexpr):
+def first_rows(buffer, keys: gl.constexpr):
     """The first rows of a buffer."""
     if buffer.shape[0] == keys:
         return buffer
@@ -85,12 +89,38 @@ def head_of(buffer, keys: gl.constexpr):
 def multiply_chunk(q, k, size: gl.constexpr):
     """Asks for the scores of a chunk of keys."""
     zeros = gl.zeros([ROWS, size], gl.float32, fragment(size, q.dtype))
-    return warpgroup_mma(q, head_of(k, size).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    return warpgroup_mma(q, first_rows(k, size).permute((1, 0)), zeros, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def load_queries(group, head, row, q_desc, q, q_full, config, q_at):
-    """Has TMA bring a warpgroup's queries, once those before them are multiplied."""
-    mbarrier.expect(q_full.index(group), ROWS * config.depth * q_desc.dtype.primitive_bitwidth // 8)
-    box = reinterpret(q.index(group), q_desc.dtype, q_desc.block_type.shape, q_desc.layout)
-    tma_load(q_desc, q_at(head, row), q_full.index(group), box)
+def load_rows(i, head, row, desc, buffers, full, rows: gl.constexpr, columns: gl.constexpr, at):
+    """Has TMA bring rows of a head, from `row` on, to one of several buffers, whose barrier waits for these bytes alone."""
+    mbarrier.expect(full.index(i), rows * columns * desc.dtype.primitive_bitwidth // 8)
+    box = reinterpret(buffers.index(i), desc.dtype, desc.block_type.shape, desc.layout)
+    tma_load(desc, at(head, row), full.index(i), box)
+
+
+# -- masks that are the same for all queries of a head: the warp that loads leaves them in shared memory beside the keys
+
+
+@gluon.jit
+def mask_of_keys(head, key, size: gl.constexpr, ragged: gl.constexpr, side, config, mask):
+    """A row that masks some keys: the least of scores and it is taken (infinities), or it is added."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+    keys = key + gl.arange(0, size, gl.SliceLayout(0, layout))
+    read = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, ragged, side)
+    if config.added:
+        return gl.max(read * TO_POWERS_OF_2, 0)
+    else:
+        return gl.max(gl.where(read, SHOWN, HIDDEN), 0)
+
+
+@gluon.jit
+def apply_mask_of_keys(scores, row, shows_all, scales, config):
+    """Scores of some keys masked by their row, which may show all of them."""
+    layout: gl.constexpr = scores.type.layout
+    if config.added:
+        scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
+    elif shows_all == 0:
+        scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])
+    return scores

@@ -7,7 +7,7 @@ asynchronous: the scores' maximum is sought while the next keys are multiplied, 
 while those before them meet their values.
 
 `attend`: a block is one warpgroup, which copies a head's keys and values to shared memory and takes some of its tiles. Two
-share a multiprocessor, one at its exponentials while the other has the matrix unit. `stream`: blocks are persistent; one warp
+share a multiprocessor, one at its exponentials while the other has the matrix unit. `persistent`: one warp
 brings the keys and values of a block's next head by TMA while two warpgroups multiply those of this one. They take every other
 tile of a head, and have its queries brought themselves, into the place of those that they have multiplied.
 
@@ -27,34 +27,35 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tilewright.candidates.triton.hopper._pipeline import barriers, pipeline
-from tilewright.candidates.triton.hopper.attention import sizes
+from tilewright.candidates.triton.hopper.attention import kernel
 from tilewright.candidates.triton.hopper.attention._parts import (
     CHUNK,
     HIDDEN,
     PRODUCER_REGISTERS,
     ROWS,
-    SHOWN,
     TO_POWERS_OF_2,
+    allocate,
+    apply_mask_of_keys,
     base_of,
+    first_rows,
     fragment,
-    head_of,
     inverse_of,
-    load_queries,
+    load_rows,
+    mask_of_keys,
     multiply_chunk,
-    rooms,
     weights_of,
 )
-from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret, tma_load
+from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret
 
-GROUPS = gl.constexpr(sizes.GROUPS)
-AHEAD = gl.constexpr(sizes.AHEAD)
+GROUPS = gl.constexpr(kernel.GROUPS)
+STAGES = gl.constexpr(kernel.STAGES)
 
 # -- a head's keys in chunks
 
 
 @gluon.constexpr_function
 def chunks(keys):
-    """How many chunks so many keys are (`sizes.chunks`)."""
+    """The number of chunks that so many keys are."""
     return (keys + CHUNK.value - 1) // CHUNK.value
 
 
@@ -112,15 +113,6 @@ def as_product(buffer, config):
 
 
 @gluon.jit
-def multiply_keys(q, k, keys: gl.constexpr, config):
-    """Asks for the scores of all chunks."""
-    scores = ()
-    for i in gl.static_range(chunks(keys)):
-        scores = scores + (multiply_chunk(q, k[i], extent(keys, i)),)
-    return scores
-
-
-@gluon.jit
 def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config, mask):
     """A mask as it lies in memory. `whole`: of each chunk, whether a mask that is the same for all queries hides none."""
     layout: gl.constexpr = scores.type.layout
@@ -141,7 +133,7 @@ def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config,
 
 @gluon.jit
 def mask_of(layout: gl.constexpr, size: gl.constexpr, i: gl.constexpr, head, tile, side, config, mask):
-    """Of a chunk of keys; of one row where it is the same for all queries."""
+    """The mask of a chunk of keys; of one row where it is the same for all queries."""
     keys = i * CHUNK + gl.arange(0, size, gl.SliceLayout(0, layout))
     if config.by_keys:
         queries = gl.arange(0, 1, gl.SliceLayout(1, layout))
@@ -173,13 +165,30 @@ def apply_causal(scores, i: gl.constexpr, tile, first: gl.constexpr, config):
 
 
 @gluon.jit
-def max_with(row_max, scores, i: gl.constexpr, out: gl.constexpr):
-    """The largest of each row so far, laid out as rows of the result."""
-    top = gl.convert_layout(gl.max(scores, 1), gl.SliceLayout(1, out))
-    if i == 0:
-        return top
-    else:
-        return gl.maximum(row_max, top)
+def masked_scores(
+    q, k, keys: gl.constexpr, first: gl.constexpr, head, tile, bias, stage, whole, scales, side, out: gl.constexpr, config, mask
+):
+    """Scores of all chunks, masked, and the largest of each row, laid out as rows of the result.
+
+    `bias`: masks of keys in shared memory, those of a head at a stage; None where masks are read from memory.
+    """
+    asked = ()
+    for i in gl.static_range(chunks(keys)):
+        asked = asked + (multiply_chunk(q, k[i], extent(keys, i)),)
+    scores = ()
+    row_max = 0.0
+    for i in gl.static_range(chunks(keys)):
+        s = warpgroup_mma_wait(chunks(keys) - 1 - i, deps=(asked[i],))
+        if bias is None:
+            s = apply_mask(s, i, head, tile, whole, scales, side, config, mask)
+        else:
+            row = first_rows(bias.index(stage * config.chunks + i), s.shape[1])
+            s = apply_mask_of_keys(s, row, whole[i] if config.hides else 0, scales, config)
+        s = apply_causal(s, i, tile, first, config)
+        top = gl.convert_layout(gl.max(s, 1), gl.SliceLayout(1, out))
+        row_max = top if i == 0 else gl.maximum(row_max, top)
+        scores = scores + (s,)
+    return scores, row_max
 
 
 @gluon.jit
@@ -205,7 +214,7 @@ def multiply_values(acc, sums, scores, base, v, ones, i: gl.constexpr, scales, o
         else:
             sums = sums + row_sum
     weights = gl.convert_layout(p.to(unit), gl.DotOperandLayout(0, out, 2))
-    acc = warpgroup_mma(weights, head_of(v, size), acc, use_acc=i > 0, is_async=True)
+    acc = warpgroup_mma(weights, first_rows(v, size), acc, use_acc=i > 0, is_async=True)
     if config.ones:
         beside = ones
         if size != CHUNK:
@@ -228,15 +237,9 @@ def finish(acc, sums, head, tile, scales, side, out: gl.constexpr, config, epilo
 
 
 @gluon.jit
-def room(kind: gl.constexpr, rows: gl.constexpr, columns: gl.constexpr):
-    return gl.allocate_shared_memory(kind, [rows, columns], gl.NVMMASharedLayout.get_default_for([rows, columns], kind))
-
-
-@gluon.jit
 def ones_of(unit: gl.constexpr, config):
-    """What weights are multiplied by to be added up."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, CHUNK], unit)
-    ones = gl.allocate_shared_memory(unit, [8, CHUNK], layout)
+    """Ones, by which weights are multiplied to be added up."""
+    ones = allocate(unit, 8, CHUNK)
     ones.store(gl.full([8, CHUNK], 1.0, unit, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
     fence_async_shared()
     return ones
@@ -246,8 +249,8 @@ def ones_of(unit: gl.constexpr, config):
 
 
 @gluon.jit
-def arrived():
-    """What was copied has come, from all threads, and the matrix unit sees it."""
+def wait_for_copies():
+    """Waits until all threads' copies have come and the matrix unit sees them."""
     async_copy.wait_group(0)
     fence_async_shared()
     barrier()
@@ -260,15 +263,9 @@ def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexp
     follows: gl.constexpr = config.runs[run][0] + config.splits < config.tiles
 
     # Prologue: all scores, masked, and the largest of each row.
-    asked = multiply_keys(as_product(q, config), k, keys, config)
-    scores = ()
-    row_max = 0.0
-    for i in gl.static_range(chunks(keys)):
-        s = warpgroup_mma_wait(chunks(keys) - 1 - i, deps=(asked[i],))
-        s = apply_mask(s, i, head, tile, whole, scales, side, config, mask)
-        s = apply_causal(s, i, tile, config.runs[run][0], config)
-        row_max = max_with(row_max, s, i, out)
-        scores = scores + (s,)
+    scores, row_max = masked_scores(
+        as_product(q, config), k, keys, config.runs[run][0], head, tile, None, 0, whole, scales, side, out, config, mask
+    )
     if follows:
         if config.runs[run][1] + config.splits < config.tiles or tile + config.splits < config.tiles:
             load_q(q, head, tile + config.splits, side)
@@ -280,13 +277,13 @@ def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexp
     for i in gl.static_range(chunks(keys)):
         acc, sums = multiply_values(acc, sums, scores[i], base, v[i], ones, i, scales, out, config)
     if follows:
-        arrived()
+        wait_for_copies()
     finish(acc, sums, head, tile, scales, side, out, config, epilogue)
 
 
 @gluon.jit
 def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=None, as_floats=None, mask=None):
-    """`scales` and the generated functions are those of `functions.py`, `side` what they read and write. Values that are codes
+    """`scales` and the generated functions are those of `kernel.py`, `side` what they read and write. Values that are codes
     become floats on their way (`read_v`, `as_floats`); others are copied (`load_v`)."""
     gdc_launch_dependents()
     gdc_wait()
@@ -295,12 +292,12 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
     head = program // config.splits
     part = program % config.splits
     key_head = head // config.shared
-    stored = room(dtype(config.stored), ROWS, config.depth)
+    stored = allocate(dtype(config.stored), ROWS, config.depth)
     k = ()
     v = ()
     for i in gl.static_range(config.chunks):
-        k = k + (room(dtype(config.stored), extent(config.keys, i), config.depth),)
-        v = v + (room(unit, extent(config.keys, i), config.width),)
+        k = k + (allocate(dtype(config.stored), extent(config.keys, i), config.depth),)
+        v = v + (allocate(unit, extent(config.keys, i), config.width),)
     if config.ones:
         ones = ones_of(unit, config)
     else:
@@ -322,10 +319,10 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
             load_v(v[i], key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side)
     async_copy.commit_group()
     whole = ()
-    if config.by_keys and not config.added:
+    if config.hides:
         for i in gl.static_range(config.chunks):  # read again where it is needed, as registers are full
             whole = whole + (shows_all(extent(config.keys, i), i, head, side, config, mask),)
-    arrived()
+    wait_for_copies()
 
     # Tiles go to blocks in turn.
     n: gl.constexpr = config.splits
@@ -334,7 +331,7 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
             attend_tile(tile, head, stored, products, v, ones, whole, scales, side, run, config, load_q, mask, epilogue)
 
 
-# -- blocks that stay
+# -- persistent blocks
 
 
 @gluon.jit
@@ -344,17 +341,17 @@ def pin(x):
 
 
 @gluon.jit
-def turned(number, config):
+def reversed_head(item, config):
     """Heads from the last to the first: what the product before wrote last is still in the L2 cache."""
-    return config.heads - 1 - number
+    return config.heads - 1 - item
 
 
 @gluon.jit
-def stream_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask):
+def persistent_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask):
     size: gl.constexpr = extent(config.keys, 0)
     n = 0
-    for at in range(gl.program_id(0), config.heads, gl.num_programs(0)):
-        head = turned(at, config)
+    for item in range(gl.program_id(0), config.heads, gl.num_programs(0)):
+        head = reversed_head(item, config)
         key_head = head // config.shared
         stage, phase = k_ring.position(n)
         k_ring.acquire(stage, phase)
@@ -363,46 +360,25 @@ def stream_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, si
             k_ring.load(stage, k_desc, k_at(key_head, i * CHUNK), k_ring.buffers[0].index(stage * config.chunks + i))
         mbarrier.wait(v_empty.index(stage), phase ^ 1)
         for i in gl.static_range(config.chunks):
-            full = v_full.index(stage * config.chunks + i)
-            mbarrier.expect(full, size * config.width * v_desc.dtype.primitive_bitwidth // 8)
-            box = reinterpret(v.index(stage * config.chunks + i), v_desc.dtype, v_desc.block_type.shape, v_desc.layout)
-            tma_load(v_desc, v_at(key_head, i * CHUNK), full, box)
-        if config.by_keys:  # the least of scores and this is taken (infinities), or it is added
-            layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
+            load_rows(stage * config.chunks + i, key_head, i * CHUNK, v_desc, v, v_full, size, config.width, v_at)
+        if config.by_keys:
             for i in gl.static_range(config.chunks):
-                keys = i * CHUNK + gl.arange(0, size, gl.SliceLayout(0, layout))
-                queries = gl.arange(0, 1, gl.SliceLayout(1, layout))
-                read = mask(head, queries, keys, i * CHUNK + size > config.keys, side)
-                if config.added:
-                    bias.index(stage * config.chunks + i).store(gl.max(read * TO_POWERS_OF_2, 0))
-                else:
-                    bias.index(stage * config.chunks + i).store(gl.max(gl.where(read, SHOWN, HIDDEN), 0))
+                row = mask_of_keys(head, i * CHUNK, size, i * CHUNK + size > config.keys, side, config, mask)
+                bias.index(stage * config.chunks + i).store(row)
             mbarrier.arrive(m_full.index(stage), count=1)
         n += 1
 
 
 @gluon.jit
-def apply_bias(scores, bias, i: gl.constexpr, stage, whole, scales, config):
-    """A mask that is the same for all queries, as it lies beside the keys."""
-    layout: gl.constexpr = scores.type.layout
-    row = head_of(bias.index(stage * config.chunks + i), scores.shape[1])
-    if config.added:
-        scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
-    elif whole[i] == 0:
-        scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])
-    return scores
-
-
-@gluon.jit
-def stream_tile(
-    group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side, first, keys, config, q_at, mask,
-    epilogue,
+def persistent_tile(
+    group, item, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side, first, keys, config, q_at,
+    mask, epilogue,
 ):  # fmt: skip
     """A tile of queries, of which all see no more than `keys`, and causality cuts nothing that tile `first` sees; the phase of
     the next queries."""
     q_desc, q, q_full, k_ring, v, v_full, _ = rings
     out: gl.constexpr = fragment(config.width, v.dtype)
-    head = turned(at, config)
+    head = reversed_head(item, config)
 
     # Prologue: all scores, masked, and the largest of each row.
     mbarrier.wait(q_full.index(group), q_phase)
@@ -410,27 +386,18 @@ def stream_tile(
     k = ()
     for i in gl.static_range(chunks(keys)):
         k = k + (k_ring.buffers[0].index(own * config.chunks + i),)
-    asked = multiply_keys(q.index(group), k, keys, config)
-    scores = ()
-    row_max = 0.0
-    for i in gl.static_range(chunks(keys)):
-        s = warpgroup_mma_wait(chunks(keys) - 1 - i, deps=(asked[i],))
-        if config.by_keys:
-            s = apply_bias(s, bias, i, stage, whole, scales, config)
-        else:
-            s = apply_mask(s, i, head, tile, whole, scales, side, config, mask)
-        s = apply_causal(s, i, tile, first, config)
-        row_max = max_with(row_max, s, i, out)
-        scores = scores + (s,)
+    scores, row_max = masked_scores(
+        q.index(group), k, keys, first, head, tile, bias, stage, whole, scales, side, out, config, mask
+    )
 
     # The next queries may come, after a head's last tile its keys may go.
     barrier()
     more = tile + 2 < config.tiles
     k_ring.release(stage, more == 0)
-    ahead = gl.where(more, at, at + gl.num_programs(0))
+    ahead = gl.where(more, item, item + gl.num_programs(0))
     tile_ahead = gl.where(more, tile + 2, following)
     if ahead < config.heads:
-        load_queries(group, turned(ahead, config), tile_ahead * ROWS, q_desc, q, q_full, config, q_at)
+        load_rows(group, reversed_head(ahead, config), tile_ahead * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at)
 
     # Mainloop: weights, chunk by chunk.
     base = base_of(row_max, scales, config.masked)
@@ -444,12 +411,12 @@ def stream_tile(
 
 
 @gluon.jit
-def stream_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue):
+def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue):
     q_desc, q, q_full, k_ring, _, v_full, v_empty = rings
     n = 0
     q_phase = 0
-    load_queries(group, turned(gl.program_id(0), config), group * ROWS, q_desc, q, q_full, config, q_at)
-    for at in range(gl.program_id(0), config.heads, gl.num_programs(0)):
+    load_rows(group, reversed_head(gl.program_id(0), config), group * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at)
+    for item in range(gl.program_id(0), config.heads, gl.num_programs(0)):
         stage, phase = k_ring.position(n)
         if config.tiles % 2 == 1:  # who begins with the first tile takes one more
             start = (group + n) % 2
@@ -466,25 +433,25 @@ def stream_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at
             mbarrier.wait(m_full.index(stage), phase)
             if not config.added:
                 for i in gl.static_range(config.chunks):
-                    row = head_of(bias.index(stage * config.chunks + i), extent(config.keys, i))
+                    row = first_rows(bias.index(stage * config.chunks + i), extent(config.keys, i))
                     own = row.load(flat(extent(config.keys, i)))
                     whole = whole + (gl.min(own, 0) > 0,)
                     if i > 0:
                         seen = gl.where(gl.max(own, 0) > 0, i + 1, seen)
         k_ring.wait(stage, phase)
-        if config.by_keys and not config.added and not config.causal:
+        if config.hides and not config.causal:
             for some in gl.static_range(1, config.chunks + 1):
                 if seen == some:
                     for tile in range(start, config.tiles, 2):
-                        q_phase = stream_tile(
-                            group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
+                        q_phase = persistent_tile(
+                            group, item, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
                             0, keys_of(config, some), config, q_at, mask, epilogue,
                         )  # fmt: skip
         else:
             for run in gl.static_range(len(config.runs)):
                 for tile in range(begin_of(start, 2, config.runs[run][0]), config.runs[run][1] + 1, 2):
-                    q_phase = stream_tile(
-                        group, at, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
+                    q_phase = persistent_tile(
+                        group, item, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
                         config.runs[run][0], config.runs[run][2], config, q_at, mask, epilogue,
                     )  # fmt: skip
         for i in gl.static_range(config.chunks):  # those that no tile saw have come, too, before others take their place
@@ -494,14 +461,14 @@ def stream_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at
 
 
 @gluon.jit
-def stream(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
-    """`scales` and the generated functions are those of `functions.py`, `side` what they read and write."""
+def persistent(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilogue, mask=None):
+    """`scales` and the generated functions are those of `kernel.py`, `side` what they read and write."""
     size: gl.constexpr = extent(config.keys, 0)
-    q = rooms(q_desc.dtype, GROUPS, ROWS, config.depth)
-    k = rooms(k_desc.dtype, AHEAD * config.chunks, size, config.depth)
-    v = rooms(v_desc.dtype, AHEAD * config.chunks, size, config.width)
+    q = allocate(q_desc.dtype, ROWS, config.depth, GROUPS)
+    k = allocate(k_desc.dtype, size, config.depth, STAGES * config.chunks)
+    v = allocate(v_desc.dtype, size, config.width, STAGES * config.chunks)
     if config.by_keys:
-        bias = gl.allocate_shared_memory(gl.float32, [AHEAD * config.chunks, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+        bias = gl.allocate_shared_memory(gl.float32, [STAGES * config.chunks, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         bias: gl.constexpr = None
     if config.ones:
@@ -509,11 +476,11 @@ def stream(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilo
     else:
         ones: gl.constexpr = None
     q_full = barriers(GROUPS, 1)
-    k_ring = pipeline((k,), AHEAD, 1, GROUPS)
-    v_full = barriers(AHEAD * config.chunks, 1)  # values come chunk by chunk, and go head by head
-    v_empty = barriers(AHEAD, GROUPS)
+    k_ring = pipeline((k,), STAGES, 1, GROUPS)
+    v_full = barriers(STAGES * config.chunks, 1)  # values come chunk by chunk, and go head by head
+    v_empty = barriers(STAGES, GROUPS)
     if config.by_keys:
-        m_full = barriers(AHEAD, 1)
+        m_full = barriers(STAGES, 1)
     else:
         m_full: gl.constexpr = None
     gdc_launch_dependents()
@@ -521,9 +488,9 @@ def stream(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilo
     rings = (q_desc, q, q_full, k_ring, v, v_full, v_empty)
     gl.warp_specialize(
         [
-            (stream_consumer, (0, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
-            (stream_consumer, (1, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
-            (stream_producer, (k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask)),
+            (persistent_consumer, (0, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
+            (persistent_consumer, (1, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue)),
+            (persistent_producer, (k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask)),
         ],
         [4, 1],
         [240, PRODUCER_REGISTERS],

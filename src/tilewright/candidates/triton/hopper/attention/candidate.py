@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 
 import torch
 
 from tilewright.candidates.triton.attention.heads import Heads, heads_of
 from tilewright.candidates.triton.attention.kernel import power, sources_of
 from tilewright.candidates.triton.expressions.printer import FP8, pointer_type
-from tilewright.candidates.triton.hopper.attention.functions import arguments, kernel_text
-from tilewright.candidates.triton.hopper.attention.sizes import (
-    HELD,
-    Point,
-    Ring,
-    blocks,
-    brought,
-    flows,
-    points,
-    registers,
+from tilewright.candidates.triton.hopper.attention.kernel import (
+    CHUNK,
+    GROUPS,
+    ROWS,
+    STAGES,
+    TileConfig,
+    arguments,
+    kernel_text,
+    padded,
+    same_for_queries,
+    tma_operands,
     unaligned,
 )
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor
-from tilewright.candidates.triton.runtime.launch import addresses, caller, dense, maker, on
-from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
+from tilewright.candidates.triton.runtime.launch import caller
+from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, Launch, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 
-MOST_TRIED = 6  # points
+MOST_TRIED = 6  # sizes
+MOST_REGISTERS = 224  # of a thread, for scores and result
+EXCHANGE_BYTES = 2 << 10  # by which a warpgroup's results are exchanged among threads
 
 
 @dataclass(frozen=True)
@@ -40,26 +46,48 @@ class Plan:
     problem: AttentionProblem
     target: Target
     heads: Heads
-    points: tuple[Point, ...]
+    tiles: tuple[TileConfig, ...]
 
     def schedules(self) -> Iterable[Schedule]:
-        return map(schedule_of, self.points)
+        return map(Schedule.of_point, self.tiles)
 
     def compile(self, schedule: Schedule) -> None:
-        machine_code(self.heads, self.problem, point_of(schedule), self.target.index)
+        self.machine_code(schedule.point(TileConfig))
+
+    def machine_code(self, tile: TileConfig) -> Built:
+        """The machine code of a kernel of these sizes."""
+        heads, problem = self.heads, self.problem
+        names = arguments(heads, tile)
+        signature = {n: pointer_type((problem.types if n[0] == "p" else problem.outputs)[int(n[1:])].dtype) for n in names}
+        operands = zip("qkv", (heads.q, heads.k, heads.v), (tma_operands(heads) if tile.by_tma else None) or (), strict=False)
+        boxes = {f"{n}_desc": descriptor(TMA_TYPES[o.dtype.name], view.box) for n, o, (_, view) in operands}
+        options = {"enable_fp_fusion": False, "num_warps": 4, "launch_pdl": True}
+        return build(kernel_text(heads, tile), boxes | signature, Arch("cuda", 90, 32), self.target.index, **options)
 
     def build(self, schedule: Schedule) -> Kernel:
-        heads, problem, target, point = self.heads, self.problem, self.target, point_of(schedule)
-        built = machine_code(heads, problem, point, target.index)
-        count = blocks(heads, point, target.cores)
+        heads, target, tile = self.heads, self.target, schedule.point(TileConfig)
+        built = self.machine_code(tile)
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            if point.by_tma:
-                return _tma_caller(heads, problem, point, built, count, target, weights)
-            launch = launcher(built.kernel, (count,), target.index, built.numbers)
-            return caller(sources_of(heads), problem.outputs, launch, weights, target)
+            launch = launcher(built.kernel, (blocks(heads, tile, target.cores),), target.index, built.numbers)
+            read = sources_of(heads)
+            if tile.by_tma:
+                operands = tma_operands(heads) or []
+                read = [source for source, _ in operands] + [int(n[1:]) for n in arguments(heads, tile) if n[0] == "p"]
+                launch = self._with_descriptors(built, launch)
+            return caller(read, self.problem.outputs, launch, weights, target)
 
         return Kernel(CANDIDATE.name, schedule, prepare, **vars(needs(built.kernel)))
+
+    def _with_descriptors(self, built: Built, launch: Launch) -> Launch:
+        """A launch that is given the addresses of queries, keys and values, whose descriptors are made once an address."""
+        operands, metas = tma_operands(self.heads) or (), built.kernel.metadata.tensordesc_meta
+
+        @lru_cache(MOST_KEPT)
+        def descriptors(*addresses: int) -> list[object]:
+            return [x for (_, view), at, meta in zip(operands, addresses, metas, strict=True) for x in view.at(at, meta)]
+
+        return lambda *pointers: launch(*descriptors(*pointers[:3]), *pointers[3:])
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
@@ -92,7 +120,7 @@ def supported_heads(problem: AttentionProblem) -> Heads:
         raise Unsupported("its scale is not positive")
     if found.causal == "lower" and found.keys < found.queries:
         raise Unsupported("causality hides all keys from some queries")
-    if (registers(found) > HELD and not flows(found)) or max(power(found.depth), power(found.width)) > 128:
+    if (registers(found) > MOST_REGISTERS and not streams(found)) or max(power(found.depth), power(found.width)) > 128:
         raise Unsupported(f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns")
     if why is not None:
         raise Unsupported(why)
@@ -106,82 +134,77 @@ def _takes(heads: Heads) -> bool:
     return alike and all(c is None or (c.zero == 0 and c.dtype.name in NATIVE_FP8) for c in (q, k, v))
 
 
-def schedule_of(point: Point) -> Schedule:
-    """A point as plans and reports have it."""
-    if point.ring:
-        r = point.ring
-        return Schedule.of(num_stages=r.stages, groups=r.groups, turns=r.turns, overlapped=r.overlapped)
-    sums = "products" if point.ones else "adds"
-    return Schedule.of(blocks="stay", sums=sums) if point.streamed else Schedule.of(splits=point.splits, sums=sums)
+# -- sizes
 
 
-def point_of(schedule: Schedule) -> Point:
-    """The point that a schedule names."""
-    knobs = dict(schedule.knobs)
-    if "num_stages" in knobs:
-        ring = Ring(int(knobs["num_stages"]), int(knobs["groups"]), bool(knobs["turns"]), bool(knobs["overlapped"]))
-        return Point(1, ones=False, ring=ring)
-    return Point(int(knobs.get("splits", 1)), knobs["sums"] == "products", streamed="blocks" in knobs)
+def _row_bytes(heads: Heads) -> tuple[int, int]:
+    """Bytes of a row of queries or keys, and of a row of values, in shared memory."""
+    each = heads.unit.bits // 8
+    return power(heads.depth) * (each if heads.q.codes is None else 1), power(heads.width) * each
 
 
-def machine_code(heads: Heads, problem: AttentionProblem, point: Point, device: int = 0) -> Built:
-    """The kernel."""
-    names = arguments(heads, point)
-    signature = {n: pointer_type((problem.types if n[0] == "p" else problem.outputs)[int(n[1:])].dtype) for n in names}
-    found = brought(heads) if point.by_tma else None
-    if found is not None:
-        operands = zip("qkv", (heads.q, heads.k, heads.v), found, strict=True)
-        boxes = {f"{n}_desc": descriptor(TMA_TYPES[o.dtype.name], b.array.box) for n, o, b in operands}
-        signature = boxes | signature
-    text = kernel_text(heads, point)
-    return build(text, "kernel", signature, Arch("cuda", 90, 32), device, enable_fp_fusion=False, num_warps=4, launch_pdl=True)
+def shared_bytes(heads: Heads, tile: TileConfig) -> int:
+    """Shared memory of a block of `attend` or `persistent`: keys, values, a tile of queries, and results on their way out."""
+    depth_bytes, width_bytes = _row_bytes(heads)
+    keys, own = padded(heads.keys), ROWS * depth_bytes + EXCHANGE_BYTES  # of a warpgroup
+    ones = 8 * CHUNK * heads.unit.bits // 8 if tile.ones else 0
+    if tile.kernel == "persistent":
+        keys = -(-keys // CHUNK) * min(keys, CHUNK)
+        mask = 0 if heads.mask is None else 4 * keys
+        return STAGES * (keys * (depth_bytes + width_bytes) + mask) + GROUPS * own + ones + 512  # barriers
+    return keys * (depth_bytes + width_bytes) + own + ones
 
 
-def _tma_caller(
-    heads: Heads,
-    problem: AttentionProblem,
-    point: Point,
-    built: Built,
-    blocks: int,
-    target: Target,
-    weights: Mapping[int, torch.Tensor],
-) -> Runner:
-    """What runs a kernel whose operands come by TMA.
+def registers(heads: Heads) -> int:
+    """Registers of a thread for its part of all scores of a tile and of the result."""
+    return (padded(heads.keys) + power(heads.width)) // 2
 
-    Args:
-        heads, point: what it was made for.
-        problem: the attention, for its results' types.
-        built: its machine code.
-        blocks: how many.
-        target: the device.
-        weights: sources that do not change, by number.
-    """
-    operands = brought(heads)
-    assert operands is not None
-    start = launcher(built.kernel, (blocks,), target.index, built.numbers)
-    metas = built.kernel.metadata.tensordesc_meta
-    read = [o.source for o in operands] + [int(n[1:]) for n in arguments(heads, point) if n[0] == "p"]
-    constant = {i: dense(t) for i, t in weights.items() if i in read}
-    fixed = [constant[i].data_ptr() if i in constant else 0 for i in read]
-    given = [(at, i) for at, i in enumerate(read) if i not in constant]
-    make = maker(problem.outputs, target.device)
-    known: dict[tuple[int, ...], list[object]] = {}
 
-    def run(sources: Sequence[torch.Tensor], _kept: object = constant) -> list[torch.Tensor]:  # by its address alone
-        found, _copies = addresses(fixed, given, sources)
-        made = make()
-        brought_from = tuple(found[: len(operands)])
-        descriptors = known.get(brought_from)
-        if descriptors is None:
-            if len(known) >= MOST_KEPT:
-                known.clear()
-            descriptors = known[brought_from] = [
-                x for o, at, meta in zip(operands, brought_from, metas, strict=True) for x in o.array.at(at, meta)
-            ]
-        start(*descriptors, *found[len(operands) :], *[t.data_ptr() for t in made])
-        return made
+def blocks(heads: Heads, tile: TileConfig, multiprocessors: int) -> int:
+    """Blocks of a kernel."""
+    each = heads.batch * heads.heads
+    if tile.kernel == "attend":
+        return each * (tile.splits or 1)
+    return min(multiprocessors, each * (-(-heads.queries // (tile.groups * ROWS)) if tile.groups else 1))
 
-    return on(target.index, run)
+
+def expected(heads: Heads, tile: TileConfig, multiprocessors: int, shared: int) -> float:
+    """The time of a kernel, in tiles of queries that one block works at: its rounds of blocks, each of which waits for keys and
+    values first."""
+    each, tiles = heads.batch * heads.heads, -(-heads.queries // ROWS)
+    if tile.groups:  # measured: a round of `flash` over 384 keys, as 1.36 or 1.05 tiles, of `persistent`, as half a tile each
+        rounds = math.ceil(each * math.ceil(tiles / tile.groups) / multiprocessors)
+        return 1.0 + rounds * ((1.36 if tile.groups == 3 else 1.05) * (1.2 if heads.causal != "no" else 1.0))
+    if tile.kernel == "persistent":
+        return 1.0 + math.ceil(each / multiprocessors) * tiles * 0.52
+    at_once = max(min(shared // (shared_bytes(heads, tile) + 1024), 2), 1)
+    rounds = math.ceil(blocks(heads, tile, multiprocessors) / (multiprocessors * at_once))
+    return rounds * (1.0 + math.ceil(tiles / (tile.splits or 1)))
+
+
+def points(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
+    """The sizes that fit, best guess first."""
+    found: list[TileConfig] = []
+    tiles = -(-heads.queries // ROWS)
+    if registers(heads) <= MOST_REGISTERS:
+        found += [TileConfig("attend", n, ones) for n, ones in product(range(1, tiles + 1), (False, True))]
+        if tiles > 1 and heads.v.codes is None and tma_operands(heads) is not None:  # a tile of every head for each group
+            found.append(TileConfig("persistent", ones=True))
+        found = [p for p in found if shared_bytes(heads, p) <= shared]
+    groups = 1 if tiles == 1 else 3 if heads.width <= 64 and heads.causal == "no" else 2
+    depth_bytes, width_bytes = _row_bytes(heads)
+    left = shared - groups * (ROWS * depth_bytes + EXCHANGE_BYTES) - 1024  # barriers and the like
+    stages = min(left // (CHUNK * (depth_bytes + width_bytes + 4)), 4)
+    if heads.keys > ROWS and stages > 1 and streams(heads):
+        kinds = ((True, False), (True, True), (False, True), (False, False))  # pingpong, overlapped; sorting keeps this order
+        found += [TileConfig("flash", None, None, stages, groups, *kind) for kind in kinds[2 if groups == 1 else 0 :]]
+    return sorted(found, key=lambda p: expected(heads, p, multiprocessors, shared))
+
+
+def streams(heads: Heads) -> bool:
+    """Tell whether any number of keys may pass through shared memory."""
+    by_keys = heads.mask is None or same_for_queries(heads, heads.mask)
+    return by_keys and heads.v.codes is None and tma_operands(heads) is not None
 
 
 CANDIDATE = Candidate("hopper_attention", ATTENTION, GPU, 4, plan)

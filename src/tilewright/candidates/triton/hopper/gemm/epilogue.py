@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 
 from tilewright.candidates.triton.expressions.emit import Tile, pointer_of
-from tilewright.candidates.triton.expressions.text import Text, Written
+from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, leaves
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView
@@ -21,7 +21,7 @@ LATE = frozenset({"acc", "right", "aux"})  # names that a subtile's sums come wi
 EXTENTS = ("B", "M", "N", "K", "whole_tiles")
 
 
-def write(spec: KernelSpec) -> Written:
+def write(spec: KernelSpec) -> KernelSource:
     """The module of a kernel."""
     config, scales, numbers = spec.config, spec.plan.scales, Text("gl")
     stores = spec.stores[:1] if config.shared_epilogue else spec.stores

@@ -104,7 +104,6 @@ def compiled(spec: KernelSpec) -> Built:
     with rewriting(*_rewrites(spec)):
         return build(
             written,
-            "kernel",
             types,
             Arch("cuda", 90, 32),
             spec.plan.target.index,

@@ -65,7 +65,6 @@ def compiled(plan: Plan, config: KernelConfig, types: tuple[DType, ...], device:
     with rewriting(*([partial(clustered, size=config.cluster)] if config.cluster > 1 else [])):
         built = module.build(
             text,
-            "kernel",
             kinds,
             module.Arch("cuda", 90, 32),
             device,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Literal
 
 import torch
 
@@ -14,35 +14,59 @@ from tilewright.candidates.triton.attention.heads import Heads, Operand, number
 from tilewright.candidates.triton.attention.kernel import LOG2_E, power, sources_of
 from tilewright.candidates.triton.expressions.emit import Emitter, Tile, pointer_of
 from tilewright.candidates.triton.expressions.printer import FP8_NAMES, NATIVE, in_memory
-from tilewright.candidates.triton.expressions.text import Text, Written
-from tilewright.candidates.triton.hopper.attention.sizes import (
-    ROWS,
-    Point,
-    brought,
-    chunks,
-    last_seen,
-    leaf_of,
-    same_for_queries,
-)
+from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.hopper.fast_math import MAGIC, NATIVE_FP8, twice
+from tilewright.candidates.triton.hopper.gemm.tma import TmaView, tma_view
 from tilewright.candidates.triton.runtime.module import Function, instance
 from tilewright.dtype import F32, PRED, S8, U8, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param, Quantize
-from tilewright.lowering.access import Access
+from tilewright.lowering.access import Access, AccessMap
 
 PACKAGE = "tilewright.candidates.triton.hopper.attention"
+ROWS = 64  # queries of a warpgroup, a tile
+CHUNK = 128  # keys of a product
+GROUPS = 2  # warpgroups of a block of `persistent`
+STAGES = 2  # heads whose keys and values it has in shared memory
 
 
 @dataclass(frozen=True)
-class Config:
-    """What every kernel is compiled for; extents are constants of it."""
+class TileConfig:
+    """Sizes of a kernel; None is no knob of it.
+
+    Attributes:
+        kernel: "attend", "persistent" (`_rows.py`) or "flash" (`_flash.py`).
+        splits: blocks of `attend` that share a head's queries.
+        ones: weights are added up by the matrix unit, as their product with ones: fewer instructions and registers.
+        num_stages: chunks of `CHUNK` keys, and of their values, that `flash` has in shared memory.
+        groups: warpgroups of `flash` that multiply, by 64 queries each.
+        pingpong: one of them after the other is at its exponentials.
+        overlapped: a product's wait is held back until the exponentials that it goes on beside are done; rows are gone
+            through in four parts at once.
+    """
+
+    kernel: Literal["attend", "persistent", "flash"]
+    splits: int | None = None
+    ones: bool | None = None
+    num_stages: int | None = None
+    groups: int | None = None
+    pingpong: bool | None = None
+    overlapped: bool | None = None
+
+    @property
+    def by_tma(self) -> bool:
+        """Tell whether TMA brings the operands."""
+        return self.kernel != "attend"
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelConfig(TileConfig):
+    """The constants of a kernel, and what follows from them."""
 
     heads: int  # of queries, over the whole batch
     shared: int  # how many of them have the same keys and values
     queries: int  # of a head
     keys: int
-    chunks: int  # of keys, that are multiplied one after the other
     depth: int  # columns of queries and keys, and of values, filled up to powers of two
     width: int
     causal: bool  # a query sees no key more than `shift` after its own place
@@ -51,32 +75,50 @@ class Config:
     by_keys: bool  # it is the same for all queries of a head
     added: bool  # it is added to the scores (a number), else it hides some (a truth value)
     zero_rows: bool  # a query that sees no key gets zeros, not NaN
-
-
-@dataclass(frozen=True)
-class FlashConfig(Config):
-    """What `_flash.py` is compiled for beside that; see `sizes.Ring`."""
-
-    parts: int  # of a head's queries, a tile for each warpgroup
-    items: int  # such parts of all heads
-    stages: int
-    groups: int
-    turns: bool
-    overlapped: bool
-    hides: bool  # chunks after the last key that a mask shows are left out
-
-
-@dataclass(frozen=True)
-class RowsConfig(Config):
-    """What `_rows.py` is compiled for beside that; see `sizes.Point`."""
-
-    splits: int
-    ones: bool
-    tiles: int  # of a head's queries
-    runs: tuple[tuple[int, int, int], ...]  # tiles that see as many chunks of keys: first, last, keys that one sees
-    stored: str  # what Triton calls queries and keys in shared memory
+    stored: str  # what Triton calls the type of queries and keys in shared memory
     product: str  # and as the matrix unit takes them
-    unit: str  # what it calls values and weights
+    unit: str  # what it calls that of values and weights
+
+    @property
+    def chunks(self) -> int:
+        """Chunks of a head's keys, which are multiplied one after the other."""
+        return -(-self.keys // CHUNK)
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a head's queries."""
+        return -(-self.queries // ROWS)
+
+    @property
+    def parts(self) -> int:
+        """Parts of a head's queries, a tile for each warpgroup of `flash`."""
+        return -(-self.queries // ((self.groups or 1) * ROWS))
+
+    @property
+    def items(self) -> int:
+        """Such parts of all heads."""
+        return self.heads * self.parts
+
+    @property
+    def hides(self) -> bool:
+        """Tell whether a mask hides keys from all queries alike: chunks after the last that it shows are left out."""
+        return self.by_keys and not self.added
+
+    @property
+    def seen(self) -> tuple[int, ...]:
+        """The most keys that a query of each tile sees."""
+        return tuple(min((t + 1) * ROWS + self.shift, self.keys) if self.causal else self.keys for t in range(self.tiles))
+
+    @property
+    def runs(self) -> tuple[tuple[int, int, int], ...]:
+        """Tiles that see as many keys in whole tiles: the first, the last, the keys that the last one sees."""
+        runs = [list(run) for _, run in groupby(range(self.tiles), lambda t: padded(self.seen[t]))]
+        return tuple((run[0], run[-1], self.seen[run[-1]]) for run in runs)
+
+
+def padded(keys: int) -> int:
+    """So many keys with those that fill the last tile."""
+    return -(-keys // ROWS) * ROWS
 
 
 class _Values(Emitter):
@@ -95,106 +137,75 @@ class _Values(Emitter):
         self.text.do(f"async_load({into}, {pointer_of(leaf)} + {where}{more})")
 
 
-def arguments(heads: Heads, point: Point) -> list[str]:
-    """Pointers that a point's kernel takes: to the sources that it reads itself, not through TMA, and to its results."""
+def arguments(heads: Heads, tile: TileConfig) -> list[str]:
+    """Pointers that a kernel takes: to the sources that it reads itself, not through TMA, and to its results."""
     read = sources_of(heads)
-    if point.by_tma:
+    if tile.by_tma:
         roots = [*([heads.mask.root] if heads.mask else []), *(s.root for s in heads.stores)]
         read = sorted({n.op.index for n in toposort(roots) if isinstance(n.op, Param)})
     return [f"p{i}" for i in read] + [f"o{i}" for i in range(len(heads.stores))]
 
 
-def kernel_text(heads: Heads, point: Point) -> Written:
-    """The module of a point's kernel: `kernel` of descriptors of queries, keys and values, if TMA brings them, and of
-    `arguments`."""
-    made = _Generated(heads, point)
-    if point.ring:
-        parts = -(-heads.queries // (point.ring.groups * ROWS))
-        items, hides = heads.batch * heads.heads * parts, made.by_keys and not made.added
-        config = FlashConfig(**made.config, **asdict(point.ring), parts=parts, items=items, hides=hides)
-        return made.module("_flash.flash", config)
-    return made.module("_rows.stream" if point.streamed else "_rows.attend", made.rows)
+def config_of(heads: Heads, tile: TileConfig) -> KernelConfig:
+    """The constants of an attention's kernel of these sizes."""
+    h, mask = heads, heads.mask
+    first = h.q.dtype if h.q.codes is not None else h.unit
+    return KernelConfig(
+        **asdict(tile),
+        heads=h.batch * h.heads,
+        shared=h.shared,
+        queries=h.queries,
+        keys=h.keys,
+        depth=power(h.depth),
+        width=power(h.width),
+        causal=h.causal != "no",
+        shift=h.keys - h.queries if h.causal == "lower" else 0,
+        masked=mask is not None,
+        by_keys=mask is not None and same_for_queries(h, mask),
+        added=mask is not None and mask.root.dtype is not PRED,
+        zero_rows=h.zero_masked_rows and mask is not None,
+        stored=in_memory(first),
+        product=FP8_NAMES.get(first) or NATIVE[first.name],
+        unit=NATIVE[h.unit.name],
+    )
+
+
+def kernel_text(heads: Heads, tile: TileConfig) -> KernelSource:
+    """The module of a kernel: `kernel` of descriptors of queries, keys and values, if TMA brings them, and of `arguments`."""
+    made = _Generated(heads, config_of(heads, tile))
+    scales = made.scales  # first: numbers in another order than they are used in took ptxas' code 2 to 5 % longer
+    given = [*(["q_desc", "k_desc", "v_desc"] if tile.by_tma else []), f"({', '.join(scales)},)"]
+    kernel = f"{PACKAGE}.{'_flash' if tile.kernel == 'flash' else '_rows'}.{tile.kernel}"
+    functions = made.functions()
+    return instance(kernel, made.config, given, arguments(heads, tile), functions, made.numbers.numbers)
 
 
 class _Generated:
-    """The generated functions of one attention; the numbers they are given are those of its kernel.
+    """The generated functions of one attention; the numbers they are given are those of its kernel."""
 
-    Args:
-        heads: the attention.
-        point: its kernel's sizes.
-    """
+    def __init__(self, heads: Heads, config: KernelConfig) -> None:
+        self.h, self.config, self.numbers = heads, config, Text("gl")
+        self._ragged = heads.queries % ((config.groups or 1) * ROWS) != 0
 
-    def __init__(self, heads: Heads, point: Point) -> None:
-        self.h, self._point, self._numbers = heads, point, Text("gl")
-        self._ragged = heads.queries % (point.ring.groups * ROWS if point.ring else ROWS) != 0
-        mask = heads.mask
-        self.added = mask is not None and mask.root.dtype is not PRED
-        self.by_keys = mask is not None and same_for_queries(heads, mask)
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The arguments of any `Config`."""
-        h = self.h
-        return {
-            "heads": h.batch * h.heads,
-            "shared": h.shared,
-            "queries": h.queries,
-            "keys": h.keys,
-            "chunks": len(chunks(h.keys)),
-            "depth": power(h.depth),
-            "width": power(h.width),
-            "causal": h.causal != "no",
-            "shift": h.keys - h.queries if h.causal == "lower" else 0,
-            "masked": h.mask is not None,
-            "by_keys": self.by_keys,
-            "added": self.added,
-            "zero_rows": h.zero_masked_rows and h.mask is not None,
-        }
-
-    @property
-    def rows(self) -> RowsConfig:
-        """The configuration of `_rows.py`."""
-        h, point = self.h, self._point
-        first = h.q.dtype if h.q.codes is not None else h.unit
-        product = FP8_NAMES.get(first) or NATIVE[first.name]
-        seen = [last_seen(h, t) for t in range(-(-h.queries // ROWS))]
-        runs = [list(run) for _, run in groupby(range(len(seen)), lambda t: chunks(seen[t]))]
-        return RowsConfig(
-            **self.config,
-            splits=point.splits,
-            ones=point.ones,
-            tiles=len(seen),
-            runs=tuple((run[0], run[-1], seen[run[-1]]) for run in runs),
-            stored=in_memory(first),
-            product=product,
-            unit=NATIVE[h.unit.name],
-        )
-
-    def module(self, kernel: str, config: Config) -> Written:
-        """The module of a kernel ("file.function"), which takes descriptors, if TMA brings operands, `scales`, and what is
-        made here."""
-        scales = self._scales  # first: numbers in another order than they are used in took ptxas' code 2 to 5 % longer
-        functions: dict[str, Function] = self._by_tma() if self._point.by_tma else self._copies()
-        functions["epilogue"] = self._epilogue()
-        if self.h.mask is not None:
-            functions["mask"] = self._mask()
-        given = [*(["q_desc", "k_desc", "v_desc"] if self._point.by_tma else []), f"({', '.join(scales)},)"]
-        pointers = arguments(self.h, self._point)
-        return instance(f"{PACKAGE}.{kernel}", config, given, pointers, functions, self._numbers.numbers)
+    def functions(self) -> dict[str, Function]:
+        """Generated functions by the kernel's names for them."""
+        made = self._by_tma() if self.config.by_tma else self._copies()
+        made["epilogue"] = self._epilogue()
+        return made if self.h.mask is None else made | {"mask": self._mask(self.h.mask)}
 
     def _by_tma(self) -> dict[str, Function]:
-        """Where boxes of each operand begin: a head's rows from one on."""
-        views = brought(self.h)
-        assert views is not None
+        """Functions of where boxes of each operand begin: a head's rows from one on."""
+        operands = tma_operands(self.h)
+        assert operands is not None
         made: dict[str, Function] = {}
-        for name, view in zip("qkv", views, strict=True):
+        for name, (_, view) in zip("qkv", operands, strict=True):
             t = self._body()
-            t.do(f"return {', '.join(view.array.coordinates('head', 'row', '0'))}")
+            t.do(f"return {', '.join(view.coordinates('head', 'row', '0'))}")
             made[f"{name}_at"] = ("head", "row"), t
         return made
 
     def _copies(self) -> dict[str, Function]:
-        """What copies each operand to shared memory; values that are codes are read, and made floats."""
+        """Functions that copy each operand to shared memory; values that are codes are read, and made floats."""
         h = self.h
         made = {"load_q": self._queries(), "load_k": self._keys(h.k, h.depth)}
         if h.v.codes is None:
@@ -204,21 +215,21 @@ class _Generated:
         return made | {"read_v": self._keys(h.v, h.width, read=True), "as_floats": (("codes",), t)}
 
     @property
-    def _scales(self) -> list[str]:
-        """What scores, the largest of a row and scores beside a mask that is added are multiplied by, to be powers of two; and
-        the result. They are data where scales of codes are in them."""
+    def scales(self) -> list[str]:
+        """Factors that make powers of two of scores, of the largest of a row and of scores beside a mask that is added; and
+        that of the result. They are data where scales of codes are in them."""
         h = self.h
-        factor = 1.0 if self.added else h.scale * LOG2_E
-        found = {"opposite": -factor, "factor": factor, "scale": h.scale * LOG2_E if self.added else 1.0}
+        factor = 1.0 if self.config.added else h.scale * LOG2_E
+        found = {"opposite": -factor, "factor": factor, "scale": h.scale * LOG2_E if self.config.added else 1.0}
         if h.q.codes is None:
             opposite, factor, scale = map(repr, found.values())
         else:
-            opposite, factor, scale = (self._numbers.number(key, value) for key, value in found.items())
-        values = "1.0" if h.v.codes is None else self._numbers.number("scale of values", h.v.codes.scale)
+            opposite, factor, scale = (self.numbers.number(key, value) for key, value in found.items())
+        values = "1.0" if h.v.codes is None else self.numbers.number("scale of values", h.v.codes.scale)
         return [factor, opposite, scale, values]
 
     def _body(self) -> Text:
-        return Text("gl", beside=self._numbers)
+        return Text("gl", beside=self.numbers)
 
     def _emitter(self, t: Text, tile: Tile) -> _Values:
         return _Values(t, tile, fp8=NATIVE_FP8)
@@ -257,19 +268,18 @@ class _Generated:
         t.do(f"columns = gl.arange(0, {power(extent)}, gl.SliceLayout(0, C))")
         return Tile("", "columns", extent, None, t.v(f"columns < {extent}") if power(extent) != extent else None)
 
-    def _mask(self) -> Function:
+    def _mask(self, mask: Access) -> Function:
         """A mask of a head: f32 that is added, or what is seen; of one row of it where it is the same for all queries.
         `ragged`: some of these keys do not exist."""
         h, t = self.h, self._body()
-        assert h.mask is not None
         t.do(f"rows = head * {h.queries} + queries")
-        few = f"queries < {h.queries}" if not self.by_keys and self._ragged else None
+        few = f"queries < {h.queries}" if not self.config.by_keys and self._ragged else None
         for header, inside in (("if ragged:", f"keys < {h.keys}"), ("else:", None)):
             with t.block(header):
                 row_mask, column_mask = (None if m is None else t.v(m) for m in (few, inside))
                 emitter = self._emitter(t, Tile("rows", "keys", h.keys, row_mask, column_mask))
-                value = emitter.value(h.mask)
-                t.do(f"return {emitter.convert(value, h.mask.root.dtype, F32) if self.added else value}")
+                value = emitter.value(mask)
+                t.do(f"return {emitter.convert(value, mask.root.dtype, F32) if self.config.added else value}")
         return ("head", "queries", "keys", "ragged: gl.constexpr", "side"), t
 
     def _epilogue(self) -> Function:
@@ -277,7 +287,7 @@ class _Generated:
         of 16 bytes."""
         h, t = self.h, self._body()
         t.do("O: gl.constexpr = acc.type.layout")
-        t.do(f"C: gl.constexpr = {self._leaving()}")
+        t.do(f"C: gl.constexpr = {self._store_layout()}")
         emitters: list[_Values] = []
         for name, layout in (("x", "O"), ("o", "C")):
             t.do(f"{name}_column = gl.arange(0, {power(h.width)}, gl.SliceLayout(0, {layout}))")
@@ -300,9 +310,9 @@ class _Generated:
             emitters[1].store(store, f"o{i}", f"gl.convert_layout({value}, C)")
         return ("acc", "inverse", "head", "tile", "side"), t
 
-    def _leaving(self) -> str:
-        """Rows as they are written: each thread has a piece, of those that it and the three beside it have after the product
-        (PTX ISA 9.0, 9.7.15.5.1), so that pieces are exchanged among four threads."""
+    def _store_layout(self) -> str:
+        """The layout in which rows are written: each thread has a piece, of those that it and the three beside it have after
+        the product (PTX ISA 9.0, 9.7.15.5.1), so that pieces are exchanged among four threads."""
         width = power(self.h.width)
         each = min(128 // max(self.h.stores[0].root.dtype.bits, 8), width // 4)
         powers = [1 << b for b in range(width.bit_length() - 1)]
@@ -321,7 +331,7 @@ class QuantisedResult:
 
     @property
     def factor(self) -> float:
-        """What a float result is multiplied by; an integer's has the rest of its scale in `integers`."""
+        """The factor of a float result; an integer's has the rest of its scale in `integers`."""
         return 1 / self.scale if self.dtype.is_float else 1 / (self.scale * self._half)
 
     @property
@@ -368,3 +378,56 @@ def quantised_result(root: Node) -> QuantisedResult | None:
         return None
     saturates = root.dtype in (S8, U8) or (root.dtype.name in NATIVE_FP8 and root.op.overflow == "saturate")
     return QuantisedResult(root.dtype, scale) if saturates else None
+
+
+# -- where operands lie
+
+
+def unaligned(heads: Heads) -> str | None:
+    """A sentence, unless all rows of the operands lie in memory as copies of 16 bytes take them."""
+    for name, operand in (("queries", heads.q), ("keys", heads.k), ("values", heads.v)):
+        each = 128 // operand.dtype.bits
+        place = _place(operand.at) if operand.reads_nothing_as_zero else None
+        if place is None:
+            return f"its {name} are worked out from other values"
+        along = [t for t in place.columns if t.inner == 1]
+        steady = len(place.columns) == len(along) == 1 and along[0].stride == 1 and along[0].extent >= operand.at.columns_extent
+        if not steady or any(n % each for n in (place.offset, *(t.stride for t in place.rows))):
+            return f"rows of its {name} do not lie in pieces of 16 bytes"
+    return None
+
+
+def tma_operands(heads: Heads) -> list[tuple[int, TmaView]] | None:
+    """Queries, keys and values as TMA brings them: the source, and the array whose boxes are tiles of queries or chunks of
+    keys. None where it cannot bring one."""
+    found: list[tuple[int, TmaView]] = []
+    all_heads, keys = heads.batch * heads.heads, min(CHUNK, padded(heads.keys))
+    for operand, extent, rows, batch, width in (
+        (heads.q, heads.queries, ROWS, all_heads, heads.depth),
+        (heads.k, heads.keys, keys, all_heads // heads.shared, heads.depth),
+        (heads.v, heads.keys, keys, all_heads // heads.shared, heads.width),
+    ):
+        leaf, place = leaf_of(operand.at), _place(operand.at)
+        assert leaf is not None and isinstance(leaf.op, Param) and place is not None
+        view = tma_view(place, batch, extent, width, rows, power(width), operand.dtype.bits // 8)
+        if view is None or view.m_major:
+            return None
+        found.append((leaf.op.index, view))
+    return found
+
+
+def _place(at: Access) -> AccessMap | None:
+    leaf = leaf_of(at)
+    return None if leaf is None else at.of_leaf(leaf)
+
+
+def leaf_of(at: Access) -> Node | None:
+    """The source that an operand is views of, if it is that of one."""
+    leaves = [n for n in at.views if isinstance(n.op, Param)]
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def same_for_queries(heads: Heads, mask: Access) -> bool:
+    """Tell whether a mask hides the same keys from all queries of a head."""
+    places = [mask.of_leaf(n) for n in toposort((mask.root,)) if isinstance(n.op, Param)]
+    return all(term.inner % heads.queries == 0 for place in places for term in place.rows)
