@@ -37,9 +37,9 @@ class RowSide:
     """Scales or zero points of the rows of the left operand.
 
     Attributes:
-        access: where they lie, rows by `columns`.
-        columns: of a row, 1 or one a group.
-        group: elements of K that each is for.
+        access: their addresses, rows by `columns`.
+        columns: values of a row: 1, or one a group.
+        group: elements of K that share a value.
     """
 
     access: Access
@@ -85,7 +85,7 @@ def activations(root: Node) -> Activations:
     if block is not None and any(extent != 1 for extent in block[:-1]):
         raise Unsupported("the left operand's scales are given for several rows")
 
-    def side(value: Node, group: int) -> RowSide:
+    def side(value: Node) -> RowSide:
         check((value,))
         shape = value.shape
         if block is None:
@@ -96,7 +96,7 @@ def activations(root: Node) -> Activations:
 
     group = root.shape[-1] if block is None else block[-1]
     codes, *given = root.src
-    sides = [side(convert(s, dtype), group) for s, dtype in zip(given, (F32, S32), strict=False)]
+    sides = [side(convert(s, dtype)) for s, dtype in zip(given, (F32, S32), strict=False)]
     return Activations(codes, sides[0] if sides else None, sides[1] if len(sides) > 1 else None)
 
 
@@ -119,7 +119,7 @@ class CodesNest(GroupedNest):
     and its scales and zero points.
 
     Attributes:
-        scale, zero: of the left operand; None for 1 and 0.
+        scale, zero: scales and zero points of the left operand; None for 1 and 0.
     """
 
     scale: RowSide | None = None
@@ -139,12 +139,13 @@ class CodesNest(GroupedNest):
         return self.signed or self.zeros
 
     @property
-    def sums(self) -> int:
+    def group_sums_at(self) -> int:
+        """The offset of the sums in a packed row, in bytes; those of scales and zero points follow."""
         return rounded(self.depth)
 
     @property
     def scale_at(self) -> int:
-        return self.sums + (rounded(4 * self.group_count) if self.summed else 0)
+        return self.group_sums_at + (rounded(4 * self.group_count) if self.summed else 0)
 
     @property
     def zero_at(self) -> int:
@@ -174,16 +175,13 @@ class CodesNest(GroupedNest):
 class CodesWriter(GroupedWriter):
     """Writes a `CodesNest`."""
 
-    @property
-    def _coded(self) -> CodesNest:
-        assert isinstance(self.nest, CodesNest)
-        return self.nest
+    nest: CodesNest  # pyright: ignore[reportIncompatibleVariableOverride]
 
     # -- the left operand
 
     def _pack_lhs(self) -> None:
         """pack_lhs(d): rows of the left operand, a task each."""
-        n = self._coded
+        n = self.nest
         f = self._function("pack_lhs")
         copies = self._scratch(f, 0)
         with f.tasks(self._counter(f, 1), n.rows) as row:
@@ -219,7 +217,7 @@ class CodesWriter(GroupedWriter):
 
     def _pack_sums(self, f: Function, to: str) -> None:
         """Each group's sum of the packed codes; times -8 where that alone is what the accumulator starts from."""
-        n, d = self._coded, self.nest.dot
+        n, d = self.nest, self.nest.dot
         step = next(s for s in (n.vector, 32, 16, 8) if s <= n.vector and n.group % s == 0)
         by_dot = step == n.vector
         type_, codes = d.accumulator if by_dot else vec(step, "i32"), vec(step, "i8")
@@ -238,14 +236,14 @@ class CodesWriter(GroupedWriter):
             total = f.intrinsic(f"llvm.vector.reduce.add.v{count}i32", "i32", (type_, loop.carried[0]))
             if not n.zeros:
                 total = f.v(f"mul i32 {total}, -8")
-            f.store("i32", total, f.at(to, f.add(f.mul(group.index, 4), n.sums)), 4)
+            f.store("i32", total, f.at(to, f.add(f.mul(group.index, 4), n.group_sums_at)), 4)
 
     # -- the kernel
 
     def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
         """result tile = lhs tile x weight panel. Where there are no registers for totals beside sums, they stay in the tile."""
         assert fresh, "K is never cut"
-        n, d = self._coded, self.nest.dot
+        n, d = self.nest, self.nest.dot
         nv, line, row_bytes = n.nv, n.dot.lanes * 4, n.nr * 4
         f = Function(
             self.module,
@@ -266,10 +264,10 @@ class CodesWriter(GroupedWriter):
             return spread(type_, m, f.add(place, at))
 
         def start(m: int, j: int, group: Int, sides: list[list[str]]) -> str:
-            """What a group's sum starts from."""
+            """The value that a group's sum starts from."""
             value = "zeroinitializer"
             if n.summed:
-                value = spread("i32", m, f.add(f.mul(group, 4), n.sums))
+                value = spread("i32", m, f.add(f.mul(group, 4), n.group_sums_at))
                 if n.zeros:
                     value = f.v(f"mul {i32} {value}, {sides[1][j]}")
             if n.zero is not None:

@@ -52,6 +52,7 @@ class GroupedNest(Nest):
 
     @property
     def group_count(self) -> int:
+        """Groups along K."""
         return -(-self.depth // self.group)
 
     @property

@@ -274,7 +274,7 @@ class Weights:
 
 @gluon.constexpr_function
 def word_at(s, kb, tile, config):
-    """Where in the queue the words of a tile's block begin."""
+    """The number of words in the queue before those of a tile's block."""
     stream = config.streams.value[s]
     group, block = divmod(kb, stream.blocks)
     return ((group * config.warp_tiles.value + tile) * stream.blocks + block) * stream.words
@@ -757,10 +757,10 @@ def epilogue(row_tile, count, block, side, store: gl.constexpr):
     place = (of_rows[:, None] + of_columns[None, :]) * 4
     y = total(place, count, config)
     outs = row_tile * (config.cta_rows // config.rows_per_out) + block.rank * config.cta_outs + r
-    if config.rows_per_out == 1:
-        store(y, y, c, outs, side)
-    else:
-        store(y, total(place + 8, count, config), c, outs, side)
+    second = y
+    if config.rows_per_out > 1:
+        second = total(place + 8, count, config)
+    store(y, second, c, outs, side)
 
 
 # -- the kernel

@@ -1,5 +1,5 @@
 """4-bit codes as the left operand of the gemm of `hopper/gemm/_kernel.py`: TMA brings words of the weight beside a tile of the
-other operand, and the warps that multiply make numbers of theirs in registers.
+other operand, and the warps that multiply dequantise theirs in registers.
 
 A block of 64 rows of the weight by 64 of K is packed in the order of the matrix unit's left fragment (`pack.py`): what a thread
 reads, 16 bytes, is what it multiplies. Halves left in shared memory instead, by warps of their own, took 1.4 times as long as
@@ -22,7 +22,7 @@ from tilewright.candidates.triton.hopper.w4._kernel import both_rows, named
 from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret
 
 BLOCK = gl.constexpr(64)
-STEP = gl.constexpr(128)  # of K: a row of a stage of bytes
+STEP = gl.constexpr(128)  # elements of K of a step: a row of a stage of bytes
 WORDS = gl.constexpr(gl.BlockedLayout([1, 1, 1, 2, 2], [1, 8, 4, 1, 1], [4, 1, 1, 1, 1], [4, 3, 2, 1, 0]))
 OF_ROWS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(4, WORDS.value)))
 OF_ALL_ROWS = gl.constexpr(gl.SliceLayout(2, gl.SliceLayout(3, gl.SliceLayout(4, WORDS.value))))
@@ -41,8 +41,8 @@ class PackedOperand:
 
     @gluon.jit
     def load_early(self, ring, scheduler):
-        """Has TMA bring words of a block's first steps: constants, asked for before the kernel ahead has ended. Gives their
-        number."""
+        """Has TMA bring words of a block's first steps: constants, which are loaded before the kernel ahead has ended. Gives
+        the number of steps."""
         first, last, _ = scheduler.tile_range(0, 1)
         b, m, _, k0, k1 = scheduler.tile(first)
         early = gl.where(first < last, gl.minimum(self.config.num_stages, k1 - k0), 0)
@@ -64,24 +64,24 @@ class PackedOperand:
 
     @gluon.jit
     def fragment(self, stage, group: gl.constexpr, k, layout: gl.constexpr):
-        """What a warpgroup multiplies: halves, of the words of a stage."""
+        """The tile of halves that a warpgroup multiplies, from the words of a stage."""
         config: gl.constexpr = self.config
         by_thread: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [4, 1], [1, 0])
-        words = seen(self.buffers[0].index(stage), (config.tile_m // BLOCK, 128, 4)).index(group).load(by_thread)
+        words = as_array(self.buffers[0].index(stage), (config.tile_m // BLOCK, 128, 4)).index(group).load(by_thread)
         given = (gl.convert_layout(words.reshape((4, 8, 4, 2, 2)), WORDS, assert_trivial=True),)
         for i in gl.static_range(1, len(self.descs)):
-            beside = flat(self.read_beside(stage, i, group))
-            given = given + (spread(chosen(beside, k, words_for(i, config), 1), config),)
-        return tile_of_halves(given, gl.DotOperandLayout(0, layout, 2), config)
+            beside = by_rows(self.read_beside(stage, i, group))
+            given = given + (beside_codes(words_of_step(beside, k, steps_of_copy(i, config), 1), config),)
+        return tile_from_words(given, gl.DotOperandLayout(0, layout, 2), config)
 
     @gluon.jit
     def read(self, stage, group: gl.constexpr):
-        """Words of a warpgroup that are in a stage: of codes, of each block along K, and those beside them."""
+        """A warpgroup's words in a stage: those of codes, for each block along K, and those beside them."""
         config: gl.constexpr = self.config
         halves: gl.constexpr = config.packed_bits // 4
         deep: gl.constexpr = config.deep
         by_thread: gl.constexpr = gl.BlockedLayout([1, halves, 1, 4], [1, 1, 32, 1], [4, 1, 1, 1], [3, 2, 1, 0])
-        codes = seen(self.buffers[0].index(stage), (config.tile_m // BLOCK * deep, 4, halves, 32, 4))
+        codes = as_array(self.buffers[0].index(stage), (config.tile_m // BLOCK * deep, 4, halves, 32, 4))
         words, beside = (), ()
         for block in gl.static_range(deep):
             words = words + (codes.index(group * deep + block).load(by_thread),)
@@ -91,20 +91,20 @@ class PackedOperand:
 
     @gluon.jit
     def read_beside(self, stage, i: gl.constexpr, group: gl.constexpr):
-        """Words of scales or zero points for a warpgroup's rows."""
+        """Words of scales (i = 1) or zero points (2) for a warpgroup's rows."""
         runs: gl.constexpr = self.config.packed_runs[i]
         run_words: gl.constexpr = self.config.packed_run[i]
         layout: gl.constexpr = gl.BlockedLayout([1, runs, 1, run_words], [1, 1, 8, 4], [4, 1, 1, 1], [3, 2, 1, 0])
         shape: gl.constexpr = (self.config.tile_m // BLOCK, 4, runs, 8, run_words)
-        return seen(self.buffers[i].index(stage), shape).index(group).load(layout)
+        return as_array(self.buffers[i].index(stage), shape).index(group).load(layout)
 
     @gluon.jit
     def scaled_sums(self, mainloop, stage, phase, order, order_phase, k0, k1, group: gl.constexpr):
         """Sums of a group's products times its scales, added up in f32. While one warpgroup makes bytes of codes, or multiplies
-        by scales, the other one has the tensor cores; those that take turns ask for products of a group in turn.
+        by scales, the other one has the tensor cores; those that take turns issue products of a group in turn.
 
         While a block is multiplied the next one's codes are made bytes, and words of the next step are read, after the last one
-        those that are there. (Bytes made for the next step would be moved on where products under way read theirs: ptxas would
+        those that are there. (Bytes made for the next step would be moved on where products in flight read theirs: ptxas would
         let each end before the next one starts.)
         """
         config: gl.constexpr = self.config
@@ -122,11 +122,11 @@ class PackedOperand:
         for k in range(k0, k1):
             beside = ()
             for i in gl.static_range(1, len(self.descs)):
-                beside = beside + (chosen(flat(held[1][i - 1]), k, words_for(i, config), 1),)
+                beside = beside + (words_of_step(by_rows(held[1][i - 1]), k, steps_of_copy(i, config), 1),)
             rows = ()
             for g in gl.static_range(STEP // each):
-                rows = rows + (scales_of(nth(beside[0], g, config.deep * config.subs), layout, config),)
-            made = (bytes_of(held[0], beside, 0, config),)
+                rows = rows + (scales_of_rows(nth_part(beside[0], g, config.deep * config.subs), layout, config),)
+            made = (dequantized_bytes(held[0], beside, 0, config),)
             of = stage
             stage, phase = ring.advance(stage, phase)
             found = ()
@@ -138,7 +138,7 @@ class PackedOperand:
                         order_phase = order_phase ^ 1
                     acc = warpgroup_mma_init(gl.zeros((BLOCK, at_once), named(config.product_dtype).value, layout))
                     for p in gl.static_range(each // width):
-                        a = tile_of_bytes(made[(g * each + p * width) // BLOCK], g * each + p * width, width, layout, config)
+                        a = tile_from_bytes(made[(g * each + p * width) // BLOCK], g * each + p * width, width, layout, config)
                         b = right_fragment(mainloop.right, of, config)
                         if at_once < columns:
                             b = b.slice(i * at_once, at_once, dim=0)
@@ -150,7 +150,7 @@ class PackedOperand:
                             ring.wait(stage, phase, k + 1 < k1)
                             following = self.read(gl.where(k + 1 < k1, stage, of), group)
                         elif i == 0 and (g * each + (p + 1) * width) % BLOCK == 0 and g * each + (p + 1) * width < STEP:
-                            made = made + (bytes_of(held[0], beside, (g * each + (p + 1) * width) // BLOCK, config),)
+                            made = made + (dequantized_bytes(held[0], beside, (g * each + (p + 1) * width) // BLOCK, config),)
                     part = warpgroup_mma_wait(0, deps=(acc,))
                     if i + 1 == columns // at_once and (g + 1) * each == STEP:
                         ring.release(of)
@@ -162,61 +162,61 @@ class PackedOperand:
 
 
 @gluon.jit
-def seen(buffer, shape: gl.constexpr):
-    """Words in shared memory, one after the other, as an array."""
-    order: gl.constexpr = falling(shape)
+def as_array(buffer, shape: gl.constexpr):
+    """Contiguous words in shared memory as an array."""
+    order: gl.constexpr = contiguous_last(shape)
     return reinterpret(buffer, gl.int32, shape, gl.SwizzledSharedLayout(1, 1, 1, order))
 
 
 @gluon.constexpr_function
-def falling(shape):
-    """Axes of one of several arrays, from the last to the first."""
+def contiguous_last(shape):
+    """The order of the axes of an array of arrays whose first axis is indexed: the last one is contiguous."""
     return list(range(len(shape) - 2, -1, -1))
 
 
 @gluon.constexpr_function
-def words_for(i, config):
-    """Steps along K that the words which come together are for."""
+def steps_of_copy(i, config):
+    """The number of steps along K whose words one copy brings."""
     return config.packed_run.value[i] * config.packed_runs.value[i] // config.packed_needed.value[i]
 
 
 @gluon.jit
-def chosen(x, k, count: gl.constexpr, divided: gl.constexpr):
-    """Of the words that came for `count` steps, which are last along an axis, those for step k."""
+def words_of_step(x, k, count: gl.constexpr, divided: gl.constexpr):
+    """The words of step k among those of `count` steps, which follow one another along the last axis."""
     if count > 1:
-        return chosen(one_of(x, k // divided, count), k, count // 2, 2 * divided)
+        return words_of_step(every_other(x, k // divided, count), k, count // 2, 2 * divided)
     else:
         return x
 
 
 @gluon.jit
-def one_of(x, k, count: gl.constexpr):
-    """Which of several neighbours that a thread holds are a step's, by the lowest bit of its number."""
+def every_other(x, k, count: gl.constexpr):
+    """The words of every other one of `count` steps: those whose number is even like k or odd like k."""
     x = x.reshape((x.shape[0], x.shape[1], count, x.shape[2] // count)).permute((0, 1, 3, 2))
     even, odd = x.reshape((x.shape[0], x.shape[1], x.shape[2], count // 2, 2)).split()
     return gl.where(k % 2 == 0, even, odd).permute((0, 1, 3, 2)).reshape((x.shape[0], x.shape[1], count // 2 * x.shape[2]))
 
 
 @gluon.jit
-def nth(x, i: gl.constexpr, count: gl.constexpr):
-    """The i-th of so many parts of neighbours."""
+def nth_part(x, i: gl.constexpr, count: gl.constexpr):
+    """The i-th of `count` equal parts of the last axis."""
     if count == 1:
         return x
     else:
-        x = nth(x, i // 2, count // 2)
+        x = nth_part(x, i // 2, count // 2)
         return x.reshape((x.shape[0], x.shape[1], 2, x.shape[2] // 2)).permute((0, 1, 3, 2)).split()[i % 2]
 
 
 @gluon.jit
-def flat(words):
-    """Words in runs as words of a pair of rows."""
+def by_rows(words):
+    """Words [4, runs, 8, run] as the words of each pair of rows: [4, 8, runs * run]."""
     runs: gl.constexpr = words.shape[1] * words.shape[3]
     return words.permute((0, 2, 1, 3)).reshape((4, 8, runs))
 
 
 @gluon.jit
-def spread(words, config: gl.constexpr):
-    """What belongs to pairs of rows (and halves of a block along K) beside the words of codes."""
+def beside_codes(words, config: gl.constexpr):
+    """A word for each pair of rows (and half of a block along K) beside each of their words of codes."""
     if config.subs == 1:
         words = gl.convert_layout(words.reshape((4, 8)), OF_ALL_ROWS, assert_trivial=True)[:, :, None, None, None]
     else:
@@ -225,8 +225,8 @@ def spread(words, config: gl.constexpr):
 
 
 @gluon.jit
-def tile_of_halves(given, layout: gl.constexpr, config: gl.constexpr):
-    """Words of a block and what belongs to them as a tile [64, 64], as the matrix unit takes it."""
+def tile_from_words(given, layout: gl.constexpr, config: gl.constexpr):
+    """Words of a block, and those beside them, as a tile [64, 64] of halves as the matrix unit takes it."""
     x = gl.inline_asm_elementwise(
         config.convert_asm,
         config.convert_operands,
@@ -242,8 +242,8 @@ def tile_of_halves(given, layout: gl.constexpr, config: gl.constexpr):
 
 
 @gluon.jit
-def bytes_of(words, beside, block: gl.constexpr, config: gl.constexpr):
-    """Words of a block, and its zero points if there are any, as bytes of both rows, four to a word: as words they may wait."""
+def dequantized_bytes(words, beside, block: gl.constexpr, config: gl.constexpr):
+    """Words of a block, and its zero points if there are any, as bytes of both rows, which wait four to a word."""
     words = words[block]
     if config.packed_bits == 8:
         first, second = words.reshape((4, 2, 8, 4, 2, 2)).permute((0, 2, 3, 4, 5, 1)).split()
@@ -251,15 +251,15 @@ def bytes_of(words, beside, block: gl.constexpr, config: gl.constexpr):
     else:
         given = (gl.convert_layout(words.reshape((4, 8, 4, 2, 2)), WORDS, assert_trivial=True),)
     if len(beside) == 2:
-        given = given + (spread(nth(beside[1], block, config.deep), config),)
+        given = given + (beside_codes(nth_part(beside[1], block, config.deep), config),)
     return gl.inline_asm_elementwise(
         config.convert_asm, config.convert_operands, given, dtype=(gl.int32, gl.int32), is_pure=True, pack=4
     )
 
 
 @gluon.jit
-def tile_of_bytes(made, at: gl.constexpr, width: gl.constexpr, layout: gl.constexpr, config: gl.constexpr):
-    """Such words as a tile [64, 64] as the matrix unit takes it, or the half of it that begins at column `at` of K."""
+def tile_from_bytes(made, at: gl.constexpr, width: gl.constexpr, layout: gl.constexpr, config: gl.constexpr):
+    """Such words as a tile [64, 64] of bytes as the matrix unit takes it, or the half of it that begins at column `at` of K."""
     own: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     x = gl.inline_asm_elementwise(
         config.held_asm, config.held_operands, made, dtype=(named(config.made_dtype).value,) * 8, is_pure=True, pack=4
@@ -274,8 +274,8 @@ def tile_of_bytes(made, at: gl.constexpr, width: gl.constexpr, layout: gl.conste
 
 
 @gluon.jit
-def scales_of(x, layout: gl.constexpr, config: gl.constexpr):
-    """Words of scales as those of a tile's rows."""
+def scales_of_rows(x, layout: gl.constexpr, config: gl.constexpr):
+    """Words of scales as the scales of a tile's rows."""
     if config.scale_bits == 32:
         rows = x.to(gl.float32, bitcast=True)
     else:
@@ -287,7 +287,7 @@ def scales_of(x, layout: gl.constexpr, config: gl.constexpr):
 
 @gluon.jit
 def scaled_sum(part, rows, r, in_order: gl.constexpr):
-    """Sums and a group's products times its scales; `in_order`: LLVM would do those of all columns at once."""
+    """Sums plus a group's products times its scales; `in_order`: LLVM would compute those of all columns at once."""
     if in_order:
         asm: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
         given = [part.to(gl.float32), rows[:, None], r]
@@ -306,20 +306,20 @@ def packed_gemm(
     descs, buffers = (), ()
     for i in gl.static_range(1, len(operands)):
         descs = descs + (operands[i],)
-        buffers = buffers + (room(operands[i], config),)
+        buffers = buffers + (stages_for(operands[i], config),)
     left = PackedOperand(descs, buffers, 1, True, config.deep > 1, config)
     functions: gl.constexpr = (begin, load, visit, place, aux_place, choose)
     run(left, operands[0], arguments, side, functions, config)
 
 
 @gluon.jit
-def room(desc, config: gl.constexpr):
-    """Stages of what a descriptor's copies bring."""
+def stages_for(desc, config: gl.constexpr):
+    """Shared memory for the stages of what a descriptor's copies bring."""
     shape: gl.constexpr = with_stages(desc.block_type.shape, config)
     return gl.allocate_shared_memory(gl.int32, shape, desc.layout)
 
 
 @gluon.constexpr_function
 def with_stages(box, config):
-    """A box for each stage."""
+    """The shape of a box for each stage."""
     return [config.num_stages.value, *box]

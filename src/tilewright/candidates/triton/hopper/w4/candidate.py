@@ -170,7 +170,7 @@ class HopperW4:
             CANDIDATE.name,
             schedule,
             prepare,
-            packed_bytes=plan.packed_bytes,
+            packed_bytes=plan.packed_bytes(),
             releasable=w.sources - frozenset(sides),
             **vars(module.needs(built.kernel)),
         )

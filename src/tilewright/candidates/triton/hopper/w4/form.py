@@ -109,7 +109,8 @@ class TileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig(TileConfig):
-    """What the kernel is compiled for: a problem's extents and types beside the knobs, and what follows from them.
+    """The constants that the kernel is compiled for: a problem's extents and types beside the knobs, and what follows from
+    them.
 
     Attributes:
         rows, K: extents of the activations.
@@ -283,7 +284,7 @@ class KernelConfig(TileConfig):
 
     @property
     def x_sums_at(self) -> int:
-        """Where sums of the activations are: of each block of 64 columns and scale, in four parts."""
+        """The offset of sums of the activations: for each block of 64 columns and scale, in four parts."""
         return X_AT + min(self.k_chunks, 2) * self.chunk_bytes
 
     @property
@@ -293,12 +294,12 @@ class KernelConfig(TileConfig):
 
     @property
     def x_sums_end(self) -> int:
-        """Where those sums end, if there are any."""
+        """The offset behind those sums, if there are any."""
         return self.x_sums_at + (self.cta_blocks * self.x_sums_block_bytes if self.subnormal else 0)
 
     @property
     def partials_at(self) -> int:
-        """Where sums of the block's warps meet: where the activations were, if they are not needed again."""
+        """The offset of the sums of the block's warps: where the activations were, if they are not needed again."""
         return self.x_sums_end if self.persistent else X_AT
 
     @property
@@ -308,13 +309,13 @@ class KernelConfig(TileConfig):
 
     @property
     def received_at(self) -> int:
-        """Where sums of the cluster's blocks arrive: where none of them reads activations."""
+        """The offset at which sums of the cluster's blocks arrive: where none of them reads activations."""
         own = 0 if self.sends_directly else self.k_warps * self.cta_sums * 4
         return max(self.x_sums_end, self.partials_at + own)
 
     @property
     def shared_bytes(self) -> int:
-        """All of it; the cluster's blocks send sums of two row tiles if need be."""
+        """The size of all of it, with room for sums of two row tiles from the cluster's blocks if need be."""
         received = self.cta_sums * 4 * (2 if self.persistent else 1) if self.cluster > 1 else 0
         return -(-(self.received_at + received) // 512) * 512
 

@@ -81,14 +81,14 @@ def half_of(operand: DType) -> DType:
 
 
 def bias(codes: DType, operand: DType) -> int:
-    """What is added to a code so that it is stored as an unsigned number; 0 for 8-bit ones that bf16 reads as they are."""
+    """The number added to a code so that it is stored as an unsigned number; 0 for 8-bit ones that bf16 reads as they are."""
     if not codes.is_integer or codes.kind == "uint" or (codes.bits == 8 and operand is BF16):
         return 0
     return 1 << (codes.bits - 1)
 
 
 def places(bits: int, operand: DType) -> tuple[tuple[int, int, int], ...]:
-    """Where a word holds each register of the fragment: row half, column half, and the bit of the first of its two codes.
+    """The places of the fragment's registers in a word: row half, column half, and the bit of the first of two codes.
 
     The second code is 16 bits up. With f16, codes of row g become 16 + code by setting an exponent over bits 6 to 9, those of
     row g + 8 become 256 + code at bits 2 to 5; the other column half lies 8 bits further round. bf16 has room for one code.

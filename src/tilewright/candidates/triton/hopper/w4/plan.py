@@ -118,18 +118,11 @@ class Plan:
         """Rows of the weights as they are packed, filled up."""
         return -(-self.weight_rows // ROWS) * ROWS
 
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes of codes, scales and zero points as they are packed."""
+    def packed_bytes(self, *, ready: bool = False) -> int:
+        """Bytes of codes, scales and zero points as they are packed (`pack.packed_weights`)."""
         w = self.weights
-        words = self.K // w.scale_k * (w.tensors - 1)
-        return self.packed_rows * (self.K * w.kind.bits // 8 + words * w.scales.bits // 8)
-
-    @property
-    def ready_bytes(self) -> int:
-        """Bytes of codes as bytes that are multiplied, and of scales."""
-        w = self.weights
-        return self.packed_rows * (self.K + self.K // w.scale_k * w.scales.bits // 8)
+        bits, sides = (8, 1) if ready else (w.kind.bits, w.tensors - 1)
+        return self.packed_rows * (self.K * bits + self.K // w.scale_k * sides * w.scales.bits) // 8
 
 
 def plan_of(problem: Problem) -> Plan:

@@ -138,12 +138,12 @@ def _sms(config: KernelConfig, target: Target) -> int:
 
 
 def work(plan: Plan, c: KernelConfig, target: Target) -> Work:
-    """What a point makes the machine do."""
+    """The cycles of a point and the bytes it reads and writes."""
     alone = c.in_flight == 2
     each_sm = -(-c.grid // _sms(c, target))  # blocks
     tiles_of_block = -(-c.row_tiles // c.clusters)
     rounds = -(-each_sm // c.occupancy)
-    code_bytes = plan.packed_bytes / c.row_tiles / c.cluster
+    code_bytes = plan.packed_bytes() / c.row_tiles / c.cluster
     other_bytes = plan.rows * c.cta_blocks * 8 * plan.operand.bits
     block = c.columns / 8
     tile = TILE_CYCLES * c.bits / 4 + (SCALE_CYCLES if c.rounded else 0.0)
@@ -170,5 +170,5 @@ def work(plan: Plan, c: KernelConfig, target: Target) -> Work:
     if plan.operand.bits == 8:
         cycles += each_sm * plan.rows * c.cta_blocks * 64 * WIDENED_CYCLES
     cycles += each_sm * tiles_of_block * sums + (tiles_of_block - 1) * TURN_CYCLES + (c.k_chunks - 1) * CHUNK_CYCLES
-    read = plan.packed_bytes + plan.rows * plan.K * plan.operand.bits // 8 + plan.rows * plan.outs * 2
+    read = plan.packed_bytes() + plan.rows * plan.K * plan.operand.bits // 8 + plan.rows * plan.outs * 2
     return Work((Phase(cycles, 0.0, {"memory": float(read)}),))

@@ -312,7 +312,7 @@ class Tiles(HopperPlan):
 
     def packing(self, spec: KernelSpec) -> tuple[int, frozenset[int]]:
         weights = self.weights
-        return weights.ready_bytes if spec.tile.ready else weights.packed_bytes, weights.weights.sources
+        return weights.packed_bytes(ready=bool(spec.tile.ready)), weights.weights.sources
 
     def prepare(self, spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
         w, first = self.weights.weights, len(self.gemm.problem.types)
