@@ -192,6 +192,7 @@ def test_many_rows_decode_a_panel_once(rows, chip, lookup):
     decoded = bool(dict(first.knobs).get("decoded", False))
     assert decoded == (rows > 16 and not lookup) == bool(others)
     nest = plan.nest_of(first)
+    assert nest.prefetch_distance == 0  # a panel that a thread has just decoded is in its cache
     if decoded:  # each code is met by as many rows as a cache holds, and activations are read where they lie
         assert nest.nc_panels == 1 and nest.blocks.mc >= min(rows, 60) and not nest.blocks.pack_lhs
         code = str(w4.writer_of(nest).write().text("x86-64-v3", ""))

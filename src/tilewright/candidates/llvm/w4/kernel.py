@@ -84,8 +84,8 @@ class GroupedNest(Nest):
         return rounded(self.panel_bytes(self.depth)) if self.decoded else super().thread_bytes
 
     @cached_property
-    def asks(self) -> int:
-        return 0  # kernels ask for their own stream
+    def prefetch_distance(self) -> int:
+        return 0  # kernels prefetch their own stream
 
     def prefetch(self, f: Function, at: str) -> None:
         """Prefetch what follows the words of a panel's columns at an address."""
