@@ -10,22 +10,26 @@ import random
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils import _pytree as pytree
 
+from tilewright.compiler import compile as compiled
 from tilewright.compiler import optimise
 from tilewright.dtype import from_torch
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions
 from tilewright.frontends import torch as frontend
 from tilewright.ir.evaluate import evaluate
+from tilewright.ir.graph import Graph
 from tilewright.ir.verify import verify
 
 INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 DTYPES = (*FLOATS, *INTEGERS, torch.bool, torch.uint16, torch.uint32, torch.uint64)
+Form = Literal["as read", "after the rules", "compiled"]
+FORMS: tuple[Form, ...] = get_args(Form)
 
 # Operators whose result is not a function of the arguments, or is no tensor of a shape that they fix.
 NO_FUNCTIONS = """bernoulli cauchy empty empty_like empty_permuted empty_strided exponential geometric log_normal multinomial
@@ -43,6 +47,9 @@ UNARY = """abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2ra
     sigmoid sign signbit sin sinh sqrt square tan tanh trunc"""
 BINARY = """add atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor div eq fmax fmin fmod ge gt le
     logaddexp logical_and logical_or logical_xor lt maximum minimum mul ne pow remainder sub true_divide xlogy"""
+# Their sums of products depend on the order where one goes past the type's range, and so on the library.
+PRODUCTS = """__rmatmul__ addbmm addmm addmv addr baddbmm bmm dot einsum ger inner linalg.multi_dot matmul mm mv
+    nn.functional.bilinear nn.functional.linear outer tensordot vdot"""
 REDUCTIONS = "all amax amin any argmax argmin cumsum max mean min prod std sum var"
 
 
@@ -95,8 +102,11 @@ def specials(dtype: torch.dtype) -> list[float | int]:
     ]
 
 
-def filled(t: torch.Tensor, dice: random.Random) -> torch.Tensor:
-    """A tensor of the same kind whose elements are of the full range, a half of them special ones."""
+def filled(t: torch.Tensor, dice: random.Random, ends: bool = True) -> torch.Tensor:
+    """A tensor of the same kind whose elements are of the full range, a half of them special ones.
+
+    `ends`: the largest finite float and the smallest normal one, too.
+    """
     if t.dtype not in DTYPES or t.numel() == 0:
         return t
     g = torch.Generator().manual_seed(dice.randrange(1 << 30))
@@ -109,7 +119,10 @@ def filled(t: torch.Tensor, dice: random.Random) -> torch.Tensor:
         i = torch.iinfo(t.dtype)
         low, high = max(i.min, -(1 << 62)), min(i.max, 1 << 62)
         plain = torch.randint(low, high, (count,), generator=g).to(t.dtype)
-    values = [dice.choice(specials(t.dtype)) for _ in range(count)]
+    some = specials(t.dtype)
+    if not ends and t.dtype.is_floating_point:
+        some = [x for x in some if abs(x) not in (torch.finfo(t.dtype).max, torch.finfo(t.dtype).tiny)]
+    values = [dice.choice(some) for _ in range(count)]
     special = torch.tensor(values, dtype=t.dtype if t.dtype is not torch.uint64 else torch.float64).to(t.dtype)
     bits, chosen = _bits(t.dtype), torch.rand(count, generator=g) < 0.5
     return torch.where(chosen, special.view(bits), plain.view(bits)).view(t.dtype).reshape(t.shape)
@@ -155,6 +168,8 @@ def samples_of(op: Any, dtype: torch.dtype, most: int, seed: int = 0) -> Iterato
             if op.name in ("div", "lcm") and dtype in (torch.int32, torch.int64):  # torch dies of the lowest divided by -1
                 full = tuple(t.clamp(min=torch.iinfo(dtype).min + 1) if t.dtype is dtype else t for t in full)
             yield replace(one, tensors=full)
+        elif op.name in PRODUCTS.split() and dtype.is_floating_point:
+            yield replace(one, tensors=tuple(filled(t, dice, ends=False) for t in one.tensors))
 
 
 def own_samples(count: int, seed: int = 0) -> Iterator[Sample]:
@@ -237,6 +252,10 @@ def _as_right(s: Sample, place: int, given: torch.Tensor) -> Iterator[torch.Tens
         # Converted from f32 at its end: numbers beyond 64 bits are undefined in C++, and saturate here.
         ends = torch.iinfo(given.dtype)
         yield torch.where((given == ends.min) | (given == ends.max), given, ~given)
+    if s.name in PRODUCTS.split() and given.dtype in (torch.float32, torch.float64):
+        # Where every product is a zero, the library for these types begins a sum at 0, at the first of them, or at the bias.
+        wanted = results(s(*s.tensors))[place]
+        yield torch.where((given == 0) & (wanted == 0), given, wanted)
 
 
 def _strided(s: Sample) -> list[torch.Tensor] | None:
@@ -257,9 +276,11 @@ def _in_a_crowd(s: Sample) -> list[torch.Tensor] | None:
 
 
 def _wider(s: Sample) -> list[torch.Tensor] | None:
-    """torch's answer where what lies between is f32, of `mvlgamma`, whose samples are not all in its domain."""
+    """torch's answer where what lies between is f32: of `mvlgamma`, whose samples are not all in its domain, and `erf`, which
+    makes 0 of small numbers of 16 bits.
+    """
     narrow = (torch.float16, torch.bfloat16)
-    if not s.name.startswith("mvlgamma") or not any(t.dtype in narrow for t in s.tensors):
+    if not (s.name == "erf" or s.name.startswith("mvlgamma")) or not any(t.dtype in narrow for t in s.tensors):
         return None
     return _again(s, [t.float() if t.dtype in narrow else t for t in s.tensors])
 
@@ -291,8 +312,11 @@ class Finding:
     said: str = ""
 
 
-def compared(samples: Sequence[Sample], rules: bool = False) -> list[Finding]:
-    """Samples read as one program and compared with eager torch; halves of them where the whole cannot be read."""
+def compared(samples: Sequence[Sample], form: Form = "as read") -> list[Finding]:
+    """Samples read as one program and compared with eager torch; halves of them where the whole cannot be read.
+
+    Its meaning is compared, as it is read or after the rules, or what the kernels compute that are chosen for it unmeasured.
+    """
     runnable: list[tuple[Sample, list[torch.Tensor]]] = []
     for s in samples:
         try:
@@ -303,19 +327,23 @@ def compared(samples: Sequence[Sample], rules: bool = False) -> list[Finding]:
             continue
         if wanted and all(t.layout is torch.strided and not t.is_quantized for t in wanted):
             runnable.append((s, wanted))
-    return _compared(runnable, rules)
+    return _compared(runnable, form)
 
 
-def _compared(runnable: Sequence[tuple[Sample, list[torch.Tensor]]], rules: bool) -> list[Finding]:
+def _run(graph: Graph, inputs: Sequence[torch.Tensor], form: Form) -> list[Any]:
+    if form == "compiled":
+        return pytree.tree_leaves(compiled(graph, budget_s=0, cache=False)(*inputs))
+    return evaluate(optimise(graph) if form == "after the rules" else graph, inputs)
+
+
+def _compared(runnable: Sequence[tuple[Sample, list[torch.Tensor]]], form: Form) -> list[Finding]:
     if not runnable:
         return []
     samples = [s for s, _ in runnable]
     inputs = [s.tensors for s in samples]
     try:
         graph = verify(frontend.load(_Calls(samples), LoadOptions(example_inputs=(inputs,))))
-        if rules:
-            graph = optimise(graph)
-        given = iter(evaluate(graph, pytree.tree_leaves(inputs)))
+        given = iter(_run(graph, pytree.tree_leaves(inputs), form))
         found: list[Finding] = []
         names = list(graph.output_names)
         if len(names) != sum(len(w) for _, w in runnable):
@@ -329,7 +357,7 @@ def _compared(runnable: Sequence[tuple[Sample, list[torch.Tensor]]], rules: bool
     except Exception as error:
         if len(runnable) > 1:
             half = len(runnable) // 2
-            return _compared(runnable[:half], rules) + _compared(runnable[half:], rules)
+            return _compared(runnable[:half], form) + _compared(runnable[half:], form)
         typed = isinstance(error, (UnsupportedError, InputError))
         status = "refused" if typed else "crash"
         return [Finding(samples[0], status, f"{type(error).__name__}: {error}".replace("\n", " ")[:300])]

@@ -64,7 +64,8 @@ def powers_as_products(roots: Sequence[Node]) -> tuple[Node, ...]:
 
 def _reduction(op: Reduce, n: Node, x: Node) -> Node:
     if all(x.shape[a] == 1 for a in op.axes):
-        return reshape(x, n.shape)
+        of_zero = n.dtype.is_float and op.fn in ("add", "mean")  # which -0, added to 0, comes to
+        return reshape(map_("add", x, const(0.0, n.dtype)) if of_zero else x, n.shape)
     if n.dtype.is_float and n.dtype.bits < 32:
         return convert(Node(op, convert(x, F32)), n.dtype)
     return Node(op, x)

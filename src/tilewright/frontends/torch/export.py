@@ -7,6 +7,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, zip_longest
 from typing import Any, cast
 
@@ -32,6 +33,7 @@ from tilewright.frontends.torch.registry import TRANSLATIONS, DependsOnDataError
 _ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
 # Decompositions that round, or overflow, elsewhere than torch's kernels, which do these in 16 bits from step to step.
 _OTHERWISE = {f"aten.{name}.default" for name in ("addr", "linalg_cross", "soft_margin_loss")}
+_LOSS = torch.ops.aten.nll_loss_forward.default
 _MUTATIONS = {
     OutputKind.PARAMETER_MUTATION: "parameter",
     OutputKind.USER_INPUT_MUTATION: "input",
@@ -52,6 +54,7 @@ def exported(
     """
     table = torch.export.default_decompositions()
     kept = {op: f for op, f in table.items() if str(op) not in TRANSLATIONS.keys() | _OTHERWISE}
+    kept[_LOSS] = partial(_loss, table[_LOSS])
     if isinstance(program, torch.nn.Module):
         _check_weights(chain(program.named_parameters(), program.named_buffers()))
         args, kwargs = arguments(options.example_inputs, program)
@@ -68,6 +71,11 @@ def exported(
     if symbolic := _symbolic_inputs(program):
         program = _bound(program, symbolic, options)
     return _functional(program, options, kept)
+
+
+def _loss(f: Callable[..., Any], x: torch.Tensor, target: torch.Tensor, weight: object, reduction: int, ignored: int) -> Any:
+    """Loss of classes by torch's decomposition `f`; that of one sample is a sum even unreduced, as in torch's kernel: no -0."""
+    return f(x, target, weight, 2 if x.dim() == 1 and not reduction else reduction, ignored)
 
 
 def _functional(program: ExportedProgram, options: LoadOptions, decompositions: dict[Any, Any]) -> ExportedProgram:

@@ -66,13 +66,17 @@ def addmv(site: Site, self: Node, mat: Node, vec: Node, *, beta: Scalar = 1, alp
 
 
 def _affine(out: DType, bias: Node | None, a: Node, b: Node, beta: Scalar, alpha: Scalar) -> Node:
-    """beta * bias + alpha * (a @ b) in the accumulator's type, then rounded to `out`."""
+    """beta * bias + alpha * (a @ b) in the accumulator's type, then rounded to `out`; where K is 0 beta * bias, -0 too."""
+    if not a.shape[-1]:
+        alpha = 1
     if beta == 0 or bias is None:
         bias = None
         if alpha == 1:
             return _product(a, b, out)
     acc = _accumulator(a)
     y = gemm(a, b, acc_dtype=acc)
+    if bias is not None and not a.shape[-1]:
+        return cast(broadcast(mapped("multiply", acc, bias, beta), y.shape), out)
     if alpha != 1:
         y = mapped("multiply", acc, y, alpha)
     if bias is not None:

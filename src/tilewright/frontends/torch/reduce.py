@@ -10,7 +10,7 @@ import torch
 from tilewright.dtype import BF16, F16, F32, F64, PRED, DType
 from tilewright.frontends.torch.registry import Scalar, Site, aten
 from tilewright.frontends.torch.types import cast, mapped
-from tilewright.ir.build import map_, reduce_, reshape
+from tilewright.ir.build import const, map_, reduce_, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import LayerNorm, Select, Softmax
 from tilewright.ir.types import normalize_axis
@@ -88,7 +88,8 @@ def var_mean(
     elif site.dtype is F64:  # torch's running mean has no sum that overflows, but differences that do
         return None
     else:
-        results = _spread_and_mean(site, self, axes, correction, keepdim, root=root)
+        spread, mean = _spread_and_mean(site, self, axes, correction, keepdim, root=root)
+        results = spread, _running(mean, self, axes, keepdim) if 1 in site.used else mean
     return [cast(x, site.dtype) for x in results]
 
 
@@ -105,8 +106,12 @@ def _spread_and_mean(
         variance = _variance(x, axes, correction, keepdim)
         return map_("sqrt", variance) if root else variance, reduce_("mean", x, axes, keepdim)
     less = 2.0 ** (count - 1).bit_length() * 4
-    x = mapped("multiply", F32, x, 1 / less)
-    mean = reduce_("mean", x, axes, keepdims=True)
+    if prod(site.out.shape) == 1 and len(site.outs) == 1 and self.dtype is F32:  # on a CPU by a mean of f32 sums
+        mean = mapped("multiply", F32, reduce_("mean", x, axes, keepdims=True), 1 / less)
+        x = mapped("multiply", F32, x, 1 / less)
+    else:
+        x = mapped("multiply", F32, x, 1 / less)
+        mean = reduce_("mean", x, axes, keepdims=True)
     distance = map_("subtract", x, mean)
     furthest = reduce_("maximum", map_("abs", distance), axes, keepdims=True)
 
@@ -120,6 +125,18 @@ def _spread_and_mean(
     moment = map_("sqrt", moment) if root else map_("multiply", moment, back)
     shape = mean.shape if keepdim else tuple(d for i, d in enumerate(mean.shape) if i not in axes)
     return reshape(map_("multiply", moment, back), shape), reshape(mapped("multiply", F32, mean, less), shape)
+
+
+def _running(mean: Node, x: Node, axes: list[int], keepdim: bool) -> Node:
+    """A mean as torch's running one gives it: after an infinity NaN, so that only the last number may be one."""
+    if not axes:
+        return mean
+    last = torch.zeros([d if a in axes else 1 for a, d in enumerate(x.shape)], dtype=torch.bool)
+    if last.numel():
+        last.view(-1)[-1] = True
+    before = reduce_("and", map_("or", map_("is_finite", x), const(last)), axes, keepdim)
+    kept = map_("or", before, map_("not", map_("is_inf", mean)))
+    return Node(Select(), kept, mean, cast(torch.nan, mean.dtype))
 
 
 def _variance(x: Node, axes: list[int], correction: Scalar | None, keepdim: bool) -> Node:

@@ -112,7 +112,10 @@ def matmul_exact(a: torch.Tensor, b: torch.Tensor, a_dtype: DType, b_dtype: DTyp
     """
     if acc_dtype.is_float:
         compute = torch.float64 if F64 in (acc_dtype, a_dtype, b_dtype) or float64_gemms() else torch.float32
-        return to_float(torch.matmul(a.to(compute), b.to(compute)), acc_dtype)
+        product = torch.matmul(a.to(compute), b.to(compute))
+        if a.dtype is not compute:  # whose sums begin at 0 also where one product is all of a sum, and -0
+            product = product + 0.0
+        return to_float(product, acc_dtype)
     k = a.shape[-1]
     largest = max(abs(int(a_dtype.min)), int(a_dtype.max)) * max(abs(int(b_dtype.min)), int(b_dtype.max))
     if largest * max(k, 1) < 1 << 53:

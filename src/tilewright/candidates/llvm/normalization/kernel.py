@@ -387,7 +387,7 @@ class Combine:
         if d is PRED:
             return f"splat (i1 {str(self._fn in ALL).lower()})"
         if self._fn in ("add", "mean", "or"):
-            return f"splat (float {f32(-0.0)})" if d is F32 else "zeroinitializer"
+            return "zeroinitializer"  # a sum of zeros that are all -0 is 0
         if self._fn == "multiply":
             return f"splat ({element(d)} 1)"
         if self._fn == "and":

@@ -255,7 +255,7 @@ class _Rows(Emitter):
         fn = OF_TESTS.get(n.op.fn, n.op.fn) if dtype is PRED else n.op.fn
         adds, name = fn in ("add", "mean"), "uint" if dtype.kind == "uint" else "int"
         if adds or fn == "or":
-            nothing = "-0.0" if dtype is F32 else "0"
+            nothing = "0.0" if dtype is F32 else "0"
         elif fn in BY_PAIRS:
             nothing = "1" if fn == "multiply" or dtype is PRED else str(int(dtype.max) if name == "uint" else -1)
         else:
@@ -282,6 +282,8 @@ class _Rows(Emitter):
         else:
             combine = BY_PAIRS[fn][0] if fn in BY_PAIRS else "highest" if fn == "maximum" else "lowest"
             total = t.call("reduce", parts[0], "1", combine, "keep_dims=True")
+        if adds and dtype is F32 and all(tile.column_mask is None for tile in self._here):
+            total = t.v(f"{total} + 0.0")  # zeros that are all -0 come to 0
         if fn == "mean":
             return self._mean(total)
         if dtype is PRED:
