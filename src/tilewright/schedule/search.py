@@ -40,7 +40,9 @@ PROMISING = 1.5  # a candidate this many times slower than the winner is not loo
 PATIENCE = 8  # points in a row that were no better, and the rest of the space, ranked below them, is left
 UNBUILT = 4  # points that could not be built, and are made up for by later ones
 RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the start, and for one more against the winner
-FORESEEN = 1.5  # times as long as a library that a generated kernel must be expected to take to stand behind it unmeasured
+# A generated kernel stands behind a library unmeasured, if it is expected to take this many times as long as the library and
+# the microseconds in which torch is called.
+FORESEEN, TORCH_US = 1.5, 10.0
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
@@ -313,7 +315,7 @@ class _Search:
         expected = [self._expected_us(s) for s in spaces]
         libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in LIBRARIES and expected[i] is not None]
         best = min(libraries, key=lambda i: expected[i] or 0.0, default=None)
-        if best is None or expected[0] is None or expected[0] <= FORESEEN * (expected[best] or 0.0):
+        if best is None or expected[0] is None or expected[0] <= FORESEEN * (TORCH_US + (expected[best] or 0.0)):
             return spaces
         ahead, others = spaces[best], [s for i, s in enumerate(spaces) if i != best]
         why = f"not tried: {ahead.candidate.name} is expected to take {expected[best]:,.1f} µs, this {expected[0]:,.1f}"
