@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Real
 from typing import cast
 
@@ -28,16 +26,12 @@ from tilewright.rules.calibrate import Scheme, calibrate
 from tilewright.rules.calibrate import quantize as quantize_graph
 from tilewright.rules.half import half as narrow
 from tilewright.rules.half import in_half, recognised
-from tilewright.runtime.cutting import parts_for
-from tilewright.runtime.executable import Executable, prepare
-from tilewright.runtime.partition import decided, problem_of_part
-from tilewright.runtime.regions import graphs_of
-from tilewright.schedule.ahead import compile_ahead
-from tilewright.schedule.key import text_of
+from tilewright.runtime.executable import Executable, graphs_of, prepare
+from tilewright.runtime.partition import decided, parts_for, problem_of_part
+from tilewright.schedule.budget import SharedBudget
 from tilewright.schedule.measure import last_cache_bytes
-from tilewright.schedule.problem import AnyProblem
-from tilewright.schedule.search import Decision, Interruption, search
-from tilewright.schedule.tuning_database import TuningDatabase, repeat, user_cache
+from tilewright.schedule.search import Progress
+from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 from tilewright.schedule.worker import begin
 
 # In order. The rules of a stage settle together with the canonical ones, then its passes run; a stage's rules may be applied
@@ -46,10 +40,7 @@ STAGES = ("accumulator", "recognise", "unfuse", "epilogue", "prologue", "product
 CANONICAL = "canonical"
 EXCESS_PRECISION = "precision"  # a stage that runs last, and only when asked for
 DEFAULT_BUDGET_S = 20.0
-LONGEST_S = 2.0  # for one problem
 ENOUGH_S = 60.0  # beside the budget, for rules, and as much for candidates that take long to refuse: far more than any need
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -209,7 +200,7 @@ def compile(
             inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
             loops, count = len([r for r in inside if r]), sum(inside)
             around_s = within / (1 + loops)
-            decide = _decider(graph, target, around_s, progress, recall, ends)
+            decide = chooser(graph, target, around_s, progress, recall, ends)
 
             def inner(region: Graph) -> Executable:
                 found = Trace()
@@ -248,125 +239,17 @@ def home(source: Graph, example_inputs: object = None) -> str:
     return one_of((*consts, *(str(t.device) for t in given if isinstance(t, torch.Tensor))))
 
 
-class _decider:  # noqa: N801 - a function with memory
-    """Chooses once for each distinct problem, sharing the budget evenly over those that nobody has chosen for yet.
-
-    Problems that differ in numbers written into their expressions alone (the scales of two layers) are timed once: the others
-    take the same candidate and schedule, built and checked for their own numbers.
-    """
-
-    def __init__(
-        self,
-        graph: Graph,
-        target: Target,
-        budget_s: float,
-        progress: Progress | None,
-        recall: TuningDatabase | None = None,
-        ends: float | None = None,
-    ) -> None:
-        """`ends`: when all must be chosen, by `time.monotonic`."""
-        parts = [p for p in parts_for(graph, target) if decided(p)]
-        problems = {problem_of_part(p)[0] for p in parts}
-        weights = {n for p in parts for n in p.inputs if n.constant}
-        self._cold = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType)) > last_cache_bytes(target)
-        self._target = target
-        self._recall = recall
-        if recall is not None:
-            recall.of_program(cold=self._cold)
-        self._progress = progress
-        self._total = len(problems)
-        self._known: dict[AnyProblem, Decision] = {}
-        self._alike: dict[str, Decision] = {}
-        self._texts = {p: text_of(p) for p in problems}
-        self._longest_s, self._ends = LONGEST_S, ends
-        if ends is not None:
-            self._longest_s = max(LONGEST_S, (ends - time.monotonic()) / 10)
-        different = {text: p for p, text in self._texts.items()}
-        self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
-        unknown = [p for p in different.values() if recall is None or not recall.known(p, self._accepted_s)]
-        self._left = max(len(unknown), 1)
-        self._share_s = min(budget_s / self._left, self._longest_s)
-        if budget_s > 0 and target.kind != "cpu" and unknown:
-            if progress is not None:
-                progress(0, self._total, "compiling what will be tried first")
-            compile_ahead(unknown, target, within_s=None if ends is None else (ends - time.monotonic()) / 2)
-
-    def resume(self) -> None:
-        """See that what is remembered is looked up for this program again, after another."""
-        if self._recall is not None:
-            self._recall.of_program(cold=self._cold)
-
-    def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        if problem not in self._known:
-            if self._progress is not None:
-                self._progress(len(self._known), self._total, str(problem))
-            self._known[problem] = self._chosen(problem, weights)
-        return self._known[problem]
-
-    def _chosen(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        text = self._texts[problem]
-        model = self._alike.get(text)
-        if model is not None:
-            same = repeat(problem, self._target, model.kernel.candidate, model.kernel.schedule, weights)
-            if same is not None:  # else the winner is not right for these numbers
-                return replace(
-                    same, time_us=model.time_us, rejected=model.rejected, measured=model.measured, recalled=model.recalled
-                )
-        decision = self._searched(problem, weights)
-        self._alike.setdefault(text, decision)
-        return decision
-
-    def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        recall = self._recall
-        if recall is None:
-            share = self._share()
-            return search(problem, self._target, budget_s=share, weights=weights, cold=self._cold, within_s=self._within(share))
-        found = recall.find(problem, weights, self._accepted_s)
-        if found is not None:
-            return found
-        share = self._share()
-        if share <= 0:
-            return search(problem, self._target, budget_s=0, candidates=recall.candidates(problem), weights=weights)
-        with recall.alone(problem, share) as first:
-            found = None if first else recall.find(problem, weights, self._accepted_s)
-            if found is not None:
-                return found
-            began = time.monotonic()
-            try:
-                decision = search(
-                    problem,
-                    self._target,
-                    budget_s=share,
-                    candidates=recall.candidates(problem),
-                    weights=weights,
-                    cold=self._cold,
-                    within_s=self._within(share),
-                    lost=partial(recall.lost, problem),
-                )
-            except Interruption as stop:
-                recall.keep(stop.decision, min(share, time.monotonic() - began))
-                raise
-            recall.keep(decision, share)
-        return decision
-
-    def _share(self) -> float:
-        """Seconds for the next problem. Time to check those that follow is kept back."""
-        if self._ends is None:
-            return self._share_s
-        left, self._left = self._left, max(self._left - 1, 1)
-        free_s = self._ends - time.monotonic() - self._checks_s()
-        return max(0.0, min(free_s / left, self._longest_s))
-
-    def _checks_s(self) -> float:
-        """Seconds that checking the problems left may take: what one like it took, else the median, once there is one."""
-        known = [d.checked_s for d in self._known.values()]
-        usual = statistics.median(known) if len(known) > 2 else 0.0
-        texts = [text for p, text in self._texts.items() if p not in self._known]
-        return sum(self._alike[t].checked_s if t in self._alike else usual for t in texts)
-
-    def _within(self, share_s: float) -> float | None:
-        """Seconds by the clock for a problem of such a share: while others wait, it leaves them half of the time."""
-        if self._ends is None:
-            return None
-        left_s = self._ends - time.monotonic()
-        return left_s if len(self._known) + 1 >= self._total else max(share_s, left_s / 2)
+def chooser(
+    graph: Graph,
+    target: Target,
+    budget_s: float,
+    progress: Progress | None = None,
+    recall: TuningDatabase | None = None,
+    ends: float | None = None,
+) -> SharedBudget:
+    """The choice of kernels for a graph's problems, which share `budget_s` seconds (`SharedBudget`)."""
+    parts = [p for p in parts_for(graph, target) if decided(p)]
+    weights = {n for p in parts for n in p.inputs if n.constant}
+    cold = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType)) > last_cache_bytes(target)
+    problems = {problem_of_part(p)[0] for p in parts}
+    return SharedBudget(problems, target, budget_s, cold=cold, progress=progress, recall=recall, ends=ends)

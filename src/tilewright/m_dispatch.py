@@ -15,10 +15,10 @@ from tilewright.hardware.target import Target
 from tilewright.ir.graph import Graph
 from tilewright.ir.pattern import Trace
 from tilewright.runtime.executable import Executable, prepare
-from tilewright.schedule.buckets import Buckets, PackingVariants, Progress, bucketed
+from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed
 from tilewright.schedule.candidate import LAST_RESORT, discover, plan_for
 from tilewright.schedule.problem import AnyProblem, Problem
-from tilewright.schedule.search import Decision, search
+from tilewright.schedule.search import Decision, Progress, search
 
 MOST_ROWS = 4096
 DEFAULT_BUDGET_S = 60.0

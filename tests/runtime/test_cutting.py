@@ -11,8 +11,7 @@ from tilewright.ir.build import const, convert, input_, map_, reduce_, transpose
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Gather, Input, Quantize
-from tilewright.runtime.cutting import cut, parts_for
-from tilewright.runtime.partition import partition, readers_of
+from tilewright.runtime.partition import cut, partition, parts_for, readers_of
 
 CPU = detect("cpu")
 X, Y = input_("x", F32, (12, 40)), input_("y", F32, (12, 40))

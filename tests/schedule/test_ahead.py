@@ -20,7 +20,7 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
-from tilewright.schedule import ahead
+from tilewright.schedule import ahead, budget
 from tilewright.schedule.fork_server import SWITCH, fork_server
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.worker import pickled, settings_here
@@ -72,15 +72,15 @@ def test_what_a_problem_is_taken_apart_to_is_compiled_too():
 
 def test_layers_that_differ_in_scales_are_compiled_once_and_nothing_where_nothing_is_measured(monkeypatch):
     asked, told = [], []
-    monkeypatch.setattr(compiler, "compile_ahead", lambda problems, target, *, within_s: asked.append((problems, within_s)))
+    monkeypatch.setattr(budget, "compile_ahead", lambda problems, target, *, within_s: asked.append((problems, within_s)))
     given, w = input_("x", F32, (8, 8)), input_("w", F32, (8, 8))
     value = given
     for scale in (0.3, 0.7):
         value = map_("multiply", gemm(value, w), const(scale, F32))
     graph = compiler.optimise(Graph("layers", (given, w), (value,), ("y",)))
-    compiler._decider(graph, H200, 1.0, lambda *given: told.append(given))
-    compiler._decider(graph, H200, 0.0, None)
-    compiler._decider(graph, detect("cpu"), 1.0, None)
+    compiler.chooser(graph, H200, 1.0, lambda *given: told.append(given))
+    compiler.chooser(graph, H200, 0.0, None)
+    compiler.chooser(graph, detect("cpu"), 1.0, None)
     ((problems, within_s),) = asked
     assert [p.kind for p in problems] == ["gemm"] and within_s is None
     assert told == [(0, 2, "compiling what will be tried first")]

@@ -19,7 +19,7 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
-from tilewright.schedule import measure
+from tilewright.schedule import budget, measure
 from tilewright.schedule import search as search_module
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import Schedule
@@ -101,7 +101,7 @@ def products(*columns):
 def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s):
     """Each takes as long to be checked, measured or not; twenty end within a tenth of the time given, and the first of them are
     measured."""
-    real, shares, limits = compiler.search, [], []
+    real, shares, limits = budget.search, [], []
 
     def costly(problem, target, **how):
         share, within = how["budget_s"], how.get("within_s") or 0.0
@@ -110,9 +110,9 @@ def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s)
         clock[0] += max(checking_s, min(checking_s + share, within))
         return replace(real(problem, target, **{**how, "budget_s": 0}), checked_s=checking_s)
 
-    monkeypatch.setattr(compiler, "search", costly)
+    monkeypatch.setattr(budget, "search", costly)
     graph, began = products(*range(1, 21)), clock[0]
-    decide = compiler._decider(graph, CPU, 40.0, None, TuningDatabase(CPU, Cache(tmp_path)), ends=began + 40.0)
+    decide = compiler.chooser(graph, CPU, 40.0, None, TuningDatabase(CPU, Cache(tmp_path)), ends=began + 40.0)
     for n in graph.outputs:
         decide(problem_of(n), {1: n.src[1].op.data.tensor()})
     assert 36 <= clock[0] - began <= 44 and len(shares) == 20
@@ -121,7 +121,7 @@ def test_all_problems_end_by_the_clock(clock, monkeypatch, tmp_path, checking_s)
 
 def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp_path):
     """Two are measured, and six more checked for their own numbers alone: the measuring leaves time for that."""
-    real, shares = compiler.search, []
+    real, shares = budget.search, []
 
     def measured(problem, target, **how):
         shares.append(how["budget_s"])
@@ -132,16 +132,16 @@ def test_time_to_check_those_that_are_alike_is_kept_back(clock, monkeypatch, tmp
         clock[0] += 1.0
         return replace(again(problem, target, candidate, schedule, weights), checked_s=1.0)
 
-    again = compiler.repeat
-    monkeypatch.setattr(compiler, "search", measured)
-    monkeypatch.setattr(compiler, "repeat", checked)
+    again = budget.repeat
+    monkeypatch.setattr(budget, "search", measured)
+    monkeypatch.setattr(budget, "repeat", checked)
     inputs = [input_(f"x{i}", F32, (4, 8)) for i in range(8)]
     weights = [const(torch.ones(8, 3 if i < 3 else 5)) for i in range(8)]
     scales = [const(torch.tensor(1.5 + i)) for i in range(8)]
     outputs = [map_("multiply", gemm(x, w), s) for x, w, s in zip(inputs, weights, scales, strict=True)]
     graph = compiler.optimise(Graph("g", tuple(inputs), tuple(outputs), tuple(f"y{i}" for i in range(8))))
     began = clock[0]
-    decide = compiler._decider(graph, CPU, 10.5, None, TuningDatabase(CPU, Cache(tmp_path)), ends=began + 10.5)
+    decide = compiler.chooser(graph, CPU, 10.5, None, TuningDatabase(CPU, Cache(tmp_path)), ends=began + 10.5)
     for n in graph.outputs:
         decide(problem_of(n), {1: n.src[1].op.data.tensor()})
     assert shares == [2.0, 10.5 - (1.0 + 2.0) - 2 * 1.0 - 5 * 1.0] and clock[0] - began == 10.5

@@ -25,6 +25,7 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Attention, gemm
 from tilewright.runtime.partition import decided, partition, problem_of_part
+from tilewright.schedule import budget
 from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
 from tilewright.schedule import tuning_database as recall
@@ -53,14 +54,14 @@ def kept(tmp_path, monkeypatch):
 def searches(monkeypatch):
     """The problems that were searched with time to measure."""
     seen: list[str] = []
-    search = compiler.search
+    search = budget.search
 
     def counted(problem, target, **how):
         if how["budget_s"] > 0:
             seen.append(str(problem))
         return search(problem, target, **how)
 
-    monkeypatch.setattr(compiler, "search", counted)
+    monkeypatch.setattr(budget, "search", counted)
     return seen
 
 

@@ -11,7 +11,7 @@ import torch
 from tilewright import compiler
 from tilewright.hardware.detect import detect
 from tilewright.ir.notation import parse
-from tilewright.schedule import measure
+from tilewright.schedule import budget, measure
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.guard import guarded, poison, with_wide_strides
 from tilewright.schedule.measure import Cold, Pace, examine, last_cache_bytes, time_interleaved
@@ -621,8 +621,8 @@ def test_a_program_larger_than_the_caches_is_measured_with_cold_weights(monkeypa
         asked.append(named.get("cold", False))
         return real(*given, **(named | {"budget_s": 0}))
 
-    real = compiler.search
-    monkeypatch.setattr(compiler, "search", search)
+    real = budget.search
+    monkeypatch.setattr(budget, "search", search)
     for size, cold in ((1 << 20, True), (1 << 40, False)):
         monkeypatch.setattr(compiler, "last_cache_bytes", lambda target, size=size: size)
         asked.clear()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tilewright.compiler import _decider, compile
+from tilewright.compiler import chooser, compile
 from tilewright.deadline import OverrunError
 from tilewright.dtype import F32, S8
 from tilewright.errors import InputError, UnsupportedError
@@ -427,13 +427,13 @@ def test_one_decision_for_equal_problems_and_a_fair_share_of_time(monkeypatch):
         budgets.append(budget_s)
         return search(problem, target, budget_s=0, weights=weights)
 
-    monkeypatch.setattr("tilewright.compiler.search", counted)
-    decide = _decider(graph, CPU, 1.0, lambda *now: shown.append(now))
+    monkeypatch.setattr("tilewright.schedule.budget.search", counted)
+    decide = chooser(graph, CPU, 1.0, lambda *now: shown.append(now))
     one, two, three = (decide(problem_of(n), {1: n.src[1].op.data.tensor()}) for n in (a, b, c))
     assert one is two and one is not three
     assert budgets == [0.5, 0.5]
     assert shown == [(0, 2, "f32[4,8] @ f32[8,8]"), (1, 2, "f32[4,8] @ f32[8,3]")]
-    _decider(graph, CPU, 1000.0, None)(problem_of(a), {1: w1.op.data.tensor()})
+    chooser(graph, CPU, 1000.0, None)(problem_of(a), {1: w1.op.data.tensor()})
     assert budgets[-1] == 2.0
 
 

@@ -24,7 +24,8 @@ from tilewright.ir.ops import Const
 from tilewright.ir.types import TensorType
 from tilewright.m_dispatch import MOST_ROWS, AnyRows, compile_rows
 from tilewright.runtime.packing import QuantizedWeight
-from tilewright.schedule.buckets import Buckets, Progress
+from tilewright.schedule.buckets import Buckets
+from tilewright.schedule.search import Progress
 
 FEW_ROWS = 32  # for which kernels on Hopper scale sums rather than weights
 MOST_ROWS_OF_A_CPU = 512  # where a row costs the same in any number of them, and checking a kernel takes seconds

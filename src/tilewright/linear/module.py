@@ -15,7 +15,8 @@ from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.linear.weight import LayerWeight
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.packing import QuantizedWeight, pack
-from tilewright.schedule.buckets import Buckets, Progress
+from tilewright.schedule.buckets import Buckets
+from tilewright.schedule.search import Progress
 
 _OPTIONAL = ("zero_points", "offsets", "order")
 _BITS = {2: torch.int16, 4: torch.int32}

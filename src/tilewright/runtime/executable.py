@@ -6,7 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -21,19 +21,24 @@ from tilewright.ir.state import caller_inputs, meets, span
 from tilewright.ir.types import TensorType
 from tilewright.rules.calibrate import Layer
 from tilewright.runtime.arrays import Wanted, address, is_numpy, separate, to_user
-from tilewright.runtime.cutting import parts_for
-from tilewright.runtime.partition import Part, decided, problem_of_part
-from tilewright.runtime.regions import Inner, with_regions
+from tilewright.runtime.partition import Part, decided, parts_for, problem_of_part
 from tilewright.runtime.replay import Bound, OnDevice
 from tilewright.schedule.candidate import Kernel, Runner
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.search import Decision
 
 if TYPE_CHECKING:
+    from types import ModuleType
+
     from tilewright.ir.graph import Value
 
 
+ALIGNED = 16  # bytes, as generated kernels take memory
+_COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/torch/taken.py)
+
 Decide = Callable[[AnyProblem, Mapping[int, torch.Tensor]], Decision]
+Inner = Callable[[Graph], "Executable"]
+"""Compiles the graph of a region for the device of the program around it."""
 
 
 @dataclass(frozen=True)
@@ -417,22 +422,45 @@ def _call_step(graph: Graph, part: Part, target: Target, inner: Inner | None) ->
     return Step(name, part, run, None)
 
 
+def graphs_of(op: Call) -> Sequence[Graph]:
+    """Graphs of the regions that a call runs as the data says; of most calls none."""
+    regions = getattr(op.reader(), "regions", None)
+    return regions(op) if regions is not None else ()
+
+
+def with_regions(
+    part: Part, inner: Inner
+) -> tuple[Callable[[Sequence[Value]], Sequence[Value]], tuple[Executable, ...]] | None:
+    """Runner of a call, and the programs of its regions; None for a call that has none."""
+    calls = [n for n in part.nodes if isinstance(n.op, Call)]
+    if len(calls) != 1 or not all(n is calls[0] or _result_of(n, calls[0]) for n in part.outputs):
+        return None
+    op, sources = cast("Call", calls[0].op), calls[0].src
+    graphs = graphs_of(op)
+    if not graphs:
+        return None
+    library = cast("ModuleType", op.reader())
+    programs = tuple(inner(g) for g in graphs)
+    order = [part.inputs.index(s) for s in sources]
+    picked = [n.op.index if isinstance(n.op, Item) else 0 for n in part.outputs]
+    constants = frozenset[int]().union(*(p.constant_memory for p in programs))  # which a result must not be
+
+    def run(values: Sequence[Value]) -> Sequence[Value]:
+        given = [cast("torch.Tensor", values[i]) for i in order]
+        results = separate(library.run_regions(op, given, [p.run for p in programs]), (), constants)
+        return [results[i] for i in picked]
+
+    return run, programs
+
+
+def _result_of(node: Node, call: Node) -> bool:
+    return isinstance(node.op, Item) and node.src[0] is call
+
+
 def _moved(value: Value, device: str) -> Value:
     if isinstance(value, tuple):
         return tuple(_moved(v, device) for v in cast("tuple[Value, ...]", value))
     return value.to(device) if isinstance(value, torch.Tensor) else value
-
-
-_COMPARED = "tilewright.as_traced.default"  # the call that ends another way than the traced one (frontends/torch/taken.py)
-
-
-class _Step(Protocol):
-    @property
-    def part(self) -> Part: ...
-
-
-_S = TypeVar("_S", bound=_Step)
-ALIGNED = 16  # bytes, as generated kernels take memory
 
 
 def bind_outputs(
@@ -447,9 +475,9 @@ def bind_outputs(
     def copied(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         results = list(run(sources))
         for i, array in arrays.items():
-            room = problem.destinations[i]
-            assert room is not None
-            array.narrow(room.axis, room.start, results[i].shape[room.axis]).copy_(results[i])
+            at = problem.destinations[i]
+            assert at is not None
+            array.narrow(at.axis, at.start, results[i].shape[at.axis]).copy_(results[i])
             results[i] = array
         return results
 
@@ -478,7 +506,7 @@ def written(part: Part, name: str) -> Callable[[Sequence[Value]], Sequence[Value
     return run
 
 
-def compared_first(steps: Sequence[_S]) -> tuple[_S, ...]:
+def compared_first(steps: Sequence[Step]) -> tuple[Step, ...]:
     """The steps with those ahead that comparisons with the traced way need: a call that ends there wrote nothing yet."""
     needed: set[Node] = set()
     ahead: set[int] = set()
@@ -489,7 +517,7 @@ def compared_first(steps: Sequence[_S]) -> tuple[_S, ...]:
     return tuple(steps[i] for i in sorted(range(len(steps)), key=lambda i: i not in ahead))
 
 
-def written_before_compared(steps: Sequence[_Step]) -> set[Node]:
+def written_before_compared(steps: Sequence[Step]) -> set[Node]:
     """The states written to by steps that a comparison follows, as its outcome depends on them."""
     last = max((i for i, step in enumerate(steps) if _compares(step)), default=0)
     writes = [n for step in steps[:last] for n in step.part.nodes if isinstance(n.op, Write)]
@@ -501,5 +529,5 @@ def written_before_compared(steps: Sequence[_Step]) -> set[Node]:
     return roots
 
 
-def _compares(step: _Step) -> bool:
+def _compares(step: Step) -> bool:
     return any(isinstance(n.op, Call) and n.op.target == _COMPARED for n in step.part.nodes)

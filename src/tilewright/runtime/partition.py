@@ -1,17 +1,23 @@
-"""Cutting a graph into steps: each gemm alone, everything between gemms in connected fusions, constants once and for all."""
+"""Cutting a graph into steps: each gemm alone, everything between gemms in connected fusions, constants once and for all.
+
+A fusion that no kernel takes whole is cut so that what can be generated is, and the rest alone is left to torch: nodes join
+the fusion of what they read as long as a generator takes that; else they begin another. No cycle arises, as a node joins the
+last of the fusions that it reads.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from tilewright.hardware.target import Target
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import (
+    VIEWS,
     Attention,
-    Broadcast,
     Call,
     Concat,
     Const,
@@ -27,24 +33,25 @@ from tilewright.ir.ops import (
     Pad,
     Quantize,
     Reduce,
-    Reshape,
-    Slice,
     Softmax,
-    Transpose,
     Write,
 )
 from tilewright.ir.types import TensorType
-from tilewright.schedule.problem import AnyProblem, destination_of, fusion_of, problem_of
+from tilewright.schedule.candidate import LAST_RESORT, discover, refusal
+from tilewright.schedule.problem import AnyProblem, FusionProblem, destination_of, fusion_of, problem_of
 
 Kind = Literal[
     "gemm", "attention", "norm", "softmax", "call", "reduce", "gather", "elementwise", "quantize", "move", "view", "write"
 ]
 
-VIEW = (Reshape, Transpose, Slice, Broadcast, Item)
+Taken = Callable[[FusionProblem], bool]
+
+VIEW = (*VIEWS, Item)
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
 ALONE = (Gemm, Attention, Call, Write)
 MOST_ALIKE = 4  # fusions that are made one step: each is code of its own in a kernel, of which there is only so much
+MOST_NODES = 200  # of a fusion that is cut: each is asked for
 _JOINED = (0, 0)  # stands for a concatenation among reductions
 ARITHMETIC = ("add", "subtract", "multiply", "negate")
 # The first that a fusion holds names it.
@@ -110,8 +117,8 @@ def partition(graph: Graph) -> list[Part]:
     and feeds only higher ones, so no cycle can arise. What only casts or moves a value that is there anyway waits for the one
     fusion that reads it.
     """
-    nodes = graph.nodes()
-    readers = _readers(graph, nodes)
+    readers = readers_of(graph)
+    nodes = list(readers)
     level: dict[Node, tuple[int, int]] = {}
     reduced: dict[Node, frozenset[tuple[int, int]]] = {}
     group: dict[Node, Node] = {}
@@ -269,12 +276,9 @@ def _is_plain(n: Node) -> bool:
 
 def readers_of(graph: Graph) -> dict[Node, set[Node | None]]:
     """The readers of each node; None among them stands for a result of the graph."""
-    return _readers(graph, graph.nodes())
-
-
-def _readers(graph: Graph, nodes: Sequence[Node]) -> dict[Node, set[Node | None]]:
-    readers: dict[Node, set[Node | None]] = {n: set() for n in nodes}
-    for node in nodes:
+    readers: dict[Node, set[Node | None]] = {}
+    for node in graph.nodes():
+        readers[node] = set()
         for s in node.src:
             readers[s].add(node)
     for output in graph.outputs:
@@ -324,3 +328,81 @@ def _only_quantizes(members: Sequence[Node]) -> bool:
         if node in needed:
             needed.update(node.src)
     return bool(needed) and all(n in needed or isinstance(n.op, VIEW) for n in members)
+
+
+def parts_for(graph: Graph, target: Target) -> list[Part]:
+    """The graph's parts, those that no candidate of a target takes whole cut; in an order in which they can run."""
+    able = [c for c in discover() if "fusion" in c.kinds and target.kind in c.devices and c.preference < LAST_RESORT]
+
+    def taken(problem: FusionProblem) -> bool:
+        return any(refusal(c, problem, target) is None for c in able)
+
+    readers = readers_of(graph)
+    return [p for part in partition(graph) for p in (cut(part, readers, taken) if able else [part])]
+
+
+def cut(part: Part, readers: Mapping[Node, set[Node | None]], taken: Taken) -> list[Part]:
+    """A part's pieces in an order in which they can run; itself where some kernel takes it whole, or none takes a piece.
+
+    Args:
+        part: what is cut, if it is a fusion.
+        readers: of each node of the graph; None for a result.
+        taken: whether a kernel is generated for a problem.
+    """
+    if not _may_be_cut(part) or _taken(part, taken):
+        return [part]
+    groups = _grown(part.nodes, readers, taken)
+    parts = [part_of(g, readers, False) for g in groups]
+    work = [[n for n in p.nodes if not isinstance(n.op, (*VIEWS, Const))] for p in parts]
+    left = sum(len(w) for p, w in zip(parts, work, strict=True) if not _taken(p, taken))
+    whole = sum(map(len, work))
+    return parts if left < whole and len(parts) <= whole else [part]
+
+
+def _may_be_cut(part: Part) -> bool:
+    if part.once or not decided(part) or not 1 < len(part.nodes) <= MOST_NODES:
+        return False
+    problem, _ = problem_of_part(part)
+    alone = any(isinstance(n.op, Write) for n in part.nodes)
+    return isinstance(problem, FusionProblem) and not problem.only_views and not alone
+
+
+def _taken(part: Part, taken: Taken) -> bool:
+    problem, _ = problem_of_part(part)
+    return isinstance(problem, FusionProblem) and taken(problem)
+
+
+def _grown(nodes: Sequence[Node], readers: Mapping[Node, set[Node | None]], taken: Taken) -> list[list[Node]]:
+    """Nodes, sources first, in groups of which each reads those before it."""
+    groups: list[list[Node]] = []
+    at: dict[Node, int] = {}
+    seen: set[Node] = set()
+    mine = set(nodes)
+    waiting: set[Node] = set()  # views of what comes from outside: they go with what reads them first
+
+    def ahead(n: Node) -> list[Node]:
+        return [m for s in n.src if s in waiting for m in (*ahead(s), s)]
+
+    def seen_alone() -> dict[Node, set[Node | None]]:
+        """Readers among what has been seen, so that what is read later is no result yet."""
+        return {m: {r for r in readers[m] if r not in mine or r in seen} for m in seen}
+
+    for n in nodes:
+        inside = [at[s] for s in n.src if s in at]
+        if isinstance(n.op, VIEWS) and not inside and all(s in waiting or s not in mine for s in n.src):
+            waiting.add(n)
+            seen.add(n)
+            continue
+        seen.add(n)
+        new = [*dict.fromkeys(ahead(n)), n]
+        place = max(inside) if inside else len(groups) - 1
+        joins = place >= 0 and (isinstance(n.op, VIEWS) or _taken(part_of([*groups[place], *new], seen_alone(), False), taken))
+        if not joins:
+            groups.append([])
+            place = len(groups) - 1
+        groups[place] += new
+        at.update(dict.fromkeys(new, place))
+        waiting.difference_update(new)
+    if waiting:
+        groups.append([n for n in nodes if n in waiting])
+    return groups

@@ -30,7 +30,7 @@ from tilewright.schedule.candidate import (
 )
 from tilewright.schedule.measure import last_cache_bytes
 from tilewright.schedule.problem import Problem
-from tilewright.schedule.search import Decision, search
+from tilewright.schedule.search import Decision, Progress, search
 
 MOST_PACKINGS = 2
 WORTH = 1.05  # times faster that a second packing must make some number of rows
@@ -39,7 +39,6 @@ FAMILIES = 3  # of one candidate that are measured
 
 Order = tuple[tuple[str, Knob], ...]
 PosedAt = Callable[[int], tuple[Problem, Mapping[int, torch.Tensor]]]
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)

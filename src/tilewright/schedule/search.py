@@ -45,6 +45,8 @@ RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the sta
 FORESEEN, TORCH_US = 1.5, 10.0
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
 
+Progress = Callable[[int, int, str], None]  # told how many choices are done, how many there are, and what comes next
+
 # Sentences on candidates that did not come back from a problem in this process, by problem, device and name.
 _refused: dict[tuple[AnyProblem, str, str], str] = {}
 

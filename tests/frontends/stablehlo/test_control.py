@@ -131,7 +131,7 @@ def test_regions_are_compiled_with_the_program_around_them() -> None:
 
 def test_loops_in_loops_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     shares = list[float]()
-    decider = compiler._decider
+    decider = compiler.chooser
 
     def noted(graph: object, target: object, budget_s: float, *rest: object) -> object:
         shares.append(budget_s)
@@ -145,7 +145,7 @@ def test_loops_in_loops_keep_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> N
 
         return lax.fori_loop(0, n, step, x)
 
-    monkeypatch.setattr(compiler, "_decider", noted)
+    monkeypatch.setattr(compiler, "chooser", noted)
     tilewright.compile(text("stablehlo", nested, A, np.int32(2)), budget_s=8, cache=False)
     assert len(shares) >= 9 and sum(shares) == pytest.approx(8) and shares[0] == 4
 
