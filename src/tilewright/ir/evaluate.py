@@ -131,7 +131,7 @@ def evaluator(
 ) -> Callable[..., list[Value]]:
     """A function from the values of `given` nodes (and maybe a `visit`) to those of the roots: what to run in which order, and
     what to drop when, is found out once."""
-    order = _needed(roots, given)
+    order = toposort(roots, frozenset(given))
     slot = {n: i for i, n in enumerate(dict.fromkeys((*given, *order)))}
     last = {slot[s]: i for i, node in enumerate(order) for s in node.src}
     kept = {slot[n] for n in (*roots, *given)}
@@ -163,23 +163,3 @@ def evaluator(
         return [at[r] for r in results]
 
     return run
-
-
-def _needed(roots: Sequence[Node], bound: Sequence[Node]) -> list[Node]:
-    """Nodes to run, sources first, not looking below bound ones."""
-    if not bound:
-        return toposort(roots)
-    order: list[Node] = []
-    seen: set[Node] = set(bound)
-    stack: list[tuple[Node, bool]] = [(r, False) for r in reversed(roots)]
-    while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            order.append(node)
-            continue
-        if node in seen:
-            continue
-        seen.add(node)
-        stack.append((node, True))
-        stack.extend((s, False) for s in reversed(node.src) if s not in seen)
-    return order

@@ -45,8 +45,10 @@ class Sources:
 
     def param(self, node: Node) -> Node:
         """The param for `node`, which becomes a source if it is none yet. A one-element constant stands for itself."""
-        if isinstance(node.op, Const) and node.tensor.elements == 1:
-            return node
+        return node if isinstance(node.op, Const) and node.tensor.elements == 1 else self.add(node)
+
+    def add(self, node: Node) -> Node:
+        """The param for `node`, whatever it is."""
         if node not in self.nodes:
             self.nodes.append(node)
         return Node(Param(self.nodes.index(node), node.tensor))

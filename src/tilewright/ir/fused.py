@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tilewright.dtype import BY_NAME, F32, S32, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.build import const, convert, map_, reduce_, reshape, swap_last
+from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import FUNCTIONS, Acc, Const, Dequantize, Gemm, Overflow, Param, Quantize
+from tilewright.ir.ops import FUNCTIONS, Acc, Dequantize, Gemm, Overflow, Quantize
 from tilewright.ir.types import Shape, broadcast_shapes
 
 
@@ -53,18 +54,6 @@ class Result:
     zero_point: Node | None = None
 
 
-@dataclass
-class _Sources:
-    """The gemm's sources as they are met, each once, with the param that stands for it."""
-
-    nodes: list[Node] = field(default_factory=list[Node])
-
-    def param(self, node: Node) -> Node:
-        if node not in self.nodes:
-            self.nodes.append(node)
-        return Node(Param(self.nodes.index(node), node.tensor))
-
-
 def fused_gemm(
     lhs: Side, rhs: Side, result: Result | None, steps: Sequence[Apply] = (), acc_dtype: DType | None = None
 ) -> Node:
@@ -80,7 +69,7 @@ def fused_gemm(
         TypeMismatchError: extents or types do not fit, a scale or zero point of codes varies along K, or something is given
             that would have no effect.
     """
-    sources = _Sources()
+    sources = Sources()
     for side in (lhs, rhs):
         _check_side(side)
     a, b = lhs.value.dtype, rhs.value.dtype
@@ -99,7 +88,7 @@ def fused_gemm(
         for side, axis in ((lhs, -1), (rhs, -2)):
             if side.scale is not None:
                 value = _float(value)
-                value = map_("multiply", value, convert(_along(sources.param(side.scale), side, axis), value.dtype))
+                value = map_("multiply", value, convert(_along(sources.add(side.scale), side, axis), value.dtype))
     for step in steps:
         value = _step(sources, value, step)
     if result is not None:
@@ -126,12 +115,12 @@ def _check_side(side: Side) -> None:
             raise TypeMismatchError(f"a scale or zero point {parameter.type} is larger than its operand {stored}")
 
 
-def _operand(sources: _Sources, side: Side, codes: bool, compute: DType) -> Node:
-    value = sources.param(side.value)
+def _operand(sources: Sources, side: Side, codes: bool, compute: DType) -> Node:
+    value = sources.add(side.value)
     stored = value.dtype
     if not codes and (side.scale is not None or side.zero_point is not None):
-        scale = const(1.0, F32) if side.scale is None else sources.param(side.scale)
-        zero = [] if side.zero_point is None else [sources.param(side.zero_point)]
+        scale = const(1.0, F32) if side.scale is None else sources.add(side.scale)
+        zero = [] if side.zero_point is None else [sources.add(side.zero_point)]
         value = Node(Dequantize(compute, side.block), value, scale, *zero)
     elif not codes and stored.is_integer:
         if max(-stored.min, stored.max) * compute.epsilon > 2:
@@ -152,14 +141,14 @@ def _along(parameter: Node, side: Side, summed_axis: int) -> Node:
     return parameter
 
 
-def _corrected(sources: _Sources, acc: Node, lhs: Side, rhs: Side) -> Node:
+def _corrected(sources: Sources, acc: Node, lhs: Side, rhs: Side) -> Node:
     if lhs.zero_point is None and rhs.zero_point is None:
         return acc
     k_axis = {False: (-1, -2), True: (-2, -1)}
     value = _wide(acc)
     wide = value.dtype
     zero = [
-        None if s.zero_point is None else convert(_along(sources.param(s.zero_point), s, axis), wide)
+        None if s.zero_point is None else convert(_along(sources.add(s.zero_point), s, axis), wide)
         for s, axis in ((lhs, -1), (rhs, -2))
     ]
     sums: list[Node | None] = []
@@ -169,7 +158,7 @@ def _corrected(sources: _Sources, acc: Node, lhs: Side, rhs: Side) -> Node:
             continue
         total = reduce_("add", convert(side.value, wide), [k_axis[side.transposed][pick]], keepdims=True)
         total = swap_last(total) if side.transposed else total
-        sums.append(sources.param(total))
+        sums.append(sources.add(total))
     row_sums, column_sums = sums
     if zero[0] is not None and column_sums is not None:
         value = map_("subtract", value, map_("multiply", zero[0], column_sums))
@@ -189,14 +178,13 @@ def _wide(value: Node) -> Node:
     return value if value.dtype.bits >= 32 else convert(value, S32)
 
 
-def _step(sources: _Sources, value: Node, step: Apply) -> Node:
+def _step(sources: Sources, value: Node, step: Apply) -> Node:
     if step.fn in BY_NAME:
         return convert(value, BY_NAME[step.fn])
     f = FUNCTIONS[step.fn]
     if step.operand is None:
         return map_(step.fn, value if value.dtype.kind in f.kinds else _float(value))
-    number = isinstance(step.operand.op, Const) and step.operand.tensor.elements == 1
-    operand = step.operand if number else sources.param(step.operand)
+    operand = sources.param(step.operand)
     if broadcast_shapes(value.shape, operand.shape, where=step.fn) != value.shape:
         raise TypeMismatchError(f"{operand.type} is larger than the result {list(value.shape)}", where=step.fn)
     if operand.dtype.is_integer and value.dtype.is_integer:
@@ -206,7 +194,7 @@ def _step(sources: _Sources, value: Node, step: Apply) -> Node:
     return map_(step.fn, value, convert(operand, value.dtype))
 
 
-def _stored(sources: _Sources, value: Node, result: Result) -> Node:
+def _stored(sources: Sources, value: Node, result: Result) -> Node:
     if result.zero_point is not None and (result.scale is None or not result.dtype.is_integer):
         why = "without a scale" if result.scale is None else f"of {result.dtype}"
         raise TypeMismatchError(f"a zero point of the result {why} would have no effect", hint="leave it out")
@@ -215,5 +203,5 @@ def _stored(sources: _Sources, value: Node, result: Result) -> Node:
         return convert(value, result.dtype, overflow)
     if result.dtype.bits > 8 and not result.dtype.is_integer:
         raise TypeMismatchError(f"a result is not quantised to {result.dtype}", hint="an integer or 8-bit float type")
-    extra = [sources.param(p) for p in (result.scale, result.zero_point) if p is not None]
+    extra = [sources.add(p) for p in (result.scale, result.zero_point) if p is not None]
     return Node(Quantize(result.dtype), _float(value), *extra)

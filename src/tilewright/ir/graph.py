@@ -18,7 +18,7 @@ import threading
 import types
 import typing
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -150,8 +150,17 @@ _LOCK = threading.Lock()
 _INTERNED: weakref.WeakValueDictionary[tuple[Op, tuple[Node, ...]], Node] = weakref.WeakValueDictionary()
 
 
-def toposort(roots: Iterable[Node]) -> list[Node]:
+def toposort(
+    roots: Iterable[Node],
+    known: Container[Node] = (),
+    sources: Callable[[Node], Iterable[Node]] = operator.attrgetter("src"),
+) -> list[Node]:
     """Every node the roots depend on, each after its sources. Iterative: deep graphs do not exhaust the stack.
+
+    Args:
+        roots: the nodes to begin with.
+        known: nodes that are left out, and with them what only they depend on.
+        sources: what a node depends on, if that is not its own sources.
 
     Raises:
         OverrunError: the time of a rule or candidate that asks is over (`deadline.py`).
@@ -161,16 +170,16 @@ def toposort(roots: Iterable[Node]) -> list[Node]:
     seen: set[Node] = set()
     stack: list[tuple[Node, Iterator[Node]]] = []
     for root in roots:
-        if root in seen:
+        if root in seen or root in known:
             continue
         seen.add(root)
-        stack.append((root, iter(root.src)))
+        stack.append((root, iter(sources(root))))
         while stack:
             node, rest = stack[-1]
             for s in rest:
-                if s not in seen:
+                if s not in seen and s not in known:
                     seen.add(s)
-                    stack.append((s, iter(s.src)))
+                    stack.append((s, iter(sources(s))))
                     break
             else:
                 order.append(node)
@@ -209,23 +218,6 @@ class Users:
     def _read(self, node: Node, reader: Node | None) -> None:
         readers = self._of[node]
         readers[reader] = readers.get(reader, 0) + 1
-
-
-def _replaced_order(roots: Iterable[Node], replacement: Mapping[Node, Node]) -> list[Node]:
-    """Nodes in an order in which each follows what computes it: its replacement if it has one, else its sources."""
-    order: list[Node] = []
-    seen: set[Node] = set()
-    stack: list[tuple[Node, bool]] = [(r, False) for r in roots]
-    while stack:
-        node, expanded = stack.pop()
-        if expanded:
-            order.append(node)
-        elif node not in seen:
-            seen.add(node)
-            stack.append((node, True))
-            target = replacement.get(node)
-            stack.extend((x, False) for x in ((target,) if target is not None else node.src) if x not in seen)
-    return order
 
 
 def substitute(roots: Sequence[Node], replacement: Mapping[Node, Node]) -> list[Node]:
@@ -285,7 +277,7 @@ class Graph:
         """
         origins = dict(self.origins)
         settled: dict[Node, Node] = {}
-        for node in _replaced_order(self.outputs, replacement):
+        for node in toposort(self.outputs, sources=lambda n: (replacement[n],) if n in replacement else n.src):
             target = replacement.get(node)
             settled[node] = settled[target] if target is not None else node.with_src([settled[x] for x in node.src])
             if node in self.origins:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -383,7 +383,7 @@ class Rewriting(Users):
         """A rule fired: `after` is to stand at the place. Returns the places whose turn must come for that, sources first,
         the place itself last; none when `after` is settled already."""
         before = place.node.src
-        fresh = _unsettled(after, self._readers)
+        fresh = toposort((after,), self._readers)
         if not fresh:
             self._finish(place, after)
             self._unread(before, place)
@@ -455,23 +455,3 @@ def _add(readers: dict[Reader, int], reader: Reader, slots: int) -> None:
 def _settled(place: Place) -> Node:
     assert place.settled is not None
     return place.settled
-
-
-def _unsettled(root: Node, settled: Container[Node]) -> list[Node]:
-    """Nodes under `root` that are not settled, sources first; below a settled node everything is."""
-    if root in settled:
-        return []
-    order: list[Node] = []
-    seen: set[Node] = {root}
-    stack: list[tuple[Node, Iterator[Node]]] = [(root, iter(root.src))]
-    while stack:
-        node, rest = stack[-1]
-        for s in rest:
-            if s not in seen and s not in settled:
-                seen.add(s)
-                stack.append((s, iter(s.src)))
-                break
-        else:
-            order.append(node)
-            stack.pop()
-    return order

@@ -13,8 +13,8 @@ from tilewright.ir.fused import natural_accumulator
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import OPERATORS
 from tilewright.ir.ops import (
+    VIEWS,
     Acc,
-    Broadcast,
     Call,
     Concat,
     Const,
@@ -32,7 +32,6 @@ from tilewright.ir.ops import (
 from tilewright.ir.text import print_expression
 from tilewright.ir.types import Shape, TensorType, Type
 
-VIEWS = (Reshape, Transpose, Slice, Broadcast, Item)
 SHOWN_OPS = 6
 SYMBOLS = {fn: sign for sign, fn in OPERATORS.items()}
 
@@ -95,9 +94,6 @@ def _show_store(store: Node, op: Gemm) -> str:
     steps: list[str] = []
     while not isinstance(node.op, Acc):
         inner = [s for s in node.src if s in dependent]
-        if isinstance(node.op, Convert) and len(inner) == 1 and _implied(node):
-            node = inner[0]
-            continue
         if isinstance(node.op, Slice) and isinstance(node.src[0].op, Acc):
             steps.append(f" [{node.op.start[-1]}:{node.op.stop[-1]}]")
             break
@@ -106,7 +102,7 @@ def _show_store(store: Node, op: Gemm) -> str:
             node = inner[0]
             continue
         if isinstance(node.op, Convert) and len(inner) == 1:
-            steps.append(f", {node.dtype}")
+            steps += [] if node.dtype is F32 else [f", {node.dtype}"]  # the notation computes steps in f32 by itself
             node = inner[0]
             continue
         step = _show_step(node, inner, node.shape) if isinstance(node.op, Map) and len(inner) == 1 else None
@@ -126,11 +122,6 @@ def _spread(scale: TensorType) -> str:
     return "column" if set(scale.shape[:-1]) <= {1} else str(scale)
 
 
-def _implied(node: Node) -> bool:
-    """A conversion the notation makes by itself: steps are computed in f32."""
-    return node.dtype is F32
-
-
 def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
     assert isinstance(node.op, Map)
     fn = node.op.fn
@@ -147,7 +138,7 @@ def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
 
 def _show_side(side: Node, shape: Shape) -> str | None:
     value, scaled = side, False
-    while isinstance(value.op, (Convert, Reshape, Transpose, Broadcast, Slice, Dequantize)):
+    while isinstance(value.op, (*VIEWS, Convert, Dequantize)):
         scaled |= isinstance(value.op, Dequantize)
         value = value.src[0]
     if isinstance(value.op, Const) and value.tensor.elements == 1 and not scaled:
@@ -179,7 +170,7 @@ def op_name(node: Node) -> str:
 def show_region(nodes: Sequence[Node], results: Sequence[Type]) -> str:
     """The operations of a fusion in order, views left out unless there is nothing else, and the types of its results."""
     inner = [n for n in nodes if not isinstance(n.op, (Param, Const))]
-    working = [n for n in inner if not isinstance(n.op, VIEWS)] or inner
+    working = [n for n in inner if not isinstance(n.op, (*VIEWS, Item))] or inner
     runs = [(name, len(list(group))) for name, group in groupby(op_name(n) for n in working)]
     shown = [f"{name} x{count}" if count > 1 else name for name, count in runs[:SHOWN_OPS]]
     if len(runs) > SHOWN_OPS:

@@ -50,14 +50,14 @@ class Function:
 def evaluate_function(f: Function, dtype: DType, args: list[torch.Tensor]) -> torch.Tensor:
     """`f` on operands of logical type `dtype`: narrow floats through f32, unsigned types through a wider signed one."""
     if f.kinds == INTEGER:  # a shift
-        return narrow_integer(f.apply(*[_as_s64(a) for a in args], dtype.bits), dtype)
+        return narrow_integer(f.apply(*[as_s64(a) for a in args], dtype.bits), dtype)
     apply = f.apply
     if dtype.is_float and dtype.bits == 8:
         args = [a.to(torch.float32) for a in args]
     elif dtype.name in _WIDER:
         args = [a.to(_WIDER[dtype.name]) for a in args]
     elif dtype.name == "u64":
-        args = [_as_s64(a) for a in args]
+        args = [as_s64(a) for a in args]
         apply = f.on_u64 or f.apply
     result = apply(*args)
     if f.to_pred or dtype is PRED:
@@ -76,7 +76,8 @@ def by_bits(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Ten
     return f(*tensors)
 
 
-def _as_s64(x: torch.Tensor) -> torch.Tensor:
+def as_s64(x: torch.Tensor) -> torch.Tensor:
+    """Integers as s64: the same bits for u64."""
     return x.view(torch.int64) if x.dtype is torch.uint64 else x.to(torch.int64)
 
 

@@ -19,7 +19,7 @@ from tilewright.errors import TypeMismatchError
 from tilewright.ir.evaluate import evaluate_nodes, float64_gemms
 from tilewright.ir.graph import Node, Op, toposort
 from tilewright.ir.ops.elementwise import Convert, Overflow
-from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.functions import as_s64, narrow_integer
 from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.ops.source import Acc, Param
 from tilewright.ir.types import TensorType, TupleType, Type, broadcast_shapes
@@ -121,12 +121,8 @@ def matmul_exact(a: torch.Tensor, b: torch.Tensor, a_dtype: DType, b_dtype: DTyp
     if largest * max(k, 1) < 1 << 53:
         wide = torch.matmul(a.to(torch.float64), b.to(torch.float64)).to(torch.int64)
     else:
-        wide = torch.matmul(_as_int64(a), _as_int64(b))
+        wide = torch.matmul(as_s64(a), as_s64(b))
     return narrow_integer(wide, acc_dtype)
-
-
-def _as_int64(x: torch.Tensor) -> torch.Tensor:
-    return x.view(torch.int64) if x.dtype == torch.uint64 else x.to(torch.int64)
 
 
 def gemm(

@@ -12,7 +12,7 @@ import torch
 from tilewright.dtype import F64, PRED, U64, DType
 from tilewright.errors import TypeMismatchError
 from tilewright.ir.graph import Node, Op
-from tilewright.ir.ops.functions import narrow_integer
+from tilewright.ir.ops.functions import as_s64, narrow_integer
 from tilewright.ir.ops.integers import in_order_u64
 from tilewright.ir.ops.rounding import to_float
 from tilewright.ir.ops.shape import broadcastable, reduced_shape
@@ -54,7 +54,7 @@ class Reduce(Op):
         x, d = src[0], node.dtype
         if not self.axes:
             return x
-        wide = x.to(_compute(d)) if d.is_float else x if d is PRED else x.view(torch.int64) if d is U64 else x.to(torch.int64)
+        wide = x.to(_compute(d)) if d.is_float else x if d is PRED else as_s64(x)
         kept = self._reduced(wide, d).reshape(node.shape)
         if d is PRED:
             return kept
