@@ -29,6 +29,8 @@ class DType:
         min, max: smallest and largest finite value.
         storage: name of the torch dtype that carries it while a graph is evaluated. 4-bit integers travel one code to a
             byte there (torch has int4 storage but no kernels for it).
+        epsilon: distance from 1.0 to the next larger value, 0 for integers.
+        infinite: the type has infinities.
     """
 
     name: str
@@ -37,6 +39,8 @@ class DType:
     min: float | int
     max: float | int
     storage: str
+    epsilon: float = 0.0
+    infinite: bool = False
 
     def __str__(self) -> str:
         return self.name
@@ -69,17 +73,12 @@ class DType:
     @property
     def lowest(self) -> float | int:
         """A lower bound of every value: minus infinity where the type has it, else `min`."""
-        return -float("inf") if self.name in _INFINITE else self.min
+        return -float("inf") if self.infinite else self.min
 
     @property
     def highest(self) -> float | int:
         """An upper bound of every value: infinity where the type has it, else `max`."""
-        return float("inf") if self.name in _INFINITE else self.max
-
-    @property
-    def epsilon(self) -> float:
-        """Distance from 1.0 to the next larger value, 0 for integers."""
-        return _EPSILON.get(self.name, 0.0)
+        return float("inf") if self.infinite else self.max
 
     def holds(self, value: float) -> bool:
         """Tell whether a number is one of this type's, for floats up to rounding. NaN is one of any float type's."""
@@ -100,10 +99,10 @@ class DType:
 
     def to_numpy(self) -> np.dtype[np.generic]:
         """The NumPy dtype (ml_dtypes for the narrow ones) that carries this type in memory, one element an item."""
-        import ml_dtypes
+        import ml_dtypes  # noqa: F401  # pyright: ignore[reportUnusedImport] - NumPy knows its types by name from then on
         import numpy as np
 
-        return np.dtype(getattr(ml_dtypes, _ML_DTYPES[self.name]) if self.name in _ML_DTYPES else self.storage)
+        return np.dtype(self.storage.replace("int8", "int4") if self.bits == 4 else self.storage)
 
 
 def _int(bits: int, storage: str | None = None) -> DType:
@@ -114,80 +113,38 @@ def _uint(bits: int, storage: str | None = None) -> DType:
     return DType(f"u{bits}", "uint", bits, 0, (1 << bits) - 1, storage or f"uint{bits}")
 
 
-def _float(name: str, bits: int, largest: float, storage: str) -> DType:
-    return DType(name, "float", bits, -largest, largest, storage)
+def _float(name: str, bits: int, largest: float, storage: str, epsilon: float, *, infinite: bool = True) -> DType:
+    return DType(name, "float", bits, -largest, largest, storage, epsilon, infinite)
 
 
 PRED = DType("pred", "pred", 8, 0, 1, "bool")
 S4, U4 = _int(4, "int8"), _uint(4, "uint8")
 S8, U8, S16, U16, S32, U32, S64, U64 = _int(8), _uint(8), _int(16), _uint(16), _int(32), _uint(32), _int(64), _uint(64)
-F8E4M3FN = _float("f8e4m3fn", 8, 448.0, "float8_e4m3fn")
-F8E4M3FNUZ = _float("f8e4m3fnuz", 8, 240.0, "float8_e4m3fnuz")
-F8E5M2 = _float("f8e5m2", 8, 57344.0, "float8_e5m2")
-F8E5M2FNUZ = _float("f8e5m2fnuz", 8, 57344.0, "float8_e5m2fnuz")
-BF16 = _float("bf16", 16, 3.3895313892515355e38, "bfloat16")
-F16 = _float("f16", 16, 65504.0, "float16")
-F32 = _float("f32", 32, 3.4028234663852886e38, "float32")
-F64 = _float("f64", 64, 1.7976931348623157e308, "float64")
+F8E4M3FN = _float("f8e4m3fn", 8, 448.0, "float8_e4m3fn", 2**-3, infinite=False)
+F8E4M3FNUZ = _float("f8e4m3fnuz", 8, 240.0, "float8_e4m3fnuz", 2**-3, infinite=False)
+F8E5M2 = _float("f8e5m2", 8, 57344.0, "float8_e5m2", 2**-2)
+F8E5M2FNUZ = _float("f8e5m2fnuz", 8, 57344.0, "float8_e5m2fnuz", 2**-2, infinite=False)
+BF16 = _float("bf16", 16, 3.3895313892515355e38, "bfloat16", 2**-7)
+F16 = _float("f16", 16, 65504.0, "float16", 2**-10)
+F32 = _float("f32", 32, 3.4028234663852886e38, "float32", 2**-23)
+F64 = _float("f64", 64, 1.7976931348623157e308, "float64", 2**-52)
 # A value only `call` nodes make and read: strings, sequences, complex numbers, shapes known only at run time.
 OPAQUE = DType("opaque", "opaque", 0, 0, 0, "opaque")
 
 _ALL = (PRED, S4, U4, S8, U8, S16, U16, S32, U32, S64, U64)
 _ALL_FLOAT = (F8E4M3FN, F8E4M3FNUZ, F8E5M2, F8E5M2FNUZ, BF16, F16, F32, F64)
 BY_NAME: dict[str, DType] = {d.name: d for d in (*_ALL, *_ALL_FLOAT, OPAQUE)}
-_EPSILON = {
-    "f8e4m3fn": 2**-3,
-    "f8e4m3fnuz": 2**-3,
-    "f8e5m2": 2**-2,
-    "f8e5m2fnuz": 2**-2,
-    "bf16": 2**-7,
-    "f16": 2**-10,
-    "f32": 2**-23,
-    "f64": 2**-52,
-}
-_INFINITE = frozenset({"f8e5m2", "bf16", "f16", "f32", "f64"})
-_ML_DTYPES = {
-    "s4": "int4",
-    "u4": "uint4",
-    "bf16": "bfloat16",
-    "f8e4m3fn": "float8_e4m3fn",
-    "f8e4m3fnuz": "float8_e4m3fnuz",
-    "f8e5m2": "float8_e5m2",
-    "f8e5m2fnuz": "float8_e5m2fnuz",
-}
 _ALIASES = {
+    **{
+        f"{word}{bits}": f"{kind}{bits}"
+        for word, kind in (("i", "s"), ("int", "s"), ("ui", "u"), ("uint", "u"))
+        for bits in (4, 8, 16, 32, 64)
+    },
+    **{d.storage: d.name for d in _ALL_FLOAT},
     "i1": "pred",
     "bool": "pred",
-    "i4": "s4",
-    "int4": "s4",
-    "uint4": "u4",
-    "ui4": "u4",
-    "i8": "s8",
-    "int8": "s8",
-    "uint8": "u8",
-    "ui8": "u8",
-    "i16": "s16",
-    "int16": "s16",
-    "uint16": "u16",
-    "ui16": "u16",
-    "i32": "s32",
-    "int32": "s32",
-    "uint32": "u32",
-    "ui32": "u32",
-    "i64": "s64",
-    "int64": "s64",
-    "uint64": "u64",
-    "ui64": "u64",
-    "float8_e4m3fn": "f8e4m3fn",
-    "float8_e4m3fnuz": "f8e4m3fnuz",
-    "float8_e5m2": "f8e5m2",
-    "float8_e5m2fnuz": "f8e5m2fnuz",
-    "bfloat16": "bf16",
-    "float16": "f16",
     "half": "f16",
-    "float32": "f32",
     "float": "f32",
-    "float64": "f64",
     "double": "f64",
 }
 

@@ -5,6 +5,8 @@ The command line prints these in one or two lines and exits with code 2; anythin
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import Any
 
 
@@ -48,6 +50,17 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+
+
+_said: set[str] = set()
+
+
+def say(line: str) -> None:
+    """Write a line on standard error, once a process; nothing for an empty one."""
+    if line and line not in _said and sys.stderr is not None:
+        _said.add(line)
+        with contextlib.suppress(OSError, ValueError):  # closed
+            sys.stderr.write(f"tilewright: {visible(line)}\n")
 
 
 def check_type(value: object, of: type | tuple[Any, ...], where: str, hint: str) -> None:

@@ -42,14 +42,14 @@ def _keep_device_guard() -> None:
         return
     done = threading.Event()
 
-    def hold() -> None:
+    def install_and_wait() -> None:
         try:
             install()
         finally:
             done.set()
         threading.Event().wait()
 
-    threading.Thread(target=hold, name="tilewright-device-guard", daemon=True).start()
+    threading.Thread(target=install_and_wait, name="tilewright-device-guard", daemon=True).start()
     done.wait()
     torch._C._ensureCUDADeviceGuardSet = lambda: None  # pyright: ignore
 

@@ -121,7 +121,7 @@ def test_codes_are_kept_packed_alone():
     """Once kernels are ready nobody holds a code a byte."""
     layer = tilewright.Linear.from_float(torch.nn.Linear(160, 96))
     layer.prepare([1, 4])
-    run = op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False)
+    run = op.kernels_for(layer.weight, torch.float32, torch.float32, quantize_activations=False)
     for rung in (1, 4):
         program = run._rows.at(rung)
         assert all(n.dtype.name != "s4" for n in program._ready)
@@ -132,14 +132,14 @@ def test_kernels_go_with_the_weight_and_follow_its_changes():
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
     x = torch.randn(2, 64)
     before = layer(x)
-    made = weakref.ref(op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False))
+    made = weakref.ref(op.kernels_for(layer.weight, torch.float32, torch.float32, quantize_activations=False))
     other = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
     layer.load_state_dict(other.state_dict())
     assert torch.equal(layer(x), other(x)) and not torch.equal(layer(x), before)
     assert made() is None
     layer.scales.mul_(2)
     assert error(layer, x) < 2e-6
-    made = weakref.ref(op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False))
+    made = weakref.ref(op.kernels_for(layer.weight, torch.float32, torch.float32, quantize_activations=False))
     del layer
     assert made() is None
 
@@ -367,7 +367,7 @@ def test_a_shared_weight_is_quantised_and_counted_once():
     assert model["a"].packed is model["b"].packed and model["a"].bias is not model["b"].bias
     packed = [model[n].weight.nbytes for n in "ad"]
     assert report.bytes_before == 64 * 32 * 4 + 64 * 16 * 4
-    assert report.bytes_after == sum(packed) + 64 * 16 * 4 and report.kept == ("d",)
+    assert report.bytes_after == sum(packed) + 64 * 16 * 4 and report.held == ("d",)
     assert "\n  d: the float weight stays in memory, since another module holds it, too\n" in str(report)
 
 
@@ -451,7 +451,7 @@ def test_what_cannot_be_done_is_said():
 
 def test_a_captured_graph_needs_kernels_that_are_ready(monkeypatch):
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
-    ready = op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False)
+    ready = op.kernels_for(layer.weight, torch.float32, torch.float32, quantize_activations=False)
     layer.prepare(2)
     monkeypatch.setattr(ready, "_gpu", True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -462,7 +462,7 @@ def test_a_captured_graph_needs_kernels_that_are_ready(monkeypatch):
 
 def test_kernels_of_a_weight_that_is_gone():
     layer = tilewright.Linear.from_float(torch.nn.Linear(64, 16), group_size=32)
-    kept = op.kernels_for(layer.weight, torch.float32, torch.float32, coded=False)
+    kept = op.kernels_for(layer.weight, torch.float32, torch.float32, quantize_activations=False)
     del layer
     gc.collect()
     with pytest.raises(InputError, match="the weight of these kernels is gone"):

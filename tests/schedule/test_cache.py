@@ -45,7 +45,7 @@ def kept(tmp_path, monkeypatch):
     """A cache in a folder of its own, which programs are compiled with."""
     cache = Cache(tmp_path / "cache")
     monkeypatch.setattr(compiler, "user_cache", lambda: cache)
-    monkeypatch.setattr(cache_module, "_said", set())
+    monkeypatch.setattr("tilewright.errors._said", set())
     yield cache
     cache.close()
 

@@ -130,7 +130,7 @@ class Target:
 
     def unit_for(self, dtype: DType) -> str | None:
         """The operand type whose measured rate that is; None while unmeasured."""
-        return next((name for name in (dtype.name, *widened(dtype.name)) if name in self.peak_gops), None)
+        return next((name for name in (dtype.name, *wider_units(dtype.name)) if name in self.peak_gops), None)
 
     def limit_us(self, ops: int, bytes: int, dtype: DType) -> float:
         """The least time the measured ceilings allow for `ops` on `dtype` operands and `bytes` of traffic; 0 unmeasured."""
@@ -140,26 +140,13 @@ class Target:
 
 # Where a chip has no unit for a type, the unit that ends up doing the work after an exact conversion.
 _WIDER_UNIT = {
-    "u8": ("s8",),
-    "s4": ("s8",),
-    "u4": ("s8",),
-    "pred": ("s8",),
-    "f8e4m3fn": ("bf16", "f16", "f32"),
-    "f8e4m3fnuz": ("bf16", "f16", "f32"),
-    "f8e5m2": ("bf16", "f16", "f32"),
-    "f8e5m2fnuz": ("bf16", "f16", "f32"),
-    "bf16": ("f32",),
-    "f16": ("f32",),
-    "s8": ("f32",),
-    "s16": ("f32",),
-    "u16": ("f32",),
-    "s32": ("f64", "f32"),
-    "u32": ("f64", "f32"),
-    "s64": ("f64", "f32"),
-    "u64": ("f64", "f32"),
+    **dict.fromkeys(("u8", "s4", "u4", "pred"), ("s8",)),
+    **dict.fromkeys(("f8e4m3fn", "f8e4m3fnuz", "f8e5m2", "f8e5m2fnuz"), ("bf16", "f16", "f32")),
+    **dict.fromkeys(("bf16", "f16", "s8", "s16", "u16"), ("f32",)),
+    **dict.fromkeys(("s32", "u32", "s64", "u64"), ("f64", "f32")),
 }
 
 
-def widened(operand: str) -> tuple[str, ...]:
+def wider_units(operand: str) -> tuple[str, ...]:
     """Types whose unit does the work of another's where a chip has none for it, the narrowest first."""
     return _WIDER_UNIT.get(operand, ())

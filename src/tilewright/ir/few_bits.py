@@ -23,7 +23,7 @@ def quantised_linear(
     zero_point: Node | None = None,
     offset: Node | None = None,
     bias: Node | None = None,
-    quantise_activations: bool = False,
+    quantize_activations: bool = False,
 ) -> Node:
     """x @ w^T + bias in x's type, where w = (code - zero_point) * scale + offset.
 
@@ -35,7 +35,7 @@ def quantised_linear(
         zero_point: of the codes' type, [out, groups].
         offset: f32 [out, groups]: multiplies the sums of x by groups, a second, small product.
         bias: [out].
-        coded: x is quantised to s8 first, a scale a row.
+        quantize_activations: x is quantised to s8 first, a scale a row.
     """
     steps: list[Apply] = []
     if offset is not None:
@@ -44,7 +44,7 @@ def quantised_linear(
         steps.append(Apply("add", bias))
     whole_rows = scale.shape[1] == 1 and codes.dtype.bits == 8  # one scale a row, in no need of blocks
     rhs = Side(codes, True, scale, zero_point, None if whole_rows else (1, group))
-    return fused_gemm(_in_codes(x) if quantise_activations else Side(x), rhs, Result(x.dtype), steps)
+    return fused_gemm(_in_codes(x) if quantize_activations else Side(x), rhs, Result(x.dtype), steps)
 
 
 def _in_codes(x: Node) -> Side:

@@ -431,21 +431,21 @@ class Rewriting(Users):
 
     def _unread(self, src: Sequence[Node], place: Place) -> None:
         """The place no longer reads these settled nodes; what nothing reads any more leaves the program, and so on down."""
-        unread: list[Node] = []
+        orphans: list[Node] = []
         for s in src:
             readers = self._readers[s]
             readers[place] -= 1
             if not readers[place]:
                 del readers[place]
-                unread.append(s)
-        while unread:
-            node = unread.pop()
+                orphans.append(s)
+        while orphans:
+            node = orphans.pop()
             if self._readers.get(node, True):
                 continue
             del self._readers[node]
             for s in dict.fromkeys(node.src):
                 del self._readers[s][node]
-                unread.append(s)
+                orphans.append(s)
 
 
 def _add(readers: dict[Reader, int], reader: Reader, slots: int) -> None:

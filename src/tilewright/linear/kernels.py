@@ -43,7 +43,7 @@ class Form:
         group_size: codes that share a scale.
         parts: whether there are zero points, and offsets.
         activations, bias: types of the input and of the bias (None if there is none).
-        coded: activations are quantised to 8 bits, a scale a row, before they are multiplied.
+        quantize_activations: activations are quantised to 8 bits, a scale a row, before they are multiplied.
         device: the device that runs it.
     """
 
@@ -54,11 +54,11 @@ class Form:
     parts: tuple[bool, bool]
     activations: DType
     bias: DType | None
-    coded: bool
+    quantize_activations: bool
     device: str
 
     @staticmethod
-    def of(weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, coded: bool) -> Form:
+    def of(weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, quantize_activations: bool) -> Form:
         """The form of a product.
 
         Raises:
@@ -75,7 +75,7 @@ class Form:
             weight.group_size,
             (weight.zero_points is not None, weight.offsets is not None),
             *types,
-            coded,
+            quantize_activations,
             str(weight.packed.device),
         )
 
@@ -107,7 +107,14 @@ def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int
         x = input_("x", form.activations, (rows, inner))
         bias = None if form.bias is None else input_("bias", form.bias, (out,))
         y = quantised_linear(
-            x, codes, scale, form.group_size, zero_point=zero, offset=shift, bias=bias, quantise_activations=form.coded
+            x,
+            codes,
+            scale,
+            form.group_size,
+            zero_point=zero,
+            offset=shift,
+            bias=bias,
+            quantize_activations=form.quantize_activations,
         )
         graph = Graph("linear", (x,) if bias is None else (x, bias), (y,), ("y",))
         return optimise(graph, excess_precision=True) if keeps_digits(form, rows) else graph
@@ -118,7 +125,7 @@ def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int
 def keeps_digits(form: Form, rows: int) -> bool:
     """Tell whether weights stay as they are once they are scaled, though x has fewer digits: 4-bit ones, for few rows, on
     Hopper."""
-    few = rows <= FEW_ROWS and form.codes.bits == 4 and not form.coded
+    few = rows <= FEW_ROWS and form.codes.bits == 4 and not form.quantize_activations
     return few and "sm_90" in detect(form.device).features
 
 

@@ -22,7 +22,7 @@ BIAS = 4  # of the arguments behind the packed codes
 NAME = "tilewright::linear"
 SCHEMA = (
     "(Tensor x, Tensor packed, Tensor scales, Tensor? zero_points, Tensor? offsets, Tensor? order, Tensor? bias, "
-    "str code_type, int group_size, bool coded) -> Tensor"
+    "str code_type, int group_size, bool quantize_activations) -> Tensor"
 )
 _Use = tuple[torch.dtype, torch.dtype | None, bool]  # types of activations and bias, and whether activations are quantised
 
@@ -39,7 +39,9 @@ _held: MutableMapping[torch.Tensor, _Held] = WeakTensorKeyDictionary()  # by the
 _holding = threading.Lock()
 
 
-def kernels_for(weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, coded: bool) -> Kernels:
+def kernels_for(
+    weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, quantize_activations: bool
+) -> Kernels:
     """The kernels of a weight, the same ones each time while nobody writes to it.
 
     Raises:
@@ -48,13 +50,15 @@ def kernels_for(weight: QuantizedWeight, activations: torch.dtype, bias: torch.d
     made_of = _made_of(
         weight.packed, weight.scales, weight.zero_points, weight.offsets, weight.code_type.name, weight.group_size
     )
-    use = activations, bias, coded
+    use = activations, bias, quantize_activations
     with _holding:
         held = _held.get(weight.packed)
         if held is None or held.made_of != made_of:
             held = _held[weight.packed] = _Held(made_of)
         if use not in held.by_use:
-            held.by_use[use] = Kernels(Form.of(weight, activations, bias, coded=coded), _again(weight))
+            held.by_use[use] = Kernels(
+                Form.of(weight, activations, bias, quantize_activations=quantize_activations), _again(weight)
+            )
         return held.by_use[use]
 
 
@@ -113,11 +117,11 @@ def _linear(
     bias: torch.Tensor | None,
     code_type: str,
     group_size: int,
-    coded: bool,
+    quantize_activations: bool,
 ) -> torch.Tensor:
     """x [..., in] by the transpose of a quantised weight [out, in], plus bias [out]: [..., out] of x's type.
 
-    The tensors are those of `QuantizedWeight`; `coded` quantises x to 8 bits, a scale a row.
+    The tensors are those of `QuantizedWeight`; `quantize_activations` quantises x to 8 bits, a scale a row.
 
     Raises:
         TypeMismatchError: extents or types do not fit together, or they lie on several devices.
@@ -126,11 +130,11 @@ def _linear(
     held = _held.get(packed)
     kernels = None
     if held is not None and held.made_of == _made_of(packed, scales, zero_points, offsets, code_type, group_size):
-        kernels = held.by_use.get((x.dtype, None if bias is None else bias.dtype, coded))
+        kernels = held.by_use.get((x.dtype, None if bias is None else bias.dtype, quantize_activations))
     _check(x, packed, bias)
     if kernels is None:
         weight = QuantizedWeight(dtype(code_type), packed, scales, x.shape[-1], group_size, zero_points, offsets, order)
-        kernels = kernels_for(weight, x.dtype, None if bias is None else bias.dtype, coded=coded)
+        kernels = kernels_for(weight, x.dtype, None if bias is None else bias.dtype, quantize_activations=quantize_activations)
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     if order is not None:
         rows = rows.index_select(1, order)

@@ -23,7 +23,7 @@ SCHEMES = (
     "w4g32, w4g64, w4g128, w8, w8g128 (any group; one scale a row without); z after for zero points (w4g64z), "
     "a8 before for 8-bit activations (a8w4g64)"
 )
-_SCHEME = re.compile(r"(?P<coded>a8)?w(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)
+_SCHEME = re.compile(r"(?P<activations>a8)?w(?P<bits>[48])(?:g(?P<group>[1-9]\d{0,5}))?(?P<zero>z)?", re.ASCII)
 
 # Classes that compute what torch.nn.Linear does, by module and name, and those whose weight is [in, out].
 LINEAR = frozenset({("transformers.models.falcon.modeling_falcon", "FalconLinear")})
@@ -41,7 +41,7 @@ class Replaced:
         layers: names of the layers that are quantised now, with what each holds.
         skipped: names of the layers that are not, with the reason.
         bytes_before, bytes_after: of the weights of the quantised layers, each counted once.
-        kept: those whose float weight something else in the model holds, too, so that its memory is not given back.
+        held: those whose float weight something else in the model holds, too, so that its memory is not given back.
         unused: names of the weights that were given and that no layer of the model took.
         left: every float parameter of two axes or more that the model holds now (embeddings, experts, layers that are not
             quantised), with its bytes, each counted once.
@@ -52,7 +52,7 @@ class Replaced:
     skipped: Mapping[str, str]
     bytes_before: int
     bytes_after: int
-    kept: tuple[str, ...] = ()
+    held: tuple[str, ...] = ()
     unused: tuple[str, ...] = ()
     left: Mapping[str, int] = field(default_factory=dict[str, int])
     total: int = 0
@@ -63,7 +63,7 @@ class Replaced:
         saved = f"{self.bytes_before / 1e6:.1f} MB of weights are {self.bytes_after / 1e6:.1f} MB now"
         lines = [f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)} quantised, {len(self.skipped)} not; {saved}"]
         lines += [f"  {name}: {why}" for name, why in self.skipped.items()]
-        lines += [f"  {name}: the float weight stays in memory, since another module holds it, too" for name in self.kept]
+        lines += [f"  {name}: the float weight stays in memory, since another module holds it, too" for name in self.held]
         if self.unused:
             lines.append(f"  no layer of the model took {some(self.unused)}")
         return "\n".join([*lines, *self._left()])
@@ -126,13 +126,13 @@ def quantize_(
             before += module.weight.nbytes
         made[module] = layers[name] = new
         setattr(parent, attribute, new)
-    kept = {floats[p]: p.nbytes for p in model.parameters() if p in floats}
-    after = sum({m.packed: m.weight.nbytes for m in layers.values()}.values()) + sum(kept.values())
+    shared = {floats[p]: p.nbytes for p in model.parameters() if p in floats}
+    after = sum({m.packed: m.weight.nbytes for m in layers.values()}.values()) + sum(shared.values())
     schemes = {name: m.scheme for name, m in layers.items()}
     left = _left_in_float(model)
     held = sum({m.packed: m.weight.nbytes for m in model.modules() if isinstance(m, Linear)}.values())
     unused = tuple(n for n in given if n not in layers)
-    return Replaced(schemes, skipped, before, after, tuple(kept), unused, left, held + sum(left.values()))
+    return Replaced(schemes, skipped, before, after, tuple(shared), unused, left, held + sum(left.values()))
 
 
 def _left_in_float(model: torch.nn.Module) -> dict[str, int]:
@@ -208,7 +208,7 @@ def _quantised(scheme: str) -> _Make:
     if said is None:
         path = Path(scheme).suffix or "/" in scheme
         raise InputError(f"no scheme {scheme!r}", hint="tilewright.read_checkpoint(path)" if path else SCHEMES)
-    bits, zero, coded = said["bits"], said["zero"] is not None, said["coded"] is not None
+    bits, zero, activations = said["bits"], said["zero"] is not None, said["activations"] is not None
     group = int(said["group"]) if said["group"] else None
     packed: MutableMapping[torch.Tensor, QuantizedWeight] = WeakTensorKeyDictionary()  # a weight that layers share stays one
 
@@ -226,7 +226,7 @@ def _quantised(scheme: str) -> _Make:
                 )
             except InputError as error:
                 raise InputError(error.what, where=name, hint=error.hint) from error
-        return Linear(packed[module.weight], module.bias, quantize_activations=coded).train(module.training)
+        return Linear(packed[module.weight], module.bias, quantize_activations=activations).train(module.training)
 
     return make
 

@@ -464,10 +464,10 @@ def _moved(value: Value, device: str) -> Value:
 
 
 def bind_outputs(
-    problem: FusionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], kept: Mapping[Node, Value]
+    problem: FusionProblem, part: Part, kernel: Kernel, weights: Mapping[int, torch.Tensor], ready: Mapping[Node, Value]
 ) -> Runner:
     """A fusion's kernel with those results that are writes to state: it writes them there, or they are copied."""
-    arrays = {i: cast("torch.Tensor", kept[n.src[0]]) for i, n in enumerate(part.outputs) if isinstance(n.op, Write)}
+    arrays = {i: cast("torch.Tensor", ready[n.src[0]]) for i, n in enumerate(part.outputs) if isinstance(n.op, Write)}
     if kernel.place is not None and all(a.is_contiguous() and a.data_ptr() % ALIGNED == 0 for a in arrays.values()):
         return kernel.place(weights, arrays)
     run = kernel.prepare(weights)

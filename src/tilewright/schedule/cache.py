@@ -20,14 +20,13 @@ import fcntl
 import os
 import re
 import sqlite3
-import sys
 import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import TypeVar
 
-from tilewright.errors import visible
+from tilewright.errors import say
 from tilewright.files import foreign, open_own
 from tilewright.schedule.record import Key, Record, Refusal, checked, with_checksum
 
@@ -60,17 +59,6 @@ T = TypeVar("T")
 
 class _UnusableError(Exception):
     """No file can be kept there: a sentence why."""
-
-
-_said: set[str] = set()
-
-
-def say(line: str) -> None:
-    """Write a line on standard error, once a process."""
-    if line not in _said and sys.stderr is not None:
-        _said.add(line)
-        with contextlib.suppress(OSError, ValueError):  # closed
-            sys.stderr.write(f"tilewright: {visible(line)}\n")
 
 
 class Cache:

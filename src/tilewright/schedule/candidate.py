@@ -112,7 +112,7 @@ class Refusal:
 
 @runtime_checkable
 class Plan(Protocol):
-    """What a candidate has found out about a problem on a target before any size is chosen. The kinds of plan below
+    """The facts that a candidate has found out about a problem on a target before any size is chosen. The kinds of plan below
     can do more."""
 
     def schedules(self) -> Iterable[Schedule]:
@@ -220,7 +220,7 @@ def f32_precision() -> str:
 
 @lru_cache(PLANS)
 def _planned(candidate: Candidate, problem: AnyProblem, target: Target, _precision: str) -> Plan | Refusal:
-    """Beside its arguments, a plan may depend on the precision that torch allows products of f32, and on nothing else that
+    """Make the plan. It depends on the arguments and the precision that torch allows products of f32, and on nothing else that
     changes while a process lives."""
     try:
         return candidate.plan(problem, target)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tilewright.dtype import DType
-from tilewright.hardware.target import Target, widened
+from tilewright.hardware.target import Target, wider_units
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param
 from tilewright.schedule.candidate import LIBRARIES, Candidate, HasCostModel, Schedule, planned
@@ -147,4 +147,4 @@ def _multiplied(lhs: DType, rhs: DType, target: Target) -> str:
     """The type whose unit multiplies these operands: their own, or the narrowest that holds both."""
     own = {u.operand for u in target.chip.units}
     wanted = lhs.name if lhs.bits >= rhs.bits else rhs.name
-    return next((n for n in (wanted, *widened(wanted)) if n in own), "f32")
+    return next((n for n in (wanted, *wider_units(wanted)) if n in own), "f32")

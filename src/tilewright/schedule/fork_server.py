@@ -34,8 +34,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Any, cast
 
-from tilewright.errors import visible
-
 START_S = 60.0  # for the fork server to import torch
 SLICE_S = 0.05
 HAD = 0.6  # of the time that a worker was given: less, and the machine is to blame for its silence
@@ -292,7 +290,6 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_part)
 
 in_worker = False
-_lines: set[str] = set()
 _starting = threading.Lock()
 
 
@@ -309,13 +306,6 @@ def fork_server() -> ForkServer:
                 raise UnavailableError(f"no worker process: {error}; kernels are tried in this process") from None
             atexit.register(_known.stop)
         return _known
-
-
-def say(line: str) -> None:
-    """Write a line to standard error, once in a process."""
-    if line and line not in _lines and sys.stderr is not None:
-        _lines.add(line)
-        sys.stderr.write(f"tilewright: {visible(line)}\n")
 
 
 STOPPED, RUNNING = frozenset("Tt"), frozenset("R")

@@ -236,13 +236,13 @@ def _known_integer(
         outside = [(v < float(result.min) + slack * (result.min != 0)) | (v > float(result.max) - slack) for v in values]
         if fn == "divide":
             outside.append((_in_order(y.low) <= _zero(y)) & (_in_order(y.high) >= _zero(y)))
-        return _turned(fn, x, interval).forgotten(any_of(outside) & loose, result)
+        return _magnitude(fn, x, interval).forgotten(any_of(outside) & loose, result)
     if fn in ("remainder", "modulo"):
         return interval.forgotten(loose, result)
     return interval
 
 
-def _turned(fn: str, x: Interval, interval: Interval) -> Interval:
+def _magnitude(fn: str, x: Interval, interval: Interval) -> Interval:
     """The size of an integer, whose least is zero where that lies between."""
     if fn != "abs" or not x.mid.dtype.is_signed:
         return interval

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.deadline import considering
-from tilewright.errors import UnsupportedError
+from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.target import Target
 from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
 from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
@@ -29,7 +29,7 @@ from tilewright.schedule.candidate import (
     planned,
 )
 from tilewright.schedule.cost import predict
-from tilewright.schedule.fork_server import UnavailableError, say
+from tilewright.schedule.fork_server import UnavailableError
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.worker import HostedBench, hosted
 
@@ -171,10 +171,10 @@ def search(
     given = problem, target, budget_s, weights or {}
     if budget_s > 0:
         try:
-            return _Search(*given, apart=True, cold=cold, until=until, lost=lost).run(competing, depth)
+            return _Search(*given, in_worker=True, cold=cold, until=until, lost=lost).run(competing, depth)
         except UnavailableError as why:
             say(str(why))
-    here = _Search(*given, apart=False, cold=cold, until=until, lost=lost)
+    here = _Search(*given, in_worker=False, cold=cold, until=until, lost=lost)
     return here.run(competing, depth if budget_s > 0 else 1)
 
 
@@ -188,12 +188,18 @@ class _Search:
         budget_s: float,
         weights: Mapping[int, torch.Tensor],
         *,
-        apart: bool,
+        in_worker: bool,
         cold: bool,
         until: float,
         lost: Callable[[str, str], None],
     ) -> None:
-        self._problem, self._target, self._budget_s, self._weights, self._apart = problem, target, budget_s, weights, apart
+        self._problem, self._target, self._budget_s, self._weights, self._in_worker = (
+            problem,
+            target,
+            budget_s,
+            weights,
+            in_worker,
+        )
         self._ends, self._until, self._cold, self._lost = time.perf_counter() + budget_s, until, cold, lost
         self._longest_s = 0.0  # that a point took to be built and checked
         self._rejected: list[Rejected] = []
@@ -228,8 +234,8 @@ class _Search:
 
     def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
         given = self._problem, self._target, self._weights
-        apart = hosted(*given, [s.candidate for s in spaces], cold=self._cold) if self._apart else None
-        return apart or Bench(*given, cold=self._cold and self._budget_s > 0)
+        in_worker = hosted(*given, [s.candidate for s in spaces], cold=self._cold) if self._in_worker else None
+        return in_worker or Bench(*given, cold=self._cold and self._budget_s > 0)
 
     def _unchecked(self, spaces: Sequence[_Space]) -> Decision:
         """The reference, unexamined, where it fails on random data: what a program computes of its own it may well do."""
@@ -325,7 +331,7 @@ class _Search:
         return [ahead, *others]
 
     def _expected_us(self, space: _Space) -> float | None:
-        """What the cost model expects of a space's first point; None where it says nothing."""
+        """The time in µs that the cost model expects of a space's first point; None where it says nothing."""
         try:
             with considering():
                 point = next(space.points, None)

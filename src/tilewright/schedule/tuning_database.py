@@ -22,10 +22,10 @@ from pathlib import Path
 import msgspec
 import torch
 
-from tilewright.errors import UnsupportedError
+from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.ceilings import cache_folder
 from tilewright.hardware.target import Target
-from tilewright.schedule.cache import Cache, say
+from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import (
     Candidate,
     MetaPlan,

@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 
+from tilewright.errors import say
 from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
@@ -37,7 +38,6 @@ from tilewright.schedule.fork_server import (
     fork_server,
     fork_server_main,
     memory_file,
-    say,
 )
 from tilewright.schedule.guard import Watch
 from tilewright.schedule.problem import AnyProblem, FusionProblem
@@ -284,7 +284,10 @@ class _Host:
             if word == "close":
                 self._bench = None
                 continue
-            answer = getattr(self, f"_{word}")(*given)
+            if word == "again":
+                given[1] = _find(given[1])
+            asked = self._bench if word in ("again", "times", "verify") else self
+            answer = getattr(asked, word if asked is self._bench else f"_{word}")(*given)
             self._connection.send_bytes(pickled((answer, self._healthy())))
 
     def _healthy(self) -> bool:
@@ -353,18 +356,6 @@ class _Host:
         except Exception as error:
             return self._bench.expect_s, failure(UNCHECKED, error)
         return self._bench.expect_s, None
-
-    def _verify(self, key: int) -> str | None:
-        assert self._bench is not None
-        return self._bench.verify(key)
-
-    def _again(self, key: int, where: Address, schedule: Schedule) -> None:
-        assert self._bench is not None
-        self._bench.again(key, _find(where), schedule)
-
-    def _times(self, keys: Sequence[int], budget_s: float) -> list[float]:
-        assert self._bench is not None
-        return self._bench.times(keys, budget_s)
 
 
 def _find(where: Address) -> Candidate:

@@ -28,7 +28,7 @@ def linear(
     bias: Node | None,
     code_type: str,
     group_size: int,
-    coded: bool,
+    quantize_activations: bool,
 ) -> Node | None:
     """x [..., in] by a weight of a few bits; a weight that is computed, or whose inputs have an order, stays an operation."""
     if order is not None or not isinstance(packed.op, Const) or not isinstance(scales.op, Const):
@@ -42,7 +42,7 @@ def linear(
         zeros = _retyped(zero_points.op, of, zero_points.shape, halves=False)
     rows = reshape(x, (math.prod(x.shape[:-1]), inner))
     y = quantised_linear(
-        rows, codes, scales, group_size, zero_point=zeros, offset=offsets, bias=bias, quantise_activations=coded
+        rows, codes, scales, group_size, zero_point=zeros, offset=offsets, bias=bias, quantize_activations=quantize_activations
     )
     return reshape(y, site.out.shape)
 

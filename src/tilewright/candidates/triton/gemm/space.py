@@ -15,7 +15,7 @@ import numpy as np
 
 from tilewright.candidates.triton.gemm.kernel import KernelSpec, TileConfig
 from tilewright.candidates.triton.runtime.module import Arch, arch_of
-from tilewright.hardware.target import Target, widened
+from tilewright.hardware.target import Target, wider_units
 from tilewright.ir.expression import QUICK
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import VIEWS, Const, Map, Param
@@ -194,7 +194,7 @@ def _step(spec: KernelSpec, p: Any, arch: Arch, target: Target) -> tuple[Array, 
     """Cycles of one step along K on the matrix unit, or of shared memory feeding it; and how many steps the dot runs behind."""
     size = spec.dot.operand.bits / 8
     own = "bf16" if spec.dot.unit == "tf32" else spec.dot.unit  # TF32 has half the rate of bf16 on every chip
-    unit = next((u for name in (own, *widened(own)) for u in target.chip.units if u.operand == name), None)
+    unit = next((u for name in (own, *wider_units(own)) for u in target.chip.units if u.operand == name), None)
     rate = (float(unit.ops_per_cycle) if unit is not None else 256.0) / (2 if spec.dot.unit == "tf32" else 1)
     down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
     groups = (
