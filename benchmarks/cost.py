@@ -139,9 +139,9 @@ def runs_of(posed: Problem, schedules: Sequence[Schedule]) -> dict[str, Callable
         result = [t.float() for t in run(sources)]
         right = result if right is None else right
         for ours, first in zip(result, right, strict=True):
-            room = 2.0 if posed.acc.dtype.is_float or posed.outputs[0].dtype.is_float else 0.0
+            tolerance = 2.0 if posed.acc.dtype.is_float or posed.outputs[0].dtype.is_float else 0.0
             scale = float(first.abs().max()) + 1e-30
-            assert float((ours - first).abs().max()) <= room * 2**-6 * scale, (str(posed), str(s))
+            assert float((ours - first).abs().max()) <= tolerance * 2**-6 * scale, (str(posed), str(s))
         runs[str(s)] = lambda run=run: run(sources)
     return runs
 

@@ -73,7 +73,7 @@ def rescaling(rows: int, outs: int) -> FusionProblem:
     return fusion_of((sums, of_rows, of_columns), (y,))[0]
 
 
-def regions(kind: str, rows: int, outs: int, k: int) -> list[FusionProblem]:
+def fusions(kind: str, rows: int, outs: int, k: int) -> list[FusionProblem]:
     """What runs beside the products."""
     return [quantising(rows, k), rescaling(rows, outs)] if kind == "s8" else []
 
@@ -83,13 +83,13 @@ def _generator() -> Any:
     return next(c for c in discover() if c.name == "triton_norm")
 
 
-def compile_region(p: FusionProblem, target: Target) -> None:
+def compile_fusion(p: FusionProblem, target: Target) -> None:
     """Into Triton's cache."""
     plan_for(_generator(), p, target).compile(next(iter(plan_for(_generator(), p, target).schedules())))
 
 
-def region(p: FusionProblem, target: Target) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-    """The first kernel that is generated for a region."""
+def fusion(p: FusionProblem, target: Target) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    """The first kernel that is generated for a fusion."""
     return plan_for(_generator(), p, target).build(next(iter(plan_for(_generator(), p, target).schedules()))).prepare({})
 
 
@@ -118,7 +118,7 @@ class Activations:
             scales = torch.rand((len(x), 1), device=x.device) + 0.5
             quantise: Callable[[], list[torch.Tensor]] = lambda: [x.to(torch.float8_e4m3fn), scales]  # noqa: E731
         else:
-            run = region(quantising(*x.shape), target)
+            run = fusion(quantising(*x.shape), target)
             quantise = lambda: list(run([x]))  # noqa: E731
         given = quantise()
         codes, scales = given
@@ -134,7 +134,7 @@ def int8(a: Activations, weights: Sequence[torch.Tensor], target: Target) -> dic
     """`torch._int_mm` with a weight of s8 [outs, k] and a scale a row: x quantised as ours is, and sums rescaled by a generated
     kernel; and the product alone, which leaves s32."""
     outs, rows = weights[0].shape[0], len(a.x)
-    rescale = region(rescaling(rows, outs), target)
+    rescale = fusion(rescaling(rows, outs), target)
     scales = torch.rand(outs, device=a.x.device) * 0.001
 
     def whole(w: torch.Tensor) -> object:

@@ -87,8 +87,8 @@ def build(job: tuple[Case, int, bool]) -> tuple[list[Point], list[str]]:
             found.append((name, schedule))
         except Exception as error:
             failed.append(f"{p} {name} {schedule}: {str(error)[:200]}")
-    for region in activations.regions(kind, rows, outs, k):
-        activations.compile_region(region, target)
+    for fusion in activations.fusions(kind, rows, outs, k):
+        activations.compile_fusion(fusion, target)
     if gemlite and kind == "f16":
         codes = torch.zeros((outs, k), dtype=torch.int8, device=DEVICE)
         layer = of_gemlite(codes, torch.ones((outs, k // group), dtype=torch.float16, device=DEVICE))

@@ -192,7 +192,7 @@ def compile(
     allowed_s = ENOUGH_S + (budget_s if within_s is None else within_s)
     graph = optimise(source, trace, visit, excess_precision=excess_precision, within_s=allowed_s)
     source = replace(source, notes=(*source.notes, *trace.notes))
-    recall = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
+    database = TuningDatabase(target, user_cache(), excess_precision=excess_precision) if cache is True else cache or None
     with deadline.allowing(allowed_s):
 
         def prepared(source: Graph, graph: Graph, trace: Trace, within: float, progress: Progress | None) -> Executable:
@@ -200,7 +200,7 @@ def compile(
             inside = [len(graphs_of(n.op)) for n in graph.nodes() if isinstance(n.op, Call)] if target.kind == "cpu" else []
             loops, count = len([r for r in inside if r]), sum(inside)
             around_s = within / (1 + loops)
-            decide = chooser(graph, target, around_s, progress, recall, ends)
+            decide = chooser(graph, target, around_s, progress, database, ends)
 
             def inner(region: Graph) -> Executable:
                 found = Trace()
@@ -244,7 +244,7 @@ def chooser(
     target: Target,
     budget_s: float,
     progress: Progress | None = None,
-    recall: TuningDatabase | None = None,
+    database: TuningDatabase | None = None,
     ends: float | None = None,
 ) -> SharedBudget:
     """The choice of kernels for a graph's problems, which share `budget_s` seconds (`SharedBudget`)."""
@@ -252,4 +252,4 @@ def chooser(
     weights = {n for p in parts for n in p.inputs if n.constant}
     cold = sum(n.tensor.size_bytes for n in weights if isinstance(n.type, TensorType)) > last_cache_bytes(target)
     problems = {problem_of_part(p)[0] for p in parts}
-    return SharedBudget(problems, target, budget_s, cold=cold, progress=progress, recall=recall, ends=ends)
+    return SharedBudget(problems, target, budget_s, cold=cold, progress=progress, database=database, ends=ends)

@@ -1,4 +1,4 @@
-"""Inductor as a candidate: when it is asked, and that what it is given means what the region means."""
+"""Inductor as a candidate: when it is asked, and that what it is given means what the fusion means."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_
 X = Node(Param(0, TensorType(F16, (48, 40))))
 
 
-def region(*roots: Node) -> FusionProblem:
+def fusion(*roots: Node) -> FusionProblem:
     return FusionProblem(roots, (X.tensor,), (False,))
 
 
@@ -37,18 +37,18 @@ def both_ways() -> FusionProblem:
     """Sums along rows and along columns: no generated kernel has both."""
     rows = reduce_("add", X, [1], keepdims=True)
     columns = reduce_("add", map_("tanh", X), [0], keepdims=True)
-    return region(convert(map_("add", broadcast(rows, (48, 40)), broadcast(columns, (48, 40))), F32), map_("tanh", X))
+    return fusion(convert(map_("add", broadcast(rows, (48, 40)), broadcast(columns, (48, 40))), F32), map_("tanh", X))
 
 
 def test_it_is_asked_where_no_kernel_is_generated() -> None:
     assert concerns(CANDIDATE, both_ways(), H200) and not concerns(CANDIDATE, both_ways(), detect("cpu"))
     assert refusal(CANDIDATE, both_ways(), H200) is None
-    assert refusal(CANDIDATE, region(transpose(X, (1, 0))), H200) == "nothing is computed"
-    served = refusal(CANDIDATE, region(map_("tanh", X)), H200)
+    assert refusal(CANDIDATE, fusion(transpose(X, (1, 0))), H200) == "nothing is computed"
+    served = refusal(CANDIDATE, fusion(map_("tanh", X)), H200)
     assert served == "triton_norm generates a kernel, and Inductor takes seconds to compile one"
 
 
-def test_what_it_compiles_means_what_the_region_means(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_compiles_means_what_the_fusion_means(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, object]] = []
 
     def compile(function: object, **options: object) -> object:

@@ -21,7 +21,7 @@ from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
-from tilewright.schedule import tuning_database as recall
+from tilewright.schedule import tuning_database as database
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.record import Exported, Refusal, read_records
 
@@ -31,7 +31,7 @@ LINE = "f32[4,32] @ f32[32,16] + bias"
 @pytest.fixture
 def kept(tmp_path, monkeypatch):
     cache = Cache(tmp_path / "cache")
-    for module in (compiler, recall):
+    for module in (compiler, database):
         monkeypatch.setattr(module, "user_cache", lambda: cache)
     yield cache
     cache.close()
@@ -168,7 +168,7 @@ def test_cache_info_counts_and_clear_forgets(kept, program):
 def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     nowhere = Cache(tmp_path / "file" / "x")
-    for module in (compiler, recall):
+    for module in (compiler, database):
         monkeypatch.setattr(module, "user_cache", lambda: nowhere)
     assert tune(program)["cache"] is None
     assert "Not a directory" in invoke("cache", "info").stdout
@@ -176,21 +176,21 @@ def test_without_a_folder_it_says_so(kept, program, tmp_path, monkeypatch):
 
 def test_what_cannot_be_forgotten_is_no_success(kept, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
-    monkeypatch.setattr(recall, "user_cache", lambda: Cache(tmp_path / "file" / "x"))
+    monkeypatch.setattr(database, "user_cache", lambda: Cache(tmp_path / "file" / "x"))
     for _ in range(2):
         result = invoke("cache", "clear", "--yes")
         assert result.exit_code == 2 and result.stdout == ""
         assert "choices cannot be forgotten" in result.stderr and "Not a directory" in result.stderr
-    monkeypatch.setattr(recall, "user_cache", lambda: None)
+    monkeypatch.setattr(database, "user_cache", lambda: None)
     assert invoke("cache", "clear", "--yes").exit_code == 2
 
 
 def test_a_folder_that_cannot_be_made_is_named_with_the_reason(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr(recall, "say", said.append)
+    monkeypatch.setattr(database, "say", said.append)
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file"))
     (tmp_path / "file").touch()
-    assert recall.user_cache() is None
+    assert database.user_cache() is None
     assert said == [f"decisions are not kept: {tmp_path / 'file'}: File exists; TILEWRIGHT_CACHE names another folder"]
 
 

@@ -263,7 +263,7 @@ def reasons(program: Any) -> dict[str, int]:
             refused = [r for r in step.decision.rejected if r.candidate.startswith("llvm")]
             if getattr(step.decision.problem, "only_views", False):
                 continue
-            found[f"region: {refused[0].why if refused else 'no candidate'}"[:110]] += 1
+            found[f"fusion: {refused[0].why if refused else 'no candidate'}"[:110]] += 1
     return dict(found)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.candidates.llvm.test_attention import SHAPES, attention, quantised
 from tests.candidates.llvm.test_normalization import by_row, norm
-from tests.candidates.llvm.test_normalization import problem_of as region_of
+from tests.candidates.llvm.test_normalization import problem_of as fusion_problem
 
 import tilewright
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, PRED, S8, S32, S64, U8
@@ -216,23 +216,23 @@ def regions():
             (scale, bias), step = (input_(name, dtype, (length,)) for name in "sb"), input_("q", F32, ())
             total = map_("add", x, residual)
             y = norm(total, scale, bias)
-            yield region_of(total, y, Node(Quantize(F8E4M3FN), y, step))
-            yield region_of(Node(Softmax(1), x))
-            yield region_of(*by_row(convert(norm(x, scale, center=False), F32), S8 if dtype is F16 else F8E4M3FN))
+            yield fusion_problem(total, y, Node(Quantize(F8E4M3FN), y, step))
+            yield fusion_problem(Node(Softmax(1), x))
+            yield fusion_problem(*by_row(convert(norm(x, scale, center=False), F32), S8 if dtype is F16 else F8E4M3FN))
     x = input_("x", F32, (3, 4, 50))
-    yield region_of(map_("tanh", transpose(x, (0, 2, 1))))
-    yield region_of(map_("multiply", map_("silu", slice_(x, 2, 0, 25)), slice_(x, 2, 25, 50)))
-    yield region_of(reshape(Node(Softmax(2), x), (12, 50)), x)
+    yield fusion_problem(map_("tanh", transpose(x, (0, 2, 1))))
+    yield fusion_problem(map_("multiply", map_("silu", slice_(x, 2, 0, 25)), slice_(x, 2, 25, 50)))
+    yield fusion_problem(reshape(Node(Softmax(2), x), (12, 50)), x)
     a, b = input_("a", S32, (7, 130)), input_("b", S8, (7, 130))
-    yield region_of(map_("add", a, convert(b, S32)), map_("greater", a, convert(b, S32)))
-    yield region_of(reduce_("add", a, (1,)), reduce_("minimum", b, (1,), True))
+    yield fusion_problem(map_("add", a, convert(b, S32)), map_("greater", a, convert(b, S32)))
+    yield fusion_problem(reduce_("add", a, (1,)), reduce_("minimum", b, (1,), True))
     mask = map_("and", convert(input_("m", S64, (1, 130)), PRED), input_("p", PRED, (7, 1)))
-    yield region_of(Node(Select(), mask, input_("x", F32, ()), const(-1e9, F32)))
+    yield fusion_problem(Node(Select(), mask, input_("x", F32, ()), const(-1e9, F32)))
     code, step, zero = input_("c", U8, (700, 1001)), input_("q", F32, ()), input_("z", U8, ())
     value = map_("gelu", Node(Dequantize(F32), code, step, zero))
-    yield region_of(Node(Quantize(U8), value, step, zero))
+    yield fusion_problem(Node(Quantize(U8), value, step, zero))
     ids, table, place = input_("i", S64, (2, 9)), input_("t", F16, (33, 50)), input_("p", F16, (9, 50))
-    yield region_of(norm(map_("add", Node(Gather(0), table, ids), place)))
+    yield fusion_problem(norm(map_("add", Node(Gather(0), table, ids), place)))
 
 
 def test_regions_agree_with_the_oracle():

@@ -39,8 +39,8 @@ def map_arrays(
     count = arrays[0].numel()
     padded = -(-count // lanes) * lanes
     held = [torch.zeros(padded, dtype=a.dtype) for a in arrays]
-    for room, a in zip(held, arrays, strict=True):
-        room[:count] = a.flatten()
+    for memory, a in zip(held, arrays, strict=True):
+        memory[:count] = a.flatten()
     filled = torch.empty(padded, dtype=out)
     module, f, pointers = begin(len(arrays) + 1)
     with f.loop(0, padded, lanes) as loop:

@@ -22,7 +22,7 @@ from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access
 
-ARENA, ROOM = 0x10000000, 1 << 28  # where its memory lies
+ARENA, MEMORY = 0x10000000, 1 << 28  # where its memory lies
 FENCE = 64  # bytes around every buffer that must stay as they are
 POISON = 0x7F
 
@@ -30,7 +30,7 @@ RUNTIME = """
     .section .arena, "aw", @nobits
     .globl arena
 arena:
-    .zero {room}
+    .zero {memory}
     .bss
     .globl _Py_NoneStruct
 _Py_NoneStruct:
@@ -184,7 +184,7 @@ class Program:
         start, assemble, link, self._emulator = MACHINES[triple.split("-")[0]]
         self._nest, self._file = nest, folder / "kernel"
         kernel = assembly(GemmWriter(nest).write().text(cpu, features), triple, cpu, features)
-        for name, text in (("kernel", kernel), ("start", RUNTIME.format(room=ROOM) + start)):
+        for name, text in (("kernel", kernel), ("start", RUNTIME.format(memory=MEMORY) + start)):
             (folder / f"{name}.s").write_text(text)
             run([*assemble, f"{name}.s", "-o", f"{name}.o"], folder)
         run([*link, f"--section-start=.arena={ARENA:#x}", "start.o", "kernel.o", "-o", "kernel"], folder)

@@ -33,7 +33,7 @@ def heads(dtype: DType, batch: int, length: int, count: int, head: int, name: st
 
 
 def of_queries_and_keys(dtype: DType = BF16, batch: int = 2, length: int = 5, head: int = 16) -> tuple[Node, ...]:
-    """Grouped queries and keys, turned by the same angles: one region."""
+    """Grouped queries and keys, turned by the same angles: one fusion."""
     return tuple(turned(*heads(dtype, batch, length, count, head, name)) for name, count in (("q", 6), ("k", 2)))
 
 

@@ -136,8 +136,10 @@ def close(root, given):
     got = run_expression(root, list(given.values())).double()
     x = next(iter(given.values())).double()
     wanted, eps = wanted.double(), max(root.dtype.epsilon, 2.0**-23)
-    room = 4 * eps * (wanted.abs() + x.abs()) + 1e-37 + 2 * float(ml_dtypes.finfo(root.dtype.to_numpy()).smallest_subnormal)
-    same = (got == wanted) | (got.isnan() & wanted.isnan()) | ((got - wanted).abs() <= room)
+    tolerance = (
+        4 * eps * (wanted.abs() + x.abs()) + 1e-37 + 2 * float(ml_dtypes.finfo(root.dtype.to_numpy()).smallest_subnormal)
+    )
+    same = (got == wanted) | (got.isnan() & wanted.isnan()) | ((got - wanted).abs() <= tolerance)
     if root.dtype in FP8:  # a neighbour where the value lies near the middle
         same |= (got - wanted).abs() <= root.dtype.epsilon * wanted.abs()
     at = (~same).nonzero()
@@ -152,9 +154,9 @@ def test_a_gelu_that_bf16_rounds_at_once_is_a_thirty_second_of_that_rounding_off
     root = convert(map_("gelu", p), BF16)
     (exact,) = evaluate_nodes([Node(Map("gelu"), param(0, x.double(), F64))], {param(0, x.double(), F64): x.double()})
     got = run_expression(root, [x]).double()
-    room = (2.0**-8 + 2.0**-14) * exact.abs() + 1e-36  # far out, where the tail ends
+    tolerance = (2.0**-8 + 2.0**-14) * exact.abs() + 1e-36  # far out, where the tail ends
     nearest = exact.bfloat16().double()
-    assert ((got == nearest) | (got.isnan() & exact.isnan()) | ((got - exact).abs() <= room)).all()
+    assert ((got == nearest) | (got.isnan() & exact.isnan()) | ((got - exact).abs() <= tolerance)).all()
     inside = (x > -12) & x.isfinite()
     assert (got != nearest)[inside].float().mean() < 1 / 16
 

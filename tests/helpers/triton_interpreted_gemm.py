@@ -50,11 +50,11 @@ def run(problem: Problem, sources, point, target, weights=()):
     given = [in_memory(outside[i] if i in outside else sources[i]) for i in spec.sources]
     given += [in_memory(t) for t in results]
     kind = torch.float32 if problem.acc.dtype is F32 else torch.int32
-    room = {name: torch.full((size,), 1 << 20, dtype=torch.int32) for name, size in spec.workspace.items()}
-    if "sums" in room:
-        room["sums"] = room["sums"].to(kind)
-    counters = room["counters"].zero_() if room else torch.zeros(0)
-    given += room.values()
+    workspace = {name: torch.full((size,), 1 << 20, dtype=torch.int32) for name, size in spec.workspace.items()}
+    if "sums" in workspace:
+        workspace["sums"] = workspace["sums"].to(kind)
+    counters = workspace["counters"].zero_() if workspace else torch.zeros(0)
+    given += workspace.values()
     with np.errstate(all="ignore"):
         written = write(spec)
         module(written.text).kernel[(spec.config.tiles * point.split_k,)](*given, *scalars(written.numbers))

@@ -24,10 +24,10 @@ LENGTHS = (1, 7, 100)
 def run(problem, sources, tile_m, parts=1, piece=16):
     """`parts`: of a row that is reduced."""
     several = []
-    for region in reduction_nests(problem.roots, check_node):
-        whole = _power(region.columns)
-        tile_n = max(whole // parts, 1) if any(region.level.values()) else min(piece, whole)
-        several.append(Tiles(region, tile_m, tile_n))
+    for nest in reduction_nests(problem.roots, check_node):
+        whole = _power(nest.columns)
+        tile_n = max(whole // parts, 1) if any(nest.level.values()) else min(piece, whole)
+        several.append(Tiles(nest, tile_m, tile_n))
     results = [torch.full(t.shape, 77, dtype=torch.uint8).bool() if t.dtype is PRED else poisoned(t) for t in problem.outputs]
     given = [sources[i] for i in sources_of(several)]
     written = kernel_text(several, frozenset())

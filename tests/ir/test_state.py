@@ -80,7 +80,7 @@ def steps_of(module: nn.Module, *args: torch.Tensor):
     return [p for p in partition(load(module.eval(), LoadOptions({}, None, args))) if not p.once]
 
 
-def test_a_write_is_done_by_the_region_that_makes_what_is_written():
+def test_a_write_is_done_by_the_fusion_that_makes_what_is_written():
     program = tilewright.compile(Decoder().eval(), example_inputs=(torch.randn(3, 32),), budget_s=0)
     by_write = {n.src[0].op.label: s for s in program.steps for n in s.part.outputs if isinstance(n.op, Write)}
     cache = by_write["cache"]
@@ -213,7 +213,7 @@ X, Y = Node(Input("x", TensorType(F32, (4, 3)), mutable=True)), input_("y", F32,
 AT = input_("at", S64, (2,))
 
 
-def kept(*outputs: Node, inputs: tuple[Node, ...] = (AT, Y, X)) -> Graph:
+def stateful(*outputs: Node, inputs: tuple[Node, ...] = (AT, Y, X)) -> Graph:
     return Graph("g", inputs, outputs, tuple(f"o{i}" for i in range(len(outputs))), state=(torch.zeros(4, 3),))
 
 
@@ -281,7 +281,7 @@ def test_a_position_out_of_range_is_an_error():
 def test_positions_of_any_integer_type_are_positions():
     at = input_("at", U8, (2,))
     write = Node(Write(0), X, at, Y)
-    program = tilewright.compile(verify(kept(write, inputs=(at, Y, X))), budget_s=0)
+    program = tilewright.compile(verify(stateful(write, inputs=(at, Y, X))), budget_s=0)
     y = torch.randn(2, 3)
     program(torch.tensor([2, 0], dtype=torch.uint8), y)
     torch.testing.assert_close(program.state["x"], torch.stack((y[1], torch.zeros(3), y[0], torch.zeros(3))))
@@ -378,7 +378,7 @@ def test_a_module_that_writes_is_quantised():
 
 def test_positions_may_be_data():
     write = Node(Write(0), X, AT, map_("negate", Y))
-    graph = verify(kept(map_("negate", write), write))
+    graph = verify(stateful(map_("negate", write), write))
     assert [p.kind for p in partition(graph)] == ["elementwise", "write", "elementwise"]
     program = tilewright.compile(graph, budget_s=0)
     x, y = torch.zeros(4, 3), torch.randn(2, 3)
@@ -397,19 +397,19 @@ def test_what_a_write_takes():
         Node(Write(0), X, const([0, 1, 2], S64), Y)
     write = Node(Write(0), X, AT, Y)
     with pytest.raises(TypeMismatchError, match="writes to what is read elsewhere"):
-        verify(kept(map_("negate", X), write))
+        verify(stateful(map_("negate", X), write))
     with pytest.raises(TypeMismatchError, match="or is not kept"):
-        verify(kept(Node(Write(0), map_("negate", X), AT, Y)))
+        verify(stateful(Node(Write(0), map_("negate", X), AT, Y)))
 
 
 def test_a_text_says_what_is_kept_and_holds_none_of_it():
-    graph = kept(Node(Write(0), X, AT, Y))
+    graph = stateful(Node(Write(0), X, AT, Y))
     back = parse(print_graph(graph))
     assert back.inputs == graph.inputs and back.outputs == graph.outputs
     with pytest.raises(InputError, match="what the program keeps from call to call is missing"):
         tilewright.compile(back, budget_s=0)
     with pytest.raises(TypeMismatchError, match="inputs that a program keeps come last"):
-        verify(kept(Node(Write(0), X, AT, Y), inputs=(X, AT, Y)))
+        verify(stateful(Node(Write(0), X, AT, Y), inputs=(X, AT, Y)))
 
 
 def test_a_kernel_may_write_a_result_in_its_place_and_others_are_copied():

@@ -80,18 +80,16 @@ def test_more_copies_than_pieces_are_computed_as_before():
 
 
 def test_a_rotation_reads_every_element_once_for_both_halves():
-    (region,) = reduction_nests(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
-    assert (region.rows, region.columns, region.passes) == (2 * 3 * 5, 17, 1)
-    assert len(region.sources) == 6 and [sorted(region.sources).count(i) for i in range(3)] == [2, 2, 2], (
-        "halves of x, cos, sin"
-    )
-    assert work(region.roots) == work(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots)
+    (nest,) = reduction_nests(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    assert (nest.rows, nest.columns, nest.passes) == (2 * 3 * 5, 17, 1)
+    assert len(nest.sources) == 6 and [sorted(nest.sources).count(i) for i in range(3)] == [2, 2, 2], "halves of x, cos, sin"
+    assert work(nest.roots) == work(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots)
 
 
 def test_neighbours_that_are_turned_are_read_and_written_as_pairs():
-    (region,) = reduction_nests(problem_of(turned_in_pairs(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
-    assert len(region.read_in_pairs) == len(region.sources) == 6 and list(region.written_in_pairs) == [0]
-    assert sorted(which for which, _ in region.read_in_pairs.values()) == [0, 0, 0, 1, 1, 1]
+    (nest,) = reduction_nests(problem_of(turned_in_pairs(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
+    assert len(nest.read_in_pairs) == len(nest.sources) == 6 and list(nest.written_in_pairs) == [0]
+    assert sorted(which for which, _ in nest.read_in_pairs.values()) == [0, 0, 0, 1, 1, 1]
     (other,) = reduction_nests(problem_of(turned(*heads(BF16, 2, 5, 3, 34))).roots, check_node)
     assert not other.read_in_pairs and not other.written_in_pairs
 
@@ -105,7 +103,7 @@ def test_a_pair_that_leaves_its_memory_is_none():
     right(second)
 
 
-def test_pieces_of_one_size_share_a_region_and_others_have_their_own():
+def test_pieces_of_one_size_share_a_nest_and_others_have_their_own():
     assert [r.outputs for r in reduction_nests(problem_of(*of_queries_and_keys()).roots, check_node)] == [(0, 0), (1, 1)]
     assert [len(r.roots) for r in reduction_nests(problem_of(*FORMS["in part"]()).roots, check_node)] == [2, 1]
 
@@ -169,8 +167,8 @@ def test_random_pieces_are_the_results(root):
 
 def test_results_without_concatenations_may_be_many():
     roots = [map_("tanh", input_(f"x{i}", F32, (2, 8))) for i in range(MOST + 2)]
-    (region,) = reduction_nests(problem_of(*roots).roots, check_node)
-    assert len(region.roots) == MOST + 2
+    (nest,) = reduction_nests(problem_of(*roots).roots, check_node)
+    assert len(nest.roots) == MOST + 2
 
 
 # -- kernels

@@ -112,7 +112,7 @@ def compiled(*outputs: Node) -> tuple[tilewright.Executable, Graph]:
     return tilewright.compile(graph, budget_s=0), graph
 
 
-def test_a_region_is_held_to_a_few_roundings() -> None:
+def test_a_fusion_is_held_to_a_few_roundings() -> None:
     x = input_("x", BF16, (3, 8))
     program, graph = compiled(Node(Softmax(1), Node(LayerNorm(1, 1e-5), x)))
     (step,) = program.steps
@@ -134,7 +134,7 @@ def test_a_region_is_held_to_a_few_roundings() -> None:
     assert not row.ok and row.why is not None and "24 of 24 elements differ" in row.why
 
 
-def test_integers_a_region_makes_of_floats_may_round_the_other_way_by_one_code() -> None:
+def test_integers_a_fusion_makes_of_floats_may_round_the_other_way_by_one_code() -> None:
     x, s = input_("x", F32, (4, 4)), input_("s", F32, ())
     program, graph = compiled(Node(Quantize(S8), map_("sine", x), s))
     (step,) = program.steps

@@ -1,4 +1,4 @@
-"""The page that `perf --html` writes: escaped, sealed, complete, and without errors in a browser."""
+"""The page that `perf --html` writes: escaped, self-contained, complete, and without errors in a browser."""
 
 from __future__ import annotations
 

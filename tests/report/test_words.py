@@ -46,7 +46,7 @@ def test_work_of_a_product_is_its_arithmetic_and_least_traffic() -> None:
     assert work_of(codes.steps[0]).dtype is F16
 
 
-def test_work_of_a_region_reads_what_it_picks_and_writes_each_memory_once() -> None:
+def test_work_of_a_fusion_reads_what_it_picks_and_writes_each_memory_once() -> None:
     table, ids = input_("table", F32, (1000, 8)), input_("ids", S64, (5,))
     (step,) = compiled(map_("sine", Node(Gather(0), table, ids))).steps
     assert work_of(step) == Work(0, 5 * 8 + 4 * 5 * 8 + 4 * 5 * 8, F32)

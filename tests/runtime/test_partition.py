@@ -87,7 +87,7 @@ def test_a_chain_of_products_and_what_lies_between():
     ]
 
 
-def test_what_touches_is_one_region_and_what_does_not_is_two():
+def test_what_touches_is_one_fusion_and_what_does_not_is_two():
     a = map_("tanh", map_("relu", X))
     assert len(parts_of(a, map_("negate", a))) == 1
     assert len(parts_of(map_("tanh", X), map_("relu", Y))) == 2
@@ -95,12 +95,12 @@ def test_what_touches_is_one_region_and_what_does_not_is_two():
     assert len(parts_of(map_("add", map_("tanh", X), map_("relu", Y)))) == 1
 
 
-def test_regions_that_do_the_same_to_results_of_one_product_are_one_step():
+def test_fusions_that_do_the_same_to_results_of_one_product_are_one_step():
     a, b = joined(X, Y)
     cos, sin = const(torch.randn(1, 2)), const(torch.randn(1, 2))
     queries, keys = (turned(slice_(y, 0, 0, count), cos, sin) for y, count in ((a, 3), (b, 2)))
-    regions = [p for p in parts_of(queries, keys) if not p.once and p.kind == "elementwise"]
-    assert [p.outputs for p in regions] == [(queries, keys)], "the extents differ"
+    fusions = [p for p in parts_of(queries, keys) if not p.once and p.kind == "elementwise"]
+    assert [p.outputs for p in fusions] == [(queries, keys)], "the extents differ"
     assert len(parts_of(map_("tanh", a), map_("relu", b))) == 3, "they do not do the same"
     grown = Node(Concat(0), slice_(X, 1, 0, 2), b)
     assert len(parts_of(queries, grown)) == 2, "nothing but moves and plain arithmetic"
@@ -113,7 +113,7 @@ def test_regions_that_do_the_same_to_results_of_one_product_are_one_step():
 
 
 def test_a_product_between_two_halves_of_an_expression_separates_them():
-    """x feeds both a product and, beside it, what the product is added to: one region on either side, no cycle."""
+    """x feeds both a product and, beside it, what the product is added to: one fusion on either side, no cycle."""
     h = map_("tanh", X)
     parts = parts_of(map_("add", gemm(h, Y), map_("relu", h)))
     assert [p.kind for p in parts] == ["elementwise", "gemm", "elementwise"]
@@ -207,7 +207,7 @@ def parts(*outputs: Node):
     return [p for p in partition(graph_of(*outputs)) if p.kind != "view"]
 
 
-def test_a_cast_of_what_is_there_anyway_waits_for_the_region_that_reads_it():
+def test_a_cast_of_what_is_there_anyway_waits_for_the_fusion_that_reads_it():
     """A norm whose scale is an input of a narrower type: the cast is no step of its own before the product in between."""
     scale = input_("scale", BF16, SHAPE[-1:])
     deep = gemm(X, CONSTANTS[1])
@@ -218,7 +218,7 @@ def test_a_cast_of_what_is_there_anyway_waits_for_the_region_that_reads_it():
     assert [p.kind for p in parts(map_("tanh", map_("add", deep, viewed)))] == ["gemm", "elementwise"]
 
 
-def test_a_cast_that_others_read_or_that_narrows_what_a_region_makes_does_not_wait():
+def test_a_cast_that_others_read_or_that_narrows_what_a_fusion_makes_does_not_wait():
     deep = gemm(X, CONSTANTS[1])
     other = input_("other", BF16, SHAPE)
     wide = convert(other, F32)
@@ -243,7 +243,7 @@ def test_kernels_compete_for_what_runs_at_every_call_but_for_opaque_calls(graph)
                 assert problem.outputs == tuple(n.tensor for n in part.outputs)
 
 
-def test_other_reductions_of_what_was_reduced_are_regions_of_their_own():
+def test_other_reductions_of_what_was_reduced_are_fusions_of_their_own():
     """A norm's rows, then the range of all of it and what that quantises, then the rows of the codes: three kernels, none of
     which reduces along different axes."""
     x = input_("x", F32, (4, 8))
@@ -257,7 +257,7 @@ def test_other_reductions_of_what_was_reduced_are_regions_of_their_own():
     assert [p.outputs for p in parts] == [(normed,), (codes,), (sums,)]
 
 
-def test_one_kind_of_reduction_is_one_region():
+def test_one_kind_of_reduction_is_one_fusion():
     x = input_("x", F32, (4, 8))
     mean = reduce_("mean", x, [1], keepdims=True)
     apart = map_("subtract", x, mean)

@@ -82,7 +82,7 @@ def test_pieces_give_what_the_whole_does(monkeypatch):
             torch.testing.assert_close(a, b, equal_nan=True)
 
 
-def test_hidden_keys_and_rows_without_any_leave_no_room():
+def test_hidden_keys_and_rows_without_any_leave_no_tolerance():
     problem = posed(1, 4, 6, 16, scale=1.0, mask=PRED, zero_masked_rows=True)
     q, k, v, mask = random_sources(problem)
     mask[:, :, :, 0], mask[:, :, 1], mask[:, :, :, 5] = True, False, False

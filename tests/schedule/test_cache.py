@@ -28,7 +28,7 @@ from tilewright.runtime.partition import decided, partition, problem_of_part
 from tilewright.schedule import budget
 from tilewright.schedule import cache as cache_module
 from tilewright.schedule import key as key_module
-from tilewright.schedule import tuning_database as recall
+from tilewright.schedule import tuning_database as database
 from tilewright.schedule.cache import Cache, file_system
 from tilewright.schedule.candidate import Schedule, concerns, plan_for, refusal
 from tilewright.schedule.key import budgets_for, circumstances, digest_of, text_of
@@ -229,7 +229,7 @@ def test_a_record_that_does_not_hold_is_ignored(kept, searches):
 
 def test_a_kernel_that_fails_its_check_today_is_ignored(kept, searches, monkeypatch):
     compiler.compile(program(2.0), budget_s=BUDGET_S)
-    monkeypatch.setattr(recall, "search", failing)
+    monkeypatch.setattr(database, "search", failing)
     (found,) = decisions(compiler.compile(program(2.0), budget_s=BUDGET_S))
     assert len(searches) == 2 and found.verified and not found.recalled
 
@@ -269,7 +269,7 @@ def test_a_hint_is_timed_with_the_rest_or_taken_where_it_was_made(kept, searches
 def test_a_hinted_point_comes_first_and_a_foreign_one_never(kept):
     problem = problem_of(gemm(input_("x", F32, (8, 32)), input_("w", F32, (32, 32))))
     target = CPU
-    own = next(c for c in recall.discover() if concerns(c, problem, target) and refusal(c, problem, target) is None)
+    own = next(c for c in database.discover() if concerns(c, problem, target) and refusal(c, problem, target) is None)
     points = list(plan_for(own, problem, target).schedules())
 
     def first(knobs):
@@ -356,7 +356,7 @@ def test_a_folder_that_is_a_link_is_not_used(tmp_path, kept, capfd, monkeypatch)
     (tmp_path / "x").symlink_to(tmp_path / "there")
     unusable(Cache(tmp_path / "x"), capfd, "x is a link")
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "x"))
-    assert recall.user_cache() is None
+    assert database.user_cache() is None
     (line,) = lines_of(capfd)
     assert "it is a link" in line and list((tmp_path / "there").iterdir()) == []
 
@@ -432,9 +432,9 @@ def test_a_folder_of_someone_else_is_done_without(tmp_path):
 
 def test_no_home_is_done_without(monkeypatch, kept, capfd, tmp_path):
     monkeypatch.delenv("TILEWRIGHT_CACHE", raising=False)
-    monkeypatch.setattr(recall.cache_folder.__globals__["platformdirs"], "user_cache_dir", lambda *a, **k: "~/.cache/x")
+    monkeypatch.setattr(database.cache_folder.__globals__["platformdirs"], "user_cache_dir", lambda *a, **k: "~/.cache/x")
     monkeypatch.chdir(tmp_path)
-    assert recall.user_cache() is None and recall.user_cache() is None
+    assert database.user_cache() is None and database.user_cache() is None
     (line,) = lines_of(capfd)
     assert "home" in line and list(tmp_path.iterdir()) == []
 
@@ -442,7 +442,7 @@ def test_no_home_is_done_without(monkeypatch, kept, capfd, tmp_path):
 def test_a_folder_that_cannot_be_made_is_done_without(monkeypatch, kept, capfd, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TILEWRIGHT_CACHE", str(tmp_path / "file" / "cache"))
-    assert recall.user_cache() is None
+    assert database.user_cache() is None
     (line,) = lines_of(capfd)
     assert str(tmp_path / "file") in line and line.endswith("; TILEWRIGHT_CACHE names another folder")
 

@@ -153,12 +153,13 @@ def test_what_an_operation_may_give_lies_within_its_bounds(dtype):
             if not any(loose):
                 continue
             src = [banded(n, i, generator, moves) for i, moves in enumerate(loose)]
-            band = bounds(n, src, False)
+            interval = bounds(n, src, False)
             for _ in range(12):
                 given = [within(s.tensor, b.low, b.high, generator) for s, b in zip(n.src, src, strict=True)]
                 got = n.op.evaluate(n, given)
                 lo, hi, g, mid = (
-                    t.double() if n.dtype.name == "u64" else orderable(t).double() for t in (band.low, band.high, got, band.mid)
+                    t.double() if n.dtype.name == "u64" else orderable(t).double()
+                    for t in (interval.low, interval.high, got, interval.mid)
                 )
                 fine = ((g >= lo) & (g <= hi)) | lo.isnan() | hi.isnan() | g.isnan() | mid.isnan()
                 at = tuple(int(v[0]) for v in (~fine).nonzero(as_tuple=True)) if not bool(fine.all()) else ()

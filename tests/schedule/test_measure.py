@@ -152,7 +152,7 @@ def test_data_that_is_no_number_is_no_excuse_and_no_crime(bad, steps):
 
 
 @pytest.mark.parametrize("finish", ["relu", "gelu"])
-def test_room_for_a_coarse_function_hides_no_dropped_precision(finish):
+def test_tolerance_for_a_coarse_function_hides_no_dropped_precision(finish):
     """A gelu that bf16 rounds may be less exact than f32; its product may not, and nothing else may."""
     torch.manual_seed(0)
     f = getattr(torch.nn.functional, finish)
@@ -171,7 +171,7 @@ def test_room_for_a_coarse_function_hides_no_dropped_precision(finish):
 
 
 @pytest.mark.parametrize(("finish", "bits"), [("gelu", 8), ("gelu_tanh", 8), ("silu", 0)])
-def test_room_for_a_function_that_is_quantised_at_once_is_what_is_said(finish, bits):
+def test_tolerance_for_a_function_that_is_quantised_at_once_is_what_is_said(finish, bits):
     """A gelu of which fp8 codes are made may be 2^-8 off, not 2^-5; no other function may."""
     torch.manual_seed(0)
     problem = posed(f"f32[256,16] @ f32[16,256], {finish} -> f8e4m3fn scale=tensor")
@@ -375,8 +375,8 @@ def test_a_runner_is_examined_beyond_one_result():
 
     assert "elements differ" in examined(text, stale)
 
-    room = torch.empty(9, 17)
-    assert examined(text, lambda s: [torch.mm(s[0], s[1], out=room)]) == (
+    memory = torch.empty(9, 17)
+    assert examined(text, lambda s: [torch.mm(s[0], s[1], out=memory)]) == (
         "a result changed when it ran again: it gives memory that it writes later"
     )
 

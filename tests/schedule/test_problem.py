@@ -132,7 +132,7 @@ def test_attention_is_a_problem_too():
     assert str(p).startswith("attention q f32[2,4,5,8] k f32[2,2,7,8] v f32[2,2,7,8] mask f32[5,7] causal=lower")
 
 
-def test_a_region_is_the_same_problem_wherever_it_stands():
+def test_a_fusion_is_the_same_problem_wherever_it_stands():
     def posed(x, scale, other):
         total = map_("add", x, other)
         y = Node(LayerNorm(1, 1e-5), total, scale)
@@ -155,7 +155,7 @@ def test_a_region_is_the_same_problem_wherever_it_stands():
     assert moved.only_views
 
 
-def test_an_exponent_is_part_of_its_region():
+def test_an_exponent_is_part_of_its_fusion():
     x, two, scale = input_("x", F32, (4, 8)), const(2.0, F32), const(0.5, F32)
     power = map_("multiply", map_("power", x, broadcast(two, (4, 8))), scale)
     problem, sources = fusion_of([scale, two, x], [power])

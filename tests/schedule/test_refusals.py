@@ -20,7 +20,7 @@ from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
 from tilewright.ir.ops import gemm
 from tilewright.schedule import search as search_module
-from tilewright.schedule import tuning_database as recall
+from tilewright.schedule import tuning_database as database
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.candidate import discover
 from tilewright.schedule.fork_server import SWITCH
@@ -49,7 +49,7 @@ def refusal(candidate="llvm", **changed):
 def kept(tmp_path, monkeypatch):
     """A cache in a folder of its own; what this process has seen crash is forgotten, as the next one has not seen it."""
     cache = Cache(tmp_path / "cache")
-    for module in (compiler, recall):
+    for module in (compiler, database):
         monkeypatch.setattr(module, "user_cache", lambda: cache)
     monkeypatch.setattr(search_module, "_refused", {})
     monkeypatch.delenv(SWITCH, raising=False)
@@ -61,7 +61,7 @@ def kept(tmp_path, monkeypatch):
 def candidates(tmp_path, monkeypatch):
     """Who is found: a sound candidate and whatever a test adds."""
     found = [dropped(tmp_path, preference=30)]
-    for module in (search_module, recall):
+    for module in (search_module, database):
         monkeypatch.setattr(module, "discover", lambda: found)
     return found
 

@@ -20,7 +20,7 @@ from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
 
-# Stands for a library beside the reference: with two of them a region is checked.
+# Stands for a library beside the reference: with two of them a fusion is checked.
 SECOND = replace(REFERENCE, name="second", preference=30)
 
 

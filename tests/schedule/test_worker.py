@@ -229,7 +229,7 @@ def test_a_fork_server_that_was_killed_is_replaced(drop, worker):
 
 def test_without_a_worker_the_search_goes_on_here_with_one_line(drop, monkeypatch, capfd):
     monkeypatch.setattr(fork_server_module, "_known", None)
-    monkeypatch.setattr(fork_server_module, "_lines", set())
+    monkeypatch.setattr("tilewright.errors._said", set())
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     for n in (47, 48):
         d = search(problem(n), CPU, budget_s=0.02, candidates=[drop(f"assert os.getpid() == {os.getpid()}")])
@@ -243,7 +243,7 @@ def test_weights_that_find_no_room_are_tried_here(drop, monkeypatch, capfd):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("tilewright.schedule.worker.memory_file", full)
-    monkeypatch.setattr(fork_server_module, "_lines", set())
+    monkeypatch.setattr("tilewright.errors._said", set())
     weight = torch.randn(300, 200)
     posed = problem_of(gemm(input_("a", F32, (7, 300)), const(weight)))
     d = search(posed, CPU, budget_s=0.01, candidates=[drop(f"assert os.getpid() == {os.getpid()}")], weights={1: weight})

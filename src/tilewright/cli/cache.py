@@ -46,20 +46,20 @@ def tune(
     hints = () if imported is None else read_records(imported)
     graph = load_program(file, batch, input_dims)
     cache = user_cache() if how.cache else None
-    recall = TuningDatabase(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
+    database = TuningDatabase(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
     budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
     started = time.monotonic()
     try:
-        program, _ = compile_program(graph, replace(how, budget=budget_s, within_s=budget_s, recall=recall))
+        program, _ = compile_program(graph, replace(how, budget=budget_s, within_s=budget_s, database=database))
     except KeyboardInterrupt:
         where = cache.file if cache is not None else None
-        made = len(recall.settled)
+        made = len(database.settled)
         kept = f"{made} {'choice is' if made == 1 else 'choices are'} kept" if where is not None else "nothing is kept"
         click.echo(f"interrupted after {time.monotonic() - started:.0f} s: {kept}", err=True)
         raise
     seconds = time.monotonic() - started
     if exported is not None:
-        write_records(exported, program.target.name, list(recall.settled.values()))
+        write_records(exported, program.target.name, list(database.settled.values()))
     names = [None if path is None else str(path) for path in (exported, imported)]
     report = describe_tuning(program, str(file), seconds, budget_s, cache, *names)
     if as_json:

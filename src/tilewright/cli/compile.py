@@ -51,7 +51,7 @@ class Compiling:
         rtol: products that lose more stay in float.
         dump: folder to write the graph after each stage to.
         cache: read back what was measured before, and keep what is measured now.
-        recall: the tuning database of `tune`, in place of the usual one.
+        database: the tuning database of `tune`, in place of the usual one.
         within_s: seconds by the clock, of which choosing takes no more.
     """
 
@@ -67,7 +67,7 @@ class Compiling:
     rtol: float | None = None
     dump: Path | None = None
     cache: bool = True
-    recall: TuningDatabase | None = None
+    database: TuningDatabase | None = None
     within_s: float | None = None
 
 
@@ -208,7 +208,7 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
             quantize=quantize,
             half=how.half,
             excess_precision=how.excess_precision,
-            cache=how.recall if how.recall is not None else how.cache,
+            cache=how.database if how.database is not None else how.cache,
             within_s=how.within_s,
             progress=show if phases is None else both(phases.progress, show),
             visit=dump if phases is None else both(phases.visit, dump),

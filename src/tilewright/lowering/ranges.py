@@ -72,12 +72,12 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
     made: dict[tuple[Node, Ranges], Node] = {}
     found: list[Piece] = []
     for i, root in enumerate(roots):
-        room = destinations[i] if destinations else None
-        while room is None and isinstance(root.op, Reshape):
+        destination = destinations[i] if destinations else None
+        while destination is None and isinstance(root.op, Reshape):
             root = root.src[0]
         shape, ranges = root.shape, whole(root.shape)
-        if room is not None:
-            shape, ranges = room.shape, room.ranges(root.shape[room.axis])
+        if destination is not None:
+            shape, ranges = destination.shape, destination.ranges(root.shape[destination.axis])
         pending = [Piece(_sums_of_parts(_cut_early(root, made), made), i, shape, ranges)]
         while pending:
             deadline.check()

@@ -265,7 +265,7 @@ def _nests(pieces: Sequence[Piece], written: Sequence[Node], check: Callable[[No
     first: Unsupported | None = None
     for groups in ([pieces], *([by_size] if len(by_size) > 1 else []), *([[[p] for p in pieces]] if len(pieces) > 1 else [])):
         try:
-            found = tuple(_region(group, check) for group in groups)
+            found = tuple(_nest(group, check) for group in groups)
             if sum(_work(r.roots) for r in found) <= MOST_AGAIN * _work(written):
                 return found
             first = Unsupported("cut into pieces, it would work values out again")
@@ -280,7 +280,7 @@ def _work(roots: Sequence[Node]) -> int:
     return sum(_cost(n) * n.tensor.elements for n in toposort(roots) if n.src)
 
 
-def _region(pieces: Sequence[Piece], check: Callable[[Node], None]) -> ReductionNest:
+def _nest(pieces: Sequence[Piece], check: Callable[[Node], None]) -> ReductionNest:
     """The rows that pieces of results share."""
     written, sources = param_per_access([p.root for p in pieces])
     order = toposort(written)

@@ -382,8 +382,10 @@ def _kernel_step(graph: Graph, part: Part, ready: Mapping[Node, Value], decide: 
             raise TypeMismatchError(error.what, where=name, hint=error.hint) from error
         return [results[i] for i in picked]
 
-    unread = frozenset(sources[i] for i in decision.kernel.releasable)
-    return Step(name, part, run, decision, unread - {s for i, s in enumerate(sources) if i not in decision.kernel.releasable})
+    releasable = frozenset(sources[i] for i in decision.kernel.releasable)
+    return Step(
+        name, part, run, decision, releasable - {s for i, s in enumerate(sources) if i not in decision.kernel.releasable}
+    )
 
 
 def _name(graph: Graph, part: Part) -> str:

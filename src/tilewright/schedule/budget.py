@@ -35,7 +35,7 @@ class SharedBudget:
         *,
         cold: bool,
         progress: Progress | None = None,
-        recall: TuningDatabase | None = None,
+        database: TuningDatabase | None = None,
         ends: float | None = None,
     ) -> None:
         """A budget for a program's problems, each once.
@@ -46,12 +46,12 @@ class SharedBudget:
             budget_s: seconds that measuring may take in all.
             cold: weights come from memory, as those of a program that no cache holds.
             progress: called before each choice with how many are done, how many there are, and the problem.
-            recall: what is known of problems, and where decisions are kept.
+            database: what is known of problems, and where decisions are kept.
             ends: when all must be chosen, by `time.monotonic`.
         """
         self._cold = cold
         self._target = target
-        self._recall = recall
+        self._database = database
         self.resume()
         self._progress = progress
         self._total = len(problems)
@@ -63,7 +63,7 @@ class SharedBudget:
             self._longest_s = max(LONGEST_S, (ends - time.monotonic()) / 10)
         different = {text: p for p, text in self._texts.items()}
         self._accepted_s = min(budget_s / max(len(different), 1), self._longest_s)
-        unknown = [p for p in different.values() if recall is None or not recall.known(p, self._accepted_s)]
+        unknown = [p for p in different.values() if database is None or not database.known(p, self._accepted_s)]
         self._left = max(len(unknown), 1)
         self._share_s = min(budget_s / self._left, self._longest_s)
         if budget_s > 0 and target.kind != "cpu" and unknown:
@@ -73,8 +73,8 @@ class SharedBudget:
 
     def resume(self) -> None:
         """See that what is remembered is looked up for this program again, after another."""
-        if self._recall is not None:
-            self._recall.of_program(cold=self._cold)
+        if self._database is not None:
+            self._database.of_program(cold=self._cold)
 
     def __call__(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
         if problem not in self._known:
@@ -97,18 +97,18 @@ class SharedBudget:
         return decision
 
     def _searched(self, problem: AnyProblem, weights: Mapping[int, torch.Tensor]) -> Decision:
-        recall = self._recall
-        if recall is None:
+        database = self._database
+        if database is None:
             share = self._share()
             return search(problem, self._target, budget_s=share, weights=weights, cold=self._cold, within_s=self._within(share))
-        found = recall.find(problem, weights, self._accepted_s)
+        found = database.find(problem, weights, self._accepted_s)
         if found is not None:
             return found
         share = self._share()
         if share <= 0:
-            return search(problem, self._target, budget_s=0, candidates=recall.candidates(problem), weights=weights)
-        with recall.alone(problem, share) as first:
-            found = None if first else recall.find(problem, weights, self._accepted_s)
+            return search(problem, self._target, budget_s=0, candidates=database.candidates(problem), weights=weights)
+        with database.alone(problem, share) as first:
+            found = None if first else database.find(problem, weights, self._accepted_s)
             if found is not None:
                 return found
             began = time.monotonic()
@@ -117,16 +117,16 @@ class SharedBudget:
                     problem,
                     self._target,
                     budget_s=share,
-                    candidates=recall.candidates(problem),
+                    candidates=database.candidates(problem),
                     weights=weights,
                     cold=self._cold,
                     within_s=self._within(share),
-                    lost=partial(recall.lost, problem),
+                    lost=partial(database.lost, problem),
                 )
             except Interruption as stop:
-                recall.keep(stop.decision, min(share, time.monotonic() - began))
+                database.keep(stop.decision, min(share, time.monotonic() - began))
                 raise
-            recall.keep(decision, share)
+            database.keep(decision, share)
         return decision
 
     def _share(self) -> float:

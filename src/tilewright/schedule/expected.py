@@ -305,9 +305,9 @@ def _jumps(
     return middle, float(jump.max()) if jump.numel() else 0.0, (jump > 0).double().sum(-1, keepdim=True)
 
 
-def _with_error(band: Interval) -> tuple[torch.Tensor, torch.Tensor]:
+def _with_error(interval: Interval) -> tuple[torch.Tensor, torch.Tensor]:
     """A value in float64, and how far from it a right one may be; nothing where it is no number or infinite."""
-    low, mid, high = (t.double() for t in (band.low, band.mid, band.high))
+    low, mid, high = (t.double() for t in (interval.low, interval.mid, interval.high))
     return mid, torch.where(mid.isfinite(), torch.maximum(high - mid, mid - low), torch.zeros_like(mid))
 
 

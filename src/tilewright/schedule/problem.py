@@ -28,7 +28,7 @@ from tilewright.ir.ops import (
     Transpose,
     Write,
 )
-from tilewright.ir.shown import show_gemm, show_region
+from tilewright.ir.shown import show_fusion, show_gemm
 from tilewright.ir.types import Shape, TensorType
 
 LARGE_TABLE_BYTES = 16 << 20
@@ -306,7 +306,7 @@ class FusionProblem:
         return sum(t.size_bytes for t in (*self.types, *self.outputs))
 
     def __str__(self) -> str:
-        return show_region(self.nodes, self.outputs)
+        return show_fusion(self.nodes, self.outputs)
 
 
 AnchorProblem = Problem | AttentionProblem

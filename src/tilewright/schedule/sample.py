@@ -65,7 +65,7 @@ class _Sampler:
         ]
         if isinstance(problem, FusionProblem):
             self._params = [n for n in problem.nodes if isinstance(n.op, Param)]
-            self._settle_region(problem)
+            self._settle_fusion(problem)
             return
         node = problem.node
         self._params = [n for n in toposort((*operands_of(node), *stores_of(node))) if isinstance(n.op, Param)]
@@ -138,7 +138,7 @@ class _Sampler:
                 return False
         return True
 
-    def _settle_region(self, problem: FusionProblem) -> None:
+    def _settle_fusion(self, problem: FusionProblem) -> None:
         """Indices inside what they pick from, values of about 1, scales so that codes spread over their range."""
         self._settle_indices(problem)
         for n in problem.nodes:

@@ -208,8 +208,8 @@ class _Search:
 
     def run(self, candidates: Sequence[Candidate], depth: int) -> Decision:
         spaces = self._spaces(candidates)
-        region = isinstance(self._problem, FusionProblem)
-        if region and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
+        fusion = isinstance(self._problem, FusionProblem)
+        if fusion and spaces and all(s.candidate.preference >= LAST_RESORT for s in spaces):
             only = spaces[0]
             return self._decision(only.plan.build(next(only.points)))
         try:
@@ -246,11 +246,11 @@ class _Search:
 
     def _found(self, spaces: Sequence[_Space], depth: int) -> _Trial | None:
         """The winner among all spaces; None if the oracle cannot compute the right results on random data."""
-        region = isinstance(self._problem, FusionProblem)
+        fusion = isinstance(self._problem, FusionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:
                 self._reject(space.candidate.name, space.behind or "not tried: no time budget, and an earlier candidate passed")
-            elif self._trials and space.candidate.preference >= LAST_RESORT and not region:
+            elif self._trials and space.candidate.preference >= LAST_RESORT and not fusion:
                 self._reject(space.candidate.name, "not timed: a verified kernel exists")
             else:
                 self._enter(space, depth)

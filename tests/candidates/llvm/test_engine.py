@@ -34,9 +34,9 @@ def text(value):
 
 
 def stored(call):
-    room = torch.zeros(1, dtype=torch.int64)
-    assert call(room.data_ptr()) is None
-    return int(room)
+    result = torch.zeros(1, dtype=torch.int64)
+    assert call(result.data_ptr()) is None
+    return int(result)
 
 
 @pytest.fixture

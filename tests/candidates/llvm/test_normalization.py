@@ -539,8 +539,8 @@ def test_masked_tails_of_pairs_stay_inside_their_arrays():
 
 def overrun():
     """A row that is kept, in scratch memory said to be a cache line shorter than it is."""
-    room = _rows.Rows.thread_bytes
-    _rows.Rows.thread_bytes = property(lambda r: room.fget(r) - 64)
+    thread_bytes = _rows.Rows.thread_bytes
+    _rows.Rows.thread_bytes = property(lambda r: thread_bytes.fget(r) - 64)
     return fenced_one((norm(map_("gelu", input_("x", F32, (3, 128)))),), 0, True, (1,), False, CPU)
 
 
@@ -633,7 +633,7 @@ def test_a_layer_s_norms_are_chosen_once_for_all_layers(monkeypatch):
     assert all(s.decision.verified and s.decision.measured for s in steps)
 
 
-def test_a_region_without_a_kernel_says_so():
+def test_a_fusion_without_a_kernel_says_so():
     from tilewright.report.explain.findings import fallback
 
     x = input_("x", F32, (40, 64))

@@ -129,8 +129,8 @@ def _slid(x: Node, fn: Reduction, axis: int, size: int, gap: int) -> Node:
             total = part if total is None else map_(fn, total, part)
             done += length
         if done < size:
-            room = power.shape[axis] - length * gap
-            power = map_(fn, _cut(power, axis, 0, room, 1), _cut(power, axis, length * gap, length * gap + room, 1))
+            extent = power.shape[axis] - length * gap
+            power = map_(fn, _cut(power, axis, 0, extent, 1), _cut(power, axis, length * gap, length * gap + extent, 1))
             length *= 2
     return cast("Node", total)
 

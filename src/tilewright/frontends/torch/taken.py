@@ -330,8 +330,8 @@ def _near(a: object, b: object) -> bool:
     if not a.is_floating_point() or not a.numel():
         return torch.equal(a, b)
     a, b = a.double(), b.double()
-    room = 1e-3 * a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
-    return torch.allclose(a, b, rtol=1e-3, atol=room, equal_nan=True)
+    tolerance = 1e-3 * a.abs().nan_to_num(0.0, 0.0, 0.0).max().item()
+    return torch.allclose(a, b, rtol=1e-3, atol=tolerance, equal_nan=True)
 
 
 def _own(value: object) -> object:

@@ -113,10 +113,10 @@ class Pad(Op):
 
     def _padded(self, x: torch.Tensor, value: torch.Tensor, shape: Shape) -> torch.Tensor:
         spread = [d + max(d - 1, 0) * i for d, i in zip(x.shape, self.interior, strict=True)]
-        # Room for everything, then crop what negative edges take away.
+        # Space for everything, then crop what negative edges take away.
         front = [max(lo, 0) for lo in self.low]
-        room = [f + s + max(hi, 0) for f, s, hi in zip(front, spread, self.high, strict=True)]
-        out = value.expand(room).clone()
+        space = [f + s + max(hi, 0) for f, s, hi in zip(front, spread, self.high, strict=True)]
+        out = value.expand(space).clone()
         out[tuple(slice(f, f + s, i + 1) for f, s, i in zip(front, spread, self.interior, strict=True))] = x
         crop = [max(-lo, 0) for lo in self.low]
         return out[tuple(slice(c, c + d) for c, d in zip(crop, shape, strict=True))]

@@ -55,14 +55,14 @@ def element_gap(got: torch.Tensor, reference: torch.Tensor, low: torch.Tensor, h
     low, high = low.double().reshape(-1), high.double().reshape(-1)
     if not g.numel():
         return Gap(0.0, 0.0)
-    room = torch.where((g >= r) | g.isnan(), high - r, r - low).nan_to_num(math.inf, math.inf)
-    same = (g == r) | (g.isnan() & r.isnan()) | room.isinf()
+    tolerance = torch.where((g >= r) | g.isnan(), high - r, r - low).nan_to_num(math.inf, math.inf)
+    same = (g == r) | (g.isnan() & r.isnan()) | tolerance.isinf()
     error = torch.where(same, torch.zeros_like(g), (g - r).abs().nan_to_num(math.inf, math.inf))
-    ratio = torch.where(error > 0, error / room, torch.zeros_like(error))
-    at = int(ratio.argmax()) if bool((ratio > 0).any()) else int(torch.where(room.isinf(), 0.0, room).argmax())
-    bound = float(room[at])
+    ratio = torch.where(error > 0, error / tolerance, torch.zeros_like(error))
+    at = int(ratio.argmax()) if bool((ratio > 0).any()) else int(torch.where(tolerance.isinf(), 0.0, tolerance).argmax())
+    bound = float(tolerance[at])
     gap = Gap(float(error[at]), bound if math.isfinite(bound) else 0.0)
-    wrong = int((~same & (error > room)).sum())
+    wrong = int((~same & (error > tolerance)).sum())
     if wrong:
         place = list(torch.unravel_index(torch.tensor(at), got.shape))
         shown = [int(x) for x in place]

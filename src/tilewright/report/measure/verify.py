@@ -85,18 +85,18 @@ def _comparison(name: str, kind: str, problem: str, candidate: str, gaps: Sequen
 def _by_kernel(step: Step, values: Sequence[Value], tolerances: Tolerances) -> list[Gap]:
     assert step.decision is not None
     problem = step.decision.problem
-    region = isinstance(problem, FusionProblem)
+    fused = isinstance(problem, FusionProblem)
     given = dict(zip(step.part.inputs, values, strict=True))
-    taken = fusion_of(step.part.inputs, step.part.outputs)[1] if region else step.part.nodes[0].src
+    taken = fusion_of(step.part.inputs, step.part.outputs)[1] if fused else step.part.nodes[0].src
     sources = [cast("torch.Tensor", given[s]).cpu() for s in taken]
     expected = expect(problem, sources, step.decision.kernel.roundoff)
     results = list(expected.reference)  # a store that nothing reads is not given, and not judged
     for i, (output, given_back) in enumerate(zip(step.part.outputs, step.run(values), strict=True)):
-        picked = i if region else output.op.index if isinstance(output.op, Item) else 0
+        picked = i if fused else output.op.index if isinstance(output.op, Item) else 0
         result = cast("torch.Tensor", given_back)
-        room = problem.destinations[i] if isinstance(problem, FusionProblem) and problem.destinations else None
-        if room is not None:
-            result = result.narrow(room.axis, room.start, results[picked].shape[room.axis])
+        destination = problem.destinations[i] if isinstance(problem, FusionProblem) and problem.destinations else None
+        if destination is not None:
+            result = result.narrow(destination.axis, destination.start, results[picked].shape[destination.axis])
         results[picked] = result.cpu()
     why = check(problem, expected, results)
     shapes = [tuple(t.shape) for t in results] == [tuple(t.shape) for t in expected.reference]
@@ -119,10 +119,10 @@ def _by_operations(step: Step, values: Sequence[Value], tolerances: Tolerances) 
         wanted = _tensors(evaluate_nodes(step.part.outputs, on_cpu))
     types = [t for n in step.part.outputs for t in tensor_types(n) if t.dtype.kind != "opaque"]
     from_floats = any(t.dtype.is_float for n in step.part.inputs for t in tensor_types(n))
-    return [_region_gap(g, r, t, from_floats, tolerances) for g, r, t in zip(got, wanted, types, strict=True)]
+    return [_fusion_gap(g, r, t, from_floats, tolerances) for g, r, t in zip(got, wanted, types, strict=True)]
 
 
-def _region_gap(got: torch.Tensor, reference: torch.Tensor, t: TensorType, from_floats: bool, tolerances: Tolerances) -> Gap:
+def _fusion_gap(got: torch.Tensor, reference: torch.Tensor, t: TensorType, from_floats: bool, tolerances: Tolerances) -> Gap:
     if t.dtype.is_float and tolerances.given:
         return tolerated_gap(got, reference, tolerances)
     if not t.dtype.is_float and not from_floats:

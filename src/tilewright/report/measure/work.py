@@ -11,7 +11,7 @@ from tilewright.dtype import F32, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Call, Gather, Write
-from tilewright.ir.shown import VIEWS, show_region
+from tilewright.ir.shown import VIEWS, show_fusion
 from tilewright.report.program import Part, Step, tensor_types
 from tilewright.schedule.problem import FusionProblem, Problem
 
@@ -112,7 +112,7 @@ def describe(step: Step) -> str:
     """The problem that a step solves: a gemm in the notation of `tilewright gemm`; the operations of a fusion in order."""
     if step.decision is not None:
         return str(step.decision.problem)
-    return show_region(step.part.nodes, [n.type for n in step.part.outputs])
+    return show_fusion(step.part.nodes, [n.type for n in step.part.outputs])
 
 
 def candidate_of(step: Step) -> str:

@@ -97,8 +97,8 @@ def progress(what: str, within_s: float | None = None) -> Generator[Callable[[in
     if not sys.stderr.isatty():
         yield _lines(what)
         return
-    room = shutil.get_terminal_size().columns - len(what) - AROUND_LABEL
-    label = Column(width=max(1, min(LABEL_WIDTH, room)), no_wrap=True, overflow="ellipsis")
+    width = shutil.get_terminal_size().columns - len(what) - AROUND_LABEL
+    label = Column(width=max(1, min(LABEL_WIDTH, width)), no_wrap=True, overflow="ellipsis")
     clock = TimeElapsedColumn() if within_s is None else _Left(within_s)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), clock)
     bar = Progress(

@@ -51,9 +51,9 @@ def test_codes_of_every_f16_are_those_of_values_as_near_as_is_said(function, to,
     x = torch.from_numpy(ALL.copy()).double()
     argument = Node(Acc(TensorType(F32, (1 << 16,))))
     exact = evaluate_nodes((map_(function, argument),), {argument: x})[0]
-    room = exact.abs() * torch.where(x < 0, 2.0**-6, 2.0**-8) + 2.0**-21
+    tolerance = exact.abs() * torch.where(x < 0, 2.0**-6, 2.0**-8) + 2.0**-21
     ends = []
-    for value in (exact - room, exact, exact + room):
+    for value in (exact - tolerance, exact, exact + tolerance):
         code = Node(Quantize(to), argument, const(scale, F32))
         ends.append(evaluate_nodes((code,), {argument: value.float()})[0].float())
     low, meant, high = ends
