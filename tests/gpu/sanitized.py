@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "helpers"))
 
 import torch
+from attentions import attention as posed_attention
+from attentions import quantised
+from fusions import by_row, norm
+from fusions import problem_of as region_of
 from gated import gated, of_halves
-from tests.candidates.llvm.test_attention import attention as posed_attention
-from tests.candidates.llvm.test_attention import quantised
-from tests.candidates.llvm.test_normalization import by_row, norm
-from tests.candidates.llvm.test_normalization import problem_of as region_of
 from tests.candidates.triton.hopper.test_attention import coded
 from tests.candidates.triton.hopper.test_gemm import alike_heads, heads, layer
 from tests.candidates.triton.test_attention import flash

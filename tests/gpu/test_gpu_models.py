@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.candidates.llvm.test_attention import SHAPES, attention, quantised
-from tests.candidates.llvm.test_normalization import by_row, norm
-from tests.candidates.llvm.test_normalization import problem_of as fusion_problem
+from attentions import SHAPES, attention, quantised
+from fusions import by_row, norm
+from fusions import problem_of as fusion_problem
 
 import tilewright
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, PRED, S8, S32, S64, U8

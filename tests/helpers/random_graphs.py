@@ -1,4 +1,4 @@
-"""Random programs: products with several stores, calls with several results, regions, constants, views, in any order."""
+"""Random programs: products with several stores, calls with several results, fusions, constants, views, in any order."""
 
 import sys
 import types

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.candidates.llvm.test_attention import SHAPES, attention, quantised
+from attentions import SHAPES, attention, quantised
 from triton.runtime import interpreter
 from triton_map import in_memory, scalars
 

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from fusions import by_row, norm, problem_of
 from rotated import FORMS as CONCATENATIONS
-from tests.candidates.llvm.test_normalization import by_row, norm, problem_of
 from triton_map import in_memory, scalars
 
 from tilewright.candidates.triton.expressions.emit import check_node

@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from fusions import problem_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rotated import FORMS, every_other, heads, of_queries_and_keys, turned, turned_in_pairs
 from torch.utils._pytree import tree_leaves
 
 import tilewright
-from tests.candidates.llvm.test_normalization import CPU, problem_of, right
+from tests.candidates.llvm.test_normalization import CPU, right
 from tilewright.candidates.llvm.expressions.vector import check_node
 from tilewright.candidates.llvm.normalization import candidate as rows
 from tilewright.dtype import BF16, F16, F32

@@ -5,9 +5,9 @@ from itertools import count
 
 import pytest
 import torch
+from fake_candidate import Fake
 
 import tilewright
-from tests.schedule.test_search import Fake
 from tilewright import compiler, deadline
 from tilewright.dtype import F32
 from tilewright.errors import TilewrightError

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 from onnx_models import one
 from safetensors.torch import save_file
+from weight_layouts import dense, drawn, words
 
 import tilewright
-from tests.runtime.test_weight_formats import dense, drawn, words
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import LoadOptions
 from tilewright.runtime.safetensors import TensorFile

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from fusions import norm
 
 import tilewright
-from tests.candidates.llvm.test_normalization import norm
 from tilewright.dtype import F32, S8, S32
 from tilewright.hardware.detect import detect
 from tilewright.ir.build import const, convert, input_, map_, reduce_, transpose

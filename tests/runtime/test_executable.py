@@ -30,6 +30,12 @@ def program(*outputs, inputs=(X, Y), name="g"):
     return compile(Graph(name, tuple(inputs), tuple(outputs), tuple(f"r{i}" for i in range(len(outputs)))), budget_s=0)
 
 
+def settled(graph, values):
+    """Say of each output whether its codes are the same however sums before them round: in float64 as in f32."""
+    both = evaluate(graph, values), evaluate(graph, values, float64=True)
+    return [bool(torch.isclose(*pair, rtol=1e-5, atol=1e-5, equal_nan=True).all()) for pair in zip(*both, strict=True)]
+
+
 @settings(max_examples=60, deadline=None)
 @given(graphs(), st.integers(0, 100))
 def test_a_compiled_program_gives_what_the_oracle_gives(graph, seed):
@@ -38,11 +44,14 @@ def test_a_compiled_program_gives_what_the_oracle_gives(graph, seed):
     kept = [v.clone() for v in values]
     results = executable(*values)
     results = results if isinstance(results, tuple) else (results,)
-    for got, wanted in zip(results, evaluate(graph, values), strict=True):
-        # A quantisation of a value that was rounded otherwise may fall to the neighbouring code.
-        close = torch.isclose(got, wanted, rtol=1e-3, atol=1e-3)
-        assert float(close.double().mean()) > 0.8 or not torch.isfinite(wanted).all()
+    for got, wanted, whole in zip(results, evaluate(graph, values), settled(graph, values), strict=True):
         assert got.shape == wanted.shape and got.dtype == wanted.dtype
+        finite = wanted[wanted.isfinite()].abs()
+        close = torch.isclose(
+            got, wanted, rtol=1e-3, atol=1e-3 * max(1.0, float(finite.max()) if finite.numel() else 1.0), equal_nan=True
+        )
+        # A quantisation of a value that was rounded otherwise may fall to the neighbouring code, here and in all that reads it.
+        assert close.all() or not whole, (got, wanted)
     assert all(torch.equal(a, b) for a, b in zip(values, kept, strict=True))
     again = executable(*values)
     again = again if isinstance(again, tuple) else (again,)

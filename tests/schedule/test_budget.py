@@ -10,8 +10,8 @@ from dataclasses import replace
 import pytest
 import torch
 from cli_programs import write
+from fake_candidate import Fake
 
-from tests.schedule.test_search import Fake
 from tilewright import compiler
 from tilewright.dtype import F32, S8
 from tilewright.hardware.detect import detect

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fake_candidate import DEFAULT, Fake
 
 from tilewright.compiler import chooser, compile
 from tilewright.deadline import OverrunError
@@ -37,49 +38,6 @@ from tilewright.schedule.search import search
 
 CPU = detect("cpu")
 PROBLEM = problem_of(parse("f32[8,16] @ f32[16,12]").outputs[0])
-
-
-DEFAULT = (Schedule(),)
-
-
-class Fake:
-    """A candidate made of a function from sources to results."""
-
-    kinds = frozenset({"gemm"})
-    devices = frozenset({"cpu"})
-
-    def __init__(self, name, run=None, preference=30, refuse=None, schedules=DEFAULT, build=None, prepare=None):
-        self.name, self.preference = name, preference
-        self._run, self._refuse, self._schedules, self._build, self._prepare = run, refuse, schedules, build, prepare
-        self.calls = self.builds = 0
-
-    def plan(self, problem, target):
-        if isinstance(self._refuse, Exception):
-            raise self._refuse
-        return self if self._refuse is None else Refusal(self._refuse)
-
-    def schedules(self):
-        if isinstance(self._schedules, Exception):
-            raise self._schedules
-        return self._schedules
-
-    def build(self, schedule):
-        self.builds += 1
-        if isinstance(self._build, BaseException):
-            raise self._build
-
-        def run(sources):
-            self.calls += 1
-            if isinstance(self._run, BaseException):
-                raise self._run
-            return [sources[0] @ sources[1]] if self._run is None else self._run(sources)
-
-        def prepare(weights):
-            if self._prepare is not None:
-                raise self._prepare
-            return run
-
-        return Kernel(self.name, schedule, prepare)
 
 
 REFERENCE = next(c for c in discover() if c.name == "reference")

@@ -5,15 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attentions import SHAPES, attention, quantised
 
 from tilewright.candidates.llvm.attention.candidate import CANDIDATE, _instruction
-from tilewright.dtype import BF16, F16, F32, F64, PRED, S8
+from tilewright.dtype import BF16, F16, F32, F64, PRED
 from tilewright.hardware.detect import chips, detect
-from tilewright.ir.build import const, input_, reshape, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Acc, Attention, Dequantize, Param, Quantize
-from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.measure import examine
@@ -22,26 +20,6 @@ from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
 
 CPU = detect("cpu")
-# batch, query heads, heads a key serves, queries, keys, depth, width of the values
-SHAPES = [
-    (1, 2, 1, 5, 7, 16, 16),
-    (2, 4, 2, 13, 33, 24, 40),
-    (2, 3, 3, 1, 65, 8, 3),
-    (1, 1, 1, 40, 20, 64, 64),
-    (1, 2, 1, 6, 35, 9, 33),
-]
-
-
-def attention(shape, dtype=F32, mask=None, **attributes):
-    batch, heads, group, queries, keys, depth, width = shape
-    src = [
-        input_("q", dtype, (batch, heads, queries, depth)),
-        input_("k", dtype, (batch, heads // group, keys, depth)),
-        input_("v", dtype, (batch, heads // group, keys, width)),
-    ]
-    if mask is not None:
-        src.append(input_("mask", *mask))
-    return Node(Attention(0.125, **attributes), *src)
 
 
 def runner(problem, weights=()):
@@ -85,23 +63,6 @@ def test_rows_that_see_nothing_and_values_that_are_no_numbers():
         (got,) = runner(problem_of(node))(sources)
         wanted = evaluate_nodes((node,), dict(zip(node.src, sources, strict=True)))[0]
         assert torch.equal(got.isnan(), wanted.isnan()) and torch.allclose(got, wanted, atol=1e-5, equal_nan=True)
-
-
-def quantised(shape):
-    """Codes in, scores and weights rounded to codes on the way, codes out in the layout the projection wants."""
-    batch, heads, _, queries, keys, depth, width = shape
-    types = [TensorType(S8, (batch, heads, n, d)) for n, d in ((queries, depth), (keys, depth), (keys, width))]
-    src = [input_(name, t.dtype, t.shape) for name, t in zip("qkv", types, strict=True)]
-    operands = tuple(Node(Dequantize(F32), Node(Param(i, t)), const(0.02, F32)) for i, t in enumerate(types))
-    inner = Node(Acc(TensorType(F32, (batch, heads, queries, keys))))
-
-    def rounded(scale):
-        return Node(Dequantize(F32), Node(Quantize(S8), inner, const(scale, F32)), const(scale, F32))
-
-    acc = Node(Acc(TensorType(F32, (batch, heads, queries, width))))
-    codes = Node(Quantize(S8), acc, const(0.01, F32))
-    store = reshape(transpose(codes, (0, 2, 1, 3)), (batch, queries, heads * width))
-    return Node(Attention(1.0, "no", True, operands, rounded(0.05), rounded(1 / 127), (store,)), *src)
 
 
 def test_a_quantised_attention_rounds_where_the_graph_rounds():

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fusions import by_row, norm, problem_of
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from paths import SEARCHED
@@ -24,22 +25,17 @@ from tilewright.dtype import BF16, F8E5M2, F16, F32, F64, PRED, S4, S8, S32, S64
 from tilewright.errors import TypeMismatchError
 from tilewright.hardware.detect import chips, detect
 from tilewright.ir.build import broadcast, const, convert, input_, map_, reduce_, reshape, slice_, transpose
-from tilewright.ir.graph import Graph, Node, toposort
-from tilewright.ir.ops import Concat, Dequantize, Gather, Input, LayerNorm, Pad, Quantize, Select, Softmax, gemm
+from tilewright.ir.graph import Graph, Node
+from tilewright.ir.ops import Concat, Dequantize, Gather, LayerNorm, Pad, Quantize, Select, Softmax, gemm
 from tilewright.schedule.candidate import plan_for, refusal
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.measure import examine
-from tilewright.schedule.problem import FusionProblem, fusion_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
 
 CPU = detect("cpu")
 LENGTHS = (1, 7, 16, 17, 64, 65, 768, 1000)
 FLOATS = (F32, BF16, F16)
-
-
-def problem_of(*roots) -> FusionProblem:
-    return fusion_of([n for n in toposort(roots) if isinstance(n.op, Input)], roots)[0]
 
 
 def runner(problem):
@@ -53,16 +49,6 @@ def right(*roots):
     sources = random_sources(problem)
     why = examine(problem, expect(problem, sources), runner(problem), sources)
     assert why is None, f"{problem}: {why}"
-
-
-def norm(x, *more, center=True, epsilon=1e-5):
-    return Node(LayerNorm(len(x.shape) - 1, epsilon, center), x, *more)
-
-
-def by_row(x, dtype=S8):
-    """Quantised by a scale of each row's own."""
-    scale = map_("divide", reduce_("maximum", map_("abs", x), (len(x.shape) - 1,), True), const(float(dtype.max), F32))
-    return Node(Quantize(dtype), x, scale), scale
 
 
 @pytest.mark.parametrize("length", LENGTHS)

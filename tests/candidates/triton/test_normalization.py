@@ -4,9 +4,9 @@ import re
 from dataclasses import replace
 
 import pytest
+from fusions import by_row, norm, problem_of
 from rotated import heads, of_queries_and_keys, turned_in_pairs
 
-from tests.candidates.llvm.test_normalization import by_row, norm, problem_of
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, S8, S64
 from tilewright.hardware.detect import chips
 from tilewright.hardware.target import Target
