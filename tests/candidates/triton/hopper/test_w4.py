@@ -31,7 +31,7 @@ from tilewright.candidates.triton.hopper.gemm.run import compiled as compiled_ge
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, compiled
 from tilewright.candidates.triton.hopper.w4.convert import byte_factor, dequantize_to_bytes
-from tilewright.candidates.triton.hopper.w4.form import KernelConfig, TileConfig
+from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, bias, packed, packed_weights, places
 from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
 from tilewright.candidates.triton.hopper.w4.space import configs

@@ -10,7 +10,7 @@ Clusters may have several row tiles (`persistent`).
 
 Values are tensors of one element a thread, since Gluon's own products let neither warps share K nor codes be dequantised on
 their way: what it has no word for is PTX, for one thread or for the warps it names. Warps read what they loaded themselves, so
-there is no ring of stages (`hopper/_pipeline.py`). `config` is a `form.KernelConfig`, `store` the program's own function.
+there is no ring of stages (`hopper/_pipeline.py`). `config` is a `KernelConfig`, `store` the program's own function.
 """
 
 # ruff: noqa: RUF005, SIM113 (Triton has neither stars in tuples nor enumerate)
@@ -22,13 +22,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tilewright.candidates.triton.hopper.w4 import form
+from tilewright.candidates.triton.hopper.w4 import kernel_config
 from tilewright.candidates.triton.runtime._gluon import aggregate_of, barrier, statement
 
-X_AT = gl.constexpr(form.X_AT)
-BARRIER_AT = gl.constexpr(form.BARRIER_AT)
+X_AT = gl.constexpr(kernel_config.X_AT)
+BARRIER_AT = gl.constexpr(kernel_config.BARRIER_AT)
 STEPS = gl.constexpr(4)  # steps of 16 columns in a block of 64
-ENLARGED = gl.constexpr(tuple(2.0**s for s in form.SUBNORMAL))  # factors of sums of subnormal codes, of rows g and g + 8
+ENLARGED = gl.constexpr(kernel_config.ENLARGED)
 ONES = gl.constexpr(0x3C003C00)  # two ones in f16
 
 
@@ -774,7 +774,7 @@ def gemm(x, words, side, config: gl.constexpr, store: gl.constexpr):
         x: activations [rows, K].
         words: pointers to the words of codes, scales and maybe zero points (`pack.py`).
         side: pointers and numbers that `store` takes.
-        config: see `form.KernelConfig`.
+        config: see `KernelConfig`.
         store: the program's function of sums (and `second`), rows of the activations and columns of the results.
     """
     rows: gl.constexpr = config.shared_bytes // 512

@@ -17,7 +17,7 @@ from tilewright.candidates.triton.expressions.text import Text
 from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.candidates.triton.hopper.ptx import EDITION, clustered, rewriting
 from tilewright.candidates.triton.hopper.w4 import tiles
-from tilewright.candidates.triton.hopper.w4.form import KernelConfig, TileConfig
+from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
 from tilewright.candidates.triton.hopper.w4.space import configs, work
@@ -82,79 +82,36 @@ def _pointer(leaf: Node) -> str:
 
 
 @dataclass(frozen=True)
-class HopperW4:
-    """A gemm by one of two kernels, of few rows or of large tiles.
+class FewRows:
+    """A gemm of few rows.
 
     Attributes:
-        problem, target: what is done, and where.
-        plan: the product as the kernel for few rows sees it.
-        large: the product as the other one sees it; None where that does not take it.
+        problem, target: the problem and the device.
+        plan: the product as the kernel sees it.
     """
 
     problem: Problem
     target: Target
     plan: Plan
-    large: tiles.Tiles | None
 
     @cached_property
     def configs(self) -> tuple[KernelConfig, ...]:
-        """The points of the kernel for few rows."""
+        """The points, the most promising first."""
         return configs(self.plan, self.target)
 
-    @cached_property
-    def tiled(self) -> list[Schedule]:
-        """Schedules of the kernel of large tiles."""
-        return list(self.large.schedules()) if self.large else []
-
-    def schedules(self) -> Iterable[Schedule]:
-        found = [*(c.schedule() for c in self.configs), *self.tiled]
-        ranked = sorted(found, key=lambda s: float(predict_us(self.work(s), self.target)))
-        first = next((s for s in ranked if "ready" not in dict(s.knobs)), None)  # who measures nothing takes it: no more memory
-        return self._spilling_last(sorted(ranked, key=lambda s: s is not first))
-
-    def _spilling_last(self, ranked: Iterable[Schedule]) -> Iterable[Schedule]:
-        """The points in their order, but for those of the first ones that spill registers, which no cost says: they come last.
-        Points are compiled until a few do not."""
-        late: list[Schedule] = []
-        kept = 0
-        for at, schedule in enumerate(ranked):
-            looked_at = kept < SUFFICE and at < LOOKED_AT and not self._large(schedule)
-            if looked_at and module.needs(self.machine_code(self._config(schedule)).kernel).spills > MOST_SPILLED:
-                late.append(schedule)
-                continue
-            kept += 1
-            yield schedule
-        yield from late
-
-    def _large(self, schedule: Schedule) -> tiles.Tiles | None:
-        """The kernel of large tiles, if the schedule is one of its points."""
-        return self.large if "tile_m" in dict(schedule.knobs) else None
-
-    def _config(self, schedule: Schedule) -> KernelConfig:
-        """The point of the kernel for few rows."""
+    def config(self, schedule: Schedule) -> KernelConfig:
+        """A point by its knobs."""
         return KernelConfig.of(self.plan, schedule.point(TileConfig))
 
     def work(self, schedule: Schedule) -> Work:
-        if large := self._large(schedule):
-            return large.work(schedule)
-        return work(self.plan, self._config(schedule), self.target)
+        return work(self.plan, self.config(schedule), self.target)
 
-    def compile(self, schedule: Schedule) -> None:
-        if large := self._large(schedule):
-            large.compile(schedule)
-        else:
-            self.machine_code(self._config(schedule))
-
-    def machine_code(self, config: KernelConfig) -> module.Built:
-        """The kernel for few rows."""
-        return compiled(self.plan, config, tuple(t.dtype for t in self.problem.types), self.target.index)
+    def compile(self, schedule: Schedule) -> module.Built:
+        return compiled(self.plan, self.config(schedule), tuple(t.dtype for t in self.problem.types), self.target.index)
 
     def build(self, schedule: Schedule) -> Kernel:
-        if large := self._large(schedule):
-            return large.build(schedule)
         problem, target, plan = self.problem, self.target, self.plan
-        config = self._config(schedule)
-        built = self.machine_code(config)
+        built, grid = self.compile(schedule), self.config(schedule).grid
         sides = [int(n[1:]) for n in built.names if n[0] == "p" and n[1:].isdigit()]
         w, count = plan.weights, len(problem.types)
         read = [plan.x, *range(count, count + w.tensors), *sides]  # packed ones are numbered after the problem's own
@@ -163,7 +120,7 @@ class HopperW4:
             packed = packed_weights(w.values(weights), w, plan.operand)
             torch.cuda.synchronize(target.index)  # a launch reads weights before what is ahead of it has ended
             constant = {**weights, **{count + i: t for i, t in enumerate(packed)}}
-            launch = module.launcher(built.kernel, (config.grid,), target.index, built.numbers)
+            launch = module.launcher(built.kernel, (grid,), target.index, built.numbers)
             return caller(read, problem.outputs, launch, constant, target)
 
         return Kernel(
@@ -176,14 +133,65 @@ class HopperW4:
         )
 
 
+@dataclass(frozen=True)
+class HopperW4:
+    """A gemm by one of two kernels.
+
+    Attributes:
+        few: the kernel for few rows.
+        large: the kernel of large tiles; None where that does not take the problem.
+    """
+
+    few: FewRows
+    large: tiles.Tiles | None
+
+    @cached_property
+    def large_schedules(self) -> list[Schedule]:
+        """Schedules of the kernel of large tiles."""
+        return list(self.large.schedules()) if self.large else []
+
+    def schedules(self) -> Iterable[Schedule]:
+        found = [*(c.schedule() for c in self.few.configs), *self.large_schedules]
+        ranked = sorted(found, key=lambda s: float(predict_us(self.work(s), self.few.target)))
+        first = next((s for s in ranked if "ready" not in dict(s.knobs)), None)  # who measures nothing takes it: no more memory
+        return self._spilling_last(sorted(ranked, key=lambda s: s is not first))
+
+    def _spilling_last(self, ranked: Iterable[Schedule]) -> Iterable[Schedule]:
+        """The points in their order, but for those of the first ones that spill registers, which no cost says: they come last.
+        Points are compiled until a few do not."""
+        late: list[Schedule] = []
+        kept = 0
+        for at, schedule in enumerate(ranked):
+            looked_at = kept < SUFFICE and at < LOOKED_AT and self._plan(schedule) is self.few
+            if looked_at and module.needs(self.few.compile(schedule).kernel).spills > MOST_SPILLED:
+                late.append(schedule)
+                continue
+            kept += 1
+            yield schedule
+        yield from late
+
+    def _plan(self, schedule: Schedule) -> FewRows | tiles.Tiles:
+        """The kernel whose point a schedule is."""
+        return self.large if self.large and "tile_m" in dict(schedule.knobs) else self.few
+
+    def work(self, schedule: Schedule) -> Work:
+        return self._plan(schedule).work(schedule)
+
+    def compile(self, schedule: Schedule) -> None:
+        self._plan(schedule).compile(schedule)
+
+    def build(self, schedule: Schedule) -> Kernel:
+        return self._plan(schedule).build(schedule)
+
+
 def plan(problem: Problem, target: Target) -> HopperW4:
     if "sm_90" not in target.features:
         raise Unsupported("clusters, wgmma and dependent launches as they are used here are Hopper's (sm_90)")
     if not module.installed():
         raise Unsupported(module.INSTALL)
     few = plan_of(problem)
-    found = HopperW4(problem, target, few, tiles.tiles_of(problem, target, few))
-    if found.configs or found.tiled:
+    found = HopperW4(FewRows(problem, target, few), tiles.tiles_of(problem, target, few))
+    if found.few.configs or found.large_schedules:
         return found
     if few.second is not None:
         raise Unsupported(f"{few.rows} rows are many for stores that read both halves of the columns together")

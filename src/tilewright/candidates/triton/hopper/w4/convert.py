@@ -53,7 +53,7 @@ def dequantize_to_halves(
         zeros: there are zero points.
         rounded: codes are scaled.
         scale_k: codes along K that share a scale.
-        subnormal: codes stay as they stand in a word, with no exponent (`form.KernelConfig.subnormal`).
+        subnormal: codes stay as they stand in a word, with no exponent (`kernel_config.KernelConfig.subnormal`).
         steps: steps of 16 columns.
         slots: operands that scales and zero points take each, if more than there are groups.
     """

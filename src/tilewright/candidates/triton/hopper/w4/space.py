@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
-from tilewright.candidates.triton.hopper.w4.form import FEW_COLUMNS, MOST_PREFETCHED, KernelConfig, TileConfig
+from tilewright.candidates.triton.hopper.w4.kernel_config import FEW_COLUMNS, MOST_PREFETCHED, KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.plan import Plan
 from tilewright.hardware.target import Target
 from tilewright.schedule.cost import Phase, Work, predict_us

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 BARRIER_AT, X_AT = 512, 1024  # in shared memory: the cluster's barriers, activations aligned as the swizzle wants them
 FEW = 2  # words of a row that a load brings where all of K is unrolled: with more of them registers run out
-SUBNORMAL = (18, 22)  # codes at bits 6 and 2 of a half without an exponent are this many powers of two too small (f16: 2**-24)
+ENLARGED = (2.0**18, 2.0**22)  # what codes at bits 6 and 2 of a half without an exponent are too small by (f16: 2**-24)
 MOST_PREFETCHED = 8  # loads of a warp in flight: with more of them activations wait
 FEW_COLUMNS = 16  # more of them leave room for fewer loads in flight
 EARLY = 4  # loads of those, before activations are asked for
@@ -269,7 +269,7 @@ class KernelConfig(TileConfig):
     def correction(self) -> tuple[float, ...]:
         """The numbers that are taken off subnormal codes, for rows g and g + 8; or factors, then summands, that make them of
         zero points."""
-        units = [2.0**-s for s in SUBNORMAL]
+        units = [1 / e for e in ENLARGED]
         if not self.zeros:
             return tuple(-bias(dtype(self.code), self.half) * u for u in units)
         magic = MAGIC[self.bits, self.half.name]
