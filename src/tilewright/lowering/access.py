@@ -33,6 +33,7 @@ from tilewright.ir.ops import (
 )
 from tilewright.ir.types import Shape
 from tilewright.schedule.candidate import Unsupported
+from tilewright.schedule.problem import Problem
 
 
 def too_wide(n: Node) -> DType | None:
@@ -312,6 +313,24 @@ def gate_up(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node
         if not _same(views[Node(Acc(half))], views[right]):  # a column of one meets another column of the other
             return None
     return None if right is None else (tuple(found), right)
+
+
+def codes_of(problem: Problem, *bits: int) -> tuple[Node, bool]:
+    """The dequantisation that a gemm's right operand is, and whether K is the codes' last axis.
+
+    Raises:
+        Unsupported: the operand is not one constant matrix of integers of so many bits, with scales.
+    """
+    root = problem.op.rhs
+    k_contiguous = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
+    found = root.src[0] if k_contiguous else root
+    if not isinstance(found.op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in bits:
+        raise Unsupported(f"the right operand is not codes of {' or '.join(map(str, bits))} bits with scales")
+    if len(found.shape) != 2:
+        raise Unsupported("the weights are not one matrix, as it is or transposed")
+    if not problem.constant(found):
+        raise Unsupported("the weights are not constant")
+    return found, k_contiguous
 
 
 def of_operand(root: Node, *, columns_last: bool) -> Access:

@@ -93,7 +93,7 @@ def test_weights_of_siblings_are_taken_as_one(line):
     ("line", "constant", "why"),
     [
         ("f32[4,64] @ s4[64,64]^T group=64", False, "not constant"),
-        ("f32[4,64] @ s8[64,64]^T group=64", True, "not 4-bit codes"),
+        ("f32[4,64] @ s8[64,64]^T group=64", True, "not codes of 4 bits"),
         ("f32[4,60] @ s4[64,60]^T group=60", True, "multiple of 8"),
         ("s8[4,65] @ s4[64,65]^T group=8", True, "multiple of 8"),
     ],

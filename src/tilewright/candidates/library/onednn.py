@@ -11,14 +11,8 @@ from tilewright.candidates.library._around import Side, rest_of_store, side, sto
 from tilewright.candidates.library._post_ops import PostOps, read_post_ops
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Target
-from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Param
 from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Refusal, Runner, Schedule
 from tilewright.schedule.problem import Problem
-
-
-def _constant(root: Node, problem: Problem) -> bool:
-    return all(problem.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ def plan(problem: Problem, target: Target) -> Plan | Refusal:
         return Refusal("oneDNN's prepacked bf16 linear rounds to bf16, and a store reads the f32 accumulator")
     if pair == {BF16} and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return Refusal("oneDNN's prepacked bf16 linear takes AVX-512, which this processor lacks")
-    if len(problem.op.rhs.shape) != 2 or not _constant(problem.op.rhs, problem):
+    if len(problem.op.rhs.shape) != 2 or not problem.constant(problem.op.rhs):
         return Refusal("the right operand is not one constant matrix, so there is nothing to pack once")
     if not problem.M or not problem.N or not problem.K:
         return Refusal("an extent is zero")

@@ -105,7 +105,7 @@ def plan(problem: Problem, target: Target) -> Plan:
         lhs_root = broadcast(lhs_root, (*batch_shape, *lhs_root.shape[-2:]))
     if not shared and rhs_root.shape[:-2] != batch_shape:
         rhs_root = broadcast(rhs_root, (*batch_shape, *rhs_root.shape[-2:]))
-    constant = shared and all(problem.weights[n.op.index] for n in toposort((rhs_root,)) if isinstance(n.op, Param))
+    constant = shared and problem.constant(rhs_root)
     lhs, left = side_of(lhs_root, count, columns_last=True, outside=False)
     along = _contiguous_along_k(problem)
     rhs, right = side_of(rhs_root, count + 1, columns_last=not along, outside=constant)

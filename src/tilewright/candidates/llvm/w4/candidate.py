@@ -19,8 +19,8 @@ from tilewright.candidates.llvm.w4.kernel import CODES, WIDE, GroupedNest, Group
 from tilewright.dtype import BF16, F32
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Dequantize, Param, Transpose
-from tilewright.lowering.access import gate_up, of_store
+from tilewright.ir.ops import Dequantize, Param
+from tilewright.lowering.access import codes_of, gate_up, of_store
 from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
@@ -28,28 +28,6 @@ from tilewright.schedule.problem import Problem
 ROWS = 16  # of a tile, at most
 PANELS = 8  # of a block, if it has more than one tile
 RUN = 4  # panels that a thread reads one after the other, at most, if it has one tile: what follows is asked for in time
-
-
-def _weights(problem: Problem) -> tuple[Node, int, bool]:
-    """The dequantisation of the right operand, its group's length, and whether K is its last axis.
-
-    Raises:
-        Unsupported: the right operand is no such thing.
-    """
-    root = problem.op.rhs
-    along = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
-    found = root.src[0] if along else root
-    op = found.op
-    if not isinstance(op, Dequantize) or found.src[0].dtype.bits != 4 or not found.src[0].dtype.is_integer:
-        raise Unsupported("the right operand is not 4-bit codes with scales")
-    if len(found.shape) != 2:
-        raise Unsupported("the weights are not one matrix, as it is or transposed")
-    if not problem.constant(found):
-        raise Unsupported("the weights are not constant")
-    block = op.block[::-1] if op.block and along else op.block
-    if not block or block[1] != 1 or block[0] % CODES or problem.K % CODES:
-        raise Unsupported("scales are not given for groups of a multiple of 8 along K")
-    return found, block[0], along
 
 
 def _coded(problem: Problem, found: Node, group: int, chip: Chip) -> tuple[Choice, Activations] | None:
@@ -144,7 +122,11 @@ def plan(problem: Problem, target: Target) -> Plan:
         Unsupported: the sentence why there is none.
     """
     engine.require()
-    found, group, along = _weights(problem)
+    found, along = codes_of(problem, 4)
+    assert isinstance(found.op, Dequantize)
+    group, across = (found.op.block[::-1] if along else found.op.block) if found.op.block else (1, 1)
+    if across != 1 or group % CODES or problem.K % CODES:
+        raise Unsupported("scales are not given for groups of a multiple of 8 along K")
     if problem.acc.dtype is not F32:
         raise Unsupported(f"4-bit weights are added up in f32, not {problem.acc.dtype}")
     if not problem.batch * problem.M * problem.N * problem.K:

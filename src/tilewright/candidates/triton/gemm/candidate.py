@@ -142,7 +142,7 @@ def _operand(
     problem: Problem, root: Node, batch: tuple[int, ...], index: int, outside: dict[int, Node], *, columns_last: bool
 ) -> Access:
     """The place of an operand; a constant that has no place in a kernel, or lies badly, is evaluated and laid out once."""
-    constant = all(problem.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
+    constant = problem.constant(root)
     whole = broadcast(root, (*batch, *root.shape[-2:])) if batch and root.shape[:-2] != batch else root
     try:
         check((root,), blocks=True)

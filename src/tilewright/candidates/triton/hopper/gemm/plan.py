@@ -225,7 +225,7 @@ def _block_scales(problem: Problem) -> tuple[BlockScales, Node, Node] | None:
 def _matrix(problem: Problem, root: Node, extents: tuple[int, int, int], batch_shape: Sequence[int], *, left: bool) -> Matrix:
     """Where an operand lies; its batch axes are broadcast to `batch_shape`, if there are any, first."""
     batch, rows, k = extents
-    constant = all(problem.weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param))
+    constant = problem.constant(root)
     plain = read_operand(root).plain
     if not plain and not constant:
         raise Unsupported(f"the {'left' if left else 'right'} operand is not stored as it is multiplied")

@@ -16,7 +16,7 @@ from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Transpose
-from tilewright.lowering.access import Access, gate_up, of_operand, of_store
+from tilewright.lowering.access import Access, codes_of, gate_up, of_operand, of_store
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Problem, read_operand
 
@@ -201,16 +201,7 @@ def _holds(wide: DType, narrow: DType) -> bool:
 
 def _weights(problem: Problem, operand: DType) -> Weights:
     """Weights with scales."""
-    root = problem.op.rhs
-    k_contiguous = isinstance(root.op, Transpose) and isinstance(root.src[0].op, Dequantize)
-    found = root.src[0] if k_contiguous else root
-    op = found.op
-    if not isinstance(op, Dequantize) or not found.src[0].dtype.is_integer or found.src[0].dtype.bits not in (4, 8):
-        raise Unsupported("the right operand is not codes of 4 or 8 bits with scales")
-    if len(found.shape) != 2:
-        raise Unsupported("the weights are not one matrix, as it is or transposed")
-    if not problem.constant(found):
-        raise Unsupported("the weights are not constant")
+    found, k_contiguous = codes_of(problem, 4, 8)
     kind, scale = found.src[0].dtype, found.src[1]
     group = _group(found, scale, k_contiguous=k_contiguous)
     if problem.K % BLOCK or group % SMALLEST_GROUP or (group % BLOCK and group != SMALLEST_GROUP):
