@@ -41,6 +41,13 @@ from tilewright.schedule.candidate import plan_for, refusal
 H200 = Target("NVIDIA H200", CHIP, "cuda", 132, features=frozenset({"cuda", "sm_90"}))
 
 
+def tile_config(words):
+    """A configuration in words, as a schedule is shown: `mma.sync` and a cluster a row tile unless they say otherwise."""
+    given = {name: int(value or 1) for name, _, value in (word.partition("=") for word in words.split())}
+    flags = {name: bool(given.pop(name, False)) for name in ("wgmma", "launch_early")}
+    return TileConfig(**{"clusters": 0, **given, **flags})
+
+
 @pytest.mark.parametrize("cores", [1, 4, 9])
 def test_few_multiprocessors_hold_few_clusters(cores):
     few = replace(H200, cores=cores)
@@ -116,63 +123,99 @@ def test_weights_are_packed_once_until_somebody_writes_to_them():
 # What is multiplied, and how: narrow and wide, clusters, warps that share K, several tiles to a warp, K that does not come out
 # even, rows and columns that fill nothing.
 EMULATED = [
-    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", TileConfig(False, 0, 2, 2, 4, 2)),
-    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", TileConfig(False, 0, 2, 4, 2, 1)),
-    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", TileConfig(False, 0, 1, 4, 4, 1)),
-    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", TileConfig(False, 0, 1, 2, 4, 1)),
-    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", TileConfig(False, 0, 2, 4, 2, 1)),
-    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", TileConfig(False, 0, 4, 8, 1, 2)),
-    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", TileConfig(True, 0, 4, 4, 2, 1)),
-    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", TileConfig(True, 0, 4, 8, 1, 1)),
-    ("~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32", TileConfig(True, 0, 2, 4, 2, 1)),
-    ("~f16[20,1024] @ s4[128,1024]^T group=64 -> f16", TileConfig(True, 0, 2, 4, 2, 1, k_chunks=4)),
-    ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", TileConfig(False, 0, 2, 2, 4, 1, k_chunks=3)),
+    ("~f16[16,512] @ s4[128,512]^T group=64 -> f16", tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=2")),
+    ("~f16[3,512] @ s4[100,512]^T group=64 + bias, silu -> f32", tile_config("cluster=2 row_warps=4 k_warps=2 warp_tiles=1")),
+    ("f16[5,512] @ u4[128,512]^T group=32 zero_point -> f16", tile_config("cluster=1 row_warps=4 k_warps=4 warp_tiles=1")),
+    ("~f16[1,512] @ u4[512,64] group=32 zero_point -> f16", tile_config("cluster=1 row_warps=2 k_warps=4 warp_tiles=1")),
+    ("bf16[12,448] @ u4[448,64] group=64 zero_point -> f32", tile_config("cluster=2 row_warps=4 k_warps=2 warp_tiles=1")),
+    ("~bf16[2,9,256] @ s4[300,256]^T group=128 * residual -> f32", tile_config("cluster=4 row_warps=8 k_warps=1 warp_tiles=2")),
+    ("~f16[16,512] @ s4[128,512]^T group=128 -> f16", tile_config("wgmma cluster=4 row_warps=4 k_warps=2 warp_tiles=1")),
+    ("f16[30,512] @ s4[128,512]^T group=32 -> f16", tile_config("wgmma cluster=4 row_warps=8 k_warps=1 warp_tiles=1")),
+    (
+        "~bf16[60,320] @ u4[320,200] group=32 zero_point -> f32",
+        tile_config("wgmma cluster=2 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
+    (
+        "~f16[20,1024] @ s4[128,1024]^T group=64 -> f16",
+        tile_config("wgmma cluster=2 row_warps=4 k_warps=2 warp_tiles=1 k_chunks=4"),
+    ),
+    ("~f16[16,1088] @ s4[128,1088]^T group=64 -> f16", tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=1 k_chunks=3")),
     # more rows in a tile than are packed
-    ("~f16[2,512] @ u4[200,512]^T group=64 zero_point -> f16", TileConfig(False, 0, 2, 8, 1, 4)),
+    ("~f16[2,512] @ u4[200,512]^T group=64 zero_point -> f16", tile_config("cluster=2 row_warps=8 k_warps=1 warp_tiles=4")),
     # clusters that have several row tiles, not all as many
-    ("~f16[16,512] @ s4[320,512]^T group=64 -> f16", TileConfig(False, 3, 2, 4, 2, 1)),
-    ("f16[9,512] @ u4[288,512]^T group=32 zero_point + bias -> f16", TileConfig(False, 2, 1, 2, 4, 1)),
-    ("~bf16[30,512] @ s4[512,512]^T group=128 -> f32", TileConfig(True, 2, 4, 4, 2, 1)),
-    ("~f16[24,512] @ s8[640,512]^T group=64 -> f16", TileConfig(True, 2, 2, 8, 1, 1)),
-    ("f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16", TileConfig(True, 0, 1, 4, 2, 1)),
-    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", TileConfig(False, 0, 1, 2, 4, 2)),
-    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", TileConfig(False, 0, 1, 2, 4, 2)),
+    ("~f16[16,512] @ s4[320,512]^T group=64 -> f16", tile_config("clusters=3 cluster=2 row_warps=4 k_warps=2 warp_tiles=1")),
+    (
+        "f16[9,512] @ u4[288,512]^T group=32 zero_point + bias -> f16",
+        tile_config("clusters=2 cluster=1 row_warps=2 k_warps=4 warp_tiles=1"),
+    ),
+    (
+        "~bf16[30,512] @ s4[512,512]^T group=128 -> f32",
+        tile_config("wgmma clusters=2 cluster=4 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
+    (
+        "~f16[24,512] @ s8[640,512]^T group=64 -> f16",
+        tile_config("wgmma clusters=2 cluster=2 row_warps=8 k_warps=1 warp_tiles=1"),
+    ),
+    (
+        "f16[16,256] @ u8[64,256]^T group=64 zero_point -> f16",
+        tile_config("wgmma cluster=1 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
+    ("f16[16,256] @ s8[64,256]^T scale=channel -> f16", tile_config("cluster=1 row_warps=2 k_warps=4 warp_tiles=2")),
+    ("bf16[4,256] @ s8[64,256]^T group=64 -> f32", tile_config("cluster=1 row_warps=2 k_warps=4 warp_tiles=2")),
 ]
 # Blocks of K in a loop, products by `wgmma` under way while codes are made halves and while sums are scaled; the same again and
 # again for several row tiles.
 EMULATED += [
     (
         "~f16[16,1024] @ s4[128,1024]^T group=64 -> f16",
-        TileConfig(True, 0, 2, 4, 2, 1, unroll=4, in_flight=1, launch_early=True),
+        tile_config("wgmma cluster=2 row_warps=4 k_warps=2 warp_tiles=1 unroll=4 in_flight=1 launch_early"),
     ),
     (
         "~f16[12,2048] @ u4[250,2048]^T group=32 zero_point + bias -> f16",
-        TileConfig(True, 0, 4, 8, 1, 1, k_chunks=2, unroll=4, in_flight=2, launch_early=True),
+        tile_config("wgmma cluster=4 row_warps=8 k_warps=1 warp_tiles=1 k_chunks=2 unroll=4 in_flight=2 launch_early"),
     ),
     (
         "bf16[40,1024] @ u4[128,1024]^T group=64 zero_point -> bf16",
-        TileConfig(True, 0, 1, 4, 2, 1, k_chunks=2, unroll=4, in_flight=2),
+        tile_config("wgmma cluster=1 row_warps=4 k_warps=2 warp_tiles=1 k_chunks=2 unroll=4 in_flight=2"),
     ),
-    ("~f16[5,2048] @ s8[200,2048]^T group=64 -> f16", TileConfig(False, 0, 2, 2, 4, 2, launch_early=True)),
-    ("~bf16[20,2048] @ s8[64,2048]^T scale=channel -> f32", TileConfig(True, 0, 1, 4, 2, 1, k_chunks=4, unroll=4, in_flight=1)),
+    ("~f16[5,2048] @ s8[200,2048]^T group=64 -> f16", tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=2 launch_early")),
+    (
+        "~bf16[20,2048] @ s8[64,2048]^T scale=channel -> f32",
+        tile_config("wgmma cluster=1 row_warps=4 k_warps=2 warp_tiles=1 k_chunks=4 unroll=4 in_flight=1"),
+    ),
     (
         "~f16[16,1024] @ u4[640,1024]^T group=32 zero_point + bias -> f16",
-        TileConfig(True, 2, 2, 4, 2, 1, unroll=2, in_flight=1),
+        tile_config("wgmma clusters=2 cluster=2 row_warps=4 k_warps=2 warp_tiles=1 unroll=2 in_flight=1"),
     ),
 ]
 # The other operand in 8 bits, made f16 where it lies in shared memory: in chunks, and where K does not come out even.
 EMULATED += [
-    ("s8[3,512] scale=channel @ s4[100,512]^T group=64 + bias -> f16", TileConfig(False, 0, 2, 4, 2, 1)),
-    ("u8[9,320] scale=tensor @ u4[64,320]^T group=32 zero_point -> f32", TileConfig(True, 0, 2, 4, 2, 1)),
+    (
+        "s8[3,512] scale=channel @ s4[100,512]^T group=64 + bias -> f16",
+        tile_config("cluster=2 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
+    (
+        "u8[9,320] scale=tensor @ u4[64,320]^T group=32 zero_point -> f32",
+        tile_config("wgmma cluster=2 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
     (
         "f8e4m3fn[12,1024] scale=channel @ u4[120,1024]^T group=32 zero_point -> f16",
-        TileConfig(True, 0, 2, 4, 2, 1, k_chunks=2, unroll=2, in_flight=2, launch_early=True),
+        tile_config("wgmma cluster=2 row_warps=4 k_warps=2 warp_tiles=1 k_chunks=2 unroll=2 in_flight=2 launch_early"),
     ),
-    ("f8e5m2[20,512] scale=channel @ s8[64,512]^T group=64 -> f16", TileConfig(True, 0, 1, 4, 2, 1, k_chunks=4)),
-    ("s8[8,512] scale=channel @ s4[320,512]^T group=64 -> f16", TileConfig(False, 3, 2, 4, 2, 1)),
+    (
+        "f8e5m2[20,512] scale=channel @ s8[64,512]^T group=64 -> f16",
+        tile_config("wgmma cluster=1 row_warps=4 k_warps=2 warp_tiles=1 k_chunks=4"),
+    ),
+    (
+        "s8[8,512] scale=channel @ s4[320,512]^T group=64 -> f16",
+        tile_config("clusters=3 cluster=2 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
     # integers, whose sums are exact
-    ("s8[5,512] @ s4[72,512]^T -> s32", TileConfig(False, 0, 2, 2, 4, 1)),
-    ("u8[9,512] scale=channel @ u4[512,40] scale=channel -> f16", TileConfig(True, 0, 1, 4, 2, 1)),
+    ("s8[5,512] @ s4[72,512]^T -> s32", tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=1")),
+    (
+        "u8[9,512] scale=channel @ u4[512,40] scale=channel -> f16",
+        tile_config("wgmma cluster=1 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
 ]
 NUMPY = {torch.int8: np.int8, torch.uint8: np.uint8, torch.float8_e4m3fn: np.uint8, torch.float8_e5m2: np.uint8}
 NUMPY |= {torch.float16: np.float16, torch.bfloat16: np.int16, torch.int32: np.int32, torch.float32: np.float32}
@@ -204,11 +247,14 @@ def test_weights_of_siblings_are_taken_as_one():
 # Both halves of the columns in one store: narrow and wide, halves that are no multiple of 8 rows, blocks that finish eight
 # columns, warps that share K, several row tiles.
 GATED = [
-    ("~f16[3,512] @ s4[200,512]^T group=64 -> f32", TileConfig(False, 0, 4, 4, 2, 1)),
-    ("f16[1,512] @ u4[198,512]^T group=32 zero_point -> f32", TileConfig(False, 0, 1, 4, 2, 1)),
-    ("bf16[17,512] @ s8[512,96] scale=channel -> f32", TileConfig(False, 0, 2, 2, 4, 2)),
-    ("~f16[33,512] @ s4[260,512]^T group=128 -> f32", TileConfig(True, 0, 4, 8, 1, 1)),
-    ("~f16[16,512] @ u4[600,512]^T group=64 zero_point -> f32", TileConfig(False, 3, 2, 4, 2, 1)),
+    ("~f16[3,512] @ s4[200,512]^T group=64 -> f32", tile_config("cluster=4 row_warps=4 k_warps=2 warp_tiles=1")),
+    ("f16[1,512] @ u4[198,512]^T group=32 zero_point -> f32", tile_config("cluster=1 row_warps=4 k_warps=2 warp_tiles=1")),
+    ("bf16[17,512] @ s8[512,96] scale=channel -> f32", tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=2")),
+    ("~f16[33,512] @ s4[260,512]^T group=128 -> f32", tile_config("wgmma cluster=4 row_warps=8 k_warps=1 warp_tiles=1")),
+    (
+        "~f16[16,512] @ u4[600,512]^T group=64 zero_point -> f32",
+        tile_config("clusters=3 cluster=2 row_warps=4 k_warps=2 warp_tiles=1"),
+    ),
 ]
 
 
@@ -252,12 +298,12 @@ def test_what_codes_are_too_large_by_is_taken_off_exactly():
     problem = posed("~f16[1,512] @ s4[128,512]^T group=64 -> f16")
     x, codes, scales = random_sources(problem)
     x.zero_()[0, :3] = torch.tensor([2048, 1, 2.0**-12])
-    emulate(problem, TileConfig(False, 0, 2, 2, 4, 2), [x, codes.zero_(), scales.fill_(1)])
+    emulate(problem, tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=2"), [x, codes.zero_(), scales.fill_(1)])
 
 
 def test_both_halves_meet_where_the_other_operand_has_8_bits():
     line = "s8[9,512] scale=channel @ s4[96,512]^T group=64 -> f32"
-    emulate(of_halves(posed(line), out=F16), TileConfig(False, 0, 2, 2, 4, 1))
+    emulate(of_halves(posed(line), out=F16), tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=1"))
 
 
 def test_halves_of_siblings_with_a_residual_meet_in_two_stores():
@@ -266,7 +312,10 @@ def test_halves_of_siblings_with_a_residual_meet_in_two_stores():
     beside = Node(Param(len(problem.types), TensorType(F32, store.shape)))
     stores = store, map_("add", convert(store, F32), beside)
     op = replace(problem.op, stores=stores)
-    emulate(Problem(op, (*problem.types, beside.tensor), (*problem.weights, False)), TileConfig(False, 0, 2, 2, 4, 1))
+    emulate(
+        Problem(op, (*problem.types, beside.tensor), (*problem.weights, False)),
+        tile_config("cluster=2 row_warps=2 k_warps=4 warp_tiles=1"),
+    )
 
 
 def emulate(problem, point, sources=None, how=None):
@@ -289,7 +338,7 @@ def emulate(problem, point, sources=None, how=None):
         assert inside.all(), f"{int((~inside).sum())} of {result.numel()}"
 
 
-FEW = TileConfig(False, 0, 4, 4, 4, 2)
+FEW = tile_config("cluster=4 row_warps=4 k_warps=4 warp_tiles=2")
 # The line, the point, instructions and how many of them there are.
 CASES = {
     "one row": (
@@ -309,12 +358,12 @@ CASES = {
     ),
     "forty rows": (
         "~f16[40,8192] @ s4[3584,8192]^T group=64 -> f16",
-        TileConfig(True, 0, 8, 4, 2, 1, occupancy=2),
+        tile_config("wgmma cluster=8 row_warps=4 k_warps=2 warp_tiles=1 occupancy=2"),
         {"HGMMA.64x64x16.F32": 32, "LDG.E.NA.128": 8},
     ),
     "many columns": (
         "~f16[16,8192] @ s4[28672,8192]^T group=64 -> f16",
-        TileConfig(False, 64, 2, 2, 8, 2),
+        tile_config("clusters=64 cluster=2 row_warps=2 k_warps=8 warp_tiles=2"),
         {"HMMA.16816.F32": 160, "LDG.E.NA.128": 24},
     ),
 }
