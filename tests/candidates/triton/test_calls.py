@@ -78,7 +78,7 @@ def test_what_a_graph_counts_with_outlives_the_call(cuda):
 def started(monkeypatch, p, weights, start):
     """A runner whose kernel is a function of its arguments."""
     plan = plan_of(p, HERE)
-    monkeypatch.setattr(_hopper_run, "launcher", lambda *_: lambda *given: start([*given]))
+    monkeypatch.setattr(_hopper_run, "launcher", lambda *_, numbers: lambda *given: start([*given, *numbers]))
     monkeypatch.setattr(TmaView, "at", lambda self, address, meta: [address])
     kernel = SimpleNamespace(metadata=SimpleNamespace(tensordesc_meta=[None] * 3))
     return _hopper_run.runner(spec_of(plan, replace(WHOLE, blocks=1)), Built(kernel, (0.5, -3)), weights)

@@ -2,7 +2,7 @@
 """A ring of stages in shared memory, between the warp that has TMA fill them and the warpgroups that read them (CUTLASS's
 `PipelineTmaAsync`).
 
-A stage is one piece of each of `buffers`. Its full barrier turns over once all bytes that are expected have come, its empty
+A stage is one slice of each of `buffers`. Its full barrier turns over once all bytes that are expected have come, its empty
 barrier once every consumer has released it. Who goes from stage to stage keeps a step that counts them all
 (`position`), or a stage with its phase (`advance`).
 """
@@ -11,24 +11,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from tilewright.candidates.triton.runtime._gluon import aggregate, reinterpret, tma_load
+from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret, tma_load
 
 
-@aggregate
+@aggregate_of
 class Pipeline:
-    """Buffers of `stages` pieces each, and the barriers of both sides."""
+    """Buffers of `stages` slices each, and the barriers of both sides."""
 
     buffers: gl.tuple
     full_barriers: gl.shared_memory_descriptor
     empty_barriers: gl.shared_memory_descriptor
     stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, buffers, full_barriers, empty_barriers, stages):
-        self.buffers = buffers
-        self.full_barriers = full_barriers
-        self.empty_barriers = empty_barriers
-        self.stages = gl.constexpr(stages)
 
     @gluon.jit
     def position(self, step):
@@ -53,7 +46,7 @@ class Pipeline:
 
     @gluon.jit
     def load(self, stage, desc, coordinates, buffer):
-        """The producer has TMA bring a box to a piece of shared memory that belongs to a stage."""
+        """The producer has TMA bring a box to a buffer that belongs to a stage."""
         box = reinterpret(buffer, desc.dtype, desc.block_type.shape, desc.layout)
         tma_load(desc, coordinates, self.full_barriers.index(stage), box)
 

@@ -10,6 +10,7 @@ import hashlib
 import re
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import reduce
 from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
@@ -121,7 +122,7 @@ def multicast(ptx: str, right: int) -> str:
     if not copies or not _ARRIVE.search(ptx):
         raise UnexpectedPtx("no copy of the right operand, or no stage that is given back")
     ptx = _COPY.sub(lambda m: f"{m[1]}cluster{m[2]}.multicast::cluster{m[3]}, %both;" if m[4] in of_right else m[0], ptx)
-    ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _told_both(m), ptx)  # turns are a block's own, at a fixed place
+    ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _told_both(m), ptx)  # those at a fixed place are a block's own
     named = [
         "\t.reg .b16 %both;",
         "\tmov.b16 %both, 3;",
@@ -135,7 +136,7 @@ def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> st
     """Clusters of blocks that send one another parts of sums (`gemm/_kernel.py`), each of so many warpgroups.
 
     What looks like barriers of MARKED arrivals tells where both operands' rings are, of `ring_bytes`, which must follow one
-    another. The last barriers are `done`, at which all of the cluster's warpgroups arrive in every block, and `came`, one of
+    another. The last barriers are `empty`, at which all of the cluster's warpgroups arrive in every block, and `full`, one of
     each warpgroup.
     """
     at, found = _places(ptx)
@@ -144,8 +145,8 @@ def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> st
     if len(rings) != 2 or len(barriers) < 3 + groups:
         raise UnexpectedPtx("the rings are not marked")
     (first, length), (second, _) = sorted(zip((rings[n] for n in sorted(rings)), ring_bytes, strict=True))
-    done, came = barriers[-1 - groups][0], [offset for offset, _ in barriers[-groups:]]
-    if first + length != second or came != [came[0] + 8 * g for g in range(groups)]:
+    empty, full = barriers[-1 - groups][0], [offset for offset, _ in barriers[-groups:]]
+    if first + length != second or full != [full[0] + 8 * g for g in range(groups)]:
         raise UnexpectedPtx("the rings or the barriers do not follow one another")
     there = "\n\t".join(
         f"mapa.shared::cluster.u32 %there, %there0, {i};\n\t{{0}} mbarrier.arrive.shared::cluster.b64 _, [%there];"
@@ -155,16 +156,16 @@ def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> st
 
     def everywhere(m: re.Match[str]) -> str:
         nonlocal told
-        if at.get(m[2]) != done:
+        if at.get(m[2]) != empty:
             return m[0]
         told += 1
         return f"\t{{\n\t.reg .b32 %there0, %there;\n\tmov.b32 %there0, {m[2]};\n\t{there.format(m[1])}\n\t}}"
 
     ptx = _ARRIVE.sub(everywhere, ptx)
-    ptx, sends = re.subn(r"\bFULL\b", f"global_smem+{came[0]}", ptx)
+    ptx, sends = re.subn(r"\bFULL\b", f"global_smem+{full[0]}", ptx)
     ptx = re.sub(r"\bRING\b", f"global_smem+{first}", ptx)
     if told != 2 * groups or not sends:
-        raise UnexpectedPtx("nobody says that the ring is free or all have come, or nobody sends")
+        raise UnexpectedPtx("nobody says that the ring is empty or full, or nobody sends")
     return _begun(ptx, blocks, barriers, [])
 
 
@@ -215,18 +216,10 @@ def rewriting(*rewrites: Rewrite) -> Generator[None]:
     def hook(*given: Any) -> tuple[str, str] | None:
         if not given:
             return "", ""
-        stages: dict[str, Callable[..., str]] = given[1]
-        if get_ident() != mine:  # somebody else's kernel
-            return None
-        make = stages["ptx"]
-
-        def made(source: object, metadata: object) -> str:
-            text = make(source, metadata)
-            for rewrite in rewrites:
-                text = rewrite(text)
-            return text
-
-        stages["ptx"] = made
+        if get_ident() == mine:  # else it is somebody else's kernel
+            stages: dict[str, Callable[..., str]] = given[1]
+            make = stages["ptx"]
+            stages["ptx"] = lambda source, metadata: reduce(lambda text, f: f(text), rewrites, make(source, metadata))
         return None
 
     with _LOCK, knobs.runtime.scope():

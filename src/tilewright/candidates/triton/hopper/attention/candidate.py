@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import product
 
 import torch
@@ -27,10 +26,9 @@ from tilewright.candidates.triton.hopper.attention.kernel import (
     unaligned,
 )
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
-from tilewright.candidates.triton.hopper.gemm.run import MOST_KEPT
-from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor
+from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor, with_descriptors
 from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, Launch, build, installed, launcher, needs
+from tilewright.candidates.triton.runtime.module import INSTALL, Arch, Built, build, installed, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Runner, Schedule, Unsupported
@@ -72,22 +70,12 @@ class Plan:
             launch = launcher(built.kernel, (blocks(heads, tile, target.cores),), target.index, built.numbers)
             read = sources_of(heads)
             if tile.by_tma:
-                operands = tma_operands(heads) or []
+                operands = tma_operands(heads) or ()
                 read = [source for source, _ in operands] + [int(n[1:]) for n in arguments(heads, tile) if n[0] == "p"]
-                launch = self._with_descriptors(built, launch)
+                launch = with_descriptors(launch, [view for _, view in operands], built.kernel.metadata.tensordesc_meta)
             return caller(read, self.problem.outputs, launch, weights, target)
 
         return Kernel(CANDIDATE.name, schedule, prepare, **vars(needs(built.kernel)))
-
-    def _with_descriptors(self, built: Built, launch: Launch) -> Launch:
-        """A launch that is given the addresses of queries, keys and values, whose descriptors are made once an address."""
-        operands, metas = tma_operands(self.heads) or (), built.kernel.metadata.tensordesc_meta
-
-        @lru_cache(MOST_KEPT)
-        def descriptors(*addresses: int) -> list[object]:
-            return [x for (_, view), at, meta in zip(operands, addresses, metas, strict=True) for x in view.at(at, meta)]
-
-        return lambda *pointers: launch(*descriptors(*pointers[:3]), *pointers[3:])
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:

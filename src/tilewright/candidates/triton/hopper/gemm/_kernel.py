@@ -194,7 +194,7 @@ class TmaOperand:
 
     @gluon.jit
     def fragment(self, stage, box: gl.constexpr, k, layout: gl.constexpr):
-        """What a consumer multiplies, in shared memory."""
+        """The tile that a consumer multiplies, in shared memory."""
         tile = self.buffers.index(stage * self.boxes + box)
         if self.along_k:
             return tile
@@ -444,7 +444,7 @@ def pin(x):
 
 @aggregate_of
 class Tile:
-    """Where a tile's results are: matrix, first row, first column; and of stores that share an epilogue which one it is, its
+    """The place of a tile's results: matrix, first row, first column; and of stores that share an epilogue which one it is, its
     first column there, and its pointers."""
 
     b: gl.tensor
@@ -502,7 +502,7 @@ class Epilogue:
 
     @gluon.jit
     def load_first(self, i: gl.constexpr, tile, first, always: gl.constexpr = False):
-        """What all subtiles of a store read, and one; not ahead where a tile may have no part in it."""
+        """Reads what all subtiles of a store need, and one; not ahead where a tile may have no part in it."""
         layout: gl.constexpr = subtile_layout(i, self.config)
         if always or self.config.store_extent[i] == 0:
             begun = self.begin(i, self.side, tile, layout)
@@ -512,7 +512,7 @@ class Epilogue:
 
     @gluon.jit
     def load_next(self, i: gl.constexpr, j: gl.constexpr, tile, begun):
-        """What the subtile after subtile j of store i reads."""
+        """Reads what the subtile after subtile j of store i needs."""
         columns: gl.constexpr = self.config.subtile_n[i]
         if j + 1 == self.config.epilogue_n // columns:
             if i + 1 < len(self.config.subtile_n.value):
@@ -624,7 +624,7 @@ class Epilogue:
 
     @gluon.jit
     def no_deferred(self):
-        """What is deferred before there is a result."""
+        """Registers of a deferred tile before there is a result."""
         deferred = ()
         if self.config.deferred_store:
             shape: gl.constexpr = (self.config.rows, self.config.subtile_n[0])
@@ -691,7 +691,7 @@ def pack_pairs(x):
 
 @gluon.jit
 def unpack_pairs(w, dtype: gl.constexpr):
-    """What `pack_pairs` packed."""
+    """The columns that `pack_pairs` packed."""
     lo = w.to(gl.int16).to(dtype, bitcast=True)
     hi = (w >> 16).to(gl.int16).to(dtype, bitcast=True)
     return gl.join(lo, hi).reshape((w.shape[0], w.shape[1] * 2))
@@ -702,7 +702,7 @@ def unpack_pairs(w, dtype: gl.constexpr):
 
 @gluon.jit
 def fixup(sums, scheduler, j, scratch, group: gl.constexpr, config: gl.constexpr):
-    """Of a tile that several workers have shares of (stream-K), the last one adds up all in order; the others are done with it.
+    """Adds up a tile that several workers have shares of (stream-K), in order: the last of them does, the others are done.
 
     Gives the sums, and whether the tile is this worker's to store. Parts lie in memory as threads hold them: what they have in
     one register follows one another, thread by thread. Of an element's row, bits 0 to 2 and 4 to 5 tell the thread; of its

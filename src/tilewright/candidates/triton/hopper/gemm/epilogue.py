@@ -18,7 +18,6 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 
 LATE = frozenset({"acc", "right", "aux"})  # names that a subtile's sums come with
-EXTENTS = ("B", "M", "N", "K", "whole_tiles")
 
 
 def write(spec: KernelSpec) -> KernelSource:
@@ -38,19 +37,17 @@ def write(spec: KernelSpec) -> KernelSource:
     descriptors = [a.name for a in spec.arguments if a.view is not None]
     operands = descriptors[: len(spec.operands)]
     by_letter = [[n for n in descriptors[len(operands) :] if n[0] == letter] for letter in "cd"]
-    scratch = ["partial", "arrived"] if config.stream_k else []
-    extents = EXTENTS if config.stream_k else EXTENTS[:-1]
     by_blocks = [f"p{scales.lhs}", f"p{scales.rhs}"] if scales else []
-    problem = extents if config.stream_k else (*extents, "0")
-    given = (_tuple(names) for names in (*by_letter, scratch, by_blocks, problem))
+    problem = [*spec.extents] if config.stream_k else [*spec.extents, "0"]
+    given = [_tuple(names) for names in (*by_letter, [*spec.scratch], by_blocks, problem)]
     return module.instance(
         spec.kernel,
         config,
-        [_tuple(operands), _tuple([*given])],
+        [_tuple(operands), _tuple(given)],
         [a.name for a in spec.arguments if a.view is None],
         {name: (_annotated(arguments), _of_each_store(bodies)) for name, (arguments, bodies) in functions.items()},
         numbers.numbers,
-        [*scratch, *extents],
+        [*spec.scratch, *spec.extents],
         f"rewritten by {EDITION}",
     )
 
@@ -102,7 +99,7 @@ def _visitor(
 
 
 def _choice(spec: KernelSpec) -> list[str]:
-    """Which of the stores that share an epilogue a tile belongs to: where its first column is there, and its leaves lie."""
+    """The body of `choose`: of stores that share an epilogue the one, by the first column, its column there, and its leaves."""
     if not spec.config.shared_epilogue:
         return ["return ()"]
     first, up = spec.stores[0], spec.plan.up

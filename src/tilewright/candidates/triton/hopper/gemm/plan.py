@@ -223,7 +223,7 @@ def _block_scales(problem: Problem) -> tuple[BlockScales, Node, Node] | None:
 
 
 def _matrix(problem: Problem, root: Node, extents: tuple[int, int, int], batch_shape: Sequence[int], *, left: bool) -> Matrix:
-    """Where an operand lies; its batch axes are broadcast to `batch_shape`, if there are any, first."""
+    """The place of an operand; its batch axes are broadcast to `batch_shape`, if there are any, first."""
     batch, rows, k = extents
     constant = problem.constant(root)
     plain = read_operand(root).plain

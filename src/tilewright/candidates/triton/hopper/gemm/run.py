@@ -14,6 +14,7 @@ from tilewright.candidates.triton.hopper.gemm.epilogue import write
 from tilewright.candidates.triton.hopper.gemm.plan import Plan
 from tilewright.candidates.triton.hopper.gemm.space import tile_configs, work
 from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelSpec, TileConfig, spec_of
+from tilewright.candidates.triton.hopper.gemm.tma import with_descriptors
 from tilewright.candidates.triton.hopper.ptx import Rewrite, multicast, narrowed, rewriting, split, unsigned, widest_products
 from tilewright.candidates.triton.runtime.launch import Counters, addresses, dense, maker, on
 from tilewright.candidates.triton.runtime.module import Arch, Built, build, launcher, needs
@@ -25,7 +26,6 @@ from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
 
 MOST_TRIED = 12  # tile configurations; the ranking is better than what is left of them
-MOST_KEPT = 256  # argument lists by address; a program's addresses repeat
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class HopperPlan:
         return spec_of(self.gemm, tile)
 
     def work_of(self, tile: TileConfig) -> Work:
-        """What a tile configuration makes the machine do."""
-        return work(self.gemm, tile)
+        """The work of a kernel."""
+        return work(self.spec(tile))
 
     def packing(self, spec: KernelSpec) -> tuple[int, frozenset[int]]:
         """Bytes of packed weights, and the sources that they are made of."""
@@ -65,7 +65,7 @@ class HopperPlan:
         return sum(m.copied_bytes for m in packed), frozenset(n.op.index for n in read if isinstance(n.op, Param))
 
     def prepare(self, spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
-        """What runs a kernel, its weights packed."""
+        """A function that runs a kernel, its weights packed."""
         return runner(spec, built, weights)
 
     def schedules(self) -> Iterable[Schedule]:
@@ -97,13 +97,10 @@ class HopperPlan:
 
 def compiled(spec: KernelSpec) -> Built:
     """A kernel's machine code. Once it has run it is loaded on one device."""
-    written, config = write(spec), spec.config
-    types = {a.name: a.type for a in spec.arguments}
-    types |= {"partial": "*i32" if config.integer else "*fp32", "arrived": "*i32"} if config.stream_k else {}
-    types |= dict.fromkeys(extents(spec), "i32")
+    types = {a.name: a.type for a in spec.arguments} | spec.scratch | dict.fromkeys(spec.extents, "i32")
     with rewriting(*_rewrites(spec)):
         return build(
-            written,
+            write(spec),
             types,
             Arch("cuda", 90, 32),
             spec.plan.target.index,
@@ -114,7 +111,7 @@ def compiled(spec: KernelSpec) -> Built:
 
 
 def _rewrites(spec: KernelSpec) -> list[Rewrite]:
-    """What is rewritten in a kernel's PTX, in order; all of it follows from the kernel's text."""
+    """Rewrites of a kernel's PTX, in order; all of them follow from its text."""
     config = spec.config
     found: list[Rewrite] = [widest_products] if config.integer and config.padded_n == 256 else []
     if config.tile_n < config.padded_n:
@@ -129,27 +126,19 @@ def _rewrites(spec: KernelSpec) -> list[Rewrite]:
     return found
 
 
-def extents(spec: KernelSpec) -> dict[str, int]:
-    """The problem's extents that a kernel is given, by name; with stream-K, the number of tiles that are whole, too."""
-    plan, shared = spec.plan, spec.tile.stream_k
-    given = {"B": plan.batch, "M": plan.M, "N": plan.N, "K": plan.K}
-    return given | ({"whole_tiles": plan.tiles(spec.tile) - shared} if shared else {})
-
-
 def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
-    """What runs a kernel."""
+    """A function that runs a kernel on sources."""
     arguments, config, shared_tiles = spec.arguments, spec.config, spec.tile.stream_k
     device = torch.device(spec.plan.target.device)
     index = device.index or 0
-    start = launcher(built.kernel, (spec.tile.blocks,), index)
-    arrays = [a.view for a in arguments if a.view is not None]
-    metas = built.kernel.metadata.tensordesc_meta
+    views = [a.view for a in arguments if a.view is not None]
+    numbers = [*spec.extents.values(), *built.numbers]
+    launch = launcher(built.kernel, (spec.tile.blocks,), index, numbers=numbers)
+    launch = with_descriptors(launch, views, built.kernel.metadata.tensordesc_meta)
     make = maker(spec.plan.problem.outputs, str(device))
-    numbers = [*extents(spec).values(), *built.numbers]
     arrivals = shared_tiles * config.consumers * (2 if config.multicast else 1)
     counters = Counters(arrivals, device) if shared_tiles else None
     partial_sums, acc = 2 * spec.tile.blocks * config.tile_m * config.padded_n, spec.acc.to_torch()
-    known: dict[tuple[int, ...], list[object]] = {}
 
     constant = {at: t for at, a in enumerate(arguments) if (t := _constant(a, weights)) is not None}
     fixed = [constant[at].data_ptr() if at in constant else 0 for at in range(len(arguments))]
@@ -168,21 +157,14 @@ def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) 
         if counters is not None:
             scratch = torch.empty(partial_sums, dtype=acc, device=device), counters.take()
             found += [t.data_ptr() for t in scratch]
-        key = tuple(found)
-        passed = known.get(key)
-        if passed is None:
-            if len(known) >= MOST_KEPT:
-                known.clear()
-            described = [x for view, meta, address in zip(arrays, metas, found, strict=False) for x in view.at(address, meta)]
-            passed = known[key] = [*described, *found[len(arrays) :], *numbers]
-        start(*passed)
+        launch(*found)
         return out
 
     return on(index, run)
 
 
 def _constant(argument: Argument, weights: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """What lies at an argument on every call: weights, copied once where they have to be or do not lie densely."""
+    """The weights that lie at an argument on every call, copied once where they have to be or do not lie densely."""
     matrix, source = argument.matrix, argument.source
     if source is not None:
         return dense(weights[source]) if source in weights and (matrix is None or matrix.constant) else None

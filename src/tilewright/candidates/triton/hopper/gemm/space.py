@@ -13,13 +13,11 @@ from dataclasses import replace
 from itertools import product
 
 from tilewright.candidates.triton.hopper.gemm.plan import Plan
-from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, TileConfig, spec_of
+from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, TileConfig, leaves, spec_of
 from tilewright.dtype import BF16, F16
-from tilewright.hardware.target import Target
 from tilewright.ir.expression import quantised_at_once
-from tilewright.ir.graph import toposort
-from tilewright.ir.ops import Dequantize, Map, Param, Quantize, Select
-from tilewright.lowering.access import Access
+from tilewright.ir.graph import Node, toposort
+from tilewright.ir.ops import Dequantize, Map, Quantize, Select
 from tilewright.schedule.cost import Phase, Work, predict_us
 
 TILES = (*((m, n) for m in (128, 64) for n in (256, 224, 192, 160, 128, 96, 64)), (256, 128))
@@ -60,7 +58,7 @@ SMALLEST = TileConfig(64, 64, 128, 2, 16, False, False, False, False, 1, 0)
 def tile_configs(plan: Plan, most_elements: int = STREAM_K_ELEMENTS) -> list[TileConfig]:
     """The legal points, the most promising first."""
     found = list(_legal(plan, most_elements))
-    took = {p: float(predict_us(work(plan, p), plan.target)) for p in found}
+    took = {p: float(predict_us(work(spec_of(plan, p)), plan.target)) for p in found}
     found.sort(key=lambda p: took[p])
     earlier = Counter[tuple[int, int, bool, int]]()
     for p in found:  # what tiles differ in is better known than what kernels of one tile do: those come later and later
@@ -90,8 +88,8 @@ def _legal(plan: Plan, most_elements: int) -> Iterable[TileConfig]:
         for deferred in (True, False) if _deferrable(spec, steps, -(-tiles // cores)) else (False,):
             for workers, shared in _partitions(tiles, steps, cores, whole or deferred):
                 if shared * steps * workers < 1 << 31:  # shares are worked out in 32 bits
-                    blocks = workers * blocks_each
-                    yield from _with_ring(plan, replace(base, deferred_store=deferred, blocks=blocks, stream_k=shared))
+                    tile = replace(base, deferred_store=deferred, blocks=workers * blocks_each, stream_k=shared)
+                    yield from _with_ring(spec_of(plan, tile))
         # Clusters whose blocks share K, one for each tile: where tiles are fewer than SMs.
         if base.pingpong or base.multicast or plan.scales or plan.up or (base.tile_m, base.tile_n) not in SPLIT_TILES:
             continue
@@ -99,15 +97,14 @@ def _legal(plan: Plan, most_elements: int) -> Iterable[TileConfig]:
             own = base.tile_n // split_k
             whole_boxes = own >= 32 and own * split_k == base.tile_n and own & (own - 1) == 0
             if whole_boxes and steps >= split_k * FEWEST_STEPS and tiles * split_k <= round(part * plan.target.cores):
-                yield from _with_ring(plan, replace(base, split_k=split_k, blocks=tiles * split_k))
+                yield from _with_ring(spec_of(plan, replace(base, split_k=split_k, blocks=tiles * split_k)))
 
 
-def _with_ring(plan: Plan, tile: TileConfig) -> Iterable[TileConfig]:
-    """The tile with as many stages as there is room for; none where those do not suffice."""
-    spec = spec_of(plan, tile)
-    stages = ring_stages(spec, plan.target)
-    if stages >= 2 and stages * spec.config.stage_bytes >= exchange_bytes(tile):
-        yield replace(tile, num_stages=stages)
+def _with_ring(spec: KernelSpec) -> Iterable[TileConfig]:
+    """A kernel's tile with as many stages as there is room for; none where those do not suffice."""
+    stages = ring_stages(spec)
+    if stages >= 2 and stages * spec.config.stage_bytes >= exchange_bytes(spec.tile):
+        yield replace(spec.tile, num_stages=stages)
 
 
 def exchange_bytes(tile: TileConfig) -> int:
@@ -115,9 +112,10 @@ def exchange_bytes(tile: TileConfig) -> int:
     return 4 * tile.tile_m * tile.tile_n * (2 * tile.split_k - 1) // tile.split_k if tile.split_k > 1 else 0
 
 
-def ring_stages(spec: KernelSpec, target: Target) -> int:
+def ring_stages(spec: KernelSpec) -> int:
     """Stages of the ring, as many as there is room for."""
-    return min((target.chip.shared_bytes - spec.config.store_bytes - BARRIERS_BYTES) // spec.config.stage_bytes, MOST_STAGES)
+    room = spec.plan.target.chip.shared_bytes - spec.config.store_bytes - BARRIERS_BYTES
+    return min(room // spec.config.stage_bytes, MOST_STAGES)
 
 
 def _bases(plan: Plan) -> Iterable[TileConfig]:
@@ -168,29 +166,33 @@ def _partitions(tiles: int, steps: int, cores: int, whole: bool) -> Iterable[tup
         yield cores, rest + cores
 
 
-def _large(access: Access, plan: Plan) -> float:
-    """How many operands of a store vary along rows and columns, of a whole result."""
-    places = [access.of_leaf(n) for n in access.views if isinstance(n.op, Param) and n is not plan.up]
-    return sum(bool(p.rows and p.columns) for p in places) * access.columns_extent / plan.N
-
-
-def _instructions(plan: Plan) -> float:
-    """About how many a result's element takes."""
+def _instructions(spec: KernelSpec) -> float:
+    """The number of them that an element of the result takes, about."""
     total = 0.0
-    for access in plan.stores:
-        short = set(quantised_at_once(access.root).values())
-        for n in toposort((access.root,)):
+    for store in spec.stores:
+        short = set(quantised_at_once(store.access.root).values())
+        for n in toposort((store.access.root,)):
+            own = 0
             if isinstance(n.op, Map):
-                total += (QUANTISED_GELU if n in short else INSTRUCTIONS.get(n.op.fn, 1)) * access.columns_extent / plan.N
+                own = QUANTISED_GELU if n in short else INSTRUCTIONS.get(n.op.fn, 1)
             elif isinstance(n.op, (Quantize, Dequantize, Select)):
-                total += (1 if short else QUANTISED) * access.columns_extent / plan.N
+                own = 1 if short else QUANTISED
+            total += own * store.access.columns_extent / spec.plan.N
     return total
 
 
-def work(plan: Plan, tile: TileConfig) -> Work:
-    """What a tile makes the machine do."""
-    spec = spec_of(plan, tile)
-    config, units = spec.config, plan.target.chip.units
+def _read_cycles(store: Store, plan_n: int, up: Node | None) -> float:
+    """Cycles for an element of the result, of operands that vary along rows and columns."""
+    if store.aux:
+        return AUX_CYCLES
+    places = [store.access.of_leaf(n) for n in leaves(store, up)]
+    return READ_CYCLES * (sum(bool(p.rows and p.columns) for p in places) * store.access.columns_extent / plan_n)
+
+
+def work(spec: KernelSpec) -> Work:
+    """The work of a kernel."""
+    plan, tile, config = spec.plan, spec.tile, spec.config
+    units = plan.target.chip.units
     operand = "s8" if plan.lhs.dtype.is_integer else plan.lhs.dtype.name
     unit = next((u for u in units if u.operand == operand), units[0])
     steps = -(-plan.k_tiles // tile.split_k)
@@ -208,8 +210,8 @@ def work(plan: Plan, tile: TileConfig) -> Work:
     own_n = tile.tile_n // tile.split_k
     boundary = (DEFERRED_CYCLES if tile.deferred_store else END_CYCLES) * own_n * max(tile.tile_m, 128) / (128 * 256)
     boundary *= TALL if tall else 1
-    boundary += elements * STEP_CYCLES / config.consumers * _instructions(plan) * (2 if tile.pingpong else 1)
-    reads = elements * sum(AUX_CYCLES if s.aux else READ_CYCLES * _large(s.access, plan) for s in spec.stores)
+    boundary += elements * STEP_CYCLES / config.consumers * _instructions(spec) * (2 if tile.pingpong else 1)
+    reads = elements * sum(_read_cycles(s, plan.N, plan.up) for s in spec.stores)
     boundary += reads
     if any(s.view is None for s in spec.stores):
         boundary += elements * STEP_CYCLES * 4

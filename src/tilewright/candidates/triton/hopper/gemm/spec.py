@@ -55,7 +55,7 @@ class TileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig(TileConfig):
-    """What the kernel (`_kernel.py`) is compiled for: its constants, and what follows from them.
+    """The constants of the kernel (`_kernel.py`), and what follows from them.
 
     Of the knobs, `blocks` is 0 and `stream_k` 0 or 1: machine code serves any number.
     """
@@ -258,6 +258,18 @@ class KernelSpec:
         found += [Argument(f"r{i}", pointer_type(t), result=i) for i, s, t in stores if s.view is None]
         return tuple(found)
 
+    @property
+    def scratch(self) -> dict[str, str]:
+        """Names and types of the pointers to parts of sums and to counters of those that have come, with stream-K."""
+        return {"partial": "*i32" if self.config.integer else "*fp32", "arrived": "*i32"} if self.tile.stream_k else {}
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """The problem's extents, by the kernel's names; with stream-K, the number of tiles that are whole, too."""
+        plan, shared = self.plan, self.tile.stream_k
+        given = {"B": plan.batch, "M": plan.M, "N": plan.N, "K": plan.K}
+        return given | ({"whole_tiles": plan.tiles(self.tile) - shared} if shared else {})
+
 
 def _tma_type(dtype: DType, view: TmaView) -> str:
     return descriptor(pointer_type(dtype)[1:], view.box)
@@ -290,7 +302,7 @@ def _store(access: Access, plan: Plan, rows: int, columns: int) -> Store:
 
 
 def _aux(store: Store, plan: Plan, rows: int) -> tuple[Node, TmaView] | None:
-    """What TMA may bring of what a store reads: one operand as large as the result, of elements as large."""
+    """The operand that TMA may bring of those a store reads: one as large as the result, of elements as large."""
     element = store.access.root.dtype.size_bytes(1)
     if store.view is None or store.view.m_major or store.access.columns_extent != plan.N:
         return None
@@ -303,7 +315,7 @@ def _aux(store: Store, plan: Plan, rows: int) -> tuple[Node, TmaView] | None:
 
 
 def leaves(store: Store, up: Node | None) -> list[Node]:
-    """What a store reads of memory, in order."""
+    """The sources that a store reads, in order."""
     return [n for n in toposort((store.access.root,)) if isinstance(n.op, Param) and n is not up]
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from tilewright.candidates.triton.runtime.versions import tensor_map
@@ -12,6 +13,7 @@ from tilewright.lowering.access import AccessMap, StridedDigit
 
 ALIGNED = 16  # bytes, of addresses and of every stride but the last
 AXES = 5
+MOST_KEPT = 256  # descriptors by address; a program's addresses repeat
 TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
 
 
@@ -63,6 +65,25 @@ class TmaView:
 def _digit(number: str, inner: int, extent: int | None) -> str:
     part = number if inner == 1 else f"{number} // {inner}"
     return part if extent is None else f"({part}) % {extent}"
+
+
+def with_descriptors(
+    launch: Callable[..., None], views: Sequence[TmaView], metas: Sequence[Mapping[str, Any]]
+) -> Callable[..., None]:
+    """A launch that is given addresses where `launch` takes, first of all, descriptors of arrays: made once an address.
+
+    Args:
+        launch: starts a kernel.
+        views: the arrays that lie at the first addresses.
+        metas: what Triton says of each of their descriptors' boxes.
+    """
+    count = len(views)
+
+    @lru_cache(MOST_KEPT)
+    def descriptors(*addresses: int) -> list[object]:
+        return [x for view, address, meta in zip(views, addresses, metas, strict=True) for x in view.at(address, meta)]
+
+    return lambda *addresses: launch(*descriptors(*addresses[:count]), *addresses[count:])
 
 
 def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:

@@ -14,7 +14,7 @@ import torch
 from tilewright.candidates.triton.hopper.gemm import plan as hopper_plan
 from tilewright.candidates.triton.hopper.gemm import space as hopper_space
 from tilewright.candidates.triton.hopper.gemm.run import HopperPlan
-from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelConfig, KernelSpec, TileConfig
+from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelConfig, KernelSpec, TileConfig, spec_of
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView, descriptor
 from tilewright.candidates.triton.hopper.w4.convert import (
     Asm,
@@ -198,7 +198,7 @@ class PackedSpec(KernelSpec):
 
     kernel: ClassVar[str] = "tilewright.candidates.triton.hopper.w4._operand.packed_gemm"
 
-    @property
+    @cached_property
     def views(self) -> list[TmaView]:
         """The arrays of words."""
         return [self.packed.view(name, self.packed_rows, self.tile.tile_m) for name in self.packed.names]
@@ -279,16 +279,16 @@ class Tiles(HopperPlan):
             if self.weights.weights.kind.bits == 4 and not self.gemm.rhs.dtype.is_integer:  # integers gained 3 % at most
                 able += [replace(t, ready=True) for t in able if t.tile_n >= FEWEST_READY]
             # A ring has room for more codes than of a step's numbers, or for fewer.
-            able = [replace(t, num_stages=hopper_space.ring_stages(self.spec(t), target)) for t in able]
+            able = [replace(t, num_stages=hopper_space.ring_stages(self.spec(t))) for t in able]
         able.sort(key=lambda t: float(predict_us(self.work_of(t), target)))
         first = [[t for t in able if t.ready is ready] for ready in (None, True)]
         return first[0][:MOST_TRIED] + first[1][:FEWER_TRIED]
 
     def work_of(self, tile: TileConfig) -> Work:
-        """What a tile configuration makes the machine do: as with numbers, but for steps along K. Of two warpgroups one makes
-        halves while the other one multiplies; bytes are made, and sums scaled, by both at a time."""
+        """The work of a kernel: as with numbers, but for steps along K. Of two warpgroups one makes halves while the other one
+        multiplies; bytes are made, and sums scaled, by both at a time."""
         plan, of_bytes, alone = self.gemm, self.weights.operand.bits == 8, replace(tile, stream_k=0)
-        others = hopper_space.work(replace(plan, K=0), alone if of_bytes else tile)
+        others = hopper_space.work(spec_of(replace(plan, K=0), alone if of_bytes else tile))
         groups, workers = tile.tile_m // 64, tile.blocks // (2 if tile.multicast else 1)
         cycles, shares = 0.0, tile.stream_k / workers
         products = tile.tile_n * groups * PRODUCT_CYCLES
