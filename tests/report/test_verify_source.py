@@ -10,6 +10,7 @@ from click.testing import CliRunner
 from onnx import TensorProto, helper
 
 import tilewright.cli.verbs as cli
+from tilewright.cli.given import Given
 from tilewright.ir.build import map_
 
 HLO = """HloModule m
@@ -49,13 +50,13 @@ def test_the_sources_own_library_agrees(files, file, library):
 
 def test_a_misread_program_is_seen(files, monkeypatch):
     """The oracle agrees with a front end that negates every result; onnxruntime does not."""
-    real = cli.load_program
+    real = Given.load
 
-    def misread(*given):
-        graph = real(*given)
+    def misread(given):
+        graph = real(given)
         return replace(graph, outputs=tuple(map_("negate", n) for n in graph.outputs))
 
-    monkeypatch.setattr(cli, "load_program", misread)
+    monkeypatch.setattr(Given, "load", misread)
     result = verify(files / "m.onnx")
     words = " ".join(result.stdout.split())
     assert result.exit_code == 1 and "the whole program by onnxruntime" in words and "32 of 32 numbers differ" in words

@@ -10,11 +10,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tilewright.cli.compile import load_program, make_feeds_of, progress
+import click
+
+from tilewright.cli.given import Given, progress
 from tilewright.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
     from tilewright.ir.graph import Graph
     from tilewright.report.measure.inputs import Feed
-    from tilewright.report.schema import Comparison, Peer
+    from tilewright.report.measure.perf import Measured
+    from tilewright.report.schema import Comparison, Peer, Verify
     from tilewright.runtime.executable import Executable
 
 ROUNDS = 7
@@ -34,32 +37,42 @@ LIBRARY = 10  # preferences from here on are libraries'
 
 @dataclass(frozen=True)
 class Case:
-    """A program and its inputs, as the command line was given them; what one process tells another.
+    """A program and its inputs on a device, with the number of threads each contender may use."""
 
-    Attributes:
-        file, batch, dims: the program and its open extents.
-        seed, fill0, fill1, inputs: the sources of its input data.
-        device: the device that runs it.
-        threads: number of threads each contender may use.
-        calls: a `.tw` file may call any operator.
-    """
-
-    file: str
-    batch: int | None
-    dims: Mapping[str, Sequence[int]]
-    seed: int
-    fill0: Sequence[str]
-    fill1: Sequence[str]
-    inputs: str | None
+    given: Given
     device: str
     threads: int
-    calls: bool = False
 
     def load(self) -> tuple[Graph, list[Feed]]:
         """The program's graph as it was read, and a value for each input."""
-        graph = load_program(Path(self.file), self.batch, self.dims, self.calls)
-        given = None if self.inputs is None else Path(self.inputs)
-        return graph, make_feeds_of(graph, self.seed, self.fill0, self.fill1, given)
+        graph = self.given.load()
+        return graph, self.given.feeds(graph)
+
+    def told(self) -> dict[str, Any]:
+        """The case as JSON holds it, for another process (`of`)."""
+        given = asdict(self.given)
+        paths = {name: value and str(value) for name, value in given.items() if name in ("file", "inputs")}
+        return {"given": given | paths, "device": self.device, "threads": self.threads}
+
+    @classmethod
+    def of(cls, told: Mapping[str, Any]) -> Case:
+        """The case that another process told."""
+        given = told["given"]
+        paths = {name: value and Path(value) for name, value in given.items() if name in ("file", "inputs")}
+        return cls(Given(**(given | paths)), told["device"], told["threads"])
+
+
+def _case(given: Given, device: str, option: str) -> Case:
+    """The case of a verb with `option`.
+
+    Raises:
+        UsageError: an input is fixed, which nobody else does.
+    """
+    import torch
+
+    if given.fixed:
+        raise click.UsageError(f"{option} runs the file as it is, with all its inputs: leave --fix out")
+    return Case(given, device, torch.get_num_threads())
 
 
 def torch_peer(case: Case) -> Callable[[], object]:
@@ -108,7 +121,7 @@ def _waited(run: Callable[[], object], device: str) -> Callable[[], object]:
 
 def onnxruntime_peer(case: Case) -> Callable[[], object]:
     """ONNX Runtime on the same file, with all its optimisations."""
-    if not case.file.endswith(".onnx"):
+    if case.given.file.suffix != ".onnx":
         raise UnsupportedError("it reads ONNX files alone")
     import onnxruntime as ort
 
@@ -118,7 +131,7 @@ def onnxruntime_peer(case: Case) -> Callable[[], object]:
     options = ort.SessionOptions()
     options.intra_op_num_threads = case.threads
     options.log_severity_level = 4
-    session = ort.InferenceSession(case.file, options, providers=[wanted])
+    session = ort.InferenceSession(str(case.given.file), options, providers=[wanted])
     _, feeds = case.load()
     values = {f.shown.name: _numpy(f.value) for f in feeds}
     return lambda: session.run(None, values)
@@ -126,12 +139,12 @@ def onnxruntime_peer(case: Case) -> Callable[[], object]:
 
 def onnx_peer(case: Case) -> Callable[[], object]:
     """onnx's own evaluator, operator by operator."""
-    if not case.file.endswith(".onnx"):
+    if case.given.file.suffix != ".onnx":
         raise UnsupportedError("it reads ONNX files alone")
     import onnx
     from onnx.reference import ReferenceEvaluator
 
-    session = ReferenceEvaluator(onnx.load(case.file))
+    session = ReferenceEvaluator(onnx.load(case.given.file))
     _, feeds = case.load()
     values = {f.shown.name: _numpy(f.value) for f in feeds}
     return lambda: session.run(None, values)
@@ -141,7 +154,7 @@ def xla_peer(case: Case) -> Callable[[], object]:
     """XLA on the CPU, compiled from the same text."""
     if case.device != "cpu":
         raise UnsupportedError("it is run on the CPU alone")
-    file = Path(case.file)
+    file = case.given.file
     if file.suffix not in (".hlo", ".mlir", ".stablehlo", ".txt"):
         raise UnsupportedError("it reads HLO and StableHLO alone")
     if hasattr(os, "sched_setaffinity"):  # it takes as many threads as there are cores to run on
@@ -192,6 +205,27 @@ PEERS: dict[str, Callable[[Case], Callable[[], object]]] = {
 READERS = {**PEERS, "onnx": onnx_peer}
 
 
+def beside(measured: Measured, program: Executable, feeds: Sequence[Feed], given: Given, peers: Sequence[str]) -> Measured:
+    """The measured program with the peers' times beside it."""
+    from msgspec.structs import replace as replaced
+
+    rows = against(program, feeds, _case(given, program.target.device, "--against"), peers)
+    return replace(measured, report=replaced(measured.report, against=rows))
+
+
+def with_source(report: Verify, program: Executable, feeds: Sequence[Feed], given: Given) -> Verify:
+    """The report with what the source's own library made of the program, which may change the verdict."""
+    from msgspec.structs import replace as replaced
+
+    said, row = by_source(program, feeds, _case(given, "cpu", "--source"))
+    if row is None:
+        return replaced(report, source=said)
+    first = report.first_difference or (None if row.ok else row)
+    return replaced(
+        report, source=said, end_to_end=[*report.end_to_end, row], verified=report.verified and row.ok, first_difference=first
+    )
+
+
 def against(program: Executable, feeds: Sequence[Feed], case: Case, peers: Sequence[str]) -> list[Peer]:
     """The peers' times and ours, interleaved; ours is timed in this process, whose threads sleep while it waits."""
     import numpy as np
@@ -209,7 +243,7 @@ def against(program: Executable, feeds: Sequence[Feed], case: Case, peers: Seque
         with progress("timing beside others") as show, tempfile.TemporaryDirectory() as folder:
             times, refused = compete(
                 [*contenders, ours],
-                asdict(case),
+                case.told(),
                 rounds=ROUNDS,
                 warm_s=WARM_S,
                 timed_s=TIMED_S,
@@ -242,10 +276,10 @@ def by_source(program: Executable, feeds: Sequence[Feed], case: Case) -> tuple[s
     with tempfile.TemporaryDirectory() as folder:
         Here("tilewright", lambda: program.run(inputs)).take(None, Path(folder) / "ours.npy")
         ours = np.load(Path(folder) / "ours.npy").reshape(-1)
-        for name in ("onnxruntime", "onnx") if case.file.endswith(".onnx") else ("xla",):
+        for name in ("onnxruntime", "onnx") if case.given.file.suffix == ".onnx" else ("xla",):
             peer = Process(name, [sys.executable, "-m", __spec__.name, name], {"TOKENIZERS_PARALLELISM": "false"})
             try:
-                why = peer.take(asdict(case), Path(folder) / f"{name}.npy")
+                why = peer.take(case.told(), Path(folder) / f"{name}.npy")
             finally:
                 peer.stop()
             if why is None:
@@ -304,7 +338,7 @@ def _row(name: str, times: Mapping[str, Sequence[float]], refused: Mapping[str, 
 def _main() -> None:
     from tilewright.report.measure.rounds import serve
 
-    serve(lambda case: READERS[sys.argv[1]](Case(**case)))
+    serve(lambda case: READERS[sys.argv[1]](Case.of(case)))
 
 
 if __name__ == "__main__":

@@ -3,30 +3,28 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import click
 
-from tilewright.cli.compile import Compiling, compile_options, compile_program, load_program
-from tilewright.cli.options import WRITTEN, Command, common_options, file_options
-from tilewright.cli.show import print_json
+from tilewright.cli.compile import Compiling, compile_options, compile_program
+from tilewright.cli.given import Given, given_options
+from tilewright.cli.options import WRITTEN, Command, common_options
+from tilewright.cli.show import show
 
 TUNE_BUDGET_S = 60.0
 
 
 @click.command(cls=Command, short_help="Choose a program's kernels with more time, and keep the choices.")
-@file_options
+@given_options()
 @click.option("--export", "exported", type=WRITTEN, metavar="F", help="Write the choices as a file, to be taken elsewhere.")
 @click.option("--import", "imported", type=click.Path(path_type=Path), metavar="F", help="Try first what such a file says.")
 @click.option("--retry", is_flag=True, help="Try again what is remembered to have crashed or hung.")
 @common_options
 @compile_options
 def tune(
-    file: Path,
-    batch: int | None,
-    input_dims: Mapping[str, Sequence[int]],
+    given: Given,
     how: Compiling,
     exported: Path | None,
     imported: Path | None,
@@ -39,12 +37,12 @@ def tune(
     Each choice is kept as soon as it is made, and the best so far of the one under way if Ctrl-C ends it.
     """
     from tilewright.hardware.detect import detect
-    from tilewright.report.explain.tuning import describe_tuning
+    from tilewright.report.explain.tuning import describe_tuning, print_tuning
     from tilewright.schedule.record import read_records, write_records
     from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
     hints = () if imported is None else read_records(imported)
-    graph = load_program(file, batch, input_dims)
+    graph = given.load()
     cache = user_cache() if how.cache else None
     database = TuningDatabase(detect(how.device), cache, excess_precision=how.excess_precision, hints=hints, retry=retry)
     budget_s = TUNE_BUDGET_S if how.budget is None else how.budget
@@ -61,14 +59,8 @@ def tune(
     if exported is not None:
         write_records(exported, program.target.name, list(database.settled.values()))
     names = [None if path is None else str(path) for path in (exported, imported)]
-    report = describe_tuning(program, str(file), seconds, budget_s, cache, *names)
-    if as_json:
-        print_json(report)
-        return
-    from tilewright.report.explain.tuning import print_tuning
-    from tilewright.report.text.console import console
-
-    print_tuning(console(), report)
+    report = describe_tuning(program, str(given.file), seconds, budget_s, cache, *names)
+    show(report, as_json, print_tuning)
 
 
 @click.group(short_help="Say what choices are kept, or forget them.")
@@ -80,17 +72,10 @@ def cache() -> None:
 @common_options
 def info(as_json: bool) -> None:
     """Say where choices are kept, how many, of which chips and versions, and since when; and what crashed or hung."""
-    from tilewright.report.explain.tuning import describe_cache
+    from tilewright.report.explain.tuning import describe_cache, print_cache
     from tilewright.schedule.tuning_database import user_cache
 
-    report = describe_cache(user_cache())
-    if as_json:
-        print_json(report)
-        return
-    from tilewright.report.explain.tuning import print_cache
-    from tilewright.report.text.console import console
-
-    print_cache(console(), report)
+    show(describe_cache(user_cache()), as_json, print_cache)
 
 
 @cache.command(cls=Command)

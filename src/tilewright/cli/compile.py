@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, allow_calls, budget_option, cache_option, device_option
+from tilewright.cli.given import progress
+from tilewright.cli.options import NOT_NEGATIVE, W4_GROUP, F, all_of, budget_option, cache_option, device_option
 from tilewright.errors import InputError, visible
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from tilewright.compiler import Quantization
     from tilewright.hardware.target import Target
     from tilewright.ir.graph import Graph
-    from tilewright.report.measure.inputs import Feed
     from tilewright.report.measure.trace_events import Phases
     from tilewright.report.schema import Quantized
     from tilewright.runtime.executable import Executable
@@ -147,44 +146,6 @@ def _check(how: Compiling, rtol_compares: bool) -> None:
         raise InputError("--fp8-attention is for --fp8 without --per-row", where="command line", hint=hint)
 
 
-def load_program(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], calls: bool = False) -> Graph:
-    """The program in `file`, checked to have the shapes asked for and to fit in memory. `calls`: as --allow-calls.
-
-    Raises:
-        InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
-    """
-    from tilewright.frontends import LoadOptions, load
-    from tilewright.report.measure.inputs import check_memory
-
-    with progress(f"reading {file.name}"):
-        dims = {name: tuple(shape) for name, shape in input_dims.items()}
-        graph = load(file, LoadOptions(dims, batch, allow_calls=calls or allow_calls(), **_kept_aside()))
-    check_memory(graph)
-    return graph
-
-
-def _kept_aside() -> dict[str, Any]:
-    """Options of the command line for reading a program, beside its shapes."""
-    from tilewright.report.measure.inputs import npz_shapes
-
-    context = click.get_current_context(silent=True)
-    meta = {} if context is None else context.meta
-    inputs = meta.get("tilewright.inputs")
-    return {
-        "fixed": dict(meta.get("tilewright.fixed", ())),
-        "follow_links": meta.get("tilewright.follow_links", False),
-        "seen_dims": {} if inputs is None else npz_shapes(inputs),
-    }
-
-
-def make_feeds_of(graph: Graph, seed: int, fill0: Sequence[str], fill1: Sequence[str], inputs: Path | None) -> list[Feed]:
-    """A value for each input, from the options every running verb has."""
-    from tilewright.report.measure.inputs import make_feeds, read_npz
-
-    given = None if inputs is None else read_npz(inputs, graph)
-    return make_feeds(graph, seed=seed, fill0=fill0, fill1=fill1, given=given)
-
-
 def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) -> tuple[Executable, Quantized | None]:
     """The program compiled as told, each stage written if that was asked for; and what quantising it chose, if it was. `phases`
     is told what takes how long.
@@ -193,7 +154,7 @@ def compile_program(graph: Graph, how: Compiling, phases: Phases | None = None) 
         InputError: the calibration data or the dump folder is no good.
     """
     from tilewright.compiler import DEFAULT_BUDGET_S, compile
-    from tilewright.report.html.dump import Dump
+    from tilewright.report.html.picture import Dump
     from tilewright.report.measure.accuracy import describe_quantization
 
     dump = None if how.dump is None else Dump(how.dump)
@@ -290,12 +251,3 @@ def measured_ceilings(program: Executable, times_us: Sequence[float | None] | No
     for sentence in said:
         click.echo(f"note: {visible(sentence)}", err=True)
     return target
-
-
-def progress(what: str, within_s: float | None = None) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
-    """A progress bar, without importing what draws it where standard error is no terminal; with what is left of a time."""
-    if not sys.stderr.isatty():
-        return nullcontext(None)
-    from tilewright.report.text.console import progress as bar
-
-    return bar(what, within_s)

@@ -21,7 +21,7 @@ from tilewright.cli.options import (
     fill_options,
     iterations_option,
 )
-from tilewright.cli.show import measure_program, print_json, show_perf
+from tilewright.cli.show import measure_program, show, show_perf
 from tilewright.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,7 +82,6 @@ def gemm(
     A range of rows, as in "f32[1..4096,768] @ f32[768,3072]", gives a table: which kernel serves which rows of a product with
     that weight, which is a constant. It is measured each time, and keeps no choices.
     """
-    from tilewright.cli.gemm import row_range, table_of_rows
     from tilewright.ir.notation import parse
     from tilewright.report.measure.inputs import baked, check_memory, make_feeds
 
@@ -112,16 +111,11 @@ def gemm(
     if timed:
         show_perf(measure_program(program, problem, feeds, iterations), everything, as_json)
         return
-    from tilewright.report.explain.one_gemm import account
+    from tilewright.report.explain.explain import account
+    from tilewright.report.text.other_tables import print_gemm
 
     report = account(program, problem, feeds)
-    if as_json:
-        print_json(report)
-    else:
-        from tilewright.report.text.console import console
-        from tilewright.report.text.other_tables import print_gemm
-
-        print_gemm(console(), report)
+    show(report, as_json, print_gemm)
     if not report.verified:
         click.get_current_context().exit(DIFFERS)
 
@@ -160,9 +154,8 @@ def table_of_rows(
     from tilewright.ir.ops import Input
     from tilewright.m_dispatch import compile_rows
     from tilewright.report.measure.inputs import baked, check_memory, make_feeds
-    from tilewright.report.schema import to_json
     from tilewright.report.text.buckets_table import describe_rows, print_rows
-    from tilewright.report.text.console import console, progress
+    from tilewright.report.text.console import progress
 
     first, last = span
     full = _at(problem, last)
@@ -179,21 +172,17 @@ def table_of_rows(
     def graph_at(rows: int) -> Graph:
         return baked(_at(problem, rows), feeds, weights)[0]
 
-    with progress("racing kernels") as show:
+    with progress("racing kernels") as bar:
         program = compile_rows(
             graph_at,
             first=first,
             last=last,
             device=device,
             budget_s=ROWS_BUDGET_S if budget_s is None else budget_s,
-            progress=show,
+            progress=bar,
         )
     assert program.table is not None  # it was measured
-    report = describe_rows(program.table, program.target, problem)
-    if as_json:
-        click.echo(to_json(report))
-    else:
-        print_rows(console(), report)
+    show(describe_rows(program.table, program.target, problem), as_json, print_rows)
 
 
 def _at(problem: str, rows: int) -> Graph:

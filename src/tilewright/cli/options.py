@@ -20,18 +20,7 @@ INPUT_DIM = "--input-dim"
 W4_GROUP = 64
 
 
-_ARGUMENTS, _ALLOW_CALLS = "tilewright.arguments", "tilewright.allow_calls"
-_UNTRUSTED, _SECONDS, _GIB = "tilewright.untrusted", "tilewright.seconds", "tilewright.gib"
-
-
-def _remembered(key: str) -> Callable[[click.Context, click.Parameter, Any], None]:
-    """A callback that keeps what an option was given, if it was."""
-
-    def remember(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
-        if value is not None:
-            ctx.meta[key] = value
-
-    return remember
+_ARGUMENTS = "tilewright.arguments"
 
 
 class Command(click.Command):
@@ -42,12 +31,13 @@ class Command(click.Command):
         return super().parse_args(ctx, gather_dims(bare_w4(args, ctx)))
 
     def invoke(self, ctx: click.Context) -> Any:
-        if ctx.meta.get(_UNTRUSTED):
+        untrusted, seconds, gib = (ctx.params.pop(name, None) for name in ("untrusted", "time_limit", "memory_limit"))
+        if untrusted:
             if not is_supervised():
-                limits = ctx.meta.get(_SECONDS, SECONDS), ctx.meta.get(_GIB, GIB)
+                limits = SECONDS if seconds is None else seconds, GIB if gib is None else gib
                 ctx.exit(supervise(str(ctx.info_name), ctx.meta[_ARGUMENTS], *limits))
             limit_this_process()
-        elif ctx.meta.get(_SECONDS) is not None or ctx.meta.get(_GIB) is not None:
+        elif seconds is not None or gib is not None:
             raise click.UsageError("--time-limit and --memory-limit belong to --untrusted", ctx)
         return super().invoke(ctx)
 
@@ -145,12 +135,6 @@ def _merged(ctx: click.Context, param: click.Parameter, value: tuple[Shapes, ...
     return merged
 
 
-def allow_calls() -> bool:
-    """Tell whether the verb under way was given --allow-calls."""
-    context = click.get_current_context(silent=True)
-    return context is not None and bool(context.meta.get(_ALLOW_CALLS))
-
-
 def all_of(*decorators: Callable[[F], F]) -> Callable[[F], F]:
     """The decorators as one, the first outermost."""
 
@@ -204,12 +188,6 @@ class _Fixed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - g
         return name, number
 
 
-def _kept_aside(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Keep what only the reading of a program needs where `load_program` finds it."""
-    ctx.meta[f"tilewright.{param.name}"] = value
-    return value
-
-
 file_options = all_of(
     click.argument("file", type=_PATH),
     click.option("--batch", type=click.IntRange(min=1), metavar="N", help="Value of a symbolic first axis."),
@@ -224,31 +202,23 @@ file_options = all_of(
     click.option(
         "--untrusted",
         is_flag=True,
-        expose_value=False,
-        callback=_remembered(_UNTRUSTED),
         help="Read and run it in a process of its own, with limits on time and memory.",
     ),
     click.option(
         "--time-limit",
         type=_NotNegative(min=0),
         metavar="SECONDS",
-        expose_value=False,
-        callback=_remembered(_SECONDS),
         help=f"With --untrusted: by the clock, for all of it; {SECONDS:.0f} if not given.",
     ),
     click.option(
         "--memory-limit",
         type=_NotNegative(min=0),
         metavar="GIB",
-        expose_value=False,
-        callback=_remembered(_GIB),
         help=f"With --untrusted: address space; {GIB:.0f} if not given.",
     ),
     click.option(
         "--allow-calls",
         is_flag=True,
-        expose_value=False,
-        callback=_remembered(_ALLOW_CALLS),
         help="Let a .tw file call any operator of torch: only if you trust it.",
     ),
     click.option(
@@ -256,15 +226,12 @@ file_options = all_of(
         "fixed",
         type=_Fixed(),
         multiple=True,
-        expose_value=False,
-        callback=_kept_aside,
+        callback=lambda ctx, param, pairs: dict(pairs),
         help="Value of an input of one element of an ONNX model, true, false or a number; repeatable.",
     ),
     click.option(
         "--follow-links",
         is_flag=True,
-        expose_value=False,
-        callback=_kept_aside,
         help="Read an ONNX model's data through symbolic links that leave its folder.",
     ),
 )
@@ -278,7 +245,6 @@ fill_options = all_of(
 inputs_option = click.option(
     "--inputs",
     type=_PATH,
-    callback=_kept_aside,
     metavar="F.npz",
     help="Take inputs, and sizes that are left open, from an .npz file, by name.",
 )

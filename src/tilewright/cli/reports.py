@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from tilewright.cli.options import WRITTEN, F, all_of, allow_calls
+from tilewright.cli.against import PEERS
+from tilewright.cli.options import WRITTEN, F, all_of
 
 if TYPE_CHECKING:
     from tilewright.report.measure.inputs import Feed
     from tilewright.report.measure.perf import Measured
     from tilewright.report.measure.trace_events import Phases
-    from tilewright.report.schema import Verify
     from tilewright.runtime.executable import Executable
-
-PEERS = ("torch", "onnxruntime", "xla")
 
 
 def _names(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[str, ...]:
@@ -100,55 +98,3 @@ def report_options(f: F) -> F:
         return f(reports=Reports(html, trace, against), **given)
 
     return _options(cast("F", gathered))
-
-
-def beside(
-    measured: Measured,
-    program: Executable,
-    feeds: Sequence[Feed],
-    peers: Sequence[str],
-    file: str,
-    batch: int | None,
-    dims: Mapping[str, Sequence[int]],
-    data: tuple[int, Sequence[str], Sequence[str], str | None],
-) -> Measured:
-    """The measured program with others' times beside it; `data` says what inputs were made of: seed, fills, file."""
-    import torch
-    from msgspec.structs import replace as replaced
-
-    from tilewright.cli.against import Case, against
-
-    if click.get_current_context().meta.get("tilewright.fixed"):
-        raise click.UsageError("--against runs the file as it is, with all its inputs: leave --fix out")
-    seed, fill0, fill1, inputs = data
-    case = Case(file, batch, dims, seed, fill0, fill1, inputs, program.target.device, torch.get_num_threads(), allow_calls())
-    return replace(measured, report=replaced(measured.report, against=against(program, feeds, case, peers)))
-
-
-def with_source(
-    report: Verify,
-    program: Executable,
-    feeds: Sequence[Feed],
-    file: str,
-    batch: int | None,
-    dims: Mapping[str, Sequence[int]],
-    data: tuple[int, Sequence[str], Sequence[str], Path | None],
-) -> Verify:
-    """The report with what the source's own library made of the program, which may change the verdict."""
-    import torch
-    from msgspec.structs import replace as replaced
-
-    from tilewright.cli.against import Case, by_source
-
-    if click.get_current_context().meta.get("tilewright.fixed"):
-        raise click.UsageError("--source runs the file as it is, with all its inputs: leave --fix out")
-    seed, fill0, fill1, inputs = data
-    given = None if inputs is None else str(inputs)
-    case = Case(file, batch, dims, seed, fill0, fill1, given, "cpu", torch.get_num_threads(), allow_calls())
-    said, row = by_source(program, feeds, case)
-    if row is None:
-        return replaced(report, source=said)
-    first = report.first_difference or (None if row.ok else row)
-    return replaced(
-        report, source=said, end_to_end=[*report.end_to_end, row], verified=report.verified and row.ok, first_difference=first
-    )

@@ -1,22 +1,38 @@
-"""Output that several verbs share: a report as JSON, and the times of a program."""
+"""Output that several verbs share: a report as JSON or for people, and the times of a program."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from tilewright.cli.compile import measured_ceilings, progress
+from tilewright.cli.compile import measured_ceilings
+from tilewright.cli.given import progress
 
 if TYPE_CHECKING:
     import msgspec
+    from rich.console import Console
 
     from tilewright.report.measure.inputs import Feed
     from tilewright.report.measure.perf import Measured
     from tilewright.report.schema import Quantized
     from tilewright.runtime.executable import Executable
+
+R = TypeVar("R", bound="msgspec.Struct")
+
+
+def show(report: R, as_json: bool, printer: Callable[[Console, R], None]) -> None:
+    """Print a report on standard output: as JSON, or as `printer` shows it to people."""
+    if as_json:
+        from tilewright.report.schema import to_json
+
+        click.echo(to_json(report))
+        return
+    from tilewright.report.text.console import console
+
+    printer(console(), report)
 
 
 def measure_program(
@@ -26,23 +42,12 @@ def measure_program(
     from tilewright.report.measure.perf import measure
 
     ceilings, check = measured_ceilings(program), partial(measured_ceilings, program)
-    with progress("timing steps") as show:
-        return measure(program, name, feeds, ceilings, iterations=iterations, progress=show, quantized=quantized, check=check)
+    with progress("timing steps") as bar:
+        return measure(program, name, feeds, ceilings, iterations=iterations, progress=bar, quantized=quantized, check=check)
 
 
 def show_perf(measured: Measured, everything: bool, as_json: bool) -> None:
     """Print a measured program as JSON or as tables."""
-    if as_json:
-        print_json(measured.report)
-        return
-    from tilewright.report.text.console import console
     from tilewright.report.text.perf_table import print_perf
 
-    print_perf(console(), measured, everything=everything)
-
-
-def print_json(report: msgspec.Struct) -> None:
-    """Print a report as JSON on standard output."""
-    from tilewright.report.schema import to_json
-
-    click.echo(to_json(report))
+    show(measured.report, as_json, lambda out, _: print_perf(out, measured, everything=everything))

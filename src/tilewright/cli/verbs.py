@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -16,32 +16,13 @@ import click
 
 from tilewright import __version__
 from tilewright.cli.cache import cache, tune
-from tilewright.cli.compile import (
-    Compiling,
-    compile_options,
-    compile_program,
-    dump_option,
-    load_program,
-    make_feeds_of,
-    measured_ceilings,
-    progress,
-    rtol_option,
-)
+from tilewright.cli.compile import Compiling, compile_options, compile_program, dump_option, measured_ceilings, rtol_option
 from tilewright.cli.errors import DIFFERS, Group, traceback_option
 from tilewright.cli.gemm import gemm
-from tilewright.cli.options import (
-    NOT_NEGATIVE,
-    WRITTEN,
-    Command,
-    common_options,
-    everything_option,
-    file_options,
-    fill_options,
-    inputs_option,
-    iterations_option,
-)
-from tilewright.cli.reports import Reports, beside, report_options, with_source
-from tilewright.cli.show import measure_program, print_json, show_perf
+from tilewright.cli.given import Given, given_options, progress
+from tilewright.cli.options import NOT_NEGATIVE, WRITTEN, Command, common_options, everything_option, iterations_option
+from tilewright.cli.reports import Reports, report_options
+from tilewright.cli.show import measure_program, show, show_perf
 
 if TYPE_CHECKING:
     import numpy as np
@@ -63,39 +44,28 @@ def cli() -> None:
 
 
 @cli.command(cls=Command)
-@file_options
+@given_options()
 @common_options
-def read(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], as_json: bool) -> None:
+def read(given: Given, as_json: bool) -> None:
     """Print a program's graph as text, with counts."""
     from tilewright.errors import visible
     from tilewright.ir.text import print_graph
     from tilewright.report.explain.summary import comments, summarise
 
-    graph = load_program(file, batch, input_dims)
-    report = summarise(graph, str(file))
-    if as_json:
-        print_json(report)
-        return
-    click.echo(visible(comments(report) + print_graph(graph)), nl=False)
+    graph = given.load()
+    report = summarise(graph, str(given.file))
+    show(report, as_json, lambda *_: click.echo(visible(comments(report) + print_graph(graph)), nl=False))
 
 
 @cli.command(cls=Command)
-@file_options
+@given_options(data=True)
 @rtol_option
-@fill_options
-@inputs_option
 @click.option("--output", type=WRITTEN, metavar="F.npz", help="Write the outputs to an .npz file.")
 @common_options
 @compile_options
 def run(
-    file: Path,
-    batch: int | None,
-    input_dims: Mapping[str, Sequence[int]],
+    given: Given,
     how: Compiling,
-    fill0: Sequence[str],
-    fill1: Sequence[str],
-    seed: int,
-    inputs: Path | None,
     output: Path | None,
     as_json: bool,
 ) -> None:
@@ -104,29 +74,22 @@ def run(
     from tilewright.report.measure.perf import bind
     from tilewright.report.program import target_name
     from tilewright.report.schema import Run
+    from tilewright.report.text.other_tables import print_run
 
-    graph = load_program(file, batch, input_dims)
-    feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
+    graph = given.load()
+    feeds = given.feeds(graph)
     program, quantized = compile_program(graph, how)
     results = program.run(bind(program, feeds))
     written = None if output is None else str(output)
     shown = [f.shown for f in feeds]
-    report = Run(str(file), target_name(program.target), shown, outputs(program.source, results), written, quantized)
+    report = Run(str(given.file), target_name(program.target), shown, outputs(program.source, results), written, quantized)
     if output is not None:
         _write(output, program, results)
-    if as_json:
-        print_json(report)
-        return
-    from tilewright.report.text.console import console
-    from tilewright.report.text.other_tables import print_run
-
-    print_run(console(), report)
+    show(report, as_json, print_run)
 
 
 @cli.command(cls=Command)
-@file_options
-@fill_options
-@inputs_option
+@given_options(data=True)
 @click.option(
     "--quantized", is_flag=True, help="With --int8, --fp8, --w4: say how far each layer and output is from the float model's."
 )
@@ -144,14 +107,8 @@ def run(
 @common_options
 @compile_options
 def verify(
-    file: Path,
-    batch: int | None,
-    input_dims: Mapping[str, Sequence[int]],
+    given: Given,
     how: Compiling,
-    fill0: Sequence[str],
-    fill1: Sequence[str],
-    seed: int,
-    inputs: Path | None,
     quantized: bool,
     source: bool,
     atol: float | None,
@@ -168,6 +125,7 @@ def verify(
     from tilewright.errors import InputError
     from tilewright.report.measure.compare import Tolerances
     from tilewright.report.measure.verify import verify_program
+    from tilewright.report.text.other_tables import print_verify
 
     if quantized and how.scheme is None:
         raise InputError("--quantized compares a quantised program with its float model", hint="add --int8, --fp8 or --w4")
@@ -175,34 +133,28 @@ def verify(
         raise InputError(
             "--source compares the program as it is written", hint="leave out --int8, --fp8, --w4, --fp16 and --bf16"
         )
-    graph = load_program(file, batch, input_dims)
-    feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
+    graph = given.load()
+    feeds = given.feeds(graph)
     program, choices = compile_program(graph, how)
     tolerances = Tolerances(how.rtol if how.scheme is None else None, atol, rms_tol)
-    with progress("comparing") as show:
-        report = replace(verify_program(program, str(file), feeds, tolerances, show), quantized=choices)
+    with progress("comparing") as bar:
+        report = replace(verify_program(program, str(given.file), feeds, tolerances, bar), quantized=choices)
     if source:
-        report = with_source(report, program, feeds, str(file), batch, input_dims, (seed, fill0, fill1, inputs))
+        from tilewright.cli.against import with_source
+
+        report = with_source(report, program, feeds, given)
     if quantized:
         from tilewright.report.measure.accuracy import accuracy
 
         report = replace(report, accuracy=accuracy(graph, program, program.layers, feeds))
-    if as_json:
-        print_json(report)
-    else:
-        from tilewright.report.text.console import console
-        from tilewright.report.text.other_tables import print_verify
-
-        print_verify(console(), report)
+    show(report, as_json, print_verify)
     if not report.verified:
         click.get_current_context().exit(DIFFERS)
 
 
 @cli.command(cls=Command, short_help="Time a program and each step; what fell back, what is unfused.")
-@file_options
+@given_options(data=True)
 @rtol_option
-@fill_options
-@inputs_option
 @iterations_option
 @everything_option
 @dump_option
@@ -210,14 +162,8 @@ def verify(
 @common_options
 @compile_options
 def perf(
-    file: Path,
-    batch: int | None,
-    input_dims: Mapping[str, Sequence[int]],
+    given: Given,
     how: Compiling,
-    fill0: Sequence[str],
-    fill1: Sequence[str],
-    seed: int,
-    inputs: Path | None,
     iterations: int | None,
     everything: bool,
     reports: Reports,
@@ -225,37 +171,33 @@ def perf(
 ) -> None:
     """Time a program and each of its steps; say what fell back and what is unfused."""
     phases = reports.phases()
-    graph = load_program(file, batch, input_dims)
-    feeds = make_feeds_of(graph, seed, fill0, fill1, inputs)
+    graph = given.load()
+    feeds = given.feeds(graph)
     program, quantized = compile_program(graph, how, phases)
-    measured = measure_program(program, str(file), feeds, iterations, quantized)
+    measured = measure_program(program, str(given.file), feeds, iterations, quantized)
     if reports.against:
-        given = None if inputs is None else str(inputs)
-        measured = beside(measured, program, feeds, reports.against, str(file), batch, input_dims, (seed, fill0, fill1, given))
+        from tilewright.cli.against import beside
+
+        measured = beside(measured, program, feeds, given, reports.against)
     reports.write(measured, program, feeds, phases)
     show_perf(measured, everything, as_json)
 
 
 @cli.command(cls=Command, short_help="Say what was folded into each matmul, what was not, and why.")
-@file_options
+@given_options()
 @rtol_option
 @dump_option
 @common_options
 @compile_options
-def explain(file: Path, batch: int | None, input_dims: Mapping[str, Sequence[int]], how: Compiling, as_json: bool) -> None:
+def explain(given: Given, how: Compiling, as_json: bool) -> None:
     """Say for each matmul what was folded into it, what was not and why, which kernel does it and why others do not."""
     from tilewright.report.explain.explain import explain_program
-
-    graph = load_program(file, batch, input_dims)
-    program, quantized = compile_program(graph, how)
-    report = explain_program(program, str(file), measured_ceilings(program), quantized)
-    if as_json:
-        print_json(report)
-        return
-    from tilewright.report.text.console import console
     from tilewright.report.text.explain_text import print_explain
 
-    print_explain(console(), report)
+    graph = given.load()
+    program, quantized = compile_program(graph, how)
+    report = explain_program(program, str(given.file), measured_ceilings(program), quantized)
+    show(report, as_json, print_explain)
 
 
 cli.add_command(gemm)
@@ -267,16 +209,11 @@ cli.add_command(gemm)
 def devices(remeasure: bool, as_json: bool) -> None:
     """Say which devices were found, what they are, and what they were seen to reach."""
     from tilewright.report.explain.machine import describe_machine, targets
+    from tilewright.report.text.other_tables import print_devices
 
     with progress("measuring the machine"):
         report = describe_machine(targets(), remeasure=remeasure)
-    if as_json:
-        print_json(report)
-        return
-    from tilewright.report.text.console import console
-    from tilewright.report.text.other_tables import print_devices
-
-    print_devices(console(), report)
+    show(report, as_json, print_devices)
 
 
 cli.add_command(tune)

@@ -1,0 +1,97 @@
+"""The program that a verb is about and the data it runs on, as the command line gives them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from tilewright.cli.options import F, all_of, file_options, fill_options, inputs_option
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Graph
+    from tilewright.report.measure.inputs import Feed
+
+
+@dataclass(frozen=True)
+class Given:
+    """A program and the sources of its input data.
+
+    Attributes:
+        file: the program.
+        batch, input_dims: extents that it leaves open.
+        allow_calls: a `.tw` file may call any operator of torch.
+        fixed: value of an input of one element by name, with which it is read.
+        follow_links: an ONNX model's data are read through any symbolic link.
+        seed: of random data.
+        fill0, fill1: names of inputs that are filled with 0, with 1.
+        inputs: an .npz file of inputs by name, and of extents that are left open.
+    """
+
+    file: Path
+    batch: int | None = None
+    input_dims: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, "tuple[int, ...]"])
+    allow_calls: bool = False
+    fixed: Mapping[str, bool | float] = field(default_factory=dict[str, "bool | float"])
+    follow_links: bool = False
+    seed: int = 0
+    fill0: tuple[str, ...] = ()
+    fill1: tuple[str, ...] = ()
+    inputs: Path | None = None
+
+    def load(self) -> Graph:
+        """The program, checked to have the shapes asked for and to fit in memory.
+
+        Raises:
+            InputError: it cannot be read, does not fit, or has no input whose first axis `batch` could be.
+        """
+        from tilewright.frontends import LoadOptions, load
+        from tilewright.report.measure.inputs import check_memory, npz_shapes
+
+        options = LoadOptions(
+            self.input_dims,
+            self.batch,
+            allow_calls=self.allow_calls,
+            fixed=self.fixed,
+            seen_dims={} if self.inputs is None else npz_shapes(self.inputs),
+            follow_links=self.follow_links,
+        )
+        with progress(f"reading {self.file.name}"):
+            graph = load(self.file, options)
+        check_memory(graph)
+        return graph
+
+    def feeds(self, graph: Graph) -> list[Feed]:
+        """A value for each input of the program's graph."""
+        from tilewright.report.measure.inputs import make_feeds, read_npz
+
+        given = None if self.inputs is None else read_npz(self.inputs, graph)
+        return make_feeds(graph, seed=self.seed, fill0=self.fill0, fill1=self.fill1, given=given)
+
+
+def given_options(*, data: bool = False) -> Callable[[F], F]:
+    """A decorator that gathers FILE and how to read it, and with `data` what it runs on, into one argument `given`."""
+
+    def decorate(f: F) -> F:
+        @functools.wraps(f)
+        def gathered(**said: Any) -> Any:
+            taken = {name: said.pop(name) for name in Given.__dataclass_fields__ if name in said}
+            return f(given=Given(**taken), **said)
+
+        options = (file_options, fill_options, inputs_option) if data else (file_options,)
+        return all_of(*options)(cast("F", gathered))
+
+    return decorate
+
+
+def progress(what: str, within_s: float | None = None) -> AbstractContextManager[Callable[[int, int, str], None] | None]:
+    """A progress bar, without importing what draws it where standard error is no terminal; with what is left of a time."""
+    if not sys.stderr.isatty():
+        return nullcontext(None)
+    from tilewright.report.text.console import progress as bar
+
+    return bar(what, within_s)
