@@ -20,7 +20,7 @@ from tilewright.ir.literal_file import FILE, arrays_of, read_literals
 from tilewright.ir.ops import Const, Dequantize, gemm
 from tilewright.ir.text import print_graph
 from tilewright.ir.types import TensorType
-from tilewright.report.html.dump import Dump
+from tilewright.report.html.picture import Dump
 from tilewright.report.measure.inputs import write_npz
 
 

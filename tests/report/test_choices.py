@@ -5,8 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tilewright.report.explain.attribution import attribution, attribution_words
-from tilewright.report.explain.choices import mispredictions, off_by, parted
+from tilewright.report.explain.choices import attribution, attribution_words, mispredictions, off_by, parted
 from tilewright.report.schema import Choice, Refusal, Rejected, Step
 from tilewright.report.text.explain_text import how, refusals
 from tilewright.schedule.candidate import Schedule

@@ -17,8 +17,7 @@ from tilewright.ir.build import const, input_, map_
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import LayerNorm, Quantize, gemm
 from tilewright.ir.text import parse
-from tilewright.report.html.dump import Dump
-from tilewright.report.html.picture import MOST_NODES, picture
+from tilewright.report.html.picture import MOST_NODES, Dump, picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 

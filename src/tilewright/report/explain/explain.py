@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
@@ -16,16 +17,25 @@ from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.explain.choices import chosen_of, mispredictions, refusals_of
 from tilewright.report.explain.findings import FOLDABLE, Reasons, fallback, not_read_through, unfused
 from tilewright.report.explain.words import accumulator_words, operand_words, store_words
+from tilewright.report.measure.inputs import Feed
+from tilewright.report.measure.perf import bind
+from tilewright.report.measure.verify import compare_step
 from tilewright.report.measure.work import counts, describe, steps_per_layer, work_of
-from tilewright.report.program import Program, Step, target_name, tensor_types
-from tilewright.report.schema import Explain, Finding, Product, Quantized, Store
+from tilewright.report.program import target_name, tensor_types
+from tilewright.report.schema import Comparison, Explain, Finding, Gemm, Product, Quantized, Store
+from tilewright.runtime.executable import Executable, Step
 from tilewright.schedule.search import Decision
+
+if TYPE_CHECKING:
+    from tilewright.ir.graph import Value
 
 # Steps that hold elementwise work before and after their own.
 HOLDING = ("norm", "softmax", "reduce")
 
 
-def explain_program(program: Program, name: str, ceilings: Target | None = None, quantized: Quantized | None = None) -> Explain:
+def explain_program(
+    program: Executable, name: str, ceilings: Target | None = None, quantized: Quantized | None = None
+) -> Explain:
     """An account of every product of a compiled program; products that are alike in all but their names stand together.
 
     Args:
@@ -55,6 +65,32 @@ def explain_program(program: Program, name: str, ceilings: Target | None = None,
     )
 
 
+def account(program: Executable, name: str, feeds: Sequence[Feed]) -> Gemm:
+    """Run the program's steps on `feeds`, compare each with the oracle, and say how its product is done."""
+    compared: list[Comparison] = []
+
+    def compare(step: Step, values: list[Value]) -> None:
+        compared.append(compare_step(step, values))
+
+    program.run(bind(program, feeds), compare)
+    decided = ((i, s.decision) for i, s in enumerate(program.steps))
+    at, decision = next((i, d) for i, d in decided if d is not None and d.problem.kind != "fusion")
+    wrong = next((c for c in compared if not c.ok), None)
+    shown = wrong or compared[at]
+    return Gemm(
+        program=name,
+        target=target_name(program.target),
+        verified=wrong is None,
+        chosen=chosen_of(decision),
+        measured=decision.measured,
+        rejected=refusals_of(decision),
+        error=shown.error,
+        bound=shown.bound,
+        why=shown.why,
+        inputs=[f.shown for f in feeds],
+    )
+
+
 def _likeness(product: Product) -> object:
     """A key that two products share if they differ only in their constants and in the names of their weights and neighbours."""
     problem = re.sub(r"\b\d+\.\d+(e[-+]?\d+)?|\b\d+e[-+]?\d+", "constant", product.problem)
@@ -62,7 +98,7 @@ def _likeness(product: Product) -> object:
     return product.kind, problem, beside, tuple(product.left), product.chosen.candidate, product.chosen.schedule
 
 
-def _product(program: Program, step: Step, decision: Decision, reasons: Reasons, ceilings: Target | None) -> Product:
+def _product(program: Executable, step: Step, decision: Decision, reasons: Reasons, ceilings: Target | None) -> Product:
     node = step.part.nodes[0]  # then the items that pick its results
     graph = program.graph
     work = work_of(step)
@@ -87,7 +123,7 @@ def _product(program: Program, step: Step, decision: Decision, reasons: Reasons,
     )
 
 
-def _beside(program: Program, node: Node, reasons: Reasons, ceilings: Target | None) -> list[Finding]:
+def _beside(program: Executable, node: Node, reasons: Reasons, ceilings: Target | None) -> list[Finding]:
     """The operations next to a product that are of the kind a product can hold, and why they are not in it.
 
     One that stands in the step of a norm, a reduction or the like is folded into that, and not listed.

@@ -10,8 +10,8 @@ from tilewright.ir.graph import Node, Op
 from tilewright.ir.ops import Call, Concat, Const, Convert, Dequantize, Input, Item, Map, Pad, Quantize, Select
 from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.measure.work import describe
-from tilewright.report.program import Program, Step
 from tilewright.report.schema import Finding
+from tilewright.runtime.executable import Executable, Step
 from tilewright.schedule.bench import UNCHECKED
 from tilewright.schedule.candidate import LAST_RESORT, discover
 from tilewright.schedule.problem import FusionProblem
@@ -24,7 +24,7 @@ FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)
 class Reasons:
     """Reasons why operations of a compiled program were not folded, from the rules that saw them or from where they stand."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Executable) -> None:
         self._graph = program.graph
         self._by_node: dict[Node, dict[str, None]] = {}
         self._by_origin: dict[tuple[str, str], dict[str, None]] = {}
@@ -133,7 +133,7 @@ def _behind_items(node: Node) -> Node:
     return node.src[0] if isinstance(node.op, Item) else node
 
 
-def unfused(program: Program, reasons: Reasons, cost_us: Mapping[int, float]) -> list[Finding]:
+def unfused(program: Executable, reasons: Reasons, cost_us: Mapping[int, float]) -> list[Finding]:
     """Steps that only quantise, dequantise, convert or move data; `cost_us` by index of the step."""
     return [
         Finding(describe(step), step.name, reasons.why(_representative(step)), cost_us.get(i))
@@ -148,7 +148,7 @@ def _representative(step: Step) -> Node:
     return next((n for n in working if isinstance(n.op, Quantize)), working[0])
 
 
-def fallback(program: Program, cost_us: Mapping[int, float]) -> list[Finding]:
+def fallback(program: Executable, cost_us: Mapping[int, float]) -> list[Finding]:
     """Products on the reference, whole or in part, fusions that no generated kernel takes, kernels that were called wrong,
     operations in the source's own library, and the front end's notes."""
     last_resort = {c.name for c in discover() if c.preference >= LAST_RESORT}

@@ -9,16 +9,17 @@ from datetime import UTC, datetime
 from rich.console import Console
 
 from tilewright.report.explain.choices import MEASURED, NOT_MEASURED, READ_BACK, way_of
-from tilewright.report.program import Program, target_name
+from tilewright.report.program import target_name
 from tilewright.report.schema import CacheInfo, Refused, Tune, Tuned
 from tilewright.report.text.explain_text import section
 from tilewright.report.text.tables import count, line, table, us
+from tilewright.runtime.executable import Executable
 from tilewright.schedule.cache import Cache
 from tilewright.schedule.search import Decision
 
 
 def describe_tuning(
-    program: Program,
+    program: Executable,
     name: str,
     seconds: float,
     budget_s: float,

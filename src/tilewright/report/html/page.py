@@ -14,7 +14,7 @@ from tilewright.report.measure.perf import Measured
 from tilewright.report.schema import Device, Explain, Finding, Input, Peer, Product, Step
 from tilewright.report.text.explain_text import headline, places, product_sections, who_is_who
 from tilewright.report.text.perf_table import agreement, cut
-from tilewright.report.text.tables import count, listing, percent, us
+from tilewright.report.text.tables import alike, count, percent, us
 
 WIDE, SMALL = (1000, 520), (400, 400)
 PROBLEM = 180  # characters of one that the table shows; the whole stands under the choices
@@ -214,16 +214,10 @@ def _product(p: Product) -> str:
 def _findings(title: str, found: Sequence[Finding], nothing: str) -> str:
     if not found:
         return f"<section><h2>{title}</h2><p>{escape(nothing)}</p></section>"
-    alike: dict[tuple[str, str], list[Finding]] = {}
-    for f in sorted(found, key=lambda f: -(f.cost_us or 0.0)):
-        alike.setdefault((f.op, f.why), []).append(f)
     rows: list[str] = []
-    for (op, why), group in alike.items():
-        costs = [f.cost_us for f in group if f.cost_us is not None]
-        times = f"{len(group)} x " if len(group) > 1 else ""
-        places = escape(listing(list(dict.fromkeys(f.where for f in group))))
-        what = f'{times}<code>{escape(op)}</code><br><span class="soft">{places}</span>'
-        rows.append(_row(_cell(what, "long"), _number(us(sum(costs)) if costs else ""), _td(why, "long")))
+    for op, times, why, cost, where in alike(found):
+        what = f'{times}<code>{escape(op)}</code><br><span class="soft">{escape(where)}</span>'
+        rows.append(_row(_cell(what, "long"), _number("" if cost is None else us(cost)), _td(why, "long")))
     return f"<section><h2>{title}</h2>{_table(('what', '#µs', 'why'), rows)}</section>"
 
 

@@ -11,12 +11,19 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from xml.sax.saxutils import escape
 
+from tilewright.errors import InputError
+from tilewright.files import write_whole
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Graph, Node
+from tilewright.ir.literal import Literal
+from tilewright.ir.literal_file import FILE, arrays_of
 from tilewright.ir.ops import Call, Const, Convert, Dequantize, Gather, Input, Item, LayerNorm, Quantize, Reduce, Softmax
 from tilewright.ir.shown import VIEWS, op_name
+from tilewright.ir.text import print_with_literals
+from tilewright.report.measure.inputs import write_npz
 from tilewright.report.program import tensor_types
 from tilewright.schedule.problem import problem_of
 
@@ -86,6 +93,34 @@ def picture(graph: Graph, title: str) -> str:
     height = max((b.y + b.height for b in boxes), default=float(HEAD)) + MARGIN
     note = f"the first {MOST_NODES} of {len(shown):,} nodes; the text beside this picture has all" if left_out > 0 else ""
     return _svg(boxes, title, note, max(width, 760.0), height)
+
+
+class Dump:
+    """Writes `NN-STAGE.tw` and `NN-STAGE.svg` for each stage it is called with, and the large constants that the texts name
+    once for all of them to `constants.npz`; the folder is made if missing.
+
+    Raises:
+        InputError: the folder cannot be made, or a file in it not written.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written = 0
+        self._literals: dict[str, Literal] = {}
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InputError(f"cannot be made a folder: {error.strerror}", where=str(folder)) from error
+
+    def __call__(self, stage: str, graph: Graph) -> None:
+        name = f"{self._written:02}-{stage}"
+        self._written += 1
+        known = len(self._literals)
+        text, literals = print_with_literals(graph, self._literals)
+        if len(literals) > known:
+            write_npz(self._folder / FILE, dict(arrays_of(v, k) for k, v in literals.items()))
+        write_whole(self._folder / f"{name}.tw", text.encode())
+        write_whole(self._folder / f"{name}.svg", picture(graph, f"{graph.name}, {stage}").encode())
 
 
 def _boxes(graph: Graph, nodes: Sequence[Node]) -> list[_Box]:

@@ -12,10 +12,10 @@ from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import Gemm
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.perf import bind
-from tilewright.report.program import Program
 from tilewright.report.schema import Accuracy, Layer, Loss, Quantized
 from tilewright.rules.calibrate import Layer as Made
 from tilewright.rules.calibrate import Scheme
+from tilewright.runtime.executable import Executable
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -37,7 +37,7 @@ def _product(node: Node) -> str:
     return f"{node.op.lhs.type} @ {node.op.rhs.type}"
 
 
-def accuracy(source: Graph, program: Program, layers: Sequence[Made], feeds: Sequence[Feed]) -> Accuracy:
+def accuracy(source: Graph, program: Executable, layers: Sequence[Made], feeds: Sequence[Feed]) -> Accuracy:
     """The quantised program against the float model it was made from, on the same inputs.
 
     Args:

@@ -11,15 +11,15 @@ import torch
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Dequantize, Gemm, LayerNorm, Map, Quantize, Reduce, Select, Softmax
-from tilewright.report.explain.attribution import attribution, attribution_words
-from tilewright.report.explain.choices import way_of, ways_of, ways_words
+from tilewright.report.explain.choices import attribution, attribution_words, way_of, ways_of, ways_words
 from tilewright.report.explain.findings import Reasons, fallback, unfused
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.timing import Rounds, Times, device_us
 from tilewright.report.measure.work import candidate_of, describe, steps_per_layer, work_of
-from tilewright.report.program import Program, Step, restored, target_name, tensor_types
+from tilewright.report.program import restored, target_name, tensor_types
 from tilewright.report.schema import Perf, Quantized, Rejected
 from tilewright.report.schema import Step as StepRow
+from tilewright.runtime.executable import Executable, Step
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
@@ -50,7 +50,7 @@ class Measured:
 
 
 def measure(
-    program: Program,
+    program: Executable,
     name: str,
     feeds: Sequence[Feed],
     ceilings: Target,
@@ -111,7 +111,7 @@ def measure(
     return Measured(report, whole, tuple(w.memory_bound(ceilings) for w in works), counted, ceilings)
 
 
-def _launched_words(program: Program, whole: Times, steps: Sequence[Times]) -> list[str]:
+def _launched_words(program: Executable, whole: Times, steps: Sequence[Times]) -> list[str]:
     """The sentences on how calls reach a GPU, and how many of them a timing takes together."""
     words = [f"Launched {program.launched}."] if program.launched else []
     for what, times in (("the whole program", [whole]), ("steps", steps)):
@@ -123,7 +123,7 @@ def _launched_words(program: Program, whole: Times, steps: Sequence[Times]) -> l
     return words
 
 
-def bind(program: Program, feeds: Sequence[Feed]) -> list[torch.Tensor]:
+def bind(program: Executable, feeds: Sequence[Feed]) -> list[torch.Tensor]:
     """The values of the inputs as tensors on the program's device."""
     return program.bind((), {f.shown.name: f.value for f in feeds})
 

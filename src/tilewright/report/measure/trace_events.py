@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilewright.files import write_whole
-from tilewright.report.program import Program, Step
 from tilewright.report.schema import Perf, encoded
+from tilewright.runtime.executable import Executable, Step
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Graph, Value
@@ -57,7 +57,7 @@ class Phases:
         self.began(f"choose: {problem}")
 
 
-def traced(program: Program, inputs: Sequence[torch.Tensor], calls: int = CALLS) -> list[list[Span]]:
+def traced(program: Executable, inputs: Sequence[torch.Tensor], calls: int = CALLS) -> list[list[Span]]:
     """A span for each step of each of several calls, one call after another, each waited for.
 
     On a GPU steps are placed by its own events, relative to the beginning of the call on the host.
@@ -66,7 +66,7 @@ def traced(program: Program, inputs: Sequence[torch.Tensor], calls: int = CALLS)
     return [(_on_gpu if program.target.kind == "cuda" else _on_cpu)(program, inputs) for _ in range(calls)]
 
 
-def _on_cpu(program: Program, inputs: Sequence[torch.Tensor]) -> list[Span]:
+def _on_cpu(program: Executable, inputs: Sequence[torch.Tensor]) -> list[Span]:
     marks: list[float] = []
 
     def mark(step: Step, values: list[Value]) -> None:
@@ -79,7 +79,7 @@ def _on_cpu(program: Program, inputs: Sequence[torch.Tensor]) -> list[Span]:
     ]
 
 
-def _on_gpu(program: Program, inputs: Sequence[torch.Tensor]) -> list[Span]:
+def _on_gpu(program: Executable, inputs: Sequence[torch.Tensor]) -> list[Span]:
     marks: list[torch.cuda.Event] = []
 
     def mark(*_: object) -> None:

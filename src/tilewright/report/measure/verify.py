@@ -16,8 +16,9 @@ from tilewright.report.measure.compare import Gap, Tolerances, element_gap, exac
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.perf import PROGRESS, bind
 from tilewright.report.measure.work import candidate_of, describe
-from tilewright.report.program import Program, Step, restored, target_name, tensor_types
+from tilewright.report.program import restored, target_name, tensor_types
 from tilewright.report.schema import Comparison, Verify
+from tilewright.runtime.executable import Executable, Step
 from tilewright.schedule.expected import check, expect
 from tilewright.schedule.problem import FusionProblem, fusion_of
 
@@ -33,7 +34,7 @@ MOVES = (Input, Const, Param, Acc, *VIEWS)
 
 
 def verify_program(
-    program: Program,
+    program: Executable,
     name: str,
     feeds: Sequence[Feed],
     tolerances: Tolerances | None = None,
@@ -139,7 +140,7 @@ def _fusion_gap(got: torch.Tensor, reference: torch.Tensor, t: TensorType, from_
 
 
 def _end_to_end(
-    program: Program, inputs: Sequence[torch.Tensor], results: Sequence[Value], tolerances: Tolerances
+    program: Executable, inputs: Sequence[torch.Tensor], results: Sequence[Value], tolerances: Tolerances
 ) -> list[Comparison]:
     source = program.source
     wanted = evaluate(source, [t.cpu() for t in inputs], float64=True)

@@ -12,7 +12,9 @@ from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Call, Gather, Write
 from tilewright.ir.shown import VIEWS, show_fusion
-from tilewright.report.program import Part, Step, tensor_types
+from tilewright.report.program import tensor_types
+from tilewright.runtime.executable import Step
+from tilewright.runtime.partition import Part
 from tilewright.schedule.problem import FusionProblem, Problem
 
 TOLD_US = 20.0  # a product that is over sooner tells nothing of a rate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from rich import box
@@ -105,18 +105,22 @@ def findings(out: Console, title: str, found: Sequence[Finding], nothing: str) -
         line(out, nothing)
         return
     heading(out, title)
-    alike: dict[tuple[str, str], list[Finding]] = {}
+    for op, times, why, cost, places in alike(found):
+        head = Text(f"  {times}{op}" if op != "note" else "  note", style="bold")
+        out.print(head.append("" if cost is None else f", {us(cost)} µs", style="not bold"))
+        line(out, f"at {places}", indent=4, style="dim")
+        line(out, why, indent=4)
+
+
+def alike(found: Sequence[Finding]) -> Iterator[tuple[str, str, str, float | None, str]]:
+    """Findings, costly ones first, those alike as one: what, how often ("3 x "), why, the cost in µs if known, and where."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
     for f in sorted(found, key=lambda f: -(f.cost_us or 0.0)):
-        alike.setdefault((f.op, f.why), []).append(f)
-    for (op, why), group in alike.items():
+        groups.setdefault((f.op, f.why), []).append(f)
+    for (op, why), group in groups.items():
         costs = [f.cost_us for f in group if f.cost_us is not None]
         times = f"{len(group)} x " if len(group) > 1 else ""
-        cost = f", {us(sum(costs))} µs" if costs else ""
-        head = Text(f"  {times}{op}", style="bold") if op != "note" else Text("  note", style="bold")
-        out.print(head.append(cost, style="not bold"))
-        places = list(dict.fromkeys(f.where for f in group))
-        line(out, f"at {listing(places)}", indent=4, style="dim")
-        line(out, why, indent=4)
+        yield op, times, why, sum(costs) if costs else None, listing(list(dict.fromkeys(f.where for f in group)))
 
 
 def input_lines(out: Console, inputs: Sequence[Input]) -> None:
