@@ -11,6 +11,7 @@ where the last two sums are known before: they are what the accumulator starts f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ from tilewright.candidates.llvm.expressions.text import Function, Int, vec
 from tilewright.candidates.llvm.expressions.vector import Columns, Vectors, check
 from tilewright.candidates.llvm.gemm.dots import DOTS, Choice
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
-from tilewright.candidates.llvm.w4.kernel import CODES, GroupedNest, GroupedWriter, streamed
+from tilewright.candidates.llvm.w4.kernel import CODES, GroupedNest, GroupedWriter, Sides, streamed
 from tilewright.dtype import F32, S8, S32, U8
 from tilewright.hardware.target import Chip
 from tilewright.ir.build import broadcast, convert, reshape
@@ -244,15 +245,7 @@ class CodesWriter(GroupedWriter):
         """result tile = lhs tile x weight panel. Where there are no registers for totals beside sums, they stay in the tile."""
         assert fresh, "K is never cut"
         n, d = self.nest, self.nest.dot
-        nv, line, row_bytes = n.nv, n.dot.lanes * 4, n.nr * 4
-        f = Function(
-            self.module,
-            f"micro_{rows}",
-            [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")],
-        )
-        i32, floats, count = vec(d.lanes, "i32"), vec(d.lanes, "float"), rows * nv
-        resident = 2 * count + 3 * nv + 2 <= d.registers
-        by_group = n.scale is not None and n.scale.columns > 1
+        f, i32, nv, line = self._micro_function(rows), vec(d.lanes, "i32"), n.nv, d.lanes * 4
 
         def spread(type_: str, m: int, at: Int) -> str:
             """4 bytes of a packed row, in every lane."""
@@ -263,8 +256,7 @@ class CodesWriter(GroupedWriter):
             place = f.mul(f.div(group, side.group // n.group), 4) if side.columns > 1 else 0
             return spread(type_, m, f.add(place, at))
 
-        def start(m: int, j: int, group: Int, sides: list[list[str]]) -> str:
-            """The value that a group's sum starts from."""
+        def start(m: int, j: int, group: Int, sides: Sides) -> str:
             value = "zeroinitializer"
             if n.summed:
                 value = spread("i32", m, f.add(f.mul(group, 4), n.group_sums_at))
@@ -275,8 +267,8 @@ class CodesWriter(GroupedWriter):
                 value = f.v(f"add {i32} {value}, {shifted}") if n.summed else shifted
             return value
 
-        def words(at: str, a: Int, acc: list[str]) -> list[str]:
-            """8 of K onto the sums."""
+        def products(index: Int, group: str, base: Int, _: Sides, acc: Sequence[str]) -> list[str]:
+            at, a = f.at(group, f.mul(f.add(index, n.side_rows), n.nr * 4)), f.add(base, f.mul(index, CODES))
             after = list(acc)
             loaded = [f.load(i32, f.at(at, j * line), line) for j in range(nv)]
             n.prefetch(f, at)
@@ -290,42 +282,15 @@ class CodesWriter(GroupedWriter):
                         after[m * nv + j] = d.emit(f, after[m * nv + j], left, right[j])
             return after
 
-        zero = ["zeroinitializer"] * count
-        if not resident:
-            for i in range(count):
-                f.store(floats, "zeroinitializer", f.at("%tile", i * line), line)
-        with f.loop(0, n.group_count, 1, [(floats, z) for z in zero] if resident else []) as outer:
-            group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
-            base = f.mul(outer.index, n.group)
-            sides = [[f.load(i32, f.at(group, (i * nv + j) * line), line) for j in range(nv)] for i in range(n.side_rows)]
-            first = [start(m, j, outer.index, sides) for m in range(rows) for j in range(nv)]
-            most = f.div(f.min(n.group, f.sub(n.depth, base)), CODES) if n.depth % n.group else n.group // CODES
-            with f.loop(0, most, 1, [(i32, x) for x in first]) as inner:
-                at = f.at(group, f.mul(f.add(inner.index, n.side_rows), row_bytes))
-                inner.next = words(at, f.add(base, f.mul(inner.index, CODES)), inner.carried)
-            scales = [f.v(f"bitcast {i32} {s} to {floats}") for s in sides[0]]
-            totals: list[str] = []
-            for m in range(rows):
-                scale = of(n.scale, n.scale_at, outer.index, "float", m) if by_group else ""
-                for j in range(nv):
-                    i = m * nv + j
-                    value = f.v(f"sitofp {i32} {inner.carried[i]} to {floats}")
-                    if by_group:
-                        value = f.v(f"fmul {floats} {value}, {scale}")
-                    place = f.at("%tile", i * line)
-                    before = outer.carried[i] if resident else f.load(floats, place, line)
-                    fma = (floats, value), (floats, scales[j]), (floats, before)
-                    totals.append(f.intrinsic(f"llvm.fma.v{d.lanes}f32", floats, *fma))
-                    if not resident:
-                        f.store(floats, totals[-1], place, line)
-            outer.next = totals if resident else []
-        for i in range(count) if resident or (n.scale is not None and not by_group) else ():
-            place = f.at("%tile", i * line)
-            value = outer.carried[i] if resident else f.load(floats, place, line)
-            if n.scale is not None and not by_group:
-                value = f.v(f"fmul {floats} {value}, {of(n.scale, n.scale_at, 0, 'float', i // nv)}")
-            f.store(floats, value, place, line)
-        f.finish()
+        def first(group: Int, sides: Sides) -> list[str]:
+            return [start(m, j, group, sides) for m in range(rows) for j in range(nv)]
+
+        def row_scale(m: int, group: Int) -> str:
+            return of(n.scale, n.scale_at, group, "float", m)
+
+        resident = 2 * rows * nv + 3 * nv + 2 <= d.registers
+        by_group = n.scale is not None and n.scale.columns > 1
+        self._sum_groups(f, rows, resident, products, first, row_scale if n.scale else None, by_group=by_group)
 
     def _accumulated(self, vectors: Vectors, acc: str) -> str:
         return vectors.f.v(f"bitcast {vec(vectors.lanes, 'i32')} {acc} to {vec(vectors.lanes, 'float')}")

@@ -11,7 +11,7 @@ Where many rows meet a panel, a thread decodes it once into memory of its own, a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -30,6 +30,7 @@ READING, COMPUTING = (2048, 2), (4096, 1)
 WIDE = 16  # lanes for which there is an instruction that looks a code's value up
 ORDER = tuple(range(CODES))  # where in a word each of 8 neighbours along K is kept
 PAIRED = (0, 4, 1, 5, 2, 6, 3, 7)  # the same, of pairs
+Sides = list[list[str]]  # scales of a group and its zero points, each vectors of columns
 
 
 @dataclass(frozen=True)
@@ -198,18 +199,12 @@ class GroupedWriter(GemmWriter):
             return
         n, d = self.nest, self.nest.dot
         nv, line, row_bytes = n.nv, n.dot.lanes * 4, n.nr * 4
-        name = f"micro_{rows}"
-        f = Function(self.module, name, [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")])
-        floats, count = vec(d.lanes, "float"), rows * nv
-        folded = n.rounded_to is not F32
-        resident = folded or 2 * count <= d.registers - 8
+        f, floats, folded = self._micro_function(rows), vec(d.lanes, "float"), n.rounded_to is not F32
         casts = Printer(f, d.lanes)
         row_at = [f.mul("%stride", m) for m in range(rows)]
         span = CODES * n.words
-        zero = ["zeroinitializer"] * count
 
-        def words(index: Int, group: str, base: Int, sides: Sequence[Sequence[str]], acc: Sequence[str]) -> list[str]:
-            """`span` of K onto the sums."""
+        def products(index: Int, group: str, base: Int, sides: Sides, acc: Sequence[str]) -> list[str]:
             at = f.at(group, f.mul(f.add(f.mul(index, n.words), n.side_rows), row_bytes))
             loaded = [f.load(vec(d.lanes, "i32"), f.at(at, j * line), line) for j in range(nv * n.words)]
             n.prefetch(f, at)
@@ -234,31 +229,76 @@ class GroupedWriter(GemmWriter):
                         after[m * nv + j] = d.emit(f, after[m * nv + j], left, right[j])
             return after
 
+        self._sum_groups(f, rows, folded or 2 * rows * nv <= d.registers - 8, products)
+
+    def _micro_function(self, rows: int) -> Function:
+        args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
+        return Function(self.module, f"micro_{rows}", args)
+
+    def _sum_groups(
+        self,
+        f: Function,
+        rows: int,
+        resident: bool,
+        products: Callable[[Int, str, Int, Sides, Sequence[str]], list[str]],
+        first: Callable[[Int, Sides], list[str]] | None = None,
+        row_scale: Callable[[int, Int], str] | None = None,
+        *,
+        by_group: bool = True,
+    ) -> None:
+        """Add up the groups of a panel in the result tile, and finish the function.
+
+        Args:
+            f: the micro-kernel.
+            rows: rows of the tile.
+            resident: there are registers for totals beside a group's sums; else they stay in the tile.
+            products: the sums with the products of a vector of words: of its number in the group, the group's address and first
+                element of K, its scales and zero points, and the sums before.
+            first: the sums that a group starts from, of its number, its scales and zero points; zeros if not given.
+            row_scale: a row's scale for a group, if rows have scales.
+            by_group: those differ from group to group; else totals are scaled by them.
+        """
+        n, d = self.nest, self.nest.dot
+        nv, line, count, floats = n.nv, d.lanes * 4, rows * n.nv, vec(d.lanes, "float")
+        folded, wide, zeros = n.rounded_to is not F32, nv * n.words, ["zeroinitializer"] * count
         if not resident:
             for i in range(count):
                 f.store(floats, "zeroinitializer", f.at("%tile", i * line), line)
-        with f.loop(0, n.group_count, 1, [(floats, z) for z in zero] if resident else []) as outer:
-            group = f.at("%b", f.mul(outer.index, n.group_rows * row_bytes))
+        with f.loop(0, n.group_count, 1, [(floats, z) for z in zeros] if resident else []) as outer:
+            group = f.at("%b", f.mul(outer.index, n.group_rows * n.nr * 4))
             base = f.mul(outer.index, n.group)
             sides = [
-                [f.load(floats, f.at(group, (i * nv * n.words + j) * line), line) for j in range(nv * n.words)]
-                for i in range(1 + n.zeros)
+                [f.load(d.accumulator, f.at(group, (i * wide + j) * line), line) for j in range(wide)]
+                for i in range(n.side_rows // n.words)
             ]
+            start = first(outer.index, sides) if first else outer.carried if folded else zeros
+            span = CODES * n.words
             most = f.div(f.min(n.group, f.sub(n.depth, base)), span) if n.depth % n.group else n.group // span
-            with f.loop(0, most, 1, [(floats, x) for x in (outer.carried if folded else zero)]) as inner:
-                inner.next = words(inner.index, group, base, sides, inner.carried)
-            sums = list(inner.carried)
-            if not folded:
-                for i, x in enumerate(sums):
+            with f.loop(0, most, 1, [(d.accumulator, x) for x in start]) as inner:
+                inner.next = products(inner.index, group, base, sides, inner.carried)
+            totals = list(inner.carried)
+            scales = sides[0] if d.acc is F32 else [f.v(f"bitcast {d.accumulator} {s} to {floats}") for s in sides[0]]
+            for m in range(0 if folded else rows):
+                factor = row_scale(m, outer.index) if row_scale and by_group else ""
+                for i, scale in enumerate(scales, m * nv):
+                    if d.acc is not F32:
+                        totals[i] = f.v(f"sitofp {d.accumulator} {totals[i]} to {floats}")
+                    if factor:
+                        totals[i] = f.v(f"fmul {floats} {totals[i]}, {factor}")
                     place = f.at("%tile", i * line)
                     before = outer.carried[i] if resident else f.load(floats, place, line)
-                    fma = (floats, x), (floats, sides[0][i % nv]), (floats, before)
-                    sums[i] = f.intrinsic(f"llvm.fma.v{d.lanes}f32", floats, *fma)
+                    fma = (floats, totals[i]), (floats, scale), (floats, before)
+                    totals[i] = f.intrinsic(f"llvm.fma.v{d.lanes}f32", floats, *fma)
                     if not resident:
-                        f.store(floats, sums[i], place, line)
-            outer.next = sums if resident else []
-        for i, x in enumerate(outer.carried):
-            f.store(floats, x, f.at("%tile", i * line), 64)
+                        f.store(floats, totals[i], place, line)
+            outer.next = totals if resident else []
+        rescaled = row_scale is not None and not by_group
+        for i in range(count) if resident or rescaled else ():
+            place = f.at("%tile", i * line)
+            value = outer.carried[i] if resident else f.load(floats, place, line)
+            if row_scale and rescaled:
+                value = f.v(f"fmul {floats} {value}, {row_scale(i // nv, 0)}")
+            f.store(floats, value, place, line)
         f.finish()
 
     def _decoded(self, f: Function, word: str, step: int) -> str:

@@ -246,7 +246,7 @@ class Weights:
             if number < total or config.persistent or config.iterations > 1:
                 at = here[s] if number < total else there[s]
                 if stream.even:
-                    at += stream.loads[number % total][0]
+                    at += stream.loads[number % total].offset
                 else:
                     at += self.uneven(s, number % total)
                 words = words + load_words(at, () if number < total else (more,), stream.width, s == 0)
@@ -264,12 +264,12 @@ class Weights:
         """The offset of a load where warps do not have as much of K each: past the last block it is the last one again."""
         stream: gl.constexpr = self.config.streams[s]
         place: gl.constexpr = stream.loads[number]
-        kb = gl.minimum(self.block.first + place[1], self.config.blocks - 1)
+        kb = gl.minimum(self.block.first + place.block, self.config.blocks - 1)
         if s == 0:
-            return kb * (128 * stream.words) + (place[2] + place[3] * 32)
+            return kb * (128 * stream.words) + (place.tile + place.word * 32)
         else:
-            i = kb * stream.words + place[3]
-            return place[2] + i // stream.run * (stream.run * 8) + i % stream.run
+            i = kb * stream.words + place.word
+            return place.tile + i // stream.run * (stream.run * 8) + i % stream.run
 
 
 @gluon.constexpr_function

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tilewright.candidates.triton.hopper.w4.convert import Asm, dequantize_to_halves, widen
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, MAGIC, bias, half_of
@@ -27,6 +27,22 @@ FEW_COLUMNS = 16  # more of them leave room for fewer loads in flight
 EARLY = 4  # loads of those, before activations are asked for
 
 
+class Load(NamedTuple):
+    """A load of a stream: its offset, and what that is made of.
+
+    Attributes:
+        offset: words from the warp's first one.
+        block: first block of 64 columns.
+        tile: words to the tile of 16 rows.
+        word: first word of the block's.
+    """
+
+    offset: int
+    block: int
+    tile: int
+    word: int
+
+
 @dataclass(frozen=True)
 class Stream:
     """Words of one array that a warp reads along K, some loads ahead of their use.
@@ -38,8 +54,7 @@ class Stream:
         blocks: blocks of 64 columns that share loads.
         prefetch: loads in flight.
         even: a warp's first block is where one of its loads begins.
-        loads: loads of the unrolled blocks in the order of their use: words from a warp's first one; the first block, words to
-            the tile of 16 rows, and the first word that those are made of.
+        loads: loads of the unrolled blocks in the order of their use.
     """
 
     words: int
@@ -48,7 +63,7 @@ class Stream:
     blocks: int
     prefetch: int
     even: bool
-    loads: tuple[tuple[int, int, int, int], ...]
+    loads: tuple[Load, ...]
 
 
 @dataclass(frozen=True)
@@ -355,11 +370,11 @@ class KernelConfig(TileConfig):
         """A stream. Codes have a `prefetch`; of the others two groups of blocks are in flight, or all of them, so that they
         take turns in registers."""
         tile, parts = (32 * words if prefetch else 8 * self.blocks * words), words * blocks // width
-        loads: list[tuple[int, int, int, int]] = []
+        loads: list[Load] = []
         for block, t, part in product(range(0, self.body, blocks), range(self.warp_tiles), range(parts)):
             word = block * words + part * width
             along = block * 128 * words + part * width * 32 if prefetch else word // run * run * 8 + word % run
-            loads.append((t * tile + along, block, t * tile, part * width))
+            loads.append(Load(t * tile + along, block, t * tile, part * width))
         two = 2 * self.warp_tiles * parts
         prefetch = prefetch or (len(loads) if self.unroll or len(loads) % two else two)
         return Stream(words, run, width, blocks, prefetch, even, tuple(loads))

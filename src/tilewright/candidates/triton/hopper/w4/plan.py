@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from tilewright.candidates.triton.expressions.emit import check
-from tilewright.candidates.triton.hopper.w4.pack import BLOCK, ROWS, half_of
+from tilewright.candidates.triton.hopper.w4.pack import BLOCK, ROWS
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F16, F32, S8, S32, U8, DType
 from tilewright.ir.build import convert, map_
 from tilewright.ir.evaluate import evaluate_nodes
@@ -97,11 +97,6 @@ class Plan:
     weights: Weights
     stores: tuple[Access, ...]
     second: Node | None = None
-
-    @property
-    def half(self) -> DType:
-        """The type in which activations are multiplied: f16 for codes of 8 bits, all of which it holds."""
-        return half_of(self.operand)
 
     @property
     def rows_per_out(self) -> int:
