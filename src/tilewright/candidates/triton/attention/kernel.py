@@ -5,7 +5,6 @@ operands, make scores of what their product leaves, and round and store. The ker
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 
 from tilewright.candidates.triton.attention.heads import Heads, Operand, Rounded
@@ -172,16 +171,6 @@ class _Generated:
     def _body(self) -> Text:
         return Text(beside=self.numbers)
 
-    @staticmethod
-    def _masks(t: Text, mask: str, *, ragged: bool) -> Iterable[str | None]:
-        """The mask of rows or keys that exist, and None for those of a tile that all do."""
-        if not ragged:
-            yield None
-            return
-        for header, name in (("if ragged:", mask), ("else:", None)):
-            with t.block(header):
-                yield name
-
     def _columns(self, t: Text, extent: int, tile: Tile) -> Tile:
         """A tile of all columns of an operand or of the result."""
         t.do(f"columns = tl.arange(0, {power(extent)})")
@@ -192,7 +181,7 @@ class _Generated:
         """Reads a tile's rows of an operand."""
         t = self._body()
         tile = self._columns(t, extent, Tile("rows", "", 0))
-        for mask in self._masks(t, "row_mask", ragged=ragged):
+        for mask in t.masked_if("ragged", "row_mask") if ragged else (None,):
             emitter = _Operands(t, replace(tile, row_mask=mask), fp8=self.fp8)
             t.do(f"return {emitter.ready(operand, self.unit)}")
         return ("rows", "row_mask", "ragged: tl.constexpr", "side"), t
@@ -200,7 +189,7 @@ class _Generated:
     def _score(self, *, ragged: bool) -> Function:
         """Makes scores of a product of queries and keys: scaled, as an expression of them, masked."""
         h, t = self.h, self._body()
-        for column_mask in self._masks(t, "key_mask", ragged=ragged):
+        for column_mask in t.masked_if("ragged", "key_mask") if ragged else (None,):
             tile, score = replace(self.rows, columns="keys", width=h.keys, column_mask=column_mask), "x"
             mask = None if h.mask is None else self._mask(t, tile, h.mask)
             hides = h.mask is not None and h.mask.root.dtype is PRED
@@ -232,7 +221,7 @@ class _Generated:
     def _round_weights(self, *, ragged: bool) -> Function:
         """Makes weights as they enter the second product, of those with the largest of a row one."""
         h, t = self.h, self._body()
-        for column_mask in self._masks(t, "key_mask", ragged=ragged):
+        for column_mask in t.masked_if("ragged", "key_mask") if ragged else (None,):
             if isinstance(h.on_weights, Rounded):
                 scaled = t.v(f"inverse * {t.number('code of a weight', 1 / h.on_weights.divisor)}")
                 code = _rounded(t, "weights", f"{scaled}[:, None]", h.on_weights, least=0.0)

@@ -104,8 +104,8 @@ class Emitter(Printer):
             value = self.cast(value, "uint8")
         place = access.of_result()
         rows, columns = self._spread(access, place)
-        everywhere = [self.along(f"{self.tile.rows} * 0", 0)] if not place.rows else []
-        everywhere += [self.along(f"{self.tile.columns} * 0", 1)] if not (place.columns or by_row) else []
+        everywhere = [self.expand(f"{self.tile.rows} * 0", 0)] if not place.rows else []
+        everywhere += [self.expand(f"{self.tile.columns} * 0", 1)] if not (place.columns or by_row) else []
         at = self._sum(rows, columns, *everywhere)
         mask = self._mask(access, rows=True, columns=not by_row)
         t.do(f"{t.language}.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
@@ -147,8 +147,8 @@ class Emitter(Printer):
             else:
                 columns = self.text.v(f"{columns} + {offset}")
         if rows is not None and place.rows:
-            rows = self.along(rows, 0)
-        return rows, None if columns is None else self.along(columns, 1)
+            rows = self.expand(rows, 0)
+        return rows, None if columns is None else self.expand(columns, 1)
 
     def _of_step(self, term: StridedDigit, *, wide: bool) -> str:
         """The part of an address that a digit adds which the whole tile of a step shares."""
@@ -166,7 +166,7 @@ class Emitter(Printer):
         alike = [t for t in place.columns if steps and t.inner % self.tile.stride == 0 and t.inner > 1]
         return alike, [t for t in place.columns if t not in alike]
 
-    def along(self, vector: str, axis: int) -> str:
+    def expand(self, vector: str, axis: int) -> str:
         """A vector along the rows (0) or columns (1) as a tile of one column or one row."""
         return self.text.v(f"{self.text.v(vector)}{'[:, None]' if (axis == 0) != self.tile.across else '[None, :]'}")
 
@@ -190,10 +190,10 @@ class Emitter(Printer):
         """The mask of elements that exist of what varies along rows, columns or both."""
         t, parts = self.text, list[str]()
         if rows and self.tile.row_mask is not None:
-            parts.append(self.along(self.tile.row_mask, 0))
+            parts.append(self.expand(self.tile.row_mask, 0))
         mask = self.column_mask(access) if columns else None
         if mask is not None:
-            parts.append(self.along(mask, 1))
+            parts.append(self.expand(mask, 1))
         return t.v(" & ".join(parts)) if len(parts) > 1 else parts[0] if parts else None
 
     def column_mask(self, access: Access) -> str | None:
@@ -228,7 +228,7 @@ class Emitter(Printer):
         return self._load(where, mask if place.rows or each else None, n.dtype)
 
     def _load(self, where: str, mask: str | None, dtype: DType) -> str:
-        """What lies at a pointer; nothing where the mask says so."""
+        """The elements at a pointer, zeros where the mask has none."""
         value = self.text.call("load", where, *([f"mask={mask}", f"other={zero(dtype)}"] if mask else []))
         return self.text.v(f"{value} != 0") if dtype is PRED else value
 

@@ -39,10 +39,10 @@ class Text:
             have one text. To the machine such an argument is what a literal is, a constant that an instruction takes as it is.
     """
 
-    def __init__(self, language: str = "tl", indent: int = 1, beside: Text | None = None) -> None:
+    def __init__(self, language: str = "tl", beside: Text | None = None) -> None:
         """`beside`: another function's text, with which this one shares numbers."""
         self.language, self.lines = language, list[str]()
-        self._indent, self._count = indent, 0
+        self._indent, self._count = 1, 0
         self._known: dict[str, str] = {}
         self.numbers: dict[str, Number] = {} if beside is None else beside.numbers
         self._named: dict[Hashable, str] = {} if beside is None else beside._named
@@ -94,6 +94,12 @@ class Text:
                 self.do("pass")
             self._indent -= 1
             self._known = outside
+
+    def masked_if(self, condition: str, mask: str) -> Generator[str | None]:
+        """Goes through both branches of a condition: with the mask where it holds, else with None."""
+        for header, inside in ((f"if {condition}:", mask), ("else:", None)):
+            with self.block(header):
+                yield inside
 
     def call(self, name: str, *arguments: str) -> str:
         """A function of the language, e.g. `call("where", mask, a, b)`."""

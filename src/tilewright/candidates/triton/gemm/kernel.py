@@ -201,7 +201,7 @@ def _load(spec: KernelSpec, access: Access, row_mask: str | None, numbers: Text,
     value, varies, dtype = emitter.value(access), emitter.varies(access), access.root.dtype
     computed = any(n.src and not isinstance(n.op, VIEWS) for n in toposort((access.root,)))
     if ragged and (computed or not varies[1]):
-        value = emitter.where(emitter.along("k_mask", 1), value, zero(dtype))
+        value = emitter.where(emitter.expand("k_mask", 1), value, zero(dtype))
         varies = varies[0], True
     if not all(varies):
         rows, columns = "rows.shape[0]", "k.shape[0]"

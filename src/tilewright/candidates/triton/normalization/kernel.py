@@ -244,9 +244,9 @@ class _Rows(Emitter):
         most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
         rows = self._digits(tile.rows, place.rows, self._region.rows, wide=most >= 1 << 31)
         base = t.v(f"{rows or f'{tile.rows} * 0'} + {place.offset}") if place.offset or rows is None else rows
-        masks = [self.along(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
+        masks = [self.expand(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
         mask = t.v(" & ".join(masks)) if len(masks) > 1 else masks[0] if masks else None
-        return t.v(f"{self.along(base, 0)} + {self.along(tile.columns, 1)}"), mask
+        return t.v(f"{self.expand(base, 0)} + {self.expand(tile.columns, 1)}"), mask
 
     def _reduce(self, n: Node) -> str:
         """Chunk is combined with chunk before lanes and warps meet."""

@@ -268,7 +268,7 @@ def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexp
     )
     if follows:
         if config.runs[run][1] + config.splits < config.tiles or tile + config.splits < config.tiles:
-            load_q(q, head, tile + config.splits, side)
+            load_q(q, head, tile + config.splits, ROWS, config.queries % ROWS > 0, side)
         async_copy.commit_group()
 
     # Mainloop: weights, chunk by chunk.
@@ -306,17 +306,17 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
     codes = ()
     if read_v is not None:
         for i in gl.static_range(config.chunks):
-            codes = codes + (read_v(key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side),)
-    load_q(stored, head, part, side)
+            codes = codes + (read_v(key_head, i, extent(config.keys, i), ragged(config, i), side),)
+    load_q(stored, head, part, ROWS, config.queries % ROWS > 0, side)
     products = ()
     for i in gl.static_range(config.chunks):
-        load_k(k[i], key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side)
+        load_k(k[i], key_head, i, extent(config.keys, i), ragged(config, i), side)
         products = products + (as_product(k[i], config),)
     for i in gl.static_range(config.chunks):
         if read_v is not None:
             v[i].store(as_floats(codes[i]))
         else:
-            load_v(v[i], key_head, i * CHUNK, extent(config.keys, i), ragged(config, i), side)
+            load_v(v[i], key_head, i, extent(config.keys, i), ragged(config, i), side)
     async_copy.commit_group()
     whole = ()
     if config.hides:

@@ -19,11 +19,11 @@ from tilewright.candidates.triton.hopper.attention.kernel import (
     STAGES,
     TileConfig,
     arguments,
+    check_alignment,
     kernel_text,
     padded,
     same_for_queries,
     tma_operands,
-    unaligned,
 )
 from tilewright.candidates.triton.hopper.fast_math import NATIVE_FP8
 from tilewright.candidates.triton.hopper.gemm.tma import TMA_TYPES, descriptor, with_descriptors
@@ -97,7 +97,6 @@ def supported_heads(problem: AttentionProblem) -> Heads:
         Unsupported: the sentence why there is none.
     """
     found = heads_of(problem, NATIVE_FP8)
-    why = unaligned(found)
     if found.unit is F32:
         raise Unsupported("the matrix unit takes f16 or bf16 here")
     if found.on_scores is not None or found.on_weights is not None:
@@ -110,8 +109,7 @@ def supported_heads(problem: AttentionProblem) -> Heads:
         raise Unsupported("causality hides all keys from some queries")
     if (registers(found) > MOST_REGISTERS and not streams(found)) or max(power(found.depth), power(found.width)) > 128:
         raise Unsupported(f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns")
-    if why is not None:
-        raise Unsupported(why)
+    check_alignment(found)
     return found
 
 

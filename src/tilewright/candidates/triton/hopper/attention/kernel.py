@@ -12,7 +12,7 @@ import torch
 
 from tilewright.candidates.triton.attention.heads import Heads, Operand, number
 from tilewright.candidates.triton.attention.kernel import LOG2_E, power, sources_of
-from tilewright.candidates.triton.expressions.emit import Emitter, Tile, pointer_of
+from tilewright.candidates.triton.expressions.emit import Emitter, Tile
 from tilewright.candidates.triton.expressions.printer import FP8_NAMES, NATIVE, in_memory
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.hopper.fast_math import MAGIC, NATIVE_FP8, twice
@@ -22,6 +22,7 @@ from tilewright.dtype import F32, PRED, S8, U8, DType
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param, Quantize
 from tilewright.lowering.access import Access, AccessMap
+from tilewright.schedule.candidate import Unsupported
 
 PACKAGE = "tilewright.candidates.triton.hopper.attention"
 ROWS = 64  # queries of a warpgroup, a tile
@@ -128,13 +129,11 @@ class _Values(Emitter):
         return near
 
     def copy(self, at: Access, into: str) -> None:
-        """A tile of an operand to shared memory, zeros where there is nothing."""
-        leaf = leaf_of(at)
-        assert leaf is not None
-        where = self._sum(*self._spread(at, at.of_leaf(leaf)))
-        mask = self._mask(at, rows=True, columns=True)
-        more = f", mask={mask}" if mask else ""
-        self.text.do(f"async_load({into}, {pointer_of(leaf)} + {where}{more})")
+        """Has a tile of an operand copied to shared memory, zeros where there is nothing."""
+        found = source_of(at)
+        assert found is not None
+        where, mask = self._sum(*self._spread(at, found[1])), self._mask(at, rows=True, columns=True)
+        self.text.do(f"async_load({into}, p{found[0]} + {where}{f', mask={mask}' if mask else ''})")
 
 
 def arguments(heads: Heads, tile: TileConfig) -> list[str]:
@@ -207,12 +206,12 @@ class _Generated:
     def _copies(self) -> dict[str, Function]:
         """Functions that copy each operand to shared memory; values that are codes are read, and made floats."""
         h = self.h
-        made = {"load_q": self._queries(), "load_k": self._keys(h.k, h.depth)}
+        made = {"load_q": self._rows_of(h.q, h.queries, h.depth), "load_k": self._rows_of(h.k, h.keys, h.depth)}
         if h.v.codes is None:
-            return made | {"load_v": self._keys(h.v, h.width)}
+            return made | {"load_v": self._rows_of(h.v, h.keys, h.width)}
         t = self._body()
         t.do(f"return {self._emitter(t, Tile('', '', 0)).convert('codes', h.v.dtype, h.unit)}")
-        return made | {"read_v": self._keys(h.v, h.width, read=True), "as_floats": (("codes",), t)}
+        return made | {"read_v": self._rows_of(h.v, h.keys, h.width, read=True), "as_floats": (("codes",), t)}
 
     @property
     def scales(self) -> list[str]:
@@ -234,52 +233,39 @@ class _Generated:
     def _emitter(self, t: Text, tile: Tile) -> _Values:
         return _Values(t, tile, fp8=NATIVE_FP8)
 
-    def _queries(self) -> Function:
-        """Has a tile of queries copied to shared memory."""
-        h, t = self.h, self._body()
-        columns = self._pieces(t, h.q.dtype, h.depth)
-        t.do(f"queries = tile * {ROWS} + gl.arange(0, {ROWS}, gl.SliceLayout(1, C))")
-        mask = t.v(f"queries < {h.queries}") if self._ragged else None
-        tile = replace(columns, rows=t.v(f"head * {h.queries} + queries"), row_mask=mask)
-        self._emitter(t, tile).copy(h.q.at, "into")
-        return ("into", "head", "tile", "side"), t
-
-    def _keys(self, operand: Operand, extent: int, *, read: bool = False) -> Function:
-        """Has a chunk's rows of keys or values copied to shared memory, or reads them; `ragged`: some do not exist."""
-        h, t = self.h, self._body()
-        columns = self._pieces(t, operand.dtype, extent)
-        t.do("keys = first + gl.arange(0, count, gl.SliceLayout(1, C))")
-        rows = t.v(f"key_head * {h.keys} + keys")
-        for header, inside in (("if ragged:", f"keys < {h.keys}"), ("else:", None)):
-            with t.block(header):
-                emitter = self._emitter(t, replace(columns, rows=rows, row_mask=None if inside is None else t.v(inside)))
-                if read:
-                    t.do(f"return {emitter.value(operand.at)}")
-                else:
-                    emitter.copy(operand.at, "into")
-        own = ["key_head", "first: gl.constexpr", "count: gl.constexpr", "ragged: gl.constexpr", "side"]
+    def _rows_of(self, operand: Operand, rows: int, columns: int, *, read: bool = False) -> Function:
+        """Has tile or chunk i of an operand's `rows` of a head copied to shared memory, or reads it, by pieces of 16 bytes;
+        `ragged`: some of its rows do not exist."""
+        t = self._body()
+        each = 128 // max(operand.dtype.bits, 8)
+        lanes = min(max(power(columns) // each, 1), 32)
+        t.do(f"C: gl.constexpr = gl.BlockedLayout([1, {each}], [{32 // lanes}, {lanes}], [4, 1], [1, 0])")
+        t.do(f"columns = gl.arange(0, {power(columns)}, gl.SliceLayout(0, C))")
+        column_mask = t.v(f"columns < {columns}") if power(columns) != columns else None
+        at, queries = f"head * {rows} + own", operand is self.h.q
+        t.do(f"own = i * {ROWS if queries else CHUNK} + gl.arange(0, count, gl.SliceLayout(1, C))")
+        if not queries:  # whose mask comes first: ptxas' code depends on the order, and this one was measured
+            t.v(at)
+        for mask in t.masked_if("ragged", f"own < {rows}"):
+            row_mask = mask and t.v(mask)
+            emitter = self._emitter(t, Tile(t.v(at), "columns", columns, row_mask, column_mask))
+            if read:
+                t.do(f"return {emitter.value(operand.at)}")
+            else:
+                emitter.copy(operand.at, "into")
+        own = ["head", "i", "count: gl.constexpr", "ragged: gl.constexpr", "side"]
         return own if read else ["into", *own], t
-
-    def _pieces(self, t: Text, dtype: DType, extent: int) -> Tile:
-        """Columns of an operand as a warpgroup moves them in pieces of 16 bytes."""
-        each = 128 // max(dtype.bits, 8)
-        along = min(max(power(extent) // each, 1), 32)
-        t.do(f"C: gl.constexpr = gl.BlockedLayout([1, {each}], [{32 // along}, {along}], [4, 1], [1, 0])")
-        t.do(f"columns = gl.arange(0, {power(extent)}, gl.SliceLayout(0, C))")
-        return Tile("", "columns", extent, None, t.v(f"columns < {extent}") if power(extent) != extent else None)
 
     def _mask(self, mask: Access) -> Function:
         """A mask of a head: f32 that is added, or what is seen; of one row of it where it is the same for all queries.
         `ragged`: some of these keys do not exist."""
         h, t = self.h, self._body()
         t.do(f"rows = head * {h.queries} + queries")
-        few = f"queries < {h.queries}" if not self.config.by_keys and self._ragged else None
-        for header, inside in (("if ragged:", f"keys < {h.keys}"), ("else:", None)):
-            with t.block(header):
-                row_mask, column_mask = (None if m is None else t.v(m) for m in (few, inside))
-                emitter = self._emitter(t, Tile("rows", "keys", h.keys, row_mask, column_mask))
-                value = emitter.value(mask)
-                t.do(f"return {emitter.convert(value, mask.root.dtype, F32) if self.config.added else value}")
+        for inside in t.masked_if("ragged", f"keys < {h.keys}"):
+            row_mask = t.v(f"queries < {h.queries}") if not self.config.by_keys and self._ragged else None
+            emitter = self._emitter(t, Tile("rows", "keys", h.keys, row_mask, inside and t.v(inside)))
+            value = emitter.value(mask)
+            t.do(f"return {emitter.convert(value, mask.root.dtype, F32) if self.config.added else value}")
         return ("head", "queries", "keys", "ragged: gl.constexpr", "side"), t
 
     def _epilogue(self) -> Function:
@@ -305,8 +291,14 @@ class _Generated:
             if codes is None:
                 value = emitters[0].value(store)
             else:
-                t.do(f"scaled = acc * (inverse * {t.number(('codes', i), codes.factor)})[:, None]")
-                value = codes.integers(t) or emitters[0].convert("scaled", F32, codes.dtype, saturate=True)
+                dtype, scale = codes
+                half = float(torch.tensor(1 / scale, dtype=torch.float16).item())
+                factor = 1 / scale if dtype.is_float else 1 / (scale * half)
+                t.do(f"scaled = acc * (inverse * {t.number(('codes', i), factor)})[:, None]")
+                if dtype.is_float:
+                    value = emitters[0].convert("scaled", F32, dtype, saturate=True)
+                else:
+                    value = _integer_codes(t, dtype, half)
             emitters[1].store(store, f"o{i}", f"gl.convert_layout({value}, C)")
         return ("acc", "inverse", "head", "tile", "side"), t
 
@@ -321,80 +313,58 @@ class _Generated:
         return f"gl.DistributedLinearLayout({registers}, {lanes}, {warps}, [], [{ROWS}, {width}])"
 
 
-@dataclass(frozen=True)
-class QuantisedResult:
-    """A result that leaves as 8-bit codes of one scale: it is divided in f32 together with its sum of weights. For integers it
-    is rounded to f16 then, as an f16 result would be before, and to whole numbers by an addition."""
-
-    dtype: DType
-    scale: float
-
-    @property
-    def factor(self) -> float:
-        """The factor of a float result; an integer's has the rest of its scale in `integers`."""
-        return 1 / self.scale if self.dtype.is_float else 1 / (self.scale * self._half)
-
-    @property
-    def _half(self) -> float:
-        """The inverse of the scale as f16 has it."""
-        return float(torch.tensor(1 / self.scale, dtype=torch.float16).item())
-
-    def integers(self, t: Text) -> str | None:
-        """Codes of `scaled`, if they are integers; NaN gives 0, which both a maximum and a minimum with 0 give."""
-        if self.dtype.is_float:
-            return None
-        words = {
-            "zero": 0.0,
-            "magic": MAGIC,
-            "least": MAGIC + self.dtype.min,
-            "most": MAGIC + self.dtype.max,
-        }
-        lines = [f".reg .b32 {', '.join(words)}, a, b, q0, q1;"]
-        lines += [f"mov.b32 {name}, {twice(value):#010x};" for name, value in words.items()]
-        for q, low, high in (("q0", "$1", "$2"), ("q1", "$3", "$4")):
-            lines += [f"cvt.rn.f16x2.f32 a, {high}, {low};", "max.f16x2 b, a, zero;", "min.f16x2 a, a, zero;"]
-            lines += [f"fma.rn.f16x2 {q}, b, $5, magic;", f"fma.rn.f16x2 {q}, a, $5, {q};"]
-            lines += [f"max.f16x2 {q}, {q}, least;", f"min.f16x2 {q}, {q}, most;"]
-        lines.append("prmt.b32 $0, q0, q1, 0x6420;")
-        kind = "int8" if self.dtype is S8 else "uint8"
-        # The pair of inverses is a word, one of the four that stand beside four values.
-        text, inverse = f'"{{ {" ".join(lines)} }}", "=r,f,f,f,f,r,r,r,r"', t.number("halves", twice(self._half))
-        return f"gl.inline_asm_elementwise({text}, [scaled, {inverse}], dtype=gl.{kind}, is_pure=True, pack=4)"
+def _integer_codes(t: Text, dtype: DType, half: float) -> str:
+    """8-bit codes of `scaled` times `half`, a scale's inverse as f16 has it: rounded to f16, as an f16 result would be before,
+    and to whole numbers by an addition. NaN gives 0, which both a maximum and a minimum with 0 give."""
+    words = {"zero": 0.0, "magic": MAGIC, "least": MAGIC + dtype.min, "most": MAGIC + dtype.max}
+    lines = [f".reg .b32 {', '.join(words)}, a, b, q0, q1;"]
+    lines += [f"mov.b32 {name}, {twice(value):#010x};" for name, value in words.items()]
+    for q, low, high in (("q0", "$1", "$2"), ("q1", "$3", "$4")):
+        lines += [f"cvt.rn.f16x2.f32 a, {high}, {low};", "max.f16x2 b, a, zero;", "min.f16x2 a, a, zero;"]
+        lines += [f"fma.rn.f16x2 {q}, b, $5, magic;", f"fma.rn.f16x2 {q}, a, $5, {q};"]
+        lines += [f"max.f16x2 {q}, {q}, least;", f"min.f16x2 {q}, {q}, most;"]
+    lines.append("prmt.b32 $0, q0, q1, 0x6420;")
+    kind = "int8" if dtype is S8 else "uint8"
+    # The pair of inverses is a word, one of the four that stand beside four values.
+    text, inverse = f'"{{ {" ".join(lines)} }}", "=r,f,f,f,f,r,r,r,r"', t.number("halves", twice(half))
+    return f"gl.inline_asm_elementwise({text}, [scaled, {inverse}], dtype=gl.{kind}, is_pure=True, pack=4)"
 
 
-def quantised_result(root: Node) -> QuantisedResult | None:
-    """The codes that a store's expression is, if it is nothing but a quantisation by one number."""
+def quantised_result(root: Node) -> tuple[DType, float] | None:
+    """The type and the scale of the 8-bit codes that a store's expression is, if it is nothing but a quantisation by one
+    number: the result is divided in f32 together with its sum of weights."""
     while isinstance(root.op, VIEWS):
         root = root.src[0]
-    if (
-        not isinstance(root.op, Quantize)
-        or len(root.src) != 2
-        or not isinstance(root.src[0].op, Acc)
-        or root.op.block is not None
-    ):
+    if not isinstance(root.op, Quantize) or root.op.block is not None:
+        return None
+    if len(root.src) != 2 or not isinstance(root.src[0].op, Acc):
         return None
     scale = number(root.src[1])
     if scale is None or not 2.0**-14 <= scale <= 2.0**13:  # its inverse is a normal f16, which what is rounded times it fits
         return None
     saturates = root.dtype in (S8, U8) or (root.dtype.name in NATIVE_FP8 and root.op.overflow == "saturate")
-    return QuantisedResult(root.dtype, scale) if saturates else None
+    return (root.dtype, scale) if saturates else None
 
 
 # -- where operands lie
 
 
-def unaligned(heads: Heads) -> str | None:
-    """A sentence, unless all rows of the operands lie in memory as copies of 16 bytes take them."""
+def check_alignment(heads: Heads) -> None:
+    """Nothing if all rows of the operands lie in memory as copies of 16 bytes take them.
+
+    Raises:
+        Unsupported: a sentence.
+    """
     for name, operand in (("queries", heads.q), ("keys", heads.k), ("values", heads.v)):
         each = 128 // operand.dtype.bits
-        place = _place(operand.at) if operand.reads_nothing_as_zero else None
-        if place is None:
-            return f"its {name} are worked out from other values"
+        found = source_of(operand.at) if operand.reads_nothing_as_zero else None
+        if found is None:
+            raise Unsupported(f"its {name} are worked out from other values")
+        _, place = found
         along = [t for t in place.columns if t.inner == 1]
         steady = len(place.columns) == len(along) == 1 and along[0].stride == 1 and along[0].extent >= operand.at.columns_extent
         if not steady or any(n % each for n in (place.offset, *(t.stride for t in place.rows))):
-            return f"rows of its {name} do not lie in pieces of 16 bytes"
-    return None
+            raise Unsupported(f"rows of its {name} do not lie in pieces of 16 bytes")
 
 
 def tma_operands(heads: Heads) -> list[tuple[int, TmaView]] | None:
@@ -407,24 +377,19 @@ def tma_operands(heads: Heads) -> list[tuple[int, TmaView]] | None:
         (heads.k, heads.keys, keys, all_heads // heads.shared, heads.depth),
         (heads.v, heads.keys, keys, all_heads // heads.shared, heads.width),
     ):
-        leaf, place = leaf_of(operand.at), _place(operand.at)
-        assert leaf is not None and isinstance(leaf.op, Param) and place is not None
-        view = tma_view(place, batch, extent, width, rows, power(width), operand.dtype.bits // 8)
+        source = source_of(operand.at)
+        assert source is not None
+        view = tma_view(source[1], batch, extent, width, rows, power(width), operand.dtype.bits // 8)
         if view is None or view.m_major:
             return None
-        found.append((leaf.op.index, view))
+        found.append((source[0], view))
     return found
 
 
-def _place(at: Access) -> AccessMap | None:
-    leaf = leaf_of(at)
-    return None if leaf is None else at.of_leaf(leaf)
-
-
-def leaf_of(at: Access) -> Node | None:
-    """The source that an operand is views of, if it is that of one."""
-    leaves = [n for n in at.views if isinstance(n.op, Param)]
-    return leaves[0] if len(leaves) == 1 else None
+def source_of(at: Access) -> tuple[int, AccessMap] | None:
+    """The one source that an operand is views of, and where its elements lie there; None where it is made of several."""
+    found = [(n.op.index, at.of_leaf(n)) for n in at.views if isinstance(n.op, Param)]
+    return found[0] if len(found) == 1 else None
 
 
 def same_for_queries(heads: Heads, mask: Access) -> bool:
