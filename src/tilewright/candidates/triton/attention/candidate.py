@@ -10,7 +10,7 @@ from tilewright.candidates.triton.attention.heads import Heads, Rounded, heads_o
 from tilewright.candidates.triton.attention.kernel import TileConfig, kernel_text, power, sources_of
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.candidates.triton.runtime.module import Arch, Built, build, exact_fp8, launcher, needs, required_arch
+from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.schedule.candidate import ATTENTION, GPU, Candidate, Kernel, Schedule, Unsupported
@@ -66,7 +66,7 @@ class Plan:
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
-    arch = required_arch(target)
+    arch = arch_of(target)
     heads = heads_of(problem, exact_fp8(arch))
     if max(heads.depth, heads.width) > MOST_DEPTH:
         raise Unsupported(f"a head of {max(heads.depth, heads.width)} columns does not fit into registers")

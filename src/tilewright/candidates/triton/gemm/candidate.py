@@ -109,7 +109,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     Raises:
         Unsupported: the sentence why there is none.
     """
-    arch = modules.required_arch(target)
+    arch = modules.arch_of(target)
     if 0 in (problem.batch, problem.M, problem.N, problem.K):
         raise Unsupported("an extent is 0")
     if problem.batch * max(problem.M, problem.N) > NUMBERED:

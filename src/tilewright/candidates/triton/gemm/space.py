@@ -76,14 +76,13 @@ def work(spec: KernelSpec, target: Target) -> Work:
 def legal(spec: KernelSpec, target: Target) -> list[TileConfig]:
     """Points whose operands and sums fit into shared memory and registers."""
     arch = arch_of(target)
-    assert arch is not None
     size = spec.dot.operand.bits // 8
     shared = target.chip.shared_bytes or DEFAULT_SHARED
     scalar = spec.dot.precision == "ieee"
     rows, columns = _sizes(spec.rows), _sizes(spec.columns)
     depths = (16, 32) if size == 4 else (32, 64, 128) if size == 2 else (64, 128, 256)
     # wgmma wants 64 rows, and takes its left operand alone from registers, where conversions leave theirs.
-    turns, converts = arch.capability == 90 and not scalar, _conversions(spec.rhs) > _conversions(spec.lhs)
+    swaps, converts = arch.capability == 90 and not scalar, _conversions(spec.rhs) > _conversions(spec.lhs)
     found: list[TileConfig] = []
     for tile_m, tile_n, tile_k, num_warps in itertools.product(rows, columns, depths, (4, 8)):
         held = tile_m * tile_n / (num_warps * arch.warp)
@@ -97,7 +96,7 @@ def legal(spec: KernelSpec, target: Target) -> list[TileConfig]:
             if bytes_ > shared or (num_stages > 2 and (num_stages - 1) * tile_k >= max(spec.depth, tile_k * 2)):
                 continue
             for split_k in _splits(spec, tile_m, tile_n, tile_k, target):
-                for swap_ab in (False, True) if turns and (tile_m < 64 or converts) and tile_n >= 64 else (False,):
+                for swap_ab in (False, True) if swaps and (tile_m < 64 or converts) and tile_n >= 64 else (False,):
                     point = TileConfig(tile_m, tile_n, tile_k, num_warps, num_stages, split_k, 8, swap_ab)
                     if shared_bytes(spec, point, arch) <= shared:
                         found.append(point)
@@ -139,7 +138,6 @@ def _splits(spec: KernelSpec, tile_m: int, tile_n: int, tile_k: int, target: Tar
 def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
     """The work of kernels, for all points at once."""
     arch = arch_of(target)
-    assert arch is not None
     size = spec.dot.operand.bits / 8
     sms = max(target.cores, 1)
     steps = np.ceil(np.ceil(spec.depth / p.tile_k) / p.split_k)
@@ -149,15 +147,10 @@ def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
     shared = np.maximum(p.num_stages * (p.tile_m + p.tile_n) * p.tile_k * size, 1024)
     held = p.tile_m * p.tile_n / (p.num_warps * arch.warp) * (2 if spec.dot.promote else 1)
     registers = (held + REGISTERS_BESIDE) * p.num_warps * arch.warp * 4
-    room = target.chip.shared_bytes or DEFAULT_SHARED
-    resident = np.minimum.reduce(
-        [
-            np.floor(room / shared),
-            np.floor((target.chip.registers_bytes or 256 << 10) / registers),
-            THREADS / (p.num_warps * arch.warp),
-            np.full_like(shared, BLOCKS),
-        ]
-    )
+    of_shared = np.floor((target.chip.shared_bytes or DEFAULT_SHARED) / shared)
+    of_registers = np.floor((target.chip.registers_bytes or 256 << 10) / registers)
+    of_threads = np.minimum(THREADS / (p.num_warps * arch.warp), BLOCKS)
+    resident = np.minimum.reduce([of_shared, of_registers, of_threads])
     resident = np.clip(resident, 1, np.maximum(np.ceil(blocks / sms), 1))
     rounds = np.ceil(blocks / sms)  # blocks of the busiest SM
     waves = np.ceil(blocks / (sms * resident))
@@ -172,9 +165,8 @@ def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
     waiting = (LATENCY + far * (FAR_LATENCY - LATENCY)) / (np.maximum(p.num_stages - 1 - behind, 0.5) * resident)
     each = np.maximum.reduce([step, waiting, near / NEAR_BYTES_PER_CYCLE]) + STEP
     each = each * np.where((behind > 0) & (p.num_stages == 2), TAKES_TURNS, 1.0) * np.where(held >= 128, TIGHT, 1.0)
-    converted = _conversions(spec.lhs) * p.tile_m * p.tile_k * ~p.swap_ab + _conversions(spec.rhs) * p.tile_n * p.tile_k * (
-        ~p.swap_ab | (arch.capability != 90)
-    )
+    converted = _conversions(spec.lhs) * p.tile_m * p.tile_k * ~p.swap_ab
+    converted = converted + _conversions(spec.rhs) * p.tile_n * p.tile_k * (~p.swap_ab | (arch.capability != 90))
     if _conversions(spec.lhs) or _conversions(spec.rhs):
         each = each + CONVERTING
     finished = p.tile_m * p.tile_n / LANES * (4 + sum(_operations(s) for s in spec.stores) / len(spec.stores))
@@ -196,10 +188,8 @@ def _step(spec: KernelSpec, p: Any, arch: Arch, target: Target) -> tuple[Array, 
     own = "bf16" if spec.dot.unit == "tf32" else spec.dot.unit  # TF32 has half the rate of bf16 on every chip
     unit = next((u for name in (own, *wider_units(own)) for u in target.chip.units if u.operand == name), None)
     rate = (float(unit.ops_per_cycle) if unit is not None else 256.0) / (2 if spec.dot.unit == "tf32" else 1)
-    down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
-    groups = (
-        (arch.capability == 90) & (down >= 64) & (not _gathers(spec, arch))
-    )  # four warps multiply together, from shared memory
+    down, wide = _of_dot(p)
+    groups = (down >= 64) & (arch.capability == 90 and not _gathers(spec, arch))  # of four warps multiply, from shared memory
     multiplied = 2 * np.maximum(down, 16) * np.maximum(wide, 8) * p.tile_k / rate
     if arch.capability == 90:
         multiplied = multiplied * np.where(groups, 1.0, 1.6)  # mma.sync reaches five eighths of wgmma's rate
@@ -212,9 +202,14 @@ def _step(spec: KernelSpec, p: Any, arch: Arch, target: Target) -> tuple[Array, 
     return np.maximum(multiplied, fed), np.where(groups, 1.0, 0.0)
 
 
+def _of_dot(p: Any) -> tuple[Array, Array]:
+    """Rows of the dot's first and second operand."""
+    return np.where(p.swap_ab, p.tile_n, p.tile_m), np.where(p.swap_ab, p.tile_m, p.tile_n)
+
+
 def _warps_down(p: Any) -> Array:
     """Warps side by side along the rows of the dot's first operand: each reads all of the second."""
-    down, wide = (np.where(p.swap_ab, b, a) for a, b in ((p.tile_m, p.tile_n), (p.tile_n, p.tile_m)))
+    down, wide = _of_dot(p)
     return np.clip(2 ** np.round(np.log2(np.sqrt(p.num_warps * down / wide))), 1, np.minimum(p.num_warps, down / 16))
 
 

@@ -13,7 +13,7 @@ from tilewright.candidates.triton.expressions.emit import NUMBERED, check_node
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.normalization.kernel import Tiles, arguments_of, kernel_text, sources_of
 from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.candidates.triton.runtime.module import Arch, Built, build, exact_fp8, launcher, needs, required_arch
+from tilewright.candidates.triton.runtime.module import Arch, Built, arch_of, build, exact_fp8, launcher, needs
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
@@ -94,7 +94,7 @@ class Plan:
 
 
 def plan(problem: FusionProblem, target: Target) -> Plan:
-    arch = required_arch(target)
+    arch = arch_of(target)
     regions = reduction_nests(problem.roots, check_node, problem.destinations)
     for region in regions:
         if any(region.level.values()) and region.columns > MOST_COLUMNS:

@@ -57,20 +57,7 @@ class Arch:
         return self.name if isinstance(self.name, int) else 0
 
 
-def arch_of(target: Target) -> Arch | None:
-    """The architecture of a device; None where Triton makes nothing for it."""
-    if target.kind != "cuda":
-        return None
-    for feature in sorted(target.features):
-        nvidia, amd = re.fullmatch(r"sm_(\d+)a?", feature), re.fullmatch(r"gfx9[0-9a-f]+", feature)
-        if nvidia and int(nvidia[1]) >= 75:
-            return Arch("cuda", int(nvidia[1]), 32)
-        if amd:
-            return Arch("hip", feature, 64)
-    return None
-
-
-def required_arch(target: Target) -> Arch:
+def arch_of(target: Target) -> Arch:
     """The architecture of a device.
 
     Raises:
@@ -78,10 +65,13 @@ def required_arch(target: Target) -> Arch:
     """
     if not installed():
         raise Unsupported(INSTALL)
-    arch = arch_of(target)
-    if arch is None:
-        raise Unsupported(f"Triton does not compile for {target.name}")
-    return arch
+    for feature in sorted(target.features) if target.kind == "cuda" else ():
+        nvidia, amd = re.fullmatch(r"sm_(\d+)a?", feature), re.fullmatch(r"gfx9[0-9a-f]+", feature)
+        if nvidia and int(nvidia[1]) >= 75:
+            return Arch("cuda", int(nvidia[1]), 32)
+        if amd:
+            return Arch("hip", feature, 64)
+    raise Unsupported(f"Triton does not compile for {target.name}")
 
 
 def exact_fp8(arch: Arch) -> frozenset[str]:

@@ -73,12 +73,6 @@ def ragged(config, i):
 
 
 @gluon.constexpr_function
-def flat(size):
-    """Keys of a chunk over a warpgroup."""
-    return gl.BlockedLayout([size // 32], [32], [4], [0])
-
-
-@gluon.constexpr_function
 def keys_of(config, count):
     """Keys of a head's first chunks."""
     return min(config.keys.value, count * CHUNK.value)
@@ -434,7 +428,7 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
             if not config.added:
                 for i in gl.static_range(config.chunks):
                     row = first_rows(bias.index(stage * config.chunks + i), extent(config.keys, i))
-                    own = row.load(flat(extent(config.keys, i)))
+                    own = row.load(gl.BlockedLayout([row.shape[0] // 32], [32], [4], [0]))
                     whole = whole + (gl.min(own, 0) > 0,)
                     if i > 0:
                         seen = gl.where(gl.max(own, 0) > 0, i + 1, seen)
