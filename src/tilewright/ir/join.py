@@ -20,12 +20,11 @@ def manner_of(root: Node) -> Manner:
 
     Parts of one manner stand side by side under one copy of these operations.
     """
-    found: list[tuple[Op | type[Op], tuple[tuple[DType, int], ...]] | DType] = []
+    found: list[tuple[Op | type[Op], tuple[tuple[DType, int], ...]]] = []
     node = root
     while isinstance(node.op, (Slice, Reshape, Transpose, Convert, Dequantize, Quantize)):
         if not isinstance(node.op, Slice):
-            said = Reshape if isinstance(node.op, Reshape) else node.op
-            found.append((said, tuple((s.dtype, len(s.shape) if s is node.src[0] else 0) for s in node.src)))
+            found.append((Reshape if isinstance(node.op, Reshape) else node.op, _read_types(node)))
         node = node.src[0]
     return (*found, node.dtype)
 
@@ -58,8 +57,8 @@ def join(parts: Sequence[Node], axis: int) -> Node:
     return _join_scaled(op, parts, axis)
 
 
-def _read_types(part: Node) -> list[tuple[DType, int]]:
-    return [(s.dtype, len(s.shape) if s is part.src[0] else 0) for s in part.src]
+def _read_types(part: Node) -> tuple[tuple[DType, int], ...]:
+    return tuple((s.dtype, len(s.shape) if s is part.src[0] else 0) for s in part.src)
 
 
 def _adjacent_as_one(parts: Sequence[Node], axis: int) -> list[Node]:

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 from tilewright.dtype import DType, dtype, from_torch
 from tilewright.errors import InputError, check_type
+from tilewright.ir.ops.functions import BITS_TYPE
 from tilewright.linear.kernels import Form, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
@@ -19,7 +20,6 @@ from tilewright.schedule.buckets import Buckets
 from tilewright.schedule.search import Progress
 
 _OPTIONAL = ("zero_points", "offsets", "order")
-_BITS = {2: torch.int16, 4: torch.int32}
 
 
 class LayerWeight(QuantizedWeight):
@@ -287,7 +287,7 @@ class Linear(torch.nn.Module):
         """Move the weight with the module, but convert none of it: scales travel as their bits."""
         floats = {n: t.dtype for n, t in self._buffers.items() if t is not None and t.is_floating_point()}
         for name, of in floats.items():
-            self._buffers[name] = cast("torch.Tensor", self._buffers[name]).view(_BITS[of.itemsize])
+            self._buffers[name] = cast("torch.Tensor", self._buffers[name]).view(BITS_TYPE[of.itemsize])
         try:
             super()._apply(cast("Any", fn), recurse)
         finally:

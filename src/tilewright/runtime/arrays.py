@@ -11,6 +11,7 @@ import torch
 from tilewright.dtype import DType, from_torch
 from tilewright.dtype import from_numpy as numpy_dtype
 from tilewright.errors import InputError, UnsupportedError
+from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType, no_numbers
 
 if TYPE_CHECKING:
@@ -45,13 +46,9 @@ def from_numpy(array: np.ndarray, dtype: DType) -> torch.Tensor:
     contiguous = np.require(native, requirements=["C", "W"])
     if contiguous.dtype.isbuiltin != 1:
         bits = contiguous.view(_STORAGE[contiguous.dtype.itemsize])
-        return torch.from_numpy(bits).view(dtype.to_torch()) if dtype.bits != 4 else _codes(bits, dtype)
+        raw = torch.from_numpy(bits)
+        return raw.view(dtype.to_torch()) if dtype.bits != 4 else narrow_integer(raw, dtype)
     return torch.from_numpy(contiguous)
-
-
-def _codes(bits: np.ndarray, dtype: DType) -> torch.Tensor:
-    low = torch.from_numpy(bits).to(torch.int16) & 15
-    return (torch.where(low > 7, low - 16, low) if dtype.kind == "int" else low).to(dtype.to_torch())
 
 
 def to_numpy(tensor: torch.Tensor, dtype: DType) -> np.ndarray:

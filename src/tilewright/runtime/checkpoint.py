@@ -96,7 +96,10 @@ class Checkpoint:
             return self._file[f"{layer}.{name}"].tensor(f"{layer}.{name}") if f"{layer}.{name}" in self._file else None
 
         try:
-            return _finite(self._read(layer, part))
+            weight = self._read(layer, part)
+            if not bool(torch.isfinite(weight.scales).all()):
+                raise InputError("a scale that is not finite", hint="fetch the checkpoint again, or quantise the layer anew")
+            return weight
         except TilewrightError as error:
             raise type(error)(error.what, where=layer, hint=error.hint) from error
 
@@ -122,17 +125,6 @@ class Checkpoint:
             if self._labelled is None:
                 raise
             return from_gptq(qweight, qzeros, scales, g_idx, version=self._labelled)
-
-
-def _finite(weight: QuantizedWeight) -> QuantizedWeight:
-    """The weight, if its scales are numbers.
-
-    Raises:
-        InputError: one is not.
-    """
-    if not bool(torch.isfinite(weight.scales).all()):
-        raise InputError("a scale that is not finite", hint="fetch the checkpoint again, or quantise the layer anew")
-    return weight
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:

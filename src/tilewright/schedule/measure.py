@@ -16,6 +16,7 @@ import torch
 
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import bits_of
+from tilewright.ir.ops.functions import BITS_TYPE, by_bits
 from tilewright.schedule.candidate import Runner
 from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
@@ -147,7 +148,7 @@ def examine(
 
 def _other_data(t: torch.Tensor) -> torch.Tensor:
     """The same elements in reverse order."""
-    return t.reshape(-1).view(_bits(t)).flip(0).view(t.dtype).reshape(t.shape)
+    return by_bits(lambda t: t.flip(0), t.reshape(-1)).reshape(t.shape)
 
 
 def _all_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
@@ -155,11 +156,9 @@ def _all_same(a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> bool:
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.contiguous().view(_bits(a)), b.contiguous().view(_bits(a)))
-
-
-def _bits(t: torch.Tensor) -> torch.dtype:
-    return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.itemsize]
+    """Tell whether two tensors of one type have the same bits, those of NaN too."""
+    kind = BITS_TYPE[a.itemsize]
+    return a.shape == b.shape and torch.equal(a.contiguous().view(kind), b.contiguous().view(kind))
 
 
 class Cold:

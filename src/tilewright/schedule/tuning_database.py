@@ -130,11 +130,15 @@ class TuningDatabase:
         if decision is None:
             return None
         if decision.time_us is not None:
-            self._settle(Record(record.key, str(problem), record.candidate, record.knobs, decision.time_us, (), time.time()))
+            self._settle(record.key, decision, ())
         return replace(decision, rejected=(), recalled=True)
 
-    def _settle(self, record: Record) -> None:
-        self.settled[record.key.problem] = record
+    def _settle(self, key: Key, decision: Decision, losers: tuple[Loser, ...]) -> None:
+        """Keep a decision whose kernel was timed."""
+        kernel, us = decision.kernel, decision.time_us
+        assert us is not None
+        record = Record(key, str(decision.problem), kernel.candidate, kernel.schedule.knobs, us, losers, time.time())
+        self.settled[key.problem] = record
         if self._cache is not None:
             self._cache.put(record)
 
@@ -169,9 +173,7 @@ class TuningDatabase:
         if not decision.measured or decision.time_us is None:
             return
         losers = tuple(Loser(r.candidate[:LONGEST], r.why[:LONGEST], r.time_us) for r in decision.rejected)
-        kernel = decision.kernel
-        key, knobs = self._key(decision.problem, budget_s), kernel.schedule.knobs
-        self._settle(Record(key, str(decision.problem), kernel.candidate, knobs, decision.time_us, losers, time.time()))
+        self._settle(self._key(decision.problem, budget_s), decision, losers)
         if self._cache is not None and self._retry:
             lost = {r.candidate.split(" ")[0] for r in decision.rejected if r.fatal}
             for refusal in self._refusals(decision.problem):

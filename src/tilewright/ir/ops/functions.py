@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ NUMBER = FLOAT | INTEGER
 BITS = INTEGER | {"pred"}
 ANY = NUMBER | {"pred"}
 
+BITS_TYPE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # that torch has all kernels for, by bytes
 _WIDER = {"u16": torch.int32, "u32": torch.int64}
 
 
@@ -68,11 +70,8 @@ def evaluate_function(f: Function, dtype: DType, args: list[torch.Tensor]) -> to
 def by_bits(f: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """`f` on tensors whose elements are only moved: types torch has no kernels for travel as integers of their width."""
     storage = tensors[0].dtype
-    if storage.is_floating_point and storage.itemsize == 1:
-        return f(*[t.view(torch.uint8) for t in tensors]).view(storage)
-    if storage in (torch.uint16, torch.uint32, torch.uint64):
-        signed = {2: torch.int16, 4: torch.int32, 8: torch.int64}[storage.itemsize]
-        return f(*[t.view(signed) for t in tensors]).view(storage)
+    if storage in (torch.uint16, torch.uint32, torch.uint64) or (storage.is_floating_point and storage.itemsize == 1):
+        return f(*[t.view(BITS_TYPE[storage.itemsize]) for t in tensors]).view(storage)
     return f(*tensors)
 
 
@@ -105,9 +104,6 @@ def _round_half_away(x: torch.Tensor) -> torch.Tensor:
     return torch.where(torch.frac(x).abs() == 0.5, torch.trunc(x) + torch.sign(x), torch.round(x))
 
 
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 def _extreme(greater: bool) -> Callable[..., torch.Tensor]:
     """torch's maximum or minimum, which give either of two zeros: equal numbers have equal bits but for a zero's sign, which
     is minus in both (the bits' `and`) or in any (their `or`)."""
@@ -117,7 +113,7 @@ def _extreme(greater: bool) -> Callable[..., torch.Tensor]:
         picked = pick(a, b)
         if not picked.is_floating_point():
             return picked
-        bits = _BITS[picked.dtype.itemsize]
+        bits = BITS_TYPE[picked.dtype.itemsize]
         joined = join(*(t.to(picked.dtype).view(bits) for t in (a, b)))  # a number of no axes may be of another width
         return torch.where(a == b, joined.view(picked.dtype), picked)
 
@@ -147,10 +143,6 @@ def _relu(x: torch.Tensor) -> torch.Tensor:
     return x if x.dtype is torch.uint8 else torch.relu(x)
 
 
-def _silu(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.silu(x)
-
-
 def _erf(x: torch.Tensor) -> torch.Tensor:
     # Of small numbers of 16 bits torch's own has no digit right on a CPU.
     return torch.erf(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
@@ -160,10 +152,6 @@ def _gelu(x: torch.Tensor) -> torch.Tensor:
     # x * Phi(x) by erfc: 1 + erf(x) loses all digits of a negative tail, and torch's own gives NaN at infinity.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (0.5 * wide * torch.erfc(wide * -math.sqrt(0.5))).to(x.dtype)
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def _logical(on_bool: Callable[..., torch.Tensor], on_bits: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
@@ -226,7 +214,7 @@ FUNCTIONS: dict[str, Function] = {
     "exponential_minus_one": _unary(FLOAT, torch.expm1),
     "floor": _unary(FLOAT, torch.floor),
     "gelu": _unary(FLOAT, _gelu),
-    "gelu_tanh": _unary(FLOAT, _gelu_tanh),
+    "gelu_tanh": _unary(FLOAT, partial(torch.nn.functional.gelu, approximate="tanh")),
     "greater": _compare(torch.gt),
     "greater_equal": _compare(torch.ge),
     "is_finite": Function(1, FLOAT, torch.isfinite, to_pred=True),
@@ -256,7 +244,7 @@ FUNCTIONS: dict[str, Function] = {
     "shift_right_arithmetic": _binary(INTEGER, integers.shift_right_arithmetic),
     "shift_right_logical": _binary(INTEGER, integers.shift_right_logical),
     "sign": Function(1, NUMBER, _sign, on_u64=_is_nonzero),
-    "silu": _unary(FLOAT, _silu),
+    "silu": _unary(FLOAT, torch.nn.functional.silu),
     "sine": _unary(FLOAT, torch.sin),
     "sinh": _unary(FLOAT, torch.sinh),
     "sqrt": _unary(FLOAT, torch.sqrt),

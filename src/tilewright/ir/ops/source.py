@@ -22,18 +22,24 @@ if TYPE_CHECKING:
     from tilewright.ir.graph import Value
 
 
-@dataclass(frozen=True)
-class Input(Op):
-    """A value given at run time, called `label`; or, if `mutable`, kept by the program from call to call (`Graph.state`)."""
+class _Leaf:
+    """The rule of operations without sources, whose type is declared."""
 
     arity = 0
+
+    type: TensorType
+
+    def infer(self, *src: TensorType) -> Type:
+        return self.type
+
+
+@dataclass(frozen=True)
+class Input(_Leaf, Op):
+    """A value given at run time, called `label`; or, if `mutable`, kept by the program from call to call (`Graph.state`)."""
 
     label: str
     type: TensorType
     mutable: bool = False
-
-    def infer(self, *src: TensorType) -> Type:
-        return self.type
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         raise TypeMismatchError(f"input {self.label!r} has no value")
@@ -55,31 +61,21 @@ class Const(Op):
 
 
 @dataclass(frozen=True)
-class Param(Op):
+class Param(_Leaf, Op):
     """Source `index` of the gemm in whose expression this stands. Only inside an op's regions."""
-
-    arity = 0
 
     index: int
     type: TensorType
-
-    def infer(self, *src: TensorType) -> Type:
-        return self.type
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         raise TypeMismatchError(f"param {self.index} stands outside an operation's expression")
 
 
 @dataclass(frozen=True)
-class Acc(Op):
+class Acc(_Leaf, Op):
     """The accumulator [*batch, M, N] of the gemm in whose store this stands. Only inside a gemm's stores."""
 
-    arity = 0
-
     type: TensorType
-
-    def infer(self, *src: TensorType) -> Type:
-        return self.type
 
     def evaluate(self, node: Node, src: Sequence[torch.Tensor]) -> Value:
         raise TypeMismatchError("acc stands outside a gemm's stores")
