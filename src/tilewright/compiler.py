@@ -213,8 +213,10 @@ def compile(
             return prepare(source, graph, target, trace, decide, inner)
 
         executable = prepared(source, graph, trace, budget_s, progress)
-    uncompiled = _uncompiled(program, example_inputs, executable) if isinstance(program, torch.nn.Module) else None
-    return replace(executable, layers=tuple(layers), uncompiled=uncompiled)
+    executable.layers = tuple(layers)
+    if isinstance(program, torch.nn.Module):
+        executable.uncompiled = _uncompiled(program, example_inputs, executable)
+    return executable
 
 
 def _uncompiled(

@@ -92,17 +92,6 @@ class Executable:
     layers: tuple[Layer, ...] = ()
     own_graphs: bool = True
     uncompiled: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
-    _program: list[Bound] = field(init=False, repr=False)
-    _start: list[Value] = field(init=False, repr=False)
-    _inputs: list[int] = field(init=False, repr=False)
-    _outputs: list[int] = field(init=False, repr=False)
-    _wanted: list[Wanted] = field(init=False, repr=False)
-    constant_memory: frozenset[int] = field(init=False, repr=False)
-    _slots: dict[Node, int] = field(init=False, repr=False)
-    _written: list[tuple[int, int]] = field(init=False, repr=False)
-    _copied: list[torch.Tensor] = field(init=False, repr=False)
-    _at_risk: list[torch.Tensor] = field(init=False, repr=False)
-    _on_device: OnDevice | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         if self.graph.state:
@@ -139,7 +128,7 @@ class Executable:
         self._copied = [cast("torch.Tensor", self._ready[old]) for _, old in copied]
         risked = written_before_compared(self.steps) if self.graph.state else set[Node]()
         self._at_risk = [cast("torch.Tensor", self._ready[n]) for n in risked if n in self._ready]
-        self._start = [None] * len(slot)
+        self._start: list[Value] = [None] * len(slot)
         for node, value in self._ready.items():
             self._start[slot[node]] = value
         self.constant_memory = frozenset(address(v) for v in self._ready.values() if isinstance(v, torch.Tensor))
