@@ -29,7 +29,7 @@ pytest.importorskip("triton")
 
 from tilewright.candidates.triton.hopper.gemm.run import compiled as compiled_gemm
 from tilewright.candidates.triton.hopper.w4 import tiles
-from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, compiled
+from tilewright.candidates.triton.hopper.w4.candidate import CANDIDATE, FewRows
 from tilewright.candidates.triton.hopper.w4.convert import byte_factor, dequantize_to_bytes
 from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import BLOCK, bias, packed, packed_weights, places
@@ -230,7 +230,8 @@ def configured(problem, tile):
 
 def built(problem, tile):
     """A problem's kernel."""
-    return compiled(*configured(problem, tile), tuple(t.dtype for t in problem.types))
+    plan, config = configured(problem, tile)
+    return FewRows(problem, H200, plan).machine_code(config)
 
 
 @pytest.mark.thin(3)
@@ -372,8 +373,9 @@ CASES = {
 def test_machine_code_is_loaded_for_each_device():
     line, point, _ = CASES["forty rows"]
     problem = posed(line)
-    types = tuple(t.dtype for t in problem.types)
-    first, again, other = (compiled(*configured(problem, point), types, device).kernel for device in (0, 0, 1))
+    plan, config = configured(problem, point)
+    kernels = (FewRows(problem, replace(H200, index=i), plan).machine_code(config).kernel for i in (0, 0, 1))
+    first, again, other = kernels
     assert first is again and first is not other
 
 
@@ -404,7 +406,7 @@ def test_products_by_wgmma_do_not_wait_for_each_other(rows, outs):
     line = f"~f16[{rows},8192] @ s4[{outs},8192]^T group=64 -> f16"
     problem = posed(line)
     config = next(c for c in configs(plan_of(problem), H200) if c.unroll)
-    kernel = compiled(plan_of(problem), config, tuple(t.dtype for t in problem.types)).kernel
+    kernel = FewRows(problem, H200, plan_of(problem)).machine_code(config).kernel
     text = assembly(kernel)
     products = len(re.findall(r"\bHGMMA\b", text))
     assert products and len(re.findall(r"\bWARPGROUP.DEPBAR\b", text)) == products // 4

@@ -20,7 +20,7 @@ from tilewright.candidates.llvm.expressions.text import Function, Int, vec
 from tilewright.candidates.llvm.expressions.vector import Columns, Vectors, check
 from tilewright.candidates.llvm.gemm.dots import DOTS, Choice
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
-from tilewright.candidates.llvm.w4.kernel import CODES, GroupedNest, GroupedWriter, Sides, streamed
+from tilewright.candidates.llvm.w4.kernel import CODES, GroupedNest, GroupedWriter, Sides, packed_stream
 from tilewright.dtype import F32, S8, S32, U8
 from tilewright.hardware.target import Chip
 from tilewright.ir.build import broadcast, convert, reshape
@@ -170,7 +170,7 @@ class CodesNest(GroupedNest):
             held[:, -1] = self.depth - (self.group_count - 1) * self.group
             total = padded.view(-1, self.group_count, self.group).sum(-1, dtype=torch.int32)
             sides.append(-(total if zeros is None else total - held * zeros.to(torch.int32)))
-        return streamed(self, kept, sides, ORDER)
+        return packed_stream(self, kept, sides, ORDER)
 
 
 class CodesWriter(GroupedWriter):

@@ -104,10 +104,10 @@ class GroupedNest(Nest):
     def packed(self, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> torch.Tensor:
         """The stream of codes [columns, K], scales and zero points [columns, groups], all by panel."""
         sides = [s.float().contiguous() for s in (scales, zeros) if s is not None]
-        return streamed(self, codes.to(torch.int32), sides, PAIRED if self.by_pairs else ORDER)
+        return packed_stream(self, codes.to(torch.int32), sides, PAIRED if self.by_pairs else ORDER)
 
 
-def streamed(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
+def packed_stream(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.Tensor], order: Sequence[int]) -> torch.Tensor:
     """The stream, s32[panels, groups, words, columns], from codes s32[columns, K] and what precedes them in each
     group, [columns, groups] of 4 bytes each. `order`: where in its word each of 8 neighbours of a column is kept."""
     columns, lanes, span = len(codes), nest.words, CODES * nest.words

@@ -134,10 +134,10 @@ def products_asm(columns, groups, sums_in, subnormal, config):
 def multiply(a, x, acc, config: gl.constexpr):
     """Products that go on from `acc`, unless that is empty; by `wgmma` they are in flight until `wgmma_wait`."""
     groups: gl.constexpr = 1 if len(acc) > 0 else config.block_scales
-    outs: gl.constexpr = config.columns // 2 * groups
+    count: gl.constexpr = config.columns // 2 * groups
     asm: gl.constexpr = products_asm(config.columns, groups, len(acc) > 0, config.subnormal, config)
-    kinds: gl.constexpr = "=&f," * outs + "r," * (15 + len(x)) + "r" + ",f" * len(acc)
-    return gl.inline_asm_elementwise(asm, kinds, a + x + acc, dtype=(gl.float32,) * outs, is_pure=False, pack=1)
+    kinds: gl.constexpr = "=&f," * count + "r," * (15 + len(x)) + "r" + ",f" * len(acc)
+    return gl.inline_asm_elementwise(asm, kinds, a + x + acc, dtype=(gl.float32,) * count, is_pure=False, pack=1)
 
 
 @gluon.constexpr_function
@@ -721,15 +721,15 @@ def total(place, count, config: gl.constexpr):
     base = shared_base()
     if config.cluster > 1:
         at = base + config.received_at + (count & 1) * (config.cta_sums * 4) + place
-        apart: gl.constexpr = config.cta_sums * 4 // config.cluster
+        stride: gl.constexpr = config.cta_sums * 4 // config.cluster
         parts: gl.constexpr = config.cluster
     else:
         at = base + config.partials_at + place
-        apart: gl.constexpr = config.cta_sums * 4
+        stride: gl.constexpr = config.cta_sums * 4
         parts: gl.constexpr = config.k_warps
     found = ld_shared(at)
     for part in gl.static_range(1, parts):
-        found += ld_shared(at + part * apart)
+        found += ld_shared(at + part * stride)
     return found
 
 

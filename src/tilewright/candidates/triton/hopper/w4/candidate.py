@@ -23,7 +23,6 @@ from tilewright.candidates.triton.hopper.w4.plan import Plan, plan_of
 from tilewright.candidates.triton.hopper.w4.space import configs, work
 from tilewright.candidates.triton.runtime import module
 from tilewright.candidates.triton.runtime.launch import caller
-from tilewright.dtype import DType
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param
@@ -35,45 +34,6 @@ LOOKED_AT, SUFFICE = 8, 2  # points whose machine code is looked at before they 
 MOST_SPILLED = 64  # bytes of a thread: with a few of them points were the fastest still
 KERNEL = "tilewright.candidates.triton.hopper.w4._kernel.gemm"
 STATEMENTS = sha256(Path(__file__).with_name("_kernel.py").read_bytes()).hexdigest()[:12]  # which Triton's cache does not know
-
-
-def compiled(plan: Plan, config: KernelConfig, types: tuple[DType, ...], device: int = 0) -> module.Built:
-    """Machine code of the kernel for few rows with what a program does to its sums. Once it has run it is loaded on one device.
-
-    Args:
-        plan, config: the product, and a point of its space.
-        types: types of the gemm's sources.
-        device: index of the device.
-    """
-    leaves = {n for a in plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)} - {plan.second}
-    sides = sorted({_pointer(n) for n in leaves}, key=lambda n: int(n[1:]))
-    words = ["codes", "scales", "zeros"][: plan.weights.tensors]
-    outs = {f"o{i}": access for i, access in enumerate(plan.stores)}
-    t = Text("gl")
-    row_mask = t.v(f"rows < {plan.rows}") if config.columns != plan.rows else None
-    column_mask = t.v(f"columns < {plan.outs}") if plan.outs % (config.cta_rows // plan.rows_per_out) else None
-    near = {} if plan.second is None else {plan.second: "second"}
-    tile = Tile("rows", "columns", plan.outs, row_mask, column_mask, "acc", across=True, near=near)
-    for name, access in outs.items():
-        FastMath(t, tile, _pointer, {}).store(access, name)
-    functions = {"store": (("acc", "second", "rows", "columns", "side"), t)}
-    note = f"statements of {STATEMENTS}, rewritten by {EDITION}"
-    given = ["x", f"({', '.join(words)})"]
-    text = module.instance(KERNEL, config, given, [*sides, *outs], functions, t.numbers, note=note)
-    kinds = {"x": pointer_type(plan.operand)} | dict.fromkeys(words, "*i32")
-    kinds |= {n: pointer_type(types[int(n[1:])]) for n in sides} | {n: pointer_type(a.root.dtype) for n, a in outs.items()}
-    with rewriting(*([partial(clustered, size=config.cluster)] if config.cluster > 1 else [])):
-        built = module.build(
-            text,
-            kinds,
-            module.Arch("cuda", 90, 32),
-            device,
-            num_warps=config.warps,
-            launch_pdl=True,
-            maxnreg=config.registers,
-            enable_fp_fusion=False,
-        )
-    return replace(built, names=tuple(kinds))
 
 
 def _pointer(leaf: Node) -> str:
@@ -107,7 +67,42 @@ class FewRows:
         return work(self.plan, self.config(schedule), self.target)
 
     def compile(self, schedule: Schedule) -> module.Built:
-        return compiled(self.plan, self.config(schedule), tuple(t.dtype for t in self.problem.types), self.target.index)
+        return self.machine_code(self.config(schedule))
+
+    def machine_code(self, config: KernelConfig) -> module.Built:
+        """The kernel with what the program does to its sums. Once it has run it is loaded on one device."""
+        plan = self.plan
+        leaves = {n for a in plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)} - {plan.second}
+        sides = sorted({_pointer(n) for n in leaves}, key=lambda n: int(n[1:]))
+        words = ["codes", "scales", "zeros"][: plan.weights.tensors]
+        stores = {f"o{i}": access for i, access in enumerate(plan.stores)}
+        t = Text("gl")
+        row_mask = t.v(f"rows < {plan.rows}") if config.columns != plan.rows else None
+        ragged = plan.out_features % (config.cta_rows // plan.rows_per_out)
+        column_mask = t.v(f"columns < {plan.out_features}") if ragged else None
+        near = {} if plan.second is None else {plan.second: "second"}
+        tile = Tile("rows", "columns", plan.out_features, row_mask, column_mask, "acc", across=True, near=near)
+        for name, access in stores.items():
+            FastMath(t, tile, _pointer, {}).store(access, name)
+        functions = {"store": (("acc", "second", "rows", "columns", "side"), t)}
+        note = f"statements of {STATEMENTS}, rewritten by {EDITION}"
+        given = ["x", f"({', '.join(words)})"]
+        text = module.instance(KERNEL, config, given, [*sides, *stores], functions, t.numbers, note=note)
+        kinds = {"x": pointer_type(plan.operand)} | dict.fromkeys(words, "*i32")
+        kinds |= {n: pointer_type(self.problem.types[int(n[1:])].dtype) for n in sides}
+        kinds |= {n: pointer_type(a.root.dtype) for n, a in stores.items()}
+        with rewriting(*([partial(clustered, size=config.cluster)] if config.cluster > 1 else [])):
+            built = module.build(
+                text,
+                kinds,
+                module.Arch("cuda", 90, 32),
+                self.target.index,
+                num_warps=config.warps,
+                launch_pdl=True,
+                maxnreg=config.registers,
+                enable_fp_fusion=False,
+            )
+        return replace(built, names=tuple(kinds))
 
     def build(self, schedule: Schedule) -> Kernel:
         problem, target, plan = self.problem, self.target, self.plan

@@ -77,10 +77,10 @@ class Weights:
 
 @dataclass(frozen=True)
 class Plan:
-    """The product [rows, K] x [K, outs].
+    """The product [rows, K] x [K, out_features].
 
     Attributes:
-        rows, outs, K: extents; rows are those of the left operand, batch axes and all, outs the results' columns.
+        rows, out_features, K: extents; rows are those of the left operand, batch axes and all.
         x: number of the left operand's source.
         operand: type of the left operand, of 16 bits or codes of 8.
         weights: the right operand.
@@ -90,7 +90,7 @@ class Plan:
     """
 
     rows: int
-    outs: int
+    out_features: int
     K: int
     x: int
     operand: DType
@@ -106,7 +106,7 @@ class Plan:
     @property
     def weight_rows(self) -> int:
         """Rows of the weights that are multiplied."""
-        return self.outs if self.second is None else -(-self.outs // 8) * 16
+        return self.out_features if self.second is None else -(-self.out_features // 8) * 16
 
     @property
     def packed_rows(self) -> int:
@@ -141,12 +141,12 @@ def plan_of(problem: Problem) -> Plan:
         roots = tuple(substitute(roots, {n: map_("multiply", n, scale) for n in sums}))
     weights = _integers(problem, operand) if integers else _weights(problem, operand)
     weights = replace(weights, interleaved=second is not None)
-    rows, outs = problem.batch * problem.M, problem.N if second is None else problem.N // 2
+    rows, out_features = problem.batch * problem.M, problem.N if second is None else problem.N // 2
     if not rows * problem.N * problem.K:
         raise Unsupported("the result is empty or a sum of nothing")
     check(roots)
     stores = tuple(map(of_store, roots))
-    return Plan(rows, outs, problem.K, _dense(problem, x, rows), operand, weights, stores, second)
+    return Plan(rows, out_features, problem.K, _dense(problem, x, rows), operand, weights, stores, second)
 
 
 def left_of(problem: Problem) -> tuple[Node, Node | None]:
@@ -220,12 +220,12 @@ def _group(found: Node, scale: Node, *, k_contiguous: bool) -> int:
     """
     op = found.op
     assert isinstance(op, Dequantize)
-    k, outs = found.shape[::-1] if k_contiguous else found.shape
+    k, columns = found.shape[::-1] if k_contiguous else found.shape
     if op.block is not None:
         group, rows = op.block[::-1] if k_contiguous else op.block
         if rows == 1:
             return min(group, k)
-    elif scale.shape == ((outs, 1) if k_contiguous else (1, outs)):
+    elif scale.shape == ((columns, 1) if k_contiguous else (1, columns)):
         return k
     raise Unsupported("scales are not given for groups along K or for whole rows")
 

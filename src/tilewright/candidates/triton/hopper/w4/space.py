@@ -170,5 +170,5 @@ def work(plan: Plan, c: KernelConfig, target: Target) -> Work:
     if plan.operand.bits == 8:
         cycles += each_sm * plan.rows * c.cta_blocks * 64 * WIDENED_CYCLES
     cycles += each_sm * tiles_of_block * sums + (tiles_of_block - 1) * TURN_CYCLES + (c.k_chunks - 1) * CHUNK_CYCLES
-    read = plan.packed_bytes() + plan.rows * plan.K * plan.operand.bits // 8 + plan.rows * plan.outs * 2
+    read = plan.packed_bytes() + plan.rows * plan.K * plan.operand.bits // 8 + plan.rows * plan.out_features * 2
     return Work((Phase(cycles, 0.0, {"memory": float(read)}),))
