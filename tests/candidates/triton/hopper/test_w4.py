@@ -471,9 +471,9 @@ def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, prod
     spec = large.spec(tile)
     built = compiled_gemm(spec)
     text = assembly(built.kernel)
-    groups, halves = 128 // spec.packed.every, tile.tile_n // 128
+    groups, halves = 128 // spec.config.promote, tile.tile_n // 128
     wanted = {products: 8 * halves, "FFMA": 128 * groups * halves, "WARPGROUP.DEPBAR.LE": 2 * groups * halves}
-    wanted |= {"WARPGROUP.ARRIVE": 4 * halves, "I2FP.F32.S32": 128 * halves if spec.packed.operand.is_integer else 0}
+    wanted |= {"WARPGROUP.ARRIVE": 4 * halves, "I2FP.F32.S32": 128 * halves if spec.weights.operand.is_integer else 0}
     for instruction, count in wanted.items():
         assert len(re.findall(rf"\b{re.escape(instruction)}\b", text)) == count, instruction
     assert needs(built.kernel).spills == 0

@@ -81,17 +81,12 @@ class TileScheduler:
             return self.worker + group * self.workers, self.tiles, groups * self.workers
 
     @gluon.jit
-    def rank(self):
-        """The block's number in its cluster."""
-        return gl.program_id(0) % self.config.cluster
-
-    @gluon.jit
     def tile(self, j):
         """A tile's matrix of the batch, its row and column among tiles, and its steps along K from one to another."""
         t, k0, k1 = self.number(j)
         if self.config.multicast:  # two blocks have two tiles, one below the other
             b, m, n = rasterise(t, gl.cdiv(self.tiles_m, 2), self.tiles_n, max(self.config.group_m // 2, 1))
-            return b, m * 2 + self.rank(), n, k0, k1
+            return b, m * 2 + gl.program_id(0) % 2, n, k0, k1
         else:
             b, m, n = rasterise(t, self.tiles_m, self.tiles_n, self.config.group_m)
             return b, m, n, k0, k1
@@ -411,11 +406,12 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
                 mbarrier.arrive(order.index(1 - group))
             acc = warpgroup_mma_wait(0, deps=(acc,))
             if config.split_k > 1:
-                acc = reduce_over_cluster(acc, epilogue, scheduler.rank(), group, config)
+                acc = reduce_over_cluster(acc, epilogue, group, config)
             else:
                 ring.release(release)
             if config.aux_load:
-                aux_phase = epilogue.wait_aux(aux_phase, group)
+                mbarrier.wait(epilogue.aux_barriers.index(group), aux_phase)
+                aux_phase = aux_phase ^ 1
             deferred, aux_phase = epilogue.store((acc,), tile, begun, loaded, aux_phase, group)
             deferred_tile = Tile(tile.b, tile.row, tile.col, zero, tile.first, ())
     if config.deferred_store:
@@ -548,7 +544,8 @@ class Epilogue:
                 if config.aux_load:
                     if j >= config.store_buffers:
                         self.load_aux(j, tile, group)
-                        aux_phase = self.wait_aux(aux_phase, group)
+                        mbarrier.wait(self.aux_barriers.index(group), aux_phase)
+                        aux_phase = aux_phase ^ 1
                     near = near + (self.buffer(i, j, self.aux_descs[0].dtype, group).load(subtile_layout(i, config)),)
                 x = self.subtile(parts, i, j)
                 if config.store_extent[i] == 0:
@@ -649,12 +646,6 @@ class Epilogue:
         for j in gl.static_range(first, last):
             at = self.aux_place(tile.b, tile.row, tile.col + j * self.config.subtile_n[0])
             tma_load(desc, at, full, self.box(0, j, desc, group))
-
-    @gluon.jit
-    def wait_aux(self, phase, group: gl.constexpr):
-        """Waits for it; gives the barrier's next phase."""
-        mbarrier.wait(self.aux_barriers.index(group), phase)
-        return phase ^ 1
 
 
 @gluon.jit
@@ -794,7 +785,7 @@ def mark(buffers, number: gl.constexpr):
 
 
 @gluon.jit
-def reduce_over_cluster(acc, epilogue, rank, group: gl.constexpr, config: gl.constexpr):
+def reduce_over_cluster(acc, epilogue, group: gl.constexpr, config: gl.constexpr):
     """Sums of a part of K, of all columns, become those of all of K, of the block's own columns: the same on every run.
 
     Each block of a cluster has a share of K, sends every other one its part of that one's columns, and finishes its own. Sums
@@ -802,6 +793,7 @@ def reduce_over_cluster(acc, epilogue, rank, group: gl.constexpr, config: gl.con
     Of an element's row, bits 0 to 2 and 4 to 5 tell the thread; of its column, bits 1 to 2; the other bits tell which of the
     thread's registers it is (PTX ISA 9.0, 9.7.15.5.1): four go together, 16 bytes beside those of the next thread.
     """
+    rank = gl.program_id(0) % config.split_k
     split: gl.constexpr = config.split_k
     size: gl.constexpr = config.rows * config.epilogue_n * 4  # of one block's part of another's columns
     layout: gl.constexpr = fragment(config.epilogue_n, config)

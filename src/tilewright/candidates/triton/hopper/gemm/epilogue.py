@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from tilewright.candidates.triton.expressions.emit import Tile, pointer_of
 from tilewright.candidates.triton.expressions.text import KernelSource, Text
@@ -134,12 +135,8 @@ def _annotated(arguments: str) -> list[str]:
 def _of_each_store(bodies: Sequence[Sequence[str]]) -> Text:
     """One function's body of those for each store."""
     t = Text("gl")
-    if len(bodies) == 1:
-        for line in bodies[0]:
-            t.do(line)
-        return t
     for i, body in enumerate(bodies):
-        with t.block(f"{'el' * (i > 0)}if i == {i}:"):
+        with t.block(f"{'el' * (i > 0)}if i == {i}:") if len(bodies) > 1 else nullcontext():
             for line in body:
                 t.do(line)
     return t
@@ -149,22 +146,19 @@ Loads = tuple[list[str], list[str]]  # names of values that are read, and the li
 
 
 def _by_time(lines: Sequence[str], result: str | None) -> tuple[Loads, Loads, list[str]]:
-    """Lines of a value in those that read what depends on rows alone, those that read what depends on the piece's columns, and
+    """Lines of a value in those that read what depends on rows alone, those that read what depends on a subtile's columns, and
     the others; arithmetic of addresses stands wherever it is needed."""
-    given = dict[str, str]()  # of each name its expression
-    needs, level = dict[str, list[str]](), dict[str, int]()
+    given, level = dict[str, str](), dict[str, int]()  # of each name its expression, and when that is known
     last: list[str] = []
-    for line in lines:
-        m = re.fullmatch(r"(v\d+) = (.*)", line.strip())
+    for line in map(str.strip, lines):
+        m = re.fullmatch(r"(v\d+) = (.*)", line)
         if m is None:
-            last.append(line.strip())
+            last.append(line)
             continue
-        name, given[m[1]] = m[1], m[2]
-        needs[name] = _names(m[2])
-        words = set(needs[name])
+        words = set(_names(m[2]))
         own = 2 if words & LATE else 1 if "first" in words else 0
-        level[name] = max([own, *(level[n] for n in words if n in level)])
-    reads = [[n for n in given if "gl.load(" in given[n] and level[n] == when] for when in (0, 1)]
+        given[m[1]], level[m[1]] = m[2], max([own, *(level[n] for n in words if n in level)])
+    begun, loaded = ([n for n in given if "gl.load(" in given[n] and level[n] == when] for when in (0, 1))
 
     def closure(wanted: Sequence[str], known: set[str]) -> list[str]:
         """Lines, in order, that give what is wanted once some names are known."""
@@ -173,13 +167,11 @@ def _by_time(lines: Sequence[str], result: str | None) -> tuple[Loads, Loads, li
             name = left.pop()
             if name in given and name not in found and name not in known:
                 found.add(name)
-                left += needs[name]
+                left += _names(given[name])
         return [f"{n} = {given[n]}" for n in given if n in found]
 
-    begun, known = (reads[0], closure(reads[0], set())), set(reads[0])
-    loaded = reads[1], closure(reads[1], known)
-    body = closure([*([] if result is None else _names(result)), *(n for x in last for n in _names(x))], known | set(reads[1]))
-    return begun, loaded, [*body, *last]
+    body = closure([n for x in [*last, result or ""] for n in _names(x)], {*begun, *loaded})
+    return (begun, closure(begun, set())), (loaded, closure(loaded, set(begun))), [*body, *last]
 
 
 def _names(expression: str) -> list[str]:

@@ -105,15 +105,15 @@ def tma_view(place: AccessMap, batch: int, M: int, columns_extent: int, rows: in
         return None
     batches, own = split
     axes: list[tuple[StridedDigit, str, int]] = []
-    for terms, name, piece, extent in ((own, "row", rows, M), (place.columns, "column", columns, columns_extent)):
-        if not terms or terms[0].inner != 1 or (len(terms) > 1 and terms[0].extent % piece):
+    for terms, name, most, extent in ((own, "row", rows, M), (place.columns, "column", columns, columns_extent)):
+        if not terms or terms[0].inner != 1 or (len(terms) > 1 and terms[0].extent % most):
             return None
         covered = 1
         for i, term in enumerate(terms):
             if term.inner != covered:
                 return None
             covered *= term.extent
-            axes.append((term, name, piece if i == 0 else 1))
+            axes.append((term, name, most if i == 0 else 1))
         if covered != extent:
             return None
     axes += [(term, "b", 1) for term in batches]

@@ -79,7 +79,7 @@ class PackedOperand:
         """A warpgroup's words in a stage: those of codes, for each block along K, and those beside them."""
         config: gl.constexpr = self.config
         halves: gl.constexpr = config.packed_bits // 4
-        deep: gl.constexpr = config.deep
+        deep: gl.constexpr = config.k_blocks
         by_thread: gl.constexpr = gl.BlockedLayout([1, halves, 1, 4], [1, 1, 32, 1], [4, 1, 1, 1], [3, 2, 1, 0])
         codes = as_array(self.buffers[0].index(stage), (config.tile_m // BLOCK * deep, 4, halves, 32, 4))
         words, beside = (), ()
@@ -111,8 +111,8 @@ class PackedOperand:
         ring = mainloop.ring
         columns: gl.constexpr = config.padded_n
         at_once: gl.constexpr = config.columns_at_once
-        each: gl.constexpr = config.each
-        width: gl.constexpr = min(config.each, BLOCK)  # of K, of one product
+        each: gl.constexpr = config.promote
+        width: gl.constexpr = min(config.promote, BLOCK)  # of K, of one product
         layout: gl.constexpr = fragment(at_once, config)
         sums = ()
         for _ in gl.static_range(columns // at_once):
@@ -125,7 +125,7 @@ class PackedOperand:
                 beside = beside + (words_of_step(by_rows(held[1][i - 1]), k, steps_of_copy(i, config), 1),)
             rows = ()
             for g in gl.static_range(STEP // each):
-                rows = rows + (scales_of_rows(nth_part(beside[0], g, config.deep * config.subs), layout, config),)
+                rows = rows + (scales_of_rows(nth_part(beside[0], g, config.k_blocks * config.block_scales), layout, config),)
             made = (dequantized_bytes(held[0], beside, 0, config),)
             of = stage
             stage, phase = ring.advance(stage, phase)
@@ -217,7 +217,7 @@ def by_rows(words):
 @gluon.jit
 def beside_codes(words, config: gl.constexpr):
     """A word for each pair of rows (and half of a block along K) beside each of their words of codes."""
-    if config.subs == 1:
+    if config.block_scales == 1:
         words = gl.convert_layout(words.reshape((4, 8)), OF_ALL_ROWS, assert_trivial=True)[:, :, None, None, None]
     else:
         words = gl.convert_layout(words, OF_ROWS, assert_trivial=True)[:, :, None, :, None]
@@ -231,7 +231,7 @@ def tile_from_words(given, layout: gl.constexpr, config: gl.constexpr):
         config.convert_asm,
         config.convert_operands,
         given,
-        dtype=(named(config.made_dtype).value,) * 8,
+        dtype=(named(config.mma_dtype).value,) * 8,
         is_pure=True,
         pack=2,
     )
@@ -251,7 +251,7 @@ def dequantized_bytes(words, beside, block: gl.constexpr, config: gl.constexpr):
     else:
         given = (gl.convert_layout(words.reshape((4, 8, 4, 2, 2)), WORDS, assert_trivial=True),)
     if len(beside) == 2:
-        given = given + (beside_codes(nth_part(beside[1], block, config.deep), config),)
+        given = given + (beside_codes(nth_part(beside[1], block, config.k_blocks), config),)
     return gl.inline_asm_elementwise(
         config.convert_asm, config.convert_operands, given, dtype=(gl.int32, gl.int32), is_pure=True, pack=4
     )
@@ -262,7 +262,7 @@ def tile_from_bytes(made, at: gl.constexpr, width: gl.constexpr, layout: gl.cons
     """Such words as a tile [64, 64] of bytes as the matrix unit takes it, or the half of it that begins at column `at` of K."""
     own: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     x = gl.inline_asm_elementwise(
-        config.held_asm, config.held_operands, made, dtype=(named(config.made_dtype).value,) * 8, is_pure=True, pack=4
+        config.spread_asm, config.spread_operands, made, dtype=(named(config.mma_dtype).value,) * 8, is_pure=True, pack=4
     )
     even = gl.join(gl.join(x[0], x[4]), gl.join(x[2], x[6]))
     odd = gl.join(gl.join(x[1], x[5]), gl.join(x[3], x[7]))
@@ -276,7 +276,7 @@ def tile_from_bytes(made, at: gl.constexpr, width: gl.constexpr, layout: gl.cons
 @gluon.jit
 def scales_of_rows(x, layout: gl.constexpr, config: gl.constexpr):
     """Words of scales as the scales of a tile's rows."""
-    if config.scale_bits == 32:
+    if config.scale_dtype == "float32":
         rows = x.to(gl.float32, bitcast=True)
     else:
         low, high = both_rows(x, named(config.scale_dtype))
@@ -307,7 +307,7 @@ def packed_gemm(
     for i in gl.static_range(1, len(operands)):
         descs = descs + (operands[i],)
         buffers = buffers + (stages_for(operands[i], config),)
-    left = PackedOperand(descs, buffers, 1, True, config.deep > 1, config)
+    left = PackedOperand(descs, buffers, 1, True, config.k_blocks > 1, config)
     functions: gl.constexpr = (begin, load, visit, place, aux_place, choose)
     run(left, operands[0], arguments, side, functions, config)
 

@@ -17,7 +17,6 @@ from tilewright.candidates.triton.hopper.gemm.run import HopperPlan
 from tilewright.candidates.triton.hopper.gemm.spec import Argument, KernelConfig, KernelSpec, TileConfig, spec_of
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView, descriptor
 from tilewright.candidates.triton.hopper.w4.convert import (
-    Asm,
     byte_factor,
     byte_type,
     dequantize_to_bytes,
@@ -29,7 +28,7 @@ from tilewright.candidates.triton.hopper.w4.pack import BLOCK, packed_weights
 from tilewright.candidates.triton.hopper.w4.plan import Plan as PlanOfWeights
 from tilewright.candidates.triton.hopper.w4.plan import Weights, left_of
 from tilewright.candidates.triton.runtime.module import Built
-from tilewright.dtype import F8E4M3FN, F32, S8, S32, DType
+from tilewright.dtype import F8E4M3FN, F32, S8, S32
 from tilewright.hardware.target import Target
 from tilewright.ir.build import convert, swap_last
 from tilewright.ir.graph import Node
@@ -47,7 +46,8 @@ WIDTHS = (64, 128, 256)  # columns of a tile, as Triton knows them
 MOST_COLUMNS = 128  # of bytes that are multiplied at once: there are registers for sums of a group, beside those of all
 STEP = 128  # of K: a row of a stage of bytes
 NAMES = ("codes_desc", "scale_desc", "zero_desc")
-GLUON_NAMES = {"s8": "int8", "u8": "int8", "f8e4m3fn": "float8e4nv", "f8e5m2": "float8e5", "bf16": "bfloat16", "f16": "float16"}
+FLOATS = {"f8e4m3fn": "float8e4nv", "f8e5m2": "float8e5", "bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+GLUON_NAMES = {"s8": "int8", "u8": "int8", **FLOATS}
 TILE_ROWS = 128  # of the weight, a block of codes to each of two warpgroups
 PRODUCT_CYCLES = 2.0  # of a column of a step along K and 64 rows
 HALVES_CYCLES = 540.0  # until a warpgroup has made those of a step, the words waited for and read (fitted on an H200)
@@ -67,183 +67,109 @@ UNEVEN = 1.15  # of a share's steps, where blocks have parts of two tiles: neigh
 
 @dataclass(frozen=True, kw_only=True)
 class PackedConfig(KernelConfig):
-    """A kernel's constants where the left operand is packed (`_operand.py`).
+    """The constants where the left operand is packed (`_operand.py`); their tuples are of codes, scales and zero points."""
 
-    Attributes:
-        deep: blocks along K of a step.
-        packed_bits: of a code as it is stored.
-        subs: scales of a row along a block.
-        packed_boxes, packed_run, packed_runs, packed_needed: for codes, scales and maybe zero points, see `PackedOperand`.
-        convert_asm, convert_operands: the statement that makes numbers of words, and its constraints.
-        held_asm, held_operands: that by which bytes wait as words.
-        each: products along K that are added up before their sum is scaled.
-        columns_at_once: columns that are multiplied at once.
-        factor: what sums of a group's products are too small by.
-        made_dtype, product_dtype, scale_dtype: what codes become, of products before they are scaled, of scales.
-        scale_bits: of a scale.
-    """
-
-    deep: int
-    packed_bits: int
-    subs: int
-    packed_boxes: tuple[tuple[int, ...], ...]
-    packed_run: tuple[int, ...]
-    packed_runs: tuple[int, ...]
-    packed_needed: tuple[int, ...]
-    convert_asm: str
+    k_blocks: int  # blocks along K of a step
+    packed_bits: int  # of a code as it is stored
+    block_scales: int  # scales of a row along a block
+    packed_boxes: tuple[tuple[int, ...], ...]  # words that TMA brings at a time
+    packed_run: tuple[int, ...]  # words of a pair of rows that lie together (`pack.paired_rows`)
+    packed_runs: tuple[int, ...]  # of which a step needs so many
+    packed_needed: tuple[int, ...]  # words of a pair of rows for a step
+    convert_asm: str  # the statement that makes numbers of words, and its constraints
     convert_operands: str
-    held_asm: str
-    held_operands: str
-    each: int
-    columns_at_once: int
-    factor: float
-    made_dtype: str
-    product_dtype: str
+    spread_asm: str  # that by which bytes wait as words
+    spread_operands: str
+    promote: int  # products along K that are added up before their sum is scaled
+    columns_at_once: int  # that are multiplied
+    factor: float  # what sums of a group's products are too small by
+    mma_dtype: str  # what codes become
+    product_dtype: str  # of products before they are scaled
     scale_dtype: str
-    scale_bits: int
 
 
-@dataclass(frozen=True)
-class PackedOperand:
-    """The left operand as packed words.
-
-    Attributes:
-        weights: how they stand for numbers, each of which is rounded to an `operand` of 16 bits.
-        operand: type of the other operand: f16, bf16, or one of 8 bits.
-        blocks: of 64 along K.
-        ready: codes are stored as the bytes that are multiplied, less their zero points.
-    """
-
-    weights: Weights
-    operand: DType
-    blocks: int
-    ready: bool = False
-
-    @property
-    def bits(self) -> int:
-        """Bits of a code as it is stored."""
-        return 8 if self.ready else self.weights.kind.bits
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The kernel's names for arrays of words: codes, scales, zero points if they are stored, too."""
-        return NAMES[: 3 if self.weights.zero is not None and not self.ready else 2]
-
-    @property
-    def deep(self) -> int:
-        """Blocks along K of a step."""
-        return 16 // self.operand.bits
-
-    @property
-    def subs(self) -> int:
-        """Scales of a row along a block."""
-        return BLOCK // self.weights.scale_k
-
-    def needed(self, name: str) -> int:
-        """Words of a pair of rows for a step."""
-        return self.deep * self.subs * (2 if name == NAMES[1] and self.weights.scales is F32 else 1)
-
-    def run(self, name: str) -> int:
-        """Words of a pair of rows that lie together (`pack.paired_rows`)."""
-        return math.gcd(4, self.blocks * self.needed(name) // self.deep)
-
-    def runs(self, name: str) -> int:
-        """Runs of words that a step needs."""
-        return max(self.needed(name) // self.run(name), 1)
-
-    def view(self, name: str, packed_rows: int, tile_m: int) -> TmaView:
-        """An array of words, and boxes for a step: its codes, or what all of a tile's rows have for a step along K, or for
-        some."""
-        if name == NAMES[0]:
-            shape = packed_rows // BLOCK, self.blocks * self.bits * 2, BLOCK
-            box = tile_m // BLOCK, self.deep * self.bits * 2, BLOCK
-        else:
-            shape = packed_rows // 16, 8 * (self.blocks * self.needed(name) // self.deep)
-            box = tile_m // 16, 8 * self.run(name) * self.runs(name)
-        return TmaView(0, shape, contiguous(shape), box, 4)
-
-    @property
-    def every(self) -> int:
-        """Products of bytes along K that are added up before their sum is scaled."""
-        group = self.weights.group
-        return STEP if group % STEP == 0 or group == self.blocks * BLOCK else self.weights.scale_k
-
-    @property
-    def widths(self) -> tuple[int, ...]:
-        """Columns of a tile for which there are registers: of bytes, beside sums of a group there are those of all."""
-        if self.deep == 1 or self.every == STEP:
-            return WIDTHS
-        return (64,) if self.every < BLOCK and not self.operand.is_integer else (64, 128)
-
-    @property
-    def made(self) -> Asm:
-        """The statement that makes numbers of words."""
-        w, zeros, scale_k = self.weights, self.weights.zero is not None, self.weights.scale_k
-        if self.deep == 1:
-            return dequantize_to_halves(w.kind, self.operand, zeros=zeros, rounded=w.rounded, scale_k=scale_k, steps=2, slots=2)
-        return flip_signs() if self.ready else dequantize_to_bytes(self.operand, w.kind, zeros=zeros, scale_k=scale_k)
-
-    def step_instructions(self, columns: int) -> int:
-        """Instructions of a warp and a step along K: bytes made, sums scaled. (That sums of integers are made floats was seen
-        in no time.)"""
-        return self.made.text.count(";") * self.deep + columns // 2 * STEP // self.every
+def promotion(weights: PlanOfWeights) -> int:
+    """Products of bytes along K that are added up before their sum is scaled."""
+    group = weights.weights.group
+    return STEP if group % STEP == 0 or group == weights.K else weights.weights.scale_k
 
 
 @dataclass(frozen=True)
 class PackedSpec(KernelSpec):
-    """A kernel whose left operand is packed: words of codes, scales and zero points come after the problem's own sources."""
+    """A kernel whose left operand is packed: words of codes, scales and zero points come after the problem's own sources.
 
-    packed: PackedOperand
-    packed_rows: int
+    Attributes:
+        weights: the product as it is for few rows.
+    """
+
+    weights: PlanOfWeights
 
     kernel: ClassVar[str] = "tilewright.candidates.triton.hopper.w4._operand.packed_gemm"
 
     @cached_property
-    def views(self) -> list[TmaView]:
-        """The arrays of words."""
-        return [self.packed.view(name, self.packed_rows, self.tile.tile_m) for name in self.packed.names]
+    def row_words(self) -> list[int]:
+        """Words of scales and zero points that a pair of rows has in all, after a place for codes."""
+        w, scales = self.weights.weights, self.weights.K // self.weights.weights.scale_k
+        stored = 3 if w.zero is not None and not self.tile.ready else 2
+        return [0, scales * (2 if w.scales is F32 else 1), scales][:stored]
 
     @cached_property
     def operands(self) -> tuple[Argument, ...]:
-        first = len(self.plan.problem.types)
+        """The other operand, then the words."""
+        config, rows, first = self.config, self.weights.packed_rows, len(self.plan.problem.types)
+        shapes = [(rows // BLOCK, self.weights.K // BLOCK * config.packed_bits * 2, BLOCK)]
+        shapes += [(rows // 16, 8 * words) for words in self.row_words[1:]]
+        views = [TmaView(0, s, contiguous(s), box, 4) for s, box in zip(shapes, config.packed_boxes, strict=True)]
         return super().operands[1], *(
             Argument(name, descriptor("i32", view.box, plain=True), view, source=first + i)
-            for i, (name, view) in enumerate(zip(self.packed.names, self.views, strict=True))
+            for i, (name, view) in enumerate(zip(NAMES, views, strict=False))
         )
 
     @cached_property
     def config(self) -> PackedConfig:
-        base, packed, w = super().config, self.packed, self.packed.weights
-        made, waiting, beside = packed.made, spread_rows(), packed.names[1:]
+        """The kernel's constants."""
+        base, w, operand = super().config, self.weights.weights, self.weights.operand
+        zeros, k_blocks, bits = w.zero is not None, 16 // operand.bits, 8 if base.ready else w.kind.bits
+        if k_blocks == 1:
+            rounded, scale_k = w.rounded, w.scale_k
+            made = dequantize_to_halves(w.kind, operand, zeros=zeros, rounded=rounded, scale_k=scale_k, steps=2, slots=2)
+        elif base.ready:
+            made = flip_signs()
+        else:
+            made = dequantize_to_bytes(operand, w.kind, zeros=zeros, scale_k=w.scale_k)
+        run = [math.gcd(4, n) for n in self.row_words]
+        needed = [n * k_blocks * BLOCK // self.weights.K for n in self.row_words]
+        runs = [max(n // r, 1) for n, r in zip(needed, run, strict=True)]
+        boxes = [(base.tile_m // 16, 8 * r * n) for r, n in zip(run, runs, strict=True)]
+        boxes = (base.tile_m // BLOCK, k_blocks * bits * 2, BLOCK), *boxes[1:]
         # A warpgroup asks for products when the other one has asked for its own where that was faster on an H200 (floats in 256
         # columns: up to 5 %; integers are up to 10 % slower), and with codes as bytes, which were measured so alone.
-        ordered = packed.ready or (base.padded_n > MOST_COLUMNS and not packed.operand.is_integer)
+        ordered = base.ready or (base.padded_n > MOST_COLUMNS and not operand.is_integer)
         changed: dict[str, Any] = {
-            "ordered": packed.deep > 1 and ordered,
-            "stage_bytes": sum(4 * math.prod(view.box) for view in self.views) + base.tile_n * 128,
+            "ordered": k_blocks > 1 and bool(ordered),
+            "stage_bytes": sum(4 * math.prod(box) for box in boxes) + base.tile_n * 128,
             "consumer_registers": 232,
             "producer_registers": 40,
         }
         return PackedConfig(
             **vars(base) | changed,
-            deep=packed.deep,
-            packed_bits=packed.bits,
-            subs=packed.subs,
-            packed_boxes=tuple(view.box for view in self.views),
-            packed_run=(0, *(packed.run(n) for n in beside)),
-            packed_runs=(0, *(packed.runs(n) for n in beside)),
-            packed_needed=(0, *(packed.needed(n) for n in beside)),
+            k_blocks=k_blocks,
+            packed_bits=bits,
+            block_scales=BLOCK // w.scale_k,
+            packed_boxes=boxes,
+            packed_run=tuple(run),
+            packed_runs=tuple(runs),
+            packed_needed=tuple(needed),
             convert_asm=made.text,
             convert_operands=made.constraints,
-            held_asm=waiting.text,
-            held_operands=waiting.constraints,
-            each=packed.every,
+            spread_asm=spread_rows().text,
+            spread_operands=spread_rows().constraints,
+            promote=promotion(self.weights),
             columns_at_once=min(base.padded_n, MOST_COLUMNS),
-            factor=byte_factor(packed.operand, w.kind, zeros=w.zero is not None),
-            made_dtype=GLUON_NAMES[(packed.operand if packed.deep == 1 else byte_type(packed.operand)).name],
-            product_dtype="int32" if packed.operand.is_integer else "float32",
-            scale_dtype="float32" if w.scales is F32 else GLUON_NAMES[w.scales.name],
-            scale_bits=w.scales.bits,
+            factor=byte_factor(operand, w.kind, zeros=zeros),
+            mma_dtype=GLUON_NAMES[(operand if k_blocks == 1 else byte_type(operand)).name],
+            product_dtype="int32" if operand.is_integer else "float32",
+            scale_dtype=GLUON_NAMES[w.scales.name],
         )
 
 
@@ -258,21 +184,21 @@ class Tiles(HopperPlan):
     weights: PlanOfWeights
     name: ClassVar[str] = "hopper_w4"
 
-    def packed(self, *, ready: bool = False) -> PackedOperand:
-        """The left operand."""
-        return PackedOperand(self.weights.weights, self.weights.operand, self.gemm.K // BLOCK, ready)
-
     def spec(self, tile: TileConfig) -> PackedSpec:
         """The kernel of a tile configuration; integers are added up in f32, which holds them (`plan.py`)."""
         base = super().spec(tile)
-        return PackedSpec(base.plan, tile, F32, base.stores, self.packed(ready=bool(tile.ready)), self.weights.packed_rows)
+        return PackedSpec(base.plan, tile, F32, base.stores, self.weights)
 
     @cached_property
     def tiles(self) -> list[TileConfig]:
-        of_bytes, target = self.weights.operand.bits == 8, self.gemm.target
+        """The most promising tile configurations."""
+        operand, promote, widths = self.weights.operand, promotion(self.weights), WIDTHS
+        of_bytes = operand.bits == 8
+        if of_bytes and promote != STEP:  # there are registers for sums of a group, beside those of all
+            widths = (64,) if promote < BLOCK and not operand.is_integer else (64, 128)
         most = hopper_space.STREAM_K_ELEMENTS * (2 if of_bytes else 1)  # of bytes half is added at a time
         found = hopper_space.tile_configs(self.gemm, most)
-        able = [t for t in found if t.tile_n in self.packed().widths and t.tile_m == TILE_ROWS]
+        able = [t for t in found if t.tile_n in widths and t.tile_m == TILE_ROWS]
         able = [t for t in able if not (t.pingpong or t.deferred_store or t.vector_store or t.split_k > 1)]
         able = [t for t in able if of_bytes or not t.multicast]
         if of_bytes:
@@ -280,7 +206,7 @@ class Tiles(HopperPlan):
                 able += [replace(t, ready=True) for t in able if t.tile_n >= FEWEST_READY]
             # A ring has room for more codes than of a step's numbers, or for fewer.
             able = [replace(t, num_stages=hopper_space.ring_stages(self.spec(t))) for t in able]
-        able.sort(key=lambda t: float(predict_us(self.work_of(t), target)))
+        able.sort(key=lambda t: float(predict_us(self.work_of(t), self.gemm.target)))
         first = [[t for t in able if t.ready is ready] for ready in (None, True)]
         return first[0][:MOST_TRIED] + first[1][:FEWER_TRIED]
 
@@ -295,8 +221,9 @@ class Tiles(HopperPlan):
         words = tile.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if tile.ready else 0))
         through_shared = (groups + 1) * tile.tile_n * 128 + 2 * words
         if of_bytes:
-            beside = self.packed(ready=bool(tile.ready)).step_instructions(tile.tile_n)
-            step = products + STEP_CYCLES + BETWEEN * groups * beside
+            config = self.spec(tile).config  # instructions: bytes made, sums scaled; those that make them floats took no time
+            instructions = config.convert_asm.count(";") * config.k_blocks + tile.tile_n // 2 * STEP // config.promote
+            step = products + STEP_CYCLES + BETWEEN * groups * instructions
             cycles += BEGIN_CYCLES
             if tile.stream_k:
                 parts = workers / tile.stream_k
@@ -311,10 +238,12 @@ class Tiles(HopperPlan):
         return replace(others, phases=tuple(replace(p, cycles=p.cycles + cycles) for p in others.phases))
 
     def packing(self, spec: KernelSpec) -> tuple[int, frozenset[int]]:
+        """Bytes of packed weights, and the sources that they are made of."""
         weights = self.weights
         return weights.packed_bytes(ready=bool(spec.tile.ready)), weights.weights.sources
 
     def prepare(self, spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
+        """A function that runs a kernel, its weights packed."""
         w, first = self.weights.weights, len(self.gemm.problem.types)
         packed = packed_weights(w.values(weights), w, self.weights.operand, ready=bool(spec.tile.ready))
         torch.cuda.synchronize(self.gemm.target.device)  # a launch reads weights before what is ahead of it has ended
