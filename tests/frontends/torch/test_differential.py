@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import hardtanh, linear, nll_loss, relu6, soft_margin_loss
+from torch.nn.functional import hardtanh, linear, multi_margin_loss, multilabel_margin_loss, nll_loss, relu6, soft_margin_loss
 from torch_samples import FORMS, Form, Sample, compared, own_samples, sample
 
 
@@ -82,6 +82,10 @@ def ends_of_the_range() -> list[Sample]:
             add(f, torch.tensor(values))
             add(f, torch.tensor([values]), 1)
             add(f, torch.tensor([values, values]), 1)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.tensor([[1.0, torch.inf, 2.0], [torch.inf, -1.0, 0.5]], dtype=dtype)
+        add(multi_margin_loss, x, torch.tensor([0, 2]), reduction="none")
+        add(multilabel_margin_loss, x, torch.tensor([[0, -1, 1], [1, 2, -1]]), reduction="none")
     for dtype in (torch.float16, torch.bfloat16):
         for x in (torch.zeros(3, 1, dtype=dtype), torch.zeros(2, 3, 1, dtype=dtype)):
             add(torch.matmul, x, -torch.ones_like(x.mT))

@@ -31,8 +31,12 @@ from tilewright.frontends.torch.around import (
 from tilewright.frontends.torch.registry import TRANSLATIONS, DependsOnDataError
 
 _ALIASED = "expected compiled_fn"  # what torch asserts where two names are of one tensor
-# Decompositions that round, or overflow, elsewhere than torch's kernels, which do these in 16 bits from step to step.
-_OTHERWISE = {f"aten.{name}.default" for name in ("addr", "linalg_cross", "soft_margin_loss")}
+# Decompositions that round, or overflow, elsewhere than torch's kernels, which do these in 16 bits from step to step; or that
+# multiply by 0 what these leave out, infinity too.
+_OTHERWISE = {
+    f"aten.{name}.default"
+    for name in ("addr", "linalg_cross", "multi_margin_loss", "multilabel_margin_loss_forward", "soft_margin_loss")
+}
 _LOSS = torch.ops.aten.nll_loss_forward.default
 _MUTATIONS = {
     OutputKind.PARAMETER_MUTATION: "parameter",

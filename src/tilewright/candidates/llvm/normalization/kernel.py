@@ -300,7 +300,7 @@ class _LoopsWriter:
             return after
 
         types = [c.type for c in each] * unroll
-        sums = [c.nothing for c in each] * unroll
+        sums = [c.start for c in each] + [c.nothing for c in each] * (unroll - 1)
         wide = lanes * unroll
         extent = f.sub(stop, start)
         many = f.add(start, f.mul(f.div(extent, wide), wide))
@@ -381,13 +381,18 @@ class Combine:
         self.type = vec(lanes, element(self._dtype))
 
     @property
+    def start(self) -> str:
+        """Initial value of the first accumulator, so that a sum of zeros that are all -0 is 0."""
+        return "zeroinitializer" if self._fn in ("add", "mean") and self._dtype is not PRED else self.nothing
+
+    @property
     def nothing(self) -> str:
         """What joining changes nothing."""
         d = self._dtype
         if d is PRED:
             return f"splat (i1 {str(self._fn in ALL).lower()})"
         if self._fn in ("add", "mean", "or"):
-            return "zeroinitializer"  # a sum of zeros that are all -0 is 0
+            return f"splat (float {f32(-0.0)})" if d is F32 else "zeroinitializer"
         if self._fn == "multiply":
             return f"splat ({element(d)} 1)"
         if self._fn == "and":
