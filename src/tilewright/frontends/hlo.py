@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions
-from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.read import read_module, source_text
 from tilewright.frontends.stablehlo.scaled_dot import as_custom_calls
 from tilewright.frontends.stablehlo.structure import ELIDED
@@ -89,7 +89,7 @@ def load(program: object, options: LoadOptions) -> Graph:
         hint = "print it with XLA_FLAGS=--xla_dump_large_constants"
         raise InputError("a constant is left out in part of the text", where=where, hint=hint)
     try:
-        module = _jaxlib.parse(_jaxlib.hlo_to_stablehlo(prepared, where), where)
+        module = jaxlib.parse(jaxlib.hlo_to_stablehlo(prepared, where), where)
     except InputError as error:
         raise _unknown(error, text, where) or error from None
     entry = _ENTRY.search(prepared)

@@ -9,7 +9,7 @@ import torch
 from tilewright.dtype import DType
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import literal
-from tilewright.ir.ops import Broadcast, Const, Convert, Input, Item, Map, Overflow, Reduce, Reshape, Slice, Transpose
+from tilewright.ir.ops import Broadcast, Concat, Const, Convert, Input, Item, Map, Overflow, Reduce, Reshape, Slice, Transpose
 from tilewright.ir.types import Shape, TensorType, TupleType, normalize_axis
 
 
@@ -54,14 +54,20 @@ def broadcast(x: Node, shape: Sequence[int]) -> Node:
     return x if x.shape == tuple(shape) else Node(Broadcast(tuple(shape)), x)
 
 
-def slice_(x: Node, axis: int, start: int, stop: int) -> Node:
-    """Elements start…stop along one axis; x itself if that is all of it."""
+def slice_(x: Node, axis: int, start: int, stop: int, step: int = 1) -> Node:
+    """Elements start…stop along one axis, each `step`-th of them; x itself if that is all of it."""
     axis = normalize_axis(axis, len(x.shape), "slice")
-    if (start, stop) == (0, x.shape[axis]):
+    if (start, stop, step) == (0, x.shape[axis], 1):
         return x
     low = tuple(start if a == axis else 0 for a in range(len(x.shape)))
     high = tuple(stop if a == axis else d for a, d in enumerate(x.shape))
-    return Node(Slice(low, high, (1,) * len(x.shape)), x)
+    by = tuple(step if a == axis else 1 for a in range(len(x.shape)))
+    return Node(Slice(low, high, by), x)
+
+
+def concat(parts: Sequence[Node], axis: int) -> Node:
+    """The parts side by side along `axis`; the only part itself."""
+    return parts[0] if len(parts) == 1 else Node(Concat(axis), *parts)
 
 
 def reduce_(fn: str, x: Node, axes: Sequence[int], keepdims: bool = False) -> Node:

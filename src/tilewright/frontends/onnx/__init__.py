@@ -21,20 +21,7 @@ if TYPE_CHECKING:
     from onnx.backend.base import Backend
 
 OLDEST, NEWEST = 13, 28
-_CONVERTERS = (
-    "attention",
-    "blocks",
-    "contrib",
-    "contrib_attention",
-    "elementwise",
-    "index",
-    "matmul",
-    "norm",
-    "pool",
-    "qlinear",
-    "quantize",
-    "shape",
-)
+_CONVERTERS = "attention contrib contrib_attention elementwise matmul norm pool qlinear quantize shape"  # register theirs
 
 
 def accepts(program: object) -> bool:
@@ -103,12 +90,12 @@ def _require_onnx() -> None:
         importlib.import_module("onnx")
     except ImportError as error:
         raise MissingDependencyError("reading ONNX needs the onnx package", hint="pip install 'tilewright[onnx]'") from error
-    for topic in _CONVERTERS:
+    for topic in _CONVERTERS.split():
         importlib.import_module(f"tilewright.frontends.onnx.{topic}")
 
 
 def _graph(file: object, name: str, options: LoadOptions) -> Graph:
-    from tilewright.frontends.onnx.files import ModelFile, quoted
+    from tilewright.frontends.onnx.files import ModelFile, malformed, quoted
     from tilewright.frontends.onnx.functions import check_expansion
     from tilewright.frontends.onnx.inputs import check_fixed, fixed_value, input_types
     from tilewright.frontends.onnx.reader import Reader
@@ -118,7 +105,7 @@ def _graph(file: object, name: str, options: LoadOptions) -> Graph:
     model = file.model
     graph = model.graph
     if not graph.output:
-        raise InputError("the model has no outputs", where=name, hint="export the model again")
+        raise malformed("the model has no outputs", name)
     if graph.sparse_initializer:
         raise InputError("the model stores sparse weights", where=name, hint="store them dense")
     opsets = opsets_of(model.opset_import) or {"": 1}

@@ -10,7 +10,6 @@ import math
 from typing import Literal
 
 from tilewright.dtype import F32, F64, PRED, S64, DType
-from tilewright.errors import InputError
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
 from tilewright.frontends.onnx.tensors import element_type
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
@@ -30,7 +29,7 @@ def _attention(op: OpNode) -> list[Node | None]:
         past = past_k.shape[2]
         k, v = Node(Concat(2), past_k, k), Node(Concat(2), past_v, v)
     if k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise InputError(f"{q.shape[1]} query heads over {k.shape[1]} key heads", where=op.where, hint="a whole number each")
+        raise op.malformed(f"{q.shape[1]} query heads over {k.shape[1]} key heads", "a whole number each")
     scale = op.real("scale", 1 / math.sqrt(q.shape[3]) if q.shape[3] else 1.0)
     causal, mask = _mask(op, q, k, past)
     stated = element_type(op.integer("softmax_precision"), op.where) if op.has("softmax_precision") else None
@@ -43,7 +42,7 @@ def _attention(op: OpNode) -> list[Node | None]:
         sources = [q, k, v] if mask is None else [q, k, v, mask]
         y, scores = Node(Attention(scale, causal, zero_masked_rows=True), *sources), None
     if len(op.input(0).shape) == 3:
-        y = reshape(transpose(y, (0, 2, 1, 3)), (q.shape[0], q.shape[2], q.shape[1] * v.shape[3]))
+        y = joined_heads(y)
     return [y, k, v, scores]
 
 
@@ -52,11 +51,20 @@ def _heads(op: OpNode, x: Node, attribute: str) -> Node:
     if len(x.shape) == 4:
         return x
     if len(x.shape) != 3:
-        raise InputError(f"Attention over {x.type}", where=op.where, hint="3 or 4 axes")
-    heads = op.integer(attribute)
+        raise op.malformed(f"Attention over {x.type}", "3 or 4 axes")
+    return split_heads(op, x, op.integer(attribute))
+
+
+def split_heads(op: OpNode, x: Node, heads: int) -> Node:
+    """[batch, length, heads * size] as [batch, heads, length, size]."""
     if heads < 1 or x.shape[2] % heads:
-        raise InputError(f"{heads} heads in {x.type}", where=op.where, hint="the last axis is heads * size")
+        raise op.malformed(f"{heads} heads in {x.type}", "the last axis is heads * size")
     return transpose(reshape(x, (*x.shape[:2], heads, x.shape[2] // heads)), (0, 2, 1, 3))
+
+
+def joined_heads(y: Node) -> Node:
+    """[batch, heads, length, size] as [batch, length, heads * size]."""
+    return reshape(transpose(y, (0, 2, 1, 3)), (y.shape[0], y.shape[2], y.shape[1] * y.shape[3]))
 
 
 def _mask(op: OpNode, q: Node, k: Node, past: int) -> tuple[Literal["no", "upper", "lower"], Node | None]:
@@ -132,13 +140,8 @@ def _spelt_out(
     scores = gemm(q, swap_last(k), acc_dtype=F64 if q.dtype is F64 else F32)
     stages = {_RAW: map_("multiply", scores, const(scale, scores.dtype))}
     cap = op.real("softcap", 0.0)
-    stages[_CAPPED] = stages[_RAW]
-    if cap:
-        ratio = map_("divide", stages[_RAW], const(cap, scores.dtype))
-        stages[_CAPPED] = map_("multiply", map_("tanh", ratio), const(cap, scores.dtype))
-    stages[_MASKED] = stages[_CAPPED]
-    if mask is not None:
-        stages[_MASKED] = map_("add", stages[_CAPPED], _bias(mask, scores.dtype))
+    stages[_CAPPED] = capped(stages[_RAW], cap) if cap else stages[_RAW]
+    stages[_MASKED] = stages[_CAPPED] if mask is None else map_("add", stages[_CAPPED], _bias(mask, scores.dtype))
     weights = Node(Softmax(3), convert(stages[_MASKED], wide))
     if mask is not None:  # a query that may see no key gives 0, whatever its scores are
         blind = map_("equal", reduce_("maximum", _bias(mask, wide), [-1], True), const(_NEGATIVE_INFINITY, wide))
@@ -148,6 +151,12 @@ def _spelt_out(
     if mode not in stages:
         raise Unmodelled(f"qk_matmul_output_mode={mode}")
     return gemm(weights, convert(v, q.dtype), out_dtype=q.dtype), convert(stages[mode], q.dtype)
+
+
+def capped(scores: Node, cap: float) -> Node:
+    """cap * tanh(scores / cap)."""
+    limit = const(cap, scores.dtype)
+    return map_("multiply", map_("tanh", map_("divide", scores, limit)), limit)
 
 
 def repeated_heads(x: Node, groups: int) -> Node:

@@ -19,11 +19,10 @@ import torch
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import refuse_interpreted
-from tilewright.frontends.onnx.files import SHOWN, has_external_data, quoted, with_text
+from tilewright.frontends.onnx.files import SHOWN, has_external_data, malformed, quoted, with_text
 from tilewright.frontends.onnx.functions import names_inside, operators_of
 from tilewright.frontends.onnx.known import RANDOM
-from tilewright.frontends.onnx.loop import loop_operator
-from tilewright.frontends.onnx.resize import resize_operator
+from tilewright.frontends.onnx.mended import loop_operator, resize_operator
 from tilewright.frontends.onnx.tensors import array_type, element_code, element_type, from_array, to_numpy
 from tilewright.ir.build import const, items
 from tilewright.ir.graph import Node
@@ -178,7 +177,7 @@ def _inferred(
     except Exception as error:  # an unregistered C++ exception type among them
         detail = " ".join(str(error).split())
         detail = detail.rpartition("]")[2].strip() or detail
-        raise InputError(f"onnx refuses this node: {detail[:120]}", where=where, hint="export the model again") from error
+        raise malformed(f"onnx refuses this node: {detail[:120]}", where) from error
     return {o.name: o.type for o in done.graph.output if o.HasField("type")}
 
 

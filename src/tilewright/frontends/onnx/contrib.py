@@ -6,12 +6,12 @@ Source of their meanings: onnxruntime's contrib operator schemas, checked agains
 from __future__ import annotations
 
 from tilewright.dtype import F32, S32, S64
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends.onnx.elementwise import hard_sigmoid, leaky_relu, swish
 from tilewright.frontends.onnx.matmul import gemm_of, matmul
 from tilewright.frontends.onnx.node import Converter, OpNode, converts
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, swap_last, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Gather, Iota, LayerNorm, Select
+from tilewright.ir.ops import Gather, Iota, LayerNorm
 
 MICROSOFT = "com.microsoft"
 
@@ -33,11 +33,7 @@ converts("FastGelu", 1, 1, MICROSOFT)(_activated("gelu_tanh"))
 
 @converts("QuickGelu", 1, 1, MICROSOFT)
 def _quick_gelu(op: OpNode) -> Node:
-    x = op.input(0)
-    alpha = op.real("alpha", 1.702)
-    if alpha == 1.0:
-        return map_("silu", x)
-    return map_("multiply", x, map_("logistic", map_("multiply", x, const(alpha, x.dtype))))
+    return swish(op.input(0), op.real("alpha", 1.702))
 
 
 @converts("SimplifiedLayerNormalization", 1, 1, MICROSOFT)
@@ -65,7 +61,7 @@ def _skip_layer_normalization(op: OpNode) -> list[Node | None]:
     x, skip, scale = op.input(0), op.input(1), op.input(2)
     beta, bias = (None, op.optional(3)) if simplified else (op.optional(3), op.optional(4))
     if op.wants(1) or op.wants(2):
-        raise UnsupportedError(f"{op.op_type} with a mean or a variance", where=op.where, hint="only training asks for them")
+        raise op.refuse(f"{op.op_type} with a mean or a variance", "only training asks for them")
     total = map_("add", x, broadcast(skip, x.shape))
     if bias is not None:
         total = map_("add", total, bias)
@@ -83,7 +79,7 @@ def _embed_layer_normalization(op: OpNode) -> list[Node | None]:
     given = op.optional(8)
     if given is None and length > positions.shape[0]:
         what = f"{op.op_type} of {length} positions by a table {positions.type}"
-        raise InputError(what, where=op.where, hint="a shorter sequence, or export the model with a longer table")
+        raise op.malformed(what, "a shorter sequence, or export the model with a longer table")
     at = given if given is not None else Node(Iota(S64, (1, length), 1))
     pick = Gather(0, wraps=False)
     total = map_("add", Node(pick, words, ids), broadcast(Node(pick, positions, at), (batch, length, words.shape[1])))
@@ -138,11 +134,9 @@ def _activation(op: OpNode, y: Node) -> Node:
     given = [op.real(f"activation_{n}") for n in ("alpha", "beta") if op.has(f"activation_{n}")]
     first, second = (*given, 0.0, 0.0)[:2]
     if name == "LeakyRelu":
-        slope = first if given else 0.01
-        return Node(Select(), map_("less", y, const(0, dtype)), map_("multiply", y, const(slope, dtype)), y)
+        return leaky_relu(y, const(first if given else 0.01, dtype))
     if name == "Clip":
         return map_("clamp", const(first, dtype), y, const(second, dtype))
     if name == "HardSigmoid":
-        line = map_("add", map_("multiply", y, const(first if given else 0.2, dtype)), const(second if given else 0.5, dtype))
-        return map_("clamp", const(0, dtype), line, const(1, dtype))
-    raise UnsupportedError(f"{op.op_type} with activation {name!r}", where=op.where, hint="save the model unoptimised")
+        return hard_sigmoid(y, first if given else 0.2, second if given else 0.5)
+    raise op.refuse(f"{op.op_type} with activation {name!r}", "save the model unoptimised")

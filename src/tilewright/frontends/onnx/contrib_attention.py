@@ -8,15 +8,15 @@ is finite, so a query that may see nothing still has weights.
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 
 from tilewright.dtype import F32, PRED, S32, S64
-from tilewright.errors import InputError, UnsupportedError
-from tilewright.frontends.onnx.attention import both, repeated_heads, turned
+from tilewright.frontends.onnx.attention import both, capped, joined_heads, repeated_heads, split_heads, turned
 from tilewright.frontends.onnx.matmul import matmul
 from tilewright.frontends.onnx.node import OpNode, converts
-from tilewright.frontends.onnx.quantize import lined_up, shifted
+from tilewright.frontends.onnx.quantize import lined_up, shifted_product
 from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Concat, Gather, Iota, Pad, Select, Softmax, gemm
@@ -24,18 +24,6 @@ from tilewright.ir.ops import Attention, Concat, Gather, Iota, Pad, Select, Soft
 _MICROSOFT = "com.microsoft"
 _MASKED = -10000.0  # mask_filter_value
 _LOW = -1e30  # what no score comes near; below it, f32 no longer tells a score that is masked from one that is hidden
-
-
-def _split_heads(x: Node, heads: int, op: OpNode) -> Node:
-    """[batch, length, heads * size] as [batch, heads, length, size]."""
-    if heads < 1 or x.shape[2] % heads:
-        raise InputError(f"{heads} heads in {x.type}", where=op.where, hint="the last axis is heads * size")
-    return transpose(reshape(x, (*x.shape[:2], heads, x.shape[2] // heads)), (0, 2, 1, 3))
-
-
-def _joined_heads(y: Node) -> Node:
-    """[batch, heads, length, size] as [batch, length, heads * size]."""
-    return reshape(transpose(y, (0, 2, 1, 3)), (y.shape[0], y.shape[2], y.shape[1] * y.shape[3]))
 
 
 def _scale(op: OpNode, q: Node) -> float:
@@ -57,7 +45,7 @@ def _refuse(
         f"input {i}" for i in inputs if op.optional(i) is not None
     ]
     if asked:
-        raise UnsupportedError(f"{op.op_type} with {asked[0]}", where=op.where, hint=hint)
+        raise op.refuse(f"{op.op_type} with {asked[0]}", hint)
 
 
 def _padding(op: OpNode, mask: Node | None, batch: int, length: int, total: int) -> Node | None:
@@ -78,7 +66,7 @@ def _padding(op: OpNode, mask: Node | None, batch: int, length: int, total: int)
     elif mask.shape[-1:] == (total,) and mask.shape[1:-1] in ((), (length,)):
         kept = map_("greater", mask, const(0, mask.dtype)) if mask.dtype is not PRED else mask
     else:
-        raise UnsupportedError(f"{op.op_type} with a mask {mask.type}", where=op.where, hint="a mask of [batch, keys]")
+        raise op.refuse(f"{op.op_type} with a mask {mask.type}", "a mask of [batch, keys]")
     queries = kept.shape[1:-1] or (1,)
     kept = reshape(kept, (kept.shape[0], 1, *queries, total))
     return Node(Select(), kept, const(0.0, F32), const(op.real("mask_filter_value", _MASKED), F32))
@@ -102,12 +90,12 @@ def _attend(op: OpNode, q: Node, k: Node, v: Node, padding: Node | None, bias: N
         elsewhere = const(0.0, F32) if padding is None else padding
         padding = Node(Select(), hidden, const(torch.finfo(torch.float32).min, F32), elsewhere)
     if bias is not None and len(bias.shape) != 4:
-        raise InputError(f"{op.op_type} with a bias {bias.type}", where=op.where, hint="it has 4 axes")
+        raise op.malformed(f"{op.op_type} with a bias {bias.type}", "it has 4 axes")
     added = padding
     if bias is not None:
         added = bias if padding is None else map_("add", convert(bias, F32), padding)
     sources = [q, k, v] if added is None else [q, k, v, added]
-    return _joined_heads(Node(Attention(_scale(op, q), "lower" if flagged else "no"), *sources))
+    return joined_heads(Node(Attention(_scale(op, q), "lower" if flagged else "no"), *sources))
 
 
 def _with_past(op: OpNode, past: Node | None, k: Node, v: Node) -> tuple[Node, Node]:
@@ -124,7 +112,7 @@ def _self_attention(
     """Results of attention over one projection [batch, length, q | k | v], and what is kept of keys and values."""
     heads = op.integer("num_heads")
     at = (0, sizes[0], sizes[0] + sizes[1], sum(sizes))
-    q, k, v = (_split_heads(slice_(projected, 2, at[i], at[i + 1]), heads, op) for i in range(3))
+    q, k, v = (split_heads(op, slice_(projected, 2, low, high), heads) for low, high in pairwise(at))
     k, v = _with_past(op, past, k, v)
     batch, length, total = q.shape[0], q.shape[2], k.shape[2]
     added = _padding(op, mask, batch, length, total)
@@ -132,10 +120,9 @@ def _self_attention(
     present = None
     if op.wants(1):
         if k.shape != v.shape:
-            raise UnsupportedError(
+            raise op.refuse(
                 f"{op.op_type} that keeps keys of {k.shape[3]} and values of {v.shape[3]} elements in one result",
-                where=op.where,
-                hint="leave that result out, or give both one size",
+                "leave that result out, or give both one size",
             )
         present = Node(Concat(0), *(reshape(t, (1, *t.shape)) for t in (k, v)))
     return [y, present]
@@ -148,7 +135,7 @@ def _attention(op: OpNode) -> list[Node | None]:
     x, weights, bias = op.input(0), op.input(1), op.optional(2)
     sizes = op.integers("qkv_hidden_sizes", ()) or [weights.shape[1] // 3] * 3
     if len(sizes) != 3 or sum(sizes) != weights.shape[1]:
-        raise InputError(f"Attention with {sizes} of {weights.type}", where=op.where, hint="q, k and v side by side")
+        raise op.malformed(f"Attention with {sizes} of {weights.type}", "q, k and v side by side")
     projected = matmul(x, weights, out_dtype=x.dtype)
     if bias is not None:
         projected = map_("add", projected, bias)
@@ -160,7 +147,7 @@ def _qattention(op: OpNode) -> list[Node | None]:
     """Attention of a quantised input by quantised weights."""
     _refuse(op, ("past_present_share_buffer", "do_rotary"))
     x, weights, bias = op.input(0), op.input(1), op.input(2)
-    product = matmul(shifted(x, op.optional(6), rows=True), shifted(weights, op.optional(7), rows=False), acc_dtype=S32)
+    product = shifted_product(x, op.optional(6), weights, op.optional(7))
     factor = map_("multiply", lined_up(op.input(3), x, True), lined_up(op.input(4), weights, False))
     projected = map_("add", map_("multiply", convert(product, F32), convert(factor, F32)), convert(bias, F32))
     sizes = [weights.shape[1] // 3] * 3
@@ -174,9 +161,7 @@ def _multi_head_attention(op: OpNode) -> list[Node | None]:
     query, key, value, bias = op.input(0), op.optional(1), op.optional(2), op.optional(3)
     heads = op.integer("num_heads")
     if key is None or value is None or len(query.shape) != 3:
-        raise UnsupportedError(
-            "MultiHeadAttention with packed operands", where=op.where, hint="export the model for the CPU: q, k and v apart"
-        )
+        raise op.refuse("MultiHeadAttention with packed operands", "export the model for the CPU: q, k and v apart")
     three = [query, key, value]
     if bias is not None:
         at = 0
@@ -185,14 +170,14 @@ def _multi_head_attention(op: OpNode) -> list[Node | None]:
             if len(x.shape) == 3:
                 three[i] = map_("add", x, slice_(bias, 0, at, at + size))
             at += size
-    q, k, v = (_split_heads(x, heads, op) if len(x.shape) == 3 else x for x in three)
+    q, k, v = (split_heads(op, x, heads) if len(x.shape) == 3 else x for x in three)
     past_k, past_v = op.optional(6), op.optional(7)
     if past_k is not None and past_v is not None:
         k, v = Node(Concat(2), past_k, k), Node(Concat(2), past_v, v)
     length, total = q.shape[2], k.shape[2]
     added = _padding(op, op.optional(4), q.shape[0], length, total)
     if op.wants(3):
-        raise UnsupportedError("MultiHeadAttention with its scores as a result", where=op.where, hint="leave that output out")
+        raise op.refuse("MultiHeadAttention with its scores as a result", "leave that output out")
     return [_attend(op, q, k, v, added, op.optional(5), 0 if past_k is None else past_k.shape[2]), k, v]
 
 
@@ -204,7 +189,7 @@ def _within(op: OpNode, length: int, table: Node) -> None:
     """
     if length > table.shape[0]:
         what = f"{op.op_type} over {length} positions by a table {table.type}"
-        raise InputError(what, where=op.where, hint="a shorter sequence, or export the model with a longer table")
+        raise op.malformed(what, "a shorter sequence, or export the model with a longer table")
 
 
 @converts("RotaryEmbedding", 1, 1, _MICROSOFT)
@@ -219,7 +204,7 @@ def _rotary_embedding(op: OpNode) -> Node:
         heads = op.integer("num_heads", 0) if size else 0
         width = given.shape[2] // heads if heads else cos.shape[1] * 2
         if not width or given.shape[2] % width:
-            raise InputError(f"RotaryEmbedding of {given.type} by {cos.type}", where=op.where, hint="heads * size")
+            raise op.malformed(f"RotaryEmbedding of {given.type} by {cos.type}", "heads * size")
         x = reshape(given, (*given.shape[:2], given.shape[2] // width, width))
     _within(op, x.shape[1], cos)
     if positions.tensor.elements == 1 and len(positions.shape) == 1:
@@ -241,11 +226,11 @@ def _group_query_attention(op: OpNode) -> list[Node | None]:
     _refuse(op, (), (14, 15))
     query, heads, groups = op.input(0), op.integer("num_heads"), op.integer("kv_num_heads")
     if groups < 1 or heads < 1 or heads % groups:
-        raise InputError(f"{heads} query heads over {groups} key heads", where=op.where, hint="a whole number each")
+        raise op.malformed(f"{heads} query heads over {groups} key heads", "a whole number each")
     if op.optional(1) is None:
         size = query.shape[2] // (heads + 2 * groups)
         at = (0, heads * size, (heads + groups) * size, (heads + 2 * groups) * size)
-        three = [slice_(query, 2, at[i], at[i + 1]) for i in range(3)]
+        three = [slice_(query, 2, low, high) for low, high in pairwise(at)]
     else:
         three = [query, op.input(1), op.input(2)]
     batch, length = query.shape[:2]
@@ -269,14 +254,11 @@ def _group_query_attention(op: OpNode) -> list[Node | None]:
     total = k.shape[2]
     shape = (1, 1, length, total)
     last = map_("add", Node(Iota(S64, shape, 2)), past if first else reshape(past, (batch, 1, 1, 1)))
-    mask: Node | None = None
-    if op.integer("causal", 1):
-        mask = map_("less_equal", Node(Iota(S64, shape, 3)), last)
-    else:
-        mask = map_("less_equal", Node(Iota(S64, shape, 3)), reshape(count, (batch, 1, 1, 1)))
+    key = Node(Iota(S64, shape, 3))
+    mask = map_("less_equal", key, last if op.integer("causal", 1) else reshape(count, (batch, 1, 1, 1)))
     window = op.integer("local_window_size", -1)
     if window >= 0:
-        mask = map_("and", mask, map_("greater", Node(Iota(S64, shape, 3)), map_("subtract", last, const(window, S64))))
+        mask = map_("and", mask, map_("greater", key, map_("subtract", last, const(window, S64))))
     bias = op.optional(10)
     if bias is not None and bias.shape[-1] < total:  # one for each key; the cache may hold more
         none = (0,) * len(bias.shape)
@@ -284,14 +266,14 @@ def _group_query_attention(op: OpNode) -> list[Node | None]:
     scale, cap, sink = _scale(op, q), op.real("softcap", 0.0), op.optional(11)
     smooth = op.integer("smooth_softmax", -1) == 1
     if cap or sink is not None or smooth:
-        y = _with_sink(q, k, v, mask, bias, scale, cap, sink if sink is not None else None, smooth)
+        y = _with_sink(q, k, v, mask, bias, scale, cap, sink, smooth)
     else:
         if bias is not None:
             mask = both(bias, mask)
         plain = first and total == length and bias is None and window < 0 and op.integer("causal", 1)
         sources = (q, k, v) if plain else (q, k, v, mask)
         y = Node(Attention(scale, "lower" if plain else "no", zero_masked_rows=True), *sources)
-    return [_joined_heads(y), k, v]
+    return [joined_heads(y), k, v]
 
 
 def _appended(past: Node | None, new: Node, count: Node, whole: int, first: bool) -> Node:
@@ -322,7 +304,7 @@ def _with_sink(
     scores = gemm(q, swap_last(k), acc_dtype=F32)
     scores = map_("multiply", scores, const(scale, F32))
     if cap:
-        scores = map_("multiply", map_("tanh", map_("divide", scores, const(cap, F32))), const(cap, F32))
+        scores = capped(scores, cap)
     if bias is not None:
         scores = map_("add", scores, convert(bias, F32))
     scores = Node(Select(), broadcast(mask, scores.shape), scores, const(float("-inf"), F32))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tilewright.dtype import F32, F64, PRED, S32, DType
-from tilewright.errors import InputError
 from tilewright.frontends.onnx.node import Converter, OpNode, Unmodelled, converts
 from tilewright.frontends.onnx.tensors import element_type
 from tilewright.ir.build import broadcast, const, convert, map_, reshape
@@ -70,12 +69,12 @@ def _laid_along(op: OpNode, x: Node, y: Node) -> Node:
     """y as versions before 7 lay it over x: the same shape, or axes of x from `axis` on (its last ones by default)."""
     if not op.integer("broadcast", 0):
         if x.shape != y.shape:
-            raise InputError(f"{op.op_type} of {x.type} and {y.type} without broadcast=1", where=op.where)
+            raise op.malformed(f"{op.op_type} of {x.type} and {y.type} without broadcast=1")
         return y
     axis = op.integer("axis", len(x.shape) - len(y.shape))
     axis += len(x.shape) if axis < 0 else 0
     if not 0 <= axis <= len(x.shape) - len(y.shape):
-        raise InputError(f"{op.op_type} of {x.type} and {y.type} from axis {axis}", where=op.where)
+        raise op.malformed(f"{op.op_type} of {x.type} and {y.type} from axis {axis}")
     return reshape(y, (*y.shape, *[1] * (len(x.shape) - axis - len(y.shape))))
 
 
@@ -138,8 +137,16 @@ _F32_HUNDREDTH = 0.009999999776482582  # attributes are f32, their defaults too
 
 @converts("LeakyRelu", 1, 16)
 def _leaky_relu(op: OpNode) -> Node:
-    x = op.input(0)
-    slope = const(op.real("alpha", _F32_HUNDREDTH), x.dtype)
+    return leaky_relu(op.input(0), const(op.real("alpha", _F32_HUNDREDTH), op.input(0).dtype))
+
+
+@converts("PRelu", 7, 16)
+def _prelu(op: OpNode) -> Node:
+    return leaky_relu(op.input(0), op.input(1))
+
+
+def leaky_relu(x: Node, slope: Node) -> Node:
+    """x, times the slope where it is below 0."""
     return Node(Select(), map_("less", x, const(0, x.dtype)), map_("multiply", x, slope), x)
 
 
@@ -152,26 +159,27 @@ def _celu(op: OpNode) -> Node:
     return map_("add", map_("relu", x), map_("minimum", bent, zero))
 
 
-@converts("PRelu", 7, 16)
-def _prelu(op: OpNode) -> Node:
-    x, slope = op.input(0), op.input(1)
-    return Node(Select(), map_("less", x, const(0, x.dtype)), map_("multiply", x, slope), x)
-
-
 _F32_FIFTH = 0.20000000298023224
 
 
 @converts("HardSigmoid", 1, 22)
 def _hard_sigmoid(op: OpNode) -> Node:
-    x = op.input(0)
-    line = map_("multiply", x, const(op.real("alpha", _F32_FIFTH), x.dtype))
-    line = map_("add", line, const(op.real("beta", 0.5), x.dtype))
+    return hard_sigmoid(op.input(0), op.real("alpha", _F32_FIFTH), op.real("beta", 0.5))
+
+
+def hard_sigmoid(x: Node, alpha: float, beta: float) -> Node:
+    """alpha * x + beta between 0 and 1."""
+    line = map_("add", map_("multiply", x, const(alpha, x.dtype)), const(beta, x.dtype))
     return map_("clamp", const(0, x.dtype), line, const(1, x.dtype))
 
 
 @converts("Swish", 24, 24)
 def _swish(op: OpNode) -> Node:
-    x, alpha = op.input(0), op.real("alpha", 1.0)
+    return swish(op.input(0), op.real("alpha", 1.0))
+
+
+def swish(x: Node, alpha: float) -> Node:
+    """x * logistic(alpha * x)."""
     if alpha == 1.0:
         return map_("silu", x)
     return map_("multiply", x, map_("logistic", map_("multiply", x, const(alpha, x.dtype))))

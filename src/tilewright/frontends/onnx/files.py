@@ -33,6 +33,11 @@ def quoted(name: str | bytes) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…'"
 
 
+def malformed(what: str, where: str, hint: str = "export the model again") -> InputError:
+    """An error to raise: the model does not say what ONNX has it say."""
+    return InputError(what, where=where, hint=hint)
+
+
 @dataclass(frozen=True)
 class Span:
     """`size` bytes at `offset` of a mapped file."""
@@ -81,9 +86,7 @@ def parsed(data: bytes | memoryview, where: str) -> onnx.ModelProto:
         model = onnx.ModelProto.FromString(data)  # pyright: ignore[reportArgumentType] # takes any buffer
     except (DecodeError, RecursionError) as error:
         detail = (str(error).splitlines() or ["malformed"])[0][:SHOWN]
-        raise InputError(
-            f"not an ONNX model, or a damaged one: {detail}", where=where, hint="export the model again"
-        ) from error
+        raise malformed(f"not an ONNX model, or a damaged one: {detail}", where) from error
     return with_text(model, where)
 
 
@@ -112,7 +115,7 @@ def with_text(model: onnx.ModelProto, where: str) -> onnx.ModelProto:
                     stack.extend((m, depth + 1) for m in several)
         wrong = next((t for t in strings if not isinstance(t, str)), None)
         if wrong is not None:
-            raise InputError(f"a name that is not text: {quoted(wrong)}", where=where, hint="export the model again")
+            raise malformed(f"a name that is not text: {quoted(wrong)}", where)
     return model
 
 
@@ -151,9 +154,7 @@ class DataFiles:
         offset = _number(entries.get("offset", "0"), "offset", where)
         stated = entries.get("length")
         if stated is not None and _number(stated, "length", where) != size:
-            raise InputError(
-                f"external data of {stated} bytes for a tensor of {size}", where=where, hint="export the model again"
-            )
+            raise malformed(f"external data of {stated} bytes for a tensor of {size}", where)
         data = self._map(location, where)
         held = len(data) if data is not None else 0
         if offset + size > held:

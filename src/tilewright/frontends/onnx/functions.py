@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tilewright.errors import InputError
-from tilewright.frontends.onnx.files import DataFiles, quoted
+from tilewright.frontends.onnx.files import DataFiles, malformed, quoted
 from tilewright.frontends.onnx.scope import plain_domain
 from tilewright.frontends.onnx.tensors import element_code, embedded_tensor
 from tilewright.ir.graph import Node
@@ -102,7 +102,7 @@ def check_expansion(nodes: Sequence[onnx.NodeProto], functions: Mapping[Key, onn
             key = (plain_domain(node.domain), node.op_type)
             function = functions.get(key)
             if function is not None and key in inside:
-                raise InputError(f"function {quoted(key[1])} calls itself", where=where, hint="export the model again")
+                raise malformed(f"function {quoted(key[1])} calls itself", where)
             if function is not None and key not in sizes:
                 sizes[key] = size(function.node, (*inside, key))
             total += sizes.get(key, 1)

@@ -1,4 +1,4 @@
-"""ONNX's matrix products: MatMul, Gemm, Einsum, and weights packed in 2, 4 or 8 bits."""
+"""ONNX's matrix products: MatMul, Gemm, Einsum, and weights packed in 2, 4 or 8 bits, tables of them included."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from tilewright.dtype import F32, S4, S8, U4, U8, DType
-from tilewright.errors import InputError, UnsupportedError
+from tilewright.dtype import F32, S4, S8, S64, U4, U8, DType
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, swap_last, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.literal import Literal
-from tilewright.ir.ops import Concat, Const, Dequantize, Gather, Quantize, Reshape, gemm
+from tilewright.ir.ops import Concat, Const, Dequantize, Gather, Quantize, Reshape, Select, gemm
 from tilewright.ir.types import TensorType
 
 EIGHT_BITS = 4  # accuracy_level of onnxruntime's MatMulNBits: activations may be quantised to 8 bits
@@ -46,7 +45,7 @@ def gemm_of(op: OpNode) -> Node:
     """alpha * A' @ B' + beta * C, rounded once to the operands' type."""
     a, b, c = op.input(0), op.input(1), op.optional(2)
     if len(a.shape) != 2 or len(b.shape) != 2:
-        raise InputError(f"Gemm of {a.type} and {b.type}", where=op.where, hint="it takes matrices")
+        raise op.malformed(f"Gemm of {a.type} and {b.type}", "it takes matrices")
     a = swap_last(a) if op.integer("transA", 0) else a
     b = swap_last(b) if op.integer("transB", 0) else b
     alpha, beta = op.real("alpha", 1.0), op.real("beta", 1.0)
@@ -81,7 +80,7 @@ def _einsum(op: OpNode) -> Node:
     left, arrow, right = op.text("equation").replace(" ", "").partition("->")
     texts = left.split(",")
     if len(texts) != len(operands):
-        raise InputError(f"Einsum names {len(texts)} operands, {len(operands)} are given", where=op.where)
+        raise op.malformed(f"Einsum names {len(texts)} operands, {len(operands)} are given")
     terms = [_Term(n, _labels(t, len(n.shape), op)) for t, n in zip(texts, operands, strict=True)]
     named = [label for t in terms for label in t.labels]
     if arrow:
@@ -109,7 +108,7 @@ def _labels(text: str, rank: int, op: OpNode) -> tuple[str, ...]:
     before, dots, after = text.partition("...")
     hidden = rank - len(before) - len(after)
     if hidden < 0 or (hidden and not dots) or (not (before + after).isalpha() and before + after):
-        raise InputError(f"Einsum term {text!r} for a tensor of rank {rank}", where=op.where, hint="export the model again")
+        raise op.malformed(f"Einsum term {text!r} for a tensor of rank {rank}")
     labels = (*before, *(f".{i}" for i in reversed(range(hidden))), *after)
     if len(set(labels)) != len(labels):
         raise Unmodelled("it takes a diagonal")
@@ -164,7 +163,7 @@ def _matmul_nbits(op: OpNode) -> Node:
     n, k = op.integer("N"), op.integer("K")
     bits, block = op.integer("bits", 4), op.integer("block_size")
     if bits not in (2, 4, 8):
-        raise UnsupportedError(f"MatMulNBits of {bits} bits", where=op.where, hint="2, 4 or 8 bits")
+        raise op.refuse(f"MatMulNBits of {bits} bits", "2, 4 or 8 bits")
     groups = -(-k // block) if block > 0 else 0
     if (
         groups < 1
@@ -172,14 +171,14 @@ def _matmul_nbits(op: OpNode) -> Node:
         or packed.tensor.elements != n * groups * (block * bits // 8)
         or scales.tensor.elements != n * groups
     ):
-        raise InputError(f"MatMulNBits of N={n} K={k} by {packed.type}, scales {scales.type}", where=op.where)
+        raise op.malformed(f"MatMulNBits of N={n} K={k} by {packed.type}, scales {scales.type}")
     zero = op.optional(3)
     order = op.optional(4)
     coded = op.integer("accuracy_level", 0) == EIGHT_BITS and bits == 4 and (zero is None or not zero.dtype.is_float)
     coded = coded and order is None
     if order is not None and (bits != 4 or (zero is not None and not zero.dtype.is_float)):  # onnxruntime's own differ or fail
         what = f"MatMulNBits of {bits} bits with g_idx" + (" and zero points" if zero is not None else "")
-        raise UnsupportedError(what, where=op.where, hint="quantize without reordering (act_order)")
+        raise op.refuse(what, "quantize without reordering (act_order)")
     dtype = F32 if coded else a.dtype
     plain = zero is None and bits < 8 and isinstance(packed.op, Const)  # then s4 codes: no zero points to keep
     codes = unpacked(reshape(packed, (n, groups * block * bits // 8)), bits, signed=plain)
@@ -193,9 +192,7 @@ def _matmul_nbits(op: OpNode) -> Node:
         )
     if order is not None:
         if len(order.shape) != 1 or order.shape[0] < k:
-            raise InputError(
-                f"MatMulNBits of K={k} with g_idx {order.type}", where=op.where, hint="a group for each place along K"
-            )
+            raise op.malformed(f"MatMulNBits of K={k} with g_idx {order.type}", "a group for each place along K")
         at = slice_(order, 0, 0, k)
         codes, scale = slice_(codes, 1, 0, k), Node(Gather(1, wraps=False), scale, at)
         zero = None if zero is None else Node(Gather(1, wraps=False), zero, at)
@@ -256,3 +253,53 @@ def unpacked(packed: Node, bits: int, *, signed: bool = False) -> Node:
     parts = [map_("and", map_("shift_right_logical", packed, const(bits * i, U8)), const(ones, U8)) for i in range(each)]
     apart = [reshape(p, (*packed.shape, 1)) for p in parts]
     return convert(reshape(Node(Concat(2), *apart), shape), U4)
+
+
+@converts("GatherBlockQuantized", 1, 1, "com.microsoft")
+def _gather_block_quantized(op: OpNode) -> Node:
+    """Slices of (code - zero point) * scale, a scale for each `block_size` along `quantize_axis`; 0 for an index outside.
+
+    u8 data hold codes of `bits` bits, low bits first along the last axis; their zero point is 2**(bits - 1) when absent, that
+    of a 4-bit type 0. What is gathered is the codes.
+    """
+    data, indices, scales, zeros = op.input(0), op.input(1), op.input(2), op.optional(3)
+    rank = len(data.shape)
+    axis, along = op.axis("gather_axis", 0, rank), op.axis("quantize_axis", 1, rank)
+    block, bits = op.integer("block_size", 128), op.integer("bits", 4)
+    if data.dtype.is_float or block < 1:
+        raise op.refuse(f"GatherBlockQuantized of {data.type}", "integer codes by blocks")
+    if data.dtype is U8:
+        if bits not in (2, 4, 8):
+            raise op.refuse(f"GatherBlockQuantized of {bits} bits", "2, 4 or 8 bits")
+        extent = data.shape[-1] * (8 // bits)
+        data = _unpacked_last(data, bits, extent)
+        if zeros is not None:
+            zeros = _unpacked_last(zeros, bits, scales.shape[-1])
+        else:
+            zeros = broadcast(const(1 << bits - 1, data.dtype), scales.shape)
+    wanted = tuple(-(-d // block) if a == along else d for a, d in enumerate(data.shape))
+    if scales.shape != wanted or (zeros is not None and zeros.shape != wanted):
+        raise op.malformed(f"GatherBlockQuantized with scales {scales.type} for {data.type}")
+    parameters = [scales] if zeros is None else [scales, zeros]
+    n, index = data.shape[axis], convert(indices, S64)
+    inside = map_("clamp", const(-n, S64), index, const(n - 1, S64))  # the nearest that there is
+    if axis == along:
+        y = Node(Gather(axis), Node(Dequantize(scales.dtype, _blocks(rank, along, block)), data, *parameters), inside)
+    else:
+        picked = [Node(Gather(axis), t, inside) for t in (data, *parameters)]
+        place = along if along < axis else along + len(indices.shape) - 1
+        y = Node(Dequantize(scales.dtype, _blocks(len(picked[0].shape), place, block)), *picked)
+    known = map_("and", map_("less", index, const(n, S64)), map_("greater_equal", index, const(-n, S64)))
+    known = reshape(known, (*[1] * axis, *indices.shape, *[1] * (rank - 1 - axis)))
+    return Node(Select(), broadcast(known, y.shape), y, const(0.0, y.dtype))
+
+
+def _blocks(rank: int, axis: int, block: int) -> tuple[int, ...]:
+    return tuple(block if a == axis else 1 for a in range(rank))
+
+
+def _unpacked_last(packed: Node, bits: int, extent: int) -> Node:
+    """u8 [..., bytes] as codes [..., extent]."""
+    rows = packed.tensor.elements // packed.shape[-1] if packed.shape[-1] else 0
+    codes = unpacked(reshape(packed, (rows, packed.shape[-1])), bits)
+    return reshape(slice_(codes, 1, 0, extent), (*packed.shape[:-1], extent))

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
-from tilewright.errors import InputError
-from tilewright.frontends.onnx.files import quoted
+from tilewright.dtype import OPAQUE
+from tilewright.errors import InputError, UnsupportedError
+from tilewright.frontends.onnx.files import malformed, quoted
+from tilewright.frontends.onnx.scope import Context, Scope
 from tilewright.ir.graph import Node
 
 if TYPE_CHECKING:
@@ -72,33 +75,70 @@ def converter_of(domain: str, name: str, version: int) -> Converter:
 
 @dataclass(frozen=True)
 class OpNode:
-    """One ONNX node with its sources resolved.
+    """One ONNX node with its sources resolved, and the place where it stands.
 
     Attributes:
-        op_type, domain: operator.
+        proto: as the model has it.
+        domain: of the operator, its default as "".
         name: what to call the node in messages and reports.
-        version: version of the operator's definition in force.
         sources: the nodes it reads; None where an optional input is absent.
-        outputs: names of its results, "" where one is not wanted.
-        attributes: by name.
+        scope, context: the names it sees, and the operator versions in force.
         known: value of a source that follows from shapes and small constants alone, else None.
-        literal: reads a tensor-valued attribute.
+        read_tensor: makes a constant of a tensor, which messages call by the second argument.
+        version: version of the operator's definition in force, once that is found.
     """
 
-    op_type: str
+    proto: onnx.NodeProto
     domain: str
     name: str
-    version: int
     sources: tuple[Node | None, ...]
-    outputs: tuple[str, ...]
-    attributes: Mapping[str, onnx.AttributeProto]
+    scope: Scope
+    context: Context
     known: Callable[[Node], torch.Tensor | None]
-    literal: Callable[[onnx.TensorProto], Node]
+    read_tensor: Callable[[onnx.TensorProto, str], Node]
+    version: int = 1
+
+    @property
+    def op_type(self) -> str:
+        """The operator's name."""
+        return self.proto.op_type
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The operator: its domain and name."""
+        return (self.domain, self.proto.op_type)
+
+    @cached_property
+    def attributes(self) -> Mapping[str, onnx.AttributeProto]:
+        """The node's attributes by name."""
+        return {a.name: a for a in self.proto.attribute}
+
+    @cached_property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the results, "" where one is not wanted."""
+        return tuple(self.proto.output)
+
+    @property
+    def reads_opaque(self) -> bool:
+        """Tell whether a source's type is known only at run time."""
+        return any(s is not None and s.dtype is OPAQUE for s in self.sources)
+
+    def literal(self, tensor: onnx.TensorProto) -> Node:
+        """A tensor-valued attribute as a constant."""
+        return self.read_tensor(tensor, self.where)
 
     @property
     def where(self) -> str:
         """The operator and the node's name, for messages."""
         return f"{self.op_type} node {quoted(self.name)}"
+
+    def malformed(self, what: str, hint: str = "export the model again") -> InputError:
+        """An error to raise: the node is not as its operator's definition has it."""
+        return malformed(what, self.where, hint)
+
+    def refuse(self, what: str, hint: str) -> UnsupportedError:
+        """An error to raise: the node asks for what is not read."""
+        return UnsupportedError(what, where=self.where, hint=hint)
 
     def input(self, index: int) -> Node:
         """Required source `index`.
@@ -108,7 +148,7 @@ class OpNode:
         """
         found = self.optional(index)
         if found is None:
-            raise InputError(f"{self.op_type} lacks its input {index}", where=self.where, hint="export the model again")
+            raise self.malformed(f"{self.op_type} lacks its input {index}")
         return found
 
     def optional(self, index: int) -> Node | None:
@@ -155,12 +195,10 @@ class OpNode:
         found = self.attributes.get(name)
         if found is None:
             if default is None:
-                raise InputError(f"{self.op_type} lacks attribute {name!r}", where=self.where, hint="export the model again")
+                raise self.malformed(f"{self.op_type} lacks attribute {name!r}")
             return default
         if found.type != kind:
-            raise InputError(
-                f"attribute {name!r} of {self.op_type} has the wrong kind", where=self.where, hint="export the model again"
-            )
+            raise self.malformed(f"attribute {name!r} of {self.op_type} has the wrong kind")
         return getattr(found, field)
 
     def known_ints(self, index: int) -> list[int]:
@@ -173,7 +211,7 @@ class OpNode:
         if value is None:
             raise Unmodelled(f"its input {index} is known only at run time")
         if value.is_floating_point() or value.dim() > 1:
-            raise InputError(f"input {index} of {self.op_type} is no list of integers", where=self.where)
+            raise self.malformed(f"input {index} of {self.op_type} is no list of integers")
         return [int(v) for v in value.reshape(-1).tolist()]
 
     def axes(self, index: int, default: Sequence[int] | None = None) -> list[int] | None:
@@ -195,5 +233,5 @@ class OpNode:
     def normal_axis(self, axis: int, rank: int) -> int:
         """The axis counted from the front; `InputError` if the rank has none such."""
         if not -rank <= axis < rank:
-            raise InputError(f"axis {axis} of a tensor of rank {rank}", where=self.where, hint="export the model again")
+            raise self.malformed(f"axis {axis} of a tensor of rank {rank}")
         return axis % rank

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 from tilewright.dtype import F16, F32, F64, S64, DType
-from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends.onnx.node import Converter, OpNode, Unmodelled, converts
 from tilewright.frontends.onnx.tensors import element_type
 from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, slice_, transpose
@@ -151,9 +150,14 @@ def _softmax(op: OpNode) -> Node:
     log = op.op_type == "LogSoftmax"
     if x.dtype is F16 and not log and op.version >= 13:
         raise Unmodelled("f16 is rounded at each step")
-    if op.version >= 13:
-        return Node(Softmax(op.axis("axis", -1, len(x.shape)), log), x)
-    axis = op.axis("axis", 1, len(x.shape))
+    rest = op.version < 13
+    return softmax(x, op.axis("axis", 1 if rest else -1, len(x.shape)), log=log, rest=rest)
+
+
+def softmax(x: Node, axis: int, *, log: bool, rest: bool) -> Node:
+    """A softmax, or its logarithm, along an axis; with `rest` along all from it on together."""
+    if not rest:
+        return Node(Softmax(axis, log), x)
     flat = reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
     return reshape(Node(Softmax(1, log), flat), x.shape)
 
@@ -192,9 +196,7 @@ def _batch_normalization(op: OpNode) -> Node:
     if op.integer("training_mode", 0) or any(op.wants(i) for i in range(1, 5)):
         raise Unmodelled("it is told to train")
     if not op.integer("spatial", 1):
-        raise UnsupportedError(
-            "BatchNormalization with one mean for each place", where=op.where, hint="export it with operator set 9 or newer"
-        )
+        raise op.refuse("BatchNormalization with one mean for each place", "export it with operator set 9 or newer")
     x = op.input(0)
     dtype = _wide(x.dtype)
     channels = x.shape[1] if len(x.shape) > 1 else 1
@@ -210,7 +212,7 @@ def _instance_normalization(op: OpNode) -> Node:
     """Each channel of each sample to mean 0 and variance 1, then * scale + bias, one of each a channel."""
     x, scale, bias = op.input(0), op.input(1), op.input(2)
     if len(x.shape) < 3:
-        raise InputError(f"InstanceNormalization of {x.type}", where=op.where, hint="it takes [N, C, D1, …]")
+        raise op.malformed(f"InstanceNormalization of {x.type}", "it takes [N, C, D1, …]")
     shape = (x.shape[1], *[1] * (len(x.shape) - 2))
     normal = Node(LayerNorm(2, op.real("epsilon", 1e-5)), x)
     return map_("add", map_("multiply", normal, reshape(scale, shape)), reshape(bias, shape))
@@ -235,7 +237,7 @@ def _local_response_normalization(op: OpNode) -> Node:
     """x / (bias + alpha / size * s) ** beta, s the sum of squares over `size` channels around each."""
     x, size = op.input(0), op.integer("size")
     if len(x.shape) < 3 or size < 1:
-        raise InputError(f"LRN of {x.type} over {size} channels", where=op.where, hint="it takes [N, C, D1, …]")
+        raise op.malformed(f"LRN of {x.type} over {size} channels", "it takes [N, C, D1, …]")
     dtype = _wide(x.dtype)
     wide = convert(x, dtype)
     before = (size - 1) // 2

@@ -6,17 +6,17 @@ itself folds scales beforehand or looks results up in tables, so a value that li
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
-from tilewright.dtype import F32, S32
-from tilewright.errors import InputError
-from tilewright.frontends.onnx.matmul import matmul
+from tilewright.dtype import F32
+from tilewright.frontends.onnx.elementwise import leaky_relu
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
-from tilewright.frontends.onnx.quantize import dynamic_u8, lined_up, shifted
-from tilewright.ir.build import broadcast, const, convert, map_, reduce_, reshape, swap_last
+from tilewright.frontends.onnx.norm import softmax
+from tilewright.frontends.onnx.quantize import dynamic_u8, lined_up, shifted_product
+from tilewright.ir.build import broadcast, concat, const, convert, map_, reduce_, reshape, swap_last
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Concat, Dequantize, Quantize, Select, Softmax
+from tilewright.ir.ops import Dequantize, Quantize, Select
+from tilewright.ir.types import broadcast_shapes
 
 _MICROSOFT = "com.microsoft"
 
@@ -59,20 +59,14 @@ def _sigmoid(op: OpNode) -> Node:
 @converts("QLinearLeakyRelu", 1, 1, _MICROSOFT)
 def _leaky_relu(op: OpNode) -> Node:
     x = _real(op, 0)
-    y = Node(Select(), map_("less", x, const(0, F32)), map_("multiply", x, const(op.real("alpha", 0.01), F32)), x)
-    return _coded(op, y, op.input(3), op.optional(4))
+    return _coded(op, leaky_relu(x, const(op.real("alpha", 0.01), F32)), op.input(3), op.optional(4))
 
 
 @converts("QLinearSoftmax", 1, 1, _MICROSOFT)
 def _softmax(op: OpNode) -> Node:
     """A softmax of codes along one axis, or with an `opset` below 13 along all from it on."""
     x = _real(op, 0)
-    axis = op.axis("axis", -1, len(x.shape))
-    if op.integer("opset") >= 13:
-        y = Node(Softmax(axis), x)
-    else:
-        flat = reshape(x, (math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
-        y = reshape(Node(Softmax(1), flat), x.shape)
+    y = softmax(x, op.axis("axis", -1, len(x.shape)), log=False, rest=op.integer("opset") < 13)
     return _coded(op, y, op.input(3), op.optional(4))
 
 
@@ -86,24 +80,15 @@ def _concat(op: OpNode) -> Node:
         same = op.input(at + 1) is scale and op.optional(at + 2) is zero and op.input(at).dtype is zero.dtype
         parts.append(op.input(at) if same else Node(Quantize(zero.dtype), _real(op, at), _one(scale), _one(zero)))
     axis = op.axis("axis", None, len(parts[0].shape))
-    return parts[0] if len(parts) == 1 else Node(Concat(axis), *parts)
+    return concat(parts, axis)
 
 
 @converts("QLinearWhere", 1, 1, _MICROSOFT)
 def _where(op: OpNode) -> Node:
-    chosen = Node(Select(), *_together(op.input(0), _real(op, 1), _real(op, 4)))
-    zero = op.input(8)
+    read = (op.input(0), _real(op, 1), _real(op, 4))
+    shape = broadcast_shapes(*(n.shape for n in read))
+    chosen, zero = Node(Select(), *(broadcast(n, shape) for n in read)), op.input(8)
     return Node(Quantize(zero.dtype), chosen, _one(op.input(7)), _one(zero))
-
-
-def _together(*nodes: Node) -> list[Node]:
-    """Nodes repeated to their common shape."""
-    from tilewright.ir.types import broadcast_shapes
-
-    shape = nodes[0].shape
-    for n in nodes[1:]:
-        shape = broadcast_shapes(shape, n.shape)
-    return [broadcast(n, shape) for n in nodes]
 
 
 @converts("QLinearReduceMean", 1, 1, _MICROSOFT)
@@ -132,7 +117,7 @@ def _by(op: OpNode, product: Node, factor: Node, bias: Node | None) -> Node:
 def _matmul_integer_to_float(op: OpNode) -> Node:
     """(A - zero point) @ (B - zero point) * (a_scale * b_scale) + bias; B's scale and zero point one in all or one a column."""
     a, b = op.input(0), op.input(1)
-    product = matmul(shifted(a, op.optional(4), rows=True), shifted(b, op.optional(5), rows=False), acc_dtype=S32)
+    product = shifted_product(a, op.optional(4), b, op.optional(5))
     factor = map_("multiply", lined_up(op.input(2), a, True), lined_up(op.input(3), b, False))
     return convert(_by(op, product, convert(factor, F32), op.optional(6)), op.input(2).dtype)
 
@@ -142,7 +127,7 @@ def _dynamic_quantize_matmul(op: OpNode) -> Node:
     """A quantised to u8 by its own range, times B; then as MatMulIntegerToFloat."""
     a, b = op.input(0), op.input(1)
     codes, scale, zero = dynamic_u8(a)
-    product = matmul(shifted(codes, zero, rows=True), shifted(b, op.optional(3), rows=False), acc_dtype=S32)
+    product = shifted_product(codes, zero, b, op.optional(3))
     return _by(op, product, map_("multiply", scale, lined_up(op.input(2), b, False)), op.optional(4))
 
 
@@ -151,17 +136,15 @@ def _qgemm(op: OpNode) -> Node:
     """(A' - zero point) @ (B' - zero point) + C in s32, times alpha * a_scale * b_scale; in codes if it says which."""
     a, b, c = op.input(0), op.input(3), op.optional(6)
     if len(a.shape) != 2 or len(b.shape) != 2:
-        raise InputError(f"QGemm of {a.type} and {b.type}", where=op.where, hint="it takes matrices")
+        raise op.malformed(f"QGemm of {a.type} and {b.type}", "it takes matrices")
     a = swap_last(a) if op.integer("transA", 0) else a
     b = swap_last(b) if op.integer("transB", 0) else b
-    product = matmul(shifted(a, _one(op.input(2)), rows=True), shifted(b, op.input(5), rows=False), acc_dtype=S32)
+    product = shifted_product(a, _one(op.input(2)), b, op.input(5))
     if c is not None:
         product = map_("add", product, broadcast(c, product.shape))
     factor = map_("multiply", _one(op.input(1)), lined_up(op.input(4), b, False))
     if op.real("alpha", 1.0) != 1.0:
         factor = map_("multiply", factor, const(op.real("alpha"), F32))
     y = _by(op, product, factor, None)
-    scale, zero = op.optional(7), op.optional(8)
-    if scale is None:
-        return y
-    return _coded(op, y, scale, zero)
+    scale = op.optional(7)
+    return y if scale is None else _coded(op, y, scale, op.optional(8))

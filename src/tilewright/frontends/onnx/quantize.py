@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tilewright.dtype import F32, F64, S32, U8
-from tilewright.errors import InputError
 from tilewright.frontends.onnx.matmul import matmul
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
 from tilewright.frontends.onnx.tensors import element_type
@@ -20,17 +19,13 @@ def _spread(op: OpNode, x: Node, parameter: Node) -> tuple[Node, Shape | None]:
     if len(parameter.shape) > 1 or (block and len(parameter.shape) == rank):
         axis = op.axis("axis", 1, rank)
         if block < 1:
-            raise InputError(f"scale {parameter.type} without a block size", where=op.where, hint="export the model again")
+            raise op.malformed(f"scale {parameter.type} without a block size")
         return parameter, tuple(block if a == axis else 1 for a in range(rank))
     if parameter.tensor.elements == 1:
         return reshape(parameter, ()), None
     axis = op.axis("axis", 1, rank) if rank > 1 else 0
     if not parameter.shape or parameter.shape[0] != x.shape[axis]:
-        raise InputError(
-            f"{parameter.type} does not give one value for each of the {x.shape[axis]} along axis {axis}",
-            where=op.where,
-            hint="export the model again",
-        )
+        raise op.malformed(f"{parameter.type} does not give one value for each of the {x.shape[axis]} along axis {axis}")
     return expand_dims(parameter, axis, rank), None
 
 
@@ -65,7 +60,7 @@ def _quantize_linear(op: OpNode) -> Node:
     if dtype.kind == "opaque" or not scale.dtype.is_float:
         raise Unmodelled("it quantizes to or by a type that Tilewright lacks")
     if target is not None and target is not dtype:
-        raise InputError(f"output_dtype {target} with a zero point of {dtype}", where=op.where, hint="export the model again")
+        raise op.malformed(f"output_dtype {target} with a zero point of {dtype}")
     overflow = "saturate" if op.integer("saturate", 1) or not dtype.is_float else "ieee"
     spread, block = _spread(op, x, scale)
     zeros = _zero_point(op, x, zero)
@@ -132,17 +127,19 @@ def lined_up(parameter: Node, x: Node, rows: bool) -> Node:
     return parameter
 
 
-def shifted(x: Node, zero: Node | None, rows: bool) -> Node:
+def shifted_product(a: Node, a_zero: Node | None, b: Node, b_zero: Node | None) -> Node:
+    """(a - a's zero point) @ (b - b's zero point) in s32, which wraps."""
+    return matmul(_shifted(a, a_zero, rows=True), _shifted(b, b_zero, rows=False), acc_dtype=S32)
+
+
+def _shifted(x: Node, zero: Node | None, rows: bool) -> Node:
     """x - zero point in s32; x itself without one."""
     return x if zero is None else map_("subtract", convert(x, S32), convert(lined_up(zero, x, rows), S32))
 
 
 @converts("MatMulInteger", 10, 10)
 def _matmul_integer(op: OpNode) -> Node:
-    """(A - a's zero point) @ (B - b's zero point), in s32, which wraps."""
-    a = shifted(op.input(0), op.optional(2), rows=True)
-    b = shifted(op.input(1), op.optional(3), rows=False)
-    return matmul(a, b, acc_dtype=S32)
+    return shifted_product(op.input(0), op.optional(2), op.input(1), op.optional(3))
 
 
 @converts("QLinearMatMul", 10, 21)
@@ -160,7 +157,7 @@ def _qlinear_matmul(op: OpNode) -> Node:
             raise Unmodelled("the zero point of an 8-bit float may not be 0")
         product = matmul(a, b, acc_dtype=F32)
     else:
-        product = convert(matmul(shifted(a, a_zero, True), shifted(b, b_zero, False), acc_dtype=S32), F32)
+        product = convert(shifted_product(a, a_zero, b, b_zero), F32)
     scales = [lined_up(a_scale, a, True), lined_up(b_scale, b, False), lined_up(y_scale, product, True)]
     by_a, by_b, by_y = (convert(s, F32) for s in scales)
     factor = map_("divide", map_("multiply", by_a, by_b), by_y)

@@ -7,13 +7,13 @@ call. Local functions, and the branch that an `If` is known to take, are read in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilewright.dtype import OPAQUE
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, UnsupportedError, counted
 from tilewright.frontends.onnx import calls
-from tilewright.frontends.onnx.files import SHOWN, DataFiles, Span, quoted
+from tilewright.frontends.onnx.files import SHOWN, DataFiles, Span, malformed, quoted
 from tilewright.frontends.onnx.functions import (
     DEEPEST,
     definition,
@@ -42,30 +42,6 @@ _MALFORMED = (ArithmeticError, LookupError, MemoryError, RuntimeError, ValueErro
 # What onnxruntime's tools put into ONNX's own domain although it is not there, or not yet in the operator set that they name.
 _NOT_ONNXS = frozenset({("", "SimplifiedLayerNormalization")})
 _TAKEN_EARLY = frozenset({"LayerNormalization"})
-
-
-@dataclass(frozen=True)
-class _Site:
-    """One node of the model and where it stands."""
-
-    proto: onnx.NodeProto
-    domain: str
-    name: str
-    sources: tuple[Node | None, ...]
-    scope: Scope
-    context: Context
-
-    @property
-    def where(self) -> str:
-        return f"{self.proto.op_type} node {quoted(self.name)}"
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return (self.domain, self.proto.op_type)
-
-    @property
-    def reads_opaque(self) -> bool:
-        return any(s is not None and s.dtype is OPAQUE for s in self.sources)
 
 
 class Reader:
@@ -110,16 +86,13 @@ class Reader:
             where = f"{proto.op_type} node {quoted(name)}"
             try:
                 sources = tuple(scope.get(i, where) if i else None for i in proto.input)
-                self._node(_Site(proto, plain_domain(proto.domain), name, sources, scope, context))
+                domain = plain_domain(proto.domain)
+                self._node(OpNode(proto, domain, name, sources, scope, context, self._known, self.tensor))
             except TilewrightError:
                 raise
             except _MALFORMED as error:
                 detail = (str(error).splitlines() or [""])[0][:SHOWN]
-                raise InputError(
-                    f"malformed {quoted(proto.op_type)}: {type(error).__name__} {detail}",
-                    where=where,
-                    hint="export the model again",
-                ) from error
+                raise malformed(f"malformed {quoted(proto.op_type)}: {type(error).__name__} {detail}", where) from error
 
     def bind(self, scope: Scope, name: str, node: Node, origin: str) -> None:
         """Name a value, and call it and what it was made of by `origin` in reports."""
@@ -136,92 +109,79 @@ class Reader:
         if node.dtype is OPAQUE:
             self._declared[node] = type
 
-    def _node(self, site: _Site) -> None:
-        proto = site.proto
-        function = self.functions.get(site.key)
+    def _node(self, op: OpNode) -> None:
+        proto = op.proto
+        function = self.functions.get(op.key)
         if function is not None:
-            results = self._function(site, function, opsets_of(function.opset_import))
+            results = self._function(op, function, opsets_of(function.opset_import))
         else:
-            results = self._operator(site)
+            results = self._operator(op)
         for i, output in enumerate(proto.output):
             if not output:
                 continue
             node = results[i] if i < len(results) else None
             if node is None:
-                raise UnsupportedError(f"{proto.op_type} has no result {i}", where=site.where, hint="export the model again")
+                raise UnsupportedError(f"{proto.op_type} has no result {i}", where=op.where, hint="export the model again")
             if not isinstance(node.type, TupleType):
-                checked_shape(list(node.shape), site.where)
-            self.bind(site.scope, output, node, f"{site.name} {proto.op_type}")
+                checked_shape(list(node.shape), op.where)
+            self.bind(op.scope, output, node, f"{op.name} {proto.op_type}")
 
-    def _operator(self, site: _Site) -> Sequence[Node | None]:
+    def _operator(self, op: OpNode) -> Sequence[Node | None]:
         """Results by converter, else by the operator's definition as a function, else by a call."""
-        if site.key == ("", "If"):
-            chosen = self._branch(site)
+        if op.key == ("", "If"):
+            chosen = self._branch(op)
             if chosen is not None:
                 return chosen
-        if site.key in _NOT_ONNXS:
-            site = replace(site, domain="com.microsoft")
-        schema = self._schema(site)
-        body = rewritten(self._op_node(site, 1))
+        if op.key in _NOT_ONNXS:
+            op = replace(op, domain="com.microsoft")
+        schema = self._schema(op)
+        body = rewritten(op)
         if body is not None:
-            return self._function(site, body, opsets_of(body.opset_import))
-        version = schema.since_version if schema is not None else site.context.version_of(site.domain, site.where)
+            return self._function(op, body, opsets_of(body.opset_import))
+        version = schema.since_version if schema is not None else op.context.version_of(op.domain, op.where)
         try:
-            convert = converter_of(site.domain, site.proto.op_type, version)
-            if site.reads_opaque and site.proto.op_type != "Identity":
+            convert = converter_of(op.domain, op.proto.op_type, version)
+            if op.reads_opaque and op.proto.op_type != "Identity":
                 raise Unmodelled("it reads a value whose type is known only at run time")
-            converted = convert(self._op_node(site, version))
+            converted = convert(replace(op, version=version))
             return [converted] if isinstance(converted, Node) else converted
         except TypeMismatchError as error:
-            return self._call(site, error.what, error)
+            return self._call(op, error.what, error)
         except Unmodelled as unmodelled:
-            expanded = self._by_definition(site, schema) if schema is not None else None
-            reason = _why_open(site) if site.key == ("", "If") else unmodelled.reason
-            return expanded if expanded is not None else self._call(site, reason, None)
+            expanded = self._by_definition(op, schema) if schema is not None else None
+            reason = _why_open(op) if op.key == ("", "If") else unmodelled.reason
+            return expanded if expanded is not None else self._call(op, reason, None)
 
-    def _op_node(self, site: _Site, version: int) -> OpNode:
-        return OpNode(
-            op_type=site.proto.op_type,
-            domain=site.domain,
-            name=site.name,
-            version=version,
-            sources=site.sources,
-            outputs=tuple(site.proto.output),
-            attributes={a.name: a for a in site.proto.attribute},
-            known=self._known,
-            literal=lambda t: self.tensor(t, site.where),
-        )
-
-    def _schema(self, site: _Site) -> onnx.defs.OpSchema | None:
+    def _schema(self, op: OpNode) -> onnx.defs.OpSchema | None:
         """The definition in force; None for a domain that onnx does not describe."""
         from onnx import defs
 
-        opset = site.context.version_of(site.domain, site.where)
+        opset = op.context.version_of(op.domain, op.where)
         try:
-            return defs.get_schema(site.proto.op_type, max_inclusive_version=opset, domain=site.domain)
+            return defs.get_schema(op.proto.op_type, max_inclusive_version=opset, domain=op.domain)
         except defs.SchemaError:
-            if site.domain:
+            if op.domain:
                 return None
-            if site.proto.op_type in _TAKEN_EARLY:
-                return defs.get_schema(site.proto.op_type, domain="")
+            if op.proto.op_type in _TAKEN_EARLY:
+                return defs.get_schema(op.proto.op_type, domain="")
             raise UnsupportedError(
-                f"no operator {quoted(site.proto.op_type)} in ONNX's operator set {opset}",
-                where=site.where,
+                f"no operator {quoted(op.proto.op_type)} in ONNX's operator set {opset}",
+                where=op.where,
                 hint="upgrade the onnx package, or export the model again",
             ) from None
 
-    def _by_definition(self, site: _Site, schema: onnx.defs.OpSchema) -> Sequence[Node | None] | None:
+    def _by_definition(self, op: OpNode, schema: onnx.defs.OpSchema) -> Sequence[Node | None] | None:
         """Results by the function that ONNX defines this operator as; None if not all of it can be modelled."""
-        if site.reads_opaque or site.key in site.context.inside:
+        if op.reads_opaque or op.key in op.context.inside:
             return None
-        opset = site.context.version_of(site.domain, site.where)
-        body = definition(schema, opset, site.proto, site.sources)
+        opset = op.context.version_of(op.domain, op.where)
+        body = definition(schema, opset, op.proto, op.sources)
         if body is None:
             return None
         notes = len(self.notes)
         defaults = [a.default_value for a in schema.attributes.values() if a.default_value.name]
         try:
-            results = self._function(site, body, {**site.context.opsets, **opsets_of(body.opset_import)}, defaults)
+            results = self._function(op, body, {**op.context.opsets, **opsets_of(body.opset_import)}, defaults)
             if len(self.notes) == notes:
                 return results
         except (TypeMismatchError, UnsupportedError):
@@ -231,66 +191,66 @@ class Reader:
 
     def _function(
         self,
-        site: _Site,
+        op: OpNode,
         function: onnx.FunctionProto,
         opsets: dict[str, int],
         defaults: Sequence[onnx.AttributeProto] = (),
     ) -> list[Node | None]:
         """Results of a function's body, read in place."""
-        if site.key in site.context.inside:
-            raise InputError(f"function {quoted(function.name)} calls itself", where=site.where, hint="export the model again")
+        if op.key in op.context.inside:
+            raise malformed(f"function {quoted(function.name)} calls itself", op.where)
         scope = Scope(None, function.node)
         absent = set(function.input)
-        for name, source in zip(function.input, site.sources, strict=False):
+        for name, source in zip(function.input, op.sources, strict=False):
             if source is not None:
-                scope.bind(name, source, site.where)
+                scope.bind(name, source, op.where)
                 absent.discard(name)
-        given = {a.name: a for a in [*defaults, *function.attribute_proto, *site.proto.attribute]}
+        given = {a.name: a for a in [*defaults, *function.attribute_proto, *op.proto.attribute]}
         nodes = [resolved(n, given, absent) for n in function.node]
-        self.read(nodes, scope, Context(opsets, (*site.context.inside, site.key)))
+        self.read(nodes, scope, Context(opsets, (*op.context.inside, op.key)))
         return [scope.find(o) for o in function.output]
 
-    def _branch(self, site: _Site) -> list[Node | None] | None:
+    def _branch(self, op: OpNode) -> list[Node | None] | None:
         """Results of the branch an `If` takes, where its condition follows from shapes; None where it does not."""
-        condition = site.sources[0] if site.sources else None
+        condition = op.sources[0] if op.sources else None
         value = self._known(condition) if condition is not None and condition.dtype is not OPAQUE else None
         if value is None or value.numel() != 1:
             return None
         wanted = "then_branch" if bool(value.reshape(()).item()) else "else_branch"
-        graph = next((a.g for a in site.proto.attribute if a.name == wanted), None)
+        graph = next((a.g for a in op.proto.attribute if a.name == wanted), None)
         if graph is None:
-            raise InputError(f"If lacks its {wanted}", where=site.where, hint="export the model again")
-        inner = Scope(site.scope, graph.node)
+            raise malformed(f"If lacks its {wanted}", op.where)
+        inner = Scope(op.scope, graph.node)
         for t in graph.initializer:
             self.bind(inner, t.name, self.tensor(t, f"initializer {quoted(t.name)}"), t.name)
-        self.read(graph.node, inner, replace(site.context, inside=(*site.context.inside, site.key)))
-        return [inner.get(o.name, site.where) for o in graph.output]
+        self.read(graph.node, inner, replace(op.context, inside=(*op.context.inside, op.key)))
+        return [inner.get(o.name, op.where) for o in graph.output]
 
-    def _call(self, site: _Site, reason: str, mismatch: TypeMismatchError | None) -> Sequence[Node | None]:
+    def _call(self, op: OpNode, reason: str, mismatch: TypeMismatchError | None) -> Sequence[Node | None]:
         """Results by onnx's reference evaluator, unless onnx itself finds the node's types wrong."""
-        captured = {n: site.scope.get(n, site.where) for n in sorted(free_names(site.proto))}
-        present = {*(s for s in site.sources if s is not None), *captured.values()}
+        captured = {n: op.scope.get(n, op.where) for n in sorted(free_names(op.proto))}
+        present = {*(s for s in op.sources if s is not None), *captured.values()}
         known = {s: v for s in present if s.dtype is not OPAQUE and (v := self._known(s)) is not None}
-        proto = self_contained(site.proto, self._files, site.where)
-        proto.domain = site.domain
+        proto = self_contained(op.proto, self._files, op.where)
+        proto.domain = op.domain
         functions = tuple(self.functions.values())
-        sources, opsets = site.sources, site.context.opsets
-        schema = None if site.domain else self._schema(site)
+        sources, opsets = op.sources, op.context.opsets
+        schema = None if op.domain else self._schema(op)
         if schema is not None:
             proto, sources, opsets, version = modern(proto, schema.since_version, sources, known, opsets)
-            refuse_changed(proto, version, site.where)
+            refuse_changed(proto, version, op.where)
             for inner in with_inner_nodes(proto):
                 if inner is not proto and not plain_domain(inner.domain):
-                    refuse_changed(inner, _version_in(inner, opsets), site.where)
+                    refuse_changed(inner, _version_in(inner, opsets), op.where)
             known.update({s: v for s in sources if s is not None and (v := self._known(s)) is not None})
         try:
-            results = calls.call(calls.CallSite(proto, sources, captured, opsets, functions, site.where), known, self._declared)
+            results = calls.call(calls.CallSite(proto, sources, captured, opsets, functions, op.where), known, self._declared)
         except InputError:
             if mismatch is None:
                 raise
-            raise TypeMismatchError(mismatch.what, where=site.where, hint=mismatch.hint) from mismatch
-        label = site.proto.op_type + (f" of domain {quoted(site.domain)}" if site.domain else "")
-        self.notes.append(f"{label} (node {quoted(site.name)}) runs in onnx's reference evaluator: {reason}")
+            raise TypeMismatchError(mismatch.what, where=op.where, hint=mismatch.hint) from mismatch
+        label = op.proto.op_type + (f" of domain {quoted(op.domain)}" if op.domain else "")
+        self.notes.append(f"{label} (node {quoted(op.name)}) runs in onnx's reference evaluator: {reason}")
         return results
 
 
@@ -304,9 +264,9 @@ def _version_in(node: onnx.NodeProto, opsets: Mapping[str, int]) -> int:
         return 0
 
 
-def _why_open(site: _Site) -> str:
+def _why_open(op: OpNode) -> str:
     """The sentence why neither branch of an `If` is read, and what to do about it."""
-    condition = site.sources[0] if site.sources else None
+    condition = op.sources[0] if op.sources else None
     inputs = [n.op.label for n in toposort([condition]) if isinstance(n.op, Input)] if condition is not None else []
     if not inputs:
         return "its condition is known only at run time"

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from tilewright.dtype import S8, U8
-from tilewright.errors import UnsupportedError
 from tilewright.frontends.onnx.node import OpNode
 from tilewright.frontends.onnx.tensors import element_code
 
@@ -136,4 +135,4 @@ def _activation(op: OpNode, source: str, result: str) -> list[onnx.NodeProto]:
     if name == "Clip" and len(given) == 2:
         limits = [_node("Constant", [], n, value_float=v) for n, v in zip(("low", "high"), given, strict=True)]
         return [*limits, _node("Clip", [source, "low", "high"], result)]
-    raise UnsupportedError(f"{op.op_type} with activation {name!r}", where=op.where, hint="save the model unoptimised")
+    raise op.refuse(f"{op.op_type} with activation {name!r}", "save the model unoptimised")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tilewright.errors import InputError
-from tilewright.frontends.onnx.files import quoted
+from tilewright.frontends.onnx.files import malformed, quoted
 from tilewright.ir.graph import Node
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Context:
                 hint="add the domain to opset_import",
             )
         if not 0 < found < 1 << 31:
-            raise InputError(f"operator set version {found}", where=where, hint="export the model again")
+            raise malformed(f"operator set version {found}", where)
         return found
 
 
@@ -94,7 +94,7 @@ class Scope:
                     hint="sort the nodes, or export the model again",
                 )
             scope = scope._outer
-        raise InputError(f"nothing makes the value {quoted(name)}", where=where, hint="export the model again")
+        raise malformed(f"nothing makes the value {quoted(name)}", where)
 
     def bind(self, name: str, node: Node, where: str) -> None:
         """Give a value its name.
@@ -103,5 +103,5 @@ class Scope:
             InputError: the name is taken.
         """
         if name in self._values:
-            raise InputError(f"two values are called {quoted(name)}", where=where, hint="export the model again")
+            raise malformed(f"two values are called {quoted(name)}", where)
         self._values[name] = node

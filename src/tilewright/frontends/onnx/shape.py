@@ -1,4 +1,4 @@
-"""ONNX's operators that make, reshape, cut and join tensors."""
+"""ONNX's operators that make, reshape, cut, join and index tensors."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from itertools import accumulate
 import torch
 
 from tilewright.dtype import F32, F64, PRED, S64
-from tilewright.errors import InputError
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
 from tilewright.frontends.onnx.tensors import checked_shape, element_type
-from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_, transpose
+from tilewright.ir.build import broadcast, concat, const, convert, expand_dims, map_, reduce_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Concat, Gather, Iota, Pad, Select, Slice
+from tilewright.ir.ops import Gather, Iota, Pad, Select, Slice
 
 _LISTED = 1 << 22  # indices that may be listed as a constant
 
@@ -26,7 +25,7 @@ def _constant(op: OpNode) -> Node:
 
     given = [name for name in op.attributes if name != "doc_string"]
     if len(given) != 1:
-        raise InputError(f"Constant has {len(given)} values, not one", where=op.where, hint="export the model again")
+        raise op.malformed(f"Constant has {len(given)} values, not one")
     name = given[0]
     if name == "value":
         return op.literal(op.tensor("value"))
@@ -73,7 +72,7 @@ def _reshape(op: OpNode) -> Node:
     if not op.integer("allowzero", 0):
         wanted = [x.shape[i] if d == 0 and i < len(x.shape) else d for i, d in enumerate(wanted)]
     if wanted.count(-1) > 1:
-        raise InputError(f"the shape {wanted[:8]} leaves two extents open", where=op.where, hint="export the model again")
+        raise op.malformed(f"the shape {wanted[:8]} leaves two extents open")
     if -1 in wanted:
         rest = math.prod(d for d in wanted if d != -1)
         filled = x.tensor.elements // rest if rest else 0
@@ -97,7 +96,7 @@ def _squeeze(op: OpNode) -> Node:
         {op.normal_axis(a, len(x.shape)) for a in given} if given is not None else {a for a, d in enumerate(x.shape) if d == 1}
     )
     if any(x.shape[a] != 1 for a in axes):
-        raise InputError(f"cannot squeeze axes {sorted(axes)} of {x.type}", where=op.where, hint="only axes of extent 1")
+        raise op.malformed(f"cannot squeeze axes {sorted(axes)} of {x.type}", "only axes of extent 1")
     return reshape(x, [d for a, d in enumerate(x.shape) if a not in axes])
 
 
@@ -108,7 +107,7 @@ def _unsqueeze(op: OpNode) -> Node:
     rank = len(x.shape) + len(given)
     axes = {op.normal_axis(a, rank) for a in given}
     if len(axes) != len(given):
-        raise InputError(f"axes {given} repeat themselves", where=op.where, hint="export the model again")
+        raise op.malformed(f"axes {given} repeat themselves")
     rest = iter(x.shape)
     return reshape(x, [1 if a in axes else next(rest) for a in range(rank)])
 
@@ -123,7 +122,7 @@ def _transpose(op: OpNode) -> Node:
 def _concat(op: OpNode) -> Node:
     parts = [op.input(i) for i in range(len(op.sources))]
     axis = op.axis("axis", None, len(parts[0].shape))
-    return parts[0] if len(parts) == 1 else Node(Concat(axis), *parts)
+    return concat(parts, axis)
 
 
 @converts("Split", 2, 18)
@@ -138,11 +137,11 @@ def _split(op: OpNode) -> list[Node]:
     else:
         count = op.integer("num_outputs", len(op.outputs))
         if count != len(op.outputs) or not count:
-            raise InputError(f"Split into {count} parts gives {len(op.outputs)}", where=op.where, hint="export the model again")
+            raise op.malformed(f"Split into {count} parts gives {len(op.outputs)}")
         each = -(-extent // count)
         sizes = [max(min(each, extent - i * each), 0) for i in range(count)]
     if sum(sizes) != extent or any(s < 0 for s in sizes):
-        raise InputError(f"cannot split an axis of {extent} into {sizes[:8]}", where=op.where, hint="export the model again")
+        raise op.malformed(f"cannot split an axis of {extent} into {sizes[:8]}")
     return [slice_(x, axis, end - size, end) for end, size in zip(accumulate(sizes), sizes, strict=True)]
 
 
@@ -154,7 +153,7 @@ def _slice(op: OpNode) -> Node:
     axes = op.axes(3, range(len(starts))) or []
     steps = op.known_ints(4) if op.optional(4) is not None else [1] * len(starts)
     if not len(starts) == len(stops) == len(axes) == len(steps) or 0 in steps:
-        raise InputError(f"Slice from {starts} to {stops} along {axes} by {steps}", where=op.where)
+        raise op.malformed(f"Slice from {starts} to {stops} along {axes} by {steps}")
     low, high, by = [0] * len(x.shape), list(x.shape), [1] * len(x.shape)
     reversed_axes: list[tuple[int, range]] = []
     for start, stop, axis, step in zip(starts, stops, axes, steps, strict=True):
@@ -190,7 +189,7 @@ def _tile(op: OpNode) -> Node:
     x = op.input(0)
     repeats = op.known_ints(1)
     if len(repeats) != len(x.shape) or any(r < 0 for r in repeats):
-        raise InputError(f"cannot tile {x.type} {repeats[:8]} times", where=op.where, hint="one count an axis")
+        raise op.malformed(f"cannot tile {x.type} {repeats[:8]} times", "one count an axis")
     apart = [e for r, d in zip(repeats, x.shape, strict=True) for e in (r, d)]
     spread = reshape(x, [e for d in x.shape for e in (1, d)])
     shape = [r * d for r, d in zip(repeats, x.shape, strict=True)]
@@ -204,7 +203,7 @@ def _pad(op: OpNode) -> Node:
     pads = op.known_ints(1) if op.optional(1) is not None else op.integers("pads")
     axes = [op.normal_axis(a, rank) for a in op.known_ints(3)] if op.optional(3) is not None else list(range(rank))
     if len(pads) != 2 * len(axes):
-        raise InputError(f"{len(pads)} pads for {len(axes)} axes", where=op.where, hint="two an axis")
+        raise op.malformed(f"{len(pads)} pads for {len(axes)} axes", "two an axis")
     low, high = [0] * rank, [0] * rank
     for i, a in enumerate(axes):
         low[a], high[a] = pads[i], pads[i + len(axes)]
@@ -244,7 +243,7 @@ def _range(op: OpNode) -> Node:
         raise Unmodelled("its limits are known only at run time")
     start, stop, step = (v.reshape(()).item() for v in limits if v is not None)
     if step == 0:
-        raise InputError("Range with a step of 0", where=op.where, hint="export the model again")
+        raise op.malformed("Range with a step of 0")
     dtype = op.input(0).dtype
     count = max(math.ceil((stop - start) / step), 0) if dtype.is_float else len(range(int(start), int(stop), int(step)))
     checked_shape([count], op.where)
@@ -261,7 +260,7 @@ def _trilu(op: OpNode) -> Node:
     x = op.input(0)
     offset = op.known_ints(1)[0] if op.optional(1) is not None else 0
     if len(x.shape) < 2:
-        raise InputError(f"Trilu of {x.type}", where=op.where, hint="it takes matrices")
+        raise op.malformed(f"Trilu of {x.type}", "it takes matrices")
     rows, columns = (Node(Iota(S64, x.shape[-2:], a)) for a in (0, 1))
     keep = "greater_equal" if op.integer("upper", 1) else "less_equal"
     kept = map_(keep, columns, map_("add", rows, const(offset, S64)))
@@ -293,3 +292,69 @@ def _eye_like(op: OpNode) -> Node:
     dtype = element_type(op.integer("dtype"), op.where) if op.has("dtype") else x.dtype
     rows, columns = (Node(Iota(S64, x.shape, a)) for a in (0, 1))
     return convert(map_("equal", columns, map_("add", rows, const(op.integer("k", 0), S64))), dtype)
+
+
+@converts("Gather", 1, 13)
+def _gather(op: OpNode) -> Node:
+    x = op.input(0)
+    return Node(Gather(op.axis("axis", 0, len(x.shape))), x, op.input(1))
+
+
+@converts("GatherElements", 11, 13)
+def _gather_elements(op: OpNode) -> Node:
+    x = op.input(0)
+    return Node(Gather(op.axis("axis", 0, len(x.shape)), elementwise=True), x, op.input(1))
+
+
+@converts("GatherND", 11, 13)
+def _gather_nd(op: OpNode) -> Node:
+    """Each row of the indices, as one number over the flattened axes it indexes."""
+    x, indices = op.input(0), convert(op.input(1), S64)
+    batch = op.integer("batch_dims", 0)
+    depth = indices.shape[-1] if indices.shape else 0
+    if not 0 <= batch < len(indices.shape) or batch + depth > len(x.shape) or depth == 0:
+        raise op.malformed(f"GatherND from {x.type} by {indices.type}")
+    indexed = x.shape[batch : batch + depth]
+    strides = [math.prod(indexed[i + 1 :]) for i in range(depth)]
+    extents = const(torch.tensor(indexed, dtype=torch.int64))
+    wrapped = Node(Select(), map_("less", indices, const(0, S64)), map_("add", indices, extents), indices)
+    flat = reduce_("add", map_("multiply", wrapped, const(torch.tensor(strides, dtype=torch.int64))), [-1])
+    if batch:
+        lines = math.prod(x.shape[:batch])
+        first = map_("multiply", Node(Iota(S64, (lines,), 0)), const(math.prod(indexed), S64))
+        first = reshape(first, (*x.shape[:batch], *[1] * (len(flat.shape) - batch)))
+        flat = map_("add", flat, first)
+    rest = x.shape[batch + depth :]
+    return Node(Gather(0), reshape(x, (math.prod(x.shape[: batch + depth]), *rest)), flat)
+
+
+@converts("OneHot", 9, 28)
+def _one_hot(op: OpNode) -> Node:
+    """`on` where a coordinate along the new axis is the index; an index outside matches none."""
+    indices, values = convert(op.input(0), S64), op.input(2)
+    depth = op.known(op.input(1))
+    if depth is None:
+        raise Unmodelled("its depth is known only at run time")
+    count = int(depth.reshape(()).item())
+    rank = len(indices.shape) + 1
+    axis = op.axis("axis", -1, rank)
+    wrapped = Node(Select(), map_("less", indices, const(0, S64)), map_("add", indices, const(count, S64)), indices)
+    spread = reshape(wrapped, (*indices.shape[:axis], 1, *indices.shape[axis:]))
+    hot = map_("equal", spread, expand_dims(Node(Iota(S64, (count,), 0)), axis, rank))
+    off, on = (reshape(slice_(values, 0, i, i + 1), ()) for i in (0, 1))
+    return Node(Select(), hot, on, off)
+
+
+@converts("ReverseSequence", 10, 28)
+def _reverse_sequence(op: OpNode) -> Node:
+    """Line b of the batch axis has its first lengths[b] elements along the time axis in reverse."""
+    x, lengths = op.input(0), convert(op.input(1), S64)
+    rank = len(x.shape)
+    time, batch = op.axis("time_axis", 0, rank), op.axis("batch_axis", 1, rank)
+    if time == batch:
+        raise op.malformed("ReverseSequence along its batch axis")
+    step = expand_dims(Node(Iota(S64, (x.shape[time],), 0)), time, rank)
+    length = expand_dims(lengths, batch, rank)
+    mirrored = map_("subtract", map_("subtract", length, const(1, S64)), step)
+    index = Node(Select(), map_("less", step, length), mirrored, step)
+    return Node(Gather(time, elementwise=True), x, broadcast(index, x.shape))

@@ -10,7 +10,7 @@ import torch
 
 from tilewright.dtype import BY_NAME, OPAQUE, DType, from_numpy
 from tilewright.errors import InputError
-from tilewright.frontends.onnx.files import DataFiles, Span, quoted
+from tilewright.frontends.onnx.files import DataFiles, Span, malformed, quoted
 from tilewright.ir.literal import Literal
 from tilewright.ir.types import TensorType
 
@@ -76,7 +76,7 @@ def checked_shape(dims: list[int], where: str) -> tuple[int, ...]:
     elements = 1
     for d in dims:
         if d < 0:
-            raise InputError(f"a negative extent in the shape {dims[:8]}", where=where, hint="export the model again")
+            raise malformed(f"a negative extent in the shape {dims[:8]}", where)
         elements *= max(d, 1)
     if elements > _TOO_MANY:
         many = f"the shape {dims[:8]} has 2^{elements.bit_length() - 1} elements or more"
@@ -99,7 +99,7 @@ def tensor_literal(tensor: onnx.TensorProto, files: DataFiles, where: str, embed
     dtype = element_type(tensor.data_type, where)
     shape = checked_shape(list(tensor.dims), where)
     if tensor.HasField("segment"):
-        raise InputError("a tensor stored in segments", where=where, hint="export the model again")
+        raise malformed("a tensor stored in segments", where)
     if dtype is OPAQUE:
         return None
     type = TensorType(dtype, shape)
@@ -187,9 +187,7 @@ def embedded_tensor(tensor: onnx.TensorProto, files: DataFiles, where: str) -> o
         del copy.external_data[:]
     elements = math.prod(shape)
     if tensor.data_type == _STRING and len(tensor.string_data) != elements:
-        raise InputError(
-            f"{len(tensor.string_data)} strings for the shape {list(shape)[:8]}", where=where, hint="export the model again"
-        )
+        raise malformed(f"{len(tensor.string_data)} strings for the shape {list(shape)[:8]}", where)
     return copy
 
 

@@ -14,7 +14,7 @@ import torch
 
 from tilewright.frontends import LoadOptions, refuse_interpreted
 from tilewright.frontends.stablehlo import call as calls
-from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.control import CONTROL, Run, region_graphs, run_control
 from tilewright.frontends.stablehlo.read import read_module, source_text
 from tilewright.ir.graph import Graph
@@ -44,7 +44,7 @@ def load(program: object, options: LoadOptions) -> Graph:
         MissingDependencyError: no jaxlib.
     """
     text, where = source_text(program)
-    return read_module(_jaxlib.parse(text, where), text, where, options)
+    return read_module(jaxlib.parse(text, where), text, where, options)
 
 
 def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def check_call(call: Call, sources: Sequence[object]) -> tuple[()]:
     """See that the interpreter can run a call that a file brings (see `call.py`)."""
     if call.target in CONTROL:  # its regions are read as a program is
         refuse_interpreted(call.target, call.target)
-        _jaxlib.parse(call.payload, call.target)
+        jaxlib.parse(call.payload, call.target)
     else:
         calls.check_payload(call)
     return ()

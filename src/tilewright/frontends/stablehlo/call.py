@@ -17,7 +17,7 @@ import torch
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import refuse_interpreted
-from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.module import (
     MLIR_NAMES,
     Operation,
@@ -105,7 +105,7 @@ def make_module(op: Operation, function: Callable[[str, str], Operation], *, spl
     text = f"func.func @main({', '.join(takes)}) -> ({types}) {{\n{body}\nfunc.return {results} : {types}\n}}\n"
     called = [_generic(function(n, op.where)) for n in sorted(_callees(op, function, set()))]
     try:
-        return str(_jaxlib.parse("\n".join([text, *called]), op.where, op.raw.context))
+        return str(jaxlib.parse("\n".join([text, *called]), op.where, op.raw.context))
     except InputError as error:
         raise UnsupportedError(f"it cannot stand alone: {error.what}", where=op.where) from None
 
@@ -215,7 +215,7 @@ def make_call(site: Site) -> list[Value]:
     if op.name in _CONTROL:
         refuse_interpreted(op.name, op.where)
     else:
-        module = _jaxlib.parse(payload, op.where, op.raw.context)
+        module = jaxlib.parse(payload, op.where, op.raw.context)
         if _program(module, op.where) is None:
             refuse_interpreted(op.name, op.where)
             _runnable(module, op.where)
@@ -273,7 +273,7 @@ def _program(module: Any, where: str) -> _Program | None:
 
 @functools.lru_cache(maxsize=1024)
 def _program_of(payload: str, where: str) -> _Program | None:
-    return _program(_jaxlib.parse(payload, where), where)
+    return _program(jaxlib.parse(payload, where), where)
 
 
 def check_payload(call: Call) -> None:
@@ -283,7 +283,7 @@ def check_payload(call: Call) -> None:
         InputError: it is no module, or holds no `main`.
         UnsupportedError: the interpreter cannot run it.
     """
-    module = _jaxlib.parse(call.payload, call.target)
+    module = jaxlib.parse(call.payload, call.target)
     if _program(module, call.target) is None:
         refuse_interpreted(call.target, call.target)
         _runnable(module, call.target)
@@ -302,14 +302,14 @@ def evaluate_call(call: Call, values: Sequence[object]) -> list[torch.Tensor]:
         _check_values(program.types, values, call.target)
         return program.run(tensors)
     # A context keeps every constant it ever saw, inputs among them: one for each evaluation.
-    module = _jaxlib.parse(call.payload, call.target)
+    module = jaxlib.parse(call.payload, call.target)
     arguments = _runnable(module, call.target).block().arguments
     types = [tensor_type(a.type, call.target) for a in arguments]
     _check_values(types, values, call.target)
     with module.context:
         inputs = [attribute_from(x, t.dtype) for x, t in zip(tensors, types, strict=True)]
     device = tensors[0].device if tensors else torch.device("cpu")
-    results = _jaxlib.interpret(module, inputs)
+    results = jaxlib.interpret(module, inputs)
     found = [elements(a, t, "", call.target).expand(t.shape) for a, t in zip(results, call.types, strict=True)]
     return [t.to(device) for t in found]
 

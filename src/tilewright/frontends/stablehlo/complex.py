@@ -21,20 +21,9 @@ from tilewright.ir.types import TensorType
 # Done to each part by the lowering that real numbers have.
 _BY_PART = frozenset(
     {
-        *("add", "broadcast", "broadcast_in_dim", "concatenate", "dynamic_broadcast_in_dim", "dynamic_iota", "dynamic_pad"),
-        *("dynamic_reshape", "dynamic_slice", "dynamic_update_slice", "gather", "negate", "pad", "real_dynamic_slice"),
-        *(
-            "reduce",
-            "reduce_window",
-            "reshape",
-            "reverse",
-            "select",
-            "slice",
-            "subtract",
-            "transpose",
-            "bitcast",
-            "dynamic_gather",
-        ),
+        *("add", "bitcast", "broadcast", "broadcast_in_dim", "concatenate", "dynamic_broadcast_in_dim", "dynamic_gather"),
+        *("dynamic_iota", "dynamic_pad", "dynamic_reshape", "dynamic_slice", "dynamic_update_slice", "gather", "negate", "pad"),
+        *("real_dynamic_slice", "reduce", "reduce_window", "reshape", "reverse", "select", "slice", "subtract", "transpose"),
     }
 )
 _OF_SUMS = ("reduce", "reduce_window")

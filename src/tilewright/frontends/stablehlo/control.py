@@ -13,10 +13,10 @@ from typing import cast
 import torch
 
 from tilewright.errors import InputError
-from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.call import inside, make_call
 from tilewright.frontends.stablehlo.index import known_number
-from tilewright.frontends.stablehlo.registry import Complex, Site, Value, lowers
+from tilewright.frontends.stablehlo.registry import Complex, Site, Value, lowers, one_or_all
 from tilewright.frontends.stablehlo.walk import Regions, Walk
 from tilewright.ir.build import broadcast, const, map_
 from tilewright.ir.evaluate import evaluate_nodes, evaluator
@@ -33,20 +33,10 @@ MAX_SELECTED_OPERATIONS = 64
 _SMALL = 16  # elements of a carried constant that is computed on the way
 # What makes a branch dear, or hides how dear it is.
 _DEAR = frozenset(
-    [
-        "while",
-        "if",
-        "case",
-        "call",
-        "dot",
-        "dot_general",
-        "convolution",
-        "custom_call",
-        "sort",
-        "fft",
-        "cholesky",
-        "triangular_solve",
-    ]
+    {
+        *("while", "if", "case", "call", "dot", "dot_general", "convolution", "custom_call"),
+        *("sort", "fft", "cholesky", "triangular_solve"),
+    }
 )
 
 
@@ -55,13 +45,13 @@ def _while(site: Site) -> Value:
     """Unrolled while the condition is known as the program is read, up to a bound; else a call."""
     unrolled = site.reader.attempt(lambda: _unrolled(site))
     if unrolled is not None:
-        return unrolled[0] if len(unrolled) == 1 else unrolled
+        return one_or_all(unrolled)
     return _called(site)
 
 
 def _unrolled(site: Site) -> list[Value] | None:
     state = list(site.values)
-    begun = site.reader.count()
+    begun = site.reader.count
     for _ in range(MAX_UNROLLED_TRIPS + 1):
         state = [_settled(v) for v in state]
         (condition,) = site.reader.region(site.op, state, 0)
@@ -70,7 +60,7 @@ def _unrolled(site: Site) -> list[Value] | None:
             return None
         if not again:
             return state
-        if site.reader.count() - begun > MAX_UNROLLED_OPERATIONS:
+        if site.reader.count - begun > MAX_UNROLLED_OPERATIONS:
             return None
         state = site.reader.region(site.op, state, 1)
     return None
@@ -95,7 +85,7 @@ def _branches(site: Site) -> Value:
     is_if = site.op.name.endswith("if")
     if known is not None:
         taken = (0 if known else 1) if is_if else int(known) if 0 <= known < count else count - 1
-        return _one_or_all(site.reader.region(site.op, [], taken))
+        return one_or_all(site.reader.region(site.op, [], taken))
     inner = list(inside(site.op))
     if len(inner) > MAX_SELECTED_OPERATIONS or any(o.name.partition(".")[2] in _DEAR for o in inner):
         return _called(site)
@@ -104,11 +94,7 @@ def _branches(site: Site) -> Value:
     for i in reversed(range(count - 1)):
         here = index if is_if else map_("equal", index, const(i, index.dtype))
         results = [_selected(here, a, b) for a, b in zip(outcomes[i], results, strict=True)]
-    return _one_or_all(results)
-
-
-def _one_or_all(values: list[Value]) -> Value:
-    return values[0] if len(values) == 1 else values
+    return one_or_all(results)
 
 
 def _selected(pred: Node, a: Value, b: Value) -> Value:
@@ -124,7 +110,7 @@ def _selected(pred: Node, a: Value, b: Value) -> Value:
 def _called(site: Site) -> Value:
     name = site.op.name.partition(".")[2]
     site.reader.note(f"{name} at {site.op.origin} runs as the data says; a GPU's program leaves its regions to the CPU")
-    return _one_or_all(make_call(site))
+    return one_or_all(make_call(site))
 
 
 class _Program:
@@ -136,7 +122,7 @@ class _Program:
     """
 
     def __init__(self, payload: str, target: str) -> None:
-        module = _jaxlib.parse(payload, target)
+        module = jaxlib.parse(payload, target)
         found: Regions = Walk(module, payload, target).regions(CONTROL)
         self.op = found.op.name.partition(".")[2]
         self.types = [n.tensor for n in found.inputs]

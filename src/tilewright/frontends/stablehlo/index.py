@@ -13,8 +13,8 @@ import torch
 
 from tilewright.dtype import S32, S64, DType
 from tilewright.frontends.stablehlo.registry import Site, Value, lowers
-from tilewright.frontends.stablehlo.shape import concat, pad, strided_slice
-from tilewright.ir.build import broadcast, const, convert, expand_dims, map_, reshape, slice_, transpose
+from tilewright.frontends.stablehlo.shape import pad, strided_slice
+from tilewright.ir.build import broadcast, concat, const, convert, expand_dims, map_, reshape, slice_, transpose
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Call, Const, Gather, Iota, Select

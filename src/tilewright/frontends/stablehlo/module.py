@@ -12,7 +12,7 @@ import torch
 
 from tilewright.dtype import BY_NAME, F16, F32, F64, OPAQUE, PRED, U8, DType
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo import jaxlib
 from tilewright.ir.ops.functions import narrow_integer
 from tilewright.ir.types import TensorType
 
@@ -84,7 +84,7 @@ def mlir_type(t: TensorType) -> str:
 
 def attribute_from(x: torch.Tensor, dtype: DType) -> Any:
     """An elements attribute with the bits of `x`, whose logical type is `dtype`; needs a current context."""
-    ir = _jaxlib.api().ir
+    ir = jaxlib.api().ir
     flat = x.detach().cpu().contiguous()
     bits = flat.numpy() if dtype is PRED else flat.view(_BITS[flat.dtype.itemsize]).numpy()
     return ir.DenseElementsAttr.get(bits, type=ir.Type.parse(MLIR_NAMES[dtype]))
@@ -308,7 +308,7 @@ class Operation:
 
     def dimension_numbers(self, kind: str, key: str) -> Any:
         """A structured attribute of StableHLO, by the name of its class."""
-        return getattr(_jaxlib.api().stablehlo, kind)(self.attribute(key))
+        return getattr(jaxlib.api().stablehlo, kind)(self.attribute(key))
 
 
 class Block:

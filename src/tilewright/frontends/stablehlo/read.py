@@ -8,27 +8,12 @@ from typing import Any
 
 from tilewright.errors import InputError, UnsupportedError
 from tilewright.frontends import LoadOptions
-from tilewright.frontends.stablehlo import control as _stablehlo_control
-from tilewright.frontends.stablehlo import dot as _stablehlo_dot
-from tilewright.frontends.stablehlo import elementwise as _stablehlo_elementwise
-from tilewright.frontends.stablehlo import index as _stablehlo_index
-from tilewright.frontends.stablehlo import jaxlib as _jaxlib
-from tilewright.frontends.stablehlo import reduce as _stablehlo_reduce
-from tilewright.frontends.stablehlo import shape as _stablehlo_shape
-from tilewright.frontends.stablehlo import structure as _stablehlo_structure
+from tilewright.frontends.stablehlo import control, dot, elementwise, index, jaxlib, reduce, shape, structure
 from tilewright.frontends.stablehlo.walk import Walk
 from tilewright.ir.graph import Graph
 
 # Each registers the lowerings of its topic as it is imported.
-TOPICS = (
-    _stablehlo_control,
-    _stablehlo_dot,
-    _stablehlo_elementwise,
-    _stablehlo_index,
-    _stablehlo_reduce,
-    _stablehlo_shape,
-    _stablehlo_structure,
-)
+TOPICS = (control, dot, elementwise, index, reduce, shape, structure)
 
 
 def source_text(program: object) -> tuple[str, str]:
@@ -76,7 +61,7 @@ def read_module(
     names, types = walk.signature(labels)
     wanted = _bound_types(dict(zip(names, types, strict=True)), options, where)
     if wanted != [str(t) for t in types]:
-        problem = _jaxlib.bind_arguments(module, wanted)
+        problem = jaxlib.bind_arguments(module, wanted)
         if problem:
             raise UnsupportedError(f"its shapes cannot be bound: {problem}", where=where, hint="lower it with concrete shapes")
         walk = Walk(module, asm, where)

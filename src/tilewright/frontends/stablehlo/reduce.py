@@ -8,9 +8,9 @@ from typing import Any, cast
 
 from tilewright.dtype import PRED, DType
 from tilewright.frontends.stablehlo.module import Block
-from tilewright.frontends.stablehlo.registry import Reader, Site, Value, lowers
-from tilewright.frontends.stablehlo.shape import pad, strided_slice
-from tilewright.ir.build import map_, reduce_
+from tilewright.frontends.stablehlo.registry import Site, Value, lowers
+from tilewright.frontends.stablehlo.shape import pad
+from tilewright.ir.build import map_, reduce_, slice_
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Const
 from tilewright.ir.ops.norm import Reduction
@@ -33,7 +33,7 @@ def _reduce(site: Site) -> Value | NotImplementedType:
     """
     half = len(site.nodes) // 2
     axes = tuple(sorted(site.op.ints("dimensions")))
-    functions = [_combiner(site.op.block(), i, half, site.reader) for i in range(half)]
+    functions = [_combiner(site.op.block(), i, half, site) for i in range(half)]
     results: list[Value] = []
     for fn, x, start in zip(functions, site.nodes[:half], site.nodes[half:], strict=True):
         if fn is None:
@@ -43,7 +43,7 @@ def _reduce(site: Site) -> Value | NotImplementedType:
     return results[0] if half == 1 else results
 
 
-def _combiner(block: Block, index: int, half: int, reader: Reader) -> Reduction | None:
+def _combiner(block: Block, index: int, half: int, site: Site) -> Reduction | None:
     """The associative function that gives result `index` from the two arguments it belongs to, if that is all it does.
 
     Conversions to a wider float and back around it are allowed: a float reduction is computed wide here anyway.
@@ -55,7 +55,7 @@ def _combiner(block: Block, index: int, half: int, reader: Reader) -> Reduction 
     if len(operations) == 2 and half == 1 and operations[0].name == "func.call":
         call = operations[0]
         if call.operands == arguments and last.operands == call.results:
-            return _combiner(reader.function(call.string("callee"), call.where).block(), 0, 1, reader)
+            return _combiner(site.reader.function(call.string("callee"), call.where).block(), 0, 1, site)
     root = _unconverted(last.operands[index], made)
     op = made.get(root)
     if op is None or op.name not in _ASSOCIATIVE:
@@ -99,7 +99,7 @@ def _reduce_window(site: Site) -> Value | NotImplementedType:
     if len(site.nodes) != 2:
         return NotImplemented
     x, start = site.nodes
-    fn = _combiner(site.op.block(), 0, 1, site.reader)
+    fn = _combiner(site.op.block(), 0, 1, site)
     if fn is None or not _is_identity(start, fn):
         return NotImplemented
     rank = len(x.shape)
@@ -112,7 +112,7 @@ def _reduce_window(site: Site) -> Value | NotImplementedType:
     gaps = site.op.ints("window_dilations", ones)
     for axis in range(rank):
         x = _slid(x, fn, axis, sizes[axis], gaps[axis])
-        x = _cut(x, axis, 0, x.shape[axis], steps[axis])
+        x = slice_(x, axis, 0, x.shape[axis], steps[axis])
     return x
 
 
@@ -120,23 +120,16 @@ def _slid(x: Node, fn: Reduction, axis: int, size: int, gap: int) -> Node:
     """f over every window of `size` elements, `gap` apart, along one axis."""
     reach = max(x.shape[axis] - (size - 1) * gap, 0)
     if not reach:
-        return _cut(x, axis, 0, 0, 1)
+        return slice_(x, axis, 0, 0)
     total: Node | None = None
     done, length, power = 0, 1, x
     while done < size:
         if size & length:
-            part = _cut(power, axis, done * gap, done * gap + reach, 1)
+            part = slice_(power, axis, done * gap, done * gap + reach)
             total = part if total is None else map_(fn, total, part)
             done += length
         if done < size:
             extent = power.shape[axis] - length * gap
-            power = map_(fn, _cut(power, axis, 0, extent, 1), _cut(power, axis, length * gap, length * gap + extent, 1))
+            power = map_(fn, slice_(power, axis, 0, extent), slice_(power, axis, length * gap, length * gap + extent))
             length *= 2
     return cast("Node", total)
-
-
-def _cut(x: Node, axis: int, start: int, stop: int, step: int) -> Node:
-    rank = len(x.shape)
-    low = [start if a == axis else 0 for a in range(rank)]
-    high = [stop if a == axis else d for a, d in enumerate(x.shape)]
-    return strided_slice(x, low, high, [step if a == axis else 1 for a in range(rank)])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from tilewright.errors import UnsupportedError
 from tilewright.frontends.stablehlo.module import Operation, carried_types, tensor_type
@@ -17,6 +17,8 @@ from tilewright.ir.types import Shape, TensorType
 
 if TYPE_CHECKING:
     from types import NotImplementedType
+
+    from tilewright.frontends.stablehlo.walk import Walk
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,49 +36,9 @@ class Complex:
 
 # A tuple is a list; a token (an order of effects, no data) is None.
 Value = Node | Complex | list["Value"] | None
-T = TypeVar("T")
 Lowering = Callable[["Site"], "Value | NotImplementedType"]
 
 LOWERINGS: dict[str, Lowering] = {}
-
-
-class Reader(Protocol):
-    """The walk as far as a lowering may ask of it."""
-
-    asm: str
-    elided: dict[str, Node]
-
-    def call(self, name: str, args: Sequence[Value], where: str) -> list[Value]:
-        """Results of the function called `name`."""
-        ...
-
-    def region(self, op: Operation, args: Sequence[Value], index: int = 0) -> list[Value]:
-        """Results of one of the operation's regions."""
-        ...
-
-    def outer(self, value: Any) -> Value:
-        """Node that stands for an MLIR value that is known where the operation stands."""
-        ...
-
-    def count(self) -> int:
-        """The number of operations read so far."""
-        ...
-
-    def attempt(self, read: Callable[[], T | None]) -> T | None:
-        """The result of `read`; if that is None, as if nothing had been read."""
-        ...
-
-    def expand(self, text: str, args: Sequence[Value], op: Operation) -> list[Value]:
-        """Results of another module's `main`, which stands for `op`, with its CHLO operations decomposed."""
-        ...
-
-    def function(self, name: str, where: str) -> Operation:
-        """The function called `name`."""
-        ...
-
-    def note(self, sentence: str) -> None:
-        """Keep a sentence that a reader should see."""
-        ...
 
 
 @dataclass
@@ -91,7 +53,7 @@ class Site:
 
     op: Operation
     values: Sequence[Value]
-    reader: Reader
+    reader: Walk
     _outs: list[TensorType] = field(default_factory=list[TensorType])
 
     @property
@@ -136,6 +98,11 @@ class Site:
     def refuse(self, what: str, hint: str | None = None) -> UnsupportedError:
         """An error about this operation, to be raised."""
         return UnsupportedError(what, where=self.op.where, hint=hint)
+
+
+def one_or_all(values: list[Value]) -> Value:
+    """The results of an operation as its value: a single one by itself."""
+    return values[0] if len(values) == 1 else values
 
 
 def lowers(*names: str) -> Callable[[Lowering], Lowering]:

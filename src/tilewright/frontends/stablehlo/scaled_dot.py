@@ -29,11 +29,10 @@ _SCALED_DOT = re.compile(r"^(?P<head>\s*(?:ROOT\s+)?%?[\w.\-]+\s*=\s*[^=\"\n]*?)
 _ATTRIBUTE = re.compile(rf"\s*,\s*(?P<name>{'|'.join(_AXES)}|operand_precision|algorithm)=(?P<value>\{{[^}}]*\}}|\w+)")
 # What only moves values, or says where they are: their bits go along.
 _MOVING = frozenset(
-    re.findall(
-        r"\w+",
-        "broadcast broadcast_in_dim call composite concatenate copy domain fusion get_tuple_element optimization_barrier "
-        "reshape reverse select slice transpose tuple",
-    )
+    {
+        *("broadcast", "broadcast_in_dim", "call", "composite", "concatenate", "copy", "domain", "fusion", "get_tuple_element"),
+        *("optimization_barrier", "reshape", "reverse", "select", "slice", "transpose", "tuple"),
+    }
 )
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from tilewright.dtype import S32, S64, DType
 from tilewright.frontends.stablehlo.module import mlir_type
 from tilewright.frontends.stablehlo.registry import Site, Value, lowers
-from tilewright.ir.build import broadcast, const, map_, reshape, transpose
+from tilewright.ir.build import broadcast, concat, const, map_, reshape, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Concat, Gather, Iota, Pad, Slice
+from tilewright.ir.ops import Gather, Iota, Pad, Slice
 
 
 @lowers("stablehlo.reshape", "stablehlo.dynamic_reshape")
@@ -75,11 +75,6 @@ def pad(x: Node, value: Node, low: Sequence[int], high: Sequence[int], interior:
 @lowers("stablehlo.concatenate")
 def _concatenate(site: Site) -> Value:
     return concat(site.nodes, site.op.integer("dimension"))
-
-
-def concat(parts: Sequence[Node], axis: int) -> Node:
-    """The parts along `axis`; the only part itself."""
-    return parts[0] if len(parts) == 1 else Node(Concat(axis), *parts)
 
 
 @lowers("stablehlo.reverse")

@@ -6,7 +6,7 @@ from tilewright.dtype import S32
 from tilewright.errors import InputError
 from tilewright.frontends.stablehlo.elementwise import elementwise_target
 from tilewright.frontends.stablehlo.module import mlir_type, tensor_type
-from tilewright.frontends.stablehlo.registry import Site, Value, lowers
+from tilewright.frontends.stablehlo.registry import Site, Value, lowers, one_or_all
 from tilewright.frontends.stablehlo.scaled_dot import TARGET, scaled_dot
 from tilewright.ir.build import const, input_, map_
 from tilewright.ir.types import TensorType
@@ -29,10 +29,6 @@ _IDENTITIES = (
 _TOP_K = ("TopK", "mhlo.topk")
 
 
-def _one_or_all(values: list[Value]) -> Value:
-    return values[0] if len(values) == 1 else values
-
-
 @lowers(
     "mhlo.copy",
     "mhlo.domain",
@@ -44,7 +40,7 @@ def _one_or_all(values: list[Value]) -> Value:
 def _identity(site: Site) -> Value:
     """Drop the token of a dependency: where a value is kept, and when it is computed, is nothing the graph says."""
     results = len(site.op.results)
-    return _one_or_all(list(site.values[:results]))
+    return one_or_all(list(site.values[:results]))
 
 
 @lowers("stablehlo.create_token", "stablehlo.after_all")
@@ -54,19 +50,19 @@ def _token(site: Site) -> Value:
 
 @lowers("func.call", "mhlo.call")
 def _call(site: Site) -> Value:
-    return _one_or_all(site.reader.call(site.op.string("callee"), site.values, site.op.where))
+    return one_or_all(site.reader.call(site.op.string("callee"), site.values, site.op.where))
 
 
 @lowers("stablehlo.composite")
 def _composite(site: Site) -> Value:
     """A composite is its decomposition."""
-    return _one_or_all(site.reader.call(site.op.string("decomposition"), site.values, site.op.where))
+    return one_or_all(site.reader.call(site.op.string("decomposition"), site.values, site.op.where))
 
 
 @lowers("mhlo.fusion")
 def _fusion(site: Site) -> Value:
     """A fusion is its body: what it says about scheduling is the source compiler's."""
-    return _one_or_all(site.reader.region(site.op, site.values))
+    return one_or_all(site.reader.region(site.op, site.values))
 
 
 @lowers("mhlo.async_start")
@@ -78,7 +74,7 @@ def _async_start(site: Site) -> Value:
 @lowers("mhlo.async_done", "mhlo.async_update")
 def _async_done(site: Site) -> Value:
     (started,) = site.values
-    return _one_or_all(started) if isinstance(started, list) and site.op.name.endswith("done") else started
+    return one_or_all(started) if isinstance(started, list) and site.op.name.endswith("done") else started
 
 
 @lowers("stablehlo.tuple")

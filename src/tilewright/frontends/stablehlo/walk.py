@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 
 from tilewright.errors import InputError, TypeMismatchError, UnsupportedError
 from tilewright.frontends import MOST_OPERATIONS, untrusted
-from tilewright.frontends.stablehlo import jaxlib as _jaxlib
+from tilewright.frontends.stablehlo import jaxlib
 from tilewright.frontends.stablehlo.call import INTERPRETED, is_callable, make_call, make_module
 from tilewright.frontends.stablehlo.complex import is_complex, joined, lower_complex, parts
 from tilewright.frontends.stablehlo.module import Block, Operation, carried_types, is_e8m0, place
-from tilewright.frontends.stablehlo.registry import Complex, Site, Value, lowering
+from tilewright.frontends.stablehlo.registry import Complex, Site, Value, lowering, one_or_all
 from tilewright.frontends.stablehlo.scaled_dot import concerns_e8m0, lower_e8m0
 from tilewright.ir.build import input_
 from tilewright.ir.graph import Graph, Node
@@ -54,6 +54,8 @@ class Walk:
         where: the file, for messages.
         elided: inputs that stand for constants whose value the text leaves out, by name.
         notes: sentences for the graph.
+        called: operations that became calls, by name.
+        count: operations read so far.
     """
 
     def __init__(self, module: Any, asm: str, where: str) -> None:
@@ -68,7 +70,7 @@ class Walk:
         self._expanding: list[Operation] = []
         self._active: list[tuple[int, str | None]] = []
         self._scopes: list[_Scope] = []
-        self._count = 0
+        self.count = 0
 
     def signature(self, labels: Sequence[str]) -> tuple[list[str], list[Any]]:
         """Names and MLIR types of the entry function's arguments; `labels` where they are as many, else the module's names.
@@ -112,9 +114,10 @@ class Walk:
             tuple(self.notes),
         )
 
-    # What a lowering may ask for: see `registry.Reader`.
+    # What a lowering may ask for.
 
     def note(self, sentence: str) -> None:
+        """Keep a sentence that a reader should see."""
         self.notes[sentence] = None
 
     def function(self, name: str, where: str) -> Operation:
@@ -125,18 +128,19 @@ class Walk:
         return found
 
     def call(self, name: str, args: Sequence[Value], where: str) -> list[Value]:
+        """Results of the function called `name`."""
         return self._run(name, self.function(name, where).block(), args)
 
     def region(self, op: Operation, args: Sequence[Value], index: int = 0) -> list[Value]:
+        """Results of one of the operation's regions."""
         return self._run(None, op.block(index), args, self._scopes[-1])
 
     def outer(self, value: Any) -> Value:
+        """The value that an MLIR value has where the operation under way stands."""
         return self._scopes[-1][value]
 
-    def count(self) -> int:
-        return self._count
-
     def attempt(self, read: Callable[[], T | None]) -> T | None:
+        """The result of `read`; if that is None, as if nothing had been read."""
         kept = (dict(self.notes), self.called.copy(), dict(self.elided))
         found = read()
         if found is None:
@@ -186,8 +190,8 @@ class Walk:
         Raises:
             UnsupportedError: StableHLO has no decomposition of one.
         """
-        module = _jaxlib.parse(text, op.where, self.module.context)
-        problem = _jaxlib.expand_chlo(module)
+        module = jaxlib.parse(text, op.where, self.module.context)
+        problem = jaxlib.expand_chlo(module)
         if problem:
             raise UnsupportedError(f"StableHLO has no decomposition of it: {problem}", where=op.where)
         self._functions.append(_functions(module))
@@ -259,9 +263,9 @@ class Walk:
         raise InputError("a function returns nothing", where=name or self.where)
 
     def _results(self, op: Operation, operands: list[Value]) -> list[Value]:
-        self._count += 1
+        self.count += 1
         most = MOST_OPERATIONS if untrusted() else MAX_OPERATIONS
-        if self._count > most:
+        if self.count > most:
             raise InputError(f"the program is more than {most} operations once inlined", where=self.where)
         site = Site(op, operands, self)
         try:
@@ -296,7 +300,7 @@ class Walk:
             # whose decomposition, as jaxlib has it, runs forwards
             raise UnsupportedError("a scan from the end is not read", where=op.where, hint="reverse its operands and results")
         if dialect == "chlo":
-            return _as_value(self.expand(make_module(op, self.function, split=False), site.values, op))
+            return one_or_all(self.expand(make_module(op, self.function, split=False), site.values, op))
         if dialect in ("stablehlo", "mhlo") and _COLLECTIVES.match(name):
             hint = "read the program as it is before partitioning"
             raise UnsupportedError(f"{name} needs several devices, and a program runs on one", where=op.where, hint=hint)
@@ -305,7 +309,7 @@ class Walk:
             raise UnsupportedError("ragged-dot, a product of groups of rows, is not read", where=op.where, hint=hint)
         if is_callable(op):
             self.called[op.name] += 1
-            return _as_value(make_call(site))
+            return one_or_all(make_call(site))
         what = f"{op.name} has no meaning here, and StableHLO's interpreter cannot run it"
         raise UnsupportedError(what, where=op.where, hint="compute it outside, and make its result an input")
 
@@ -372,10 +376,6 @@ def _functions(module: Any) -> dict[str, Operation]:
 def _carried(values: Sequence[Value]) -> list[Node]:
     """The tensors that carry values, complex ones as two."""
     return [n for v in values for n in ((v.re, v.im) if isinstance(v, Complex) else (v,)) if isinstance(n, Node)]
-
-
-def _as_value(values: list[Value]) -> Value:
-    return values[0] if len(values) == 1 else values
 
 
 def _unique(names: Sequence[str]) -> list[str]:
