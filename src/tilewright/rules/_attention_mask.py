@@ -59,7 +59,7 @@ class Masks:
             lies = broadcast_aligned(node.src[0].shape, side.layout)
             infinite = float("-inf")
             if lies is not None and (on, off) in ((0, infinite), (infinite, 0)):
-                self.hide(Placed(node.src[0], lies).without_views(), infinite, kept=on == 0)
+                self.hide(Placed(node.src[0], lies).without_views(), infinite, keeps=on == 0)
                 self.bias = side if self.count == 1 else None
                 return
         arranged = side.arranged(self._slots.of_scores)
@@ -72,9 +72,9 @@ class Masks:
         else:
             self.value = map_("add", convert(self.value, self._inner), convert(arranged, self._inner))
 
-    def hide(self, side: Placed, fill: float, *, kept: bool) -> None:
-        """select(side, scores, fill), or with the sides exchanged if the predicate is not what is `kept`."""
-        visible = self._visible(side, kept)
+    def hide(self, side: Placed, fill: float, *, keeps: bool) -> None:
+        """select(side, scores, fill) where the predicate `keeps` scores that it is true for; else with the sides exchanged."""
+        visible = self._visible(side, keeps)
         self._count(None)
         if fill == float("-inf") and (self.value is None or self.value.dtype is PRED):
             self.value = visible if self.value is None else map_("and", self.value, visible)
@@ -87,10 +87,10 @@ class Masks:
             before = convert(self.value, self._inner)
         self.value = Node(Select(), visible, before, self._number(fill))
 
-    def hide_if_causal(self, side: Placed, *, kept: bool) -> bool:
+    def hide_if_causal(self, side: Placed, *, keeps: bool) -> bool:
         """The same with a fill that hides only where a row sees something: done if the mask is first and causal, and each row
         sees something."""
-        visible = self._visible(side, kept)
+        visible = self._visible(side, keeps)
         seen = sight(visible, *self._extents)
         if self.count or not (seen == "upper" or (seen == "lower" and visible.shape[-1] >= visible.shape[-2])):
             return False
@@ -103,9 +103,9 @@ class Masks:
         """Causality and the mask that is left."""
         return ("no", None) if self.value is None else causality(self.value, *self._extents)
 
-    def _visible(self, side: Placed, kept: bool) -> Node:
+    def _visible(self, side: Placed, keeps: bool) -> Node:
         arranged = side.arranged(self._slots.of_scores)
-        return arranged if kept else map_("not", arranged)
+        return arranged if keeps else map_("not", arranged)
 
     @property
     def _extents(self) -> tuple[int, int]:

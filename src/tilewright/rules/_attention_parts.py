@@ -20,12 +20,12 @@ class Operand:
 
     Attributes:
         base: the value and where it lies; a key repeated for a group of queries no longer varies over the group.
-        kept: elementwise operations on it with the source they apply to, last first; they do not see where an element lies.
+        elementwise: operations on it with the source they apply to, last first; they do not see where an element lies.
         factor: number it is multiplied by, where the attention's scale can take that over.
     """
 
     base: Placed
-    kept: tuple[tuple[Node, int], ...]
+    elementwise: tuple[tuple[Node, int], ...]
     factor: float
 
     @property
@@ -36,7 +36,7 @@ class Operand:
         """The operand laid out along these dimensions, repeated along those it does not vary over."""
         extents = [math.prod(a.extent for a in axes_of((dim,))) for dim in dims]
         node = broadcast(self.base.arranged(dims), extents)
-        for op, at in reversed(self.kept):
+        for op, at in reversed(self.elementwise):
             node = Node(op.op, *(node if i == at else s for i, s in enumerate(op.src)))
         return node
 
@@ -47,19 +47,19 @@ def operand(placed: Placed, users: Users, *, scaled: bool) -> Operand:
     Casts and quantisation per tensor are passed if nothing else reads them: what they apply to is then rearranged in their
     place, so that they stay beside the operation that makes their input.
     """
-    kept: list[tuple[Node, int]] = []
+    elementwise: list[tuple[Node, int]] = []
     factor = 1.0
     while True:
         placed = placed.without_views()
         node = placed.node
         number = scaling(node)
         at = 0 if number is None else number[0]
-        if number is not None and scaled and not kept:
+        if number is not None and scaled and not elementwise:
             factor *= number[1]
         elif users.only(node) and (number is not None or _per_tensor(node)):
-            kept.append((node, at))
+            elementwise.append((node, at))
         else:
-            return Operand(placed, tuple(kept), factor)
+            return Operand(placed, tuple(elementwise), factor)
         placed = Placed(node.src[at], placed.layout)
 
 

@@ -157,8 +157,8 @@ def _placed(second: Node, at: int, down: list[Step], softmax: Node, up: list[Ste
     first = up[-1].source if up else softmax.src[0]
     layout = layout_of(softmax.shape)
     keys = layout[softmax.op.axis % len(layout)] if layout else ()
-    scores = _upward(up, layout)
-    weights = _downward(down, layout)
+    scores = _along(up, layout, propagate_to_source)
+    weights = _along(down[::-1], layout, propagate_to_user)
     if scores is None or weights is None or 0 in (*first.src[0].shape, *first.src[1].shape):
         return None
     operands = _first_operands(first, scores[1], keys)
@@ -174,7 +174,7 @@ def _placed(second: Node, at: int, down: list[Step], softmax: Node, up: list[Ste
     beside = [second.src[1 - at], *(n for s in (*up, *down) if not s.is_nan_guard for n in s.others)]
     if any(n in inside for n in beside):
         return None  # what is computed between is needed for itself
-    return Found(query, key, value, scores[0], weights[0], scores[1], keys, depth, value_depth, out, dtype, inside)
+    return Found(query, key, value, scores[0][::-1], weights[0], scores[1], keys, depth, value_depth, out, dtype, inside)
 
 
 def _applied(step: Step, layout: Layout) -> Applied | None:
@@ -191,34 +191,20 @@ def _applied(step: Step, layout: Layout) -> Applied | None:
     return Applied(step, tuple(sides))
 
 
-def _upward(steps: list[Step], layout: Layout) -> tuple[list[Applied], Layout] | None:
-    """The steps in order of execution, and the layout of what they start from, given that of their end; None if a view breaks
-    it."""
+def _along(
+    steps: Sequence[Step], layout: Layout, past_view: Callable[[Node, Layout], Layout | None]
+) -> tuple[list[Applied], Layout] | None:
+    """The steps with their sides placed, taken in this order from a value of `layout` on, and the layout of the last one's end.
+
+    `past_view` says how a value lies on the other side of a view; None if a view breaks the layout, or a side does not fit it.
+    """
     done: list[Applied] = []
     for step in steps:
         if isinstance(step.node.op, _VIEWS):
-            source = propagate_to_source(step.node, layout)
-            if source is None:
+            beyond = past_view(step.node, layout)
+            if beyond is None:
                 return None
-            layout = source
-        else:
-            applied = _applied(step, layout)
-            if applied is None:
-                return None
-            done.append(applied)
-    return done[::-1], layout
-
-
-def _downward(steps: list[Step], layout: Layout) -> tuple[list[Applied], Layout] | None:
-    """The steps in order of execution, and the layout of their end, given that of what they start from; None if a view breaks
-    it."""
-    done: list[Applied] = []
-    for step in reversed(steps):
-        if isinstance(step.node.op, _VIEWS):
-            end = propagate_to_user(step.node, layout)
-            if end is None:
-                return None
-            layout = end
+            layout = beyond
         else:
             applied = _applied(step, layout)
             if applied is None:

@@ -33,6 +33,22 @@ def as_operand(node: Node, sources: Sources) -> Node:
     return sources.param(node)
 
 
+def under_views(root: Node) -> tuple[Node, list[Node]]:
+    """The node that an operand views, and the views on it, the innermost first."""
+    views: list[Node] = []
+    while isinstance(root.op, VIEWS):
+        views.append(root)
+        root = root.src[0]
+    return root, views[::-1]
+
+
+def with_views(node: Node, views: Sequence[Node]) -> Node:
+    """A node seen through views, the innermost first."""
+    for view in views:
+        node = Node(view.op, node)
+    return node
+
+
 def are_codes(dtype: DType) -> bool:
     """Tell whether a type is an integer or a float of at most 8 bits."""
     return dtype.kind in ("int", "uint", "float") and dtype.bits <= 8
@@ -48,16 +64,14 @@ def widened_codes(node: Node) -> Node | None:
         elif not isinstance(node.op, Convert) or not holds(node.dtype, node.src[0].dtype):
             return None
         node = node.src[0]
-    for view in reversed(views):
-        node = Node(view.op, node)
-    return node
+    return with_views(node, views[::-1])
 
 
-def viewed(t: Node, coded: Node, views: Sequence[Node]) -> Node | None:
-    """A scale or zero point of `coded` as it broadcasts against the operand after `views`; None if nothing does."""
+def viewed(t: Node, operand: Node, views: Sequence[Node]) -> Node | None:
+    """A scale or zero point of `operand` as it broadcasts against that after `views`; None if nothing does."""
     if t.tensor.elements == 1:
         return reshape(t, ())
-    t = reshape(t, (1,) * (len(coded.shape) - len(t.shape)) + t.shape)
+    t = reshape(t, (1,) * (len(operand.shape) - len(t.shape)) + t.shape)
     for view in views:
         op = view.op
         if isinstance(op, Transpose):

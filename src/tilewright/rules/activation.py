@@ -18,6 +18,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import Map
 from tilewright.ir.pattern import Match, Pat, rule
 from tilewright.ir.polynomial import Polynomial, agree, arithmetic, polynomial, rounding_tolerance
+from tilewright.ir.shown import op_name
 
 ARGUMENT_OFF = 0.02  # a constant this near its ideal value was meant to be it
 DEPTH = 3  # operations from an activation's last to its inner function, at most
@@ -154,15 +155,11 @@ def _matched(m: Match, inner: Node, reading: Reading) -> Node | None:
 def _replaced(m: Match, form: Form, x: Node, inside: list[Node], factor: float, tolerance: float) -> Node | None:
     outside = m.read_outside(n for n in inside if n not in (x, m.node))
     if outside is not None:
-        m.refuse(f"the {_name(outside)} inside this {form.result} is also read elsewhere")
+        m.refuse(f"the {op_name(outside)} inside this {form.result} is also read elsewhere")
         return None
     wide = max(x.dtype, m.node.dtype, key=lambda d: d.bits)
     result = convert(map_(form.result, convert(x, wide)), m.node.dtype)
     return result if abs(factor - 1) <= tolerance else map_("multiply", result, scalar_like(factor, m.node))
-
-
-def _name(node: Node) -> str:
-    return node.op.fn if isinstance(node.op, Map) else node.op.name
 
 
 @rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") == "divide" and n.dtype.is_float), stage="recognise")
@@ -183,7 +180,7 @@ def one_plus_exp_of_minus_x_divides_as_logistic(m: Match) -> Node | None:
             return None
         outside = m.read_outside((divisor, exponential))
         if outside is not None:
-            m.refuse(f"the {_name(outside)} inside this logistic is also read elsewhere")
+            m.refuse(f"the {op_name(outside)} inside this logistic is also read elsewhere")
             return None
         gate = map_("logistic", x)
         return gate if scalar_value(dividend) == 1 else map_("multiply", dividend, gate)
@@ -210,7 +207,7 @@ def factor_left_over_from_an_activation_is_undone(m: Match) -> Node | None:
     if outer is None or inner is None or outer[1] * inner[1] != 1 or math.frexp(inner[1])[0] not in (0.5, -0.5):
         return None
     whole = m.node.src[outer[0]].src[inner[0]]
-    return whole if _name(whole) in _RESULTS else None
+    return whole if op_name(whole) in _RESULTS else None
 
 
 @rule(Pat(Map, where=lambda n: getattr(n.op, "fn", "") == "maximum" and n.dtype.is_signed), stage="unfuse")
@@ -243,7 +240,7 @@ def bounds_on_both_sides_are_a_clamp(m: Match) -> Node | None:
         m.refuse(f"its lower bound {low:g} is above its upper bound {high:g}")
         return None
     if m.read_outside((outer[0],)) is not None:
-        m.refuse(f"the {_name(outer[0])} inside this clamp is also read elsewhere")
+        m.refuse(f"the {op_name(outer[0])} inside this clamp is also read elsewhere")
         return None
     x = inner[0]
     return map_("clamp", scalar_like(low, x), x, scalar_like(high, x))

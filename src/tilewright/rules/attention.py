@@ -12,6 +12,7 @@ from tilewright.ir.expression import Sources
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Acc, Attention, Convert, Dequantize, Gemm, Map, Param, Reduce, Select
 from tilewright.ir.pattern import Match, Pat, rule
+from tilewright.ir.shown import op_name
 from tilewright.ir.types import TensorType
 from tilewright.rules._attention_mask import DROWNS, HIDES, Masks, causality
 from tilewright.rules._attention_parts import Operand, Slots, operand, slots
@@ -45,8 +46,7 @@ def softmax_between_two_products_is_attention(m: Match) -> Node | None:
         return None
     outside = m.read_outside(found.inside)
     if outside is not None:
-        what = outside.op.fn if isinstance(outside.op, Map) else outside.op.name
-        m.refuse(f"the {what} inside this attention is also read elsewhere")
+        m.refuse(f"the {op_name(outside)} inside this attention is also read elsewhere")
         return None
     try:
         return _attention(found, by_role, query, key, value)
@@ -239,13 +239,13 @@ class _Scores(_Expression):
             self.grow(applied)
 
     def _selected(self, applied: Applied) -> None:
-        node, kept = applied.step.node, applied.step.at == 1
-        fill, side = scalar_value(node.src[2 if kept else 1]), applied.sides[0]
+        node, keeps = applied.step.node, applied.step.at == 1
+        fill, side = scalar_value(node.src[2 if keeps else 1]), applied.sides[0]
         if fill is None or side is None:
             raise _LeftError("what it puts in the place of scores is not one number")
         if fill <= DROWNS:
-            self.masks.hide(side, fill, kept=kept)
-        elif not ((fill <= HIDES or fill <= node.dtype.min) and self.masks.hide_if_causal(side, kept=kept)):
+            self.masks.hide(side, fill, keeps=keeps)
+        elif not ((fill <= HIDES or fill <= node.dtype.min) and self.masks.hide_if_causal(side, keeps=keeps)):
             if self.masks.count:
                 raise _LeftError(f"it puts {fill:g} in the place of scores that are masked already")
             self.grow(applied)

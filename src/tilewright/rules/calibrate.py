@@ -284,16 +284,16 @@ def _quantized_attentions(graph: Graph, to: Scheme, calibration: Calibration, rt
     """Replacements of each attention whose operands may all be quantised; sums, scores and weights stay as they are."""
     if to.attention is None:
         return {}
-    coded: dict[Node, Node] = {}
+    quantised: dict[Node, Node] = {}
     for node, seen in calibration.operands.items():
         if seen.rows is None or not seen.largest < float("inf"):
             continue
         exact = seen.rows.double()
         error = float((_rounded(seen.rows, to.attention, "tensor", seen.largest).double() - exact).norm() / exact.norm())
         if rtol is None or error <= rtol:
-            coded[node] = _quantized_activation(node, to.attention, "tensor", seen.largest)
-    attentions = [n for n in graph.nodes() if _multiplied(n) and all(s in coded for s in _multiplied(n))]
-    return {n: Node(n.op, *(coded[s] for s in _multiplied(n)), *n.src[3:]) for n in attentions}
+            quantised[node] = _quantized_activation(node, to.attention, "tensor", seen.largest)
+    attentions = [n for n in graph.nodes() if _multiplied(n) and all(s in quantised for s in _multiplied(n))]
+    return {n: Node(n.op, *(quantised[s] for s in _multiplied(n)), *n.src[3:]) for n in attentions}
 
 
 def _named(origins: Mapping[Node, str], layers: Sequence[Layer]) -> dict[Node, str]:

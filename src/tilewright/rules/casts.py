@@ -8,6 +8,7 @@ from tilewright.ir.constant import is_rounding, scalar_value
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Broadcast, Convert, Map, Reshape, Select, Transpose
 from tilewright.ir.pattern import Match, Pat, rule
+from tilewright.ir.shown import op_name
 
 _ELEMENT_BY_ELEMENT = (Map, Select, Reshape, Transpose, Broadcast)
 
@@ -68,7 +69,7 @@ def function_between_casts_is_the_function_of_what_is_cast(m: Match) -> Node | N
     if len(narrow) < len(src) or all(s.dtype is not m.node.dtype for s in narrow):
         return None
     if not m.users.only(f):
-        m.refuse(f"the {f.op.fn if isinstance(f.op, Map) else f.op.name} is also read in f32")
+        m.refuse(f"the {op_name(f)} is also read in f32")
         return None
     made = Node(f.op, *narrow)
     return made if made.type == m.node.type else None

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from tilewright.dtype import S32, DType
 from tilewright.ir.build import map_
 from tilewright.ir.constant import constant_value, scalar_value
 from tilewright.ir.expression import Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute
-from tilewright.ir.ops import VIEWS, Acc, Convert, Gemm, Map
+from tilewright.ir.ops import Acc, Convert, Gemm, Map
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import QuantizedOperand, as_operand, corrected, varies, viewed
+from tilewright.rules._codes import QuantizedOperand, as_operand, corrected, under_views, varies, viewed, with_views
 
 LARGEST_ZEROS = 1 << 20  # elements of a constant zero point that are looked at
 
@@ -45,12 +43,7 @@ def multiply_shifted_integers_as_stored(m: Match) -> Node | None:
 
 def _read(root: Node, summed_axis: int) -> QuantizedOperand | str:
     """An integer operand as codes and a zero point in nodes of the graph, or a sentence why it is none."""
-    views: list[Node] = []
-    node = root
-    while isinstance(node.op, VIEWS):
-        views.append(node)
-        node = node.src[0]
-    views.reverse()
+    node, views = under_views(root)
     found = _shifted(node)
     if found is None:
         return f"an operand of {node.dtype} is no integer of 8 bits with or without a zero point"
@@ -61,19 +54,13 @@ def _read(root: Node, summed_axis: int) -> QuantizedOperand | str:
         return "a zero point varies along an axis that a reshape splits"
     if varies(shift, summed_axis):
         return "a zero point varies along K"
-    return QuantizedOperand(_under(codes, views), None, shift)
+    return QuantizedOperand(with_views(codes, views), None, shift)
 
 
 def _is_nought(zero: Node) -> bool:
     """Tell whether a zero point is constant zero, a vector of them included, as symmetric weights have."""
     value = constant_value(zero, LARGEST_ZEROS)
     return scalar_value(zero) == 0 or (value is not None and not bool(value.any()))
-
-
-def _under(codes: Node, views: Sequence[Node]) -> Node:
-    for view in views:
-        codes = Node(view.op, codes)
-    return codes
 
 
 def _shifted(node: Node) -> tuple[Node, Node | None] | None:

@@ -37,8 +37,8 @@ def dividing_by_root_mean_square_is_a_norm(m: Match) -> Node | None:
     Sources: Zhang and Sennrich 2019 (arXiv 1910.07467); Ba et al. 2016 (arXiv 1607.06450).
     """
     inside: list[Node] = []
-    above, below = _factors(m, inside)
-    for factors, power in ((above, -0.5), (below, 0.5)):
+    numerators, denominators = _factors(m, inside)
+    for factors, power in ((numerators, -0.5), (denominators, 0.5)):
         for factor in factors:
             reader = RowReader()
             spread = reader.spread(factor)
@@ -46,13 +46,13 @@ def dividing_by_root_mean_square_is_a_norm(m: Match) -> Node | None:
                 m.refuse(reader.why)
             if spread is None or spread.power != power:
                 continue
-            for y in above:
+            for y in numerators:
                 subject = _normalised(spread, y)
                 if subject is None or y.shape != m.node.shape or not spans_rows(factor, y.shape, spread.axes):
                     continue
                 taken = [*inside, *reader.passed, *subject.inside]
-                left = _without(above, y, *([factor] if factors is above else []))
-                under = _without(below, *([factor] if factors is below else []))
+                left = _without(numerators, y, *([factor] if factors is numerators else []))
+                under = _without(denominators, *([factor] if factors is denominators else []))
                 norm = None if any(f in taken for f in (*left, *under)) else _norm(m, taken, spread, subject)
                 return None if norm is None else _with_factors(norm, left, under)
     return None
@@ -68,12 +68,12 @@ def _without(factors: Sequence[Node], *used: Node) -> list[Node]:
 
 def _factors(m: Match, inside: list[Node]) -> tuple[list[Node], list[Node]]:
     """The factors and the divisors of the matched node, through products that nothing else reads."""
-    above: list[Node] = []
-    below: list[Node] = []
-    stack = [(m.node, above, below)]
+    numerators: list[Node] = []
+    denominators: list[Node] = []
+    stack = [(m.node, numerators, denominators)]
     while stack:
         node, up, down = stack.pop()
-        product = function_of(node) in ("multiply", "divide") and len(above) + len(below) + len(stack) < MAX_FACTORS
+        product = function_of(node) in ("multiply", "divide") and len(numerators) + len(denominators) + len(stack) < MAX_FACTORS
         if product and (node is m.node or m.users.only(node)):
             inside.append(node)
             second = (node.src[1], up, down) if function_of(node) == "multiply" else (node.src[1], down, up)
@@ -83,7 +83,7 @@ def _factors(m: Match, inside: list[Node]) -> tuple[list[Node], list[Node]]:
             stack.append((node.src[0], up, down))
         else:
             up.append(node)
-    return above, below
+    return numerators, denominators
 
 
 @dataclass(frozen=True)
@@ -142,11 +142,11 @@ def _typed(x: Node, dtype: DType) -> Node:
     return x if x.dtype is dtype else convert(unrounded(x), dtype)
 
 
-def _with_factors(norm: Node, above: list[Node], below: list[Node]) -> Node:
+def _with_factors(norm: Node, numerators: list[Node], denominators: list[Node]) -> Node:
     """The norm times what is left of the product: vectors first, which are a scale."""
-    for factor in sorted(above, key=lambda f: (scalar_value(f) is not None, len(f.shape), f.tensor.elements)):
+    for factor in sorted(numerators, key=lambda f: (scalar_value(f) is not None, len(f.shape), f.tensor.elements)):
         norm = map_("multiply", norm, _typed(factor, norm.dtype))
-    for factor in below:
+    for factor in denominators:
         norm = map_("divide", norm, _typed(factor, norm.dtype))
     return norm
 
@@ -163,8 +163,8 @@ def norm_of_what_is_centred_centres_it(m: Match) -> Node | None:
     subject = None if op.center else _centred(y, tuple(range(op.axis % len(y.shape), len(y.shape))))
     if subject is None:
         return None
-    above = [y] if y not in subject.inside else []
-    if m.read_outside([*above, *subject.inside]) is not None:
+    differences = [y] if y not in subject.inside else []
+    if m.read_outside([*differences, *subject.inside]) is not None:
         m.refuse("the mean or what it is taken from is also read elsewhere")
         return None
     return Node(LayerNorm(op.axis, op.epsilon), _typed(subject.x, m.node.dtype), *m.node.src[1:])

@@ -9,25 +9,29 @@ from tilewright.ir.build import convert, map_
 from tilewright.ir.constant import scalar_value
 from tilewright.ir.expression import REARRANGE, Sources, make_gemm, outside
 from tilewright.ir.graph import Node, substitute, toposort
-from tilewright.ir.ops import VIEWS, Acc, Broadcast, Const, Dequantize, Gemm, Map, Param
+from tilewright.ir.ops import Acc, Broadcast, Const, Dequantize, Gemm, Map, Param
 from tilewright.ir.pattern import Match, Pat, rule
-from tilewright.rules._codes import QuantizedOperand, as_operand, corrected, varies, viewed, widened_codes
+from tilewright.rules._codes import (
+    QuantizedOperand,
+    as_operand,
+    corrected,
+    under_views,
+    varies,
+    viewed,
+    widened_codes,
+    with_views,
+)
 
 
 def read_codes(root: Node, summed_axis: int, sources: Sources) -> QuantizedOperand | str:
     """The operand as codes with a scale that does not vary along the summed axis, or a sentence why it is not one."""
-    views: list[Node] = []
-    node = root
-    while isinstance(node.op, VIEWS):
-        views.append(node)
-        node = node.src[0]
+    node, views = under_views(root)
     divided = _quotient(node, sources)
     node = node if divided is None else divided
     if not isinstance(node.op, Dequantize):
         return "an operand is not quantised"
     if node.op.block is not None:
         return "a scale is given per block along K"
-    views.reverse()
     scale = viewed(node.src[1], node, views)
     shifted = len(node.src) == 3 and node.src[0].dtype.is_integer and not _is_zero(node.src[2], sources.nodes)
     zero = viewed(node.src[2], node, views) if shifted else None
@@ -36,10 +40,7 @@ def read_codes(root: Node, summed_axis: int, sources: Sources) -> QuantizedOpera
     for t in (scale, zero):
         if varies(t, summed_axis):
             return "a scale varies along K"
-    codes = node.src[0]
-    for view in views:
-        codes = Node(view.op, codes)
-    return QuantizedOperand(codes, scale, zero, divided is not None)
+    return QuantizedOperand(with_views(node.src[0], views), scale, zero, divided is not None)
 
 
 def _quotient(node: Node, sources: Sources) -> Node | None:

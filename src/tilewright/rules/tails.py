@@ -52,22 +52,22 @@ def _tails(anchor: Node, users: Users, turn: Mapping[Node, Turn], place: Mapping
     expression = _closure(anchor, own, users, turn, place, sources)
     wanted = {*own, *_wanted(expression, users, place)}
     while True:
-        leaving = {n: [r for r in users[n] if r is None or r not in wanted] for n in expression if n in wanted}
-        leaving = {n: outside for n, outside in leaving.items() if outside}
+        live_out = {n: [r for r in users[n] if r is None or r not in wanted] for n in expression if n in wanted}
+        live_out = {n: outside for n, outside in live_out.items() if outside}
         further = next(
-            (r for n, (r, *more) in leaving.items() if not more and _follows(n, r, leaving, wanted, expression, users)), None
+            (r for n, (r, *more) in live_out.items() if not more and _follows(n, r, live_out, wanted, expression, users)), None
         )
         if further is None:
             break
         if further not in expression:
             expression[further] = Node(further.op, *(expression[s] if s in wanted else sources.param(s) for s in further.src))
         wanted.add(further)
-    if all(n in own for n in leaving):
+    if all(n in own for n in live_out):
         return {}
-    roots = [views_outward(expression[n]) for n in leaving]
+    roots = [views_outward(expression[n]) for n in live_out]
     one = rebuilt(anchor, operands_of(anchor), roots, sources.nodes)
-    made = dict(zip(leaving, items(one), strict=True))
-    trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in leaving if n not in own)
+    made = dict(zip(live_out, items(one), strict=True))
+    trace.steps.extend(Step("store_every_elementwise_tail", "tails", n, made[n]) for n in live_out if n not in own)
     return made
 
 
@@ -116,7 +116,7 @@ def _wanted(expression: Mapping[Node, Node], users: Users, place: Mapping[Node, 
 def _follows(
     node: Node,
     reader: Node | None,
-    leaving: Collection[Node],
+    live_out: Collection[Node],
     wanted: AbstractSet[Node],
     expression: Mapping[Node, Node],
     users: Users,
@@ -129,7 +129,7 @@ def _follows(
         return False
     if reader in expression:
         return all(s in wanted for s in reader.src if s in expression)
-    return len(leaving) == 1 and _absorbable(reader, node)
+    return len(live_out) == 1 and _absorbable(reader, node)
 
 
 def _absorbable(reader: Node, node: Node) -> bool:

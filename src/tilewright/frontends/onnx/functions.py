@@ -67,18 +67,18 @@ def resolved(node: onnx.NodeProto, attributes: Mapping[str, onnx.AttributeProto]
         for i, name in enumerate(inner.input):
             if name in absent:
                 inner.input[i] = ""
-        kept: list[onnx.AttributeProto] = []
+        found: list[onnx.AttributeProto] = []
         for attribute in inner.attribute:
             if not attribute.ref_attr_name:
-                kept.append(attribute)
+                found.append(attribute)
             elif attribute.ref_attr_name in attributes:
                 given = onnx.AttributeProto()
                 given.CopyFrom(attributes[attribute.ref_attr_name])
                 given.name = attribute.name
-                kept.append(given)
+                found.append(given)
         if any(a.ref_attr_name for a in inner.attribute):
             del inner.attribute[:]
-            inner.attribute.extend(kept)
+            inner.attribute.extend(found)
     return copy
 
 

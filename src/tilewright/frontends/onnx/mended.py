@@ -89,15 +89,15 @@ def resize_operator() -> type[OpRun]:
             if kept:
                 raise NotImplementedError("Resize to one element by pytorch_half_pixel and an aspect ratio")
 
-            def along(those: bool) -> tuple[Any, Any]:
+            def factors(those: bool) -> tuple[Any, Any]:
                 """Scales or sizes of the axes that end with one element, or of the others; the rest stay."""
                 if by_size:
                     return None, np.array([w if e == those else n for w, e, n in zip(wanted, ends, lengths, strict=True)])
                 return np.array([s if e == those else 1.0 for s, e in zip(scales, ends, strict=True)], np.float32), None
 
             # Axes one after another are all of them at once. A coordinate that starts at 0 is 0 for the one element.
-            (x,) = run(x, roi, *along(True), **{**more, _MODE: "asymmetric"})
+            (x,) = run(x, roi, *factors(True), **{**more, _MODE: "asymmetric"})
             lengths = [1 if e else n for e, n in zip(ends, lengths, strict=True)]
-            return run(x, roi, *along(False), **more)
+            return run(x, roi, *factors(False), **more)
 
     return Resize

@@ -48,7 +48,7 @@ def _graph(data: memoryview, start: int, stop: int, spans: list[tuple[int, int] 
         if number != _INITIALIZER or kind != _BYTES:
             parts.append(data[field_start:end])
             continue
-        kept: list[bytes | memoryview] = []
+        rest: list[bytes | memoryview] = []
         span: tuple[int, int] | None = None
         for inner, inner_kind, inner_start, inner_value, inner_end in _fields(data, value, end):
             if inner == _RAW_DATA and inner_kind == _BYTES and inner_end - inner_value >= CUT_BYTES:
@@ -56,9 +56,9 @@ def _graph(data: memoryview, start: int, stop: int, spans: list[tuple[int, int] 
             elif inner == _RAW_DATA and span is not None:
                 raise _NotPlain  # protobuf keeps the last of several
             else:
-                kept.append(data[inner_start:inner_end])
+                rest.append(data[inner_start:inner_end])
         spans.append(span)
-        parts.append(_message(_INITIALIZER, kept) if span else data[field_start:end])
+        parts.append(_message(_INITIALIZER, rest) if span else data[field_start:end])
     return parts
 
 

@@ -61,8 +61,8 @@ class _Box:
     lines: tuple[str, ...]
     family: str
     tip: str = ""
-    above: list[_Box] = field(default_factory=list["_Box"])
-    below: list[_Box] = field(default_factory=list["_Box"])
+    sources: list[_Box] = field(default_factory=list["_Box"])
+    readers: list[_Box] = field(default_factory=list["_Box"])
     layer: int = 0
     x: float = 0.0  # of its middle
     y: float = 0.0  # of its upper edge
@@ -145,9 +145,9 @@ def _maker(node: Node) -> Node:
     return node.src[0] if isinstance(node.op, Item) else node
 
 
-def _join(above: _Box, below: _Box) -> None:
-    above.below.append(below)
-    below.above.append(above)
+def _join(source: _Box, reader: _Box) -> None:
+    source.readers.append(reader)
+    reader.sources.append(source)
 
 
 def _lines(node: Node) -> list[str]:
@@ -177,15 +177,15 @@ def _cut(text: str, most: int = WRAP) -> str:
 def _layers(boxes: Sequence[_Box]) -> list[list[_Box]]:
     """The boxes by layer, sources first, with passages for long arrows; inputs as low as their first reader allows."""
     for b in boxes:  # sources stand first
-        b.layer = max((a.layer + 1 for a in b.above), default=0)
+        b.layer = max((a.layer + 1 for a in b.sources), default=0)
     for b in reversed(boxes):
-        if not b.above and b.below:
-            b.layer = min(c.layer for c in b.below) - 1
+        if not b.sources and b.readers:
+            b.layer = min(c.layer for c in b.readers) - 1
     layers: list[list[_Box]] = [[] for _ in range(max((b.layer for b in boxes), default=-1) + 1)]
     for b in boxes:
         layers[b.layer].append(b)
     for b in boxes:
-        for reader in list(b.below):
+        for reader in list(b.readers):
             _lengthen(b, reader, layers)
     return layers
 
@@ -194,8 +194,8 @@ def _lengthen(source: _Box, reader: _Box, layers: list[list[_Box]]) -> None:
     """Lead the arrow between two boxes through every layer in between."""
     if reader.layer - source.layer < 2:
         return
-    source.below.remove(reader)
-    reader.above.remove(source)
+    source.readers.remove(reader)
+    reader.sources.remove(source)
     last = source
     for layer in range(source.layer + 1, reader.layer):
         passage = _Box((), "passage", layer=layer)
@@ -213,7 +213,7 @@ def _sort(layers: Sequence[list[_Box]]) -> None:
         for layer in layers if down else reversed(layers):
             wanted: dict[_Box, float] = {}
             for b in layer:
-                near = b.above if down else b.below
+                near = b.sources if down else b.readers
                 wanted[b] = sum(place[n] for n in near) / len(near) if near else place[b]
             layer.sort(key=wanted.__getitem__)
             place.update((b, float(i)) for i, b in enumerate(layer))
@@ -236,7 +236,7 @@ def _place(layers: Sequence[list[_Box]]) -> None:
         for layer in layers if down else reversed(layers):
             targets: list[float] = []
             for b in layer:
-                near = (b.above or b.below) if down else (b.below or b.above)
+                near = (b.sources or b.readers) if down else (b.readers or b.sources)
                 targets.append(sum(n.x for n in near) / len(near) if near else b.x)
             _spread(layer, targets)
     shift = MARGIN - min((b.x - b.width / 2 for layer in layers for b in layer), default=0.0)
@@ -275,7 +275,7 @@ def _svg(boxes: Sequence[_Box], title: str, note: str, width: float, height: flo
     ]
     if note:
         parts.append(f'<text x="{MARGIN + len(title) * 8.5 + 20:.0f}" y="22" fill="#b3261e">{_xml(note)}</text>')
-    parts += [_arrow(b, reader) for b in boxes for reader in b.below]
+    parts += [_arrow(b, reader) for b in boxes for reader in b.readers]
     parts += [_box(b) for b in boxes]
     return "\n".join([*parts, "</svg>", ""])
 
@@ -301,7 +301,7 @@ def _arrow(source: _Box, reader: _Box) -> str:
             break
         x, y = reader.x, reader.y + reader.height
         path += f" V{y:.1f}"
-        reader = reader.below[0]
+        reader = reader.readers[0]
     return f'<path d="{path}" fill="none" stroke="#7a828e" stroke-width="1.1" marker-end="url(#tip)"/>'
 
 

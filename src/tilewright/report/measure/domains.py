@@ -44,23 +44,23 @@ MOVES = (Reshape, Transpose, Slice, Broadcast, Item, Concat, Pad)
 
 @dataclass(frozen=True)
 class Domain:
-    """The domain of an input's random values; `below` is the end of a range of indices, `distinct` ones if possible."""
+    """The domain of an input's random values; `stop` is the end of a range of indices, `distinct` ones if possible."""
 
     kind: Literal["any", "index", "mask", "positive"] = "any"
-    below: int = 0
+    stop: int = 0
     distinct: bool = False
 
     def __str__(self) -> str:
         names = {"any": "random", "positive": "random, positive", "mask": "random padding mask of 0 and 1"}
-        return names.get(self.kind, f"random indices 0 to {self.below - 1}")
+        return names.get(self.kind, f"random indices 0 to {self.stop - 1}")
 
     def draw(self, node: Node, generator: torch.Generator) -> torch.Tensor:
         """A random value for the input `node`."""
         t = node.tensor
-        if self.distinct and t.elements <= self.below:
-            return torch.randperm(self.below, generator=generator)[: t.elements].reshape(t.shape).to(t.dtype.to_torch())
+        if self.distinct and t.elements <= self.stop:
+            return torch.randperm(self.stop, generator=generator)[: t.elements].reshape(t.shape).to(t.dtype.to_torch())
         if self.kind == "index":
-            return torch.randint(0, max(self.below, 1), t.shape, generator=generator).to(t.dtype.to_torch())
+            return torch.randint(0, max(self.stop, 1), t.shape, generator=generator).to(t.dtype.to_torch())
         if self.kind == "mask":
             width = t.shape[-1] if t.shape else 1
             lengths = torch.randint((width + 1) // 2, width + 1, (*t.shape[:-1], 1), generator=generator)
@@ -70,14 +70,14 @@ class Domain:
 
 def domains(graph: Graph) -> dict[Node, Domain]:
     """The domain of every input of a program as it was read."""
-    below: dict[Node, int] = {}
+    stops: dict[Node, int] = {}
     masks: set[Node] = set()
     places: set[Node] = set()
     positive: set[Node] = set()
     carried: dict[Node, frozenset[Node]] = {}  # inputs whose integers an integer value is made of
     floats: dict[Node, Node] = {}  # the input that a float value is a view or cast of
     for node in graph.nodes():
-        carried[node] = _carried(node, carried, below, masks)
+        carried[node] = _carried(node, carried, stops, masks)
         if isinstance(node.op, Write):
             places.update(carried[node.src[1]])
         if isinstance(node.op, Input) and node.tensor.dtype.is_float:
@@ -87,8 +87,8 @@ def domains(graph: Graph) -> dict[Node, Domain]:
         positive.update(floats[s] for s in _scales(node) if s in floats)
     found: dict[Node, Domain] = {}
     for node in graph.inputs:
-        if node in below:
-            found[node] = Domain("index", below[node], distinct=node in places)
+        if node in stops:
+            found[node] = Domain("index", stops[node], distinct=node in places)
         elif node in masks:
             found[node] = Domain("mask")
         else:
@@ -96,7 +96,7 @@ def domains(graph: Graph) -> dict[Node, Domain]:
     return found
 
 
-def _carried(node: Node, carried: dict[Node, frozenset[Node]], below: dict[Node, int], masks: set[Node]) -> frozenset[Node]:
+def _carried(node: Node, carried: dict[Node, frozenset[Node]], stops: dict[Node, int], masks: set[Node]) -> frozenset[Node]:
     """The inputs whose integers this node's value is made of; records what the node says of its sources' inputs."""
     op = node.op
     if isinstance(op, Input):
@@ -108,7 +108,7 @@ def _carried(node: Node, carried: dict[Node, frozenset[Node]], below: dict[Node,
         return together
     if isinstance(op, (Gather, Write)):
         extent = node.src[0].shape[op.axis]
-        below.update((i, min(extent, below.get(i, extent))) for i in sources[1])
+        stops.update((i, min(extent, stops.get(i, extent))) for i in sources[1])
         return sources[0] if isinstance(op, Gather) else frozenset()
     if isinstance(op, Call):
         masks.update(together)
