@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tilewright.candidates.library._post_ops import ACTIVATIONS, read_post_ops
-from tilewright.candidates.library.onednn import CANDIDATE
+from tilewright.candidates.library.onednn import ACTIVATIONS, CANDIDATE, read_post_ops
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.detect import cpu

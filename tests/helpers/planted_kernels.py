@@ -84,7 +84,7 @@ class Broken:
 
     def schedules(self):
         own, deep = self.sound.schedules(), self.sound.problem.K
-        return [next(s for s in own if s["kc"] < deep and s["pack_lhs"] and not s["private"] and s["mc"] > s["mr"])]
+        return [next(s for s in own if s["kc"] < deep and s["pack_lhs"] and not s["pack_per_thread"] and s["mc"] > s["mr"])]
 
     def build(self, schedule):
         nest = self.sound.nest_of(schedule)

@@ -10,7 +10,7 @@ import pytest
 
 from tilewright.candidates.llvm.gemm import candidate as gemm
 from tilewright.candidates.llvm.gemm.dots import choose
-from tilewright.candidates.llvm.gemm.space import Points, Product, _Counts, _makespan, legal, ranked, space, work
+from tilewright.candidates.llvm.gemm.space import Points, Product, _Model, legal, ranked, space, work
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F32, S8, S32
 from tilewright.hardware.detect import chips, detect
@@ -56,7 +56,9 @@ def test_every_chip_has_a_space_of_legal_points(name, dtype):
             assert len(points) and legal(points, p, target).all()
             best = next(ranked(p, target))
             assert legal(Points.of(best, p.dot), p, target).all()
-            assert 1 <= best.mr <= min(rows, p.dot.most_rows(best.nr // p.dot.lanes)) and not (constant and best.private)
+            assert 1 <= best.mr <= min(rows, p.dot.most_rows(best.nr // p.dot.lanes)) and not (
+                constant and best.pack_per_thread
+            )
             assert np.isfinite(predict_us(work(p, points, target), target)).all()
 
 
@@ -74,7 +76,7 @@ def test_what_is_illegal_is_said_to_be():
     for wrong in (
         {"mr": 0}, {"mr": 15, "nv": 2}, {"nv": 9}, {"mc_tiles": 0}, {"mc_tiles": 101}, {"nc_panels": 0},
         {"nc_panels": 99}, {"kc": 100}, {"kc": 16},
-        {"pack_lhs": False}, {"private": True},
+        {"pack_lhs": False}, {"pack_per_thread": True},
     ):  # fmt: skip
         assert not legal(replace(best, **{k: np.array([v]) for k, v in wrong.items()}), p, target).any(), wrong
 
@@ -135,7 +137,7 @@ def test_the_slowest_thread_is_foreseen(cores):
         p = product("x86_64_avx512_bf16", F32, *shape)
         points = space(p, target)
         points = points.at(np.random.default_rng(0).permutation(len(points))[:200])
-        foreseen = np.broadcast_to(_makespan(p, points, _Counts.of(p, points), cores), (len(points),))
+        foreseen = np.broadcast_to(_Model(p, points, target).makespan(), (len(points),))
         for share, blocks in zip(foreseen, points.blocks(p), strict=True):
             errors.append(abs(share / simulated(blocks, p, cores) - 1))
     assert np.mean(errors) < 0.1 and np.quantile(errors, 0.95) < 0.3

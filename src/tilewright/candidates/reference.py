@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -12,32 +12,24 @@ from tilewright.hardware.target import Target
 from tilewright.ir.evaluate import evaluator
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
-from tilewright.schedule.candidate import ATTENTION, CPU, FUSION, GEMM, GPU, LAST_RESORT, Candidate, Kernel, Runner, Schedule
+from tilewright.schedule.candidate import ATTENTION, CPU, FUSION, GEMM, GPU, LAST_RESORT, Candidate, FixedPlan, Kernel, Schedule
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 
 
-@dataclass(frozen=True)
-class Plan:
-    problem: AnyProblem
-    target: Target
+def _build(problem: AnyProblem, schedule: Schedule) -> Kernel:
+    several = len(problem.outputs) > 1 and not isinstance(problem, FusionProblem)  # results of one node
+    roots = problem.roots if isinstance(problem, FusionProblem) else (problem.node,)
+    evaluate = evaluator(roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
 
-    def schedules(self) -> tuple[Schedule]:
-        return (Schedule(),)
+    def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        values = evaluate(sources)
+        return cast("Sequence[torch.Tensor]", values[0] if several else values)
 
-    def build(self, schedule: Schedule) -> Kernel:
-        problem = self.problem
-        several = len(problem.outputs) > 1 and not isinstance(problem, FusionProblem)  # results of one node
-        roots = problem.roots if isinstance(problem, FusionProblem) else (problem.node,)
-        evaluate = evaluator(roots, [Node(Param(i, t)) for i, t in enumerate(problem.types)])
-
-        def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            values = evaluate(sources)
-            return cast("Sequence[torch.Tensor]", values[0] if several else values)
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return run
-
-        return Kernel(CANDIDATE.name, schedule, prepare)
+    return Kernel(CANDIDATE.name, schedule, lambda weights: run)
 
 
-CANDIDATE = Candidate("reference", GEMM | ATTENTION | FUSION, CPU | GPU, LAST_RESORT, Plan)
+def plan(problem: AnyProblem, target: Target) -> FixedPlan:
+    return FixedPlan((Schedule(),), partial(_build, problem))
+
+
+CANDIDATE = Candidate("reference", GEMM | ATTENTION | FUSION, CPU | GPU, LAST_RESORT, plan)

@@ -65,25 +65,18 @@ def columns_read(store: Node) -> tuple[int, int] | None:
     return ranges.pop() if len(ranges) == 1 else None
 
 
-def part_of(problem: Problem, i: int) -> Node:
-    """The gemm that computes store `i` alone, over the problem's own stand-in sources.
-
-    Raises:
-        AssertionError: the store does not read one range of columns (see `columns_read`).
-    """
-    op = problem.op
-    read = columns_read(op.stores[i])
-    assert read is not None
-    rhs = _columns(op.rhs, len(op.rhs.shape) - 1, *read)
-    acc = Node(Acc(op.acc_type))
-    narrow = Node(Acc(Gemm(op.acc_dtype, op.lhs, rhs, ()).acc_type))
-    (store,) = substitute((op.stores[i],), {slice_(acc, -1, *read): narrow})
-    return make_gemm(op.acc_dtype, op.lhs, rhs, (store,), problem.node.src)
-
-
 def by_store(problem: Problem) -> list[Piece]:
-    """A gemm for each store, each giving one result."""
-    return [_product(problem, part_of(problem, i)) for i in range(len(problem.op.stores))]
+    """A gemm for each store, each of which reads one range of columns (see `columns_read`)."""
+    op, acc = problem.op, Node(Acc(problem.op.acc_type))
+    pieces: list[Piece] = []
+    for store in op.stores:
+        read = columns_read(store)
+        assert read is not None
+        rhs = _columns(op.rhs, len(op.rhs.shape) - 1, *read)
+        narrow = Node(Acc(Gemm(op.acc_dtype, op.lhs, rhs, ()).acc_type))
+        alone = substitute((store,), {slice_(acc, -1, *read): narrow})
+        pieces.append(_product(problem, make_gemm(op.acc_dtype, op.lhs, rhs, alone, problem.node.src)))
+    return pieces
 
 
 def by_epilogue(problem: Problem) -> list[Piece]:

@@ -128,7 +128,13 @@ class Access:
         return self._place(part, contiguous(shape))
 
     @property
+    def rows_extent(self) -> int:
+        """The number of rows."""
+        return math.prod(a.extent for a in axes_of((self.rows,)))
+
+    @property
     def columns_extent(self) -> int:
+        """The number of columns."""
         return math.prod(a.extent for a in axes_of((self.columns,)))
 
     def _place(self, view: View, strides: Sequence[int]) -> AccessMap:

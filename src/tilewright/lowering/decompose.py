@@ -44,12 +44,10 @@ def decompose(roots: Sequence[Node]) -> list[Node]:
             made[n] = _reduction(op, n, src[0])
         elif isinstance(op, Pad):
             made[n] = _padded(op, src[0], src[1])
-        elif isinstance(op, Map) and op.fn == "power":
-            made[n] = _power(n, src)
         elif isinstance(op, Gather) and not op.elementwise:
             made[n] = _picked(replace(op, axis=op.axis % len(src[0].shape)), src[0], src[1])
         else:
-            made[n] = n.with_src(src)
+            made[n] = _power(n, src)
     return [made[r] for r in roots]
 
 
@@ -57,8 +55,7 @@ def powers_as_products(roots: Sequence[Node]) -> tuple[Node, ...]:
     """The expressions with floats to the power of a small number that is written there in products."""
     made: dict[Node, Node] = {}
     for n in toposort(roots):
-        src = [made[s] for s in n.src]
-        made[n] = _power(n, src) if isinstance(n.op, Map) and n.op.fn == "power" else n.with_src(src)
+        made[n] = _power(n, [made[s] for s in n.src])
     return tuple(made[r] for r in roots)
 
 
@@ -72,7 +69,9 @@ def _reduction(op: Reduce, n: Node, x: Node) -> Node:
 
 
 def _power(n: Node, src: Sequence[Node]) -> Node:
-    """A float to the power of a small whole number, of 1/2 or of -1/2, in products, a root and a quotient."""
+    """A float to the power of a small whole number, of 1/2 or of -1/2, in products, a root and a quotient; else the node."""
+    if not isinstance(n.op, Map) or n.op.fn != "power":
+        return n.with_src(src)
     x, exponent = src
     while isinstance(exponent.op, (Broadcast, Reshape)):
         exponent = exponent.src[0]

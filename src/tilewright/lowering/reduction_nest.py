@@ -47,10 +47,10 @@ from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Destination
 
 COMBINED = ("add", "mean", "maximum", "minimum", "multiply", "and", "or")
-KEPT_COLUMNS = 1 << 16  # of rows whose intermediates are stored: past that they would leave the second-level cache
+MATERIALISED_COLUMNS = 1 << 16  # of rows whose intermediates are stored: past that they would leave the second-level cache
 MOST_AGAIN = 1.125  # times the work of the expressions as given, at most: a mean in parts divides once more a row
 WORKED_OUT_AGAIN = 4  # instructions that cost no more than writing a value and reading it back
-LONG = frozenset({"exponential", "exp", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
+LONG = frozenset({"exponential", "logistic", "silu", "tanh", "erf", "erfc", "gelu", "gelu_tanh"})
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class ReductionNest:
 
     @cached_property
     def rows(self) -> int:
-        return math.prod(a.extent for a in axes_of((self.access.rows,)))
+        return self.access.rows_extent
 
     @cached_property
     def columns(self) -> int:
@@ -138,8 +138,8 @@ class ReductionNest:
 
     def goals(self, pass_: int) -> list[Node]:
         """The nodes that a pass computes along the columns, in order."""
-        kept = [n for n in self.materialised if self.level[n] == pass_]
-        return [*kept, *(n.src[0] for n in self.reductions(pass_)), *(self.roots[i] for i in self.results(pass_))]
+        stored = [n for n in self.materialised if self.level[n] == pass_]
+        return [*stored, *(n.src[0] for n in self.reductions(pass_)), *(self.roots[i] for i in self.results(pass_))]
 
     @cached_property
     def cost(self) -> dict[Node, int]:
@@ -177,7 +177,7 @@ class ReductionNest:
     def materialised(self) -> list[Node]:
         """The intermediates that are stored when first computed and read in later passes."""
         found: dict[Node, None] = {}
-        for n in self.nodes if self.columns <= KEPT_COLUMNS else ():
+        for n in self.nodes if self.columns <= MATERIALISED_COLUMNS else ():
             for s in n.src:
                 later = self.level[n] > self.level[s] and not isinstance(n.op, Reduce)
                 if later and s in self.across and s.dtype is not PRED and self.cost[s] > WORKED_OUT_AGAIN:
@@ -286,12 +286,15 @@ def _nest(pieces: Sequence[Piece], check: Callable[[Node], None]) -> ReductionNe
     order = toposort(written)
     for n in order:
         if isinstance(n.op, Reduce):
-            _check_reduction(n)
-        elif isinstance(n.op, Gather):
-            _check_gather(n)
-            check(n.src[0])
-        else:
-            check(n)
+            multiplies = n.op.fn == "multiply" and n.dtype.is_float  # whose errors have no bound here
+            if n.op.fn not in COMBINED or multiplies:
+                raise Unsupported(f"reducing {n.dtype} by {n.op.fn} has no vector form")
+            if n.dtype.is_integer and n.dtype.bits < 8:
+                raise Unsupported(f"reducing {n.dtype} has no vector form")
+            continue
+        if isinstance(n.op, Gather) and not isinstance(n.src[0].op, Param):
+            raise Unsupported("a gather from what is worked out here")
+        check(n.src[0] if isinstance(n.op, Gather) else n)
     views = _Places(written, order).views
     access = Access(written[0], views)
     within = [None if p.shape == p.root.shape else (p.shape, p.ranges) for p in pieces]
@@ -309,20 +312,6 @@ def _nest(pieces: Sequence[Piece], check: Callable[[Node], None]) -> ReductionNe
             raise Unsupported("a result is smaller than its rows")
         store.of_result()
     return ReductionNest(tuple(written), sources, tuple(p.result for p in pieces), stores)
-
-
-def _check_gather(n: Node) -> None:
-    assert isinstance(n.op, Gather)
-    if not isinstance(n.src[0].op, Param):
-        raise Unsupported("a gather from what is worked out here")
-
-
-def _check_reduction(n: Node) -> None:
-    assert isinstance(n.op, Reduce)
-    if n.op.fn not in COMBINED or (n.op.fn == "multiply" and n.dtype.is_float):  # whose errors have no bound here
-        raise Unsupported(f"reducing {n.dtype} by {n.op.fn} has no vector form")
-    if n.dtype.is_integer and n.dtype.bits < 8:
-        raise Unsupported(f"reducing {n.dtype} has no vector form")
 
 
 # -- where everything lies

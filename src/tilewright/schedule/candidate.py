@@ -125,6 +125,25 @@ class Plan(Protocol):
 
 
 @dataclass(frozen=True)
+class FixedPlan:
+    """A plan of a few points, all known when it is made.
+
+    Attributes:
+        points: the legal points, best guess first.
+        make: builds the kernel of one.
+    """
+
+    points: Sequence[Schedule]
+    make: Callable[[Schedule], Kernel]
+
+    def schedules(self) -> Sequence[Schedule]:
+        return self.points
+
+    def build(self, schedule: Schedule) -> Kernel:
+        return self.make(schedule)
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A way to do gemms, attentions or fusions.
 

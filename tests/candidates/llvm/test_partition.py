@@ -39,7 +39,7 @@ MEAN = 1.13  # over the shapes whose tiles are even enough
 
 def tasks(blocks, rows, columns, batch=1):
     """The work of each task (rows times panels), in the counter's order."""
-    if blocks.private:
+    if blocks.pack_per_thread:
         return [rows] * batch
     panels, together = -(-columns // blocks.nr), blocks.nc // blocks.nr
     across = [min(together, panels - p) for p in range(0, panels, together)]
@@ -82,5 +82,5 @@ def test_many_matrices_are_dealt_out_evenly(batch, threads):
         target = Target("", chip, "cpu", threads)
         blocks = next(ranked(Product(dot, batch, m, n, k, constant=False, in_place=True), target))
         found = imbalance(tasks(blocks, m, n, batch), threads)
-        least = imbalance(tasks(replace(blocks, mc=blocks.mr, nc=blocks.nr, private=False), m, n, batch), threads)
+        least = imbalance(tasks(replace(blocks, mc=blocks.mr, nc=blocks.nr, pack_per_thread=False), m, n, batch), threads)
         assert found <= max(MOST, OF_TILES * least), f"{(m, n, k)}: {blocks} {found:.2f}, at least {least:.2f}"

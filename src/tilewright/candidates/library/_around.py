@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -17,14 +17,16 @@ from tilewright.ir.anchor import acc_of
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import Acc, Convert, Dequantize, Param, Slice
+from tilewright.schedule.candidate import Kernel, Runner, Schedule
 from tilewright.schedule.packed import packed_once
 from tilewright.schedule.problem import Problem
 
 Side = Callable[[Sequence[torch.Tensor]], torch.Tensor]
-Finish = Callable[[torch.Tensor], torch.Tensor]
+Form = Callable[[torch.Tensor], torch.Tensor]
+Finish = Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambda t: t, form: Hashable = None) -> Side:
+def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Form = lambda t: t, form: Hashable = None) -> Side:
     """A function from the gemm's sources to an operand; evaluated now, once, when it depends on weights alone. `form` says what
     `finish` makes of it: where it is given, kernels for other rows share what was made of one weight's codes."""
     params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
@@ -44,7 +46,7 @@ def side(root: Node, weights: Mapping[int, torch.Tensor], finish: Finish = lambd
     return evaluate
 
 
-def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]:
+def stores(problem: Problem, product_dtype: DType) -> Finish:
     """A function from the gemm's product to its results; the product is in the accumulator's type or already in
     `product_dtype`.
 
@@ -58,31 +60,56 @@ def stores(problem: Problem, product_dtype: DType) -> Callable[[torch.Tensor, Se
         # convert(slice(acc)) is slice(convert(acc)).
         moved = {n: substitute((n.src[0],), {acc: given})[0] for n in converted if _is_slice_of(n.src[0], acc)}
         roots, acc = substitute(roots, moved), given
+    return rest_of(roots, acc)
+
+
+def rest_of(roots: Sequence[Node], given: Node) -> Finish:
+    """A function to expressions' values from the value of one node in them, which a library computed."""
     params = [(n, n.op.index) for n in toposort(roots) if isinstance(n.op, Param)]
-    if all(r is acc for r in roots):
-        return lambda product, sources: [product] * len(roots)
-
-    def evaluate(product: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        bound: dict[Node, object] = {n: sources[i] for n, i in params}
-        bound[acc] = product
-        return cast("list[torch.Tensor]", evaluate_nodes(roots, bound))
-
-    return evaluate
-
-
-def rest_of_store(problem: Problem, done: Node) -> Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]:
-    """A function to the gemm's one result from the value of `done`, a node of its store that the library computed."""
-    roots = problem.op.stores
-    if roots[0] is done:
-        return lambda value, sources: [value]
-    params = [(n, n.op.index) for n in toposort(roots) if isinstance(n.op, Param)]
+    if all(r is given for r in roots):
+        return lambda value, sources: [value] * len(roots)
 
     def evaluate(value: torch.Tensor, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         bound: dict[Node, object] = {n: sources[i] for n, i in params}
-        bound[done] = value
+        bound[given] = value
         return cast("list[torch.Tensor]", evaluate_nodes(roots, bound))
 
     return evaluate
+
+
+def kernel_of_call(
+    candidate: str,
+    schedule: Schedule,
+    problem: Problem,
+    multiply: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    *,
+    lhs: Form = lambda t: t,
+    rhs: Form = lambda t: t,
+    form: Hashable = None,
+    product_dtype: DType | None = None,
+    **resources: Any,
+) -> Kernel:
+    """The kernel that evaluates the operands, multiplies them by one call, and gives the product to the stores.
+
+    Args:
+        candidate, schedule, problem: whose it is.
+        multiply: the call, of operands as `lhs` and `rhs` bring them into form; it gives the accumulator's shape.
+        lhs, rhs: applied to an operand, once if it depends on weights alone.
+        form: see `side`.
+        product_dtype: see `stores`; the accumulator's type if not said.
+        resources: other attributes of the kernel.
+    """
+    finish = stores(problem, product_dtype or problem.acc.dtype)
+
+    def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+        left, right = side(problem.op.lhs, weights, lhs, form), side(problem.op.rhs, weights, rhs, form)
+
+        def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            return finish(multiply(left(sources), right(sources)), sources)
+
+        return run
+
+    return Kernel(candidate, schedule, prepare, **resources)
 
 
 def _is_slice_of(node: Node, acc: Node) -> bool:

@@ -2,58 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from tilewright.candidates.library._around import flat, releasable, side, stores
+from tilewright.candidates.library._around import flat, kernel_of_call, releasable
 from tilewright.dtype import BF16, F16, F32, F64, DType, dtype
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner, Schedule
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, FixedPlan, Kernel, Refusal, Schedule
 from tilewright.schedule.problem import Problem
 
 
-@dataclass(frozen=True)
-class Plan:
-    problem: Problem
-    target: Target
-
-    def schedules(self) -> list[Schedule]:
-        problem = self.problem
-        widest = F64 if problem.acc.dtype is F64 else F32
-        found = [Schedule.of(compute=widest.name)]
-        a, b = problem.lhs.dtype, problem.rhs.dtype
-        if a is b and a in (BF16, F16) and widest is F32:
-            if self.target.kind == "cuda":
-                found.insert(0, Schedule.of(compute=a.name, out="f32"))
-            # A 16-bit product leaves torch rounded to 16 bits: allowed when that is what every store does first.
-            if problem.first_conversion() is a:
-                found.insert(0, Schedule.of(compute=a.name))
-        return found
-
-    def build(self, schedule: Schedule) -> Kernel:
-        problem = self.problem
-        compute = dtype(str(schedule["compute"]))
-        storage = compute.to_torch()
-        knobs = dict(schedule.knobs)
-        multiply = _wide_product if "out" in knobs else torch.matmul
-        # A product in f32 is the accumulator; a narrow one is already the converted one.
-        given = compute if compute.bits < 32 and "out" not in knobs else problem.acc.dtype
-        finish = stores(problem, given)
-        narrow = given.to_torch()
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            lhs = side(problem.op.lhs, weights, lambda t: t.to(storage), storage)
-            rhs = side(problem.op.rhs, weights, lambda t: t.to(storage), storage)
-
-            def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                return finish(multiply(lhs(sources), rhs(sources)).to(narrow), sources)
-
-            return run
-
-        packed = _converted_bytes(problem, compute)
-        return Kernel(CANDIDATE.name, schedule, prepare, packed_bytes=packed, releasable=releasable(problem))
+def _build(problem: Problem, schedule: Schedule) -> Kernel:
+    compute, wide = dtype(str(schedule["compute"])), "out" in dict(schedule.knobs)
+    storage = compute.to_torch()
+    multiply = _wide_product if wide else torch.matmul
+    # A product in f32 is the accumulator; a narrow one is already the converted one.
+    given = compute if compute.bits < 32 and not wide else problem.acc.dtype
+    return kernel_of_call(
+        CANDIDATE.name,
+        schedule,
+        problem,
+        lambda a, b: multiply(a, b).to(given.to_torch()),
+        lhs=lambda t: t.to(storage),
+        rhs=lambda t: t.to(storage),
+        form=storage,
+        product_dtype=given,
+        packed_bytes=_converted_bytes(problem, compute),
+        releasable=releasable(problem),
+    )
 
 
 def _wide_product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -77,10 +54,19 @@ def _converted_bytes(problem: Problem, compute: DType) -> int:
     return total
 
 
-def plan(problem: Problem, target: Target) -> Plan | Refusal:
-    if not problem.acc.dtype.is_float:
-        return Refusal(f"torch.matmul has no {problem.lhs.dtype} x {problem.rhs.dtype} product into {problem.acc.dtype}")
-    return Plan(problem, target)
+def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
+    a, b, acc = problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype
+    if not acc.is_float:
+        return Refusal(f"torch.matmul has no {a} x {b} product into {acc}")
+    widest = F64 if acc is F64 else F32
+    found = [Schedule.of(compute=widest.name)]
+    if a is b and a in (BF16, F16) and widest is F32:
+        if target.kind == "cuda":
+            found.insert(0, Schedule.of(compute=a.name, out="f32"))
+        # A 16-bit product leaves torch rounded to 16 bits: allowed when that is what every store does first.
+        if problem.first_conversion() is a:
+            found.insert(0, Schedule.of(compute=a.name))
+    return FixedPlan(found, partial(_build, problem))
 
 
 CANDIDATE = Candidate("aten", GEMM, CPU | GPU, 20, plan, packing_knobs=("compute",))

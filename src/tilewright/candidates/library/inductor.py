@@ -7,8 +7,8 @@ import getpass
 import os
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,9 +25,9 @@ from tilewright.schedule.candidate import (
     GPU,
     LIBRARIES,
     Candidate,
+    FixedPlan,
     Kernel,
     Refusal,
-    Runner,
     Schedule,
     concerns,
     discover,
@@ -39,28 +39,17 @@ from tilewright.tracing import TRACING
 INDUCTORS = "TORCHINDUCTOR_CACHE_DIR"
 
 
-@dataclass(frozen=True)
-class Plan:
-    problem: FusionProblem
-    target: Target
+def _build(problem: FusionProblem, target: Target, schedule: Schedule) -> Kernel:
+    compiled = _compiled(problem, torch.device(target.device))
+    called: list[bool] = []
 
-    def schedules(self) -> tuple[Schedule]:
-        return (Schedule(),)
+    def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        with contextlib.nullcontext() if called else TRACING:  # the first call compiles
+            results = compiled(*(s.contiguous() for s in sources))  # it would compile anew for other strides
+        called[:] = [True]
+        return results
 
-    def build(self, schedule: Schedule) -> Kernel:
-        compiled = _compiled(self.problem, torch.device(self.target.device))
-        called: list[bool] = []
-
-        def run(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            with contextlib.nullcontext() if called else TRACING:  # the first call compiles
-                results = compiled(*(s.contiguous() for s in sources))  # it would compile anew for other strides
-            called[:] = [True]
-            return results
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            return run
-
-        return Kernel(CANDIDATE.name, schedule, prepare)
+    return Kernel(CANDIDATE.name, schedule, lambda weights: run)
 
 
 def keep_folders_own() -> None:
@@ -97,14 +86,14 @@ def _compiled(problem: FusionProblem, device: torch.device) -> Callable[..., Seq
     return cast("Callable[..., Sequence[torch.Tensor]]", torch.compile(traced, fullgraph=True, dynamic=False, options=options))
 
 
-def plan(problem: FusionProblem, target: Target) -> Plan | Refusal:
+def plan(problem: FusionProblem, target: Target) -> FixedPlan | Refusal:
     if problem.only_views:
         return Refusal("nothing is computed")
     for other in discover():
         generated = concerns(other, problem, target) and other.preference < LIBRARIES.start
         if generated and refusal(other, problem, target) is None:
             return Refusal(f"{other.name} generates a kernel, and Inductor takes seconds to compile one")
-    return Plan(problem, target)
+    return FixedPlan((Schedule(),), partial(_build, problem, target))
 
 
 CANDIDATE = Candidate("inductor", FUSION, GPU, 30, plan)  # on a CPU it needs a C++ compiler

@@ -5,55 +5,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from tilewright.candidates.library._around import flat, one_matrix, side, stores
+from tilewright.candidates.library._around import flat, kernel_of_call, one_matrix
 from tilewright.dtype import S4, S8, S32, U8
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, Kernel, Refusal, Runner, Schedule
+from tilewright.schedule.candidate import CPU, GEMM, GPU, Candidate, FixedPlan, Kernel, Refusal, Schedule
 from tilewright.schedule.problem import Problem
 
 
-@dataclass(frozen=True)
-class Plan:
-    problem: Problem
-    target: Target
+def _build(problem: Problem, target: Target, schedule: Schedule) -> Kernel:
+    batch, one_rhs = problem.acc.shape[:-2], one_matrix(problem)
 
-    def schedules(self) -> tuple[Schedule]:
-        return (Schedule(),)
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if one_rhs:
+            rows = a.reshape(problem.batch * problem.M, problem.K)
+            return torch.ops.aten._int_mm(_plain(rows), _plain(b)).reshape(problem.acc.shape)
+        a, b = flat(a, batch), flat(b, batch)
+        product = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=torch.int32, device=a.device)
+        for i in range(a.shape[0]):
+            torch.ops.aten._int_mm.out(_plain(a[i]), _plain(b[i]), out=product[i])
+        return product.reshape(problem.acc.shape)
 
-    def build(self, schedule: Schedule) -> Kernel:
-        problem, target = self.problem, self.target
-        batch = problem.acc.shape[:-2]
-        finish = stores(problem, problem.acc.dtype)
-        one_rhs = one_matrix(problem)
-        multiply = torch.ops.aten._int_mm
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            lhs = side(problem.op.lhs, weights)
-            rhs = side(problem.op.rhs, weights, _along_k if target.kind == "cuda" else lambda t: t)
-
-            def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                a, b = lhs(sources), rhs(sources)
-                if one_rhs:
-                    product = multiply(_plain(a.reshape(problem.batch * problem.M, problem.K)), _plain(b))
-                else:
-                    a, b = flat(a, batch), flat(b, batch)
-                    product = torch.empty(a.shape[0], a.shape[1], b.shape[2], dtype=torch.int32, device=a.device)
-                    for i in range(a.shape[0]):
-                        multiply.out(_plain(a[i]), _plain(b[i]), out=product[i])
-                return finish(product.reshape(problem.acc.shape), sources)
-
-            return run
-
-        scratch = problem.acc.size_bytes
-        return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=scratch)
+    rhs = _k_contiguous if target.kind == "cuda" else lambda t: t
+    return kernel_of_call(CANDIDATE.name, schedule, problem, multiply, rhs=rhs, workspace_bytes=problem.acc.size_bytes)
 
 
-def _along_k(t: torch.Tensor) -> torch.Tensor:
+def _k_contiguous(t: torch.Tensor) -> torch.Tensor:
     """The right operand with K contiguous, the one layout cuBLASLt takes for every extent."""
     return t if t.stride(-2) == 1 else t.transpose(-1, -2).contiguous().transpose(-1, -2)
 
@@ -71,7 +51,7 @@ def _plain(t: torch.Tensor) -> torch.Tensor:
     return t if apart else t.clone(memory_format=torch.contiguous_format)
 
 
-def plan(problem: Problem, target: Target) -> Plan | Refusal:
+def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
     if problem.acc.dtype is not S32:
         return Refusal(f"torch._int_mm accumulates in s32, not {problem.acc.dtype}")
     unsigned = problem.lhs.dtype is U8 and target.kind == "cpu"  # oneDNN's own form; cuBLASLt has none
@@ -82,7 +62,7 @@ def plan(problem: Problem, target: Target) -> Plan | Refusal:
     if target.kind == "cuda" and (problem.M <= 16 or problem.K % 8 or problem.N % 8):
         # restrictions that torch's CUDA implementation checks and raises on
         return Refusal("torch._int_mm on CUDA needs M > 16 and K and N in multiples of 8")
-    return Plan(problem, target)
+    return FixedPlan((Schedule(),), partial(_build, problem, target))
 
 
 CANDIDATE = Candidate("int_mm", GEMM, CPU | GPU, 20, plan)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from tilewright.candidates.library._around import one_matrix, side, stores
+from tilewright.candidates.library._around import kernel_of_call, one_matrix
 from tilewright.dtype import BF16, F8E4M3FN, F8E5M2, F32
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Refusal, Runner, Schedule
+from tilewright.schedule.candidate import GEMM, GPU, Candidate, FixedPlan, Kernel, Refusal, Schedule
 from tilewright.schedule.problem import Problem
 
 # Ada and Hopper keep about 14 bits of a sum of 8-bit float products, which cuBLASLt adds up in f32 every 128 along K
@@ -19,45 +18,26 @@ SHORT_SUMS = frozenset({"sm_89", "sm_90"})
 SHORT_SUM_BITS, F32_BITS = 14, 24
 
 
-@dataclass(frozen=True)
-class Plan:
-    problem: Problem
-    target: Target
+def _build(problem: Problem, target: Target, schedule: Schedule) -> Kernel:
+    out = BF16 if schedule["out"] == "bf16" else F32
+    one = torch.ones((), device=target.device)
 
-    def schedules(self) -> tuple[Schedule]:
-        out = BF16 if self.problem.first_conversion() is BF16 else F32
-        bits = SHORT_SUM_BITS if SHORT_SUMS & self.target.features else F32_BITS
-        return (Schedule.of(out=out.name, fast_accum=False, acc_bits=bits),)
+    def multiply(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        rows = a.reshape(problem.batch * problem.M, problem.K).contiguous()
+        return torch.ops.aten._scaled_mm(rows, b, one, one, out_dtype=out.to_torch()).reshape(problem.acc.shape)
 
-    def build(self, schedule: Schedule) -> Kernel:
-        problem, target = self.problem, self.target
-        out = BF16 if schedule["out"] == "bf16" else F32
-        finish = stores(problem, out)
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            lhs = side(problem.op.lhs, weights)
-            # The library wants the right operand with K contiguous.
-            rhs = side(problem.op.rhs, weights, lambda t: t.t().contiguous().t())
-            one = torch.ones((), device=target.device)
-
-            def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-                a = lhs(sources)
-                product = torch.ops.aten._scaled_mm(
-                    a.reshape(problem.batch * problem.M, problem.K).contiguous(),
-                    rhs(sources),
-                    one,
-                    one,
-                    out_dtype=out.to_torch(),
-                )
-                return finish(product.reshape(problem.acc.shape), sources)
-
-            return run
-
-        roundoff = 2.0**-13 if schedule["acc_bits"] == SHORT_SUM_BITS else 0.0
-        return Kernel(CANDIDATE.name, schedule, prepare, roundoff=roundoff)
+    return kernel_of_call(
+        CANDIDATE.name,
+        schedule,
+        problem,
+        multiply,
+        rhs=lambda t: t.t().contiguous().t(),  # the library wants K contiguous
+        product_dtype=out,
+        roundoff=2.0**-13 if schedule["acc_bits"] == SHORT_SUM_BITS else 0.0,
+    )
 
 
-def plan(problem: Problem, target: Target) -> Plan | Refusal:
+def plan(problem: Problem, target: Target) -> FixedPlan | Refusal:
     a, b = problem.lhs.dtype, problem.rhs.dtype
     if {a, b} - {F8E4M3FN, F8E5M2} or a is b is F8E5M2:
         return Refusal(f"cuBLASLt's 8-bit float product takes e4m3fn with e4m3fn or e5m2, not {a} x {b}")
@@ -65,7 +45,10 @@ def plan(problem: Problem, target: Target) -> Plan | Refusal:
         return Refusal(f"{target.name} has no 8-bit float unit")
     if not one_matrix(problem) or problem.K % 16 or problem.N % 16 or 0 in (problem.batch, problem.M, problem.N, problem.K):
         return Refusal("cuBLASLt's 8-bit float product takes one rhs matrix with K and N in multiples of 16")
-    return Plan(problem, target)
+    out = BF16 if problem.first_conversion() is BF16 else F32
+    bits = SHORT_SUM_BITS if SHORT_SUMS & target.features else F32_BITS
+    point = Schedule.of(out=out.name, fast_accum=False, acc_bits=bits)
+    return FixedPlan((point,), partial(_build, problem, target))
 
 
 CANDIDATE = Candidate("scaled_mm", GEMM, GPU, 10, plan)

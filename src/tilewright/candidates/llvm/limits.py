@@ -38,16 +38,14 @@ def dots(chip: Chip) -> dict[str, Dot]:
     return {unit.operand: DOTS[unit.instruction][0] for unit in reversed(chip.units) if unit.instruction in DOTS}
 
 
-def _entry(module: Module, worker: str) -> None:
-    """python(memory, threads): `worker(memory)` on every thread."""
+def _entry(module: Module) -> None:
+    """python(memory, threads): worker(memory) on every thread."""
     f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
     memory = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", "%args", 8)))
     threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8), 8)))
     count = f.v(f"trunc i64 {threads} to i32")
-    f.intrinsic("GOMP_parallel", "void", ("ptr", f"@{worker}"), ("ptr", memory), ("i32", count), ("i32", "0"))
-    module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
-    f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
-    f.finish("ptr @_Py_NoneStruct")
+    f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", memory), ("i32", count), ("i32", "0"))
+    f.finish_with_none()
 
 
 def peak_gops(dot: Dot, threads: int) -> float:
@@ -71,12 +69,11 @@ def peak_text(dot: Dot, accumulators: int, cpu: str, features: str) -> str:
         for acc in loop.carried:  # an operand that may be another each time: no part of the instruction is done once for all
             x = f.v(f'call {dot.operand} asm sideeffect "", "=v,0"({dot.operand} {x})') if X86 else x
             loop.next.append(dot.emit(f, acc, x, y))
-    me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-    out = f.at("%d", f.add(4096, f.mul(me, 4096)))
+    out = f.at("%d", f.add(4096, f.mul(f.thread_number(), 4096)))
     for i, acc in enumerate(loop.carried):
         f.store(dot.accumulator, acc, f.at(out, 64 * i))
     f.finish()
-    _entry(module, "worker")
+    _entry(module)
     return module.text(cpu, features)
 
 
@@ -94,7 +91,7 @@ def _tile_gops(dot: Dot, threads: int) -> float:
                 dot.emit(f, str(2 * i + j), str(tiles.LEFT + i), str(tiles.RIGHT + j))
     tiles.release(f)
     f.finish()
-    _entry(module, "worker")
+    _entry(module)
     run = engine.function(module.text(*engine.host()))
     ops = 2 * dot.lanes * dot.k * dot.tile * dot.tile * 4 * STEPS * threads
     memory = torch.randint(0, 256, (4096,), dtype=torch.uint8)
@@ -106,7 +103,7 @@ def read_gbps(threads: int) -> float:
     module = Module()
     f = Function(module, "worker", [("ptr", "d")])
     t, share = vec(LANES, "i32"), READ_BYTES // threads // 4096 * 4096
-    me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
+    me = f.thread_number()
     start = f.at("%d", f.add(4096, f.mul(me, share)))
     with f.loop(0, share, 1024, [(t, "zeroinitializer")] * 16) as loop:
         at = f.at(start, loop.index)
@@ -116,7 +113,7 @@ def read_gbps(threads: int) -> float:
         total = f.v(f"xor {t} {total}, {other}")
     f.store(t, total, f.at("%d", f.mul(me, 64)))
     f.finish()
-    _entry(module, "worker")
+    _entry(module)
     memory = torch.ones(READ_BYTES + 8192, dtype=torch.uint8)
     run = engine.function(module.text(*engine.host()))
     return share * threads / _best(lambda: run(memory.data_ptr(), threads)) / 1e9

@@ -29,11 +29,11 @@ from tilewright.lowering.scalar.values import FP8, Builder, Operand, Value, in_r
 
 
 class Format(NamedTuple):
-    """An fp8 type: bits of the fraction, bias of the exponent, and the code of what is too large: infinity, or NaN."""
+    """An fp8 type: bits of the fraction, bias of the exponent, and the code on overflow: infinity, or NaN."""
 
     fraction: int
     bias: int
-    above: int
+    overflow: int
 
 
 FORMATS = {
@@ -81,23 +81,23 @@ def narrowed(x: Value, target: DType, *, saturate: bool = False) -> Value:
 
 
 def _encoded_beyond(x: Value, dtype: DType) -> Value:
-    """f32 as fp8 by an instruction that saturates, where what is too large is to become `above`."""
+    """f32 as fp8 by an instruction that saturates, where what is too large is to become `Format.overflow`."""
     if dtype is F8E4M3FN:
         return x.builder.select(x.abs() > 464.0, NAN, x).to(dtype).bits(U8)
     code = x.to(dtype).bits(U8).to(S32)
-    return x.builder.select(x.abs() >= 61440.0, (code & 128) | FORMATS[dtype].above, code).to(U8)
+    return x.builder.select(x.abs() >= 61440.0, (code & 128) | FORMATS[dtype].overflow, code).to(U8)
 
 
 def _encoded(x: Value, dtype: DType) -> Value:
     """f32 as fp8: an integer addition rounds the bits of normal numbers, adding a power of two those of denormal ones."""
-    b, (kept, bias, above) = x.builder, FORMATS[dtype]
-    cut = 23 - kept
+    b, (fraction, bias, overflow) = x.builder, FORMATS[dtype]
+    cut = 23 - fraction
     bits = x.bits(U32)
     size = bits & 0x7FFFFFFF
-    normal = ((size + ((1 << cut - 1) - 1) + ((size >> cut) & 1)) >> cut) - (127 - bias << kept)
-    power = 2.0 ** (24 - bias - kept)  # its last place is the smallest denormal
-    denormal = (size.bits(F32) + power).bits(U32) - (127 + 24 - bias - kept << 23)
-    code = b.select(size < (128 - bias << 23), denormal, normal).min(above)
+    normal = ((size + ((1 << cut - 1) - 1) + ((size >> cut) & 1)) >> cut) - (127 - bias << fraction)
+    power = 2.0 ** (24 - bias - fraction)  # its last place is the smallest denormal
+    denormal = (size.bits(F32) + power).bits(U32) - (127 + 24 - bias - fraction << 23)
+    code = b.select(size < (128 - bias << 23), denormal, normal).min(overflow)
     if dtype is F8E5M2:
         code = b.select(x == x, code, 127)
     sign = (bits >> 24) & 128

@@ -164,7 +164,7 @@ def atanh(x: Value) -> Value:
 # -- angles
 
 
-def _turned(x: Value) -> tuple[Value, Value]:
+def _reduced_angle(x: Value) -> tuple[Value, Value]:
     """r and n, a whole number: x = n pi/2 + r but for multiples of 2 pi, |r| <= pi/4."""
     b, size = x.builder, x.abs()
     n = (x * (2 / math.pi)).call("round_half_even")
@@ -174,13 +174,13 @@ def _turned(x: Value) -> tuple[Value, Value]:
 
     def far(_: list[Value]) -> list[Value]:
         sign = b.constant(1.0, F64).call("copysign", x)
-        return [b.select(large, v * sign, near) for v, near in zip(_turned_far(size, large), (r, n), strict=True)]
+        return [b.select(large, v * sign, near) for v, near in zip(_reduced_large_angle(size, large), (r, n), strict=True)]
 
     r, n = b.repeat(1, [r, n], far, (large, 0, [r, n]))
     return b.select(size < INF, r, NAN), n
 
 
-def _turned_far(size: Value, large: Value) -> tuple[Value, Value]:
+def _reduced_large_angle(size: Value, large: Value) -> tuple[Value, Value]:
     """The same of sizes of `LARGE` and more."""
     b, raw = size.builder, size.bits(S64)
     # m = size / 2^e is a whole number of 24 bits, e = exponent - 1023 - 23
@@ -194,7 +194,7 @@ def _turned_far(size: Value, large: Value) -> tuple[Value, Value]:
 
 def _of_angle(x: Value) -> tuple[Value, Value, Value]:
     """sin(r) and cos(r), and how many quarter turns stand before them."""
-    r, n = _turned(x)
+    r, n = _reduced_angle(x)
     square = r * r
     return r * polynomial(square, SINE), polynomial(square, COSINE), n.to(S32)
 

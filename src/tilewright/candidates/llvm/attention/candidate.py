@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -13,15 +14,16 @@ from tilewright.candidates.llvm.gemm.dots import DOTS, Choice, choose
 from tilewright.candidates.llvm.gemm.nest import Blocks, Nest
 from tilewright.candidates.llvm.gemm.space import ONE_THREAD_OPS
 from tilewright.candidates.llvm.runtime import engine
-from tilewright.candidates.llvm.runtime.scratch import give, maker, take
+from tilewright.candidates.llvm.runtime.calls import Call, bound
+from tilewright.candidates.llvm.runtime.scratch import maker
 from tilewright.dtype import BF16, F32, DType
 from tilewright.hardware.target import Chip, Target
 from tilewright.ir.anchor import operands_of, stores_of
 from tilewright.ir.build import broadcast
-from tilewright.ir.graph import Node, toposort
+from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
 from tilewright.lowering.access import Access, of_operand, of_store
-from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, Kernel, Runner, Schedule, Unsupported
+from tilewright.schedule.candidate import ATTENTION, CPU, Candidate, FixedPlan, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import AttentionProblem
 
 
@@ -52,9 +54,9 @@ def heads_of(problem: AttentionProblem, target: Target) -> Heads:
     mr = -(-queries // -(-queries // most))
     sources = len(problem.types)
 
-    def nest(deep: int, columns: int, lhs: Access, rhs: Access, *, along: bool) -> Nest:
+    def nest(deep: int, columns: int, lhs: Access, rhs: Access, *, k_contiguous: bool) -> Nest:
         blocks = Blocks(dot.instruction, mr, nv * dot.lanes, deep, mr, nv * dot.lanes, pack_lhs=True)
-        return Nest(batch * key_heads, queries, deep, columns, choice, lhs, rhs, along, False, stores, sources, blocks)
+        return Nest(batch * key_heads, queries, deep, columns, choice, lhs, rhs, k_contiguous, False, stores, sources, blocks)
 
     queries_at = of_operand(q, columns_last=True)
     seen = of_operand(broadcast(mask[0], (batch, heads, queries, keys)), columns_last=True) if mask else None
@@ -62,8 +64,8 @@ def heads_of(problem: AttentionProblem, target: Target) -> Heads:
         batch,
         heads,
         heads // key_heads,
-        nest(depth, keys, queries_at, of_operand(k, columns_last=True), along=True),
-        nest(keys, width, queries_at, of_operand(v, columns_last=True), along=False),
+        nest(depth, keys, queries_at, of_operand(k, columns_last=True), k_contiguous=True),
+        nest(keys, width, queries_at, of_operand(v, columns_last=True), k_contiguous=False),
         op.scale,
         op.causal,
         op.zero_masked_rows,
@@ -84,59 +86,34 @@ def _instruction(operands: Sequence[DType], chip: Chip) -> Choice | None:
     return choose(F32, F32, F32, chip)
 
 
-@dataclass(frozen=True)
-class Plan:
-    problem: AttentionProblem
-    heads: Heads
+def _build(problem: AttentionProblem, heads: Heads, schedule: Schedule) -> Kernel:
+    kernel, first = engine.function(module_text(heads)), heads.output.sources
+    read = sorted({n.op.index for n in toposort(heads.roots) if isinstance(n.op, Param)})
+    alone, one = heads.scratch(1), problem.ops <= ONE_THREAD_OPS
 
-    def schedules(self) -> tuple[Schedule]:
-        nest = self.heads.scores
-        return (Schedule.of(instruction=nest.dot.instruction, mr=nest.blocks.mr, nr=nest.nr),)
+    def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+        makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in heads.output.stores]
+        return bound(Call(kernel, heads.pointers, read, first, makers, alone, heads.scratch(2) - alone, one, 0), keep=None)
 
-    def build(self, schedule: Schedule) -> Kernel:
-        call = engine.function(module_text(self.heads))
-        room = self.heads.scratch(torch.get_num_threads())
-        return Kernel(CANDIDATE.name, schedule, lambda weights: _prepared(self.problem, self.heads, call), workspace_bytes=room)
+    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=heads.scratch(torch.get_num_threads()))
 
 
-def plan(problem: AttentionProblem, target: Target) -> Plan:
+def plan(problem: AttentionProblem, target: Target) -> FixedPlan:
+    """The plan.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
     engine.require()
-    return Plan(problem, heads_of(problem, target))
+    heads = heads_of(problem, target)
+    nest = heads.scores
+    point = Schedule.of(instruction=nest.dot.instruction, mr=nest.blocks.mr, nr=nest.nr)
+    return FixedPlan((point,), partial(_build, problem, heads))
 
 
 def module_text(heads: Heads) -> str:
     """The kernel's IR for the processor at hand."""
     return AttentionWriter(heads).write().text(*engine.host())
-
-
-def _prepared(problem: AttentionProblem, plan: Heads, call: Callable[..., None]) -> Runner:
-    small = problem.ops <= ONE_THREAD_OPS
-    operands, inner = (plan.scores.lhs, plan.scores.rhs, plan.output.rhs), (plan.mask, plan.on_scores, plan.on_weights)
-    nodes: list[Node] = toposort([a.root for a in (*operands, *inner, *plan.output.stores) if a is not None])
-    read = sorted({n.op.index for n in nodes if isinstance(n.op, Param)})
-    first, room, threads_slot = plan.output.sources, plan.pointers - 2, plan.pointers
-    blank = [0] * (plan.pointers + 2)
-    makers = [maker(s.root.shape, s.root.dtype.to_torch()) for s in plan.output.stores]
-
-    def run(sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        args, held = blank.copy(), list[torch.Tensor]()  # copies live until the call is over
-        for i in read:
-            t = sources[i]
-            if not t.is_contiguous():
-                t = t.contiguous()
-                held.append(t)
-            args[i] = t.data_ptr()
-        results = [make() for make in makers]
-        for at, t in enumerate(results, first):
-            args[at] = t.data_ptr()
-        args[threads_slot] = threads = 1 if small else torch.get_num_threads()
-        memory = take(plan.scratch(threads))
-        args[room] = memory[0]
-        call(*args)
-        give(memory)
-        return results
-
-    return run
 
 
 CANDIDATE = Candidate("llvm_attention", ATTENTION, CPU, 5, plan)

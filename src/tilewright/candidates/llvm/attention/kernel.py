@@ -34,8 +34,8 @@ class Heads:
 
     Attributes:
         batch, heads, shared: B, Hq, and queries' heads a key's head serves.
-        scores: the product of queries (lhs) and keys (rhs, along), a matrix a key head; its `rows` are S.
-        output: the product of weights and values (rhs, across); its stores are the results.
+        scores: the product of queries (lhs) and keys (rhs, K contiguous), a matrix a key head; its `rows` are S.
+        output: the product of weights and values (rhs, N contiguous); its stores are the results.
         mask: over queries by keys, pred or float.
         on_scores, on_weights: what happens to the scaled scores, and to the softmax.
         result: the type of the attention's own result, before its stores.
@@ -58,6 +58,13 @@ class Heads:
     def keys(self) -> int:
         """T."""
         return self.scores.columns
+
+    @property
+    def roots(self) -> list[Node]:
+        """The operands, what happens to scores and weights, and the results."""
+        inner = (self.mask, self.on_scores, self.on_weights)
+        accesses = (self.scores.lhs, self.scores.rhs, self.output.rhs, *inner, *self.output.stores)
+        return [a.root for a in accesses if a is not None]
 
     @property
     def queries_bytes(self) -> int:
@@ -115,24 +122,12 @@ class AttentionWriter(GemmWriter):
         return self._scratch(f, self.heads.values_at)
 
     def write(self) -> Module:
-        h, n = self.heads, self.nest
-        _Keys(h.scores, self.module).write()
+        _Keys(self.heads.scores, self.module).write()
         self._pack_rhs()
-        for rows in sorted({n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())):
-            self._micro_kernel(rows, fresh=True)
-            self._micro_kernel(rows, fresh=False)
-        for i, store in enumerate(n.stores):
-            for whole in (True, False):
-                if whole or self._partial(store):
-                    self._store_tile(i, store, whole=whole)
+        self._tile_kernels(more=True)
         self._softmax()
         self._attend()
-        f = self._function("worker")
-        for step in ("pack_keys", "pack_rhs"):
-            f.call(step, ("ptr", "%d"))
-        f.intrinsic("GOMP_barrier", "void")
-        f.call("attend", ("ptr", "%d"))
-        f.finish()
+        self._worker(["pack_keys", "pack_rhs"], "attend")
         self._entry()
         return self.module
 
@@ -144,9 +139,8 @@ class AttentionWriter(GemmWriter):
     def _attend(self) -> None:
         h, n, s = self.heads, self.nest, self.heads.scores
         f = self._function("attend")
-        me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-        room = self._scratch(f, f.add(h.threads_at, f.mul(me, h.thread_bytes)))
-        queries, scores = room, f.at(room, h.queries_bytes)
+        queries = self._scratch(f, f.add(h.threads_at, f.mul(f.thread_number(), h.thread_bytes)))
+        scores = f.at(queries, h.queries_bytes)
         out = f.at(scores, h.scores_bytes)
         keys, values = self._scratch(f, 0), self._rhs(f)
         sources = self._sources(f, s.lhs)
@@ -231,7 +225,7 @@ class AttentionWriter(GemmWriter):
             def vectors(access: Access, column: Int, mask: str | None) -> Vectors:
                 return Vectors(f, access, lanes, Columns(column, True, mask), pointers.__getitem__)
 
-            def kept(mask: str, value: str, other: float) -> str:
+            def chosen(mask: str, value: str, other: float) -> str:
                 return b.select(b.named(mask, PRED), b.named(value, F32), other).name
 
             def masked(column: Int, mask: str | None, value: str) -> str:
@@ -242,13 +236,13 @@ class AttentionWriter(GemmWriter):
                     seen = vectors(h.mask, column, mask)
                     given = seen.row(row)
                     if h.mask.root.dtype is PRED:
-                        value = kept(given, value, -math.inf)
+                        value = chosen(given, value, -math.inf)
                     else:
                         value = (b.named(value, F32) + b.named(seen.convert(given, h.mask.root.dtype, F32), F32)).name
                 if h.causal != "no":
                     last = f.add(query, h.keys - s.rows if h.causal == "lower" else 0)
-                    value = kept(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, -math.inf)
-                return value if mask is None else kept(mask, value, -math.inf)
+                    value = chosen(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, -math.inf)
+                return value if mask is None else chosen(mask, value, -math.inf)
 
             def panels(body: Callable[[str, Int, str | None, str], str], carried: str) -> str:
                 """body(place, column, mask, carried) over every panel; what it carries at the end."""
@@ -287,7 +281,7 @@ class AttentionWriter(GemmWriter):
                 value = (b.named(f.load(t, place, 64), F32) * b.named(by, F32)).name
                 if h.on_weights is not None:
                     value = vectors(h.on_weights, column, mask).row(row, value)
-                value = value if mask is None else kept(mask, value, 0.0)
+                value = value if mask is None else chosen(mask, value, 0.0)
                 taken = self.nest.dot.lhs
                 f.store(vec(lanes, element(taken)), b.convert(value, F32, taken), place, 64)
                 return carried

@@ -31,7 +31,7 @@ def vec(lanes: int, element: str) -> str:
 def f32(value: float) -> str:
     """A float constant as LLVM wants it: the bits of the double of the same value."""
     (rounded,) = struct.unpack("<f", struct.pack("<f", value)) if abs(value) < 3.5e38 else (value,)
-    return f"0x{struct.unpack('<Q', struct.pack('<d', rounded))[0]:016X}"
+    return f64(rounded)
 
 
 def f64(value: float) -> str:
@@ -98,6 +98,12 @@ class Function:
         """End with a return and hand the text to the module."""
         self.do(f"ret {value}")
         self.module.functions.append("\n".join([self._head, "entry:", *self._allocas, *self._lines, "}"]))
+
+    def finish_with_none(self) -> None:
+        """End with a new reference to Python's None."""
+        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
+        self.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
+        self.finish("ptr @_Py_NoneStruct")
 
     # -- values
 
@@ -226,6 +232,9 @@ class Function:
         if isinstance(a, int) and isinstance(b, int):
             return max(a, b)
         return self.intrinsic("llvm.smax.i64", "i64", ("i64", str(a)), ("i64", str(b)))
+
+    def thread_number(self) -> str:
+        return self.v(f"sext i32 {self.intrinsic('omp_get_thread_num', 'i32')} to i64")
 
     # -- vectors
 

@@ -12,7 +12,7 @@ from tilewright.dtype import BF16, F8E5M2FNUZ, F64, PRED, DType
 from tilewright.ir.expression import REDUCED_PRECISION_SAFE, rounded_at_once
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Gather, Map, Param
-from tilewright.lowering.access import Access, AccessMap
+from tilewright.lowering.access import Access, AccessMap, StridedDigit
 from tilewright.lowering.scalar.functions import GELU_TO_BF16
 from tilewright.lowering.scalar.nodes import Forms
 
@@ -23,7 +23,7 @@ check, check_node = FORMS.check, FORMS.check_node
 
 @dataclass(frozen=True)
 class Columns:
-    """Which columns a vector covers.
+    """The columns that a vector covers.
 
     Attributes:
         first: the column of lane 0, counted in the access's own columns.
@@ -88,7 +88,7 @@ class Lanes(Printer):
     # -- addresses
 
     def _first_pair(self, place: AccessMap, row: Int, pointer: str, size: int) -> str:
-        """Of the pair that lane 0 is one of."""
+        """The address of the pair that lane 0 is one of."""
         at = self._address(AccessMap(place.offset, place.rows, ()), row, pointer, size)
         return self.f.at(at, self.f.mul(self.columns.first, 2 * size))
 
@@ -101,23 +101,22 @@ class Lanes(Printer):
     def _pointers(self) -> str:
         return vec(self.lanes, "ptr")
 
-    def _spread(self, place: AccessMap) -> list[tuple[int, int, int]]:
+    def _spread(self, place: AccessMap) -> list[StridedDigit]:
         """The column terms that differ between lanes."""
-        whole = self.columns.aligned
-        return [(t.extent, t.inner, t.stride) for t in place.columns if not (whole and t.inner % self.lanes == 0)]
+        return [t for t in place.columns if not (self.columns.aligned and t.inner % self.lanes == 0)]
 
     def _consecutive(self, place: AccessMap) -> bool:
         """Lanes lie one after the other."""
         return self._stride(place) == 1
 
     def _stride(self, place: AccessMap) -> int | None:
-        """How many elements each lane lies behind the one before it; None if that differs."""
+        """The elements from each lane to the next; None if that differs."""
         spread = self._spread(place)
         if len(spread) != 1:
             return None
-        extent, inner, stride = spread[0]
-        alone = len(place.columns) == 1 and extent * inner >= self.access.columns_extent
-        return stride if inner == 1 and (alone or (self.columns.aligned and extent % self.lanes == 0)) else None
+        (t,) = spread
+        alone = len(place.columns) == 1 and t.extent * t.inner >= self.access.columns_extent
+        return t.stride if t.inner == 1 and (alone or (self.columns.aligned and t.extent % self.lanes == 0)) else None
 
     def _one_by_one(self, place: AccessMap, dtype: DType) -> bool:
         """Tell whether lanes are read and written at constant distances: of elements so short no processor gathers several, and
@@ -126,38 +125,24 @@ class Lanes(Printer):
 
     def _each(self, place: AccessMap, base: str, size: int) -> list[str]:
         """Each lane's address, `base` being what is common to all."""
-        ((extent, inner, stride),) = self._spread(place)
-        first = self._digit(self.columns.first, extent, inner, columns=True)
-        start = self.f.at(base, self.f.mul(first, stride * size))
-        return [self.f.at(start, i * stride * size) for i in range(self.lanes)]
+        (t,) = self._spread(place)
+        start = self.f.at(base, self.f.mul(self._digit(self.columns.first, t, self.access.columns_extent), t.stride * size))
+        return [self.f.at(start, i * t.stride * size) for i in range(self.lanes)]
 
     def _address(self, place: AccessMap, row: Int, pointer: str, size: int, *, common: bool = False) -> str:
         """Address of lane 0, or of what is `common` to all lanes: always where they do not lie one after the other."""
-        f, offset = self.f, place.offset
-        total: Int = offset
-        for t in place.rows:
-            total = f.add(total, f.mul(self._digit(row, t.extent, t.inner), t.stride))
-        apart = set() if self._consecutive(place) and not common else set(self._spread(place))
-        for t in place.columns:
-            if (t.extent, t.inner, t.stride) not in apart:
-                total = f.add(total, f.mul(self._digit(self.columns.first, t.extent, t.inner, columns=True), t.stride))
+        f, total, access = self.f, place.offset, self.access
+        terms = [(t, row, access.rows_extent) for t in place.rows]
+        of_lanes = [] if self._consecutive(place) and not common else self._spread(place)
+        terms += [(t, self.columns.first, access.columns_extent) for t in place.columns if t not in of_lanes]
+        for t, number, numbers in terms:
+            total = f.add(total, f.mul(self._digit(number, t, numbers), t.stride))
         return f.at(pointer, f.mul(total, size))
 
-    def _digit(self, number: Int, extent: int, inner: int, *, columns: bool = False) -> Int:
-        above = self.f.div(number, inner)
-        most = self.access.columns_extent if columns else None
-        if most is not None and extent * inner >= most:
-            return above
-        if most is None and extent * inner >= self._rows_extent:
-            return above
-        return self.f.rem(above, extent)
-
-    @property
-    def _rows_extent(self) -> int:
-        extent = 1
-        for axis in self.access.rows:
-            extent *= axis.extent
-        return extent
+    def _digit(self, number: Int, t: StridedDigit, numbers: int) -> Int:
+        """The digit of a number below `numbers`."""
+        above = self.f.div(number, t.inner)
+        return above if t.extent * t.inner >= numbers else self.f.rem(above, t.extent)
 
     def _lanes_apart(self, place: AccessMap, base: str, element_type: str, further: str = "zeroinitializer") -> str:
         """A pointer for each lane, so many elements `further`."""
@@ -167,10 +152,10 @@ class Lanes(Printer):
         )
         column = f.v(f"add {i32} {f.splat(self.lanes, 'i32', first)}, {f.iota(self.lanes)}")
         total = further
-        for extent, inner, stride in self._spread(place):
-            digit = f.v(f"udiv {i32} {column}, splat (i32 {inner})") if inner > 1 else column
-            digit = f.v(f"urem {i32} {digit}, splat (i32 {extent})")
-            wide = f.v(f"mul {i64} {f.v(f'zext {i32} {digit} to {i64}')}, splat (i64 {stride})")
+        for t in self._spread(place):
+            digit = f.v(f"udiv {i32} {column}, splat (i32 {t.inner})") if t.inner > 1 else column
+            digit = f.v(f"urem {i32} {digit}, splat (i32 {t.extent})")
+            wide = f.v(f"mul {i64} {f.v(f'zext {i32} {digit} to {i64}')}, splat (i64 {t.stride})")
             total = f.v(f"add {i64} {total}, {wide}")
         return f.v(f"getelementptr {element_type}, ptr {base}, {i64} {total}")
 
@@ -233,7 +218,7 @@ class Lanes(Printer):
     # -- operations
 
     def value(self, n: Node, values: Mapping[Node, str], row: Int) -> str:
-        """What a node makes of the `values` of its sources, or reads."""
+        """Compute a node from the `values` of its sources, or read it."""
         op, args = n.op, [values[s] for s in n.src]
         if isinstance(op, VIEWS):
             return args[0]

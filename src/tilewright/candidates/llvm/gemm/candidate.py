@@ -61,11 +61,11 @@ class Plan(NestPlan):
 
             def pack() -> torch.Tensor:
                 value = operand(rhs, weights, nest.k_contiguous)
-                room = maker((nest.packed_rhs + 64,), torch.uint8)()
+                packed = maker((nest.packed_rhs + 64,), torch.uint8)()
                 pointers = [0] * nest.pointers
-                pointers[len(self.problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(room)
+                pointers[len(self.problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
                 call(*pointers, torch.get_num_threads(), 1)
-                return room
+                return packed
 
             read = [weights[n.op.index] for n in toposort((rhs,)) if isinstance(n.op, Param)]
             return self.runner(nest, call, packed_once(read, (rhs, nest.choice, nest.nr, nest.width), pack))
@@ -95,10 +95,9 @@ def plan(problem: Problem, target: Target) -> Plan:
     batch_shape, count = problem.acc.shape[:-2], len(problem.types)
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
     largest = tuple(largest_of(root) for root in problem.op.stores)
-    kept = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
-    kept = powers_as_products(kept)
-    check(kept)
-    roots, second = gate_up(kept, count) or (kept, None)
+    written = powers_as_products([inner or root for inner, root in zip(largest, problem.op.stores, strict=True)])
+    check(written)
+    roots, second = gate_up(written, count) or (written, None)
     stores = tuple(of_store(root) for root in roots)
     lhs_root, rhs_root = problem.op.lhs, problem.op.rhs
     if lhs_root.shape[:-2] != batch_shape:
@@ -107,19 +106,19 @@ def plan(problem: Problem, target: Target) -> Plan:
         rhs_root = broadcast(rhs_root, (*batch_shape, *rhs_root.shape[-2:]))
     constant = shared and problem.constant(rhs_root)
     lhs, left = side_of(lhs_root, count, columns_last=True, outside=False)
-    along = _contiguous_along_k(problem)
-    rhs, right = side_of(rhs_root, count + 1, columns_last=not along, outside=constant)
+    k_contiguous = _k_contiguous(problem)
+    rhs, right = side_of(rhs_root, count + 1, columns_last=not k_contiguous, outside=constant)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
     in_place = left is None and lies_right(lhs, problem, choice, rows)
     reduced = tuple(inner is not None for inner in largest)
     nest = Nest(
-        batch, rows, problem.K, problem.N, choice, lhs, rhs, along, constant, stores, count + 2, UNSIZED, second,
+        batch, rows, problem.K, problem.N, choice, lhs, rhs, k_contiguous, constant, stores, count + 2, UNSIZED, second,
         reduced if any(reduced) else (),
     )  # fmt: skip
     return Plan(problem, target, nest, (left, right), in_place)
 
 
-def _contiguous_along_k(problem: Problem) -> bool:
+def _k_contiguous(problem: Problem) -> bool:
     """Tell whether the right operand's elements along K are neighbours in memory."""
     sources = [n for n in toposort((problem.op.rhs,)) if isinstance(n.op, Param) and len(n.shape) >= 2]
     if not sources:

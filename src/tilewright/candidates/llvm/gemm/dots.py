@@ -29,7 +29,7 @@ class Dot:
         emit: the accumulator after it, from function, accumulator and both operands, each a vector of its type; or the number
             of a register, for an instruction on tiles.
         tile: rows of the result in an accumulator.
-        numbered: registers are tiles of as many vectors, which `emit` is given the numbers of.
+        tile_registers: registers are tiles of as many vectors, which `emit` is given the numbers of.
     """
 
     instruction: str
@@ -44,12 +44,12 @@ class Dot:
 
     @property
     def rows(self) -> int:
-        """Of the left operand in an operand vector."""
+        """Rows of the left operand in an operand vector."""
         return 1 if self.tile_registers else self.tile
 
     @property
     def lane_bytes(self) -> int:
-        """Along K, of an operand."""
+        """Bytes along K in a lane of an operand."""
         return 4 * self.rows
 
     @property
@@ -66,8 +66,8 @@ class Dot:
         """Rows of a tile of `nv` vectors that stay in registers; 0 if not one does.
 
         Beside the accumulators: a row of the right operand, a vector of the left one, and what an instruction of two steps
-        needs; on Arm, whose broadcasts are loads of their own, the one on its way. Numbered tiles are two by two. Vectors of
-        several rows are packed, and read, as many at once.
+        needs; on Arm, whose broadcasts are loads of their own, the one on its way. Tile registers are taken two by two.
+        Vectors of several rows are packed, and read, as many at once.
         """
         if self.tile_registers:
             return 2 * self.tile if nv == 2 else 0
@@ -77,7 +77,7 @@ class Dot:
 
     @property
     def vector_bytes(self) -> int:
-        """Of an operand vector."""
+        """Bytes of an operand vector."""
         return self.lanes * self.lane_bytes
 
     @property
@@ -99,16 +99,6 @@ class Dot:
         return "float" if self.acc is F32 else "i32"
 
 
-def _intrinsic(name: str) -> Callable[[Dot], Emit]:
-    def of(dot: Dot) -> Emit:
-        def emit(f: Function, acc: str, lhs: str, rhs: str) -> str:
-            return f.intrinsic(name, dot.accumulator, (dot.accumulator, acc), (dot.operand, lhs), (dot.operand, rhs))
-
-        return emit
-
-    return of
-
-
 def _fma(lanes: int, registers: int, instruction: str) -> Dot:
     t = vec(lanes, "float")
 
@@ -120,16 +110,20 @@ def _fma(lanes: int, registers: int, instruction: str) -> Dot:
 
 def _called(instruction: str, lanes: int, registers: int, lhs: DType, rhs: DType, acc: DType, name: str, tile: int = 1) -> Dot:
     """An instruction with an intrinsic of its own that takes (acc, lhs, rhs)."""
-    bare = Dot(instruction, lanes, registers, lhs, rhs, acc, lambda f, a, x, y: a, tile)
-    return replace(bare, emit=_intrinsic(name)(bare))
+    dot = Dot(instruction, lanes, registers, lhs, rhs, acc, lambda f, a, x, y: emit(f, a, x, y), tile)
+
+    def emit(f: Function, a: str, x: str, y: str) -> str:
+        return f.intrinsic(name, dot.accumulator, (dot.accumulator, a), (dot.operand, x), (dot.operand, y))
+
+    return dot
 
 
 PAIRS = "vdpbf16ps zmm"  # where it is, one instruction rounds to bf16 too
 
 
-def _pairs(instruction: str) -> Dot:
+def _pairs() -> Dot:
     """bf16 pairs. What all lanes share goes last, where it can be read from memory by the instruction itself."""
-    bare = _called(instruction, 16, 32, BF16, BF16, F32, "llvm.x86.avx512bf16.dpbf16ps.512")
+    bare = _called(PAIRS, 16, 32, BF16, BF16, F32, "llvm.x86.avx512bf16.dpbf16ps.512")
     return replace(bare, emit=lambda f, acc, x, y: bare.emit(f, acc, y, x))
 
 
@@ -192,7 +186,7 @@ DOTS: dict[str, tuple[Dot, ...]] = {
     "vfmadd231ps zmm": (_fma(16, 32, "vfmadd231ps zmm"),),
     "vfmadd231ps ymm": (_fma(8, 16, "vfmadd231ps ymm"),),
     "fmla v.4s": (_fma(4, 32, "fmla v.4s"),),
-    PAIRS: (_pairs(PAIRS),),
+    PAIRS: (_pairs(),),
     "bfdot v.4s": (_called("bfdot v.4s", 4, 32, BF16, BF16, F32, f"{_NEON}.bfdot.v4f32.v8bf16"),),
     "bfmmla v.4s": (_mmla("bfmmla", BF16, BF16, F32),),
     "vpdpbusd zmm": (_vpdpbusd(16, 32, "vpdpbusd zmm", S8), _vpdpbusd(16, 32, "vpdpbusd zmm", U8)),

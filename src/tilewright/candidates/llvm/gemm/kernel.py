@@ -1,12 +1,18 @@
-"""The loop nest of a matrix product as LLVM IR: packing, loops around blocks, macro-kernel, micro-kernel, epilogue.
+"""The loop nest of a matrix product as LLVM IR: packing, BLIS's five loops, micro-kernel, epilogue.
 
-BLIS's five loops, from the outside: blocks of nc columns and of mc rows are tasks that threads take from a counter
-(`_block_loops`); within a block, passes over kc of K, tiles of mr rows and panels of nr columns (`_macro_kernel`); within a
-tile, groups of K (`_micro_kernel`). Both operands are packed first, unless they lie right as they are: the right one into
-panels of nr columns, K in groups of 4 bytes; the left one into tiles of mr rows, copied row by row. A tile's columns are
-vectors; its rows are broadcast. Threads pack together, meet at a barrier, and take blocks of the result; or, of many matrices,
-each takes whole ones and packs for itself. No sum is ever split between threads, so results do not depend on how many there
-are.
+    jc: columns by nc          one task each of (jc, ic), which threads take from a counter: `_block_loops`
+      ic: rows by mc
+        pc: K by kc            `_macro_kernel`
+          ir: rows by mr
+            jr: columns by nr
+              groups of K      `_micro_kernel`
+              and, in the last pass, `_epilogue`
+
+Both operands are packed first, unless they lie right as they are: the right one into panels of nr columns, K in groups of 4
+bytes; the left one into tiles of mr rows, copied row by row. A tile's columns are vectors; its rows are broadcast. Threads pack
+together, meet at a barrier, and take blocks of the result; or, of many matrices, each takes whole ones and packs for itself. No
+sum is ever split between threads, so results do not depend on how many there are. In the code, jc and jr count panels, ic and
+ir tiles, pc passes.
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from tilewright.candidates.llvm.expressions.vector import Columns, Vectors
 from tilewright.candidates.llvm.gemm import amx
 from tilewright.candidates.llvm.gemm.dots import PAIRS
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
+from tilewright.candidates.llvm.runtime.calls import write_entries
 from tilewright.dtype import F32
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Map, Param
@@ -30,13 +37,13 @@ from tilewright.lowering.access import Access
 FEW = 3  # operations on an accumulator that registers are left for
 MASKED = 16  # lanes of vectors of which an instruction stores a part
 QUICK = {"add", "subtract", "multiply", "relu", "maximum", "minimum"}
-PLACE = (("i64", "row"), ("i64", "column"), ("ptr", "sums"))  # of a tile in the result, and its rows' corrections
+TILE_AT = (("i64", "row"), ("i64", "column"), ("ptr", "sums"))  # of a tile in the result, and its rows' corrections
 
 
 @dataclass(frozen=True)
 class Packed:
     """Addresses of a block's operands: one matrix's tiles of the left one, the block's first panel of the right one, the rows'
-    corrections, and room for tiles of the result."""
+    corrections; and of memory for tiles of the result."""
 
     lhs: str
     rhs: str
@@ -73,24 +80,30 @@ class GemmWriter:
 
     def write(self) -> Module:
         n = self.nest
-        sizes = {n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())
-        for rows in sorted(sizes):
+        self._tile_kernels(more=n.passes > 1)
+        self._pack_rhs()
+        if n.blocks.pack_lhs or n.choice.correction:
+            self._pack_lhs()
+        if n.blocks.pack_per_thread:
+            self._prefetch()
+        self._block_loops()
+        packing = [] if n.constant else ["pack_rhs"]
+        packing += ["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else []
+        self._worker([] if n.blocks.pack_per_thread else packing, "multiply")
+        self._entry()
+        return self.module
+
+    def _tile_kernels(self, *, more: bool) -> None:
+        """Micro-kernels and epilogues of all tiles; with `more`, those that add to a tile, too."""
+        n = self.nest
+        for rows in sorted({n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())):
             self._micro_kernel(rows, fresh=True)
-            if n.passes > 1:
+            if more:
                 self._micro_kernel(rows, fresh=False)
         for i, store in enumerate(() if self.direct else n.stores):
             self._store_tile(i, store, whole=True)
             if self._partial(store):
                 self._store_tile(i, store, whole=False)
-        self._pack_rhs()
-        if n.blocks.pack_lhs or n.choice.correction:
-            self._pack_lhs()
-        if n.blocks.private:
-            self._prefetch()
-        self._block_loops()
-        self._worker()
-        self._entry()
-        return self.module
 
     # -- packing
 
@@ -110,7 +123,7 @@ class GemmWriter:
         """pack_lhs(d): tiles of the left operand, a task each; pack_tile(d, b, tile, to, sums): one of them."""
         n = self.nest
         self._pack_tile()
-        if n.blocks.private:
+        if n.blocks.pack_per_thread:
             return
         f = self._function("pack_lhs")
         copies, sums = self._scratch(f, 0), self._scratch(f, n.sums_at)
@@ -175,10 +188,10 @@ class GemmWriter:
         n = self.nest
         f = self._function(f"{name}_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "out"))
         if n.depth:
-            (self._pack_along if n.k_contiguous else self._pack_across)(f, "%b", "%panel", "%out")
+            (self._pack_k_contiguous if n.k_contiguous else self._pack_n_contiguous)(f, "%b", "%panel", "%out")
         f.finish()
         f = self._function(name)
-        if not n.blocks.private:
+        if not n.blocks.pack_per_thread:
             with f.tasks(self._counter(f, counter), n.batch * n.panels) as task:
                 b, panel = f.div(task, n.panels), f.rem(task, n.panels)
                 out = f.at(self._rhs(f), f.mul(task, n.panel))
@@ -197,8 +210,8 @@ class GemmWriter:
         inside = f.add(f.mul(panel, n.width), f.mul(f.rem(part, each), n.dot.lanes))
         return f.add(inside, f.mul(f.div(part, each), n.stored))
 
-    def _pack_across(self, f: Function, b: Int, panel: Int, out: str) -> None:
-        """Pack rows of columns: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
+    def _pack_n_contiguous(self, f: Function, b: Int, panel: Int, out: str) -> None:
+        """Pack rows of N: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
         inside, lanes = n.columns % n.nr, d.lanes * d.rows
@@ -241,9 +254,9 @@ class GemmWriter:
             rows = pairs
         return rows[0]
 
-    def _pack_along(self, f: Function, b: Int, panel: Int, out: str) -> None:
-        """Pack columns of K: as many columns as lanes are read and their groups transposed; what K leaves over, word by word,
-        which is the shorter code."""
+    def _pack_k_contiguous(self, f: Function, b: Int, panel: Int, out: str) -> None:
+        """Pack columns that lie along K: as many as lanes are read and their groups transposed; what K leaves over, word
+        by word, which is the shorter code."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
         word, width = f"i{8 * d.lane_bytes}", d.vector_bytes
@@ -280,26 +293,25 @@ class GemmWriter:
                         value = f.load(word, f.at(line, f.mul(group.index, d.lane_bytes)), 4)
                         f.store(word, value, f.at(place(f.add(whole // d.k, group.index)), to), 4)
 
-    # -- the loops around blocks
+    # -- the loops around blocks: jc, ic
 
     def _block_loops(self) -> None:
         n, blocks = self.nest, self.nest.blocks
         f = self._function("multiply")
-        if blocks.private or n.passes > 1:
-            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-            own = self._scratch(f, f.add(0 if blocks.private else n.threads_at, f.mul(me, n.thread_bytes)))
+        if blocks.pack_per_thread or n.passes > 1:
+            shared = 0 if blocks.pack_per_thread else n.threads_at
+            own = self._scratch(f, f.add(shared, f.mul(f.thread_number(), n.thread_bytes)))
         else:
             own = f.alloca(n.result_tile)
-        if not blocks.private:
+        if not blocks.pack_per_thread:
             copies, right, sums = self._scratch(f, 0), self._rhs(f), self._scratch(f, n.sums_at)
             across, down = -(-n.panels // n.nc_panels), -(-n.tiles // n.mc_tiles)
             with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
                 b, inner = f.div(task, across * down), f.rem(task, across * down)
-                p0, t0 = f.mul(f.div(inner, down), n.nc_panels), f.mul(f.rem(inner, down), n.mc_tiles)
-                first = f.at(right, f.mul(f.add(f.mul(b, n.panels), p0), n.panel))
-                self._macro_kernel(
-                    f, b, p0, t0, Packed(f.at(copies, f.mul(b, n.passes * n.tiles * n.lhs_tile)), first, sums, own)
-                )
+                jc, ic = f.mul(f.div(inner, down), n.nc_panels), f.mul(f.rem(inner, down), n.mc_tiles)
+                first = f.at(right, f.mul(f.add(f.mul(b, n.panels), jc), n.panel))
+                left = f.at(copies, f.mul(b, n.passes * n.tiles * n.lhs_tile))
+                self._macro_kernel(f, b, jc, ic, Packed(left, first, sums, own))
         else:
             right, sums = f.at(own, n.rhs_at), f.at(own, n.sums_at)
             results = f.at(own, n.threads_at) if n.passes > 1 else f.alloca(n.result_tile)
@@ -308,28 +320,28 @@ class GemmWriter:
                     with f.loop(0, n.tiles) as tile:
                         self._call_pack_tile(f, b, tile.index, f.at(own, f.mul(tile.index, n.lhs_tile)), sums)
                 of_row = f.at(sums, f.sub(0, f.mul(b, n.rows * 4)))
-                with f.loop(0, n.panels, n.nc_panels) as p0:
-                    with f.loop(p0.index, f.min(f.add(p0.index, n.nc_panels), n.panels)) as panel:
-                        out = f.at(right, f.mul(f.sub(panel.index, p0.index), n.panel))
+                with f.loop(0, n.panels, n.nc_panels) as jc:
+                    with f.loop(jc.index, f.min(f.add(jc.index, n.nc_panels), n.panels)) as panel:
+                        out = f.at(right, f.mul(f.sub(panel.index, jc.index), n.panel))
                         f.call("pack_rhs_panel", ("ptr", "%d"), ("i64", b), ("i64", panel.index), ("ptr", out))
-                    more = f.compare("slt", f.add(p0.index, n.nc_panels), n.panels)
-                    p2 = f.v(f"select i1 {more}, i64 {f.add(p0.index, n.nc_panels)}, i64 0")
-                    b2 = f.v(f"select i1 {more}, i64 {b}, i64 {following}")
-                    with f.loop(0, n.tiles, n.mc_tiles) as t0:
-                        self._macro_kernel(f, b, p0.index, t0.index, Packed(own, right, of_row, results))
-                        with f.when(f.compare("slt", b2, n.batch)):
-                            f.call("ask", ("ptr", "%d"), ("i64", b2), ("i64", p2), ("i64", t0.index))
+                    more = f.compare("slt", f.add(jc.index, n.nc_panels), n.panels)
+                    next_jc = f.v(f"select i1 {more}, i64 {f.add(jc.index, n.nc_panels)}, i64 0")
+                    next_b = f.v(f"select i1 {more}, i64 {b}, i64 {following}")
+                    with f.loop(0, n.tiles, n.mc_tiles) as ic:
+                        self._macro_kernel(f, b, jc.index, ic.index, Packed(own, right, of_row, results))
+                        with f.when(f.compare("slt", next_b, n.batch)):
+                            f.call("prefetch", ("ptr", "%d"), ("i64", next_b), ("i64", next_jc), ("i64", ic.index))
         if n.dot.tile_registers:
             amx.release(f)
         f.finish()
 
     def _prefetch(self) -> None:
-        """ask(d, b, panel, tile): for a part of the operands of the block that starts at `panel` of matrix b.
+        """prefetch(d, b, panel, tile): a part of the operands of the block that starts at `panel` of matrix b.
 
-        Each block of tiles asks for its share, so that memory is read at an even pace while products are computed.
+        Each block of tiles prefetches its share, so that memory is read at an even pace while products are computed.
         """
         n, blocks = self.nest, self.nest.blocks
-        f = self._function("ask", ("i64", "b"), ("i64", "panel"), ("i64", "tile"))
+        f = self._function("prefetch", ("i64", "b"), ("i64", "panel"), ("i64", "tile"))
         shares = -(-n.tiles // n.mc_tiles)
 
         def region(access: Access, extent: int, first: Int, last: Int, begin: Int, end: Int) -> None:
@@ -358,65 +370,62 @@ class GemmWriter:
             region(n.lhs, n.rows, first, f.min(f.add(first, each), n.rows), 0, n.depth)
         f.finish()
 
-    # -- the macro-kernel
+    # -- the macro-kernel: pc, ir, jr
 
-    def _macro_kernel(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
-        """All tiles of a block: from panel p0 and tile t0 of matrix b on."""
+    def _macro_kernel(self, f: Function, b: Int, jc: Int, ic: Int, packed: Packed) -> None:
+        """All tiles of a block: from panel jc and tile ic of matrix b on."""
         n, blocks = self.nest, self.nest.blocks
-        p1, t1 = f.min(f.add(p0, n.nc_panels), n.panels), f.min(f.add(t0, n.mc_tiles), n.tiles)
+        jc_end, ic_end = f.min(f.add(jc, n.nc_panels), n.panels), f.min(f.add(ic, n.mc_tiles), n.tiles)
+        pass_bytes = n.panel_bytes(blocks.kc)
 
-        def tile_row(rows: int, tile: Int, pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
-            begin = f.mul(tile, blocks.mr)
-            a, stride = self._lhs_tile(f, packed.lhs, b, tile, begin, pass_)
-            with f.loop(p0, p1) as loop:
-                place = f.add(f.mul(f.sub(loop.index, p0), n.panel), f.mul(pass_, self._pass_bytes))
+        def jr_loop(rows: int, ir: Int, pc: Int, groups: Int, *, first: bool, last: bool) -> None:
+            begin = f.mul(ir, blocks.mr)
+            a, stride = self._lhs_tile(f, packed.lhs, b, ir, begin, pc)
+            with f.loop(jc, jc_end) as jr:
+                offset = f.add(f.mul(f.sub(jr.index, jc), n.panel), f.mul(pc, pass_bytes))
                 out = packed.results
                 if n.passes > 1:
-                    index = f.add(f.mul(f.sub(tile, t0), n.nc_panels), f.sub(loop.index, p0))
+                    index = f.add(f.mul(f.sub(ir, ic), n.nc_panels), f.sub(jr.index, jc))
                     out = f.at(out, f.mul(index, n.result_tile))
-                right = f.at(packed.rhs, place)
+                right = f.at(packed.rhs, offset)
                 args = [("ptr", a), ("i64", stride), ("ptr", right), ("ptr", out), ("i64", groups)]
                 if n.prefetch_distance:  # this tile's share of the block that comes after
-                    share = f.mul(f.mul(tile, n.prefetch_distance * CACHE_LINE), groups)
-                    args.append(("ptr", f.at(right, f.add(self._pass_bytes, share))))
+                    share = f.mul(f.mul(ir, n.prefetch_distance * CACHE_LINE), groups)
+                    args.append(("ptr", f.at(right, f.add(pass_bytes, share))))
                 row = f.add(f.mul(b, n.rows), begin)
                 if self.direct:
-                    args += [("ptr", "%d"), ("i64", row), ("i64", f.mul(loop.index, n.width)), ("ptr", packed.sums)]
-                f.call(f"micro_{rows}{'' if fresh else '_more'}", *args)
+                    args += [("ptr", "%d"), ("i64", row), ("i64", f.mul(jr.index, n.width)), ("ptr", packed.sums)]
+                f.call(f"micro_{rows}{'' if first else '_more'}", *args)
                 if last and not self.direct:
-                    self._epilogue(f, out, row, rows, loop.index, packed.sums)
+                    self._epilogue(f, out, row, rows, jr.index, packed.sums)
 
         def configure(rows: int) -> None:
             if n.dot.tile_registers:
                 amx.configure(f, n.dot, rows)
 
-        def one_pass(pass_: Int, groups: Int, *, fresh: bool, last: bool) -> None:
+        def ir_loop(pc: Int, groups: Int, *, first: bool, last: bool) -> None:
             full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
             if full:
                 configure(blocks.mr)
-                with f.loop(t0, f.min(t1, full)) as loop:
-                    tile_row(blocks.mr, loop.index, pass_, groups, fresh=fresh, last=last)
+                with f.loop(ic, f.min(ic_end, full)) as ir:
+                    jr_loop(blocks.mr, ir.index, pc, groups, first=first, last=last)
             if full < n.tiles:
-                with f.when(f.compare("eq", t1, n.tiles)):
+                with f.when(f.compare("eq", ic_end, n.tiles)):
                     configure(n.last_mr)
-                    tile_row(n.last_mr, n.tiles - 1, pass_, groups, fresh=fresh, last=last)
+                    jr_loop(n.last_mr, n.tiles - 1, pc, groups, first=first, last=last)
 
         each, final = n.groups(min(blocks.kc, n.depth)), n.groups(n.depth - (n.passes - 1) * blocks.kc)
         if n.passes > 1:
-            one_pass(0, each, fresh=True, last=False)
-            with f.loop(1, n.passes - 1) as loop:
-                one_pass(loop.index, each, fresh=False, last=False)
-        one_pass(n.passes - 1, final, fresh=n.passes == 1, last=True)
+            ir_loop(0, each, first=True, last=False)
+            with f.loop(1, n.passes - 1) as pc:
+                ir_loop(pc.index, each, first=False, last=False)
+        ir_loop(n.passes - 1, final, first=n.passes == 1, last=True)
 
-    @property
-    def _pass_bytes(self) -> int:
-        return self.nest.panel_bytes(self.nest.blocks.kc)
-
-    def _lhs_tile(self, f: Function, copies: str, b: Int, tile: Int, begin: Int, pass_: Int) -> tuple[str, Int]:
+    def _lhs_tile(self, f: Function, copies: str, b: Int, tile: Int, begin: Int, pc: Int) -> tuple[str, Int]:
         """The address at which a tile of the left operand starts in one pass, and the bytes between its rows."""
         n = self.nest
         if n.blocks.pack_lhs:
-            return f.at(copies, f.mul(f.add(f.mul(pass_, n.tiles), tile), n.lhs_tile)), n.lhs_stride
+            return f.at(copies, f.mul(f.add(f.mul(pc, n.tiles), tile), n.lhs_tile)), n.lhs_stride
         leaf = next(x for x in toposort((n.lhs.root,)) if isinstance(x.op, Param))
         place, size = n.lhs.of_leaf(leaf), n.dot.lhs.bits // 8
         row_term, outer = place.rows[0], place.rows[1:]
@@ -425,7 +434,7 @@ class GemmWriter:
             offset = f.add(offset, f.mul(b, outer[0].stride))
         elif n.batch > 1:
             offset = f.add(offset, f.mul(f.mul(b, n.rows), row_term.stride))
-        offset = f.add(offset, f.mul(pass_, n.blocks.kc))
+        offset = f.add(offset, f.mul(pc, n.blocks.kc))
         assert isinstance(leaf.op, Param)
         return f.at(self._pointer(f, leaf.op.index), f.mul(offset, size)), row_term.stride * size
 
@@ -454,20 +463,20 @@ class GemmWriter:
             amx.micro(self.module, self.nest, name, rows, fresh=fresh)
             return
         args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
-        asks = self.nest.prefetch_distance
-        args += [("ptr", "next")] if asks else []
-        f = Function(self.module, name, [*args, ("ptr", "d"), *PLACE] if self.direct else args)
+        distance = self.nest.prefetch_distance
+        args += [("ptr", "next")] if distance else []
+        f = Function(self.module, name, [*args, ("ptr", "d"), *TILE_AT] if self.direct else args)
         width, tops = d.vector_bytes, range(0, rows, d.rows)
         row_at = [f.mul("%stride", m) for m in tops]
         first = ["zeroinitializer"] * (len(tops) * nv)
         if not fresh:
-            first = [self._result(f, m, j, rows) for m in tops for j in range(nv)]
+            first = [self._load_accumulator(f, m, j, rows) for m in tops for j in range(nv)]
         unroll = 4 if len(first) <= d.registers // 4 else 1  # what is in flight stays in registers
 
         def step(group: Int, acc: Sequence[str]) -> list[str]:
             b, a = f.at("%b", f.mul(group, width * nv)), f.at("%a", f.mul(group, d.rows * d.lane_bytes))
-            for j in range(asks):  # what follows at once, processors read ahead themselves
-                f.prefetch(f.at("%next", f.add(f.mul(group, CACHE_LINE * asks), CACHE_LINE * j)), level=2)
+            for j in range(distance):  # what follows at once, processors read ahead themselves
+                f.prefetch(f.at("%next", f.add(f.mul(group, CACHE_LINE * distance), CACHE_LINE * j)), level=2)
             right = [f.load(d.operand, f.at(b, width * j), width) for j in range(nv)]
             after: list[str] = []
             for m, at in enumerate(row_at):
@@ -493,14 +502,14 @@ class GemmWriter:
             loop.next = step(loop.index, loop.carried)
         results = iter(loop.carried)
         if self.direct:
-            self._finish(f, rows, results)
+            self._epilogue_in_registers(f, rows, results)
             tops = ()
         for m in tops:
             for j in range(nv):
-                self._keep(f, next(results), m, j, rows)
+                self._store_accumulator(f, next(results), m, j, rows)
         f.finish()
 
-    def _finish(self, f: Function, rows: int, results: Iterator[str]) -> None:
+    def _epilogue_in_registers(self, f: Function, rows: int, results: Iterator[str]) -> None:
         """Accumulators through the epilogue into the result."""
         n, (store,), lanes = self.nest, self.nest.stores, self.nest.dot.lanes
         target, sources = self._pointer(f, n.sources), self._sources(f, store)
@@ -522,25 +531,25 @@ class GemmWriter:
         fix = f.splat(lanes, "i32", f.load("i32", f.at("%sums", f.mul(row, 4)), 4))
         return f.v(f"add {vec(lanes, 'i32')} {acc}, {fix}")
 
-    def _place(self, f: Function, row: int, part: int) -> tuple[str, str, int]:
+    def _in_tile(self, f: Function, row: int, part: int) -> tuple[str, str, int]:
         """Type, address and alignment of a row's part of the result tile that one accumulator holds."""
         d = self.nest.dot
         return vec(d.lanes, d.word), f.at("%tile", (row * self.nest.nv + part) * d.lanes * 4), d.lanes * 4
 
-    def _result(self, f: Function, row: int, part: int, rows: int) -> str:
+    def _load_accumulator(self, f: Function, row: int, part: int, rows: int) -> str:
         """An accumulator out of the result tile, from this row on."""
         d, found = self.nest.dot, list[str]()
         for m in range(row, row + d.rows):
-            found.append(f.load(*self._place(f, m, part)) if m < rows else "zeroinitializer")
+            found.append(f.load(*self._in_tile(f, m, part)) if m < rows else "zeroinitializer")
         if d.rows == 1:
             return found[0]
         return f.shuffle(vec(d.lanes, d.word), found[0], found[1], range(2 * d.lanes))
 
-    def _keep(self, f: Function, value: str, row: int, part: int, rows: int) -> None:
+    def _store_accumulator(self, f: Function, value: str, row: int, part: int, rows: int) -> None:
         """An accumulator into the result tile, those of its rows that there are."""
         d = self.nest.dot
         for i, m in enumerate(range(row, min(row + d.rows, rows))):
-            type_, at, align = self._place(f, m, part)
+            type_, at, align = self._in_tile(f, m, part)
             of_row = value if d.rows == 1 else f.shuffle(d.accumulator, value, value, range(i * d.lanes, (i + 1) * d.lanes))
             f.store(type_, of_row, at, align)
 
@@ -583,10 +592,10 @@ class GemmWriter:
             else:
                 vectors.store(row, value, target)
         if largest:
-            self._keep_largest(f, lanes, loop.carried[0], target)
+            self._store_largest(f, lanes, loop.carried[0], target)
         f.finish()
 
-    def _keep_largest(self, f: Function, lanes: int, bits: str, target: str) -> None:
+    def _store_largest(self, f: Function, lanes: int, bits: str, target: str) -> None:
         """The largest of a tile's magnitudes, as bits, into the one of all: threads rarely have to agree on who writes."""
         most = f.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", "i32", (vec(lanes, "i32"), bits))
         before = f.v(f"load atomic i32, ptr {target} monotonic, align 4")
@@ -619,56 +628,28 @@ class GemmWriter:
 
     # -- entries
 
-    def _worker(self) -> None:
-        n = self.nest
+    def _worker(self, packing: Sequence[str], then: str) -> None:
+        """worker(d): all threads pack together; when they have, they do what is named `then`."""
         f = self._function("worker")
-        steps: list[str] = []
-        if not n.blocks.private:
-            steps = ([] if n.constant else ["pack_rhs"]) + (["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else [])
-        for step in steps:
+        for step in packing:
             f.call(step, ("ptr", "%d"))
-        if steps:
+        if packing:
             f.intrinsic("GOMP_barrier", "void")
-        f.call("multiply", ("ptr", "%d"))
+        f.call(then, ("ptr", "%d"))
         f.finish()
 
     def _entry(self) -> None:
-        """run(pointers, threads, pack): pack the right operand if `pack`, else multiply; counters follow the pointers.
-
-        python(pointers…, threads, pack) is the same, called by CPython as METH_FASTCALL.
-        """
+        """The entries: with `pack`, the right operand is packed instead of multiplied."""
         n = self.nest
-        counters = rounded(8 * n.pointers)
-        f = Function(self.module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
-        for i in range(3):
-            f.store("i64", "0", f.at("%d", counters + CACHE_LINE * i), 8)
-        if any(n.largest):
-            with f.when(f.compare("eq", "%pack", 0)):
-                for i in (i for i, largest in enumerate(n.largest) if largest):
-                    f.store("i32", "0", self._pointer(f, n.sources + i), 4)
-        which = f.v(f"select i1 {f.compare('ne', '%pack', 0)}, ptr @pack_rhs, ptr @worker")
-        alone = f.compare("eq", "%threads", 1)
-        with f.when(alone):
-            f.do(f"call void {which}(ptr %d)")
-        with f.when(f.v(f"xor i1 {alone}, true")):
-            count = f.v("trunc i64 %threads to i32")
-            f.intrinsic("GOMP_parallel", "void", ("ptr", which), ("ptr", "%d"), ("i32", count), ("i32", "0"))
-        f.finish()
 
-        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
-        d = f.alloca(counters + 3 * CACHE_LINE)
-        for i in range(n.pointers):
-            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
-            f.store("ptr", value, f.at(d, 8 * i), 8)
-        threads, pack = (
-            f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * (n.pointers + i)), 8))) for i in (0, 1)
-        )
-        state = f.intrinsic("PyEval_SaveThread", "ptr")
-        f.call("run", ("ptr", d), ("i64", threads), ("i64", pack))
-        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
-        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
-        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
-        f.finish("ptr @_Py_NoneStruct")
+        def begin(f: Function) -> str:
+            if any(n.largest):
+                with f.when(f.compare("eq", "%pack", 0)):
+                    for i in (i for i, largest in enumerate(n.largest) if largest):
+                        f.store("i32", "0", self._pointer(f, n.sources + i), 4)
+            return f.v(f"select i1 {f.compare('ne', '%pack', 0)}, ptr @pack_rhs, ptr @worker")
+
+        write_entries(self.module, n.pointers, 3, begin, packs=True)
 
 
 def transposed(f: Function, rows: Sequence[str], word: str = "i32") -> list[str]:

@@ -1,4 +1,4 @@
-"""The loop nest as data, in BLIS's terms: blocks of kc, mc and nc in the caches, mr x nr tiles in registers, where all lies.
+"""The loop nest as data, in BLIS's terms: blocks of kc, mc and nc in the caches, mr x nr tiles in registers, and memory.
 
 Sources: Goto and van de Geijn 2008 (doi 10.1145/1356052.1356053); Van Zee and van de Geijn 2015, BLIS (doi 10.1145/2764454).
 """
@@ -31,8 +31,8 @@ class Blocks:
         mc: rows of a block: whole tiles.
         nc: columns of a block: whole panels of nr.
         pack_lhs: the left operand is copied; else it is read where it lies.
-        private: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so that packed
-            data never leave its cache; else threads pack everything together first.
+        pack_per_thread: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so
+            that packed data never leave its cache; else threads pack everything together first.
     """
 
     instruction: str
@@ -42,7 +42,7 @@ class Blocks:
     mc: int
     nc: int
     pack_lhs: bool
-    private: bool = False
+    pack_per_thread: bool = False
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,8 @@ class Nest:
 
     @cached_property
     def prefetch_distance(self) -> int:
-        """Lines of the next block of the right operand that each group of K asks for: its share, if two or three tiles of rows
-        are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
+        """Cache lines of the next block of the right operand that each group of K prefetches: its share, if two or three tiles
+        of rows are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
         few = self.constant and 1 < self.tiles <= 3 and self.nc_panels == 1 and self.dot.tile == 1
         return -(-self.nv // self.tiles) if few else 0
 
@@ -153,8 +153,8 @@ class Nest:
 
     @property
     def lhs_stride(self) -> int:
-        """Between rows of a packed tile: whole vectors, and one more so that rows do not meet in a cache set. Rows that an
-        operand vector holds together take turns, a group each."""
+        """Stride between rows of a packed tile: whole vectors, and one more so that rows do not meet in a cache set. Rows that
+        an operand vector holds together take turns, a group each."""
         width = self.dot.vector_bytes
         return rounded(self.groups(min(self.blocks.kc, self.depth)) * self.dot.lane_bytes, width) + width
 
@@ -164,50 +164,53 @@ class Nest:
 
     @property
     def panel(self) -> int:
-        """Of one panel over all of K; its passes follow one another."""
+        """Size of one panel over all of K; its passes follow one another."""
         return self.panel_bytes(self.depth)
 
     def panel_bytes(self, k: int) -> int:
-        """Of a panel over k elements of K."""
+        """Size of a panel over k elements of K."""
         return self.groups(k) * self.nr * self.dot.lane_bytes
 
     @property
     def packed_rhs(self) -> int:
-        panels = self.nc_panels if self.blocks.private else self.batch * self.panels
-        return panels * self.panel + 4096  # room to prefetch into
+        panels = self.nc_panels if self.blocks.pack_per_thread else self.batch * self.panels
+        return panels * self.panel + 4096  # that kernels prefetch past the end
 
     @property
     def result_tile(self) -> int:
         return self.blocks.mr * self.nr * 4
 
     @property
-    def matrices(self) -> int:
-        """That are packed at a time."""
-        return 1 if self.blocks.private else self.batch
-
-    @property
     def sums_at(self) -> int:
-        return self.matrices * self.passes * self.tiles * self.lhs_tile if self.blocks.pack_lhs else 0
+        """Offset of the rows' corrections, behind the packed left operand."""
+        return self._matrices * self.passes * self.tiles * self.lhs_tile if self.blocks.pack_lhs else 0
 
     @property
     def rhs_at(self) -> int:
-        return self.sums_at + (rounded(self.matrices * self.rows * 4) if self.choice.correction else 0)
+        """Offset of the packed right operand."""
+        return self.sums_at + (rounded(self._matrices * self.rows * 4) if self.choice.correction else 0)
+
+    @property
+    def _matrices(self) -> int:
+        """Matrices that are packed at a time."""
+        return 1 if self.blocks.pack_per_thread else self.batch
 
     @property
     def threads_at(self) -> int:
+        """Offset of the results in several passes, of the first thread or, packing per thread, of each."""
         return self.rhs_at + (0 if self.constant else rounded(self.packed_rhs))
 
     @property
     def thread_bytes(self) -> int:
-        """Of what each thread has to itself, behind what all share; of everything if nothing is shared."""
+        """Size of what each thread has to itself, behind what all share; of everything if nothing is shared."""
         results = self.mc_tiles * self.nc_panels * self.result_tile if self.passes > 1 else 0
-        return rounded(self.threads_at + results) if self.blocks.private else results
+        return rounded(self.threads_at + results) if self.blocks.pack_per_thread else results
 
     def scratch(self, threads: int) -> int:
-        shared = 0 if self.blocks.private else self.threads_at
+        shared = 0 if self.blocks.pack_per_thread else self.threads_at
         return shared + threads * self.thread_bytes + CACHE_LINE
 
     @property
     def pointers(self) -> int:
-        """That a call passes: sources, results, scratch, packed right operand."""
+        """Number of pointers that a call passes: sources, results, scratch, packed right operand."""
         return self.sources + len(self.stores) + 2

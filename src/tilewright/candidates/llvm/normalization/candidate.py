@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof, c_int64
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 
 import torch
 
@@ -21,7 +22,7 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Param, Reduce
 from tilewright.lowering.reduction_nest import ReductionNest, reduction_nests
 from tilewright.lowering.scalar.steps import usable
-from tilewright.schedule.candidate import CPU, FUSION, Candidate, Kernel, Runner, Schedule, Unsupported
+from tilewright.schedule.candidate import CPU, FUSION, Candidate, FixedPlan, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.problem import FusionProblem
 
 ONE_THREAD_WORK = 1 << 19  # instructions on elements: below this, waking another thread costs more than it saves
@@ -55,31 +56,27 @@ def _loops(region: ReductionNest, lanes: int) -> Loops:
     return Loops(region, lanes, UNROLL)
 
 
-@dataclass(frozen=True)
-class Plan:
-    problem: FusionProblem
-    rows: Rows
+def _build(problem: FusionProblem, rows: Rows, schedule: Schedule) -> Kernel:
+    call = engine.function(module_text(rows))
 
-    def schedules(self) -> tuple[Schedule]:
-        each = self.rows.each
-        return (Schedule.of(passes=max(r.region.passes for r in each), lanes=each[0].lanes),)
+    def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
+        if usable(weights.get(i) for i in rows.scales):
+            return _prepared(problem, rows, call)
+        return _prepared(problem, rows, engine.function(module_text(replace(rows, scales=frozenset()))))
 
-    def build(self, schedule: Schedule) -> Kernel:
-        problem, rows = self.problem, self.rows
-        call = engine.function(module_text(rows))
-
-        def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
-            if usable(weights.get(i) for i in rows.scales):
-                return _prepared(problem, rows, call)
-            return _prepared(problem, rows, engine.function(module_text(replace(rows, scales=frozenset()))))
-
-        room = rows.thread_bytes * torch.get_num_threads()
-        return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=room)
+    return Kernel(CANDIDATE.name, schedule, prepare, workspace_bytes=rows.thread_bytes * torch.get_num_threads())
 
 
-def plan(problem: FusionProblem, target: Target) -> Plan:
+def plan(problem: FusionProblem, target: Target) -> FixedPlan:
+    """The plan.
+
+    Raises:
+        Unsupported: the sentence why there is none.
+    """
     engine.require()
-    return Plan(problem, rows_of(problem, target))
+    rows = rows_of(problem, target)
+    point = Schedule.of(passes=max(r.region.passes for r in rows.each), lanes=rows.each[0].lanes)
+    return FixedPlan((point,), partial(_build, problem, rows))
 
 
 def module_text(rows: Rows) -> str:

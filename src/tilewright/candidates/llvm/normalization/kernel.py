@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from tilewright.candidates.llvm.expressions.printer import Printer, element, size_bytes
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module, f32, suffix, vec
 from tilewright.candidates.llvm.expressions.vector import Columns, Lanes
-from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
+from tilewright.candidates.llvm.gemm.nest import rounded
+from tilewright.candidates.llvm.runtime.calls import write_entries
 from tilewright.dtype import F32, PRED, DType
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Gather, Param, Reduce
@@ -60,17 +61,17 @@ class Loops:
     def tasks(self) -> int:
         return -(-self.region.rows * self.pieces // self.run)
 
-    def kept_at(self, n: Node) -> int:
-        """Where in a thread's memory a row of a kept node starts."""
-        kept = self.region.materialised
-        return sum(self._kept_bytes(k) for k in kept[: kept.index(n)])
+    def offset_of(self, n: Node) -> int:
+        """Bytes before a row of a materialised node in a thread's memory."""
+        stored = self.region.materialised
+        return sum(self._row_bytes(k) for k in stored[: stored.index(n)])
 
-    def _kept_bytes(self, n: Node) -> int:
+    def _row_bytes(self, n: Node) -> int:
         return rounded(rounded(self.region.columns, self.lanes) * size_bytes(n.dtype))
 
     @property
     def thread_bytes(self) -> int:
-        return sum(map(self._kept_bytes, self.region.materialised))
+        return sum(map(self._row_bytes, self.region.materialised))
 
     def scale(self, n: Node) -> int | None:
         """The problem's source that is the one scale of a quantisation."""
@@ -100,7 +101,7 @@ class Rows:
 
     @property
     def sources(self) -> tuple[int, ...]:
-        """Which of the problem's sources are read."""
+        """The numbers of the problem's sources that are read."""
         return tuple(dict.fromkeys(i for loops in self.each for i in loops.region.sources))
 
     @property
@@ -125,7 +126,7 @@ class RowsWriter:
 
     def write(self) -> Module:
         self._worker()
-        self._entry()
+        write_entries(self.module, self.rows.pointers, 1)
         return self.module
 
     def _worker(self) -> None:
@@ -133,12 +134,11 @@ class RowsWriter:
         r = self.rows
         f = Function(self.module, "worker", [("ptr", "d")])
         at = {i: f.load("ptr", f.at("%d", 8 * i), 8) for i in r.sources}
-        *results, room, missed = (f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.types, r.pointers))
+        *results, scratch, missed = (f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.types, r.pointers))
         if r.thread_bytes:
-            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-            room = f.at(room, f.mul(me, r.thread_bytes))
+            scratch = f.at(scratch, f.mul(f.thread_number(), r.thread_bytes))
         writers = [
-            _LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, room, r.scales & x.scales) for x in r.each
+            _LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, scratch, r.scales & x.scales) for x in r.each
         ]
         with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
             begun = 0
@@ -152,34 +152,6 @@ class RowsWriter:
                     writer.task(mine)
         f.finish()
 
-    def _entry(self) -> None:
-        """run(pointers, threads, pack), a counter following the pointers; python(pointers…, threads) is the same, called by
-        CPython as METH_FASTCALL."""
-        count = self.rows.pointers
-        counter = rounded(8 * count)
-        f = Function(self.module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
-        f.store("i64", "0", f.at("%d", counter), 8)
-        alone = f.compare("eq", "%threads", 1)
-        with f.when(alone):
-            f.call("worker", ("ptr", "%d"))
-        with f.when(f.v(f"xor i1 {alone}, true")):
-            many = f.v("trunc i64 %threads to i32")
-            f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", "%d"), ("i32", many), ("i32", "0"))
-        f.finish()
-
-        f = Function(self.module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
-        d = f.alloca(counter + CACHE_LINE)
-        for i in range(count):
-            value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
-            f.store("ptr", value, f.at(d, 8 * i), 8)
-        threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * count), 8)))
-        state = f.intrinsic("PyEval_SaveThread", "ptr")
-        f.call("run", ("ptr", d), ("i64", threads), ("i64", "0"))
-        f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
-        self.module.declarations["_Py_NoneStruct"] = "@_Py_NoneStruct = external global i8"
-        f.intrinsic("Py_IncRef", "void", ("ptr", "@_Py_NoneStruct"))
-        f.finish("ptr @_Py_NoneStruct")
-
 
 class _LoopsWriter:
     """Writes what a task of a region does.
@@ -190,7 +162,7 @@ class _LoopsWriter:
         read: what it reads.
         results: of the problem.
         missed: where to tell of an index out of range.
-        room: the thread's memory.
+        scratch: the thread's memory.
         scales: see `Rows`.
     """
 
@@ -201,11 +173,11 @@ class _LoopsWriter:
         read: Sequence[str],
         results: Sequence[str],
         missed: str,
-        room: str,
+        scratch: str,
         scales: frozenset[int],
     ):
         self._f, self.rows, self.region = f, rows, rows.region
-        self._read, self._results, self._missed, self._room = read, results, missed, room
+        self._read, self._results, self._missed, self._scratch = read, results, missed, scratch
         self._picked: dict[Node, str] = {}
         self._fixed: dict[Node, str] = {}
         whole = Columns(0, True, None)
@@ -233,7 +205,7 @@ class _LoopsWriter:
         return self._picked.get(leaf) or self._read[leaf.op.index]
 
     def _result(self, root: int) -> str:
-        """Where the result lies that a root is, or is a part of."""
+        """The address of the result that a root is, or is a part of."""
         return self._results[self.region.outputs[root]]
 
     def _row(self, row: Int, start: Int, stop: Int) -> None:
@@ -264,7 +236,7 @@ class _LoopsWriter:
         return lanes.value(n.src[0] if isinstance(n.op, Gather) else n, values, row)
 
     def _pick(self, n: Node, index: str) -> None:
-        """From now on the table is the one row of it that the index says; the first one, and a note, if it says none."""
+        """Make the table the one row of it that the index says, from now on; the first one, and a note, if it says none."""
         assert isinstance(n.op, Gather)
         f, (table, picks), axis = self._f, n.src, n.op.axis % len(n.src[0].shape)
         extent, type_ = table.shape[axis], element(picks.dtype)
@@ -282,7 +254,7 @@ class _LoopsWriter:
         self._picked[table] = f.at(self._read[table.op.index], f.mul(at, apart))
 
     def _pass(self, pass_: int, row: Int, start: Int, stop: Int, known: Mapping[Node, str]) -> dict[Node, str]:
-        """What the reductions of a pass come to."""
+        """Write a pass over the columns; the values of its reductions."""
         f, region, lanes = self._f, self.region, self.rows.lanes
         reductions = region.reductions(pass_)
         cost = sum(region.cost[n] for n in region.goals(pass_))
@@ -332,7 +304,7 @@ class _LoopsWriter:
         each: Sequence[Combine],
         sums: Sequence[str],
     ) -> list[str]:
-        """One vector of columns in a pass: results written, what is kept put aside, reductions carried on."""
+        """One vector of columns in a pass: results written, what is materialised stored, reductions carried on."""
         f, region = self._f, self.region
         lanes = self._lanes(Columns(column, True, mask))
         values = dict(known)
@@ -340,7 +312,7 @@ class _LoopsWriter:
         def value(n: Node) -> str:
             if n not in values:
                 if n in region.materialised and region.level[n] < pass_:
-                    values[n] = f.load(*self._kept(n, column))
+                    values[n] = f.load(*self._materialised(n, column))
                 else:
                     for s in (n.src[1:] if n in region.by_lanes else ()) if isinstance(n.op, Gather) else n.src:
                         value(s)
@@ -349,7 +321,7 @@ class _LoopsWriter:
 
         for n in region.materialised:
             if region.level[n] == pass_:
-                type_, at, aligned = self._kept(n, column)
+                type_, at, aligned = self._materialised(n, column)
                 f.store(type_, value(n), at, aligned)
         seconds = {i for i, _ in region.written_in_pairs.values()}
         for i in region.results(pass_):
@@ -361,15 +333,15 @@ class _LoopsWriter:
                 store.store(row, value(region.roots[i]), self._result(i))
         return [c.joined(s, c.masked(value(c.node.src[0]), mask)) for c, s in zip(each, sums, strict=True)]
 
-    def _kept(self, n: Node, column: Int) -> tuple[str, str, int]:
-        """Type, place and alignment of a vector of a kept node."""
+    def _materialised(self, n: Node, column: Int) -> tuple[str, str, int]:
+        """Type, address and alignment of a vector of a materialised node."""
         f, size = self._f, size_bytes(n.dtype)
-        at = f.at(self._room, f.add(self.rows.kept_at(n), f.mul(column, size)))
+        at = f.at(self._scratch, f.add(self.rows.offset_of(n), f.mul(column, size)))
         return vec(self.rows.lanes, element(n.dtype)), at, self.rows.lanes * size
 
 
 class Combine:
-    """How one reduction adds up vectors of its operand."""
+    """One reduction over vectors of its operand."""
 
     def __init__(self, f: Function, node: Node, lanes: int, *, sees_nan: bool):
         assert isinstance(node.op, Reduce)
@@ -387,7 +359,7 @@ class Combine:
 
     @property
     def nothing(self) -> str:
-        """What joining changes nothing."""
+        """The value that changes nothing when it is joined."""
         d = self._dtype
         if d is PRED:
             return f"splat (i1 {str(self._fn in ALL).lower()})"

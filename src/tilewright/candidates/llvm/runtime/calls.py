@@ -1,4 +1,4 @@
-"""Calls of kernels from Python: one function in machine code, the same for all, does what a call needs.
+"""Calls of kernels from Python: the entries of their modules, and one function in machine code that does what a call needs.
 
 A small product is over in less time than the interpreter takes for ten operations. This function asks the sources for their
 addresses, has the results made, takes scratch memory and runs the kernel without any of them.
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from tilewright.candidates.llvm.expressions.text import Function, Int, Module
-from tilewright.candidates.llvm.gemm.nest import CACHE_LINE
+from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, rounded
 from tilewright.candidates.llvm.runtime import engine
 from tilewright.candidates.llvm.runtime.scratch import give, take
 
@@ -163,3 +163,40 @@ def _release(module: Module) -> None:
     with f.loop(0, "%count") as loop:
         f.intrinsic("Py_DecRef", "void", ("ptr", f.load("ptr", f.at("%held", f.mul(loop.index, 8)), 8)))
     f.finish()
+
+
+def write_entries(
+    module: Module, pointers: int, counters: int, begin: Callable[[Function], str] = lambda f: "@worker", *, packs: bool = False
+) -> None:
+    """Write a kernel's entries into its module.
+
+    run(d, threads, pack), for callers in machine code, sets the counters to zero, which follow the pointers at `d` a cache line
+    each, and runs the function that `begin` gives on every thread. python(pointers…, threads) is the same, called by CPython as
+    METH_FASTCALL; with `packs`, `pack` is its last argument.
+    """
+    counters_at = rounded(8 * pointers)
+    f = Function(module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
+    for i in range(counters):
+        f.store("i64", "0", f.at("%d", counters_at + CACHE_LINE * i), 8)
+    worker = begin(f)
+    alone = f.compare("eq", "%threads", 1)
+    with f.when(alone):
+        f.do(f"call void {worker}(ptr %d)")
+    with f.when(f.v(f"xor i1 {alone}, true")):
+        count = f.v("trunc i64 %threads to i32")
+        f.intrinsic("GOMP_parallel", "void", ("ptr", worker), ("ptr", "%d"), ("i32", count), ("i32", "0"))
+    f.finish()
+
+    f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
+    d = f.alloca(counters_at + CACHE_LINE * counters)
+    for i in range(pointers):
+        value = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", f.at("%args", 8 * i), 8)))
+        f.store("ptr", value, f.at(d, 8 * i), 8)
+    threads, pack = (
+        f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8 * (pointers + i)), 8))) if i <= packs else "0"
+        for i in (0, 1)
+    )
+    state = f.intrinsic("PyEval_SaveThread", "ptr")
+    f.call("run", ("ptr", d), ("i64", threads), ("i64", pack))
+    f.intrinsic("PyEval_RestoreThread", "void", ("ptr", state))
+    f.finish_with_none()

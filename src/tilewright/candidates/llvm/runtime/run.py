@@ -87,7 +87,7 @@ class NestPlan:
 
 
 def side_of(root: Node, index: int, *, columns_last: bool, outside: bool) -> tuple[Access, Node | None]:
-    """Where an operand's elements lie, and the expression that torch evaluates first (`NestPlan.outside`)."""
+    """Find where an operand's elements lie, and the expression that torch evaluates first (`NestPlan.outside`)."""
     if not outside:
         try:
             check((root,))
@@ -128,10 +128,10 @@ def aligned(t: torch.Tensor) -> int:
     return -(-t.data_ptr() // 64) * 64
 
 
-def operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], along: bool) -> torch.Tensor:
-    """An operand that torch evaluates, dense, with K last if `along`."""
+def operand(root: Node, sources: Mapping[int, torch.Tensor] | Sequence[torch.Tensor], k_contiguous: bool) -> torch.Tensor:
+    """An operand that torch evaluates, dense, with K last if `k_contiguous`."""
     params = [n for n in toposort((root,)) if isinstance(n.op, Param)]
     values = {n: sources[n.op.index] for n in params if isinstance(n.op, Param)}
     value = evaluate_nodes((root,), values)[0]
     assert isinstance(value, torch.Tensor)
-    return (value.transpose(-1, -2) if along else value).contiguous()
+    return (value.transpose(-1, -2) if k_contiguous else value).contiguous()

@@ -31,7 +31,7 @@ _idle: dict[int, list[mmap.mmap]] = {}
 
 
 def take(size_bytes: int) -> Scratch:
-    """At least `size_bytes` bytes of scratch memory, nobody else's until they are given back."""
+    """Take `size_bytes` bytes of scratch memory or more, nobody else's until they are given back."""
     size = 1 << (size_bytes - 1).bit_length() if size_bytes > SMALLEST else SMALLEST
     try:
         return _free[size].pop()

@@ -179,13 +179,13 @@ class GroupedWriter(GemmWriter):
                         f.store(floats, value, f.at(out, step * row_bytes + j * line), line)
         f.finish()
 
-    def _macro_kernel(self, f: Function, b: Int, p0: Int, t0: Int, packed: Packed) -> None:
+    def _macro_kernel(self, f: Function, b: Int, jc: Int, ic: Int, packed: Packed) -> None:
         if self.nest.decoded:
             me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
             own = self._scratch(f, f.add(self.nest.threads_at, f.mul(me, self.nest.thread_bytes)))
             f.call("decode", ("ptr", packed.rhs), ("ptr", own))
             packed = replace(packed, rhs=own)
-        super()._macro_kernel(f, b, p0, t0, packed)
+        super()._macro_kernel(f, b, jc, ic, packed)
 
     def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
         """result tile = lhs tile x weight panel.
