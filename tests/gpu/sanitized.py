@@ -216,7 +216,7 @@ def cases():
 def _points(candidate, problem, target) -> Iterable[Schedule]:
     """All of them, where a candidate offers the first few alone."""
     plan = plan_for(candidate, problem, target)
-    return map(Schedule.of_point, hopper_space.points(plan.gemm)) if candidate is hopper.CANDIDATE else plan.schedules()
+    return map(Schedule.of_point, hopper_space.tile_configs(plan.gemm)) if candidate is hopper.CANDIDATE else plan.schedules()
 
 
 def build(case):

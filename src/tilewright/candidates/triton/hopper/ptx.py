@@ -98,8 +98,8 @@ _COPY = re.compile(
 )
 
 
-def _told_both(arrive: re.Match[str]) -> str:
-    """An arrival at a barrier that is one at the other block's, too."""
+def _arrive_at_both(arrive: re.Match[str]) -> str:
+    """An arrival at a barrier and at the other block's."""
     there = f".reg .b32 %there;\n\tmapa.shared::cluster.u32 %there, {arrive[2]}, %other;"
     return f"{arrive[0]}\n\t{{\n\t{there}\n\t{arrive[1]} mbarrier.arrive.shared::cluster.b64 _, [%there];\n\t}}"
 
@@ -122,14 +122,14 @@ def multicast(ptx: str, right: int) -> str:
     if not copies or not _ARRIVE.search(ptx):
         raise UnexpectedPtx("no copy of the right operand, or no stage that is given back")
     ptx = _COPY.sub(lambda m: f"{m[1]}cluster{m[2]}.multicast::cluster{m[3]}, %both;" if m[4] in of_right else m[0], ptx)
-    ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _told_both(m), ptx)  # those at a fixed place are a block's own
+    ptx = _ARRIVE.sub(lambda m: m[0] if m[2] in at else _arrive_at_both(m), ptx)  # those at a fixed place are a block's own
     named = [
         "\t.reg .b16 %both;",
         "\tmov.b16 %both, 3;",
         "\tmov.u32 %other, %cluster_ctarank;",
         "\txor.b32 %other, %other, 1;",
     ]
-    return _begun(ptx, 2, barriers, named)
+    return _in_clusters(ptx, 2, barriers, named)
 
 
 def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> str:
@@ -152,21 +152,21 @@ def split(ptx: str, blocks: int, groups: int, ring_bytes: tuple[int, int]) -> st
         f"mapa.shared::cluster.u32 %there, %there0, {i};\n\t{{0}} mbarrier.arrive.shared::cluster.b64 _, [%there];"
         for i in range(blocks)
     )
-    told = 0
+    arrivals = 0
 
     def everywhere(m: re.Match[str]) -> str:
-        nonlocal told
+        nonlocal arrivals
         if at.get(m[2]) != empty:
             return m[0]
-        told += 1
+        arrivals += 1
         return f"\t{{\n\t.reg .b32 %there0, %there;\n\tmov.b32 %there0, {m[2]};\n\t{there.format(m[1])}\n\t}}"
 
     ptx = _ARRIVE.sub(everywhere, ptx)
     ptx, sends = re.subn(r"\bFULL\b", f"global_smem+{full[0]}", ptx)
     ptx = re.sub(r"\bRING\b", f"global_smem+{first}", ptx)
-    if told != 2 * groups or not sends:
+    if arrivals != 2 * groups or not sends:
         raise UnexpectedPtx("nobody says that the ring is empty or full, or nobody sends")
-    return _begun(ptx, blocks, barriers, [])
+    return _in_clusters(ptx, blocks, barriers, [])
 
 
 def _places(ptx: str) -> tuple[dict[str, int], list[tuple[int, int]]]:
@@ -180,7 +180,7 @@ def _places(ptx: str) -> tuple[dict[str, int], list[tuple[int, int]]]:
     return at, barriers
 
 
-def _begun(ptx: str, size: int, barriers: list[tuple[int, int]], more: list[str]) -> str:
+def _in_clusters(ptx: str, size: int, barriers: list[tuple[int, int]], more: list[str]) -> str:
     """Clusters of so many blocks, whose barriers one thread sets up before any block of the cluster goes on."""
     start = [
         "\t.reg .b32 %other;",

@@ -38,9 +38,9 @@ def write(spec: KernelSpec) -> KernelSource:
     descriptors = [a.name for a in spec.arguments if a.view is not None]
     operands = descriptors[: len(spec.operands)]
     by_letter = [[n for n in descriptors[len(operands) :] if n[0] == letter] for letter in "cd"]
-    by_blocks = [f"p{scales.lhs}", f"p{scales.rhs}"] if scales else []
+    block_scales = [f"p{scales.lhs}", f"p{scales.rhs}"] if scales else []
     problem = [*spec.extents] if config.stream_k else [*spec.extents, "0"]
-    given = [_tuple(names) for names in (*by_letter, [*spec.scratch], by_blocks, problem)]
+    given = [_tuple(names) for names in (*by_letter, [*spec.scratch], block_scales, problem)]
     return module.instance(
         spec.kernel,
         config,

@@ -128,7 +128,7 @@ def _rewrites(spec: KernelSpec) -> list[Rewrite]:
 
 def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
     """A function that runs a kernel on sources."""
-    arguments, config, shared_tiles = spec.arguments, spec.config, spec.tile.stream_k
+    arguments, config, stream_k = spec.arguments, spec.config, spec.tile.stream_k
     device = torch.device(spec.plan.target.device)
     index = device.index or 0
     views = [a.view for a in arguments if a.view is not None]
@@ -136,8 +136,8 @@ def runner(spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) 
     launch = launcher(built.kernel, (spec.tile.blocks,), index, numbers=numbers)
     launch = with_descriptors(launch, views, built.kernel.metadata.tensordesc_meta)
     make = maker(spec.plan.problem.outputs, str(device))
-    arrivals = shared_tiles * config.consumers * (2 if config.multicast else 1)
-    counters = Counters(arrivals, device) if shared_tiles else None
+    arrivals = stream_k * config.consumers * (2 if config.multicast else 1)
+    counters = Counters(arrivals, device) if stream_k else None
     partial_sums, acc = 2 * spec.tile.blocks * config.tile_m * config.padded_n, spec.acc.to_torch()
 
     constant = {at: t for at, a in enumerate(arguments) if (t := _constant(a, weights)) is not None}
