@@ -1,4 +1,4 @@
-"""Generated GPU kernels for regions, compiled with no GPU at hand: for every architecture, without spills, in wide accesses."""
+"""Generated GPU kernels for nests, compiled with no GPU at hand: for every architecture, without spills, in wide accesses."""
 
 import re
 from dataclasses import replace
@@ -80,7 +80,7 @@ def built(problem, target, arch=None):
 @pytest.mark.thin(3)
 @pytest.mark.parametrize("arch", ARCHES, ids=lambda a: str(a.name))
 @pytest.mark.parametrize("make", USUAL)
-def test_usual_regions_compile_without_spills(make, arch):
+def test_usual_nests_compile_without_spills(make, arch):
     found = needs(built(make(), gpu(), arch))
     assert found.spills == 0 and 0 < found.registers <= 128
     assert found.shared_bytes <= 16 << 10  # reductions across warps, and a second arrangement for the narrower result
@@ -113,7 +113,7 @@ def test_queries_and_keys_are_turned_in_one_kernel_of_wide_accesses(arch):
     if arch.backend == "cuda":
         code = assembly(kernel)
         accesses = re.findall(r"(?:LDG|STG)\.E[.\w]*", code)
-        assert (accesses.count("LDG.E.128"), accesses.count("STG.E.128"), len(accesses)) == (12, 4, 16), "of both regions"
+        assert (accesses.count("LDG.E.128"), accesses.count("STG.E.128"), len(accesses)) == (12, 4, 16), "of both nests"
 
 
 def test_pairs_of_neighbours_are_read_and_written_whole():
@@ -142,14 +142,14 @@ def test_points_are_legal_and_ranked():
         plan = plan_for(rows.CANDIDATE, problem, gpu())
         points = list(plan.schedules())
         assert len(points) == len(set(points)) == rows.POINTS
-        (region,) = plan.regions
+        (nest,) = plan.nests
         for p in points:
             (tiles,) = plan.tiles(p)
-            assert tiles.chunks * p["tile_n"] >= region.columns > (tiles.chunks - 1) * p["tile_n"]
+            assert tiles.chunks * p["tile_n"] >= nest.columns > (tiles.chunks - 1) * p["tile_n"]
             assert p["tile_m"] * p["tile_n"] == 8 * 32 * p["num_warps"], "16 bytes of f16 or bf16 a thread"
-            assert tiles.grid * p["tile_m"] >= region.rows
+            assert tiles.grid * p["tile_m"] >= nest.rows
         (held,) = plan.tiles(points[0])
-        assert held.chunks * held.tile_n == region.columns, "no lane without a column"
+        assert held.chunks * held.tile_n == nest.columns, "no lane without a column"
 
 
 def test_few_rows_are_shared_out_among_many_programs():

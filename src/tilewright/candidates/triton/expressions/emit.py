@@ -182,64 +182,44 @@ class Emitter(Printer):
             parts.append(digit if term.stride == 1 else f"{digit} * {term.stride}")
         return self.text.v(" + ".join(parts)) if parts else None
 
-    def _sum(self, *parts: str | None) -> str | None:
+    def _sum(self, *parts: str | None, sign: str = "+") -> str | None:
         given = [p for p in parts if p is not None]
-        return self.text.v(" + ".join(given)) if len(given) > 1 else given[0] if given else None
+        return self.text.v(f" {sign} ".join(given)) if len(given) > 1 else given[0] if given else None
 
     def _mask(self, access: Access, *, rows: bool, columns: bool) -> str | None:
         """The mask of elements that exist of what varies along rows, columns or both."""
-        t, parts = self.text, list[str]()
-        if rows and self.tile.row_mask is not None:
-            parts.append(self.expand(self.tile.row_mask, 0))
-        mask = self.column_mask(access) if columns else None
-        if mask is not None:
-            parts.append(self.expand(mask, 1))
-        return t.v(" & ".join(parts)) if len(parts) > 1 else parts[0] if parts else None
-
-    def column_mask(self, access: Access) -> str | None:
-        """The mask of the tile's columns that are the access's own: those that exist, of a range of columns those within."""
-        if access.first or access.columns_extent != self.tile.width:
+        of_rows = self.expand(self.tile.row_mask, 0) if rows and self.tile.row_mask else None
+        of_columns = self.tile.column_mask if columns else None
+        if columns and (access.first or access.columns_extent != self.tile.width):  # the access's own, of a range of columns
             own = self.own_columns(access)
-            return self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
-        return self.tile.column_mask
-
-    def _evenly(self, place: AccessMap, access: Access) -> bool:
-        """Tell whether a step moves every column of the place by the same distance."""
-        if self.tile.step is None or len(place.columns) != 1:
-            return False
-        (term,) = place.columns
-        return term.inner == 1 and term.extent >= access.columns_extent
-
-    def _base(self, n: Node, place: AccessMap, access: Access) -> str:
-        """Pointers to the columns of step 0."""
-        still = Emitter(self.text, replace(self.tile, step=None), self.pointer, self.fp8)
-        at = still._sum(*still._spread(access, place))
-        return self.text.v(f"{self.pointer(n)} + {at}")
+            of_columns = self.text.v(f"({own} >= 0) & ({own} < {access.columns_extent})")
+        return self._sum(of_rows, self.expand(of_columns, 1) if of_columns else None, sign="&")
 
     def _leaf(self, n: Node, access: Access) -> str:
         place = access.of_leaf(n)
         _, each = self._split_columns(place)
         mask = self._mask(access, rows=bool(place.rows), columns=bool(each))
-        if self._evenly(place, access):
-            where = f"{self._base(n, place, access)} + {self._stepped(place)}"
-        else:
+        return self._load(self._address(n, access), mask if place.rows or each else None, n.dtype)
+
+    def _address(self, n: Node, access: Access) -> str:
+        """Pointers to a leaf's elements: where a step moves every column by the same distance, those of step 0, which a loop
+        computes once, and that distance."""
+        place, step, pointer = access.of_leaf(n), self.tile.step, self.pointer(n)
+        term = place.columns[0] if len(place.columns) == 1 else None
+        if step is None or term is None or term.inner != 1 or term.extent < access.columns_extent:
             at = self._sum(*self._spread(access, place))
-            where = f"{self.pointer(n)} + {at}" if at is not None else self.pointer(n)
-        return self._load(where, mask if place.rows or each else None, n.dtype)
+            return pointer if at is None else f"{pointer} + {at}"
+        still = Emitter(self.text, replace(self.tile, step=None), self.pointer, self.fp8)
+        base = self.text.v(f"{pointer} + {still._sum(*still._spread(access, place))}")
+        if term.stride == 1:
+            return f"{base} + {step}"
+        wide = term.extent * term.stride >= 1 << 31
+        return f"{base} + {self.cast(step, 'int64') if wide else step} * {term.stride}"
 
     def _load(self, where: str, mask: str | None, dtype: DType) -> str:
         """The elements at a pointer, zeros where the mask has none."""
         value = self.text.call("load", where, *([f"mask={mask}", f"other={zero(dtype)}"] if mask else []))
         return self.text.v(f"{value} != 0") if dtype is PRED else value
-
-    def _stepped(self, place: AccessMap) -> str:
-        """The distance by which the step moves a place's columns."""
-        (term,) = place.columns
-        if term.stride == 1:
-            return str(self.tile.step)
-        wide = term.extent * term.stride >= 1 << 31
-        step = self.cast(str(self.tile.step), "int64") if wide else self.tile.step
-        return f"{step} * {term.stride}"
 
     # -- operations
 

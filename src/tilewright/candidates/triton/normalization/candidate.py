@@ -39,7 +39,7 @@ class Plan:
     problem: FusionProblem
     target: Target
     arch: Arch
-    regions: tuple[ReductionNest, ...]
+    nests: tuple[ReductionNest, ...]
 
     @property
     def cores(self) -> int:
@@ -48,7 +48,7 @@ class Plan:
     @property
     def largest(self) -> ReductionNest:
         """The reduction nest whose tiles a schedule says; the others' follow from its number of warps."""
-        return max(self.regions, key=lambda r: r.rows * r.columns)
+        return max(self.nests, key=lambda r: r.rows * r.columns)
 
     def schedules(self) -> list[Schedule]:
         return _points(self.largest, self.arch, self.cores)[:POINTS]
@@ -57,9 +57,9 @@ class Plan:
         """The tiles of each nest that a schedule stands for."""
         named, num_warps, weights = self.largest, int(schedule["num_warps"]), self.problem.weights
         found: list[Tiles] = []
-        for region in self.regions:
-            mine = schedule if region is named else _points(region, self.arch, self.cores, (num_warps,))[0]
-            tiles = Tiles(region, int(mine["tile_m"]), int(mine["tile_n"]), self.arch.capability == 90)
+        for nest in self.nests:
+            mine = schedule if nest is named else _points(nest, self.arch, self.cores, (num_warps,))[0]
+            tiles = Tiles(nest, int(mine["tile_m"]), int(mine["tile_n"]), self.arch.capability == 90)
             early = _early(tiles, weights, num_warps * self.arch.warp) if any(weights) else ()
             found.append(replace(tiles, early=early))
         return tuple(found)
@@ -72,7 +72,7 @@ class Plan:
         types = [self.problem.types[i] for i in sources_of(several)] + list(self.problem.outputs)
         signature = {name: pointer_type(t.dtype) for name, t in zip(arguments_of(several), types, strict=True)}
         written = kernel_text(several, exact_fp8(self.arch))
-        options = {"debug": True, "sanitize_overflow": False} if any(t.region.tables for t in several) else {}
+        options = {"debug": True, "sanitize_overflow": False} if any(t.nest.tables for t in several) else {}
         if any(t.dependent_launch for t in several):
             options["launch_pdl"] = True
         return build(written, signature, self.arch, self.target.index, num_warps=num_warps, **options)
@@ -95,13 +95,13 @@ class Plan:
 
 def plan(problem: FusionProblem, target: Target) -> Plan:
     arch = arch_of(target)
-    regions = reduction_nests(problem.roots, check_node, problem.destinations)
-    for region in regions:
-        if any(region.level.values()) and region.columns > MOST_COLUMNS:
-            raise Unsupported(f"a row of {region.columns:,} columns does not fit into registers")
-        if max(region.rows, region.columns) > NUMBERED:
+    nests = reduction_nests(problem.roots, check_node, problem.destinations)
+    for nest in nests:
+        if any(nest.level.values()) and nest.columns > MOST_COLUMNS:
+            raise Unsupported(f"a row of {nest.columns:,} columns does not fit into registers")
+        if max(nest.rows, nest.columns) > NUMBERED:
             raise Unsupported("more than 2^31 rows or columns")
-    return Plan(problem, target, arch, regions)
+    return Plan(problem, target, arch, nests)
 
 
 def _with_destinations(problem: FusionProblem) -> list[tuple[TensorType, Destination | None]]:
@@ -117,7 +117,7 @@ def _parts(problem: FusionProblem, arrays: Sequence[torch.Tensor]) -> list[torch
 def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, ...]:
     """Constants that are read before the kernel ahead has ended, while there are registers for them: what a row is scaled by
     would else be asked for when the row is reduced."""
-    r = tiles.region
+    r = tiles.nest
     if not tiles.dependent_launch:
         return ()
     params = [n for n in r.nodes if isinstance(n.op, Param) and n not in r.tables and weights[r.sources[n.op.index]]]
@@ -126,23 +126,23 @@ def _early(tiles: Tiles, weights: Sequence[bool], threads: int) -> tuple[Node, .
     return tuple(params) if size <= EARLY_BYTES else ()
 
 
-def _points(region: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:
+def _points(nest: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] = WARPS) -> list[Schedule]:
     """Tiles of which a thread holds VECTOR_BYTES side by side of the widest values along a row, best first: if it were more,
     narrow results would be exchanged through shared memory. A warp, or several, take a row, or several."""
-    along = [n for n in region.nodes if n in region.across and (isinstance(n.op, Param) or n in region.roots)]
+    along = [n for n in nest.nodes if n in nest.across and (isinstance(n.op, Param) or n in nest.roots)]
     vector = max(1, VECTOR_BYTES // max(n.dtype.size_bytes(1) for n in along)) if along else 1
-    reduces = any(region.level.values())
-    columns = _power(region.columns if reduces else min(region.columns, PIECE))
+    reduces = any(nest.level.values())
+    columns = _power(nest.columns if reduces else min(nest.columns, PIECE))
     distance: dict[Schedule, float] = {}
     for num_warps, share in product(warps, SHARES):
         tile_n = min(columns, int(vector * arch.warp * share))
         tile_m = vector * arch.warp * num_warps // tile_n
-        if share > num_warps or tile_m > _power(region.rows):
+        if share > num_warps or tile_m > _power(nest.rows):
             continue
-        tiles = Tiles(region, tile_m, tile_n)
+        tiles = Tiles(nest, tile_m, tile_n)
         elements = tile_m * tile_n * tiles.chunks / (num_warps * arch.warp)
         terms = (
-            4 * math.log2(tiles.pieces * tiles.chunks * tile_n / region.columns),  # columns that do not exist
+            4 * math.log2(tiles.pieces * tiles.chunks * tile_n / nest.columns),  # columns that do not exist
             abs(math.log2(elements / ELEMENTS)),
             max(0.0, -math.log2(tiles.grid / (PROGRAMS * cores))),  # SMs without work
             abs(math.log2(num_warps / 4)) / 4,
@@ -151,7 +151,7 @@ def _points(region: ReductionNest, arch: Arch, cores: int, warps: Sequence[int] 
         )
         distance.setdefault(Schedule.of(tile_m=tile_m, tile_n=tile_n, num_warps=num_warps), sum(terms))
     if not distance:  # fewer elements than a warp holds
-        return [Schedule.of(tile_m=_power(region.rows), tile_n=columns, num_warps=warps[0])]
+        return [Schedule.of(tile_m=_power(nest.rows), tile_n=columns, num_warps=warps[0])]
     return sorted(distance, key=distance.__getitem__)
 
 

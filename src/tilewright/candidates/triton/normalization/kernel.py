@@ -57,14 +57,14 @@ class Tiles:
     """A reduction nest cut into tiles.
 
     Attributes:
-        region: the nest to compute.
+        nest: the nest to compute.
         tile_m: rows that are worked on at once; a power of two.
         tile_n: columns that are worked on at once; a power of two.
         dependent_launch: the kernel may be launched before the one ahead of it has ended (programmatic dependent launch).
         early: params of the nest that are constants, and are read before that one has ended.
     """
 
-    region: ReductionNest
+    nest: ReductionNest
     tile_m: int
     tile_n: int
     dependent_launch: bool = False
@@ -73,17 +73,17 @@ class Tiles:
     @cached_property
     def chunks(self) -> int:
         """Parts of a tile's columns: what is reduced is held whole, so that nothing is read twice."""
-        return -(-self.region.columns // self.tile_n) if any(self.region.level.values()) else 1
+        return -(-self.nest.columns // self.tile_n) if any(self.nest.level.values()) else 1
 
     @property
     def pieces(self) -> int:
         """Programs side by side."""
-        return -(-self.region.columns // (self.chunks * self.tile_n))
+        return -(-self.nest.columns // (self.chunks * self.tile_n))
 
     @property
     def grid(self) -> int:
         """Programs."""
-        return -(-self.region.rows // self.tile_m) * self.pieces
+        return -(-self.nest.rows // self.tile_m) * self.pieces
 
 
 def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> KernelSource:
@@ -115,13 +115,13 @@ def kernel_text(several: Sequence[Tiles], fp8: frozenset[str]) -> KernelSource:
 
 def arguments_of(several: Sequence[Tiles]) -> list[str]:
     """The names of the kernel's arguments, but for numbers: a pointer for each source that is read, and for each result."""
-    results = {i for tiles in several for i in tiles.region.outputs}
+    results = {i for tiles in several for i in tiles.nest.outputs}
     return [f"p{i}" for i in range(len(sources_of(several)))] + [f"o{i}" for i in sorted(results)]
 
 
 def sources_of(several: Sequence[Tiles]) -> tuple[int, ...]:
     """The problem's source, by index, that each pointer that is read stands for."""
-    return tuple(dict.fromkeys(i for tiles in several for i in tiles.region.sources))
+    return tuple(dict.fromkeys(i for tiles in several for i in tiles.nest.sources))
 
 
 class _Rows(Emitter):
@@ -140,7 +140,7 @@ class _Rows(Emitter):
     """
 
     def __init__(self, text: Text, tiles: Tiles, program: str, name: str, read: Sequence[int], fp8: frozenset[str]) -> None:
-        r, m, n = tiles.region, tiles.tile_m, tiles.tile_n
+        r, m, n = tiles.nest, tiles.tile_m, tiles.tile_n
         piece = "" if tiles.pieces == 1 else f"{program} % {tiles.pieces} * {n} + "
         rows, row_mask = f"rows{name}", f"row_mask{name}" if r.rows % m else None
         paired = bool(r.read_in_pairs or r.written_in_pairs)
@@ -163,7 +163,7 @@ class _Rows(Emitter):
             return f"p{read.index(r.sources[leaf.op.index])}"
 
         super().__init__(text, here[1][0], pointer, fp8)
-        self._here, self._tiles, self._region, self._shape = here[1], tiles, r, f"({m}, {n})"
+        self._here, self._tiles, self._nest, self._shape = here[1], tiles, r, f"({m}, {n})"
         self._of_pairs = dict(zip((tile.columns for tile in here[1]), here[2], strict=False))
         self._split: dict[str, tuple[str, str]] = {}  # pairs that were read, by the name of both
         self.look_at(r.roots)
@@ -171,7 +171,7 @@ class _Rows(Emitter):
 
     def write(self) -> None:
         """Every value, and the stores of the results."""
-        r, early = self._region, self._tiles.early
+        r, early = self._nest, self._tiles.early
         for n in early:
             self._work_out(n)
         if self._tiles.dependent_launch:
@@ -194,7 +194,7 @@ class _Rows(Emitter):
 
     def _work_out(self, n: Node) -> None:
         """A value, once what it is made of is known."""
-        r = self._region
+        r = self._nest
         for tile, values in zip(self._here, self._done if n in r.across else self._done[:1], strict=False):
             self.tile = tile
             values[n] = self._reduce(n) if isinstance(n.op, Reduce) else self._node(n, r.access, values)
@@ -204,7 +204,7 @@ class _Rows(Emitter):
     def _node(self, n: Node, access: Access, done: dict[Node, str]) -> str:
         if isinstance(n.op, Gather):
             return self._pick(n, access, done[n.src[1]])
-        if n in self._region.tables:
+        if n in self._nest.tables:
             return ""  # read where it is picked from
         return super()._node(n, access, done)
 
@@ -217,9 +217,9 @@ class _Rows(Emitter):
         return rows, columns
 
     def _leaf(self, n: Node, access: Access) -> str:
-        if n not in self._region.read_in_pairs:
+        if n not in self._nest.read_in_pairs:
             return super()._leaf(n, access)
-        t, (which, place) = self.text, self._region.read_in_pairs[n]
+        t, (which, place) = self.text, self._nest.read_in_pairs[n]
         at, mask = self._at_pairs(place)
         both = t.call("load", f"{self.pointer(n)} + {at}", *([f"mask={mask}", f"other={zero(n.dtype)}"] if mask else []))
         if both not in self._split:
@@ -242,10 +242,10 @@ class _Rows(Emitter):
         """The offsets of pairs, a tile of twice the columns, and the mask of those that exist."""
         t, tile = self.text, self._of_pairs[self.tile.columns]
         most = place.offset + sum((x.extent - 1) * x.stride for x in (*place.rows, *place.columns))
-        rows = self._digits(tile.rows, place.rows, self._region.rows, wide=most >= 1 << 31)
+        rows = self._digits(tile.rows, place.rows, self._nest.rows, wide=most >= 1 << 31)
         base = t.v(f"{rows or f'{tile.rows} * 0'} + {place.offset}") if place.offset or rows is None else rows
         masks = [self.expand(m, a) for a, m in ((0, tile.row_mask), (1, tile.column_mask)) if m is not None]
-        mask = t.v(" & ".join(masks)) if len(masks) > 1 else masks[0] if masks else None
+        mask = self._sum(*masks, sign="&")
         return t.v(f"{self.expand(base, 0)} + {self.expand(tile.columns, 1)}"), mask
 
     def _reduce(self, n: Node) -> str:
@@ -292,7 +292,7 @@ class _Rows(Emitter):
 
     def _mean(self, total: str) -> str:
         """A sum over the number of columns, rounded once (see `Printer.quotient`): the mean of equal numbers is that number."""
-        n = self._region.columns
+        n = self._nest.columns
         near = self.text.v(f"{total} * {1 / n!r}")
         return near if not n & (n - 1) else self.corrected(near, total, repr(float(n)), repr(1 / n))
 
@@ -306,7 +306,7 @@ class _Rows(Emitter):
             at = self.where(t.v(f"{at} < 0"), t.v(f"{at} + {extent}"), at)
         inside = t.v(f"({at} >= 0) & ({at} < {extent})")
         place = access.of_leaf(table)
-        mask = self._mask(access, rows=True, columns=bool(place.columns) or n.src[1] in self._region.across)
+        mask = self._mask(access, rows=True, columns=bool(place.columns) or n.src[1] in self._nest.across)
         fine = inside if mask is None else t.v(f"{inside} | ({mask} == 0)")  # what is not there has no index
         t.do(f"tl.device_assert({fine}, 'an index out of range')")
         at = t.v(f"{self.where(inside, at, '0')} * {math.prod(table.shape[axis + 1 :])}")

@@ -1,5 +1,5 @@
-"""What a program adds to the kernels of attention on Hopper, whose sources are `_flash.py` and its siblings: the constants of a
-configuration, and small generated functions (where its operands lie, what its mask does, how its results leave).
+"""The constants of the kernels of attention on Hopper (`_rows.py`, `_flash.py`), and the functions that are generated of a
+program for them: where its operands lie, what its mask does, how its results leave.
 """
 
 from __future__ import annotations
