@@ -28,19 +28,12 @@ EARLY = 4  # loads of those, before activations are asked for
 
 
 class Load(NamedTuple):
-    """A load of a stream: its offset, and what that is made of.
-
-    Attributes:
-        offset: words from the warp's first one.
-        block: first block of 64 columns.
-        tile: words to the tile of 16 rows.
-        word: first word of the block's.
-    """
+    """A load of a stream: its offset in words from the warp's first one, and what that is made of."""
 
     offset: int
-    block: int
-    tile: int
-    word: int
+    block: int  # first block of 64 columns
+    tile: int  # words to the tile of 16 rows
+    word: int  # first word of the block's
 
 
 @dataclass(frozen=True)
