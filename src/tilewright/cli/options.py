@@ -81,9 +81,6 @@ class _Dims(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - ge
 
     name = "shape"
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return "@NAME D D…"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shapes:
         shapes: Shapes = []
         for word in str(value).split():
@@ -173,9 +170,6 @@ class _Fixed(click.ParamType):  # pyright: ignore[reportMissingTypeArgument] - g
 
     name = "value"
 
-    def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        return "NAME=VALUE"
-
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, bool | float]:
         name, _, text = str(value).rpartition("=")
         words = {"true": True, "false": False}
@@ -195,6 +189,7 @@ file_options = all_of(
         INPUT_DIM,
         "input_dims",
         type=_Dims(),
+        metavar="@NAME D D…",
         multiple=True,
         callback=_merged,
         help="Shape of an input that the program leaves open; several may follow each other.",
@@ -225,6 +220,7 @@ file_options = all_of(
         "--fix",
         "fixed",
         type=_Fixed(),
+        metavar="NAME=VALUE",
         multiple=True,
         callback=lambda ctx, param, pairs: dict(pairs),
         help="Value of an input of one element of an ONNX model, true, false or a number; repeatable.",

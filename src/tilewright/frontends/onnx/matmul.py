@@ -41,13 +41,18 @@ def _matmul(op: OpNode) -> Node:
     return matmul(a, b, out_dtype=a.dtype)
 
 
+def gemm_operands(op: OpNode, left: int, right: int) -> tuple[Node, Node]:
+    """The matrices that are these inputs, transposed where `transA` and `transB` say so."""
+    a, b = op.input(left), op.input(right)
+    if len(a.shape) != 2 or len(b.shape) != 2:
+        raise op.malformed(f"{op.op_type} of {a.type} and {b.type}", "it takes matrices")
+    return swap_last(a) if op.integer("transA", 0) else a, swap_last(b) if op.integer("transB", 0) else b
+
+
 def gemm_of(op: OpNode) -> Node:
     """alpha * A' @ B' + beta * C, rounded once to the operands' type."""
-    a, b, c = op.input(0), op.input(1), op.optional(2)
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        raise op.malformed(f"Gemm of {a.type} and {b.type}", "it takes matrices")
-    a = swap_last(a) if op.integer("transA", 0) else a
-    b = swap_last(b) if op.integer("transB", 0) else b
+    a, b = gemm_operands(op, 0, 1)
+    c = op.optional(2)
     alpha, beta = op.real("alpha", 1.0), op.real("beta", 1.0)
     dtype = a.dtype
     if dtype.is_integer and (alpha != int(alpha) or beta != int(beta)):

@@ -10,10 +10,11 @@ from collections.abc import Callable
 
 from tilewright.dtype import F32
 from tilewright.frontends.onnx.elementwise import leaky_relu
+from tilewright.frontends.onnx.matmul import gemm_operands
 from tilewright.frontends.onnx.node import OpNode, Unmodelled, converts
 from tilewright.frontends.onnx.norm import softmax
 from tilewright.frontends.onnx.quantize import dynamic_u8, lined_up, shifted_product
-from tilewright.ir.build import broadcast, concat, const, convert, map_, reduce_, reshape, swap_last
+from tilewright.ir.build import broadcast, concat, const, convert, map_, reduce_, reshape
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Dequantize, Quantize, Select
 from tilewright.ir.types import broadcast_shapes
@@ -134,11 +135,8 @@ def _dynamic_quantize_matmul(op: OpNode) -> Node:
 @converts("QGemm", 1, 1, _MICROSOFT)
 def _qgemm(op: OpNode) -> Node:
     """(A' - zero point) @ (B' - zero point) + C in s32, times alpha * a_scale * b_scale; in codes if it says which."""
-    a, b, c = op.input(0), op.input(3), op.optional(6)
-    if len(a.shape) != 2 or len(b.shape) != 2:
-        raise op.malformed(f"QGemm of {a.type} and {b.type}", "it takes matrices")
-    a = swap_last(a) if op.integer("transA", 0) else a
-    b = swap_last(b) if op.integer("transB", 0) else b
+    a, b = gemm_operands(op, 0, 3)
+    c = op.optional(6)
     product = shifted_product(a, _one(op.input(2)), b, op.input(5))
     if c is not None:
         product = map_("add", product, broadcast(c, product.shape))

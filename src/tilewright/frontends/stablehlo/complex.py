@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import NotImplementedType
 
-from tilewright.frontends.stablehlo.dot import product
+from tilewright.frontends.stablehlo.dot import Pair, dot_dimensions, product
 from tilewright.frontends.stablehlo.module import complex_elements, component
 from tilewright.frontends.stablehlo.registry import Complex, Lowering, Site, Value
 from tilewright.ir.build import broadcast, const, convert, map_, reshape, slice_
@@ -140,19 +140,6 @@ def _convert(site: Site) -> Value:
     return Complex(convert(z.re, out.dtype), convert(z.im, out.dtype))
 
 
-def _make(site: Site) -> Value:
-    re, im = site.nodes
-    return Complex(re, im)
-
-
-def _real(site: Site) -> Value:
-    return pair(site.values[0]).re
-
-
-def _imag(site: Site) -> Value:
-    return pair(site.values[0]).im
-
-
 def _iota(site: Site) -> Value:
     out = _component(site)
     return pair(Node(Iota(out.dtype, out.shape, site.op.integer("iota_dimension"))))
@@ -167,13 +154,10 @@ def _dot(site: Site) -> Value:
 
 
 def _dot_general(site: Site) -> Value:
-    dims = site.op.dimension_numbers("DotDimensionNumbers", "dot_dimension_numbers")
-    batch = ([int(d) for d in dims.lhs_batching_dimensions], [int(d) for d in dims.rhs_batching_dimensions])
-    contracted = ([int(d) for d in dims.lhs_contracting_dimensions], [int(d) for d in dims.rhs_contracting_dimensions])
-    return _product(site, batch, contracted)
+    return _product(site, *dot_dimensions(site))
 
 
-def _product(site: Site, batch: tuple[list[int], list[int]], contracted: tuple[list[int], list[int]]) -> Value:
+def _product(site: Site, batch: Pair, contracted: Pair) -> Value:
     """One real product: of [re, im] along a contracted axis by [[re, im], [-im, re]], the parts of the result side by side."""
     a, b = site.values
     out = _component(site).dtype
@@ -201,14 +185,14 @@ def _product(site: Site, batch: tuple[list[int], list[int]], contracted: tuple[l
 _LOWERINGS: dict[str, Callable[[Site], Value | NotImplementedType]] = {
     "abs": _abs,
     "compare": _compare,
-    "complex": _make,
+    "complex": lambda site: Complex(*site.nodes),
     "constant": _constant,
     "convert": _convert,
     "dot": _dot,
     "dot_general": _dot_general,
-    "imag": _imag,
+    "imag": lambda site: pair(site.values[0]).im,
     "dynamic_iota": _iota,
     "iota": _iota,
     "multiply": _multiply,
-    "real": _real,
+    "real": lambda site: pair(site.values[0]).re,
 }

@@ -16,6 +16,7 @@ from tilewright.ir.graph import Node
 from tilewright.ir.ops import gemm
 
 _Dims = Sequence[int]
+Pair = tuple[_Dims, _Dims]  # axes of the left and of the right operand
 
 
 @lowers("stablehlo.dot_general")
@@ -27,15 +28,20 @@ def _dot_general(site: Site) -> Value:
     `algorithm` would allow to be rounded more is not.
     """
     a, b = site.nodes
-    dims = site.op.dimension_numbers("DotDimensionNumbers", "dot_dimension_numbers")
-    batch = (list(dims.lhs_batching_dimensions), list(dims.rhs_batching_dimensions))
-    contracted = (list(dims.lhs_contracting_dimensions), list(dims.rhs_contracting_dimensions))
     accumulator = None
     if site.op.has("algorithm"):
         algorithm = site.op.dimension_numbers("DotAlgorithm", "algorithm")
         accumulator = DTYPES.get(str(algorithm.accumulation_type))
         _note_algorithm(site, algorithm, a.dtype)
-    return product(a, b, batch, contracted, site.out.dtype, accumulator)
+    return product(a, b, *dot_dimensions(site), site.out.dtype, accumulator)
+
+
+def dot_dimensions(site: Site) -> tuple[Pair, Pair]:
+    """Batch axes and contracted axes of a `dot_general`, of the left and the right operand each."""
+    dims = site.op.dimension_numbers("DotDimensionNumbers", "dot_dimension_numbers")
+    batch = (dims.lhs_batching_dimensions, dims.rhs_batching_dimensions)
+    contracted = (dims.lhs_contracting_dimensions, dims.rhs_contracting_dimensions)
+    return ([*map(int, batch[0])], [*map(int, batch[1])]), ([*map(int, contracted[0])], [*map(int, contracted[1])])
 
 
 def _note_algorithm(site: Site, algorithm: Any, operand: DType) -> None:
@@ -55,8 +61,8 @@ def _dot(site: Site) -> Value:
 def product(
     a: Node,
     b: Node,
-    batch: tuple[_Dims, _Dims],
-    contracted: tuple[_Dims, _Dims],
+    batch: Pair,
+    contracted: Pair,
     out: DType,
     accumulator: DType | None,
 ) -> Node:

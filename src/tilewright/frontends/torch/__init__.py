@@ -1,8 +1,8 @@
 """The PyTorch front end: an `nn.Module` with example inputs, or a `torch.export.ExportedProgram`.
 
-A module is exported (non-strict), made functional and decomposed until only operators remain that have a translation
-(`_torch_*.py`) or no decomposition; the latter become `call` nodes that torch itself evaluates. Weights are referred to, not
-copied. Results agree with torch's up to the rounding of its own kernels. A float becomes an integer of 8 or 16 bits through
+A module is exported (non-strict), made functional and decomposed until only operators remain that have a translation (the
+modules of `TOPICS`) or no decomposition; the latter become `call` nodes that torch itself evaluates. Weights are referred to,
+not copied. Results agree with torch's up to the rounding of its own kernels. A float becomes an integer of 8 or 16 bits through
 one of 32, whose low bits it keeps; where torch is undefined (a float out of the range of 32 bits, of 64 for s64) XLA's rule
 holds.
 """
@@ -22,14 +22,8 @@ from torch.utils import _pytree as pytree
 from tilewright.errors import TilewrightError, UnsupportedError
 from tilewright.frontends import LoadOptions
 from tilewright.frontends.torch import call as calls
-from tilewright.frontends.torch import elementwise as _torch_elementwise
-from tilewright.frontends.torch import few_bits as _torch_few_bits
+from tilewright.frontends.torch import elementwise, few_bits, index, matmul, quantize, reduce, views
 from tilewright.frontends.torch import file_call as file_calls
-from tilewright.frontends.torch import index as _torch_index
-from tilewright.frontends.torch import matmul as _torch_matmul
-from tilewright.frontends.torch import quantize as _torch_quantize
-from tilewright.frontends.torch import reduce as _torch_reduce
-from tilewright.frontends.torch import views as _torch_views
 from tilewright.frontends.torch.export import arguments, exported, places, program_name
 from tilewright.frontends.torch.reader import Reader
 from tilewright.frontends.torch.registry import DependsOnDataError
@@ -39,7 +33,7 @@ from tilewright.ir.ops import Call
 from tilewright.tracing import TRACING
 
 # Each registers the translations of its topic as it is imported.
-TOPICS = (_torch_elementwise, _torch_few_bits, _torch_index, _torch_matmul, _torch_quantize, _torch_reduce, _torch_views)
+TOPICS = (elementwise, few_bits, index, matmul, quantize, reduce, views)
 _PICKLES = (".pt2", ".pt", ".pth")
 
 

@@ -22,34 +22,44 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 @contextlib.contextmanager
+def replaced(owner: Any, values: Mapping[str, Any]) -> Generator[None]:
+    """A context in which these attributes of `owner` have other values."""
+    held = {name: getattr(owner, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name, value in held.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def numbers_refused(where: str) -> Generator[None]:
     """A context that ends a trace in which Python takes a number out of a tensor, whatever becomes of the number: the symbol
     that stands for it is no `float` or `int`, and as one `v == v` is true where it is NaN. torch's own checks may ask."""
     names = ("create_unbacked_symfloat", "create_unbacked_symint", "create_unbacked_symbool")
-    held: dict[str, Any] = {name: getattr(ShapeEnv, name) for name in names}
     met = list[str]()
 
     def refusing(name: str) -> Callable[..., Any]:
+        own: Callable[..., Any] = getattr(ShapeEnv, name)
+
         def create(shapes: ShapeEnv, *args: Any, **kwargs: Any) -> Any:
             if _is_a_number_for_python():
                 met.append(name)
                 raise DependsOnDataError("Python takes a number out of a tensor", where=where)
-            return held[name](shapes, *args, **kwargs)
+            return own(shapes, *args, **kwargs)
 
         return create
 
     try:
-        for name in names:
-            setattr(ShapeEnv, name, refusing(name))
-        yield
+        with replaced(ShapeEnv, {name: refusing(name) for name in names}):
+            yield
     except Exception as error:
         if not met:
             raise
         what, hint = "Python takes a number out of a tensor", "calculate with tensors, without .item() and .tolist()"
         raise DependsOnDataError(what, where=where, hint=hint) from error
-    finally:
-        for name, own in held.items():
-            setattr(ShapeEnv, name, own)
 
 
 def _is_a_number_for_python() -> bool:
@@ -80,7 +90,6 @@ class NothingMade(TorchFunctionMode):
 @contextlib.contextmanager
 def asking(found: list[str]) -> Generator[None]:
     """A context that adds places outside torch that ask whether they are being traced to `found`."""
-    held = {name: getattr(torch.compiler, name) for name in ("is_compiling", "is_exporting")}
 
     def noted(ask: Callable[[], bool]) -> Callable[[], bool]:
         @functools.wraps(ask)
@@ -92,13 +101,9 @@ def asking(found: list[str]) -> Generator[None]:
 
         return told
 
-    try:
-        for name, ask in held.items():
-            setattr(torch.compiler, name, noted(ask))
+    names = ("is_compiling", "is_exporting")
+    with replaced(torch.compiler, {name: noted(getattr(torch.compiler, name)) for name in names}):
         yield
-    finally:
-        for name, ask in held.items():
-            setattr(torch.compiler, name, ask)
 
 
 @contextlib.contextmanager
@@ -114,11 +119,8 @@ def casts_that_change_nothing() -> Generator[None]:
         )
         return module if same and layout is None else own(module, *args, **kwargs)
 
-    torch.nn.Module.to = to  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with replaced(torch.nn.Module, {"to": to}):
         yield
-    finally:
-        torch.nn.Module.to = own
 
 
 @contextlib.contextmanager

@@ -50,6 +50,8 @@ _COMPARISONS = {
     "lt": "less",
     "ne": "not_equal",
 }
+# Tests of a float, and the comparison of an integer with itself that says the same.
+_TESTS = {"isnan": ("is_nan", "not_equal"), "isinf": ("is_inf", "not_equal"), "isfinite": ("is_finite", "equal")}
 _LOGICAL = {"logical_and": "and", "logical_or": "or", "logical_xor": "xor"}
 _BINARY = {
     "atan2": ("atan2", ("default",)),
@@ -75,6 +77,13 @@ def _register_unary() -> None:
     def rounding(fn: str) -> Callable[[Site, Node], Node]:
         return lambda _, self: map_(fn, self) if self.dtype.is_float else self
 
+    def test(of_float: str, of_integer: str) -> Callable[[Site, Node], Node]:
+        return lambda _, self: map_(of_float, self) if self.dtype.is_float else map_(of_integer, self, self)
+
+    aten("logical_not.default")(lambda _, self: mapped("not", PRED, self))  # whether it is zero
+    aten("bitwise_not.default")(lambda _, self: map_("not", self))
+    for name, fns in _TESTS.items():
+        aten(f"{name}.default")(test(*fns))
     for name, fn in {**_FLOAT_FUNCTIONS, **_SAME_TYPE_FUNCTIONS}.items():
         aten(f"{name}.default")(function(fn))
     for name, fn in _ROUNDINGS.items():
@@ -314,36 +323,6 @@ def hardtanh(site: Site, self: Node, min_val: Scalar = -1, max_val: Scalar = 1) 
 def _is_zero(x: Operand, sign: int) -> bool:
     """Tell whether x is the number 0 of that sign, which `maximum` (0) and `minimum` (-0) prefer to a zero of the other."""
     return not isinstance(x, Node) and x == 0 and math.copysign(1, x) == sign
-
-
-@aten("logical_not.default")
-def logical_not(site: Site, self: Node) -> Node:
-    """Tell whether self is zero."""
-    return mapped("not", PRED, self)
-
-
-@aten("bitwise_not.default")
-def bitwise_not(site: Site, self: Node) -> Node:
-    """Every bit inverted; of a bool, its negation."""
-    return map_("not", self)
-
-
-@aten("isnan.default")
-def isnan(site: Site, self: Node) -> Node:
-    """Tell whether self is NaN; no integer is."""
-    return map_("is_nan", self) if self.dtype.is_float else map_("not_equal", self, self)
-
-
-@aten("isinf.default")
-def isinf(site: Site, self: Node) -> Node:
-    """Tell whether self is an infinity; no integer is."""
-    return map_("is_inf", self) if self.dtype.is_float else map_("not_equal", self, self)
-
-
-@aten("isfinite.default")
-def isfinite(site: Site, self: Node) -> Node:
-    """Tell whether self is neither an infinity nor NaN."""
-    return map_("is_finite", self) if self.dtype.is_float else map_("equal", self, self)
 
 
 @aten("where.self")

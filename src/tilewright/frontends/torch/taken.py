@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from tilewright.errors import AnotherWayError, UnsupportedError
+from tilewright.frontends.torch.around import replaced
 
 COMPARED = "tilewright.as_traced.default"  # the operator that compares
 ANOTHER_WAY = "compile again with such inputs as examples, and call the program whose way it is"
@@ -292,16 +293,8 @@ def _compared(out: object, ways: Ways) -> object:
 @contextmanager
 def _lists_by(ways: Ways) -> Generator[None]:
     """A traced tensor makes a list of itself by asking each element; here it asks once for all of them."""
-    own = FakeTensor.tolist
-
-    def tolist(x: torch.Tensor) -> object:
-        return ways.learnt(_T.tolist, x)
-
-    FakeTensor.tolist = tolist  # pyright: ignore[reportAttributeAccessIssue]
-    try:
+    with replaced(FakeTensor, {"tolist": lambda x: ways.learnt(_T.tolist, x)}):  # pyright: ignore[reportUnknownArgumentType]
         yield
-    finally:
-        FakeTensor.tolist = own
 
 
 @contextmanager
@@ -341,14 +334,8 @@ def _own(value: object) -> object:
 @contextmanager
 def _as_exported() -> Generator[None]:
     """A context in which torch says that it is exporting, as it does later."""
-    held = {name: getattr(torch.compiler, name, None) for name in ("_is_compiling_flag", "_is_exporting_flag")}
-    try:
-        for name in held:
-            setattr(torch.compiler, name, True)
+    with replaced(torch.compiler, {"_is_compiling_flag": True, "_is_exporting_flag": True}):
         yield
-    finally:
-        for name, value in held.items():
-            setattr(torch.compiler, name, value)
 
 
 def note(place: str) -> str:

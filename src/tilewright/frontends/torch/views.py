@@ -8,9 +8,9 @@ from itertools import accumulate
 from tilewright.dtype import F64, S64
 from tilewright.frontends.torch.registry import Operand, Scalar, Site, aten
 from tilewright.frontends.torch.types import cast, mapped
-from tilewright.ir.build import broadcast, const, map_, reshape, slice_, transpose
+from tilewright.ir.build import broadcast, concat, const, map_, reshape, slice_, transpose
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Concat, Gather, Iota, Pad, Select, Slice
+from tilewright.ir.ops import Gather, Iota, Pad, Select
 from tilewright.ir.types import normalize_axis
 
 _SAME_ELEMENTS = (
@@ -87,16 +87,7 @@ def slice_tensor(site: Site, self: Node, dim: int = 0, start: int | None = None,
     """self[start:end:step] along one axis, by Python's rules."""
     axis = _axis(self, dim, site)
     low, high, by = slice(start, end, step).indices(self.shape[axis])
-    return _cut(self, axis, low, max(low, high), by)
-
-
-def _cut(x: Node, axis: int, start: int, stop: int, step: int) -> Node:
-    if step == 1:
-        return slice_(x, axis, start, stop)
-    low = tuple(start if a == axis else 0 for a in range(len(x.shape)))
-    high = tuple(stop if a == axis else d for a, d in enumerate(x.shape))
-    by = tuple(step if a == axis else 1 for a in range(len(x.shape)))
-    return Node(Slice(low, high, by), x)
+    return slice_(self, axis, low, max(low, high), by)
 
 
 def _parts(site: Site, x: Node, axis: int, extents: Sequence[int]) -> list[Node]:
@@ -126,7 +117,7 @@ def cat(site: Site, tensors: Sequence[Node], dim: int = 0) -> Node:
     whole = [cast(t, site.dtype) for t in tensors if len(t.shape) == rank and (rank == 1 or t.shape != (0,))]
     if not whole:
         return const([], site.dtype)
-    return Node(Concat(normalize_axis(dim, rank, site.target)), *whole) if len(whole) > 1 else whole[0]
+    return concat(whole, normalize_axis(dim, rank, site.target))
 
 
 @aten("stack.default")
@@ -135,7 +126,7 @@ def stack(site: Site, tensors: Sequence[Node], dim: int = 0) -> Node:
     axis = normalize_axis(dim, len(site.out.shape), site.target)
     shape = tuple(1 if a == axis else d for a, d in enumerate(site.out.shape))
     parts = [reshape(cast(t, site.dtype), shape) for t in tensors]
-    return Node(Concat(axis), *parts) if len(parts) > 1 else parts[0]
+    return concat(parts, axis)
 
 
 @aten("repeat.default")
@@ -189,8 +180,7 @@ def select_scatter(site: Site, self: Node, src: Node, dim: int, index: int) -> N
 
 def _replaced(x: Node, middle: Node, axis: int, start: int, stop: int) -> Node:
     parts = [slice_(x, axis, 0, start), middle, slice_(x, axis, stop, x.shape[axis])]
-    kept = [p for p in parts if p.shape[axis]]
-    return Node(Concat(axis), *kept) if len(kept) > 1 else (kept or [x])[0]
+    return concat([p for p in parts if p.shape[axis]] or [x], axis)
 
 
 def _triangle(keep: str) -> Callable[..., Node]:
