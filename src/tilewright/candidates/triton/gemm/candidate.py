@@ -170,28 +170,28 @@ def _along_k(access: Access) -> bool:
 def operands_outside(outside: Mapping[int, Node], rhs: Access, weights: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
     """Constant operands as a kernel reads them, K last, by the number of its argument."""
     right = {n.op.index for n in toposort((rhs.root,)) if isinstance(n.op, Param)}
-    return {index: _evaluated(root, weights, turned=index in right) for index, root in outside.items()}
+    return {index: _evaluated(root, weights, transposed=index in right) for index, root in outside.items()}
 
 
-def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, turned: bool) -> torch.Tensor:
+def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, transposed: bool) -> torch.Tensor:
     values = {n: weights[n.op.index] for n in toposort((root,)) if isinstance(n.op, Param)}
     given = list(values.values())
     versioned = bool(given) and not any(t.is_inference() for t in given)  # what tells that one was written since
     made_of = tuple((id(t), t._version) for t in given) if versioned else ()
-    known = _laid_out.get(given[0], {}).get((root, turned)) if versioned else None
+    known = _laid_out.get(given[0], {}).get((root, transposed)) if versioned else None
     if known is not None and known[0] == made_of:
         return known[1]
 
     def lay_out() -> torch.Tensor:
         (value,) = evaluate_nodes((root,), values)
         assert isinstance(value, torch.Tensor)
-        return (value.transpose(-1, -2) if turned else value).contiguous()
+        return (value.transpose(-1, -2) if transposed else value).contiguous()
 
     quantised = any(isinstance(n.op, Dequantize) for n in toposort((root,)))  # codes may be dropped and unpacked again
-    result = packed_once(given, ("laid out", root, turned), lay_out) if quantised and given else lay_out()
+    result = packed_once(given, ("laid out", root, transposed), lay_out) if quantised and given else lay_out()
     own = all(result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in given)
     if versioned and own:  # a view would keep its weight alive for good
-        _laid_out.setdefault(given[0], {})[root, turned] = made_of, result, given[1:]
+        _laid_out.setdefault(given[0], {})[root, transposed] = made_of, result, given[1:]
     return result
 
 

@@ -85,9 +85,9 @@ def legal(spec: KernelSpec, target: Target) -> list[TileConfig]:
     swaps, converts = arch.capability == 90 and not scalar, _conversions(spec.rhs) > _conversions(spec.lhs)
     found: list[TileConfig] = []
     for tile_m, tile_n, tile_k, num_warps in itertools.product(rows, columns, depths, (4, 8)):
-        held = tile_m * tile_n / (num_warps * arch.warp)
+        sums = tile_m * tile_n / (num_warps * arch.warp)
         most = 64 if scalar or spec.dot.promote else 128 if arch.backend == "cuda" else 256
-        if held > most or held < 2 or (tile_m * tile_n < 4096 and num_warps == 8):
+        if sums > most or sums < 2 or (tile_m * tile_n < 4096 and num_warps == 8):
             continue
         if tile_k > max(2 * depths[0], _up(spec.depth)) or (tile_m + tile_n) * tile_k * size > 96 << 10:
             continue
@@ -145,8 +145,8 @@ def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
     blocks = tiles * p.split_k
 
     shared = np.maximum(p.num_stages * (p.tile_m + p.tile_n) * p.tile_k * size, 1024)
-    held = p.tile_m * p.tile_n / (p.num_warps * arch.warp) * (2 if spec.dot.promote else 1)
-    registers = (held + REGISTERS_BESIDE) * p.num_warps * arch.warp * 4
+    sums = p.tile_m * p.tile_n / (p.num_warps * arch.warp) * (2 if spec.dot.promote else 1)
+    registers = (sums + REGISTERS_BESIDE) * p.num_warps * arch.warp * 4
     of_shared = np.floor((target.chip.shared_bytes or DEFAULT_SHARED) / shared)
     of_registers = np.floor((target.chip.registers_bytes or 256 << 10) / registers)
     of_threads = np.minimum(THREADS / (p.num_warps * arch.warp), BLOCKS)
@@ -164,7 +164,7 @@ def _work(spec: KernelSpec, p: Any, target: Target) -> Work:
     step = step + _gathered(spec, p, arch)
     waiting = (LATENCY + far * (FAR_LATENCY - LATENCY)) / (np.maximum(p.num_stages - 1 - behind, 0.5) * resident)
     each = np.maximum.reduce([step, waiting, near / NEAR_BYTES_PER_CYCLE]) + STEP
-    each = each * np.where((behind > 0) & (p.num_stages == 2), TAKES_TURNS, 1.0) * np.where(held >= 128, TIGHT, 1.0)
+    each = each * np.where((behind > 0) & (p.num_stages == 2), TAKES_TURNS, 1.0) * np.where(sums >= 128, TIGHT, 1.0)
     converted = _conversions(spec.lhs) * p.tile_m * p.tile_k * ~p.swap_ab
     converted = converted + _conversions(spec.rhs) * p.tile_n * p.tile_k * (~p.swap_ab | (arch.capability != 90))
     if _conversions(spec.lhs) or _conversions(spec.rhs):

@@ -143,7 +143,7 @@ def load_tile(group, item, q_desc, q, q_full, config, q_at):
 
 @gluon.jit
 def multiply_keys(q, k_ring, step, config):
-    """Asks for the scores of a chunk; its stage."""
+    """Issues the product of queries and a chunk of keys; its stage."""
     stage, phase = k_ring.position(step)
     k_ring.wait(stage, phase)
     return stage, multiply_chunk(q, k_ring.buffers[0].index(stage), CHUNK)
@@ -157,7 +157,7 @@ def wait_for_values(v_ring, step):
 
 @gluon.jit
 def multiply_values(weights, v_ring, step, acc, config):
-    """Asks for what weights make of the values of a chunk."""
+    """Issues the product of weights and the values of a chunk."""
     if not config.overlapped:
         wait_for_values(v_ring, step)
     return warpgroup_mma(weights, v_ring.buffers[0].index(step % v_ring.stages), acc, use_acc=True, is_async=True)

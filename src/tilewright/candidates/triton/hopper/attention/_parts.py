@@ -87,7 +87,7 @@ def first_rows(buffer, keys: gl.constexpr):
 
 @gluon.jit
 def multiply_chunk(q, k, size: gl.constexpr):
-    """Asks for the scores of a chunk of keys."""
+    """Issues the product of queries and a chunk of keys."""
     zeros = gl.zeros([ROWS, size], gl.float32, fragment(size, q.dtype))
     return warpgroup_mma(q, first_rows(k, size).permute((1, 0)), zeros, use_acc=False, is_async=True)
 

@@ -111,17 +111,11 @@ def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config,
     """A mask as it lies in memory. `whole`: of each chunk, whether a mask that is the same for all queries hides none."""
     layout: gl.constexpr = scores.type.layout
     size: gl.constexpr = scores.shape[1]
-    if config.masked:
-        if config.added:
-            read = mask_of(layout, size, i, head, tile, side, config, mask)
-            scores = gl.fma(scores, scales[2], read * TO_POWERS_OF_2)
-        elif config.by_keys:
-            if whole[i] == 0:
-                shown = mask_of(layout, size, i, head, tile, side, config, mask)
-                scores = gl.where(shown, scores, HIDDEN)
-        else:
-            shown = mask_of(layout, size, i, head, tile, side, config, mask)
-            scores = gl.where(shown, scores, HIDDEN)
+    if config.added:
+        read = mask_of(layout, size, i, head, tile, side, config, mask)
+        scores = gl.fma(scores, scales[2], read * TO_POWERS_OF_2)
+    elif config.masked and (not config.by_keys or whole[i] == 0):
+        scores = gl.where(mask_of(layout, size, i, head, tile, side, config, mask), scores, HIDDEN)
     return scores
 
 
