@@ -70,7 +70,7 @@ def test_nan_and_infinity_pass_through():
 @pytest.mark.parametrize("way", ["operands", "epilogue"])
 def test_steps_of_their_own_are_offered_and_right(way):
     p = problem(F32, "silu", 33, 47, 20, "beta", "relu")
-    schedule = next(s for s in plan_for(split.CANDIDATE, p, HOST).schedules() if s["apart"] == way)
+    schedule = next(s for s in plan_for(split.CANDIDATE, p, HOST).schedules() if s["at"] == way)
     kernel = plan_for(split.CANDIDATE, p, HOST).build(schedule)
     assert_right(kernel, p, random_sources(p))
     if way == "operands":
@@ -104,7 +104,7 @@ def test_unmeasured_a_cpu_packs_and_a_gpu_weighs():
     h100 = next(c for c in chips() if c.name == "nvidia_h100")
     gpu = Target(h100.name, h100, "cuda", h100.sms, features=h100.requires)
     large = plan_for(split.CANDIDATE, problem(BF16, "silu", 8192, 8192, 8192), gpu).leading()
-    assert large is not None and large["apart"] == "operands" and "hopper" in str(large["by"])
+    assert large is not None and large["at"] == "operands" and "hopper" in str(large["by"])
     assert plan_for(split.CANDIDATE, problem(BF16, "silu", 16, 4096, 4096), gpu).leading() is None
     codes = plan_for(split.CANDIDATE, problem(S8, "masked", 512, 4096, 1024), gpu).leading()  # bytes that do not lie along K
     assert codes is not None and "hopper" in str(codes["by"])

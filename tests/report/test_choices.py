@@ -16,7 +16,7 @@ from tilewright.schedule.candidate import Schedule
     [
         Schedule.of(compute="f32"),
         Schedule.of(instruction="vpdpbusd zmm", mr=6, pack_lhs=False, pack_per_thread=True),
-        Schedule.of(apart="epilogue", by="llvm, reference"),
+        Schedule.of(at="epilogue", by="llvm, reference"),
         Schedule(),
     ],
 )

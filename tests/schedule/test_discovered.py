@@ -296,7 +296,7 @@ def test_joined_gemms_of_several_stores(dtype):
         torch.testing.assert_close(one, product[:, :5], rtol=2e-2, atol=1e-2)
         torch.testing.assert_close(two, torch.tanh(product[:, 5:]), rtol=2e-2, atol=1e-2)
         used.add(f"{candidate.name} {kernel.schedule}")
-    assert {u.split(" by=")[0] for u in used if u.startswith("split")} == {"split apart=stores", "split apart=epilogue"}
+    assert {u.split(" by=")[0] for u in used if u.startswith("split")} == {"split at=stores", "split at=epilogue"}
     assert ("onednn prepacked=true" in used) == (dtype == "f32" or (dtype == "bf16" and BF16_IN_ONEDNN))
     assert ("aten compute=bf16" in used) == (dtype == "bf16")
 
@@ -317,7 +317,7 @@ def test_a_product_and_what_follows_it_apart(text):
     assert product.problem.ops == problem.ops and product.problem.outputs == (problem.acc,)
     assert isinstance(rest.problem, FusionProblem) and rest.problem.outputs == problem.outputs
     sources = random_sources(problem)
-    kernel = plan_for(FOUND["split"], problem, CPU).build(Schedule.of(apart="epilogue"))
+    kernel = plan_for(FOUND["split"], problem, CPU).build(Schedule.of(at="epilogue"))
     weights = {i: t for i, t in enumerate(sources) if problem.weights[i]}
     assert check(problem, expect(problem, sources, 0.0), kernel.prepare(weights)(sources)) is None
 
@@ -330,7 +330,7 @@ def test_what_lies_between_has_the_type_that_all_stores_read(kind):
     assert product.problem.outputs == (replace(problem.acc, dtype=kind),) and rest.problem.outputs == problem.outputs
     assert refusal(FOUND["aten"], product.problem, CPU) is None
     sources = random_sources(problem)
-    kernel = plan_for(FOUND["split"], problem, CPU).build(Schedule.of(apart="epilogue"))
+    kernel = plan_for(FOUND["split"], problem, CPU).build(Schedule.of(at="epilogue"))
     run = kernel.prepare({i: t for i, t in enumerate(sources) if problem.weights[i]})
     assert check(problem, expect(problem, sources, 0.0), run(sources)) is None
     (store,) = problem.op.stores
@@ -347,7 +347,7 @@ def test_sums_of_few_bits_in_a_piece_are_those_of_the_whole(monkeypatch):
         return replace(found, kernel=replace(found.kernel, roundoff=2.0**-13 if asked.kind == "gemm" else 0.0))
 
     monkeypatch.setattr(split, "search", searched)
-    assert plan_for(FOUND["split"], problem, CPU).build(Schedule.of(apart="epilogue")).roundoff == 2.0**-13
+    assert plan_for(FOUND["split"], problem, CPU).build(Schedule.of(at="epilogue")).roundoff == 2.0**-13
 
 
 def test_products_that_share_a_store_or_skip_the_accumulator():
@@ -410,8 +410,8 @@ def test_what_was_taken_apart_is_built_again_of_the_same_pieces(text, monkeypatc
     again = repeat(problem, CPU, "split", first.schedule, {})
     assert again is not None and again.kernel.schedule == first.schedule
     assert offered(problem, CPU, "split", first.schedule)
-    forged = (("apart", "stores"), ("by", "nobody, nobody"), ("0.instruction", "none"))
+    forged = (("at", "stores"), ("by", "nobody, nobody"), ("0.instruction", "none"))
     for name, value in forged:  # what a file from elsewhere may say
         assert not offered(problem, CPU, "split", Schedule(tuple({**dict(first.schedule.knobs), name: value}.items())))
     for name in ("nobody, nobody", "split, split", "sdpa, sdpa"):
-        assert repeat(problem, CPU, "split", Schedule.of(apart="epilogue", by=name), {}) is None
+        assert repeat(problem, CPU, "split", Schedule.of(at="epilogue", by=name), {}) is None

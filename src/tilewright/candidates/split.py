@@ -182,7 +182,7 @@ class Plan:
     ways: tuple[str, ...]
 
     def schedules(self) -> tuple[Schedule, ...]:
-        return tuple(Schedule.of(apart=way) for way in self.ways)
+        return tuple(Schedule.of(at=way) for way in self.ways)
 
     def build(self, schedule: Schedule) -> Kernel:
         """A kernel for each piece: those that `schedule` names, if it is one of a kernel built before; else the fastest.
@@ -223,7 +223,7 @@ class Plan:
 
         return Kernel(
             CANDIDATE.name,
-            _with_pieces(schedule["apart"], [(k.candidate, k.schedule) for k in kernels]),
+            _with_pieces(schedule["at"], [(k.candidate, k.schedule) for k in kernels]),
             prepare,
             workspace_bytes=max(k.workspace_bytes for k in kernels),
             packed_bytes=sum(k.packed_bytes for k in kernels),
@@ -240,22 +240,22 @@ class Plan:
         whole = _first(self.problem, self.target)
         if whole is not None and self.target.kind == "cpu" and whole[0].preference < min(LIBRARIES):
             return None  # packing computes each element once, as a step of its own would, and saves the pass
-        apart_us, kernels = 0.0, list[tuple[str, Schedule]]()
+        split_us, kernels = 0.0, list[tuple[str, Schedule]]()
         for piece in by_operands(self.problem):
             first = _first(piece.problem, self.target)
             if first is None:
                 return None
-            apart_us += _expected_us(*first, piece.problem, self.target)
+            split_us += _expected_us(*first, piece.problem, self.target)
             kernels.append((first[0].name, first[1]))
         fused_us = math.inf if whole is None else _expected_us(*whole, self.problem, self.target)
-        return _with_pieces(OPERANDS, kernels) if apart_us < fused_us else None
+        return _with_pieces(OPERANDS, kernels) if split_us < fused_us else None
 
     def pieces(self) -> list[AnyProblem]:
         """The problems that searches are made for."""
         return list(dict.fromkeys(p.problem for s in self.schedules() for p in _pieces(self.problem, s)))
 
     def offers(self, schedule: Schedule) -> bool:
-        if schedule["apart"] not in self.ways or _BY not in dict(schedule.knobs):
+        if schedule["at"] not in self.ways or _BY not in dict(schedule.knobs):
             return False
         pieces = zip(_pieces(self.problem, schedule), _chosen(schedule), strict=True)
         return all(point in _plan_of(p, name, self.target).schedules() for p, (name, point) in pieces)
@@ -283,13 +283,13 @@ _BY = "by"  # the knob that names each piece's candidate; those of piece 0's own
 
 def _pieces(problem: Problem, schedule: Schedule) -> list[Piece]:
     ways = {OPERANDS: by_operands, "stores": by_store, "epilogue": by_epilogue}
-    return ways[str(schedule["apart"])](problem)
+    return ways[str(schedule["at"])](problem)
 
 
 def _with_pieces(way: Knob, kernels: Sequence[tuple[str, Schedule]]) -> Schedule:
     """The point from which the same pieces are built again, given the candidate and point of each."""
     own = [(f"{i}.{name}", value) for i, (_, point) in enumerate(kernels) for name, value in point.knobs]
-    return Schedule((("apart", way), (_BY, ", ".join(name for name, _ in kernels)), *own))
+    return Schedule((("at", way), (_BY, ", ".join(name for name, _ in kernels)), *own))
 
 
 def _others() -> list[Candidate]:

@@ -283,11 +283,11 @@ def _cut(n: Node, ranges: Ranges, made: dict[tuple[Node, Ranges], Node]) -> Node
             first += s.shape[axis]
         return found[0] if len(found) == 1 else Node(op, *found)
     elif isinstance(op, Reduce):
-        kept = iter(ranges)
+        left = iter(ranges)
         if op.keepdims:
             inner = [range(d) if a in op.axes else r for a, (d, r) in enumerate(zip(n.src[0].shape, ranges, strict=True))]
         else:
-            inner = [range(d) if a in op.axes else next(kept) for a, d in enumerate(n.src[0].shape)]
+            inner = [range(d) if a in op.axes else next(left) for a, d in enumerate(n.src[0].shape)]
         return Node(op, cut_to(n.src[0], tuple(inner), made))
     elif isinstance(op, Gather) and not op.elementwise:
         axis, rank = op.axis % len(n.src[0].shape), len(n.src[1].shape)

@@ -38,14 +38,19 @@ def dots(chip: Chip) -> dict[str, Dot]:
     return {unit.operand: DOTS[unit.instruction][0] for unit in reversed(chip.units) if unit.instruction in DOTS}
 
 
-def _entry(module: Module) -> None:
-    """python(memory, threads): worker(memory) on every thread."""
+def _text(cpu: str, features: str, write: Callable[[Function], None]) -> str:
+    """A module of python(memory, threads): worker(memory), which `write` writes, on every thread."""
+    module = Module()
+    worker = Function(module, "worker", [("ptr", "d")])
+    write(worker)
+    worker.finish()
     f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)
     memory = f.intrinsic("PyLong_AsVoidPtr", "ptr", ("ptr", f.load("ptr", "%args", 8)))
     threads = f.intrinsic("PyLong_AsLong", "i64", ("ptr", f.load("ptr", f.at("%args", 8), 8)))
     count = f.v(f"trunc i64 {threads} to i32")
     f.intrinsic("GOMP_parallel", "void", ("ptr", "@worker"), ("ptr", memory), ("i32", count), ("i32", "0"))
     f.finish_with_none()
+    return module.text(cpu, features)
 
 
 def peak_gops(dot: Dot, threads: int) -> float:
@@ -54,78 +59,72 @@ def peak_gops(dot: Dot, threads: int) -> float:
         return _tile_gops(dot, threads)
     accumulators = dot.registers * 3 // 4
     memory = torch.zeros(4096 * (threads + 2), dtype=torch.uint8)
-    run = engine.function(peak_text(dot, accumulators, *engine.host()))
     ops = 2 * dot.lanes * dot.k * accumulators * STEPS * threads
-    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+    return ops / _seconds(peak_text(dot, accumulators, *engine.host()), memory, threads) / 1e9
 
 
 def peak_text(dot: Dot, accumulators: int, cpu: str, features: str) -> str:
     """The loop that `peak_gops` times, for a processor in LLVM's words."""
-    module = Module()
-    f = Function(module, "worker", [("ptr", "d")])
-    x, y = f.load(dot.operand, "%d"), f.load(dot.operand, f.at("%d", 64))
-    with f.loop(0, STEPS, 1, [(dot.accumulator, "zeroinitializer")] * accumulators) as loop:
-        loop.next = []
-        for acc in loop.carried:  # an operand that may be another each time: no part of the instruction is done once for all
-            x = f.v(f'call {dot.operand} asm sideeffect "", "=v,0"({dot.operand} {x})') if X86 else x
-            loop.next.append(dot.emit(f, acc, x, y))
-    out = f.at("%d", f.add(4096, f.mul(f.thread_number(), 4096)))
-    for i, acc in enumerate(loop.carried):
-        f.store(dot.accumulator, acc, f.at(out, 64 * i))
-    f.finish()
-    _entry(module)
-    return module.text(cpu, features)
+
+    def write(f: Function) -> None:
+        x, y = f.load(dot.operand, "%d"), f.load(dot.operand, f.at("%d", 64))
+        with f.loop(0, STEPS, 1, [(dot.accumulator, "zeroinitializer")] * accumulators) as loop:
+            loop.next = []
+            for acc in loop.carried:  # an operand that may be another each time: nothing is done once for all
+                x = f.v(f'call {dot.operand} asm sideeffect "", "=v,0"({dot.operand} {x})') if X86 else x
+                loop.next.append(dot.emit(f, acc, x, y))
+        out = f.at("%d", f.add(4096, f.mul(f.thread_number(), 4096)))
+        for i, acc in enumerate(loop.carried):
+            f.store(dot.accumulator, acc, f.at(out, 64 * i))
+
+    return _text(cpu, features, write)
 
 
 def _tile_gops(dot: Dot, threads: int) -> float:
     """The same of an instruction on tiles, two by two."""
-    module = Module()
-    f = Function(module, "worker", [("ptr", "d")])
-    tiles.configure(f, dot, 2 * dot.tile)
-    for i in range(4):
-        number, place = ("i8 immarg", str(tiles.LEFT + i)), ("ptr", f.at("%d", 1024 * i))
-        f.intrinsic("llvm.x86.tileloadd64", "void", number, place, ("i64", str(tiles.ROW_BYTES)))
-    with f.loop(0, STEPS):
-        for i in range(2):
-            for j in range(2):
-                dot.emit(f, str(2 * i + j), str(tiles.LEFT + i), str(tiles.RIGHT + j))
-    tiles.release(f)
-    f.finish()
-    _entry(module)
-    run = engine.function(module.text(*engine.host()))
+
+    def write(f: Function) -> None:
+        tiles.configure(f, dot, 2 * dot.tile)
+        for i in range(4):
+            number, place = ("i8 immarg", str(tiles.LEFT + i)), ("ptr", f.at("%d", 1024 * i))
+            f.intrinsic("llvm.x86.tileloadd64", "void", number, place, ("i64", str(tiles.ROW_BYTES)))
+        with f.loop(0, STEPS):
+            for i in range(2):
+                for j in range(2):
+                    dot.emit(f, str(2 * i + j), str(tiles.LEFT + i), str(tiles.RIGHT + j))
+        tiles.release(f)
+
     ops = 2 * dot.lanes * dot.k * dot.tile * dot.tile * 4 * STEPS * threads
     memory = torch.randint(0, 256, (4096,), dtype=torch.uint8)
-    return ops / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+    return ops / _seconds(_text(*engine.host(), write), memory, threads) / 1e9
 
 
 def read_gbps(threads: int) -> float:
     """1e9 bytes a second of memory past the last cache, read once by all threads together."""
-    module = Module()
-    f = Function(module, "worker", [("ptr", "d")])
     t, share = vec(LANES, "i32"), READ_BYTES // threads // 4096 * 4096
-    me = f.thread_number()
-    start = f.at("%d", f.add(4096, f.mul(me, share)))
-    with f.loop(0, share, 1024, [(t, "zeroinitializer")] * 16) as loop:
-        at = f.at(start, loop.index)
-        loop.next = [f.v(f"add {t} {acc}, {f.load(t, f.at(at, 64 * i))}") for i, acc in enumerate(loop.carried)]
-    total = loop.carried[0]
-    for other in loop.carried[1:]:
-        total = f.v(f"xor {t} {total}, {other}")
-    f.store(t, total, f.at("%d", f.mul(me, 64)))
-    f.finish()
-    _entry(module)
+
+    def write(f: Function) -> None:
+        me = f.thread_number()
+        start = f.at("%d", f.add(4096, f.mul(me, share)))
+        with f.loop(0, share, 1024, [(t, "zeroinitializer")] * 16) as loop:
+            at = f.at(start, loop.index)
+            loop.next = [f.v(f"add {t} {acc}, {f.load(t, f.at(at, 64 * i))}") for i, acc in enumerate(loop.carried)]
+        total = loop.carried[0]
+        for other in loop.carried[1:]:
+            total = f.v(f"xor {t} {total}, {other}")
+        f.store(t, total, f.at("%d", f.mul(me, 64)))
+
     memory = torch.ones(READ_BYTES + 8192, dtype=torch.uint8)
-    run = engine.function(module.text(*engine.host()))
-    return share * threads / _best(lambda: run(memory.data_ptr(), threads)) / 1e9
+    return share * threads / _seconds(_text(*engine.host(), write), memory, threads) / 1e9
 
 
-def _best(run: Callable[[], object]) -> float:
+def _seconds(text: str, memory: torch.Tensor, threads: int) -> float:
     """The least seconds of a call, over long enough that new threads have found cores of their own."""
-    times: list[float] = []
+    run, times = engine.function(text), list[float]()
     began = time.perf_counter()
     while time.perf_counter() - began < LEAST_S or len(times) < ROUNDS:
         start = time.perf_counter()
-        run()
+        run(memory.data_ptr(), threads)
         times.append(time.perf_counter() - start)
     return min(times)
 

@@ -92,7 +92,7 @@ class Function:
         self._block = "entry"
         self._count = 0
         self._allocas: list[str] = []
-        self.known: dict[tuple[object, ...], Any] = {}  # what was worked out once, by what it was made of
+        self.known: dict[tuple[object, ...], Any] = {}  # what was computed once, by what it was made of
 
     def finish(self, value: str = "void") -> None:
         """End with a return and hand the text to the module."""
@@ -184,7 +184,7 @@ class Function:
         self.intrinsic(name, "void", (type_, value), ("ptr", pointer), ("i32 immarg", "1"), (lanes, mask))
 
     def prefetch(self, pointer: str, level: int = 1) -> None:
-        """Ask for a cache line, to be kept in the first-level cache or in the second."""
+        """Prefetch a cache line into the first-level cache or the second."""
         near = ("i32 immarg", str(4 - level))
         self.intrinsic("llvm.prefetch.p0", "void", ("ptr", pointer), ("i32 immarg", "0"), near, ("i32 immarg", "1"))
 

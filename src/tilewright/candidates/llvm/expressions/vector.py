@@ -38,7 +38,7 @@ class Columns:
 
 class Lanes(Printer):
     """`lanes` columns of a row of an access: its leaves read, its operations done, its result written; `roots`, where that is
-    more than the access's own, are worked out together. `in_pairs`: see `Region.read_in_pairs`."""
+    more than the access's own, are computed together. `in_pairs`: see `ReductionNest.read_in_pairs`."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class Lanes(Printer):
 
     def _one_by_one(self, place: AccessMap, dtype: DType) -> bool:
         """Tell whether lanes are read and written at constant distances: of elements so short no processor gathers several, and
-        pointers in vectors would be taken apart again."""
+        pointers in vectors would be split again."""
         return size_bytes(dtype) < SHORTEST_GATHERED and self.columns.mask is None and self._stride(place) is not None
 
     def _each(self, place: AccessMap, base: str, size: int) -> list[str]:
@@ -274,7 +274,7 @@ class Vectors(Lanes):
         return values[self.access.root]
 
     def prefetch(self, row: Int) -> None:
-        """Ask for the first lane of what `row` would read, near enough that reading it later does not wait for memory."""
+        """Prefetch the first lane of what `row` would read, near enough that reading it later does not wait for memory."""
         for n in self._order:
             if isinstance(n.op, Param):
                 self.f.prefetch(self._address(self.access.of_leaf(n), row, self.pointer(n), size_bytes(n.dtype)), level=2)

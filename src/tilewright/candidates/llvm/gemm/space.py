@@ -213,7 +213,7 @@ def space(product: Product, target: Target) -> Points:
 
 
 def _heights(product: Product, most: int) -> range:
-    """Rows of a tile: as many as there is room for, down to two thirds of that."""
+    """Rows of a tile: as many as fit into registers, down to two thirds of that."""
     least, step = min(most, product.rows), product.dot.tile if product.rows > product.dot.tile else 1
     return range(max(1, -(-2 * least // 3)), least + 1, step) if step == 1 else range(step, least + 1, step)
 
@@ -244,7 +244,7 @@ SUMS = 4.0  # of a vector of sums stored and read again
 STEP = 0.9  # of a vector in each step of the epilogue
 ROW = 8.0  # of a row of a tile in the epilogue
 PART = 3.0  # times that, of a panel that a store only has part of
-ODD_PART = 26.0  # likewise, of vectors that are no power of two: their masks are taken apart
+ODD_PART = 26.0  # likewise, of vectors that are no power of two: their masks are split
 TASK = 180.0  # of taking one from the counter
 COPIED = 70.0  # of a vector of the left operand, packed as it lies
 TURNED = 10.0  # of a vector of the right one, interleaved or transposed
@@ -270,7 +270,7 @@ def work(product: Product, points: Points, target: Target) -> Work:
 
 
 class _Model:
-    """What each point makes a machine do.
+    """The work that each point makes a machine do.
 
     Attributes:
         tiles, panels, passes: of a matrix.

@@ -39,21 +39,21 @@ def rows_of(problem: FusionProblem, target: Target) -> Rows:
     choice = choose(F32, F32, F32, target.chip)
     if choice is None:
         raise Unsupported(f"{target.chip.name} names no instruction for f32 x f32")
-    regions = reduction_nests(problem.roots, check_node)
-    each = tuple(_loops(r, choice.dot.lanes) for r in regions)
+    nests = reduction_nests(problem.roots, check_node)
+    each = tuple(_loops(r, choice.dot.lanes) for r in nests)
     scales = frozenset(i for loops in each for i in loops.scales if problem.weights[i])
     return Rows(each, len(problem.types), len(problem.outputs), scales)
 
 
-def _loops(region: ReductionNest, lanes: int) -> Loops:
+def _loops(nest: ReductionNest, lanes: int) -> Loops:
     """Choose vectors of several registers where registers are short and the columns come out even: each operation is then so
     many independent ones next to each other, while whole vectors side by side are further apart than processors look ahead.
     Four where nothing is reduced (chains of roundings), else two."""
-    reduces = any(isinstance(n.op, Reduce) for n in toposort(region.roots))
+    reduces = any(isinstance(n.op, Reduce) for n in toposort(nest.roots))
     for registers in (2,) if reduces else (4, 2):
-        if lanes < FULL and region.columns % (registers * lanes) == 0:
-            return Loops(region, registers * lanes, UNROLL // registers)
-    return Loops(region, lanes, UNROLL)
+        if lanes < FULL and nest.columns % (registers * lanes) == 0:
+            return Loops(nest, registers * lanes, UNROLL // registers)
+    return Loops(nest, lanes, UNROLL)
 
 
 def _build(problem: FusionProblem, rows: Rows, schedule: Schedule) -> Kernel:
@@ -75,7 +75,7 @@ def plan(problem: FusionProblem, target: Target) -> FixedPlan:
     """
     engine.require()
     rows = rows_of(problem, target)
-    point = Schedule.of(passes=max(r.region.passes for r in rows.each), lanes=rows.each[0].lanes)
+    point = Schedule.of(passes=max(r.nest.passes for r in rows.each), lanes=rows.each[0].lanes)
     return FixedPlan((point,), partial(_build, problem, rows))
 
 
@@ -85,8 +85,8 @@ def module_text(rows: Rows) -> str:
 
 
 def _prepared(problem: FusionProblem, rows: Rows, call: Callable[..., None]) -> Runner:
-    picks = any(loops.region.tables for loops in rows.each)
-    small = sum(loops.region.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
+    picks = any(loops.nest.tables for loops in rows.each)
+    small = sum(loops.nest.work for loops in rows.each) <= ONE_THREAD_WORK or rows.tasks == 1
     makers = [maker(t.shape, t.dtype.to_torch()) for t in problem.outputs]
     read, each = rows.sources, rows.thread_bytes
     if not picks:

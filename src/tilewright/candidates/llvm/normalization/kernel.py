@@ -25,32 +25,32 @@ from tilewright.lowering.scalar.steps import scale_of
 
 TASK_ELEMENTS = 8192  # a µs or more: many times what taking a task costs
 ALL = ("and", "multiply", "minimum")  # of pred: whether all hold
-LONG_BODY = 16  # instructions past which fewer vectors are worked out side by side, for want of registers
+LONG_BODY = 16  # instructions past which fewer vectors are computed side by side, for want of registers
 
 
 @dataclass(frozen=True)
 class Loops:
-    """A region and the sizes it is generated with.
+    """A nest and the sizes it is generated with.
 
     Attributes:
-        region: what to compute.
+        nest: what to compute.
         lanes: of a vector of f32.
         unroll: vectors side by side.
     """
 
-    region: ReductionNest
+    nest: ReductionNest
     lanes: int
     unroll: int
 
     @property
     def piece(self) -> int:
         """Columns of a row that one task takes: all, unless nothing is reduced and there are very many."""
-        split = self.region.columns > 2 * TASK_ELEMENTS and not any(self.region.level.values())
-        return TASK_ELEMENTS if split else self.region.columns
+        split = self.nest.columns > 2 * TASK_ELEMENTS and not any(self.nest.level.values())
+        return TASK_ELEMENTS if split else self.nest.columns
 
     @property
     def pieces(self) -> int:
-        return -(-self.region.columns // self.piece)
+        return -(-self.nest.columns // self.piece)
 
     @property
     def run(self) -> int:
@@ -59,37 +59,37 @@ class Loops:
 
     @property
     def tasks(self) -> int:
-        return -(-self.region.rows * self.pieces // self.run)
+        return -(-self.nest.rows * self.pieces // self.run)
 
     def offset_of(self, n: Node) -> int:
         """Bytes before a row of a materialised node in a thread's memory."""
-        stored = self.region.materialised
+        stored = self.nest.materialised
         return sum(self._row_bytes(k) for k in stored[: stored.index(n)])
 
     def _row_bytes(self, n: Node) -> int:
-        return rounded(rounded(self.region.columns, self.lanes) * size_bytes(n.dtype))
+        return rounded(rounded(self.nest.columns, self.lanes) * size_bytes(n.dtype))
 
     @property
     def thread_bytes(self) -> int:
-        return sum(map(self._row_bytes, self.region.materialised))
+        return sum(map(self._row_bytes, self.nest.materialised))
 
     def scale(self, n: Node) -> int | None:
         """The problem's source that is the one scale of a quantisation."""
         found = scale_of(n)
-        return self.region.sources[found.op.index] if found is not None and isinstance(found.op, Param) else None
+        return self.nest.sources[found.op.index] if found is not None and isinstance(found.op, Param) else None
 
     @property
     def scales(self) -> frozenset[int]:
         """The numbers of the sources that scale any of its quantisations."""
-        return frozenset(i for n in self.region.nodes if (i := self.scale(n)) is not None)
+        return frozenset(i for n in self.nest.nodes if (i := self.scale(n)) is not None)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Regions that one call does side by side.
+    """Nests that one call does side by side.
 
     Attributes:
-        each: the regions.
+        each: the nests.
         types, results: how many sources and results the problem has.
         scales: sources of the problem that quantising multiplies by the reciprocal of, known to be `steps.usable`.
     """
@@ -102,7 +102,7 @@ class Rows:
     @property
     def sources(self) -> tuple[int, ...]:
         """The numbers of the problem's sources that are read."""
-        return tuple(dict.fromkeys(i for loops in self.each for i in loops.region.sources))
+        return tuple(dict.fromkeys(i for loops in self.each for i in loops.nest.sources))
 
     @property
     def pointers(self) -> int:
@@ -130,7 +130,7 @@ class RowsWriter:
         return self.module
 
     def _worker(self) -> None:
-        """Takes tasks: those of the first region, then those of the next."""
+        """Takes tasks: those of the first nest, then those of the next."""
         r = self.rows
         f = Function(self.module, "worker", [("ptr", "d")])
         at = {i: f.load("ptr", f.at("%d", 8 * i), 8) for i in r.sources}
@@ -138,7 +138,7 @@ class RowsWriter:
         if r.thread_bytes:
             scratch = f.at(scratch, f.mul(f.thread_number(), r.thread_bytes))
         writers = [
-            _LoopsWriter(f, x, [at[i] for i in x.region.sources], results, missed, scratch, r.scales & x.scales) for x in r.each
+            _LoopsWriter(f, x, [at[i] for i in x.nest.sources], results, missed, scratch, r.scales & x.scales) for x in r.each
         ]
         with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
             begun = 0
@@ -154,11 +154,11 @@ class RowsWriter:
 
 
 class _LoopsWriter:
-    """Writes what a task of a region does.
+    """Writes what a task of a nest does.
 
     Args:
         f: the function.
-        rows: the region.
+        rows: the nest.
         read: what it reads.
         results: of the problem.
         missed: where to tell of an index out of range.
@@ -176,28 +176,28 @@ class _LoopsWriter:
         scratch: str,
         scales: frozenset[int],
     ):
-        self._f, self.rows, self.region = f, rows, rows.region
+        self._f, self.rows, self.nest = f, rows, rows.nest
         self._read, self._results, self._missed, self._scratch = read, results, missed, scratch
         self._picked: dict[Node, str] = {}
         self._fixed: dict[Node, str] = {}
         whole = Columns(0, True, None)
-        for n in self.region.fixed:
+        for n in self.nest.fixed:
             self._fixed[n] = self._lanes(whole).value(n, self._fixed, 0)
-        for n in self.region.nodes:
+        for n in self.nest.nodes:
             self._lanes(whole).prepare(n, self._fixed, multiplied=rows.scale(n) in scales)
 
     def task(self, task: Int) -> None:
         r, f = self.rows, self._f
         first = f.mul(task, r.run)
-        with f.loop(first, f.min(f.add(first, r.run), self.region.rows * r.pieces)) as loop:
+        with f.loop(first, f.min(f.add(first, r.run), self.nest.rows * r.pieces)) as loop:
             if r.pieces == 1:
-                self._row(loop.index if self.region.rows > 1 else 0, 0, self.region.columns)
+                self._row(loop.index if self.nest.rows > 1 else 0, 0, self.nest.columns)
             else:
                 row, start = f.div(loop.index, r.pieces), f.mul(f.rem(loop.index, r.pieces), r.piece)
-                self._row(row, start, f.min(f.add(start, r.piece), self.region.columns))
+                self._row(row, start, f.min(f.add(start, r.piece), self.nest.columns))
 
     def _lanes(self, columns: Columns) -> Lanes:
-        r = self.region
+        r = self.nest
         return Lanes(self._f, r.access, self.rows.lanes, columns, self._pointer, r.roots, r.read_in_pairs)
 
     def _pointer(self, leaf: Node) -> str:
@@ -206,32 +206,32 @@ class _LoopsWriter:
 
     def _result(self, root: int) -> str:
         """The address of the result that a root is, or is a part of."""
-        return self._results[self.region.outputs[root]]
+        return self._results[self.nest.outputs[root]]
 
     def _row(self, row: Int, start: Int, stop: Int) -> None:
         """All passes over the columns from `start` to `stop` of a row."""
-        region = self.region
+        nest = self.nest
         known = dict(self._fixed)  # what is the same for the whole row
         one = Columns(0, True, None)
-        for pass_ in range(region.passes + 1):
-            for n in region.nodes:
-                if isinstance(n.op, Gather) and pass_ == 0 and n not in region.by_lanes:
+        for pass_ in range(nest.passes + 1):
+            for n in nest.nodes:
+                if isinstance(n.op, Gather) and pass_ == 0 and n not in nest.by_lanes:
                     self._pick(n, known[n.src[1]])
-                apart = n in region.across or n in region.tables or isinstance(n.op, Reduce)
-                if not apart and n not in known and region.level[n] <= pass_:
+                by_row = n not in nest.across and n not in nest.tables and not isinstance(n.op, Reduce)
+                if by_row and n not in known and nest.level[n] <= pass_:
                     known[n] = self._value(self._lanes(one), n, known, row)
-            if pass_ < region.passes:
+            if pass_ < nest.passes:
                 known.update(self._pass(pass_, row, start, stop, known))
-        for i, root in enumerate(region.roots):
-            if root not in region.across:
+        for i, root in enumerate(nest.roots):
+            if root not in nest.across:
                 first = Columns(0, True, self._f.first_lanes(self.rows.lanes, 1))
-                lanes = Lanes(self._f, region.stores[i], self.rows.lanes, first, self._pointer)
+                lanes = Lanes(self._f, nest.stores[i], self.rows.lanes, first, self._pointer)
                 lanes.store(row, known[root], self._result(i))
 
     def _value(self, lanes: Lanes, n: Node, values: Mapping[Node, str], row: Int) -> str:
-        if n in self.region.of_softmaxes:
+        if n in self.nest.of_softmaxes:
             return bounded_exp(lanes.named(values[n.src[0]], F32)).name
-        if n in self.region.by_lanes:
+        if n in self.nest.by_lanes:
             return lanes.picked(n, values[n.src[1]], row, self._missed)
         return lanes.value(n.src[0] if isinstance(n.op, Gather) else n, values, row)
 
@@ -249,17 +249,17 @@ class _LoopsWriter:
         with f.when(f.v(f"xor i1 {inside}, true")):
             f.store("i64", "1", self._missed, 8)
         at = f.v(f"select i1 {inside}, i64 {at}, i64 0")
-        apart = math.prod(table.shape[axis + 1 :]) * size_bytes(table.dtype)
+        stride = math.prod(table.shape[axis + 1 :]) * size_bytes(table.dtype)
         assert isinstance(table.op, Param)
-        self._picked[table] = f.at(self._read[table.op.index], f.mul(at, apart))
+        self._picked[table] = f.at(self._read[table.op.index], f.mul(at, stride))
 
     def _pass(self, pass_: int, row: Int, start: Int, stop: Int, known: Mapping[Node, str]) -> dict[Node, str]:
         """Write a pass over the columns; the values of its reductions."""
-        f, region, lanes = self._f, self.region, self.rows.lanes
-        reductions = region.reductions(pass_)
-        cost = sum(region.cost[n] for n in region.goals(pass_))
+        f, nest, lanes = self._f, self.nest, self.rows.lanes
+        reductions = nest.reductions(pass_)
+        cost = sum(nest.cost[n] for n in nest.goals(pass_))
         unroll = self.rows.unroll if cost <= LONG_BODY else min(2, self.rows.unroll)
-        each = [Combine(f, n, lanes, sees_nan=n not in region.of_softmaxes) for n in reductions]
+        each = [Combine(f, n, lanes, sees_nan=n not in nest.of_softmaxes) for n in reductions]
 
         def vector(column: Int, mask: str | None, sums: Sequence[str]) -> list[str]:
             return self._vector(pass_, row, column, mask, known, each, sums)
@@ -292,7 +292,7 @@ class _LoopsWriter:
                 vector(loop.index, None, [])
             with f.when(f.compare("slt", full, stop)):
                 vector(full, f.first_lanes(lanes, f.sub(stop, full)), [])
-        return {c.node: c.total(sums[i :: len(each)], region.columns) for i, c in enumerate(each)}
+        return {c.node: c.total(sums[i :: len(each)], nest.columns) for i, c in enumerate(each)}
 
     def _vector(
         self,
@@ -305,32 +305,32 @@ class _LoopsWriter:
         sums: Sequence[str],
     ) -> list[str]:
         """One vector of columns in a pass: results written, what is materialised stored, reductions carried on."""
-        f, region = self._f, self.region
+        f, nest = self._f, self.nest
         lanes = self._lanes(Columns(column, True, mask))
         values = dict(known)
 
         def value(n: Node) -> str:
             if n not in values:
-                if n in region.materialised and region.level[n] < pass_:
+                if n in nest.materialised and nest.level[n] < pass_:
                     values[n] = f.load(*self._materialised(n, column))
                 else:
-                    for s in (n.src[1:] if n in region.by_lanes else ()) if isinstance(n.op, Gather) else n.src:
+                    for s in (n.src[1:] if n in nest.by_lanes else ()) if isinstance(n.op, Gather) else n.src:
                         value(s)
                     values[n] = self._value(lanes, n, values, row)
             return values[n]
 
-        for n in region.materialised:
-            if region.level[n] == pass_:
+        for n in nest.materialised:
+            if nest.level[n] == pass_:
                 type_, at, aligned = self._materialised(n, column)
                 f.store(type_, value(n), at, aligned)
-        seconds = {i for i, _ in region.written_in_pairs.values()}
-        for i in region.results(pass_):
-            store = Lanes(f, region.stores[i], lanes.lanes, lanes.columns, self._pointer)
-            if i in region.written_in_pairs:
-                second, place = region.written_in_pairs[i]
-                store.store_pairs(row, place, value(region.roots[i]), value(region.roots[second]), self._result(i))
+        seconds = {i for i, _ in nest.written_in_pairs.values()}
+        for i in nest.results(pass_):
+            store = Lanes(f, nest.stores[i], lanes.lanes, lanes.columns, self._pointer)
+            if i in nest.written_in_pairs:
+                second, place = nest.written_in_pairs[i]
+                store.store_pairs(row, place, value(nest.roots[i]), value(nest.roots[second]), self._result(i))
             elif i not in seconds:
-                store.store(row, value(region.roots[i]), self._result(i))
+                store.store(row, value(nest.roots[i]), self._result(i))
         return [c.joined(s, c.masked(value(c.node.src[0]), mask)) for c, s in zip(each, sums, strict=True)]
 
     def _materialised(self, n: Node, column: Int) -> tuple[str, str, int]:
@@ -407,10 +407,10 @@ class Combine:
             pairs = [self.joined(a, b) for a, b in zip(parts[::2], parts[1::2], strict=False)]
             parts = pairs + parts[len(pairs) * 2 :]
         (value,) = parts
-        apart = self._lanes // 2
-        while apart:
-            other = f.shuffle(self.type, value, value, [i ^ apart for i in range(self._lanes)])
-            value, apart = self.joined(value, other), apart // 2
+        half = self._lanes // 2
+        while half:
+            other = f.shuffle(self.type, value, value, [i ^ half for i in range(self._lanes)])
+            value, half = self.joined(value, other), half // 2
         if self._fn == "mean":
             value = f.v(f"fdiv {self.type} {value}, splat (float {f32(float(count))})")
         return value
