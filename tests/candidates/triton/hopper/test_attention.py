@@ -8,7 +8,7 @@ import pytest
 from tests.candidates.triton.test_attention import bert, flash
 from tests.candidates.triton.test_normalization import gpu
 from tilewright.dtype import BF16, F8E4M3FN, F16, F32, PRED, S8
-from tilewright.ir.build import const, input_, reshape, transpose
+from tilewright.ir.build import const, input_, map_, reshape, transpose
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Acc, Attention, Dequantize, Param, Quantize
 from tilewright.ir.types import TensorType
@@ -37,6 +37,13 @@ def coded(codes=F8E4M3FN, dtype=F16, tokens=384, causal="no", values=True, scale
     store = transpose(Node(Quantize(codes), acc, const(0.01, F32)), (0, 2, 1, 3))
     store = reshape(store, (batch, tokens, heads * depth))
     return problem_of(Node(Attention(scale, causal, True, tuple(operands), stores=(store,)), *src))
+
+
+def of_two_sources(keys=1000):
+    """Keys are a sum, and too many for registers."""
+    src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", 100), ("k", keys), ("v", keys), ("more", keys))]
+    q, k, v, more = (Node(Param(i, s.tensor)) for i, s in enumerate(src))
+    return problem_of(Node(Attention(0.125, operands=(q, map_("add", k, more), v)), *src))
 
 
 def kernel_of(problem, tile):
@@ -75,6 +82,7 @@ def test_both_products_are_warpgroup_instructions_and_two_blocks_share_a_multipr
         (coded(tokens=448), "all scores of 448 keys do not fit into registers beside 64 columns"),
         (flash(depth=256), "all scores of 384 keys do not fit into registers beside 256 columns"),
         (flash(depth=20), "rows of its queries do not lie in pieces of 16 bytes"),
+        (of_two_sources(), "its keys are worked out from other values"),
         (
             problem_of(
                 Node(Attention(1.0, "lower"), *(input_(n, F16, (1, 1, t, 64)) for n, t in (("q", 9), ("k", 8), ("v", 8))))

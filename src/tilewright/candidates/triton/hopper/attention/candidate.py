@@ -107,9 +107,9 @@ def supported_heads(problem: AttentionProblem) -> Heads:
         raise Unsupported("its scale is not positive")
     if found.causal == "lower" and found.keys < found.queries:
         raise Unsupported("causality hides all keys from some queries")
+    check_alignment(found)
     if (registers(found) > MOST_REGISTERS and not streams(found)) or max(power(found.depth), power(found.width)) > 128:
         raise Unsupported(f"all scores of {found.keys} keys do not fit into registers beside {found.width} columns")
-    check_alignment(found)
     return found
 
 
