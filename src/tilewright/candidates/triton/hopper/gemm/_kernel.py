@@ -910,7 +910,7 @@ def run(left, b_desc, arguments, side, functions: gl.constexpr, config: gl.const
         config: see `spec.KernelConfig`.
     """
     descs, aux_descs, scratch, scales, extents = arguments
-    right = tma_operand(b_desc, config.right_rows, config.right_boxes, config.right, config)
+    right = tma_operand(b_desc, config.right_rows, config.tile_n // config.right_rows, config.right, config)
     buffers = right.buffers
     if config.store_bytes > 0:
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([config.rows, 128], gl.int8)

@@ -112,11 +112,6 @@ class KernelConfig(TileConfig):
         return share if share & (share - 1) == 0 else math.gcd(share, 64)
 
     @property
-    def right_boxes(self) -> int:
-        """Boxes of the right operand to a stage."""
-        return self.tile_n // self.right_rows
-
-    @property
     def block_scaled(self) -> bool:
         """Sums of 128 products are multiplied by scales."""
         return bool(self.scale_strides)

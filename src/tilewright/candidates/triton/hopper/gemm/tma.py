@@ -13,7 +13,7 @@ from tilewright.lowering.access import AccessMap, StridedDigit
 
 ALIGNED = 16  # bytes, of addresses and of every stride but the last
 AXES = 5
-MOST_KEPT = 256  # descriptors by address; a program's addresses repeat
+MOST_KEPT = 256  # argument lists by address; a program's addresses repeat
 TMA_TYPES = {"bf16": "bf16", "f16": "fp16", "s8": "i8", "u8": "i8", "f8e4m3fn": "fp8e4nv", "f8e5m2": "fp8e5"}
 
 
@@ -70,20 +70,20 @@ def _digit(number: str, inner: int, extent: int | None) -> str:
 def with_descriptors(
     launch: Callable[..., None], views: Sequence[TmaView], metas: Sequence[Mapping[str, Any]]
 ) -> Callable[..., None]:
-    """A launch that is given addresses where `launch` takes, first of all, descriptors of arrays: made once an address.
+    """A launch that is given addresses where `launch` takes, first of all, descriptors of arrays, which are made once for them.
 
     Args:
         launch: starts a kernel.
         views: the arrays that lie at the first addresses.
         metas: what Triton says of each of their descriptors' boxes.
     """
-    count = len(views)
 
     @lru_cache(MOST_KEPT)
-    def descriptors(*addresses: int) -> list[object]:
-        return [x for view, address, meta in zip(views, addresses, metas, strict=True) for x in view.at(address, meta)]
+    def arguments(*addresses: int) -> list[object]:
+        each = zip(views, addresses, metas, strict=False)
+        return [*(x for view, address, meta in each for x in view.at(address, meta)), *addresses[len(views) :]]
 
-    return lambda *addresses: launch(*descriptors(*addresses[:count]), *addresses[count:])
+    return lambda *addresses: launch(*arguments(*addresses))
 
 
 def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:
