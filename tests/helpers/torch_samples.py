@@ -252,10 +252,18 @@ def _as_right(s: Sample, place: int, given: torch.Tensor) -> Iterator[torch.Tens
         # Converted from f32 at its end: numbers beyond 64 bits are undefined in C++, and saturate here.
         ends = torch.iinfo(given.dtype)
         yield torch.where((given == ends.min) | (given == ends.max), given, ~given)
-    if s.name in PRODUCTS.split() and given.dtype in (torch.float32, torch.float64):
-        # Where every product is a zero, the library for these types begins a sum at 0, at the first of them, or at the bias.
+    extreme = s.name.removeprefix("masked.").split(".")[0] in ("amax", "amin", "aminmax", "max", "min")
+    product = s.name in PRODUCTS.split() and given.dtype in (torch.float32, torch.float64)
+    if product or (extreme and _both_zeros(s.tensors[0])):
+        # Of zeros of both signs torch's extreme is one by their order. Where every product is a zero, the library for these
+        # types begins a sum at 0, at the first of them, or at the bias.
         wanted = results(s(*s.tensors))[place]
         yield torch.where((given == 0) & (wanted == 0), given, wanted)
+
+
+def _both_zeros(x: torch.Tensor) -> bool:
+    """Tell whether a tensor holds zeros of both signs."""
+    return x.dtype.is_floating_point and len(set(x[x == 0].signbit().tolist())) == 2
 
 
 def _strided(s: Sample) -> list[torch.Tensor] | None:
