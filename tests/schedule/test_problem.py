@@ -1,4 +1,4 @@
-"""What gemms, attentions and regions ask, read off their expressions."""
+"""What gemms, attentions and fusions ask, read off their expressions."""
 
 import pytest
 

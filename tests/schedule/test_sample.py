@@ -1,4 +1,4 @@
-"""Random data of regions: indices are in range however they are made of the sources, and where they cannot be it is said."""
+"""Random data of fusions: indices are in range however they are made of the sources, and where they cannot be it is said."""
 
 from dataclasses import replace
 
@@ -57,8 +57,8 @@ def test_indices_made_beside_their_gather_are_in_range(name, two_candidates):
             return f(x * 2, i)
 
     program = tilewright.compile(M(), example_inputs=(TABLE, index), budget_s=0, cache=False)
-    regions = [s.decision for s in program.steps if s.decision is not None and isinstance(s.decision.problem, FusionProblem)]
-    assert regions and not any(r.why.startswith(UNCHECKED) for d in regions for r in d.rejected)
+    fusions = [s.decision for s in program.steps if s.decision is not None and isinstance(s.decision.problem, FusionProblem)]
+    assert fusions and not any(r.why.startswith(UNCHECKED) for d in fusions for r in d.rejected)
     torch.testing.assert_close(program(TABLE, index), M()(TABLE, index))
 
 

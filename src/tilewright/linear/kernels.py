@@ -34,8 +34,8 @@ Run = Callable[[Sequence[torch.Tensor]], Sequence[object]]
 
 
 @dataclass(frozen=True)
-class Form:
-    """All that a kernel depends on but the rows: layers of one form share what was decided.
+class Signature:
+    """All that a kernel depends on but the rows: layers of one signature share what was decided.
 
     Attributes:
         shape: [out, in] of the weight.
@@ -58,8 +58,10 @@ class Form:
     device: str
 
     @staticmethod
-    def of(weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, quantize_activations: bool) -> Form:
-        """The form of a product.
+    def of(
+        weight: QuantizedWeight, activations: torch.dtype, bias: torch.dtype | None, *, quantize_activations: bool
+    ) -> Signature:
+        """The signature of a product.
 
         Raises:
             InputError: activations or bias are no floats of 16, 32 or 64 bits.
@@ -68,7 +70,7 @@ class Form:
         for what, t in zip(("activations", "a bias"), types, strict=True):
             if t is not None and not (t.is_float and 16 <= t.bits <= 64):
                 raise InputError(f"{what} of {t} for a quantised weight", hint="f16, bf16, f32 or f64")
-        return Form(
+        return Signature(
             weight.shape,
             weight.code_type,
             from_torch(weight.scales.dtype),
@@ -80,14 +82,14 @@ class Form:
         )
 
 
-def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int], Graph]:
+def graph_at(signature: Signature, weight: Callable[[], QuantizedWeight]) -> Callable[[int], Graph]:
     """The product as a program for each number of rows: inputs x [rows, in] and bias [out], result [rows, out] of x's type.
 
     `weight` is asked for when a constant is read, and unpacked for that alone. For few rows weights are not rounded to x's type
     once they are scaled, where a kernel scales sums of codes instead: that is more exact, and faster (`keeps_digits`).
     """
-    out, inner = form.shape
-    groups = -(-inner // form.group_size)
+    out, inner = signature.shape
+    groups = -(-inner // signature.group_size)
 
     def constant(t: DType, shape: tuple[int, ...], label: str, load: Callable[[QuantizedWeight], torch.Tensor | None]) -> Node:
         def loaded() -> torch.Tensor:
@@ -97,36 +99,36 @@ def graph_at(form: Form, weight: Callable[[], QuantizedWeight]) -> Callable[[int
 
         return Node(Const(Literal(TensorType(t, shape), loaded, label)))
 
-    zeros, offsets = form.parts
-    codes = constant(form.codes, (out, inner), "codes", lambda w: w.codes)
-    scale = constant(form.scales, (out, groups), "scales", lambda w: w.scales)
-    zero = constant(form.codes, (out, groups), "zero_points", lambda w: w.zero_points) if zeros else None
+    zeros, offsets = signature.parts
+    codes = constant(signature.codes, (out, inner), "codes", lambda w: w.codes)
+    scale = constant(signature.scales, (out, groups), "scales", lambda w: w.scales)
+    zero = constant(signature.codes, (out, groups), "zero_points", lambda w: w.zero_points) if zeros else None
     shift = constant(F32, (out, groups), "offsets", lambda w: w.offsets) if offsets else None
 
     def at(rows: int) -> Graph:
-        x = input_("x", form.activations, (rows, inner))
-        bias = None if form.bias is None else input_("bias", form.bias, (out,))
+        x = input_("x", signature.activations, (rows, inner))
+        bias = None if signature.bias is None else input_("bias", signature.bias, (out,))
         y = quantised_linear(
             x,
             codes,
             scale,
-            form.group_size,
+            signature.group_size,
             zero_point=zero,
             offset=shift,
             bias=bias,
-            quantize_activations=form.quantize_activations,
+            quantize_activations=signature.quantize_activations,
         )
         graph = Graph("linear", (x,) if bias is None else (x, bias), (y,), ("y",))
-        return optimise(graph, excess_precision=True) if keeps_digits(form, rows) else graph
+        return optimise(graph, excess_precision=True) if keeps_digits(signature, rows) else graph
 
     return at
 
 
-def keeps_digits(form: Form, rows: int) -> bool:
+def keeps_digits(signature: Signature, rows: int) -> bool:
     """Tell whether weights stay as they are once they are scaled, though x has fewer digits: 4-bit ones, for few rows, on
     Hopper."""
-    few = rows <= FEW_ROWS and form.codes.bits == 4 and not form.quantize_activations
-    return few and "sm_90" in detect(form.device).features
+    few = rows <= FEW_ROWS and signature.codes.bits == 4 and not signature.quantize_activations
+    return few and "sm_90" in detect(signature.device).features
 
 
 @cache
@@ -153,21 +155,21 @@ def pieces(rows: int, most: int) -> list[tuple[int, int]]:
     return found
 
 
-_tables: dict[Form, Buckets] = {}
+_tables: dict[Signature, Buckets] = {}
 
 
 class Kernels:
     """Kernels for one weight and one type of activations.
 
     Attributes:
-        form: what they depend on.
+        signature: what they depend on.
     """
 
-    def __init__(self, form: Form, weight: Callable[[], QuantizedWeight]) -> None:
-        self.form = form
-        target = detect(form.device)
+    def __init__(self, signature: Signature, weight: Callable[[], QuantizedWeight]) -> None:
+        self.signature = signature
+        target = detect(signature.device)
         self._gpu, self._most = target.kind != "cpu", most_rows(target)
-        self._rows = AnyRows(graph_at(form, weight), _tables.get(form), target)
+        self._rows = AnyRows(graph_at(signature, weight), _tables.get(signature), target)
         self._ready: dict[int, Run] = {}
         self._making = threading.Lock()
 
@@ -183,7 +185,7 @@ class Kernels:
         if run is not None:
             return self._result(run, (x, *side))
         if not rows:
-            return x.new_empty((0, self.form.shape[0]))
+            return x.new_empty((0, self.signature.shape[0]))
         cut = pieces(rows, self._most)
         results: list[torch.Tensor] = []
         start = 0
@@ -245,17 +247,19 @@ def _elsewhere(make: Callable[[int], Run], rung: int) -> Run:
         return other.submit(made).result()
 
 
-def tune(form: Form, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
-    """Measure which kernels serve which rows of a form; kernels made from now on go by that.
+def tune(signature: Signature, weight: QuantizedWeight, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
+    """Measure which kernels serve which rows of a signature; kernels made from now on go by that.
 
     Raises:
         InputError: no time.
     """
-    bare = replace(form, parts=(form.parts[0], False))  # what is added for offsets is another product
-    last = most_rows(detect(form.device))
-    program = compile_rows(graph_at(bare, lambda: weight), last=last, device=form.device, budget_s=budget_s, progress=progress)
+    bare = replace(signature, parts=(signature.parts[0], False))  # what is added for offsets is another product
+    last = most_rows(detect(signature.device))
+    program = compile_rows(
+        graph_at(bare, lambda: weight), last=last, device=signature.device, budget_s=budget_s, progress=progress
+    )
     assert program.table is not None
-    _tables[form] = program.table
+    _tables[signature] = program.table
     return program.table
 
 

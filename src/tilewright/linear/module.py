@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 from tilewright.dtype import DType, dtype, from_torch
 from tilewright.errors import InputError, check_type
 from tilewright.ir.ops.functions import BITS_TYPE
-from tilewright.linear.kernels import Form, tune
+from tilewright.linear.kernels import Signature, tune
 from tilewright.linear.op import forget, kernels_for, linear, plain_linear
 from tilewright.runtime.checkpoint import Checkpoint, read_checkpoint
 from tilewright.runtime.packing import QuantizedWeight, pack
@@ -250,7 +250,7 @@ class Linear(torch.nn.Module):
         return self
 
     def tune(self, dtype: torch.dtype | None = None, *, budget_s: float = 30.0, progress: Progress | None = None) -> Buckets:
-        """Measure which kernels serve which numbers of rows, for all layers of this form in this process.
+        """Measure which kernels serve which numbers of rows, for all layers of this signature in this process.
 
         Args:
             dtype: of the activations, as for `prepare`.
@@ -262,7 +262,7 @@ class Linear(torch.nn.Module):
         """
         weight, bias = self.weight, None if self.bias is None else self.bias.dtype
         table = tune(
-            Form.of(weight, self._usual(dtype), bias, quantize_activations=self.quantize_activations),
+            Signature.of(weight, self._usual(dtype), bias, quantize_activations=self.quantize_activations),
             weight,
             budget_s=budget_s,
             progress=progress,

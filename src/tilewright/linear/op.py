@@ -15,7 +15,7 @@ from torch.utils.weak import TensorWeakRef, WeakTensorKeyDictionary
 
 from tilewright.dtype import dtype
 from tilewright.errors import InputError, TypeMismatchError
-from tilewright.linear.kernels import Form, Kernels
+from tilewright.linear.kernels import Signature, Kernels
 from tilewright.runtime.packing import QuantizedWeight
 
 BIAS = 4  # of the arguments behind the packed codes
@@ -57,7 +57,7 @@ def kernels_for(
             held = _held[weight.packed] = _Held(made_of)
         if use not in held.by_use:
             held.by_use[use] = Kernels(
-                Form.of(weight, activations, bias, quantize_activations=quantize_activations), _again(weight)
+                Signature.of(weight, activations, bias, quantize_activations=quantize_activations), _again(weight)
             )
         return held.by_use[use]
 

@@ -15,3 +15,7 @@ HOPPER = (
 )
 HOPPER_NOTES = ("shared memory of a block is at most 227 KB (Hopper Tuning Guide 13.0, 1.4.1.1); wgmma takes n of 8 to 256",)
 HOPPER_SOURCE = f"{H100}; Hopper Tuning Guide 13.0, 1.4.1.1 and 1.4.2: 227 KB of shared memory a block"
+
+ADA = "NVIDIA Ada GPU Architecture whitepaper v2.02, appendix A (GeForce RTX 4090): dense rates, 128 SMs at 2520 MHz"
+ADA_SHARED_BYTES = 99 << 10  # NVIDIA Ada GPU Architecture Tuning Guide 13.0, 1.4.1.1 and 1.4.2.2
+ADA_TUNING = "NVIDIA Ada GPU Architecture Tuning Guide 13.0, 1.4.1.1: 64K registers an SM, 99 KB of shared memory a block"

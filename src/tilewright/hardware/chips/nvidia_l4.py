@@ -1,7 +1,6 @@
 """NVIDIA Ada (L4): a small board for inference, f32 sums at full rate."""
 
-from tilewright.hardware.chips._nvidia import REGISTERS
-from tilewright.hardware.chips._nvidia_ada import ADA, SHARED_BYTES, TUNING
+from tilewright.hardware.chips._nvidia import ADA, ADA_SHARED_BYTES, ADA_TUNING, REGISTERS
 from tilewright.hardware.target import Chip, MatrixUnit, MemoryLevel
 
 L4 = "NVIDIA L4 datasheet, March 2023: 121 TFLOPS of f16, 242 of fp8 and int8, dense; 300 GB/s. Over 58 SMs at 2040 MHz"
@@ -26,7 +25,7 @@ CHIP = Chip(
     sms=58,
     mhz=2040,
     registers_bytes=REGISTERS,
-    shared_bytes=SHARED_BYTES,
-    source=f"{L4}; {TUNING}",
+    shared_bytes=ADA_SHARED_BYTES,
+    source=f"{L4}; {ADA_TUNING}",
     named=r"\bL4\b",
 )

@@ -1,7 +1,6 @@
 """NVIDIA Ada (GeForce RTX 4090 and its family): fp8, a large second-level cache; f32 sums at half rate."""
 
-from tilewright.hardware.chips._nvidia import REGISTERS
-from tilewright.hardware.chips._nvidia_ada import ADA, SHARED_BYTES, TUNING
+from tilewright.hardware.chips._nvidia import ADA, ADA_SHARED_BYTES, ADA_TUNING, REGISTERS
 from tilewright.hardware.target import Chip, MatrixUnit, MemoryLevel
 
 CHIP = Chip(
@@ -24,7 +23,7 @@ CHIP = Chip(
     sms=128,
     mhz=2520,
     registers_bytes=REGISTERS,
-    shared_bytes=SHARED_BYTES,
-    source=f"{ADA}; {TUNING}",
+    shared_bytes=ADA_SHARED_BYTES,
+    source=f"{ADA}; {ADA_TUNING}",
     named="RTX 40",
 )
