@@ -355,6 +355,7 @@ def test_a_file_of_another_kind_is_no_archive_and_is_not_to_be_unpickled(program
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
 def test_a_full_disk_is_no_bug(unbuffered: str, program: str) -> None:
     with Path("/dev/full").open("w") as full:

@@ -91,7 +91,7 @@ def processes(monkeypatch):
     monkeypatch.delenv(SWITCH, raising=False)
 
 
-def test_assistants_work_beside_the_worker_and_end_when_they_are_let_go(processes):
+def test_compile_workers_work_beside_the_worker_and_end_when_they_are_let_go(processes):
     known = fork_server()
     with known.lock:
         known.ensure_worker()
