@@ -244,8 +244,8 @@ def _session(nodes: Any, a: Any, b: Any, constants: dict[str, Any], out: int, b_
 
 
 def xla(case: Case) -> Run:
-    """jax.jit on the CPU, both operands arguments; it runs on as many cores as the others have threads, since XLA takes no number
-    of threads."""
+    """jax.jit on the CPU, both operands arguments; it runs on as many cores as the others have threads, since XLA takes no
+    number of threads."""
     if hasattr(os, "sched_setaffinity") and "OMP_NUM_THREADS" in os.environ:
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: int(os.environ["OMP_NUM_THREADS"])])
     import jax

@@ -215,25 +215,25 @@ def quantize(
         if node not in calibration.seen:
             continue
         seen = calibration.seen[node]
-        coded = _quantized(node, to, seen, device)
-        kept = None
+        quantized = _quantized(node, to, seen, device)
+        skip_reason = None
         if not seen.largest < float("inf"):
-            kept = "its activations are not finite"
-        elif not coded.weight_scales[1] < float("inf"):
-            kept = "its weight is not finite"
-        elif rtol is not None and not coded.error <= rtol:
-            kept = f"its error {coded.error:.3g} exceeds {rtol:g}"
+            skip_reason = "its activations are not finite"
+        elif not quantized.weight_scales[1] < float("inf"):
+            skip_reason = "its weight is not finite"
+        elif rtol is not None and not quantized.error <= rtol:
+            skip_reason = f"its error {quantized.error:.3g} exceeds {rtol:g}"
         else:
-            replacement[node] = coded.node
-        made[node] = coded, kept
+            replacement[node] = quantized.node
+        made[node] = quantized, skip_reason
     whole = graph.with_outputs([*graph.outputs, *made]).replace(replacement)
     results, after = whole.outputs[: len(graph.outputs)], whole.outputs[len(graph.outputs) :]
     layers = [
-        Layer(graph.origin(n), m.error, calibration.seen[n].largest, kept, m.scale, m.weight_scales, n, now)
-        for (n, (m, kept)), now in zip(made.items(), after, strict=True)
+        Layer(graph.origin(n), m.error, calibration.seen[n].largest, skip_reason, m.scale, m.weight_scales, n, now)
+        for (n, (m, skip_reason)), now in zip(made.items(), after, strict=True)
     ]
-    coded = whole.with_outputs(results, _named(whole.origins, layers))
-    return replace(coded, notes=(*coded.notes, *_note(coded))), layers
+    quantized = whole.with_outputs(results, _named(whole.origins, layers))
+    return replace(quantized, notes=(*quantized.notes, *_note(quantized))), layers
 
 
 def left_in_float(graph: Graph) -> dict[str, int]:
@@ -326,8 +326,8 @@ def _quantized(node: Node, to: Scheme, seen: Seen, device: str) -> _Made:
     codes, scale = _encode(weight, to.weight, group, right.dtype if own else F32, right.dtype)
     block = _block(weight, group)
     label = right.op.data.label if isinstance(right.op, Const) else ""
-    coded = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
-    back = Node(Dequantize(right.dtype, block), coded, const(scale))
+    codes_node = Node(Const(Data(TensorType(to.weight, tuple(weight.shape)), codes, label and f"{label}.{to.weight}")))
+    back = Node(Dequantize(right.dtype, block), codes_node, const(scale))
     rows = seen.rows
     if to.activation is not None:
         left = _quantized_activation(left, to.activation, to.rows, seen.largest)

@@ -179,12 +179,14 @@ def _matmul_nbits(op: OpNode) -> Node:
         raise op.malformed(f"MatMulNBits of N={n} K={k} by {packed.type}, scales {scales.type}")
     zero = op.optional(3)
     order = op.optional(4)
-    coded = op.integer("accuracy_level", 0) == EIGHT_BITS and bits == 4 and (zero is None or not zero.dtype.is_float)
-    coded = coded and order is None
+    quantize_activations = (
+        op.integer("accuracy_level", 0) == EIGHT_BITS and bits == 4 and (zero is None or not zero.dtype.is_float)
+    )
+    quantize_activations = quantize_activations and order is None
     if order is not None and (bits != 4 or (zero is not None and not zero.dtype.is_float)):  # onnxruntime's own differ or fail
         what = f"MatMulNBits of {bits} bits with g_idx" + (" and zero points" if zero is not None else "")
         raise op.refuse(what, "quantize without reordering (act_order)")
-    dtype = F32 if coded else a.dtype
+    dtype = F32 if quantize_activations else a.dtype
     plain = zero is None and bits < 8 and isinstance(packed.op, Const)  # then s4 codes: no zero points to keep
     codes = unpacked(reshape(packed, (n, groups * block * bits // 8)), bits, signed=plain)
     scale = reshape(scales, (n, groups))
@@ -213,7 +215,7 @@ def _matmul_nbits(op: OpNode) -> Node:
         if zero is None and not plain:
             zeros = [broadcast(const(1 << bits - 1, codes.dtype), (n, groups))]
         weight = Node(Dequantize(dtype, (1, block)), codes, scale, *zeros)
-    left = _quantized(a, block) if coded else a
+    left = _quantized(a, block) if quantize_activations else a
     y = convert(reshape(matmul(left, swap_last(weight), out_dtype=dtype), (*a.shape[:-1], n)), a.dtype)
     bias = op.optional(5)
     return y if bias is None else map_("add", y, bias)

@@ -51,8 +51,8 @@ def accuracy(source: Graph, program: Executable, layers: Sequence[Made], feeds: 
     # Attention may have been recognised first: not all of these are nodes of `source`.
     befores = dict.fromkeys(m.before for m in layers)
     exact, wanted = _sampled(source.with_outputs([*source.outputs, *befores]), on_cpu, set(befores))
-    coded, _ = _sampled(program.source, on_cpu, {m.after for m in layers})
-    losses = [Loss(m.where, str(m.before.type), relative_error(coded[m.after], exact[m.before])) for m in layers]
+    quantized, _ = _sampled(program.source, on_cpu, {m.after for m in layers})
+    losses = [Loss(m.where, str(m.before.type), relative_error(quantized[m.after], exact[m.before])) for m in layers]
     named = zip(source.output_names, source.outputs, program.run(inputs), wanted[: len(source.outputs)], strict=True)
     outputs = [
         Loss(name, str(node.type), relative_error(got.cpu(), reference))
