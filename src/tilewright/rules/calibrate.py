@@ -99,7 +99,7 @@ class Layer:
         where: its name in the source.
         error: relative error of its result on calibration rows, in norm.
         largest: magnitude that scales its activations per tensor.
-        kept: a sentence why it stayed in float, None if it was quantised.
+        skip_reason: a sentence why it stayed in float, None if it was quantised.
         scale: of its activations; None if they are not quantised, or scaled per row as the model runs.
         weight_scales: the smallest and the largest scale of its weight.
         before: the product in the float model.

@@ -69,10 +69,10 @@ def load(program: object, options: LoadOptions) -> Graph:
 
 
 def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) -> Graph:
-    asks = list[str]()
+    asked = list[str]()
     try:
-        graph = _read(program, options, asks)
-        _check_same_traced(program, options, asks)
+        graph = _read(program, options, asked)
+        _check_same_traced(program, options, asked)
         return graph
     except DependsOnDataError as refused:
         if not isinstance(program, torch.nn.Module):
@@ -85,20 +85,20 @@ def _traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions) ->
                 return replace(graph, notes=(*graph.notes, GROUPED))
         try:
             with as_taken(program, *arguments(options.example_inputs, program)) as learnt:
-                graph = _read(program, options, asks, taken=True)
+                graph = _read(program, options, asked, taken=True)
         except Exception as error:
             raise UnsupportedError(f"{refused.what}; {_second(error)}", where=refused.where, hint=refused.hint) from error
-    _check_same_traced(program, options, asks)
+    _check_same_traced(program, options, asked)
     return replace(graph, notes=(*graph.notes, *map(note, learnt)))
 
 
-def _check_same_traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions, asks: Sequence[str]) -> None:
+def _check_same_traced(program: torch.nn.Module | ExportedProgram, options: LoadOptions, asked: Sequence[str]) -> None:
     """See that a module that asks whether it is being traced computes the same if it is.
 
     Raises:
         UnsupportedError: it does not, on the example inputs, by more than rounding explains.
     """
-    if not asks or not isinstance(program, torch.nn.Module):
+    if not asked or not isinstance(program, torch.nn.Module):
         return
     apart = differs_as_traced(program, *arguments(options.example_inputs, program))
     if apart > _ROUNDING:
@@ -146,9 +146,9 @@ def _grouped_experts(module: torch.nn.Module) -> Generator[bool]:
 
 
 def _read(
-    program: torch.nn.Module | ExportedProgram, options: LoadOptions, asks: list[str] | None = None, *, taken: bool = False
+    program: torch.nn.Module | ExportedProgram, options: LoadOptions, asked: list[str] | None = None, *, taken: bool = False
 ) -> Graph:
-    ready = exported(program, options, asks, taken=taken)
+    ready = exported(program, options, asked, taken=taken)
     return replace(Reader(ready, program_name(program)).read(), places=places(program, ready, options.example_inputs))
 
 

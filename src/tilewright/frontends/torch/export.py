@@ -45,12 +45,12 @@ _MUTATIONS = {
 
 
 def exported(
-    program: ExportedProgram | torch.nn.Module, options: LoadOptions, asks: list[str] | None = None, *, taken: bool = False
+    program: ExportedProgram | torch.nn.Module, options: LoadOptions, asked: list[str] | None = None, *, taken: bool = False
 ) -> ExportedProgram:
     """The program as functional ATen: shapes concrete, only operators kept that have a translation or no decomposition.
 
     Weights are those of the program: nothing is copied. Places of its source that ask whether it is being traced are added
-    to `asks`. `taken`: the module is told what it asks of tensors (`taken.py`).
+    to `asked`. `taken`: the module is told what it asks of tensors (`taken.py`).
 
     Raises:
         InputError: example inputs are missing or do not fit; a symbolic extent is not bound.
@@ -64,7 +64,7 @@ def exported(
         args, kwargs = arguments(options.example_inputs, program)
         module, where = program, program_name(program)
         try:
-            with asking([] if asks is None else asks), contextlib.nullcontext() if taken else numbers_refused(where):
+            with asking([] if asked is None else asked), contextlib.nullcontext() if taken else numbers_refused(where):
                 traced = _export(module, args, kwargs, where)
             return _functional(traced, options, kept)
         except InputError as error:

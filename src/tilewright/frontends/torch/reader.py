@@ -243,14 +243,14 @@ class Reader:
         values = [v for s, v in zip(signature.output_specs, every, strict=True) if s.kind is OutputKind.USER_OUTPUT]
         names = _output_names(self._program, len(specs))
         nodes: list[Node] = []
-        kept: list[str] = []
+        labels: list[str] = []
         for value, spec, name in zip(values, specs, names, strict=True):
             if isinstance(spec.arg, TensorArgument) and isinstance(value, Node):
                 if value.dtype is OPAQUE:
                     hint = "return torch.view_as_real of it"
                     raise UnsupportedError("an output is of a type no graph holds (complex?)", where=name, hint=hint)
                 nodes.append(value)
-                kept.append(name)
+                labels.append(name)
             elif value is not None:
                 self._notes.append(f"output {name!r} is {value!r}, no tensor, and is left out")
         changed = {
@@ -259,8 +259,8 @@ class Reader:
         for label in self._kept:
             made, _ = self._kept[label]
             nodes.append(broadcast(as_type(cast("Node", changed[label]), made.dtype), made.shape))  # as copy_ does it
-            kept.append(label)
-        return nodes, kept
+            labels.append(label)
+        return nodes, labels
 
     def _note_conversions(self, outputs: Sequence[Node]) -> None:
         graph = Graph(self._name, (), tuple(outputs), ())

@@ -115,10 +115,10 @@ def _spread_and_mean(
     distance = map_("subtract", x, mean)
     furthest = reduce_("maximum", map_("abs", distance), axes, keepdims=True)
 
-    def by_size(above: float, below: float, between: float) -> Node:
+    def by_size(if_far: float, if_near: float, otherwise: float) -> Node:
         far, near = map_("greater", furthest, cast(_FAR, F32)), map_("less", furthest, cast(_NEAR, F32))
-        other = Node(Select(), near, cast(below, F32), cast(between, F32))
-        return Node(Select(), far, cast(above, F32), other)
+        other = Node(Select(), near, cast(if_near, F32), cast(otherwise, F32))
+        return Node(Select(), far, cast(if_far, F32), other)
 
     moment = _mean_square(map_("multiply", distance, by_size(_SMALLER, _LARGER, 1.0)), axes, _divisor(count, correction))
     back = by_size(less / _SMALLER, less / _LARGER, less)
