@@ -163,9 +163,11 @@ class ReductionNest:
             if is_named(n, "multiply") and is_named(n.src[1], "divide") and is_named(n.src[0], "exponential"):
                 weight, total = n.src[0], n.src[1].src[1]
                 below, highest = weight.src[0], weight.src[0].src[-1:]
-                alone = [set(users[weight]) == {n, total}, weight not in self.roots, _adds_up(total, weight)]
+                adds_up = isinstance(total.op, Reduce) and total.op.fn == "add" and total.src == (weight,)
                 if (
-                    all(alone)
+                    adds_up
+                    and set(users[weight]) == {n, total}
+                    and weight not in self.roots
                     and is_named(below, "subtract")
                     and highest[0].src == below.src[:1]
                     and users[highest[0]] == [below]
@@ -212,10 +214,6 @@ class ReductionNest:
 
 def is_named(n: Node, fn: str) -> bool:
     return isinstance(n.op, Map) and n.op.fn == fn
-
-
-def _adds_up(n: Node, what: Node) -> bool:
-    return isinstance(n.op, Reduce) and n.op.fn == "add" and n.src == (what,)
 
 
 def _cost(n: Node) -> int:

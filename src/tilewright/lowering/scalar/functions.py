@@ -57,20 +57,16 @@ def apply(fn: str, dtype: DType, args: Sequence[Value]) -> Value:
         return b.compare(COMPARE[fn], *args)
     if fn in TESTS:
         return TESTS[fn](args[0])
-    value = _of_floats(fn, args)
+    if fn in b.native:
+        value = b.call(fn, *args)
+    else:
+        value = wide.call(fn, args) if fn in wide.FUNCTIONS else FUNCTIONS[fn](*args)
     return b.cut(value) if dtype is BF16 and fn in PICKED else convert(value, F32, dtype)
 
 
 def gelu_at_once(x: Value, dtype: DType, form: tuple[Sequence[float], float]) -> Value:
     """`gelu_by_power` of any float type."""
     return convert(gelu_by_power(convert(x, dtype, F32), *form), F32, dtype)
-
-
-def _of_floats(fn: str, args: Sequence[Value]) -> Value:
-    b = args[0].builder
-    if fn in b.native:
-        return b.call(fn, *args)
-    return wide.call(fn, args) if fn in wide.FUNCTIONS else FUNCTIONS[fn](*args)
 
 
 def _of_integers(fn: str, dtype: DType, args: Sequence[Value]) -> Value:

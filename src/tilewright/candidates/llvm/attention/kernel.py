@@ -191,8 +191,6 @@ class AttentionWriter(GemmWriter):
             def one(column: Int, mask: str | None) -> None:
                 vectors = Vectors(f, s.lhs, lanes, Columns(column, True, mask), sources)
                 value = self._operand(vectors, at, "lhs")
-                if mask is not None:
-                    value = f.v(f"select {vec(lanes, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
                 offset = f.add(f.mul(loop.index, s.lhs_stride), f.mul(column, 4 // d.k))
                 f.store(d.operand, value, f.at(to, offset), 4)
 

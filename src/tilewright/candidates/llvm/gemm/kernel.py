@@ -107,8 +107,8 @@ class GemmWriter:
 
     # -- packing
 
-    def _operand(self, vectors: Vectors, row: Int, as_: str) -> str:
-        """An operand's value, in the type that the instruction multiplies."""
+    def _operand(self, vectors: Vectors, row: Int, as_: str, *, zeros: bool = True) -> str:
+        """An operand's value, in the type that the instruction multiplies; with `zeros`, zero in lanes that do not exist."""
         dot = self.nest.dot
         dtype, root = dot.lhs if as_ == "lhs" else dot.rhs, vectors.access.root.dtype
         value = vectors.row(row)
@@ -116,8 +116,11 @@ class GemmWriter:
         if root is not dtype if root.is_float else element(root) != element(dtype):
             value = vectors.convert(value, root, dtype)
         if dot.element == "bfloat":
-            return vectors.f.v(f"bitcast {vec(vectors.lanes, 'i16')} {value} to {vec(vectors.lanes, 'bfloat')}")
-        return value
+            value = vectors.f.v(f"bitcast {vec(vectors.lanes, 'i16')} {value} to {vec(vectors.lanes, 'bfloat')}")
+        mask, t = vectors.columns.mask, dot.operand
+        if mask is None or not zeros:
+            return value
+        return vectors.f.v(f"select {vec(vectors.lanes, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
 
     def _pack_lhs(self) -> None:
         """pack_lhs(d): tiles of the left operand, a task each; pack_tile(d, b, tile, to, sums): one of them."""
@@ -151,9 +154,6 @@ class GemmWriter:
             def one(column: Int, mask: str | None, total: str) -> str:
                 vectors = Vectors(f, n.lhs, n.vector, Columns(column, True, mask), sources)
                 value = self._operand(vectors, row, "lhs")
-                if mask is not None:
-                    t = d.operand
-                    value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
                 if n.blocks.pack_lhs:
                     pass_, at = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
                     place = f.mul(f.mul(pass_, n.tiles), n.lhs_tile)
@@ -224,7 +224,7 @@ class GemmWriter:
 
             def group(index: Int, count: int, at: Int = part.index, vectors: Vectors = vectors) -> None:
                 first = f.add(f.mul(b, n.depth), f.mul(index, d.k))
-                rows = [self._operand(vectors, f.add(first, i), "rhs") for i in range(count)]
+                rows = [self._operand(vectors, f.add(first, i), "rhs", zeros=False) for i in range(count)]
                 rows += ["zeroinitializer"] * (d.k - count)
                 value = self._flipped(f, type_, self._interleaved(f, rows, lanes))
                 f.store(type_, value, f.at(out, f.mul(f.add(f.mul(index, n.nv), at), d.vector_bytes)), 4)
@@ -267,11 +267,9 @@ class GemmWriter:
         with f.loop(0, n.nv) as part:
             column = self._column(f, panel, part.index)
 
-            def read(vectors: Vectors, i: Int, mask: str | None, column: Int = column) -> str:
+            def read(vectors: Vectors, i: Int, column: Int = column) -> str:
                 inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored
                 value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
-                if mask is not None:
-                    value = f.v(f"select {vec(n.vector, 'i1')} {mask}, {d.operand} {value}, {d.operand} zeroinitializer")
                 return f.v(f"bitcast {d.operand} {self._flipped(f, d.operand, value)} to {words}")
 
             def place(group: Int, at: Int = part.index) -> str:
@@ -281,13 +279,13 @@ class GemmWriter:
                 with f.loop(0, whole, n.vector) as loop:
                     vectors = Vectors(f, n.rhs, n.vector, Columns(loop.index, True, None), sources)
                     first = f.div(loop.index, d.k)
-                    for i, value in enumerate(transposed(f, [read(vectors, i, None) for i in range(d.lanes)], word)):
+                    for i, value in enumerate(transposed(f, [read(vectors, i) for i in range(d.lanes)], word)):
                         f.store(words, value, place(f.add(first, i)), 4)
             if left:
                 mask = f.first_lanes(n.vector, left)
                 vectors = Vectors(f, n.rhs, n.vector, Columns(whole, True, mask), sources)
                 with f.loop(0, d.lanes) as lane:
-                    f.store(words, read(vectors, lane.index, mask), line, width)
+                    f.store(words, read(vectors, lane.index), line, width)
                     to = f.mul(lane.index, d.lane_bytes)
                     with f.loop(0, n.groups(left)) as group:
                         value = f.load(word, f.at(line, f.mul(group.index, d.lane_bytes)), 4)
