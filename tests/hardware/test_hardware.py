@@ -141,6 +141,7 @@ GPUS = [  # name, compute capability or gfx architecture, the chip it is taken f
     ("NVIDIA A100-SXM4-80GB", (8, 0), "nvidia_a100", True),
     ("NVIDIA L4", (8, 9), "nvidia_l4", True),
     ("NVIDIA GeForce RTX 4090", (8, 9), "nvidia_rtx4090", True),
+    ("NVIDIA RTX 4000 Ada Generation", (8, 9), "nvidia_l4", False),
     ("NVIDIA H100 80GB HBM3", (9, 0), "nvidia_h100", True),
     ("NVIDIA H200", (9, 0), "nvidia_h200", True),
     ("NVIDIA B200", (10, 0), "nvidia_b200", True),
@@ -249,6 +250,10 @@ PEAKS = {
     "amd_mi300x": ("f8e4m3fnuz", 2614.9),
     "amd_mi355": ("bf16", 2516.6),
 }
+
+
+def test_every_gpu_is_held_against_its_data_sheet():
+    assert set(PEAKS) == {c.name for c in detect.chips() if c.kind == "cuda" and not c.family}
 
 
 @pytest.mark.parametrize("name", PEAKS)

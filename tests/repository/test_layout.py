@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from paths import ROOT
 
+from tilewright.schedule.key import CHOOSING
+
 SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "tilewright"
 # From the ground up; those on one floor do not import each other.
@@ -72,6 +74,17 @@ def imports(path: Path) -> Iterator[tuple[str, int]]:
         else:
             continue
         yield from ((name, node.lineno) for name in names if name.split(".")[0] == "tilewright")
+
+
+def test_a_decision_depends_on_all_code_that_makes_a_kernel():
+    """Code of a folder that a key does not digest could change, and old choices would be read back."""
+    folders = {name for name in FLOOR if (PACKAGE / name).is_dir()}
+    needed, found = {"candidates"}, set[str]()
+    while needed - found:
+        found |= needed
+        files = [path for folder in found for path in (PACKAGE / folder).rglob("*.py")]
+        needed |= {name.split(".")[1] for path in files for name, _ in imports(path) if "." in name} & folders
+    assert found == set(CHOOSING)
 
 
 def part(module: str) -> str:

@@ -22,7 +22,7 @@ from tilewright.schedule.problem import AnyProblem, FusionProblem
 from tilewright.schedule.record import Key
 
 PACKAGE = Path(__file__).parent.parent
-CHOOSING = ("candidates", "hardware", "ir", "schedule")  # folders whose code makes kernels and chooses among them
+CHOOSING = ("candidates", "hardware", "ir", "lowering", "schedule")  # folders whose code makes kernels and chooses among them
 DRIVERS = (Path("/proc/driver/nvidia/version"), Path("/sys/module/nvidia/version"), Path("/sys/module/amdgpu/version"))
 # What torch's allocators give: 64 bytes on a CPU (c10/core/alignment.h), 512 on a GPU (c10/cuda/CUDACachingAllocator.h).
 ALIGNMENT_BYTES = {"cpu": 64, "cuda": 512}

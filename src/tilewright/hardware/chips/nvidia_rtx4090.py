@@ -25,5 +25,5 @@ CHIP = Chip(
     registers_bytes=REGISTERS,
     shared_bytes=ADA_SHARED_BYTES,
     source=f"{ADA}; {ADA_TUNING}",
-    named="RTX 40",
+    named=r"RTX 40[5-9]0",
 )

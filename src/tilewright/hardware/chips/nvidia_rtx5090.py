@@ -28,5 +28,5 @@ CHIP = Chip(
     registers_bytes=REGISTERS,
     shared_bytes=99 << 10,
     source=f"{RTX}; {TUNING}",
-    named="RTX 50",
+    named=r"RTX 50[5-9]0",
 )
