@@ -16,7 +16,7 @@ BLOCK = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 def blocks(language: str) -> list[pytest.param]:
     found = []
-    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for i, (kind, rest, body) in enumerate(BLOCK.findall(file.read_text())):
             if kind == language and "no-run" not in rest:
                 marks = [pytest.mark.conformance] if "slow" in rest else []
@@ -63,6 +63,6 @@ def test_there_are_blocks_of_both_kinds() -> None:
 
 
 def test_every_language_is_known() -> None:
-    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+    for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for kind, _, body in BLOCK.findall(file.read_text()):
             assert kind in ("python", "sh", "text", "json"), f"{file.name}: {kind or 'no language'}: {body[:40]}"
