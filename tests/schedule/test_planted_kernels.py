@@ -1,5 +1,7 @@
 """Broken machine code in a whole search: every planted kernel is built and run in the worker, and none is ever timed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from planted_kernels import MISTAKES, Broken
@@ -72,9 +74,10 @@ def test_broken_machine_code_is_refused_before_it_is_timed(planted, timed, monke
     before = torch.get_num_threads()
     request.addfinalizer(lambda: torch.set_num_threads(before))
     torch.set_num_threads(2)  # one alone does not race
-    for _ in range(5):  # where others keep the processors busy, threads that race may happen to take turns
+    target = replace(CPU, cores=2)
+    for _ in range(20):  # where others keep the processors busy, threads that race may happen to take turns
         timed.clear()
-        decision = search(problem, CPU, budget_s=0.05, candidates=generated)
+        decision = search(problem, target, budget_s=0.05, candidates=generated)
         whys = refusals(decision)
         if "race" in whys:
             break
