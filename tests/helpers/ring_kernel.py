@@ -20,13 +20,13 @@ class Summed:
 @gluon.jit
 def producer(ring, a_desc, b_desc, config: gl.constexpr):
     nbytes: gl.constexpr = 2 * config.rows * config.columns * 4
-    stage, phase = 0, 0
+    pipe_write = ring.state()
     for step in range(config.steps):
-        ring.acquire(stage, phase)
-        ring.expect(stage, nbytes)
-        ring.load(stage, a_desc, [step * config.rows, 0], ring.buffers[0].index(stage))
-        ring.load(stage, b_desc, [step * config.rows, 0], ring.buffers[1].index(stage))
-        stage, phase = ring.advance(stage, phase)
+        ring.acquire(pipe_write)
+        ring.expect(pipe_write, nbytes)
+        ring.load(pipe_write, a_desc, [step * config.rows, 0], ring.buffers[0].index(pipe_write.stage))
+        ring.load(pipe_write, b_desc, [step * config.rows, 0], ring.buffers[1].index(pipe_write.stage))
+        pipe_write = pipe_write.advance()
 
 
 @gluon.jit
@@ -34,11 +34,11 @@ def consumer(group: gl.constexpr, ring, side, config: gl.constexpr, epilogue: gl
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [8, 4], [4, 1], [1, 0])
     acc = gl.zeros([config.rows, config.columns], gl.float32, layout)
     for step in range(config.steps):
-        stage, phase = ring.position(step)
-        ring.wait(stage, phase)
-        acc += ring.buffers[0].index(stage).load(layout) + ring.buffers[1].index(stage).load(layout)
+        pipe_read = ring.state(step)
+        ring.wait(pipe_read)
+        acc += ring.buffers[0].index(pipe_read.stage).load(layout) + ring.buffers[1].index(pipe_read.stage).load(layout)
         barrier()
-        ring.release(stage)
+        ring.release(pipe_read)
     epilogue(acc, group, layout, side)
 
 

@@ -1,4 +1,5 @@
-"""Every code block in the README and docs runs; after the language, `no-run` leaves one out, `slow` to `make conformance`."""
+"""Every code block in the README, the docs and CONTRIBUTING runs; after the language, `no-run` leaves one out, `slow` to
+`make conformance`, `triton` where that is not installed."""
 
 import functools
 import os
@@ -6,6 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,10 +17,10 @@ BLOCK = re.compile(r"^```(\w+)?([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(language: str) -> list[pytest.param]:
-    found = []
+    found, left_out = [], "no-run" if find_spec("triton") else "no-run|triton"
     for file in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))):
         for i, (kind, rest, body) in enumerate(BLOCK.findall(file.read_text())):
-            if kind == language and "no-run" not in rest:
+            if kind == language and not re.search(left_out, rest):
                 marks = [pytest.mark.conformance] if "slow" in rest else []
                 found.append(pytest.param(body, id=f"{file.name}-{i}", marks=marks))
     return found
@@ -31,9 +33,10 @@ def cache() -> tempfile.TemporaryDirectory[str]:
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    """In a folder of its own that has the examples, with the installed command on the path."""
+    """In a folder of its own that has the examples and the tests, with the installed command on the path."""
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "examples").symlink_to(ROOT / "examples")
+        for name in ("examples", "tests"):
+            (Path(folder) / name).symlink_to(ROOT / name)
         environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",

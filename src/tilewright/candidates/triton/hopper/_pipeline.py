@@ -3,8 +3,8 @@
 `PipelineTmaAsync`).
 
 A stage is one slice of each of `buffers`. Its full barrier turns over once all bytes that are expected have come, its empty
-barrier once every consumer has released it. Who goes from stage to stage keeps a step that counts them all
-(`position`), or a stage with its phase (`advance`).
+barrier once every consumer has released it. Who goes from stage to stage keeps a `PipelineState`, or a step that counts them
+all, of which `state` makes one.
 """
 
 from triton.experimental import gluon
@@ -12,6 +12,22 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret, tma_load
+
+
+@aggregate_of
+class PipelineState:
+    """A stage of a ring of `stages`, and its full barrier's phase, the parity of the round; the empty one's is the other."""
+
+    stage: gl.tensor
+    phase: gl.tensor
+    stages: gl.constexpr
+
+    @gluon.jit
+    def advance(self):
+        """The state after this one."""
+        last = self.stage == self.stages - 1
+        stage, phase = gl.where(last, 0, self.stage + 1), gl.where(last, self.phase ^ 1, self.phase)
+        return PipelineState(stage, phase, self.stages)
 
 
 @aggregate_of
@@ -24,46 +40,41 @@ class Pipeline:
     stages: gl.constexpr
 
     @gluon.jit
-    def position(self, step):
-        """The stage of a step, and the parity of its barriers in this round."""
-        return step % self.stages, step // self.stages % 2
+    def state(self, step=0):
+        """The state at a step."""
+        step = gl.to_tensor(step)
+        return PipelineState(step % self.stages, step // self.stages % 2, self.stages)
 
     @gluon.jit
-    def advance(self, stage, phase):
-        """The position after this one."""
-        last = stage == self.stages - 1
-        return gl.where(last, 0, stage + 1), gl.where(last, phase ^ 1, phase)
-
-    @gluon.jit
-    def acquire(self, stage, phase):
+    def acquire(self, state):
         """The producer waits until all consumers have released a stage."""
-        mbarrier.wait(self.empty_barriers.index(stage), phase ^ 1)
+        mbarrier.wait(self.empty_barriers.index(state.stage), state.phase ^ 1)
 
     @gluon.jit
-    def expect(self, stage, nbytes: gl.constexpr):
+    def expect(self, state, nbytes: gl.constexpr):
         """The producer says how many bytes TMA brings to a stage that it has acquired."""
-        mbarrier.expect(self.full_barriers.index(stage), nbytes)
+        mbarrier.expect(self.full_barriers.index(state.stage), nbytes)
 
     @gluon.jit
-    def load(self, stage, desc, coordinates, buffer):
+    def load(self, state, desc, coordinates, buffer):
         """The producer has TMA bring a box to a buffer that belongs to a stage."""
         box = reinterpret(buffer, desc.dtype, desc.block_type.shape, desc.layout)
-        tma_load(desc, coordinates, self.full_barriers.index(stage), box)
+        tma_load(desc, coordinates, self.full_barriers.index(state.stage), box)
 
     @gluon.jit
-    def commit(self, stage):
+    def commit(self, state):
         """The producer has written to a stage itself: one more arrival (`producers` of `pipeline`)."""
-        mbarrier.arrive(self.full_barriers.index(stage), count=1)
+        mbarrier.arrive(self.full_barriers.index(state.stage), count=1)
 
     @gluon.jit
-    def wait(self, stage, phase, pred=True):
+    def wait(self, state, pred=True):
         """A consumer waits until a stage is full."""
-        mbarrier.wait(self.full_barriers.index(stage), phase, pred=pred)
+        mbarrier.wait(self.full_barriers.index(state.stage), state.phase, pred=pred)
 
     @gluon.jit
-    def release(self, stage, pred=True):
+    def release(self, state, pred=True):
         """A consumer is done with a stage, if `pred`."""
-        mbarrier.arrive(self.empty_barriers.index(stage), pred=pred)
+        mbarrier.arrive(self.empty_barriers.index(state.stage), pred=pred)
 
 
 @gluon.jit

@@ -103,31 +103,31 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, m
         count = chunks_of(part, config)
         if config.hides:
             count = last_chunk(head, count, side, config, mask)
-            slot, phase = counts.position(done)
-            counts.acquire(slot, phase)
-            counts.buffers[0].index(slot).store(gl.zeros([1], gl.int32, one) + count)
+            slot = counts.state(done)
+            counts.acquire(slot)
+            counts.buffers[0].index(slot.stage).store(gl.zeros([1], gl.int32, one) + count)
             counts.commit(slot)
             done += 1
         key_head = head // config.shared
         for j in range(count):
-            stage, phase = k_ring.position(step)
+            pipe_write = k_ring.state(step)
             key = (count - 1 - j) * CHUNK
             if config.by_keys:
                 hidden = mask_of_keys(head, key, CHUNK, config.keys % CHUNK > 0, side, config, mask)
 
-            k_ring.acquire(stage, phase)
-            k_ring.expect(stage, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
-            k_ring.load(stage, k_desc, k_at(key_head, key), k_ring.buffers[0].index(stage))
+            k_ring.acquire(pipe_write)
+            k_ring.expect(pipe_write, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
+            k_ring.load(pipe_write, k_desc, k_at(key_head, key), k_ring.buffers[0].index(pipe_write.stage))
             if config.by_keys:
-                k_ring.buffers[1].index(stage).store(hidden)
+                k_ring.buffers[1].index(pipe_write.stage).store(hidden)
                 if config.hides:
                     shows_all = (gl.min(hidden, 0) > 0).to(gl.int32)
-                    k_ring.buffers[2].index(stage).store(gl.zeros([1], gl.int32, one) + shows_all)
-                k_ring.commit(stage)
+                    k_ring.buffers[2].index(pipe_write.stage).store(gl.zeros([1], gl.int32, one) + shows_all)
+                k_ring.commit(pipe_write)
 
-            v_ring.acquire(stage, phase)
-            v_ring.expect(stage, CHUNK * config.width * v_desc.dtype.primitive_bitwidth // 8)
-            v_ring.load(stage, v_desc, v_at(key_head, key), v_ring.buffers[0].index(stage))
+            v_ring.acquire(pipe_write)
+            v_ring.expect(pipe_write, CHUNK * config.width * v_desc.dtype.primitive_bitwidth // 8)
+            v_ring.load(pipe_write, v_desc, v_at(key_head, key), v_ring.buffers[0].index(pipe_write.stage))
             step += 1
 
 
@@ -143,16 +143,15 @@ def load_tile(group, item, q_desc, q, q_full, config, q_at):
 
 @gluon.jit
 def multiply_keys(q, k_ring, step, config):
-    """Issues the product of queries and a chunk of keys; its stage."""
-    stage, phase = k_ring.position(step)
-    k_ring.wait(stage, phase)
-    return stage, multiply_chunk(q, k_ring.buffers[0].index(stage), CHUNK)
+    """Issues the product of queries and a chunk of keys. Gives the stage that those are in, as a state, and it."""
+    pipe_read = k_ring.state(step)
+    k_ring.wait(pipe_read)
+    return pipe_read, multiply_chunk(q, k_ring.buffers[0].index(pipe_read.stage), CHUNK)
 
 
 @gluon.jit
 def wait_for_values(v_ring, step):
-    stage, phase = v_ring.position(step)
-    v_ring.wait(stage, phase)
+    v_ring.wait(v_ring.state(step))
 
 
 @gluon.jit
@@ -160,7 +159,7 @@ def multiply_values(weights, v_ring, step, acc, config):
     """Issues the product of weights and the values of a chunk."""
     if not config.overlapped:
         wait_for_values(v_ring, step)
-    return warpgroup_mma(weights, v_ring.buffers[0].index(step % v_ring.stages), acc, use_acc=True, is_async=True)
+    return warpgroup_mma(weights, v_ring.buffers[0].index(v_ring.state(step).stage), acc, use_acc=True, is_async=True)
 
 
 @gluon.jit
@@ -202,9 +201,9 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales,
     for item in range(gl.program_id(0), config.items, gl.num_programs(0)):
         head, part = locate(item, config)
         if config.hides:
-            slot, phase = counts.position(done)
-            counts.wait(slot, phase)
-            count = gl.max(counts.buffers[0].index(slot).load(one), 0)
+            slot = counts.state(done)
+            counts.wait(slot)
+            count = gl.max(counts.buffers[0].index(slot.stage).load(one), 0)
             counts.release(slot)
             done += 1
         else:
@@ -214,10 +213,10 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales,
         # Prologue: the weights of the last chunk.
         mbarrier.wait(q_full.index(group), q_phase)
         q_phase = q_phase ^ 1
-        stage, scores = multiply_keys(q.index(group), k_ring, step, config)
+        pipe_read, scores = multiply_keys(q.index(group), k_ring, step, config)
         scores = warpgroup_mma_wait(0, deps=(scores,))
-        scores = apply_mask(scores, k_ring, stage, scales, config)
-        k_ring.release(stage)
+        scores = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
+        k_ring.release(pipe_read)
         scores = apply_causal(scores, tile, count - 1, config, True)
         row_max = reduce_rows(scores, gl.max, config)
         base = base_of(row_max, scales, config.masked or config.causal)
@@ -237,11 +236,11 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales,
 
         # Mainloop: the scores of a chunk, while the weights of the one before meet their values.
         for j in range(1, count):
-            stage, scores = multiply_keys(q.index(group), k_ring, step + j, config)
+            pipe_read, scores = multiply_keys(q.index(group), k_ring, step + j, config)
             acc = multiply_values(weights, v_ring, step + j - 1, acc, config)
             scores = warpgroup_mma_wait(1, deps=(scores,))
-            scores = apply_mask(scores, k_ring, stage, scales, config)
-            k_ring.release(stage)
+            scores = apply_mask(scores, k_ring, pipe_read.stage, scales, config)
+            k_ring.release(pipe_read)
             scores = apply_causal(scores, tile, count - 1 - j, config, False)
             before = base
             row_max = gl.maximum(row_max, reduce_rows(scores, gl.max, config))
@@ -258,7 +257,7 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales,
             if config.overlapped:
                 wait_for_values(v_ring, step + j)
             result = warpgroup_mma_wait(0, deps=(acc,))
-            v_ring.release((step + j - 1) % config.num_stages)
+            v_ring.release(v_ring.state(step + j - 1))
             acc = warpgroup_mma_init(result * gl.convert_layout(alpha, rows)[:, None])
             weights = following
 
@@ -268,7 +267,7 @@ def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales,
             load_tile(group, item + gl.num_programs(0), q_desc, q, q_full, config, q_at)
         acc = multiply_values(weights, v_ring, step + count - 1, acc, config)
         result = warpgroup_mma_wait(0, deps=(acc,))
-        v_ring.release((step + count - 1) % config.num_stages)
+        v_ring.release(v_ring.state(step + count - 1))
         step += count
 
         inverse = inverse_of(gl.convert_layout(row_sum, rows), scales, config)

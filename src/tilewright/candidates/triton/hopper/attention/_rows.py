@@ -341,12 +341,13 @@ def persistent_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full
     for item in range(gl.program_id(0), config.heads, gl.num_programs(0)):
         head = reversed_head(item, config)
         key_head = head // config.shared
-        stage, phase = k_ring.position(n)
-        k_ring.acquire(stage, phase)
-        k_ring.expect(stage, config.chunks * size * config.depth * k_desc.dtype.primitive_bitwidth // 8)
+        pipe_write = k_ring.state(n)
+        stage = pipe_write.stage
+        k_ring.acquire(pipe_write)
+        k_ring.expect(pipe_write, config.chunks * size * config.depth * k_desc.dtype.primitive_bitwidth // 8)
         for i in gl.static_range(config.chunks):
-            k_ring.load(stage, k_desc, k_at(key_head, i * CHUNK), k_ring.buffers[0].index(stage * config.chunks + i))
-        mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            k_ring.load(pipe_write, k_desc, k_at(key_head, i * CHUNK), k_ring.buffers[0].index(stage * config.chunks + i))
+        mbarrier.wait(v_empty.index(stage), pipe_write.phase ^ 1)
         for i in gl.static_range(config.chunks):
             load_rows(stage * config.chunks + i, key_head, i * CHUNK, v_desc, v, v_full, size, config.width, v_at)
         if config.by_keys:
@@ -359,7 +360,7 @@ def persistent_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full
 
 @gluon.jit
 def persistent_tile(
-    group, item, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side, first, keys, config, q_at,
+    group, item, tile, following, pipe_read, q_phase, rings, bias, ones, whole, scales, side, first, keys, config, q_at,
     mask, epilogue,
 ):  # fmt: skip
     """A tile of queries, of which all see no more than `keys`, and causality cuts nothing that tile `first` sees; the phase of
@@ -367,6 +368,7 @@ def persistent_tile(
     q_desc, q, q_full, k_ring, v, v_full, _ = rings
     out: gl.constexpr = fragment(config.width, v.dtype)
     head = reversed_head(item, config)
+    stage = pipe_read.stage
 
     # Prologue: all scores, masked, and the largest of each row.
     mbarrier.wait(q_full.index(group), q_phase)
@@ -381,7 +383,7 @@ def persistent_tile(
     # The next queries may come, after a head's last tile its keys may go.
     barrier()
     more = tile + 2 < config.tiles
-    k_ring.release(stage, more == 0)
+    k_ring.release(pipe_read, more == 0)
     ahead = gl.where(more, item, item + gl.num_programs(0))
     tile_ahead = gl.where(more, tile + 2, following)
     if ahead < config.heads:
@@ -392,7 +394,7 @@ def persistent_tile(
     own = pin(stage)
     acc, sums = begin_sums(out, v.dtype, config)
     for i in gl.static_range(chunks(keys)):
-        mbarrier.wait(v_full.index(stage * config.chunks + i), phase)
+        mbarrier.wait(v_full.index(stage * config.chunks + i), pipe_read.phase)
         acc, sums = multiply_values(acc, sums, scores[i], base, v.index(own * config.chunks + i), ones, i, scales, out, config)
     finish(acc, sums, head, tile, scales, side, out, config, epilogue)
     return q_phase ^ 1
@@ -405,7 +407,8 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
     q_phase = 0
     load_rows(group, reversed_head(gl.program_id(0), config), group * ROWS, q_desc, q, q_full, ROWS, config.depth, q_at)
     for item in range(gl.program_id(0), config.heads, gl.num_programs(0)):
-        stage, phase = k_ring.position(n)
+        pipe_read = k_ring.state(n)
+        stage = pipe_read.stage
         if config.tiles % 2 == 1:  # who begins with the first tile takes one more
             start = (group + n) % 2
             following = 1 - start
@@ -418,7 +421,7 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
         seen = 1
         whole = ()
         if config.by_keys:
-            mbarrier.wait(m_full.index(stage), phase)
+            mbarrier.wait(m_full.index(stage), pipe_read.phase)
             if not config.added:
                 for i in gl.static_range(config.chunks):
                     row = first_rows(bias.index(stage * config.chunks + i), extent(config.keys, i))
@@ -426,24 +429,24 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
                     whole = whole + (gl.min(own, 0) > 0,)
                     if i > 0:
                         seen = gl.where(gl.max(own, 0) > 0, i + 1, seen)
-        k_ring.wait(stage, phase)
+        k_ring.wait(pipe_read)
         if config.hides and not config.causal:
             for some in gl.static_range(1, config.chunks + 1):
                 if seen == some:
                     for tile in range(start, config.tiles, 2):
                         q_phase = persistent_tile(
-                            group, item, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
+                            group, item, tile, following, pipe_read, q_phase, rings, bias, ones, whole, scales, side,
                             0, keys_of(config, some), config, q_at, mask, epilogue,
                         )  # fmt: skip
         else:
             for run in gl.static_range(len(config.runs)):
                 for tile in range(begin_of(start, 2, config.runs[run][0]), config.runs[run][1] + 1, 2):
                     q_phase = persistent_tile(
-                        group, item, tile, following, stage, phase, q_phase, rings, bias, ones, whole, scales, side,
+                        group, item, tile, following, pipe_read, q_phase, rings, bias, ones, whole, scales, side,
                         config.runs[run][0], config.runs[run][2], config, q_at, mask, epilogue,
                     )  # fmt: skip
         for i in gl.static_range(config.chunks):  # those that no tile saw have come, too, before others take their place
-            mbarrier.wait(v_full.index(stage * config.chunks + i), phase)
+            mbarrier.wait(v_full.index(stage * config.chunks + i), pipe_read.phase)
         barrier()
         mbarrier.arrive(v_empty.index(stage))
 

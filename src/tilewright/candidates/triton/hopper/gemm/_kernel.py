@@ -54,8 +54,8 @@ class TileScheduler:
     """The tiles, and the steps along K of them, that are a block's (or a cluster's).
 
     Whole tiles go round the `workers`. With `stream_k` the last ones are shared out evenly along K: a worker has the steps from
-    `begin` to `end` of all of theirs, in `shares` tiles after `whole` of its own. With `split_k` each block of a cluster has
-    the `k_tiles` from `first_k_tile` on of every tile.
+    `begin` to `end` of all of theirs, in `shares` tiles after `own_tiles` that are whole. With `split_k` each block of a
+    cluster has the `k_tiles` from `first_k_tile` on of every tile.
     """
 
     problem: Problem
@@ -66,7 +66,7 @@ class TileScheduler:
     tiles: gl.tensor
     worker: gl.tensor
     workers: gl.tensor
-    whole: gl.tensor
+    own_tiles: gl.tensor
     shares: gl.tensor
     begin: gl.tensor
     end: gl.tensor
@@ -76,7 +76,7 @@ class TileScheduler:
     def tile_range(self, group: gl.constexpr, groups: gl.constexpr):
         """The range of numbers, each of which `tile` tells a tile of; consumers of `pingpong` have every other tile."""
         if self.config.stream_k:
-            return 0, self.whole + self.shares, 1
+            return 0, self.own_tiles + self.shares, 1
         else:
             return self.worker + group * self.workers, self.tiles, groups * self.workers
 
@@ -96,10 +96,10 @@ class TileScheduler:
         """A tile's number, and its steps along K."""
         nk = self.k_tiles
         if self.config.stream_k:
-            first = gl.maximum(self.begin, (self.begin // nk + (j - self.whole)) * nk)
+            first = gl.maximum(self.begin, (self.begin // nk + (j - self.own_tiles)) * nk)
             k0 = first % nk
             k1 = gl.minimum(nk, k0 + self.end - first)
-            own = j < self.whole
+            own = j < self.own_tiles
             t = gl.where(own, self.worker + j * self.workers, self.problem.whole_tiles + first // nk)
             return t, gl.where(own, 0, k0), gl.where(own, nk, k1)
         else:
@@ -118,7 +118,7 @@ def tile_scheduler(problem, config: gl.constexpr):
     if config.cluster > 1:
         worker = worker // config.cluster
         workers = workers // config.cluster
-    first_k_tile, whole, shares, begin, end = 0, 0, 0, 0, 0
+    first_k_tile, own_tiles, shares, begin, end = 0, 0, 0, 0, 0
     if config.split_k > 1:
         rank = gl.program_id(0) % config.split_k
         first_k_tile = rank * k_tiles // config.split_k
@@ -127,10 +127,10 @@ def tile_scheduler(problem, config: gl.constexpr):
         total = (tiles - problem.whole_tiles) * k_tiles
         begin = worker * total // workers
         end = (worker + 1) * total // workers
-        whole = gl.maximum(gl.cdiv(problem.whole_tiles - worker, workers), 0)
+        own_tiles = gl.maximum(gl.cdiv(problem.whole_tiles - worker, workers), 0)
         shares = gl.where(end > begin, (end - 1) // k_tiles - begin // k_tiles + 1, 0)
     return TileScheduler(
-        problem, tiles_m, tiles_n, k_tiles, first_k_tile, tiles, worker, workers, whole, shares, begin, end, config
+        problem, tiles_m, tiles_n, k_tiles, first_k_tile, tiles, worker, workers, own_tiles, shares, begin, end, config
     )
 
 
@@ -153,8 +153,10 @@ class TmaOperand:
     """An operand whose tiles TMA brings as they lie, `boxes` of `rows` rows to a stage.
 
     It is read along K (K is contiguous) or holds a stage transposed; TMA steps over matrices of the batch along an axis of
-    their own (`batched`), or one matrix is `shared` by all of the batch, or rows of all matrices follow one another. It is not
-    asked for `early`, before the kernel ahead has ended, nor are its sums `scaled` as they are made.
+    their own (`batched`), or one matrix is `shared` by all of the batch, or rows of all matrices follow one another.
+
+    `early` and `scaled` are false here: they tell this operand from packed weights, the other left operand of `run`
+    (`w4/_operand.py`), which are asked for `early`, before the kernel ahead has ended, and may be `scaled` as they are summed.
     """
 
     desc: tma.tensor_descriptor
@@ -169,7 +171,7 @@ class TmaOperand:
     scaled: gl.constexpr
 
     @gluon.jit
-    def load_box(self, ring, stage, box, b, extent, row, k):
+    def load_box(self, ring, pipe_write, box, b, extent, row, k):
         """Has TMA bring a box of a stage: rows from `row` on of a matrix of `extent` rows, step k along K."""
         along = k * self.tile_k
         if self.along_k and self.batched:
@@ -180,12 +182,12 @@ class TmaOperand:
             at = [b, along, row]
         else:  # rows of other matrices would follow along K: there is one
             at = [along, row]
-        ring.load(stage, self.desc, at, self.buffers.index(stage * self.boxes + box))
+        ring.load(pipe_write, self.desc, at, self.buffers.index(pipe_write.stage * self.boxes + box))
 
     @gluon.jit
-    def load(self, ring, stage, box: gl.constexpr, b, m, k, problem):
+    def load(self, ring, pipe_write, box: gl.constexpr, b, m, k, problem):
         """Has TMA bring a box of the left operand's tile m."""
-        self.load_box(ring, stage, box, b, problem.M, m * (self.boxes * self.rows) + box * self.rows, k)
+        self.load_box(ring, pipe_write, box, b, problem.M, m * (self.boxes * self.rows) + box * self.rows, k)
 
     @gluon.jit
     def fragment(self, stage, box: gl.constexpr, k, layout: gl.constexpr):
@@ -207,7 +209,7 @@ def tma_operand(desc, rows: gl.constexpr, boxes: gl.constexpr, side: gl.constexp
 
 
 @gluon.jit
-def load_right(right, ring, stage, b, n, k, N, config: gl.constexpr):
+def load_right(right, ring, pipe_write, b, n, k, N, config: gl.constexpr):
     """Has TMA bring a tile of the right operand; with `multicast` each block of a pair brings half of it to both.
 
     Where gate and up columns meet, a tile has as many of both.
@@ -217,11 +219,11 @@ def load_right(right, ring, stage, b, n, k, N, config: gl.constexpr):
     for i in gl.static_range(own):
         box = gl.program_id(0) % 2 * own + i if config.multicast else i
         if config.accumulators == 1:
-            right.load_box(ring, stage, box, b, N, n * config.tile_n + box * right.rows, k)
+            right.load_box(ring, pipe_write, box, b, N, n * config.tile_n + box * right.rows, k)
         else:
             up = gl.program_id(0) % 2 if config.multicast else i // of_gate
             row = up * N + n * config.result_n + i % of_gate * right.rows
-            right.load_box(ring, stage, box, b, 2 * N, row, k)
+            right.load_box(ring, pipe_write, box, b, 2 * N, row, k)
 
 
 @gluon.jit
@@ -262,12 +264,12 @@ class Mainloop:
         return warpgroup_mma_init(zeros(self.config.padded_n, self.config))
 
     @gluon.jit
-    def step(self, acc, stage, phase, release, box: gl.constexpr, k, use_acc, frees: gl.constexpr, pred=True):
+    def step(self, acc, pipe_read, pipe_release, box: gl.constexpr, k, use_acc, frees: gl.constexpr, pred=True):
         """Asks for the products of step k along K, of a box of the left operand. If it `frees`, those of the step before end
-        first, whose stage, `release`, is given back where `pred`. Gives the next step's acc, stage, phase and release."""
-        self.ring.wait(stage, phase)
-        a = self.left.fragment(stage, box, k, fragment(self.config.padded_n, self.config))
-        b = right_fragment(self.right, stage, self.config)
+        first, whose stage, `pipe_release`, is given back where `pred`."""
+        self.ring.wait(pipe_read)
+        a = self.left.fragment(pipe_read.stage, box, k, mma_layout(self.config.padded_n, self.config))
+        b = right_fragment(self.right, pipe_read.stage, self.config)
         if self.right.along_k:
             b = b.permute((1, 0))
         acc = warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
@@ -276,31 +278,31 @@ class Mainloop:
         elif frees:
             acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=(acc,)))
         if frees:
-            self.ring.release(release, pred)
-        following, parity = self.ring.advance(stage, phase)
-        return acc, following, parity, stage
+            self.ring.release(pipe_release, pred)
+        return acc
 
     @gluon.jit
-    def block_scaled(self, stage, phase, box: gl.constexpr, scales, tile, M, k_tiles):
+    def block_scaled(self, pipe_read, box: gl.constexpr, scales, tile, M, k_tiles):
         """Sums of 128 products each, times the scales of their rows and columns, added up in f32: as exact as the scales are,
         where the tensor cores keep 14 bits of a sum. While one warpgroup multiplies by scales the other one has the cores."""
         config: gl.constexpr = self.config
         strides: gl.constexpr = config.scale_strides
-        y = tile.row + gl.arange(0, config.rows, gl.SliceLayout(1, fragment(config.padded_n, config)))
+        y = tile.row + gl.arange(0, config.rows, gl.SliceLayout(1, mma_layout(config.padded_n, config)))
         at = scales[0] + y * strides[0]
         beside = scales[1] + tile.col // 128 * strides[2]
         of_rows = gl.load(at, mask=y < M, other=0.0)
         of_columns = gl.load(beside)
         r = zeros(config.padded_n, config)
         for k in range(k_tiles):
-            acc, stage, phase, release = self.step(self.zeros(), stage, phase, 0, box, k, False, False)
+            acc = self.step(self.zeros(), pipe_read, pipe_read, box, k, False, False)
+            pipe_read, pipe_release = pipe_read.advance(), pipe_read
             next_rows = gl.load(at + (k + 1) * strides[1], mask=(y < M) & (k + 1 < k_tiles), other=0.0)
             next_columns = gl.load(beside + (k + 1) * strides[3], mask=k + 1 < k_tiles, other=0.0)
             products = warpgroup_mma_wait(0, deps=(acc,))
-            self.ring.release(release)
+            self.ring.release(pipe_release)
             r = gl.fma(products, (of_rows * of_columns)[:, None], r)
             of_rows, of_columns = next_rows, next_columns
-        return (r,), stage, phase
+        return (r,), pipe_read
 
 
 @gluon.jit
@@ -312,7 +314,8 @@ def producer(mainloop, problem):
     if not left.early:
         gdc_wait()
     scheduler = tile_scheduler(problem, config)
-    early, asked, stage, phase = 0, 0, 0, 0
+    early, asked = 0, 0
+    pipe_write = ring.state()
     if left.early:
         early = left.load_early(ring, scheduler)
         gdc_wait()
@@ -320,30 +323,31 @@ def producer(mainloop, problem):
     for j in range(first, last, every):
         b, m, n, k0, k1 = scheduler.tile(j)
         for k in range(k0, k1):
-            ring.acquire(stage, phase)
-            ring.expect(stage, config.stage_bytes)
+            ring.acquire(pipe_write)
+            ring.expect(pipe_write, config.stage_bytes)
             along = scheduler.first_k_tile + k
             if left.early:
                 if asked >= early:
-                    left.load(ring, stage, 0, b, m, along, problem)
+                    left.load(ring, pipe_write, 0, b, m, along, problem)
                 asked += 1
             else:
-                left.load(ring, stage, 0, b, m, along, problem)
-            load_right(right, ring, stage, b, n, along, problem.N, config)
+                left.load(ring, pipe_write, 0, b, m, along, problem)
+            load_right(right, ring, pipe_write, b, n, along, problem.N, config)
             if left.boxes == 2:
-                left.load(ring, stage, 1, b, m, along, problem)
-            stage, phase = ring.advance(stage, phase)
+                left.load(ring, pipe_write, 1, b, m, along, problem)
+            pipe_write = pipe_write.advance()
     if config.multicast:  # a block stays until the other one has read all that it was sent, and has said so
         for _ in gl.static_range(config.num_stages):
-            ring.acquire(stage, phase)
-            stage, phase = ring.advance(stage, phase)
+            ring.acquire(pipe_write)
+            pipe_write = pipe_write.advance()
 
 
 @gluon.jit
 def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, problem):
     """A warpgroup that multiplies, and writes results, of all the block's tiles or of every other one.
 
-    `order` are barriers at which consumers wait for their turn at the tensor cores, where they take turns.
+    `order` are barriers at which consumers wait for their turn at the tensor cores, where they take turns (CUTLASS's
+    `OrderedSequenceBarrier`). A barrier that no ring has, as these, needs no `PipelineState`: its phase alone tells its round.
     """
     config: gl.constexpr = mainloop.config
     left, ring = mainloop.left, mainloop.ring
@@ -353,7 +357,8 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
         mbarrier.expect(epilogue.cluster_full.index(group), (config.split_k - 1) * config.rows * config.epilogue_n * 4)
     if config.block_scaled:  # scales are read before the first products, which wait for those that load
         gdc_wait()
-    stage, phase, release = 0, 0, 0
+    pipe_read = ring.state()
+    pipe_release = ring.state()
     aux_phase = 0
     step = group * scheduler.k_tiles
     order_phase = 1 - group
@@ -363,7 +368,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
     first, last, every = scheduler.tile_range(group if config.pingpong else 0, 2 if config.pingpong else 1)
     for j in range(first, last, every):
         if config.pingpong:
-            stage, phase = ring.position(step)
+            pipe_read = ring.state(step)
             step += 2 * scheduler.k_tiles
             mbarrier.wait(order.index(group), order_phase)
             order_phase = order_phase ^ 1
@@ -371,15 +376,16 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
             b, m, n, k0, k1 = scheduler.tile(j)
             tile = epilogue.tile(b, m, n, group)
             if config.block_scaled:
-                sums, stage, phase = mainloop.block_scaled(stage, phase, box, scales, tile, problem.M, k1)
+                sums, pipe_read = mainloop.block_scaled(pipe_read, box, scales, tile, problem.M, k1)
             elif left.scaled:
-                sums, stage, phase, order_phase = left.scaled_sums(mainloop, stage, phase, order, order_phase, k0, k1, group)
+                sums, pipe_read, order_phase = left.scaled_sums(mainloop, pipe_read, order, order_phase, k0, k1, group)
             else:
                 acc = mainloop.zeros()
                 for k in range(k0, k1):
-                    acc, stage, phase, release = mainloop.step(acc, stage, phase, release, box, k, k > k0, True, k > k0)
+                    acc = mainloop.step(acc, pipe_read, pipe_release, box, k, k > k0, True, k > k0)
+                    pipe_read, pipe_release = pipe_read.advance(), pipe_read
                 sums = (warpgroup_mma_wait(0, deps=(acc,)),)
-                ring.release(release)
+                ring.release(pipe_release)
             if config.stream_k:
                 sums, done = fixup(sums, scheduler, j, scratch, group, config)
                 if done:
@@ -390,7 +396,8 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
             # Prologue: steps that need not know which tile it is.
             acc = mainloop.zeros()
             for k in gl.static_range(config.prologue_steps):
-                acc, stage, phase, release = mainloop.step(acc, stage, phase, release, box, k, k > 0, k > 0)
+                acc = mainloop.step(acc, pipe_read, pipe_release, box, k, k > 0, k > 0)
+                pipe_read, pipe_release = pipe_read.advance(), pipe_read
                 if config.deferred_store:
                     epilogue.store_deferred(deferred, deferred_tile, k, group)
             b, m, n, k0, k1 = scheduler.tile(j)
@@ -399,7 +406,8 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
                 epilogue.load_aux(0, tile, group)
             # Mainloop.
             for k in range(config.prologue_steps, k1):
-                acc, stage, phase, release = mainloop.step(acc, stage, phase, release, box, k, True, True)
+                acc = mainloop.step(acc, pipe_read, pipe_release, box, k, True, True)
+                pipe_read, pipe_release = pipe_read.advance(), pipe_read
             # Epilogue.
             begun, loaded = epilogue.load_first(0, tile, tile.first)
             if config.pingpong:
@@ -408,7 +416,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
             if config.split_k > 1:
                 acc = reduce_over_cluster(acc, epilogue, group, config)
             else:
-                ring.release(release)
+                ring.release(pipe_release)
             if config.aux_load:
                 mbarrier.wait(epilogue.aux_barriers.index(group), aux_phase)
                 aux_phase = aux_phase ^ 1
@@ -426,7 +434,7 @@ def consumer(group: gl.constexpr, mainloop, epilogue, order, scratch, scales, pr
 @gluon.jit
 def zeros(columns: gl.constexpr, config: gl.constexpr):
     """Sums of nothing, so many columns."""
-    return gl.zeros((config.rows, columns), gl.int32 if config.integer else gl.float32, fragment(columns, config))
+    return gl.zeros((config.rows, columns), gl.int32 if config.integer else gl.float32, mma_layout(columns, config))
 
 
 @gluon.jit
@@ -587,7 +595,8 @@ class Epilogue:
     @gluon.jit
     def box(self, i: gl.constexpr, j: gl.constexpr, desc, group: gl.constexpr):
         """The buffer of subtile j of store i, as a descriptor's box; they alternate."""
-        buffer = self.buffers.index(group * self.config.store_buffers + number(i, j, self.config) % self.config.store_buffers)
+        slot: gl.constexpr = subtile_number(i, j, self.config) % self.config.store_buffers
+        buffer = self.buffers.index(group * self.config.store_buffers + slot)
         return reinterpret(buffer, desc.dtype, desc.block_type.shape, desc.layout)
 
     @gluon.jit
@@ -595,7 +604,8 @@ class Epilogue:
         """The same as rows and columns."""
         shape: gl.constexpr = subtile_shape(i, self.config)
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, dtype)
-        buffer = self.buffers.index(group * self.config.store_buffers + number(i, j, self.config) % self.config.store_buffers)
+        slot: gl.constexpr = subtile_number(i, j, self.config) % self.config.store_buffers
+        buffer = self.buffers.index(group * self.config.store_buffers + slot)
         buffer = reinterpret(buffer, dtype, shape, layout)
         if self.config.store_m_major[i]:
             return buffer.permute((1, 0))
@@ -703,7 +713,7 @@ def fixup(sums, scheduler, j, scratch, group: gl.constexpr, config: gl.constexpr
     columns: gl.constexpr = sums[0].shape[1]
     layout: gl.constexpr = sums[0].type.layout
     done = True
-    if j >= scheduler.whole:
+    if j >= scheduler.own_tiles:
         t = scheduler.number(j)[0]
         nk, c, G = scheduler.k_tiles, scheduler.worker, scheduler.workers
         total = (scheduler.tiles - scheduler.problem.whole_tiles) * nk
@@ -796,7 +806,7 @@ def reduce_over_cluster(acc, epilogue, group: gl.constexpr, config: gl.constexpr
     rank = gl.program_id(0) % config.split_k
     split: gl.constexpr = config.split_k
     size: gl.constexpr = config.rows * config.epilogue_n * 4  # of one block's part of another's columns
-    layout: gl.constexpr = fragment(config.epilogue_n, config)
+    layout: gl.constexpr = mma_layout(config.epilogue_n, config)
     own: gl.constexpr = group * (size * split)
     others: gl.constexpr = config.consumers * size * split + group * (size * (split - 1))
     written: gl.constexpr = "=r,r,r,r,r,r,r,r,r" if config.integer else "=r,f,f,f,f,r,r,r,r"
@@ -834,8 +844,8 @@ def reduce_over_cluster(acc, epilogue, group: gl.constexpr, config: gl.constexpr
 
 
 @gluon.constexpr_function
-def fragment(columns, config):
-    """So many columns as products leave them; Triton has no instruction of 256 columns for integers."""
+def mma_layout(columns, config):
+    """The layout of an accumulator of so many columns; Triton has no instruction of 256 columns for integers."""
     n = min(columns, config.padded_n.value, 128 if config.integer.value else 256)
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, n, config.tile_k.value // 4])
 
@@ -845,7 +855,7 @@ def subtile_layout(i, config):
     """A subtile of store i: with `vector_store`, a thread has eight neighbours."""
     columns = config.subtile_n.value[i]
     if not config.vector_store:
-        return fragment(columns, config)
+        return mma_layout(columns, config)
     rows = config.rows.value
     registers = [[0, 1], [0, 2], [0, 4], [8, 0], *([0, c] for c in (32, 64, 128) if c < columns)]
     registers += [[r, 0] for r in (64,) if r < rows]
@@ -861,7 +871,7 @@ def subtile_shape(i, config):
 
 
 @gluon.constexpr_function
-def number(i, j, config):
+def subtile_number(i, j, config):
     """The number of subtile j of store i among those of a tile that TMA writes."""
     given = zip(config.subtile_n.value[:i], config.store_desc.value[:i], strict=True)
     return sum(config.epilogue_n.value // columns for columns, at in given if at >= 0) + j
@@ -874,9 +884,9 @@ def pending(i, j, config):
     The one before may be leaving; not so if it had the same buffer, as where an odd number makes a tile, or if it is not known
     which one was before, as where a tile has no part in some store.
     """
-    odd = number(len(config.subtile_n.value), 0, config) % 2 == 1
+    odd = subtile_number(len(config.subtile_n.value), 0, config) % 2 == 1
     stores = zip(config.store_extent.value, config.store_desc.value, strict=True)
-    same = config.store_buffers.value == 1 or (number(i, j, config) == 0 and odd)
+    same = config.store_buffers.value == 1 or (subtile_number(i, j, config) == 0 and odd)
     return 0 if same or any(extent > 0 for extent, at in stores if at >= 0) else 1
 
 
@@ -897,7 +907,7 @@ def gemm(
 @gluon.jit
 def run(left, b_desc, arguments, side, functions: gl.constexpr, config: gl.constexpr):
     """The gemm of any left operand: an aggregate with `load`, `boxes`, `fragment` (or `scaled_sums`, if `scaled`), and if
-    `early` with `load_early`, as `TmaOperand` has them.
+    `early` with `load_early`, as `TmaOperand` and `PackedOperand` (`w4/_operand.py`) have them.
 
     Args:
         left: the left operand.

@@ -52,7 +52,11 @@ PINGPONG_STEP = 0.93  # of a step, where one warpgroup alone multiplies: less th
 FEW_STAGES = 1.12  # a step of a ring of fewer than four
 INSTRUCTIONS = {"gelu": 12, "gelu_tanh": 10, "silu": 8, "logistic": 8, "exponential": 4, "erf": 16, "erfc": 16, "tanh": 14}
 QUANTISED_GELU, QUANTISED = 6, 4
-SMALLEST = TileConfig(64, 64, 128, 2, 16, False, False, False, False, 1, 0)
+# 132 tiles of 128 x 256 that are in work at once, g of them one below another, read 128 g rows and 256 * 132 / g columns of the
+# operands, the fewest at g = 16; other tiles at most a quarter more than at their best. That is from L2, and no other value has
+# been measured: as a knob it would be one more factor of `_bases`, told apart by `work`.
+GROUP_M = 16
+SMALLEST = TileConfig(64, 64, 128, 2, GROUP_M, False, False, False, False, 1, 0)
 
 
 def tile_configs(plan: Plan, most_elements: int = STREAM_K_ELEMENTS) -> list[TileConfig]:

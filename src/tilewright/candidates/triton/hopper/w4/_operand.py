@@ -17,7 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_init, warpgroup_mma_wait
 
-from tilewright.candidates.triton.hopper.gemm._kernel import fragment, halve_columns, right_fragment, run
+from tilewright.candidates.triton.hopper._pipeline import PipelineState
+from tilewright.candidates.triton.hopper.gemm._kernel import halve_columns, mma_layout, right_fragment, run
 from tilewright.candidates.triton.hopper.w4._kernel import both_rows, named
 from tilewright.candidates.triton.runtime._gluon import aggregate_of, reinterpret
 
@@ -46,12 +47,13 @@ class PackedOperand:
         first, last, _ = scheduler.tile_range(0, 1)
         b, m, _, k0, k1 = scheduler.tile(first)
         early = gl.where(first < last, gl.minimum(self.config.num_stages, k1 - k0), 0)
+        phase = 0  # of the ring's first round, which these are
         for stage in range(early):
-            self.load(ring, stage, 0, b, m, k0 + stage, scheduler.problem)
+            self.load(ring, PipelineState(stage, phase, ring.stages), 0, b, m, k0 + stage, scheduler.problem)
         return early
 
     @gluon.jit
-    def load(self, ring, stage, box: gl.constexpr, b, m, k, problem):
+    def load(self, ring, pipe_write, box: gl.constexpr, b, m, k, problem):
         """Has TMA bring the words of tile m for step k."""
         config: gl.constexpr = self.config
         for i in gl.static_range(len(self.descs)):
@@ -60,7 +62,7 @@ class PackedOperand:
             else:
                 run_words = config.packed_run[i]
                 at = [m * (config.tile_m // 16), k * config.packed_needed[i] // run_words * (8 * run_words)]
-            ring.load(stage, self.descs[i], at, self.buffers[i].index(stage))
+            ring.load(pipe_write, self.descs[i], at, self.buffers[i].index(pipe_write.stage))
 
     @gluon.jit
     def fragment(self, stage, group: gl.constexpr, k, layout: gl.constexpr):
@@ -99,7 +101,7 @@ class PackedOperand:
         return as_array(self.buffers[i].index(stage), shape).index(group).load(layout)
 
     @gluon.jit
-    def scaled_sums(self, mainloop, stage, phase, order, order_phase, k0, k1, group: gl.constexpr):
+    def scaled_sums(self, mainloop, pipe_read, order, order_phase, k0, k1, group: gl.constexpr):
         """Sums of a group's products times its scales, added up in f32. While one warpgroup makes bytes of codes, or multiplies
         by scales, the other one has the tensor cores; those that take turns issue products of a group in turn.
 
@@ -113,12 +115,12 @@ class PackedOperand:
         at_once: gl.constexpr = config.columns_at_once
         each: gl.constexpr = config.promote
         width: gl.constexpr = min(config.promote, BLOCK)  # of K, of one product
-        layout: gl.constexpr = fragment(at_once, config)
+        layout: gl.constexpr = mma_layout(at_once, config)
         sums = ()
         for _ in gl.static_range(columns // at_once):
             sums = sums + (gl.zeros((config.rows, at_once), gl.float32, layout),)
-        ring.wait(stage, phase)
-        held = self.read(stage, group)
+        ring.wait(pipe_read)
+        held = self.read(pipe_read.stage, group)
         for k in range(k0, k1):
             beside = ()
             for i in gl.static_range(1, len(self.descs)):
@@ -127,8 +129,7 @@ class PackedOperand:
             for g in gl.static_range(STEP // each):
                 rows = rows + (scales_of_rows(nth_part(beside[0], g, config.k_blocks * config.block_scales), layout, config),)
             made = (dequantized_bytes(held[0], beside, 0, config),)
-            of = stage
-            stage, phase = ring.advance(stage, phase)
+            pipe_read, pipe_release = pipe_read.advance(), pipe_read
             found = ()
             for i in gl.static_range(columns // at_once):
                 r = sums[i]
@@ -139,7 +140,7 @@ class PackedOperand:
                     acc = warpgroup_mma_init(gl.zeros((BLOCK, at_once), named(config.product_dtype).value, layout))
                     for p in gl.static_range(each // width):
                         a = tile_from_bytes(made[(g * each + p * width) // BLOCK], g * each + p * width, width, layout, config)
-                        b = right_fragment(mainloop.right, of, config)
+                        b = right_fragment(mainloop.right, pipe_release.stage, config)
                         if at_once < columns:
                             b = b.slice(i * at_once, at_once, dim=0)
                         b = b.slice(g * each + p * width, width, dim=1).permute((1, 0))
@@ -147,18 +148,19 @@ class PackedOperand:
                         if config.ordered and (p + 1) * width == each:
                             mbarrier.arrive(order.index(1 - group))
                         if i + 1 == columns // at_once and g * each + (p + 1) * width == STEP:
-                            ring.wait(stage, phase, k + 1 < k1)
-                            following = self.read(gl.where(k + 1 < k1, stage, of), group)
+                            ring.wait(pipe_read, k + 1 < k1)
+                            stage = gl.where(k + 1 < k1, pipe_read.stage, pipe_release.stage)
+                            following = self.read(stage, group)
                         elif i == 0 and (g * each + (p + 1) * width) % BLOCK == 0 and g * each + (p + 1) * width < STEP:
                             made = made + (dequantized_bytes(held[0], beside, (g * each + (p + 1) * width) // BLOCK, config),)
                     part = warpgroup_mma_wait(0, deps=(acc,))
                     if i + 1 == columns // at_once and (g + 1) * each == STEP:
-                        ring.release(of)
+                        ring.release(pipe_release)
                     r = scaled_sum(part, rows[g], r, at_once < columns)
                 found = found + (r,)
             sums = found
             held = following
-        return sums, stage, phase, order_phase
+        return sums, pipe_read, order_phase
 
 
 @gluon.jit
