@@ -134,7 +134,7 @@ def test_a_row_that_a_float_mask_hides_whole_is_what_the_oracle_says():
 def test_codes_are_rounded_where_the_graph_rounds(way):
     node = quantised((2, 3, 1, 20, 37, 16, 24))
     heads = heads_of(problem_of(node), NATIVE)
-    assert heads.unit is F16 and isinstance(heads.on_scores, Rounded) and isinstance(heads.on_weights, Rounded)
+    assert heads.mma_dtype is F16 and isinstance(heads.on_scores, Rounded) and isinstance(heads.on_weights, Rounded)
     generator = torch.Generator().manual_seed(1)
     sources = [torch.randint(-128, 128, s.shape, dtype=torch.int8, generator=generator) for s in node.src]
     right(node, (way,), sources=sources)
@@ -170,7 +170,7 @@ def coded(dtype, zero, shape=(2, 3, 1, 20, 37, 16, 24), mask=True):
 def test_codes_of_every_type(dtype, zero, way):
     node = coded(dtype, zero)
     heads = heads_of(problem_of(node), NATIVE)
-    assert heads.unit is F16 and isinstance(heads.on_scores, Rounded) and isinstance(heads.on_weights, Rounded)
+    assert heads.mma_dtype is F16 and isinstance(heads.on_scores, Rounded) and isinstance(heads.on_weights, Rounded)
     right(node, (way,), sizes=((16, 16),))
 
 
@@ -188,13 +188,13 @@ def test_codes_are_multiplied_as_they_are_where_nothing_is_rounded_on_the_way(dt
         operands.append(leaf if kind is dtype else Node(Dequantize(dtype), leaf, const(0.02, F32), *zero))
     node = Node(replace(plain.op, operands=tuple(operands)), *src)
     heads = heads_of(problem_of(node), NATIVE)
-    assert heads.unit is dtype and heads.q.codes is not None and (heads.v.codes is not None) == values
+    assert heads.mma_dtype is dtype and heads.q.codes is not None and (heads.v.codes is not None) == values
     right(node, sizes=((16, 16),))
 
 
 def test_fp8_that_the_hardware_does_not_convert_is_taken_apart():
     node = coded(F8E4M3FN, None)
-    assert heads_of(problem_of(node), frozenset()).unit is F32
+    assert heads_of(problem_of(node), frozenset()).mma_dtype is F32
     right(node, ("twice",), sizes=((16, 16),), fp8=frozenset())
 
 

@@ -85,7 +85,7 @@ def test_attention_of_other_codes_is_the_same_text():
 
     some, others = with_scales(0.05), with_scales(0.07)
     for text in (
-        lambda p: hopper_attention_text(hopper_attention.supported_heads(p), HopperTile("attend", 1, True)),
+        lambda p: hopper_attention_text(hopper_attention.supported_heads(p), HopperTile("whole_rows", 1, True)),
         lambda p: attention_text(heads_of(p, frozenset({"f8e4m3fn"})), AttentionTile(64, 64, 4, 2, "online", "ieee"), set()),
     ):
         a, b = text(some), text(others)
@@ -94,7 +94,7 @@ def test_attention_of_other_codes_is_the_same_text():
 
 def test_numbers_of_attention_come_in_the_order_of_their_use():
     """In another order ptxas spilled elsewhere: fp8 codes in 384 tokens took 2 to 5 % longer on an H200."""
-    numbers = hopper_attention_text(hopper_attention.supported_heads(coded()), HopperTile("attend", 1, False)).numbers
+    numbers = hopper_attention_text(hopper_attention.supported_heads(coded()), HopperTile("whole_rows", 1, False)).numbers
     opposite, factor, of_values, of_codes = numbers.values()
     assert opposite == -factor < 0 and (of_values, of_codes) == (pytest.approx(0.05), pytest.approx(100.0))
 

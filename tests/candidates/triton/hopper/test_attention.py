@@ -52,7 +52,7 @@ def kernel_of(problem, tile):
 
 
 def code_of(problem, ones):
-    _, kernel = kernel_of(problem, TileConfig("attend", 1, ones))
+    _, kernel = kernel_of(problem, TileConfig("whole_rows", 1, ones))
     return assembly(kernel), needs(kernel)
 
 
@@ -98,7 +98,7 @@ def test_refusals(problem, why):
 
 
 def test_tiles_of_queries_see_as_many_keys_as_causality_lets_them():
-    heads, tile = hopper_attention.supported_heads(flash()), TileConfig("attend", 1, ones=False)
+    heads, tile = hopper_attention.supported_heads(flash()), TileConfig("whole_rows", 1, ones=False)
     assert padded(300) == 320 and padded(64) == 64
     assert registers(heads) == (384 + 64) // 2
     assert config_of(heads, tile).seen == (384,) * 6
@@ -111,7 +111,7 @@ def test_a_head_is_shared_among_blocks_where_heads_are_few_and_blocks_are_persis
         src = (input_(n, BF16, (batch, 12, 384, 64)) for n in "qkv")
         return next(iter(plan_for(hopper_attention.CANDIDATE, problem_of(Node(Attention(0.125), *src)), gpu()).schedules()))
 
-    assert dict(first(1).knobs) == {"kernel": "attend", "splits": 6, "ones": False}
+    assert dict(first(1).knobs) == {"kernel": "whole_rows", "splits": 6, "ones": False}
     assert first(64) == Schedule.of(kernel="flash", num_stages=4, groups=3, pingpong=True, overlapped=False)
 
 
@@ -181,8 +181,8 @@ def test_every_tile_that_causality_cuts_compares_positions(causal, queries, tile
     """In the last tile, too, which sees all keys but for its own queries' followers; and nowhere else."""
     src = [input_(n, F16, (1, 2, t, 64)) for n, t in (("q", queries), ("k", 384), ("v", 384))]
     problem = problem_of(Node(Attention(0.125, causal), *src))
-    heads, kernel = kernel_of(problem, TileConfig("attend", 1, ones=False))
-    text, seen = kernel.asm["ttgir"], config_of(heads, TileConfig("attend", 1, ones=False)).seen
+    heads, kernel = kernel_of(problem, TileConfig("whole_rows", 1, ones=False))
+    text, seen = kernel.asm["ttgir"], config_of(heads, TileConfig("whole_rows", 1, ones=False)).seen
     shift = 384 - queries if causal == "lower" else 0
     cut = {  # of each run of tiles, the chunks that its first query does not see whole
         (padded(seen[t]), start)

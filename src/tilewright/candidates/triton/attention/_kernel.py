@@ -66,28 +66,28 @@ def online(q, end, head, tile, factors, side, config, load_k, load_v, score):
     """Weights unrounded: sums are brought to each new maximum."""
     ragged: tl.constexpr = config.keys % config.tile_n > 0
     acc = tl.zeros([config.tile_m, config.width], tl.float32)
-    top, total = nothing_seen(config)
+    row_max, row_sum = nothing_seen(config)
     for start in range(0, end, config.tile_n):
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
-        weights, keep, top, total = carry(scores, top, total, factors, config)
-        acc = acc * keep[:, None]
+        weights, alpha, row_max, row_sum = carry(scores, row_max, row_sum, factors, config)
+        acc = acc * alpha[:, None]
         acc = multiply_values(weights, start, ragged, head, acc, side, config, load_v)
-    return acc * inverse_of(total, config)[:, None]
+    return acc * inverse_of(row_sum, config)[:, None]
 
 
 @triton.jit
 def twice(q, end, head, tile, factors, side, config, load_k, load_v, score, round_weights):
     """The maximum and the sum of each row first, then its weights one tile after another."""
     ragged: tl.constexpr = config.keys % config.tile_n > 0
-    top, total = nothing_seen(config)
+    row_max, row_sum = nothing_seen(config)
     for start in range(0, end, config.tile_n):
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
-        _, _, top, total = carry(scores, top, total, factors, config)
-    inverse, base = inverse_of(total, config), base_of(top, config)
+        _, _, row_max, row_sum = carry(scores, row_max, row_sum, factors, config)
+    inverse, base = inverse_of(row_sum, config), base_of(row_max, config)
     acc = tl.zeros([config.tile_m, config.width], tl.float32)
     for start in range(0, end, config.tile_n):
         scores = scores_of(q, start, ragged, head, tile, side, config, load_k, score)
-        weights = exponential(scores, base, factors, config)
+        weights = weights_of(scores, base, factors, config)
         weights = rounded(weights, inverse, start, ragged, head, tile, side, config, round_weights)
         acc = multiply_values(weights, start, ragged, head, acc, side, config, load_v)
     return acc
@@ -100,16 +100,16 @@ def held(q, head, tile, factors, side, config, load_k, load_v, score, round_weig
     for i in tl.static_range(config.chunks):
         ragged = (i + 1) * config.tile_n > config.keys
         scores = scores + (scores_of(q, i * config.tile_n, ragged, head, tile, side, config, load_k, score),)
-    top = tl.max(scores[0], 1)
+    row_max = tl.max(scores[0], 1)
     for i in tl.static_range(1, config.chunks):
-        top = tl.maximum(top, tl.max(scores[i], 1))
-    base = base_of(top, config)
+        row_max = tl.maximum(row_max, tl.max(scores[i], 1))
+    base = base_of(row_max, config)
     for i in tl.static_range(config.chunks):
-        weights = weights + (exponential(scores[i], base, factors, config),)
-    total = tl.sum(weights[0], 1)
+        weights = weights + (weights_of(scores[i], base, factors, config),)
+    row_sum = tl.sum(weights[0], 1)
     for i in tl.static_range(1, config.chunks):
-        total = total + tl.sum(weights[i], 1)
-    inverse = inverse_of(total, config)
+        row_sum = row_sum + tl.sum(weights[i], 1)
+    inverse = inverse_of(row_sum, config)
     acc = None
     for i in tl.static_range(config.chunks):
         x, start = weights[i], i * config.tile_n
@@ -146,15 +146,15 @@ def scores_of(q, start, ragged: tl.constexpr, head, tile, side, config, load_k, 
 
 
 @triton.jit
-def base_of(top, config):
+def base_of(row_max, config):
     """The score of each row that others are compared with: the largest, if the row is not fully masked."""
     if config.masks_rows:
-        top = tl.where(top == HIDDEN, 0.0, top)
-    return top
+        row_max = tl.where(row_max == HIDDEN, 0.0, row_max)
+    return row_max
 
 
 @triton.jit
-def exponential(scores, base, factors, config):
+def weights_of(scores, base, factors, config):
     """e^(scores - base), both as the product left them where nothing but a scale is done to them."""
     if config.exact:
         return tl.exp(scores - base[:, None])
@@ -165,21 +165,21 @@ def exponential(scores, base, factors, config):
 
 
 @triton.jit
-def carry(scores, top, total, factors, config):
+def carry(scores, row_max, row_sum, factors, config):
     """A tile's weights with respect to the highest score so far, what becomes of earlier ones, that score, and their sum."""
-    above = tl.maximum(top, tl.max(scores, 1))
-    base = base_of(above, config)
-    weights = exponential(scores, base, factors, config)
-    keep = tl.exp(top - base) if config.exact else tl.exp2((top - base) * factors[0])
-    return weights, keep, above, total * keep + tl.sum(weights, 1)
+    new_max = tl.maximum(row_max, tl.max(scores, 1))
+    base = base_of(new_max, config)
+    weights = weights_of(scores, base, factors, config)
+    alpha = tl.exp(row_max - base) if config.exact else tl.exp2((row_max - base) * factors[0])
+    return weights, alpha, new_max, row_sum * alpha + tl.sum(weights, 1)
 
 
 @triton.jit
-def inverse_of(total, config):
+def inverse_of(row_sum, config):
     """The inverse of the sum of a row's weights."""
-    inverse = tl.div_rn(1.0, total)
+    inverse = tl.div_rn(1.0, row_sum)
     if config.zero_rows:
-        inverse = tl.where(total == 0.0, 0.0, inverse)
+        inverse = tl.where(row_sum == 0.0, 0.0, inverse)
     return inverse
 
 

@@ -31,6 +31,8 @@ WIDE = ((64, 64, 8, 2), (64, 32, 4, 2), (128, 32, 8, 2), (32, 64, 4, 2), (32, 32
 
 @dataclass(frozen=True)
 class Plan:
+    """An attention on a GPU, compiled for `arch`."""
+
     problem: AttentionProblem
     target: Target
     arch: Arch
@@ -66,6 +68,11 @@ class Plan:
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
+    """The plan of an attention whose heads have at most `MOST_DEPTH` columns.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
     arch = arch_of(target)
     heads = heads_of(problem, exact_fp8(arch))
     if max(heads.depth, heads.width) > MOST_DEPTH:
@@ -75,9 +82,9 @@ def plan(problem: AttentionProblem, target: Target) -> Plan:
 
 def _points(heads: Heads, arch: Arch, shared: int) -> Iterable[TileConfig]:
     """Legal sizes, best guess first."""
-    wide = heads.unit is F32
+    wide = heads.mma_dtype is F32
     exact = arch.capability >= 80  # three products of tf32 are as good as one of f32
-    bytes_each = heads.unit.bits // 8
+    bytes_each = heads.mma_dtype.bits // 8
     depth, width = power(heads.depth), power(heads.width)
     narrow = WARPGROUPS if arch.capability in (90, 100, 103) else WARPS
     ways = ("online",) if heads.on_weights is None else ("twice",)

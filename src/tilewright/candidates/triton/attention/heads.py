@@ -67,7 +67,7 @@ class Heads:
         batch, heads, shared: B, Hq, and queries' heads a key's head serves.
         queries, keys, depth, width: S, T, D, Dv.
         q, k, v: the operands.
-        unit: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
+        mma_dtype: the type in which both products are done: f16 or bf16, or f32. Codes are multiplied as they are.
         scale: factor of the scores, codes' scales included.
         causal, zero_masked_rows: see `Attention`.
         mask: over rows of queries by keys, pred or float.
@@ -86,7 +86,7 @@ class Heads:
     q: Operand
     k: Operand
     v: Operand
-    unit: DType
+    mma_dtype: DType
     scale: float
     causal: Literal["no", "upper", "lower"]
     zero_masked_rows: bool
@@ -123,19 +123,19 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
     codes = [_codes(t) for t in (q, k, v)]
     on_weights = None if op.weights is None else _rounded(op.weights, fp8)
     whole = all(c is not None and c[1].dtype.is_integer for c in codes[:2])  # no score is NaN
-    unit = _unit_of_codes(op, (q, k, v), codes, isinstance(on_weights, Rounded), fp8)
-    if unit is not None:
+    mma_dtype = _mma_dtype_of_codes(op, (q, k, v), codes, isinstance(on_weights, Rounded), fp8)
+    if mma_dtype is not None:
         roots = [(t, None) if c is None else c for t, c in zip((q, k, v), codes, strict=True)]
         given = [Operand(of_operand(root, columns_last=True), c) for root, c in roots]
         scale = op.scale * math.prod(o.codes.scale for o in given[:2] if o.codes is not None)
     else:
         given = [Operand(of_operand(t, columns_last=True), None) for t in (q, k, v)]
         narrow = q.dtype is k.dtype is v.dtype and q.dtype in (F16, BF16)
-        unit, scale = q.dtype if narrow else F32, op.scale
+        mma_dtype, scale = q.dtype if narrow else F32, op.scale
     return Heads(
         *(batch, heads, heads // key_heads, queries, keys, depth, width),
         *given,
-        unit=unit,
+        mma_dtype=mma_dtype,
         scale=scale,
         causal=op.causal,
         zero_masked_rows=op.zero_masked_rows,
@@ -147,7 +147,7 @@ def heads_of(problem: AttentionProblem, fp8: frozenset[str]) -> Heads:
     )
 
 
-def _unit_of_codes(
+def _mma_dtype_of_codes(
     op: Attention, operands: Sequence[Node], codes: Sequence[tuple[Node, Codes] | None], rounded: bool, fp8: frozenset[str]
 ) -> DType | None:
     """The type in which codes are multiplied as they are, scaled afterwards: each is held by f16 and by bf16, and so is its
@@ -155,9 +155,11 @@ def _unit_of_codes(
     types = {t.dtype for t in operands}
     if rounded:  # weights are codes, too
         return F16 if all(codes) and types == {F32} else None
-    unit = types.pop()
-    held = unit is F16 or (unit is BF16 and all(c is None or c[1].dtype not in FP8 or c[1].dtype.name in fp8 for c in codes))
-    return unit if held and not types and any(codes) and op.scores is None and op.weights is None else None
+    mma_dtype = types.pop()
+    held = mma_dtype is F16 or (
+        mma_dtype is BF16 and all(c is None or c[1].dtype not in FP8 or c[1].dtype.name in fp8 for c in codes)
+    )
+    return mma_dtype if held and not types and any(codes) and op.scores is None and op.weights is None else None
 
 
 def number(n: Node) -> float | None:

@@ -93,26 +93,28 @@ def power(n: int) -> int:
 class _Operands(Emitter):
     """An emitter that makes operands ready for the matrix unit."""
 
-    def ready(self, operand: Operand, unit: str) -> str:
-        """A tile in the unit's type, nothing but zeros beside its rows and columns."""
+    def ready(self, operand: Operand, mma_dtype: str) -> str:
+        """A tile in the type that is multiplied, nothing but zeros beside its rows and columns."""
         t, codes, dtype = self.text, operand.codes, operand.dtype
         value = self.value(operand.at)
         if codes is None:
-            value = self.cast(self.convert(value, dtype, F32) if unit == "float32" else value, unit)
+            value = self.cast(self.convert(value, dtype, F32) if mma_dtype == "float32" else value, mma_dtype)
         elif dtype in FP8:
             native = dtype.name in self.fp8
             value = (
-                self.cast(self.cast(value, FP8_NAMES[dtype], bits=True), unit) if native else self.convert(value, dtype, F16)
+                self.cast(self.cast(value, FP8_NAMES[dtype], bits=True), mma_dtype)
+                if native
+                else self.convert(value, dtype, F16)
             )
         else:
-            value = self.cast(value, unit)
+            value = self.cast(value, mma_dtype)
             if codes.zero:
                 zero = t.number((operand.at.root, "zero"), float(codes.zero))
-                value = t.v(f"{value} - {zero if unit == 'float32' else self.cast(zero, unit)}")
+                value = t.v(f"{value} - {zero if mma_dtype == 'float32' else self.cast(zero, mma_dtype)}")
         mask = self._mask(operand.at, rows=True, columns=True)
         whole = all(self.varies(operand.at))
         if mask is not None and not (whole and operand.reads_nothing_as_zero):
-            value = self.where(mask, value, t.call("cast", "0.0", f"tl.{unit}"))
+            value = self.where(mask, value, t.call("cast", "0.0", f"tl.{mma_dtype}"))
         return value if whole else t.call("broadcast_to", value, "(rows.shape[0], columns.shape[0])")
 
 
@@ -121,9 +123,9 @@ class _Generated:
 
     def __init__(self, heads: Heads, fp8: frozenset[str]) -> None:
         self.h, self.fp8, self.numbers = heads, fp8, Text()
-        self.unit = NATIVE[heads.unit.name]
+        self.mma_dtype = NATIVE[heads.mma_dtype.name]
         # Scores stay as the product left them where nothing but a scale would be done to them.
-        plain = heads.on_scores is None and heads.scale > 0 and heads.unit is not F32
+        plain = heads.on_scores is None and heads.scale > 0 and heads.mma_dtype is not F32
         self.as_left = plain and (heads.mask is None or heads.mask.root.dtype is PRED)
 
     @property
@@ -137,7 +139,7 @@ class _Generated:
     def config(self, point: TileConfig) -> KernelConfig:
         """The kernel's constants."""
         h = self.h
-        exact, lower = h.unit is F32, h.causal == "lower"
+        exact, lower = h.mma_dtype is F32, h.causal == "lower"
         masks_rows = h.mask is not None or (lower and h.keys < h.queries)
         return KernelConfig(
             **asdict(point),
@@ -183,7 +185,7 @@ class _Generated:
         tile = self._columns(t, extent, Tile("rows", "", 0))
         for mask in t.masked_if("ragged", "row_mask") if ragged else (None,):
             emitter = _Operands(t, replace(tile, row_mask=mask), fp8=self.fp8)
-            t.do(f"return {emitter.ready(operand, self.unit)}")
+            t.do(f"return {emitter.ready(operand, self.mma_dtype)}")
         return ("rows", "row_mask", "ragged: tl.constexpr", "side"), t
 
     def _score(self, *, ragged: bool) -> Function:

@@ -55,6 +55,10 @@ def statement(text: str, given: str = "", found: str = "") -> Any:
     return call
 
 
+# A 32-bit number that is computed where it is called: LLVM neither moves it into or out of a loop nor sinks it behind waits.
+pin = statement("mov.b32 $0, $1;", "r", "r")
+
+
 def aggregate_of(cls: Any) -> Any:
     """An `aggregate` that is made of its fields in order; what is a `constexpr` among them may be given plain."""
     kinds = dict(cls.__annotations__)

@@ -95,6 +95,8 @@ def last_chunk(head, count, side, config, mask):
 
 @gluon.jit
 def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask):
+    """Brings the keys and values of every item of this block, last chunk first, and beside the keys their padding mask, worked
+    out here; in `counts`, how many chunks there are where such a mask hides the last ones."""
     one: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     step = 0
     done = 0
@@ -112,13 +114,13 @@ def producer(k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, m
         for j in range(count):
             pipe_write = k_ring.state(step)
             key = (count - 1 - j) * CHUNK
-            if config.by_keys:
+            if config.key_padding_mask:
                 hidden = mask_of_keys(head, key, CHUNK, config.keys % CHUNK > 0, side, config, mask)
 
             k_ring.acquire(pipe_write)
             k_ring.expect(pipe_write, CHUNK * config.depth * k_desc.dtype.primitive_bitwidth // 8)
             k_ring.load(pipe_write, k_desc, k_at(key_head, key), k_ring.buffers[0].index(pipe_write.stage))
-            if config.by_keys:
+            if config.key_padding_mask:
                 k_ring.buffers[1].index(pipe_write.stage).store(hidden)
                 if config.hides:
                     shows_all = (gl.min(hidden, 0) > 0).to(gl.int32)
@@ -165,7 +167,7 @@ def multiply_values(weights, v_ring, step, acc, config):
 @gluon.jit
 def apply_mask(scores, k_ring, stage, scales, config):
     """A mask that is the same for all queries, as it lies beside the keys."""
-    if config.by_keys:
+    if config.key_padding_mask:
         shows_all = 0
         if config.hides:
             shows_all = gl.max(k_ring.buffers[2].index(stage).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
@@ -188,7 +190,11 @@ def apply_causal(scores, tile, chunk, config, first: gl.constexpr):
 
 
 @gluon.jit
-def consumer(group, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue):
+def consumer(group, rings, counts, pingpong, scales, side, config, q_at, epilogue):
+    """Multiplies a tile of each item, 64 queries, by its keys and values, and hands the result to the epilogue. The softmax is
+    carried along: `row_max` and `row_sum` are those of the chunks so far, `alpha` brings earlier weights to a new maximum.
+    `rings` are the operands and their barriers."""
+    q_desc, q, q_full, k_ring, v_ring = rings
     out: gl.constexpr = fragment(config.width, v_ring.buffers[0].dtype)
     operand: gl.constexpr = gl.DotOperandLayout(0, out, 2)
     rows: gl.constexpr = gl.SliceLayout(1, out)
@@ -291,13 +297,13 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
         shows_all = gl.allocate_shared_memory(gl.int32, [stages, 1], plain)
         count = gl.allocate_shared_memory(gl.int32, [2, 1], plain)
         beside = (k, hidden, shows_all)
-    elif config.by_keys:
+    elif config.key_padding_mask:
         beside = (k, gl.allocate_shared_memory(gl.float32, [stages, CHUNK], plain))
     else:
         beside = (k,)
 
     q_full = barriers(groups, 1)
-    k_ring = pipeline(beside, stages, 2 if config.by_keys else 1, groups)
+    k_ring = pipeline(beside, stages, 2 if config.key_padding_mask else 1, groups)
     v_ring = pipeline((v,), stages, 1, groups)
     if config.hides:
         counts = pipeline((count,), 2, 1, groups)
@@ -310,10 +316,11 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     gdc_launch_dependents()
     gdc_wait()
 
+    rings = (q_desc, q, q_full, k_ring, v_ring)
     if groups == 1:
         gl.warp_specialize(
             [
-                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
             ],
             [1],
@@ -322,8 +329,8 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     elif groups == 2:
         gl.warp_specialize(
             [
-                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
-                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (1, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
             ],
             [4, 1],
@@ -332,9 +339,9 @@ def flash(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, epilog
     else:
         gl.warp_specialize(
             [
-                (consumer, (0, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
-                (consumer, (1, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
-                (consumer, (2, q_desc, q, q_full, k_ring, v_ring, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (0, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (1, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
+                (consumer, (2, rings, counts, pingpong, scales, side, config, q_at, epilogue)),
                 (producer, (k_desc, v_desc, k_ring, v_ring, counts, side, config, k_at, v_at, mask)),
             ],
             [4, 4, 1],

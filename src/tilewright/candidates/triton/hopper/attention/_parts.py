@@ -1,5 +1,5 @@
 # type: ignore  (what is jitted is Triton's language, whose calls are not Python's)
-"""What the kernels of attention on Hopper have in common: shared memory, products and their layouts, the parts of a softmax."""
+"""Parts that the kernels of attention on Hopper share: shared memory, products and their layouts, the steps of a softmax."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -37,8 +37,8 @@ def ex2_in_order(x):
 
 @gluon.jit
 def base_of(row_max, scales, masks_rows: gl.constexpr):
-    """The exponent that, added to scores as powers of two, makes the largest of a row one. `masks_rows`: a row may be fully
-    masked."""
+    """The number that makes the largest weight of a row one when it is added to scores as powers of two: -`row_max`, scaled; 0
+    for a fully masked row, if `masks_rows` says that there may be one."""
     if masks_rows:
         row_max = gl.where(row_max == HIDDEN, 0.0, row_max)
     return row_max * scales[1]
@@ -46,8 +46,8 @@ def base_of(row_max, scales, masks_rows: gl.constexpr):
 
 @gluon.jit
 def weights_of(scores, base, scales, config, in_order: gl.constexpr = False):
-    """Scores as weights, the largest of a row one."""
-    if config.added:
+    """Weights of scores, 2^(scaled score + base): the largest of a row is one."""
+    if config.additive_bias:
         powers = scores + base[:, None]
     else:
         powers = gl.fma(scores, scales[0], base[:, None])
@@ -59,7 +59,7 @@ def weights_of(scores, base, scales, config, in_order: gl.constexpr = False):
 
 @gluon.jit
 def inverse_of(row_sum, scales, config):
-    """The factor of a result; zero for queries that saw no key, where that is asked for."""
+    """The factor of a result, the scale of values over `row_sum`; zero for queries that saw no key, if `zero_rows`."""
     inverse = scales[3] / row_sum
     if config.zero_rows:
         inverse = gl.where(row_sum == 0.0, 0.0, inverse)
@@ -109,7 +109,7 @@ def mask_of_keys(head, key, size: gl.constexpr, ragged: gl.constexpr, side, conf
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])
     keys = key + gl.arange(0, size, gl.SliceLayout(0, layout))
     read = mask(head, gl.arange(0, 1, gl.SliceLayout(1, layout)), keys, ragged, side)
-    if config.added:
+    if config.additive_bias:
         return gl.max(read * TO_POWERS_OF_2, 0)
     else:
         return gl.max(gl.where(read, SHOWN, HIDDEN), 0)
@@ -119,7 +119,7 @@ def mask_of_keys(head, key, size: gl.constexpr, ragged: gl.constexpr, side, conf
 def apply_mask_of_keys(scores, row, shows_all, scales, config):
     """Scores of some keys masked by their row, which may show all of them."""
     layout: gl.constexpr = scores.type.layout
-    if config.added:
+    if config.additive_bias:
         scores = gl.fma(scores, scales[2], row.load(gl.SliceLayout(0, layout))[None, :])
     elif shows_all == 0:
         scores = gl.minimum(scores, row.load(gl.SliceLayout(0, layout))[None, :])

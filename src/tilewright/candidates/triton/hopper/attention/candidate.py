@@ -1,4 +1,4 @@
-"""Generated attention for Hopper: whole rows of scores in registers (`_rows.py`), or of some keys at a time (`_flash.py`)."""
+"""Generated attention for Hopper: all scores of a row in registers (`_whole_rows.py`) or some at a time (`_flash.py`)."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ EXCHANGE_BYTES = 2 << 10  # by which a warpgroup's results are exchanged among t
 
 @dataclass(frozen=True)
 class Plan:
+    """An attention on a Hopper GPU, and the sizes to try, best guess first."""
+
     problem: AttentionProblem
     target: Target
     heads: Heads
@@ -79,6 +81,11 @@ class Plan:
 
 
 def plan(problem: AttentionProblem, target: Target) -> Plan:
+    """The plan of an attention of f16, bf16 or 8-bit floats on an `sm_90` target: at most `MOST_TRIED` sizes.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
     if "sm_90" not in target.features:
         raise Unsupported("wgmma as it is used here is Hopper's (sm_90)")
     if not installed():
@@ -97,7 +104,7 @@ def supported_heads(problem: AttentionProblem) -> Heads:
         Unsupported: the sentence why there is none.
     """
     found = heads_of(problem, NATIVE_FP8)
-    if found.unit is F32:
+    if found.mma_dtype is F32:
         raise Unsupported("the matrix unit takes f16 or bf16 here")
     if found.on_scores is not None or found.on_weights is not None:
         raise Unsupported("its scores or weights are changed on the way")
@@ -125,15 +132,15 @@ def _takes(heads: Heads) -> bool:
 
 def _row_bytes(heads: Heads) -> tuple[int, int]:
     """Bytes of a row of queries or keys, and of a row of values, in shared memory."""
-    each = heads.unit.bits // 8
+    each = heads.mma_dtype.bits // 8
     return power(heads.depth) * (each if heads.q.codes is None else 1), power(heads.width) * each
 
 
 def shared_bytes(heads: Heads, tile: TileConfig) -> int:
-    """Shared memory of a block of `attend` or `persistent`: keys, values, a tile of queries, and results on their way out."""
+    """Shared memory of a block of `whole_rows` or `persistent`: keys, values, a tile of queries, results on their way out."""
     depth_bytes, width_bytes = _row_bytes(heads)
     keys, own = padded(heads.keys), ROWS * depth_bytes + EXCHANGE_BYTES  # of a warpgroup
-    ones = 8 * CHUNK * heads.unit.bits // 8 if tile.ones else 0
+    ones = 8 * CHUNK * heads.mma_dtype.bits // 8 if tile.ones else 0
     if tile.kernel == "persistent":
         keys = -(-keys // CHUNK) * min(keys, CHUNK)
         mask = 0 if heads.mask is None else 4 * keys
@@ -149,7 +156,7 @@ def registers(heads: Heads) -> int:
 def blocks(heads: Heads, tile: TileConfig, multiprocessors: int) -> int:
     """Blocks of a kernel."""
     each = heads.batch * heads.heads
-    if tile.kernel == "attend":
+    if tile.kernel == "whole_rows":
         return each * (tile.splits or 1)
     return min(multiprocessors, each * (-(-heads.queries // (tile.groups * ROWS)) if tile.groups else 1))
 
@@ -173,7 +180,7 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
     found: list[TileConfig] = []
     tiles = -(-heads.queries // ROWS)
     if registers(heads) <= MOST_REGISTERS:
-        found += [TileConfig("attend", n, ones) for n, ones in product(range(1, tiles + 1), (False, True))]
+        found += [TileConfig("whole_rows", n, ones) for n, ones in product(range(1, tiles + 1), (False, True))]
         if tiles > 1 and heads.v.codes is None and tma_operands(heads) is not None:  # a tile of every head for each group
             found.append(TileConfig("persistent", ones=True))
         found = [p for p in found if shared_bytes(heads, p) <= shared]
@@ -189,8 +196,8 @@ def points(heads: Heads, multiprocessors: int, shared: int) -> list[TileConfig]:
 
 def streams(heads: Heads) -> bool:
     """Tell whether any number of keys may pass through shared memory."""
-    by_keys = heads.mask is None or same_for_queries(heads, heads.mask)
-    return by_keys and heads.v.codes is None and tma_operands(heads) is not None
+    key_padding = heads.mask is None or same_for_queries(heads, heads.mask)
+    return key_padding and heads.v.codes is None and tma_operands(heads) is not None
 
 
 CANDIDATE = Candidate("hopper_attention", ATTENTION, GPU, 4, plan)

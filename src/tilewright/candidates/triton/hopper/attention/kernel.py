@@ -1,5 +1,5 @@
-"""The constants of the kernels of attention on Hopper (`_rows.py`, `_flash.py`), and the functions that are generated of a
-program for them: where its operands lie, what its mask does, how its results leave.
+"""The constants of the kernels of attention on Hopper (`_whole_rows.py`, `_flash.py`), and the functions that are generated for
+them from a program: where its operands lie, what its mask does, how its results leave.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class TileConfig:
     """Sizes of a kernel; None is no knob of it.
 
     Attributes:
-        kernel: "attend", "persistent" (`_rows.py`) or "flash" (`_flash.py`).
-        splits: blocks of `attend` that share a head's queries.
+        kernel: "whole_rows", "persistent" (`_whole_rows.py`) or "flash" (`_flash.py`).
+        splits: blocks of `whole_rows` that share a head's queries.
         ones: weights are added up by the matrix unit, as their product with ones: fewer instructions and registers.
         num_stages: chunks of `CHUNK` keys, and of their values, that `flash` has in shared memory.
         groups: warpgroups of `flash` that multiply, by 64 queries each.
@@ -46,7 +46,7 @@ class TileConfig:
             through in four parts at once.
     """
 
-    kernel: Literal["attend", "persistent", "flash"]
+    kernel: Literal["whole_rows", "persistent", "flash"]
     splits: int | None = None
     ones: bool | None = None
     num_stages: int | None = None
@@ -57,7 +57,7 @@ class TileConfig:
     @property
     def by_tma(self) -> bool:
         """Tell whether TMA brings the operands."""
-        return self.kernel != "attend"
+        return self.kernel != "whole_rows"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,12 +73,12 @@ class KernelConfig(TileConfig):
     causal: bool  # a query sees no key more than `shift` after its own place
     shift: int
     masked: bool  # a mask is read
-    by_keys: bool  # it is the same for all queries of a head
-    added: bool  # it is added to the scores (a number), else it hides some (a truth value)
+    key_padding_mask: bool  # a row of it holds for all queries of a head
+    additive_bias: bool  # it is numbers that are added to the scores, else truth values: which keys are seen
     zero_rows: bool  # a query that sees no key gets zeros, not NaN
     stored: str  # what Triton calls the type of queries and keys in shared memory
     product: str  # and as the matrix unit takes them
-    unit: str  # what it calls that of values and weights
+    mma_dtype: str  # what it calls that of values and weights, as they are multiplied
 
     @property
     def chunks(self) -> int:
@@ -103,7 +103,7 @@ class KernelConfig(TileConfig):
     @property
     def hides(self) -> bool:
         """Tell whether a mask hides keys from all queries alike: chunks after the last that it shows are left out."""
-        return self.by_keys and not self.added
+        return self.key_padding_mask and not self.additive_bias
 
     @property
     def seen(self) -> tuple[int, ...]:
@@ -118,7 +118,7 @@ class KernelConfig(TileConfig):
 
 
 def padded(keys: int) -> int:
-    """So many keys with those that fill the last tile."""
+    """The number of keys, rounded up to whole tiles."""
     return -(-keys // ROWS) * ROWS
 
 
@@ -148,7 +148,7 @@ def arguments(heads: Heads, tile: TileConfig) -> list[str]:
 def config_of(heads: Heads, tile: TileConfig) -> KernelConfig:
     """The constants of an attention's kernel of these sizes."""
     h, mask = heads, heads.mask
-    first = h.q.dtype if h.q.codes is not None else h.unit
+    first = h.q.dtype if h.q.codes is not None else h.mma_dtype
     return KernelConfig(
         **asdict(tile),
         heads=h.batch * h.heads,
@@ -160,12 +160,12 @@ def config_of(heads: Heads, tile: TileConfig) -> KernelConfig:
         causal=h.causal != "no",
         shift=h.keys - h.queries if h.causal == "lower" else 0,
         masked=mask is not None,
-        by_keys=mask is not None and same_for_queries(h, mask),
-        added=mask is not None and mask.root.dtype is not PRED,
+        key_padding_mask=mask is not None and same_for_queries(h, mask),
+        additive_bias=mask is not None and mask.root.dtype is not PRED,
         zero_rows=h.zero_masked_rows and mask is not None,
         stored=in_memory(first),
         product=FP8_NAMES.get(first) or NATIVE[first.name],
-        unit=NATIVE[h.unit.name],
+        mma_dtype=NATIVE[h.mma_dtype.name],
     )
 
 
@@ -174,7 +174,7 @@ def kernel_text(heads: Heads, tile: TileConfig) -> KernelSource:
     made = _Generated(heads, config_of(heads, tile))
     scales = made.scales  # first: numbers in another order than they are used in took ptxas' code 2 to 5 % longer
     given = [*(["q_desc", "k_desc", "v_desc"] if tile.by_tma else []), f"({', '.join(scales)},)"]
-    kernel = f"{PACKAGE}.{'_flash' if tile.kernel == 'flash' else '_rows'}.{tile.kernel}"
+    kernel = f"{PACKAGE}.{'_flash' if tile.kernel == 'flash' else '_whole_rows'}.{tile.kernel}"
     functions = made.functions()
     return instance(kernel, made.config, given, arguments(heads, tile), functions, made.numbers.numbers)
 
@@ -210,7 +210,7 @@ class _Generated:
         if h.v.codes is None:
             return made | {"load_v": self._rows_of(h.v, h.keys, h.width)}
         t = self._body()
-        t.do(f"return {self._emitter(t, Tile('', '', 0)).convert('codes', h.v.dtype, h.unit)}")
+        t.do(f"return {self._emitter(t, Tile('', '', 0)).convert('codes', h.v.dtype, h.mma_dtype)}")
         return made | {"read_v": self._rows_of(h.v, h.keys, h.width, read=True), "as_floats": (("codes",), t)}
 
     @property
@@ -218,8 +218,8 @@ class _Generated:
         """Factors that make powers of two of scores, of the largest of a row and of scores beside a mask that is added; and
         that of the result. They are data where scales of codes are in them."""
         h = self.h
-        factor = 1.0 if self.config.added else h.scale * LOG2_E
-        found = {"opposite": -factor, "factor": factor, "scale": h.scale * LOG2_E if self.config.added else 1.0}
+        factor = 1.0 if self.config.additive_bias else h.scale * LOG2_E
+        found = {"opposite": -factor, "factor": factor, "scale": h.scale * LOG2_E if self.config.additive_bias else 1.0}
         if h.q.codes is None:
             opposite, factor, scale = map(repr, found.values())
         else:
@@ -262,10 +262,10 @@ class _Generated:
         h, t = self.h, self._body()
         t.do(f"rows = head * {h.queries} + queries")
         for inside in t.masked_if("ragged", f"keys < {h.keys}"):
-            row_mask = t.v(f"queries < {h.queries}") if not self.config.by_keys and self._ragged else None
+            row_mask = t.v(f"queries < {h.queries}") if not self.config.key_padding_mask and self._ragged else None
             emitter = self._emitter(t, Tile("rows", "keys", h.keys, row_mask, inside and t.v(inside)))
             value = emitter.value(mask)
-            t.do(f"return {emitter.convert(value, mask.root.dtype, F32) if self.config.added else value}")
+            t.do(f"return {emitter.convert(value, mask.root.dtype, F32) if self.config.additive_bias else value}")
         return ("head", "queries", "keys", "ragged: gl.constexpr", "side"), t
 
     def _epilogue(self) -> Function:
@@ -350,7 +350,7 @@ def quantised_result(root: Node) -> tuple[DType, float] | None:
 
 
 def check_alignment(heads: Heads) -> None:
-    """Nothing if all rows of the operands lie in memory as copies of 16 bytes take them.
+    """Checks that all rows of the operands lie in memory as copies of 16 bytes take them.
 
     Raises:
         Unsupported: a sentence.

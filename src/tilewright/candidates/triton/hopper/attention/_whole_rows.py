@@ -6,7 +6,7 @@ With a whole row at hand the softmax is done once: no maximum is carried along a
 asynchronous: the scores' maximum is sought while the next keys are multiplied, and the weights of some keys are worked out
 while those before them meet their values.
 
-`attend`: a block is one warpgroup, which copies a head's keys and values to shared memory and takes some of its tiles. Two
+`whole_rows`: a block is one warpgroup, which copies a head's keys and values to shared memory and takes some of its tiles. Two
 share a multiprocessor, one at its exponentials while the other has the matrix unit. `persistent`: one warp
 brings the keys and values of a block's next head by TMA while two warpgroups multiply those of this one. They take every other
 tile of a head, and have its queries brought themselves, into the place of those that they have multiplied.
@@ -45,7 +45,7 @@ from tilewright.candidates.triton.hopper.attention._parts import (
     multiply_chunk,
     weights_of,
 )
-from tilewright.candidates.triton.runtime._gluon import barrier, reinterpret
+from tilewright.candidates.triton.runtime._gluon import barrier, pin, reinterpret
 
 GROUPS = gl.constexpr(kernel.GROUPS)
 STAGES = gl.constexpr(kernel.STAGES)
@@ -108,13 +108,13 @@ def as_product(buffer, config):
 
 @gluon.jit
 def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config, mask):
-    """A mask as it lies in memory. `whole`: of each chunk, whether a mask that is the same for all queries hides none."""
+    """Scores of a chunk, masked by what lies in memory. `whole`: of each chunk, whether a key padding mask hides none of it."""
     layout: gl.constexpr = scores.type.layout
     size: gl.constexpr = scores.shape[1]
-    if config.added:
+    if config.additive_bias:
         read = mask_of(layout, size, i, head, tile, side, config, mask)
         scores = gl.fma(scores, scales[2], read * TO_POWERS_OF_2)
-    elif config.masked and (not config.by_keys or whole[i] == 0):
+    elif config.masked and (not config.key_padding_mask or whole[i] == 0):
         scores = gl.where(mask_of(layout, size, i, head, tile, side, config, mask), scores, HIDDEN)
     return scores
 
@@ -123,7 +123,7 @@ def apply_mask(scores, i: gl.constexpr, head, tile, whole, scales, side, config,
 def mask_of(layout: gl.constexpr, size: gl.constexpr, i: gl.constexpr, head, tile, side, config, mask):
     """The mask of a chunk of keys; of one row where it is the same for all queries."""
     keys = i * CHUNK + gl.arange(0, size, gl.SliceLayout(0, layout))
-    if config.by_keys:
+    if config.key_padding_mask:
         queries = gl.arange(0, 1, gl.SliceLayout(1, layout))
     else:
         queries = tile * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -173,18 +173,18 @@ def masked_scores(
             row = first_rows(bias.index(stage * config.chunks + i), s.shape[1])
             s = apply_mask_of_keys(s, row, whole[i] if config.hides else 0, scales, config)
         s = apply_causal(s, i, tile, first, config)
-        top = gl.convert_layout(gl.max(s, 1), gl.SliceLayout(1, out))
-        row_max = top if i == 0 else gl.maximum(row_max, top)
+        chunk_max = gl.convert_layout(gl.max(s, 1), gl.SliceLayout(1, out))
+        row_max = chunk_max if i == 0 else gl.maximum(row_max, chunk_max)
         scores = scores + (s,)
     return scores, row_max
 
 
 @gluon.jit
-def begin_sums(out: gl.constexpr, unit: gl.constexpr, config):
+def begin_sums(out: gl.constexpr, mma_dtype: gl.constexpr, config):
     """The result, and the sums of weights, as the matrix unit or the lanes add them up."""
     acc = warpgroup_mma_init(gl.zeros([ROWS, config.width], gl.float32, out))
     if config.ones:
-        return acc, warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, fragment(8, unit)))
+        return acc, warpgroup_mma_init(gl.zeros([ROWS, 8], gl.float32, fragment(8, mma_dtype)))
     else:
         return acc, 0.0
 
@@ -192,7 +192,7 @@ def begin_sums(out: gl.constexpr, unit: gl.constexpr, config):
 @gluon.jit
 def multiply_values(acc, sums, scores, base, v, ones, i: gl.constexpr, scales, out: gl.constexpr, config):
     """The weights of a chunk meet its values, and are added up."""
-    unit: gl.constexpr = v.dtype
+    mma_dtype: gl.constexpr = v.dtype
     size: gl.constexpr = scores.shape[1]
     p = weights_of(scores, gl.convert_layout(base, gl.SliceLayout(1, scores.type.layout)), scales, config)
     if not config.ones:
@@ -201,13 +201,13 @@ def multiply_values(acc, sums, scores, base, v, ones, i: gl.constexpr, scales, o
             sums = row_sum
         else:
             sums = sums + row_sum
-    weights = gl.convert_layout(p.to(unit), gl.DotOperandLayout(0, out, 2))
+    weights = gl.convert_layout(p.to(mma_dtype), gl.DotOperandLayout(0, out, 2))
     acc = warpgroup_mma(weights, first_rows(v, size), acc, use_acc=i > 0, is_async=True)
     if config.ones:
         beside = ones
         if size != CHUNK:
             beside = ones.slice(0, size, dim=1)
-        weights = gl.convert_layout(p.to(unit), gl.DotOperandLayout(0, fragment(8, unit), 2))
+        weights = gl.convert_layout(p.to(mma_dtype), gl.DotOperandLayout(0, fragment(8, mma_dtype), 2))
         sums = warpgroup_mma(weights, beside.permute((1, 0)), sums, use_acc=i > 0, is_async=True)
     return acc, sums
 
@@ -225,10 +225,10 @@ def finish(acc, sums, head, tile, scales, side, out: gl.constexpr, config, epilo
 
 
 @gluon.jit
-def ones_of(unit: gl.constexpr, config):
+def ones_of(mma_dtype: gl.constexpr, config):
     """Ones, by which weights are multiplied to be added up."""
-    ones = allocate(unit, 8, CHUNK)
-    ones.store(gl.full([8, CHUNK], 1.0, unit, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
+    ones = allocate(mma_dtype, 8, CHUNK)
+    ones.store(gl.full([8, CHUNK], 1.0, mma_dtype, gl.BlockedLayout([1, 8], [2, 16], [4, 1], [1, 0])))
     fence_async_shared()
     return ones
 
@@ -246,6 +246,8 @@ def wait_for_copies():
 
 @gluon.jit
 def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexpr, config, load_q, mask, epilogue):
+    """Works out the results of a tile, 64 queries of `q`, over all keys that tiles of its run see; copies the block's next tile
+    into `q` meanwhile. `whole` and `ones` are those of `masked_scores` and `ones_of`."""
     out: gl.constexpr = fragment(config.width, v[0].dtype)
     keys: gl.constexpr = config.runs[run][2]
     follows: gl.constexpr = config.runs[run][0] + config.splits < config.tiles
@@ -270,12 +272,12 @@ def attend_tile(tile, head, q, k, v, ones, whole, scales, side, run: gl.constexp
 
 
 @gluon.jit
-def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=None, as_floats=None, mask=None):
+def whole_rows(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=None, as_floats=None, mask=None):
     """`scales` and the generated functions are those of `kernel.py`, `side` what they read and write. Values that are codes
     become floats on their way (`read_v`, `as_floats`); others are copied (`load_v`)."""
     gdc_launch_dependents()
     gdc_wait()
-    unit: gl.constexpr = dtype(config.unit)
+    mma_dtype: gl.constexpr = dtype(config.mma_dtype)
     program = gl.program_id(0)
     head = program // config.splits
     part = program % config.splits
@@ -285,9 +287,9 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
     v = ()
     for i in gl.static_range(config.chunks):
         k = k + (allocate(dtype(config.stored), extent(config.keys, i), config.depth),)
-        v = v + (allocate(unit, extent(config.keys, i), config.width),)
+        v = v + (allocate(mma_dtype, extent(config.keys, i), config.width),)
     if config.ones:
-        ones = ones_of(unit, config)
+        ones = ones_of(mma_dtype, config)
     else:
         ones: gl.constexpr = None
 
@@ -323,12 +325,6 @@ def attend(scales, side, config, load_q, load_k, epilogue, load_v=None, read_v=N
 
 
 @gluon.jit
-def pin(x):
-    """The number, worked out here."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def reversed_head(item, config):
     """Heads from the last to the first: what the product before wrote last is still in the L2 cache."""
     return config.heads - 1 - item
@@ -336,6 +332,7 @@ def reversed_head(item, config):
 
 @gluon.jit
 def persistent_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full, side, config, k_at, v_at, mask):
+    """Brings the keys and values of each of this block's heads, chunk by chunk, and leaves their padding mask in `bias`."""
     size: gl.constexpr = extent(config.keys, 0)
     n = 0
     for item in range(gl.program_id(0), config.heads, gl.num_programs(0)):
@@ -350,7 +347,7 @@ def persistent_producer(k_desc, v_desc, k_ring, v, v_full, v_empty, bias, m_full
         mbarrier.wait(v_empty.index(stage), pipe_write.phase ^ 1)
         for i in gl.static_range(config.chunks):
             load_rows(stage * config.chunks + i, key_head, i * CHUNK, v_desc, v, v_full, size, config.width, v_at)
-        if config.by_keys:
+        if config.key_padding_mask:
             for i in gl.static_range(config.chunks):
                 row = mask_of_keys(head, i * CHUNK, size, i * CHUNK + size > config.keys, side, config, mask)
                 bias.index(stage * config.chunks + i).store(row)
@@ -402,6 +399,7 @@ def persistent_tile(
 
 @gluon.jit
 def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, q_at, mask, epilogue):
+    """Works out every other tile of each of this block's heads; `rings` are the operands and their barriers."""
     q_desc, q, q_full, k_ring, _, v_full, v_empty = rings
     n = 0
     q_phase = 0
@@ -420,9 +418,9 @@ def persistent_consumer(group, rings, bias, m_full, ones, scales, side, config, 
         # Which chunks keep all of their keys, and up to which one keys are kept.
         seen = 1
         whole = ()
-        if config.by_keys:
+        if config.key_padding_mask:
             mbarrier.wait(m_full.index(stage), pipe_read.phase)
-            if not config.added:
+            if not config.additive_bias:
                 for i in gl.static_range(config.chunks):
                     row = first_rows(bias.index(stage * config.chunks + i), extent(config.keys, i))
                     own = row.load(gl.BlockedLayout([row.shape[0] // 32], [32], [4], [0]))
@@ -458,7 +456,7 @@ def persistent(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, e
     q = allocate(q_desc.dtype, ROWS, config.depth, GROUPS)
     k = allocate(k_desc.dtype, size, config.depth, STAGES * config.chunks)
     v = allocate(v_desc.dtype, size, config.width, STAGES * config.chunks)
-    if config.by_keys:
+    if config.key_padding_mask:
         bias = gl.allocate_shared_memory(gl.float32, [STAGES * config.chunks, size], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     else:
         bias: gl.constexpr = None
@@ -470,7 +468,7 @@ def persistent(q_desc, k_desc, v_desc, scales, side, config, q_at, k_at, v_at, e
     k_ring = pipeline((k,), STAGES, 1, GROUPS)
     v_full = barriers(STAGES * config.chunks, 1)  # values come chunk by chunk, and go head by head
     v_empty = barriers(STAGES, GROUPS)
-    if config.by_keys:
+    if config.key_padding_mask:
         m_full = barriers(STAGES, 1)
     else:
         m_full: gl.constexpr = None
