@@ -78,7 +78,7 @@ class Text:
         return name
 
     def do(self, line: str) -> None:
-        """A statement."""
+        """Adds a statement."""
         self.lines.append("    " * self._indent + line)
 
     @contextmanager

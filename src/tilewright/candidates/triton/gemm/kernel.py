@@ -1,5 +1,5 @@
-"""What a plain Triton gemm is compiled for, and what it is handed of its program: generated functions that load a tile of an
-operand in the type of the dot, and that compute and store a tile of a result. The kernel itself is `_kernel.py`.
+"""The module of a plain Triton gemm: its constants, and the functions generated from its program, which load a tile of an
+operand in the type of the dot, and compute and store a tile of a result. The kernel itself is `_kernel.py`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class KernelConfig(TileConfig):
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """One kernel.
+    """A gemm at one point of its space: all that its kernel is written from.
 
     Attributes:
         batch, rows, columns, depth: matrices, and M, N, K of each.

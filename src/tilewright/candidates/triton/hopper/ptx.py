@@ -1,4 +1,4 @@
-"""What Triton cannot be told to do on Hopper is written into the PTX it makes: integer products of 256 columns, unsigned
+"""Rewrites of the PTX that Triton makes for Hopper, for what it cannot be told: integer products of 256 columns, unsigned
 operands, and copies that two blocks of a cluster receive at once.
 
 Each rewrite insists on finding what it expects: a compiler that writes otherwise raises instead of giving a wrong kernel.
@@ -15,8 +15,8 @@ from pathlib import Path
 from threading import Lock, get_ident
 from typing import Any
 
-# Of what is written here. A kernel's text names it, since Triton's cache knows a kernel by its text.
-EDITION = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
+# The digest of this file. A kernel's text names it, since Triton's cache knows a kernel by its text.
+REWRITE_DIGEST = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
 
 Rewrite = Callable[[str], str]
 
@@ -201,10 +201,10 @@ def _in_clusters(ptx: str, size: int, barriers: list[tuple[int, int]], more: lis
 
 @contextmanager
 def rewriting(*rewrites: Rewrite) -> Generator[None]:
-    """While this lasts, what Triton compiles in this thread goes through these, in order. Its cache knows nothing of it.
+    """Rewrites the PTX of what Triton compiles in this thread meanwhile, in order. Its cache knows nothing of it.
 
     From 3.7 on Triton first asks the hook, with no arguments, for what its cache is to add to the kernel's name: nothing, since
-    a text names `EDITION`.
+    a text names `REWRITE_DIGEST`.
     """
     from triton import knobs
 

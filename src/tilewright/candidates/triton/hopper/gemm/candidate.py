@@ -11,6 +11,11 @@ from tilewright.schedule.problem import Problem
 
 
 def plan(problem: Problem, target: Target) -> HopperPlan:
+    """The plan of a gemm on an `sm_90` target with Triton installed.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
     if "sm_90" not in target.features:
         raise Unsupported("wgmma and TMA as they are used here are Hopper's (sm_90)")
     if not module.installed():

@@ -1,5 +1,5 @@
-"""What a Hopper gemm's kernel is handed of its program: small functions that read what stores read, compute a subtile of the
-results from its sums, and say where it goes; the configuration; and the arguments."""
+"""The module of a Hopper gemm: its constants and arguments, and the functions generated from its program, which read what
+stores read, compute a subtile of the results from its sums, and say where it goes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tilewright.candidates.triton.expressions.text import KernelSource, Text
 from tilewright.candidates.triton.hopper.fast_math import FastMath
 from tilewright.candidates.triton.hopper.gemm.spec import KernelSpec, Store, leaves
 from tilewright.candidates.triton.hopper.gemm.tma import TmaView
-from tilewright.candidates.triton.hopper.ptx import EDITION
+from tilewright.candidates.triton.hopper.ptx import REWRITE_DIGEST
 from tilewright.candidates.triton.runtime import module
 from tilewright.dtype import PRED
 from tilewright.ir.graph import Node
@@ -49,7 +49,7 @@ def write(spec: KernelSpec) -> KernelSource:
         {name: (_annotated(arguments), _of_each_store(bodies)) for name, (arguments, bodies) in functions.items()},
         numbers.numbers,
         [*spec.scratch, *spec.extents],
-        f"rewritten by {EDITION}",
+        f"rewritten by {REWRITE_DIGEST}",
     )
 
 

@@ -1,4 +1,4 @@
-"""What of a gemm a Hopper kernel needs to know: where both operands lie, and where the stores go."""
+"""The plan of a gemm for a Hopper kernel: where both operands lie in memory, and where the stores go."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Matrix:
         return replace(self, strides=strides, offset=0, source=None, permuted=permuted)
 
     def copied(self, sources: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The values of the copy."""
+        """A copy of the operand in memory: [batch or 1, rows, K filled up], its rows `permuted` if they are to be."""
         params = [n for n in toposort((self.root,)) if isinstance(n.op, Param)]
         bound = {n: sources[cast("Param", n.op).index] for n in params}
         value = cast("torch.Tensor", evaluate_nodes((self.root,), bound)[0])
@@ -160,7 +160,7 @@ class Plan:
 
     @property
     def tile_k(self) -> int:
-        """Elements of 128 bytes."""
+        """Elements of K in a stage: 128 bytes of them."""
         return 128 // self.lhs.dtype.size_bytes(1)
 
     @property

@@ -15,7 +15,7 @@ from tilewright.candidates.triton.expressions.emit import Tile
 from tilewright.candidates.triton.expressions.printer import pointer_type
 from tilewright.candidates.triton.expressions.text import Text
 from tilewright.candidates.triton.hopper.fast_math import FastMath
-from tilewright.candidates.triton.hopper.ptx import EDITION, clustered, rewriting
+from tilewright.candidates.triton.hopper.ptx import REWRITE_DIGEST, clustered, rewriting
 from tilewright.candidates.triton.hopper.w4 import tiles
 from tilewright.candidates.triton.hopper.w4.kernel_config import KernelConfig, TileConfig
 from tilewright.candidates.triton.hopper.w4.pack import packed_weights
@@ -85,7 +85,7 @@ class FewRows:
         for name, access in stores.items():
             FastMath(t, tile, _pointer, {}).store(access, name)
         functions = {"store": (("acc", "second", "rows", "columns", "side"), t)}
-        note = f"statements of {STATEMENTS}, rewritten by {EDITION}"
+        note = f"statements of {STATEMENTS}, rewritten by {REWRITE_DIGEST}"
         given = ["x", f"({', '.join(words)})"]
         text = module.instance(KERNEL, config, given, [*sides, *stores], functions, t.numbers, note=note)
         kinds = {"x": pointer_type(plan.operand)} | dict.fromkeys(words, "*i32")
