@@ -161,7 +161,7 @@ def test_archives_that_are_none(program: str, tmp_path: Path) -> None:
     refused(invoke("run", program, "--inputs", path), "not an .npz of arrays")
     refused(invoke("run", program, "--inputs", tmp_path), f"cannot be read: Is a directory ({tmp_path})", "try: an .npz file")
     np.save(tmp_path / "one.npy", np.zeros(3))
-    refused(invoke("run", program, "--inputs", tmp_path / "one.npy"), "not an .npz of arrays")
+    refused(invoke("run", program, "--inputs", tmp_path / "one.npy"), "not an .npz of arrays: it is one array without a name")
     np.savez(path, x=np.array([{}], dtype=object))
     refused(invoke("run", program, "--inputs", path), "not an .npz of arrays: Object arrays cannot be loaded")
     np.savez(path, x=np.zeros((4, 4), np.float32))

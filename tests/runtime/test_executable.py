@@ -1,6 +1,7 @@
 """A compiled program as its user meets it: what it takes, what it gives, what it says, what it leaves behind."""
 
 import gc
+import re
 import threading
 import weakref
 
@@ -19,6 +20,7 @@ from tilewright.ir.build import broadcast, const, convert, input_, map_, reshape
 from tilewright.ir.evaluate import evaluate
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
+from tilewright.ir.notation import parse
 from tilewright.ir.ops import Concat, Const, Quantize, gemm
 from tilewright.ir.types import TensorType
 from tilewright.runtime import arrays
@@ -362,3 +364,10 @@ def test_packed_weights_are_accounted_for():
     executable = program(gemm(a, const(torch.randn(64, 32))), inputs=(a,))
     (step,) = executable.steps
     assert step.decision.kernel.candidate in ("llvm", "onednn") and 64 * 32 * 4 <= executable.packed_bytes <= 64 * 32 * 4 + 4096
+
+
+def test_a_program_is_shown_in_a_line():
+    program = compile(parse("f32[2,4] @ f32[4,3]"), budget_s=0)
+    assert re.fullmatch(
+        r"<tilewright program of 1 step on cpu: \(\w+: f32\[2,4\], \w+: f32\[4,3\]\) -> f32\[2,3\]>", repr(program)
+    )

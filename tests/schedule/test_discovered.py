@@ -140,6 +140,17 @@ def test_repeated_and_overlapping_operands():
                 assert torch.allclose(result.double(), sources[0].double() @ sources[1].double())
 
 
+@pytest.mark.parametrize("rows", [2, 17])
+def test_integer_products_of_elements_far_apart_are_exact(rows):
+    """A search also lays sources out past 2^31 bytes, which oneDNN misreads for few rows."""
+    problem = posed(f"s8[{rows},288] @ s8[288,32]")
+    why = refusal(FOUND["int_mm"], problem, CPU)
+    if why is not None:
+        pytest.skip(why)
+    decision = search(problem, CPU, budget_s=0, candidates=[FOUND["int_mm"], FOUND["reference"]])
+    assert decision.kernel.candidate == "int_mm" and decision.verified
+
+
 @pytest.mark.parametrize("compute", [F32, F64])
 def test_blocks_of_exact_floats_are_as_long_as_they_may_be(compute):
     problem = posed("s8[2,100000] @ s8[100000,2]")

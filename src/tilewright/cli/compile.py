@@ -80,7 +80,7 @@ _options = all_of(
     click.option(
         "--w4",
         type=click.IntRange(min=1),
-        metavar="GROUP",
+        metavar="[=GROUP]",
         help="Quantise a float model's weights to s4 by GROUP of K: --w4=128; --w4 alone is --w4=64.",
     ),
     click.option("--per-row", is_flag=True, help="With --int8, --fp8: scale activations per row as the program runs."),

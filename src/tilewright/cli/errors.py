@@ -19,7 +19,7 @@ INTERRUPTED = 130
 CLOSED_PIPE = 141
 _TRACEBACK = "tilewright.traceback"
 # What torch says when memory runs out, in place of a MemoryError.
-_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory")
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory", "failed to map segment")
 
 
 class Group(click.Group):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -62,7 +62,7 @@ class Step:
     within: tuple[Executable, ...] = ()
 
 
-@dataclass
+@dataclass(repr=False)
 class Executable:
     """A compiled program: call it with the inputs in order, or by name. Those that the source's own function takes after an
     argument that was fixed (None, a number, left out of the examples) are given by name.
@@ -88,10 +88,17 @@ class Executable:
     target: Target
     steps: tuple[Step, ...]
     trace: Trace
-    _ready: dict[Node, Value] = field(repr=False)
+    _ready: dict[Node, Value]
     layers: tuple[Layer, ...] = ()
     own_graphs: bool = True
     uncompiled: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]] | None = None
+
+    def __repr__(self) -> str:
+        """One line: how many steps, where, from which inputs to which results."""
+        count = f"{len(self.steps)} step{'s' * (len(self.steps) != 1)}"
+        inputs = ", ".join(f"{name}: {t}" for name, t in self.input_types.items())
+        results = ", ".join(str(o.tensor) for o in self.graph.outputs)
+        return f"<tilewright program of {count} on {self.target.device}: ({inputs}) -> {results}>"
 
     def __post_init__(self) -> None:
         if self.graph.state:

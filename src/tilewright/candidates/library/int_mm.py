@@ -41,13 +41,15 @@ def _k_contiguous(t: torch.Tensor) -> torch.Tensor:
 def _plain(t: torch.Tensor) -> torch.Tensor:
     """The matrix itself if its rows (or columns) lie apart in memory, else a copy.
 
-    oneDNN misreads any other strides without a word: repeated rows, overlapping ones, and the stride of an axis of one
-    element, which torch leaves arbitrary and calls contiguous.
+    oneDNN misreads any other strides without a word: repeated rows, overlapping ones, the stride of an axis of one element,
+    which torch leaves arbitrary and calls contiguous, and those by which a small matrix reaches past 2^31 bytes.
     """
     (rows, columns), (down, across) = t.shape, t.stride()
     apart = down >= max(columns, 1) if across == 1 else down == 1 and across >= max(rows, 1)
     if t.is_cuda:  # cuBLASLt: 16-byte aligned rows
         apart = apart and max(down, across) % 16 == 0 and t.data_ptr() % 16 == 0
+    else:
+        apart = apart and (rows - 1) * down + (columns - 1) * across < 1 << 31
     return t if apart else t.clone(memory_format=torch.contiguous_format)
 
 

@@ -181,7 +181,9 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
     from tilewright.ir.literal_file import UNREADABLE, check_sizes
 
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        if isinstance(opened := np.load(path, mmap_mode="r", allow_pickle=False), np.ndarray):
+            raise ValueError("it is one array without a name, an .npy file")
+        with opened as archive:
             if isinstance(archive, np.lib.npyio.NpzFile):
                 check_sizes(archive, {_label(n): max(4096, WIDEST * n.tensor.elements) for n in graph.inputs if not _opaque(n)})
             arrays = {name: np.asarray(cast("object", archive[name])) for name in archive.files}  # or bytes, for another file
