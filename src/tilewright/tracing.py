@@ -1,8 +1,8 @@
 """The one thread that may have torch trace a program.
 
-`torch.export`, `make_fx` and the compiler that traces with them keep what is under way in variables of the process: two threads
-at once fail, and leave it so that every later trace fails, too. Whoever traces holds `TRACING`, for as long as it holds torch's
-own stand-ins for tensors. A thread that calls `torch.export` by itself should hold it as well.
+`torch.export`, `make_fx` and the compiler that traces with them keep their state in variables of the process. Two threads that
+trace at once fail, and leave a state in which every later trace fails, too. Whoever traces holds `TRACING`, for as long as it
+holds torch's own stand-ins for tensors. A thread that calls `torch.export` by itself should hold it as well.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""`--untrusted`: a verb in a process of its own, whose time and memory end.
+"""`--untrusted`: a verb in a process of its own, with limits on time and memory.
 
-What reads and runs the program, and what interprets the operations that nothing else knows, is then that process; how it ends
-is all that the first one learns.
+That process reads and runs the program, and interprets the operations that nothing else knows. The first process learns only
+how it ends.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The graph's own textual form as a program: `.tw` files, and text that begins with `graph "name" {`.
 
-Constants too large for a file's text are looked for in `constants.npz` in its folder. A call in a `.tw` file says what the
-file's writer liked, so the front end that evaluates it is asked first (`check_call`): what it does not vouch for is refused, as
-are calls into a front end that cannot be asked.
+Constants too large for a file's text are looked for in `constants.npz` in its folder. The writer of a `.tw` file may put
+anything into a call, so the front end that evaluates it is asked first (`check_call`). A call is refused if its front end does
+not vouch for it, or cannot be asked.
 """
 
 from __future__ import annotations

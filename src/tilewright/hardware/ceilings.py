@@ -1,8 +1,8 @@
 """Ceilings that this machine has been seen to reach: the rate of each matrix unit and of memory, measured once and kept.
 
-The rate of a unit is that of its instruction in a loop that touches nothing but registers, where code is generated for the
-machine: a candidate's module offers such loops as `LOOPS`. Else it is that of the best library matmul on a large square, which
-a kernel may exceed; reports then show a fraction above 1. Memory is read and copied past the last cache.
+Where code is generated for the machine, the rate of a unit is measured on its instruction, in a loop that touches nothing but
+registers; a candidate's module offers such loops as `LOOPS`. Elsewhere it is the rate of the best library matmul on a large
+square. A kernel may exceed that rate; reports then show a fraction above 1. Memory is read and copied past the last cache.
 """
 
 from __future__ import annotations

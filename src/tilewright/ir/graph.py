@@ -5,8 +5,8 @@ and common subexpressions never exist. The attributes of a node *are* its operat
 subclass, which also knows the op's type rule and its meaning. Where a node came from (its origin) is kept by the graph,
 not by the node: two models may share a node.
 
-Attributes are checked, and normalised by their declared types, when an operation is made: Python holds 1, 1.0 and True equal,
-and 0.0 and -0.0, so `Softmax(True)` and `Softmax(1)` would be one node or two as luck has it.
+Attributes are checked, and normalised by their declared types, when an operation is made. Python holds 1, 1.0 and True equal,
+and 0.0 and -0.0, so `Softmax(True)` and `Softmax(1)` would otherwise be one node or two by chance.
 """
 
 from __future__ import annotations

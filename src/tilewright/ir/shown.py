@@ -1,4 +1,5 @@
-"""Gemms printed in the notation of `notation.py`, which also says what is printed and not parsed: one line a gemm."""
+"""Gemms printed in the notation of `notation.py`, one line a gemm; that file also lists the parts that are printed and not
+parsed."""
 
 from __future__ import annotations
 

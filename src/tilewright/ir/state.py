@@ -1,7 +1,7 @@
 """State: inputs that a program keeps from call to call and writes to, such as a cache of keys and values, as writes.
 
-A front end reads `cache[:, :, at] = new` as a function: what was there, and what it becomes. Where the old value is read for
-nothing else, what it becomes may take its memory.
+A front end reads `cache[:, :, at] = new` as a function from the old value to the new one. Where nothing else reads the old
+value, the new one may take its memory.
 """
 
 from __future__ import annotations

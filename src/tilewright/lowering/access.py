@@ -1,8 +1,8 @@
 """Addresses of an expression's leaves in memory, as functions of the rows and columns that a kernel walks.
 
 An operand or a store is an expression with views in it. Instead of moving data, each leaf gets one stride for each axis, and
-the rows and columns of the kernel's own space are written in those axes: splitting heads, exchanging axes or repeating a bias
-are then nothing but address arithmetic.
+the rows and columns of the kernel's own space are written in those axes. So splitting heads, exchanging axes or repeating a
+bias is nothing but address arithmetic.
 """
 
 from __future__ import annotations

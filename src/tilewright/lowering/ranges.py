@@ -1,10 +1,11 @@
-"""Results in ranges: a concatenation is one expression for each range of what it makes.
+"""Results in ranges: a concatenation is one expression for each range of its result.
 
     f(concat(a, b), y)  ->  f(a, y[: len(a)]) in the first range, f(b, y[len(a) :]) in the second
 
 Ranges are moved from the result down to the sources, past everything that works element by element or only moves elements, so
-that each element is still computed once. What is left reads parts of the sources and writes a part of the result: addresses.
-The rotation of queries and keys, `x * cos + concat(-x2, x1) * sin`, is two such expressions over the halves of x.
+that each element is still computed once. Each expression that is left reads parts of the sources and writes a part of the
+result, by addresses alone. The rotation of queries and keys, `x * cos + concat(-x2, x1) * sin`, is two such expressions over
+the halves of x.
 """
 
 from __future__ import annotations

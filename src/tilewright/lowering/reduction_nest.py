@@ -1,9 +1,9 @@
 """A fusion of operations as rows: reductions along one set of axes, everything else element by element.
 
 Norms and softmaxes are first decomposed into sums, maxima and elementwise steps. Then every value is given its place among the
-axes of the largest one, through whatever views lie between; the axes that are reduced are the columns, all others the rows. The
-reductions of a row come one after the other where one needs another's result: each time is a pass over the row's columns, and a
-last one writes the results. What costs little is computed again in every pass, the rest is stored.
+axes of the largest one, through whatever views lie between; the axes that are reduced are the columns, all others the rows.
+Reductions of a row come one after the other where one needs another's result. Each takes a pass over the row's columns, and a
+last pass writes the results. Cheap values are computed again in every pass, the others are stored.
 """
 
 from __future__ import annotations

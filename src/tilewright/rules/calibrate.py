@@ -1,4 +1,4 @@
-"""Quantising a float model: which types, from which ranges, and what each layer loses by it.
+"""Quantising a float model: the types, the ranges behind them, and each layer's loss.
 
 Not rewrite rules but the choice that feeds them: `quantize` writes quantise-dequantise pairs around each product with a
 constant weight, exactly as a model file with such pairs would, and the rules fold them.

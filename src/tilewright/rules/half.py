@@ -1,8 +1,8 @@
 """A float model in 16 bits: products, attention and norms read and leave f16 or bf16, and nothing else is rounded.
 
-Like quantising, not a rewrite rule but a choice that feeds them: `in_half` writes a cast to 16 bits and back where a value
-meets a product, an attention or a norm, as a model file with such casts would, and the rules fold them. What lies between
-(bias, activation, residual, the sums inside) stays in f32, where kernels hold it anyhow.
+Like quantising, this is a choice that feeds the rewrite rules, and not one of them. Where a value meets a product, an attention
+or a norm, `in_half` writes a cast to 16 bits and back, as a model file might have them, and the rules fold these casts. What
+lies between (bias, activation, residual, the sums inside) stays in f32, where kernels hold it anyhow.
 """
 
 from __future__ import annotations

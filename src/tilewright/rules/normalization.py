@@ -1,8 +1,8 @@
 """Layer norm and RMS norm from the arithmetic that exporters and XLA write for them.
 
-Small rules that meet: the product of y and 1 / sqrt(mean(y**2) + epsilon) is an RMS norm of y; an RMS norm of x - mean(x) is a
-layer norm of x; what multiplies or shifts either by a vector is its scale and bias; a norm computed in f32 between casts is the
-norm of what was cast.
+Small rules that meet. The product of y and 1 / sqrt(mean(y**2) + epsilon) is an RMS norm of y. An RMS norm of x - mean(x) is a
+layer norm of x. A vector that multiplies or shifts either is its scale or its bias. A norm computed in f32 between casts is the
+norm of the value before the casts.
 """
 
 from __future__ import annotations

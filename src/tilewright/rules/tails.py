@@ -1,4 +1,4 @@
-"""A product that several operations read: those that are elementwise become further stores of it."""
+"""A product that several operations read: the elementwise ones become further stores of it."""
 
 from __future__ import annotations
 

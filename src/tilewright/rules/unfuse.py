@@ -1,4 +1,4 @@
-"""Taking apart what a model joined by hand, so that each part can carry its own tail; `siblings` joins again."""
+"""Taking apart products that a model joined by hand, so that each part can carry its own tail; `siblings` joins again."""
 
 from __future__ import annotations
 

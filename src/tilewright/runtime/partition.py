@@ -1,8 +1,8 @@
 """Cutting a graph into steps: each gemm alone, everything between gemms in connected fusions, constants once and for all.
 
-A fusion that no kernel takes whole is cut so that what can be generated is, and the rest alone is left to torch: nodes join
-the fusion of what they read as long as a generator takes that; else they begin another. No cycle arises, as a node joins the
-last of the fusions that it reads.
+A fusion that no kernel takes whole is cut, so that only operations without a kernel are left to torch. A node joins the fusion
+that it reads, as long as a generator takes the two together; else it begins another. No cycle arises, as a node joins the last
+of the fusions that it reads.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Steps captured in CUDA graphs, so that a whole program is a launch or two and not one a step.
 
 Consecutive steps are one graph; a step that cannot be captured (it waits for the host, or is a call into the source's own
-library) runs by itself between two graphs. What a graph reads from outside is copied to memory of its own first, and results
-are copied out, so that they are the caller's own. The graphs of a program share one pool of memory, in which a value's place is
+library) runs by itself between two graphs. A graph's outside inputs are copied to memory of its own first. Its results are
+copied out, so that they are the caller's own. The graphs of a program share one pool of memory, in which a value's place is
 taken again once its last reader has run.
 """
 

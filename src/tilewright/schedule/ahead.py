@@ -1,6 +1,6 @@
 """Machine code of the points that searches will try first, made by several processes at once.
 
-A kernel for a GPU takes seconds to compile, on one of the machine's cores; a search tries one after another. What is compiled
+A kernel for a GPU takes seconds to compile, on one of the machine's cores; a search tries one after another. Machine code made
 here stays in the compiler's own cache on the disk, where the candidate's `build` finds it.
 """
 

@@ -1,4 +1,4 @@
-"""One budget of time for all problems of a program: what each may take, which are alike, and what is known of them already."""
+"""One budget of time for all problems of a program: each one's share, which ones are alike, and the decisions known already."""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ operating system by then. A power cut may take the last records with it, never t
 medium (`synchronous=NORMAL`), since a lost record costs one measurement.
 
 Only one process measures a problem at a time (`alone`): the lock is the operating system's and ends with the process that holds
-it. The log needs memory shared between processes, and the lock one kernel: on a network file system nothing is kept, as on one
-that is full or cannot be written, or in a folder that is a link, another user's, or open to others' writing: what stands there
-could be anybody's, and the log is replayed unasked. That is said once, on standard error, and everything goes on.
+it. The log needs memory shared between processes, and the lock needs one kernel. So nothing is kept on a network file system,
+nor on one that is full or cannot be written. Nor is anything kept in a folder that is a link, another user's, or open to
+others' writing: its files could be anybody's, and the log is replayed unasked. In each case one line on standard error says so,
+and everything goes on.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One notion for a generated kernel, a library call and the reference: something that may do what a program asks.
+"""Candidates: one notion for a generated kernel, a library call and the reference.
 
 A candidate is one module under `candidates/` with a module-level `CANDIDATE`; it is found by file name.
 """

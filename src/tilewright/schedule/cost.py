@@ -1,8 +1,8 @@
 """The time a schedule is expected to take: the work that a candidate says it makes the machine do, and the machine's rates.
 
-A kernel is a sequence of phases with a meeting of all threads between them. A phase takes what its slowest resource takes (the
-roofline, by level of memory; Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785), and a part of what the
-others take that does not hide behind it. Quantities may be NumPy arrays, one element a schedule: thousands are ranked at once.
+A kernel is a sequence of phases with a meeting of all threads between them. A phase takes as long as its slowest resource (the
+roofline, by level of memory; Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785), plus the part of the others'
+time that does not hide behind it. Quantities may be NumPy arrays, one element a schedule: thousands are ranked at once.
 """
 
 from __future__ import annotations

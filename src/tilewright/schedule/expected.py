@@ -1,4 +1,4 @@
-"""The results that a kernel's are held against: the oracle's, and bounds on how far from them a right kernel may be.
+"""The results that a kernel's are compared with: the oracle's, and bounds on a right kernel's distance from them.
 
 With u the unit roundoff of the accumulator, an inner product of length K summed in any order is within K u |a|.|b| of the
 exact one to first order (Higham, Accuracy and Stability of Numerical Algorithms, 2nd ed., eq. 3.5), and its error is typically
@@ -8,12 +8,12 @@ second, with a factor for safety, adds up to. The sum is what shows a silent dro
 (TF32) stay within the first bound from K = 400 on, and within the second only past K = 30,000.
 
 A step of the epilogue, or of a fusion of other operations, may round a few times, sums and norms more often (`intervals.py`).
-Nothing is allowed where nothing rounds: an integer result is the exact one, a conversion or a quantisation rounds as the graph
-says, to the last bit: codes may differ by one only where the value lies within its error of an edge.
+Nothing is allowed where nothing rounds. An integer result is the exact one. A conversion or a quantisation rounds as the graph
+says, to the last bit; codes may differ by one only where the value lies within its error of an edge.
 
 The weights of an attention are a convex combination, so errors of at most d in the scores make of a weight w something between
-w e^(-2d) and w e^(2d): the results move by what large scores lose in f32, however exact all that follows is. Scores that are
-not scaled, of heads of 256 or 512, reach hundreds, and three digits of the result are gone with them.
+w e^(-2d) and w e^(2d). So results move by the precision that large scores lose in f32, however exact all that follows is.
+Scores that are not scaled, of heads of 256 or 512, reach hundreds, and three digits of the result are gone with them.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Processes for work that may never come back.
 
 Three of them, and sometimes more. The *parent* asks. Its one child, the *fork server*, has imported torch and the candidates
-and does nothing but fork: so the third, the *worker*, which does the work, is replaced within milliseconds after a crash or a
+and does nothing but fork. So the third, the *worker*, which does the work, is replaced within milliseconds after a crash or a
 hang. Beside it there may be *compile workers*, which compile. The fork server runs no parallel operation and touches no GPU, so
 that forking it is sound. It is no fork of the parent, whose threads and `__main__` it must not inherit, but a fresh interpreter
 with the parent's path and environment.
 
 The fork server ends when the parent's end of its socket closes, however the parent ended; the worker is killed when the fork
-server ends. Workers and compile workers are killed with what they started, such as an assembler: each leads a process group.
-Messages are pickles between a process and its own children; nothing else ever reads them.
+server ends. Workers and compile workers are killed with the processes that they started, such as an assembler: each leads a
+process group. Messages are pickles between a process and its own children; nothing else ever reads them.
 """
 
 from __future__ import annotations

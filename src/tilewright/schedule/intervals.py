@@ -2,18 +2,18 @@
 time.
 
 An elementwise step may round its operands and its result a few times, since a kernel may order an expression its own way
-(contract a multiply and an add, raise 2 instead of e to a power). Most functions are at their least and largest at the ends of
-what their operands may be; those that turn, jump or wrap in between are told of here. Casts, quantisation, views, pads, picks
-and writes round nothing, or as the graph says. Where nothing is known an interval says so: NaN for a float, all of its range
-for an integer. Nothing is unknown of an element whose operands are exact.
+(contract a multiply and an add, raise 2 instead of e to a power). Most functions are least and largest at the ends of their
+operands' intervals; functions that turn, jump or wrap in between are listed here. Casts, quantisation, views, pads, picks and
+writes round nothing, or as the graph says. Where nothing is known an interval says so: NaN for a float, all of its range for an
+integer. Nothing is unknown of an element whose operands are exact.
 
-With u the roundoff of f32 (f64 for f64), a sum of n numbers is within n u of the sum of their sizes in any order, and
-typically within sqrt(n) u of its partial sums; see `expected.py`, whose two bounds these are. A layer norm adds to that what
-an error of the mean does to every element, d(x - mean) r, and what one of the variance does to r = 1 / sqrt(var + epsilon):
-half as much, relatively. The mean's error moves the variance in second order only, if it is taken from the differences; a
-kernel that subtracts two large numbers instead (E[x^2] - E[x]^2) is outside these bounds as soon as it matters. What is known
-up to an error on the way in adds to that to first order: a norm's element moves by r times its own error, the mean one, and
-what the change of r does; a softmax's logarithm by its own error and the largest.
+With u the roundoff of f32 (f64 for f64), a sum of n numbers is within n u of the sum of their sizes in any order, and typically
+within sqrt(n) u of its partial sums; see `expected.py`, whose two bounds these are. A layer norm adds two effects to that. An
+error of the mean moves every element by d(x - mean) r. An error of the variance moves r = 1 / sqrt(var + epsilon) by half as
+much, relatively. The mean's error moves the variance in second order only, if it is taken from the differences; a kernel that
+subtracts two large numbers instead (E[x^2] - E[x]^2) is outside these bounds as soon as it matters. What is known up to an
+error on the way in adds to that to first order: a norm's element moves by r times its own error, the mean one, and what the
+change of r does; a softmax's logarithm by its own error and the largest.
 """
 
 from __future__ import annotations

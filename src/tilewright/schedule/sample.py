@@ -1,7 +1,8 @@
 """Random data for a problem, chosen so that a wrong kernel shows.
 
 Plain random data hides mistakes: beside a sum of a thousand products a bias of 1 is below the tolerance, and a result quantised
-with a scale of 1 is the largest code everywhere. So scales and side inputs are brought to the size of what they meet.
+with a scale of 1 is the largest code everywhere. So scales and side inputs are brought to the size of the values that they
+meet.
 """
 
 from __future__ import annotations

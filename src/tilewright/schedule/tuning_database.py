@@ -1,8 +1,8 @@
 """Decisions made before, by this process or another: built and verified anew, and not timed again.
 
-A record names a candidate and a point of its space. One that fails its check here, or whose candidate now refuses, is as if it
-were not there. Records from elsewhere are hints: a point that the candidate does not itself offer here is never built, and what
-they say of times is not believed: one made in these circumstances saves the search, and its kernel alone is timed here.
+A record names a candidate and a point of its space. A record that fails its check here, or whose candidate now refuses, counts
+as absent. Records from elsewhere are hints. A point that the candidate does not itself offer here is never built, and their
+times are not believed. A record made in these circumstances saves the search, and its kernel alone is timed here.
 
 A candidate that crashed or hung is refused on the problem from then on, by every process in the same circumstances, with the
 sentence how and the day. Only a `TuningDatabase` that says `retry` tries it again.

@@ -1,7 +1,7 @@
 """ONNX's Attention and RotaryEmbedding.
 
-Where the graph's own attention says it all, that is what is read. A soft cap, a result out of the middle or another
-precision is read as the products, the mask and the softmax that the operator's definition spells out.
+Where the graph's own attention expresses the whole operator, it is read as that. A soft cap, a result out of the middle or
+another precision is read as the products, the mask and the softmax that the operator's definition spells out.
 """
 
 from __future__ import annotations

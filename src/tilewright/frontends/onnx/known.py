@@ -1,4 +1,4 @@
-"""Values that follow from shapes and small constants alone: what a reshape's target or a slice's bounds must be.
+"""Values that follow from shapes and small constants alone: a reshape's target and a slice's bounds must be such values.
 
 Exporters compute shapes with ordinary operators (Shape, Gather, Concat, Range, …). Shapes are concrete here, so such a
 chain has a value; it is computed on demand, and only for an operator that must know it. Weights are never looked at.

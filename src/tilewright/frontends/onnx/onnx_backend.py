@@ -1,6 +1,6 @@
-"""Tilewright as a backend of `onnx.backend.base`: what onnx's own test suite and other tools drive.
+"""Tilewright as a backend of `onnx.backend.base`, which onnx's own test suite and other tools drive.
 
-It evaluates the graph that the front end reads with the oracle, so what it proves is the reading.
+The oracle evaluates the graph that the front end reads, so a test that passes proves the reading.
 """
 
 from __future__ import annotations

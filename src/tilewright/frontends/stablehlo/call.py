@@ -1,8 +1,8 @@
 """Operations that no node expresses: each becomes a `call` whose payload is a module of that operation alone.
 
-Torch computes what it has (`torch_calls.py`). What holds a region of scalar arithmetic is evaluated by StableHLO's own
-reference interpreter, which jaxlib carries. The interpreter ends the process on what it does not know and on integer division
-by zero, so only the operations named here ever reach it.
+Torch computes the operations that it has (`torch_calls.py`). What holds a region of scalar arithmetic is evaluated by
+StableHLO's own reference interpreter, which jaxlib carries. The interpreter ends the process on an operation that it does not
+know, and on integer division by zero. So only the operations named here ever reach it.
 """
 
 from __future__ import annotations

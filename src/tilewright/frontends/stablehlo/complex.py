@@ -1,7 +1,7 @@
 """Complex numbers: each value is a pair of real ones, through every operation.
 
-What moves or picks elements, and what is linear in the parts, is done to each part. A product of matrices is one real product
-of operands side by side. Functions that mix the parts in other ways are torch's, as calls.
+Operations that move or pick elements, and those linear in the parts, are done to each part. A product of matrices is one real
+product of operands side by side. Functions that mix the parts in other ways are torch's, as calls.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Control flow: loops of constant trip counts unrolled, small branches as selections, the rest as calls.
 
 A call's payload is a module whose `main` is the loop or conditional and takes what its regions read from outside. Its regions
-become graphs of their own, which run as often as the data says: by the oracle, or by what a program compiled of them.
+become graphs of their own. They run as often as the data says, by the oracle or as a program compiled them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """XLA's scaled-dot: a product of operands that carry scales by blocks (OCP Microscaling Formats 1.0: blocks of 32 along K).
 
-StableHLO has no such operation, so HLO text is given to XLA's converter with a custom call in its place. The arithmetic is
-that of XLA's own decomposition (`ScaledDotRewriter`): each operand is multiplied by its scales in 16 bits, wider where either
-is; a scalar scale says that there is none. Scales of type f8e8m0fnu, 2^(e - 127) or NaN, are carried as their bits, in u8.
+StableHLO has no such operation, so HLO text is given to XLA's converter with a custom call in its place. The arithmetic follows
+XLA's own decomposition (`ScaledDotRewriter`): each operand is multiplied by its scales in 16 bits, or wider where either is
+wider. A scalar scale says that there is none. Scales of type f8e8m0fnu, 2^(e - 127) or NaN, are carried as their bits, in u8.
 """
 
 from __future__ import annotations

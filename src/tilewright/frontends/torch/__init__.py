@@ -2,8 +2,8 @@
 
 A module is exported (non-strict), made functional and decomposed until only operators remain that have a translation (the
 modules of `TOPICS`) or no decomposition; the latter become `call` nodes that torch itself evaluates. Weights are referred to,
-not copied. Results agree with torch's up to the rounding of its own kernels. A float becomes an integer of 8 or 16 bits through
-one of 32, whose low bits it keeps; where torch is undefined (a float out of the range of 32 bits, of 64 for s64) XLA's rule
+not copied. Results agree with torch's up to the rounding of its own kernels. A float becomes an integer of 8 or 16 bits by way
+of 32 bits, and keeps the low bits. Where torch is undefined (a float out of the range of 32 bits, of 64 for s64), XLA's rule
 holds.
 """
 

@@ -1,10 +1,11 @@
 """Operators of torch that a file may name: functional ones, whose results follow from their operands and arguments alone.
 
 None writes to an operand, reads a file, a pointer or memory that nobody wrote, draws random numbers or starts anything. Each
-has a kernel for shapes alone, which sees every call before it runs (`file_call.py`), and has been run on random arguments
-over memory with guard pages on both sides (tests/conformance/test_hostile_calls.py). Left out of what `torch.export` leaves to
-torch: `empty` and what else shows old memory, backward passes, sparse, nested and quantised tensors, other devices' libraries,
-and what did not pass, such as division with a rounding mode (of the lowest integer by -1 it ends the process).
+has a kernel for shapes alone, which sees every call before it runs (`file_call.py`), and has been run on random arguments over
+memory with guard pages on both sides (tests/conformance/test_hostile_calls.py). Of the operators that `torch.export` leaves to
+torch, these are left out: `empty` and others that show old memory, backward passes, sparse, nested and quantised tensors, other
+devices' libraries, and operators that failed their tests, such as division with a rounding mode (of the lowest integer by -1 it
+ends the process).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Surroundings of a trace of a module in torch: what is asked and taken is noticed, and nothing of it is left afterwards."""
+"""Surroundings of a trace of a module in torch: questions asked of tensors and ways taken are noticed, and nothing is left
+afterwards."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Calls of torch that a file may make: operators of `allowed`, on arguments that their kernels for shapes alone accept.
 
-Such a kernel has neither storage nor values, so it has nothing to read past; what it gives must be what the call declares.
+Such a kernel has neither storage nor values, so it has nothing to read past. Its results must be as the call declares them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """ATen's matrix products and attention.
 
 A float product accumulates in f32 (f64 of f64 operands) and is rounded once to its result's type, after the bias where one
-operator adds it: torch's CPU and GPU libraries differ in the last bit there. An integer product wraps in its operands'
-type, as torch's does; `_int_mm` accumulates in s32.
+operator adds it. In the last bit there, torch's CPU and GPU libraries differ. An integer product wraps in its operands' type,
+as torch's does; `_int_mm` accumulates in s32.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 torch.export refuses `if x.sum() > 0`, `.tolist()` and `x[mask]`. Here the module runs once on its example inputs, and what
 Python learns from tensors is written down; then it is exported with Python told the same again. Each tensor that was asked
-becomes an operand of one operator, `tilewright::as_traced`, that compares it at every call with what the trace knew: a call
-that would go another way ends in an error (`compile` then has torch run the module itself), never in the result of a way
-that is not its own.
+becomes an operand of one operator, `tilewright::as_traced`, which compares it at every call with what the trace knew. A call
+that would go another way ends in an error (`compile` then has torch run the module itself), never in another way's result.
 
 A number that is a float stays a tensor as long as Python only calculates with it or compares it; a selection by a mask stays a
 selection of as many elements.

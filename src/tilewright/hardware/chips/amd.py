@@ -1,4 +1,4 @@
-"""Any AMD GPU that torch can reach: what is known of an architecture without a file of its own."""
+"""Any AMD GPU that torch can reach: the known facts about an architecture without a file of its own."""
 
 from tilewright.hardware.target import Chip, MatrixUnit
 

@@ -1,4 +1,4 @@
-"""Any NVIDIA GPU that torch can reach: what is known of an architecture without a file of its own or of its generation."""
+"""Any NVIDIA GPU that torch can reach: the known facts about an architecture without a file of its own or of its generation."""
 
 from tilewright.hardware.chips._nvidia import REGISTERS
 from tilewright.hardware.target import Chip, MatrixUnit

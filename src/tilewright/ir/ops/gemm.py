@@ -1,9 +1,9 @@
 """The gemm: one matmul and everything that touches its operands and its result.
 
-A gemm carries *expressions*: ordinary nodes whose leaves are `param` (the gemm's sources) and `acc` (its accumulator).
-`lhs` and `rhs` say what is multiplied (a view, a cast, a dequantisation of a source); each store says what leaves (an
-epilogue over a range of `acc`, and the view under which it is written). Folding an operation into a gemm is therefore
-substitution, and the oracle evaluates a gemm with the code that evaluates any graph.
+A gemm carries *expressions*: ordinary nodes whose leaves are `param` (the gemm's sources) and `acc` (its accumulator). `lhs`
+and `rhs` are the operands (a view, a cast, a dequantisation of a source). Each store is a result (an epilogue over a range of
+`acc`, and the view under which it is written). Folding an operation into a gemm is therefore substitution, and the oracle
+evaluates a gemm with the code that evaluates any graph.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Polynomials that functions are made of: coefficients, lowest first, and how far off they are.
+"""Polynomials that functions are made of: coefficients, lowest first, and errors.
 
-`benchmarks/fit_approximations.py` makes those that are called own fits, and says the errors that stand here.
+`benchmarks/fit_approximations.py` makes the polynomials called own fits, and prints the errors given here.
 """
 
 # (tanh(x) - x) / x^3 in x^2 on |x| < 0.625: Cephes tanhf (Moshier).

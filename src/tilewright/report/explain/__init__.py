@@ -1,1 +1,1 @@
-"""Explanations: what was chosen and folded, why, and what could not be."""
+"""Explanations: the choices, the folds, their reasons, and the places where folding failed."""

@@ -1,4 +1,4 @@
-"""Decisions for people: who does what, who does not and why, what each was expected to take and what it took."""
+"""Decisions for people: the candidate that does each problem, the ones that do not and why, the times expected and measured."""
 
 from __future__ import annotations
 

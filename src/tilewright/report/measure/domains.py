@@ -2,8 +2,8 @@
 
 Random integers are no token ids and random scales may be zero or negative. The graph says what an input is for:
 
-- an integer of 32 bits or more that picks elements (the indices of a gather) stays within what it picks from, and those that
-  say where something is written differ from one another;
+- an integer of 32 bits or more that picks elements (the indices of a gather) stays within the extent that it picks from, and
+  indices of places to write differ from one another;
 - one that is compared, converted to a float or truth value, or handed to an opaque call is a mask: each row of its last axis
   is ones and then zeros, as padding leaves it;
 - a float that scales a quantisation is positive;

@@ -1,7 +1,7 @@
 """Contenders that take turns: medians over rounds, ratios round by round.
 
-Each contender but one lives in a process of its own, so that no library shares its threads with another; while it is not asked
-anything its process is held, because threads that spin after their work would slow the one whose turn it is.
+Each contender but one lives in a process of its own, so that no library shares its threads with another. Its process is stopped
+while it is not asked anything: threads that spin after their work would slow the contender whose turn it is.
 """
 
 from __future__ import annotations

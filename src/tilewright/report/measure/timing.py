@@ -1,4 +1,4 @@
-"""Timing: how often to run something, and what each call took."""
+"""Timing: how often to run something, and the time of each call."""
 
 from __future__ import annotations
 

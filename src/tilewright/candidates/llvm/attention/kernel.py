@@ -1,8 +1,8 @@
 """Attention as two products with a softmax between them, a tile of query rows at a time: the scores never leave the cache.
 
-Keys and values are packed first, once for all queries that share them. A task takes one tile of one head's queries: scores
-panel by panel, softmax row by row over all of them, then the weights times the values, each panel of scores being the left
-operand as it lies. Everything is added up in f32, whatever the operands' type.
+Keys and values are packed first, once for all queries that share them. A task takes one tile of one head's queries. It computes
+scores panel by panel, and the softmax row by row over all scores. Then it multiplies the weights by the values; each panel of
+scores is the left operand as it lies. Everything is added up in f32, whatever the operands' type.
 """
 
 from __future__ import annotations

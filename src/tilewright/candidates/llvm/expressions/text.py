@@ -1,7 +1,7 @@
 """LLVM IR as text: one function at a time, values by name, counted loops with carried values.
 
 llvmlite's own builder has no bfloat and no scalable way to say `splat`; the textual form is LLVM's reference, LangRef. No
-optimiser runs over what is written here, only instruction selection, so what is constant is folded while writing.
+optimiser runs over this text, only instruction selection, so constants are folded while writing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The micro-kernel on tiles (AMX): registers of 16 rows of 64 bytes, of which two by two add up a part of the result.
+"""The micro-kernel on tiles (AMX): registers of 16 rows of 64 bytes. Two by two of them add up a part of the result.
 
 The packed right operand is made of tiles as it is: 16 groups of K by 16 columns, K's neighbours side by side within 4 bytes. So
 is the left operand, packed or not: 64 bytes of K of 16 rows. K is filled up with zeros to whole tiles; rows are not: a tile's

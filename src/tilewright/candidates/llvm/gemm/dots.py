@@ -1,8 +1,9 @@
-"""The instructions that multiply: what each takes, and the few lines that emit it. Chips name theirs in their data file.
+"""The instructions that multiply, with the operands that each takes and the few lines that emit it. Chips name theirs in their
+data file.
 
-Every one works on vectors whose lanes are columns; a lane holds the bytes of `k` neighbours along K, 4 of them. The left
-operand's are the same in all lanes. Some have a tile of several rows in one accumulator: in vector registers, lanes are then as
-many times wider along K, and the left operand's are rows; tile registers hold as many vectors along K.
+Every one works on vectors with a column in each lane; a lane holds the bytes of `k` neighbours along K, 4 of them. The left
+operand's bytes are the same in all lanes. Some make a tile of several rows in one accumulator. In vector registers, lanes are
+then that many times wider along K, and the left operand's lanes are rows. Tile registers hold that many vectors along K.
 """
 
 from __future__ import annotations

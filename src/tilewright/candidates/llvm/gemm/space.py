@@ -1,5 +1,5 @@
-"""Every size that a nest may be given: one statement of what is legal, a ladder of sizes that enumerates it, and what each
-makes the processor do, for many points at once; `schedule.cost` says what that costs.
+"""Every size that a nest may be given. One statement says which sizes are legal, a ladder of sizes enumerates them, and the
+work of the processor is counted for many points at once; `schedule.cost` says what that work costs.
 
 Cycles are those of the instruction's own issue. The constants beside them are rates of present processors, chosen by reason and
 on half of the products of `benchmarks/cost.py`; they only have to tell bad sizes from good ones.

@@ -1,8 +1,8 @@
 """The path from IR text to something Python calls: code generation, a cache of object code on disk, and the threads to run it
 on.
 
-Object code is kept under the hash of everything it depends on (the text names the processor and its features), with a
-checksum of both, so a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
+Object code is kept under the hash of everything it depends on (the text names the processor and its features), with a checksum
+of both. So a process that meets a kernel again only loads it. Loading needs no optimiser and no code generator.
 
 Kernels may be called from several Python threads at once. In a forked child GNU's OpenMP runtime has lost its threads and waits
 for them, in torch's own operations as well as here: call `torch.set_num_threads(1)` there first, or spawn instead of forking.

@@ -6,7 +6,7 @@ one), a the activations and y their zero point, a group's sum is
 
     sum((a - y)(w - z)) = sum(a w) - z sum(a) - y sum(w - z)
 
-where the last two sums are known before: they are what the accumulator starts from.
+The last two sums are known before, and the accumulator starts from them.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A panel of the packed weights is, for each group of K: its columns' scales, their zero points if there are any, and then a word
 of 32 bits a column for every 8 of K. Where the instruction takes pairs along K, a column has two words for every 16, one of the
-even and one of the odd, and its scale twice: two vectors of lanes then make one of pairs. The left operand, the tiles and the
-epilogue are those of the dense nest. Pairs of codes that nothing is done to before they are multiplied are looked up as pairs:
-a column's word has the even ones in its low half, the odd ones in its high half.
+even and one of the odd, and its scale twice. Two vectors of lanes then make one of pairs. The left operand, the tiles and the
+epilogue are those of the dense nest. Codes that are multiplied unchanged are looked up in pairs: a column's word has the even
+ones in its low half, the odd ones in its high half.
 
 Where many rows meet a panel, a thread decodes it once into memory of its own, and the dense micro-kernel multiplies it.
 """

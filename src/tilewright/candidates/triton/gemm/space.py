@@ -1,6 +1,6 @@
-"""Sizes of a plain Triton gemm: the legal points, from the chip's data, and what each makes the machine do, for ranking.
+"""Sizes of a plain Triton gemm: the legal points, from the chip's data, and the work of each, for ranking.
 
-A block's steps along K take what its slowest part takes: the matrix unit, shared memory, conversions, or waiting for memory
+A block's steps along K take as long as their slowest part: the matrix unit, shared memory, conversions, or waiting for memory
 where too few steps are in flight. Blocks come in waves; the last one may leave most of the chip idle, which split K avoids.
 """
 

@@ -1,7 +1,7 @@
 """The path from a kernel's text to what runs: a module, machine code for any architecture (no GPU needed), its needs, a launch.
 
-A kernel has every extent in its text, so that what a call passes is pointers, and the numbers that are the problem's own: a
-text is compiled once, however many problems have it.
+A kernel has every extent in its text, so a call passes pointers and the problem's own numbers alone. A text is compiled once,
+however many problems share it.
 """
 
 from __future__ import annotations

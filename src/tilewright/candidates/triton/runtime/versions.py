@@ -1,5 +1,5 @@
-"""Differences between the versions of Triton, from 3.6 on: how a kernel is started, and a sentence where one
-makes nothing of what is written for these. What is there decides, not a number."""
+"""Differences between the versions of Triton, from 3.6 on: how a kernel is started, and the sentence of refusal where a version
+cannot compile kernels written for the others. Features decide, not version numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of a Hopper kernel: which are legal, and what each makes an SM do.
+"""Sizes of a Hopper kernel: the legal ones, and the work of an SM for each.
 
 A step along K is 128 bytes of both operands. It takes as long as the tensor cores take, or as shared memory takes to be filled
 and read, whichever is longer. Cycles were fitted to 1,400 kernels of sixty shapes in three types on an H200: predictions are

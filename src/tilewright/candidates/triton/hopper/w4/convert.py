@@ -1,10 +1,11 @@
 """PTX that dequantises codes in registers: to halves for `mma.sync` and `wgmma`, or to bytes for an operand of 8 bits.
 
-Words come in the order of the matrix unit's left fragment (`pack.py`). What a thread holds of one, of 4-bit codes, or of two is
-the four registers of 16 columns in halves: rows g and g + 8 of the left eight, then of the right ones. What it holds of four is
-8 registers of the fragment for 8-bit operands. A 4-bit code less its zero point is at most 15 either way: a byte of two's
-complement for integers, for fp8 a sign and a magnitude, which as a subnormal of e4m3 or in its first binade is that number by
-2**-9. So products are exact, and a group's sum is as exact as the tensor cores add, before it is scaled and added in f32."""
+Words come in the order of the matrix unit's left fragment (`pack.py`). One word of 4-bit codes, or two words of 8-bit codes,
+give a thread the four registers of 16 columns in halves: rows g and g + 8 of the left eight, then of the right ones. Four words
+give it 8 registers of the fragment for 8-bit operands. A 4-bit code less its zero point is at most 15 either way: a byte of
+two's complement for integers, for fp8 a sign and a magnitude, which as a subnormal of e4m3 or in its first binade is that
+number by 2**-9. So products are exact, and a group's sum is as exact as the tensor cores add, before it is scaled and added in
+f32."""
 
 from __future__ import annotations
 

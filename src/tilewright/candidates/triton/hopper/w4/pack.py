@@ -1,10 +1,11 @@
 """Weights of 4 and 8 bits in the order of the matrix unit's left fragment, so that a load of 16 bytes needs no shuffle.
 
-Of a block of 64 rows and 64 columns (K), four warps hold 16 rows each; a lane holds rows g and g + 8 of those (g = lane // 4),
-and of 16 columns those at 2 t, 2 t + 1, 2 t + 8, 2 t + 9 (t = lane % 4; PTX ISA 9.0, 9.7.14.5.8 and 9.7.15.5.1), or where the
-other operand has 8 bits those from 4 t to 4 t + 3, which are in a register then. A word of 4-bit codes is what a lane holds of
-16 columns; 8-bit ones are two words. One order serves every number of rows of the other operand: both matrix instructions
-(`mma.sync`, `wgmma`) take this fragment, and that of halves takes 8-bit operands made halves in any order along K.
+In a block of 64 rows and 64 columns (K), four warps hold 16 rows each. With g = lane // 4 and t = lane % 4, a lane holds rows g
+and g + 8 of its warp's rows. Of each 16 columns it holds columns 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 (PTX ISA 9.0, 9.7.14.5.8 and
+9.7.15.5.1); where the other operand has 8 bits, columns 4 t to 4 t + 3, which then share a register. A lane's part of 16
+columns is one word of 4-bit codes, or two words of 8-bit codes. One order serves every number of rows of the other operand:
+both matrix instructions (`mma.sync`, `wgmma`) take this fragment, and the fragment of halves takes 8-bit operands made halves
+in any order along K.
 """
 
 from __future__ import annotations

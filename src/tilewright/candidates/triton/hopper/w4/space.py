@@ -1,8 +1,8 @@
-"""Sizes of a kernel with weights of few bits: which are legal, and what each makes an SM do.
+"""Sizes of a kernel with weights of few bits: the legal ones, and the work of an SM for each.
 
-Cycles were fitted to 289 kernels for 15 problems of 1 to 32 rows on an H200, launched one after the other: predictions of what
-lies behind a launch are within 9 % (root mean square), the first choice of those that were measured 2.4 % slower than the best
-(10 % at most).
+Cycles were fitted to 289 kernels for 15 problems of 1 to 32 rows on an H200, launched one after the other. Predictions of the
+time behind a launch are within 9 % (root mean square). The first choice among the measured kernels is 2.4 % slower than the
+best (10 % at most).
 """
 
 from __future__ import annotations

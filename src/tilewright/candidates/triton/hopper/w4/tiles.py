@@ -1,5 +1,5 @@
-"""Gemms of more rows with weights of 4 bits: Hopper's kernel of large tiles with the weight as its left operand, codes of which
-the warps that multiply make numbers (`_operand.py`). Rows and columns of the result have exchanged their places then."""
+"""Gemms of more rows with weights of 4 bits, by Hopper's kernel of large tiles. The weight is its left operand, and the warps
+that multiply dequantise the codes (`_operand.py`). So rows and columns of the result exchange places."""
 
 from __future__ import annotations
 
