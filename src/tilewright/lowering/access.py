@@ -70,7 +70,8 @@ class View:
 
 @dataclass(frozen=True)
 class StridedDigit:
-    """A digit of the row or column number, times a stride: (number // inner) % extent * stride."""
+    """A mixed-radix digit of the row or column number, times a stride: (number // inner) % extent * stride. It is a mode
+    `extent:stride` of a CuTe layout, with `inner` the product of the extents before it."""
 
     extent: int
     inner: int
@@ -271,7 +272,7 @@ def of_store(root: Node) -> Access:
     return access
 
 
-def largest_of(root: Node) -> Node | None:
+def amax_of(root: Node) -> Node | None:
     """The expression whose largest element is all that a store keeps: magnitudes in f32, none below 0, so that their bits order
     as integers, NaN's above all. None for a store that does not reduce.
 

@@ -87,19 +87,19 @@ KERNELS = {
         hopper_w4.CANDIDATE,
         posed("f8e4m3fn[66,320] scale=channel @ u4[136,320]^T group=64 zero_point + bias -> bf16"),
         FEW,
-        {"multicast": True, "stream_k": 0, "ready": None},
+        {"multicast": True, "stream_k": 0, "expanded": None},
     ),
     "4-bit weights made bytes in turns, both halves of the columns": (
         hopper_w4.CANDIDATE,
         posed("f8e4m3fn[300,256] scale=channel @ s4[136,256]^T group=128 -> f16"),
         replace(H200, cores=3),
-        {"tile_n": 256, "stream_k": lambda n: n, "ready": None},
+        {"tile_n": 256, "stream_k": lambda n: n, "expanded": None},
     ),
     "4-bit weights as bytes": (
         hopper_w4.CANDIDATE,
         posed("f8e4m3fn[66,320] scale=channel @ u4[136,320]^T group=64 zero_point + bias -> bf16"),
         FEW,
-        {"ready": True},
+        {"expanded": True},
     ),
     "TMA and wgmma": (
         hopper.CANDIDATE,

@@ -455,7 +455,7 @@ def test_words_of_many_rows_come_by_tma_and_not_through_registers():
         (
             "f8e4m3fn[1024,4096] scale=channel @ s4[4096,4096]^T group=128 -> f16",
             "QGMMA.64x128x32.F32.E4M3.E4M3",
-            {"ready": True},
+            {"expanded": True},
         ),
     ],
 )
@@ -466,7 +466,7 @@ def test_many_rows_of_bytes_meet_bytes_and_sums_of_a_group_are_scaled(line, prod
     assert large is not None
     for name in ("MOST_TRIED", "FEWER_TRIED"):
         monkeypatch.setattr(tiles, name, 1000)
-    chosen = {"tile_n": 128, "ready": None, "multicast": False} | knobs
+    chosen = {"tile_n": 128, "expanded": None, "multicast": False} | knobs
     tile = next(t for t in large.tiles if all(getattr(t, k) == v for k, v in chosen.items()) and not t.stream_k)
     spec = large.spec(tile)
     built = compiled_gemm(spec)
@@ -494,8 +494,8 @@ def test_the_fastest_of_measured_kernels_of_bytes_comes_first(operand, rows, out
     """Codes as bytes, for floats, come later: they take more memory."""
     problem = posed(f"{operand}[{rows},{k}] scale=channel @ s4[{outs},{k}]^T group=128 -> f16")
     first, *others = (dict(s.knobs) for s in plan_for(CANDIDATE, problem, H200).schedules())
-    assert first["tile_n"] == columns and not first["multicast"] and "ready" not in first
-    assert any("ready" in s for s in others) == (operand != "s8")
+    assert first["tile_n"] == columns and not first["multicast"] and "expanded" not in first
+    assert any("expanded" in s for s in others) == (operand != "s8")
 
 
 def integers(text, given):
@@ -583,8 +583,8 @@ def test_bytes_that_are_made_of_codes_are_what_a_lane_multiplies(operand, kind, 
     times = byte_factor(operand, kind, zeros=zeros)
     assert torch.equal(numbers_in(found, operand) * times, want)
     if kind.bits == 4 and operand is F8E4M3FN:  # the same bytes made once, but for their highest bit
-        (ready,) = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand, ready=True)[:1]
-        words = ready[0].numpy().view(np.uint32).reshape(4, 2, 32, 4).transpose(1, 3, 0, 2).reshape(8, 128)
+        (expanded,) = packed_weights([codes, scales, *[zero] * zeros], plan.weights, operand, expanded=True)[:1]
+        words = expanded[0].numpy().view(np.uint32).reshape(4, 2, 32, 4).transpose(1, 3, 0, 2).reshape(8, 128)
         assert torch.equal(numbers_in(words ^ np.uint32(0x80808080), operand) * times, want)
 
 

@@ -22,7 +22,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.build import broadcast
 from tilewright.ir.graph import toposort
 from tilewright.ir.ops import Param
-from tilewright.lowering.access import gate_up, largest_of, of_operand, of_store
+from tilewright.lowering.access import amax_of, gate_up, of_operand, of_store
 from tilewright.lowering.decompose import powers_as_products
 from tilewright.schedule.candidate import CPU, GEMM, Candidate, Kernel, Runner, Schedule, Unsupported
 from tilewright.schedule.cost import Work
@@ -94,7 +94,7 @@ def plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported("the result is empty")
     batch_shape, count = problem.acc.shape[:-2], len(problem.types)
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
-    largest = tuple(largest_of(root) for root in problem.op.stores)
+    largest = tuple(amax_of(root) for root in problem.op.stores)
     written = powers_as_products([inner or root for inner, root in zip(largest, problem.op.stores, strict=True)])
     check(written)
     roots, second = gate_up(written, count) or (written, None)

@@ -110,7 +110,7 @@ class Emitter(Printer):
         mask = self._mask(access, rows=True, columns=not by_row)
         t.do(f"{t.language}.store({pointer} + {at}, {value}{f', mask={mask}' if mask else ''})")
 
-    def largest_bits(self, access: Access) -> str:
+    def amax_bits(self, access: Access) -> str:
         """The largest of the root's values, f32 and none below zero, as the integer that its bits are; the sign that a NaN may
         keep is none."""
         bits = self.text.v(f"{self.value(access)}.to(tl.int32, bitcast=True) & 0x7FFFFFFF")

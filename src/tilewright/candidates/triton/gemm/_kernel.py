@@ -8,21 +8,21 @@ same on every run. With `swap_ab` the dot multiplies the transposes: rows of the
 `side`:
 
 - `load_lhs(rows, row_mask, k, k_mask, k0, side)`, `load_rhs(…)`: these rows of an operand at columns k0 + k, in the dot's type.
-- `store(i, acc, right, rows, row_mask, columns, column_mask, side)`: computes and writes a tile of result i; `right` has the
-  sums of the right half of the columns, if `halves` is 2.
-- `largest(i, …)`, of the same arguments: the largest of a tile of result i, as its bits.
+- `store(i, acc, up, rows, row_mask, columns, column_mask, side)`: computes and writes a tile of result i; `acc` and `up` are
+  sums of the left and the right half of the columns, a gate's and an up projection's, if `accumulators` is 2.
+- `amax(i, …)`, of the same arguments: the largest magnitude of a tile of result i, as its bits.
 """
 
 # ruff: noqa: SIM114 (one condition is known before the kernel runs, the other is not)
 import triton
 import triton.language as tl
 
-PEAKS = tl.constexpr(256)  # of tiles, that are compared at a time
+AT_ONCE = tl.constexpr(256)  # largest magnitudes of tiles that are compared at a time
 
 
 @triton.jit
-def gemm(sums, peaks, counters, extremes, side, config, load_lhs, load_rhs, store, largest=None):
-    """`sums`, `peaks` and `counters` are the workspace, `extremes` the results that are the largest of others."""
+def gemm(sums, tile_amaxes, counters, amaxes, side, config, load_lhs, load_rhs, store, amax=None):
+    """`sums`, `tile_amaxes` and `counters` are the workspace, `amaxes` the results that are largest magnitudes."""
     block = tl.program_id(0)
     part = 0
     if config.split_k > 1:
@@ -37,7 +37,7 @@ def gemm(sums, peaks, counters, extremes, side, config, load_lhs, load_rhs, stor
         second, second_mask = rhs_rows(matrix, tile_column, config)
         acc = mainloop(part, rows, row_mask, second, second_mask, side, config, load_lhs, load_rhs)
     if config.split_k == 1:
-        epilogue(acc, block, rows, row_mask, tile_column, peaks, counters, extremes, side, config, store, largest)
+        epilogue(acc, block, rows, row_mask, tile_column, tile_amaxes, counters, amaxes, side, config, store, amax)
     else:
         own, inside = place_of_sums(block, sums, config)
         tl.store(own + part * (config.tile_m * config.tile_n) + inside, acc)
@@ -45,7 +45,7 @@ def gemm(sums, peaks, counters, extremes, side, config, load_lhs, load_rhs, stor
         if tl.atomic_add(counters + block, 1, sem="acq_rel") == config.split_k - 1:
             acc = add_parts(own, inside, config)
             tl.store(counters + block, 0)
-            epilogue(acc, block, rows, row_mask, tile_column, peaks, counters, extremes, side, config, store, largest)
+            epilogue(acc, block, rows, row_mask, tile_column, tile_amaxes, counters, amaxes, side, config, store, amax)
 
 
 # -- which tile is whose
@@ -83,7 +83,7 @@ def lhs_rows(matrix, tile_row, config):
 def rhs_rows(matrix, tile_column, config):
     """Rows of the right operand, the columns of the product: of both halves as many, if they meet in the results."""
     n = tl.arange(0, config.tile_n)
-    if config.halves == 1:
+    if config.accumulators == 1:
         n = tile_column * config.width + n
         return matrix * config.columns + n, n < config.stored
     else:
@@ -156,39 +156,39 @@ def add_parts(own, inside, config):
 
 
 @triton.jit
-def epilogue(acc, block, rows, row_mask, tile_column, peaks, counters, extremes, side, config, store, largest):
+def epilogue(acc, block, rows, row_mask, tile_column, tile_amaxes, counters, amaxes, side, config, store, amax):
     """Results of a tile: those of a range of columns where the tile has part in it."""
     columns = tile_column * config.width + tl.arange(0, config.width)
     column_mask = columns < config.stored
-    right = acc
-    if config.halves == 2:
+    up = acc
+    if config.accumulators == 2:
         if config.swap_ab:
-            acc, right = acc.reshape((2, config.width, config.tile_m)).permute((1, 2, 0)).split()
+            acc, up = acc.reshape((2, config.width, config.tile_m)).permute((1, 2, 0)).split()
         else:
-            acc, right = acc.reshape((config.tile_m, 2, config.width)).permute((0, 2, 1)).split()
+            acc, up = acc.reshape((config.tile_m, 2, config.width)).permute((0, 2, 1)).split()
     first = tile_column * config.width
     for i in tl.static_range(config.results):
-        if config.store_peak[i] >= 0:
-            peak = largest(i, acc, right, rows, row_mask, columns, column_mask, side)
-            tl.store(peaks + config.store_peak[i] * config.tiles + block, peak)
+        if config.store_amax[i] >= 0:
+            found = amax(i, acc, up, rows, row_mask, columns, column_mask, side)
+            tl.store(tile_amaxes + config.store_amax[i] * config.tiles + block, found)
         elif config.store_first[i] == 0 and config.store_last[i] == config.stored:
-            store(i, acc, right, rows, row_mask, columns, column_mask, side)
+            store(i, acc, up, rows, row_mask, columns, column_mask, side)
         elif (first < config.store_last[i]) & (first + config.width > config.store_first[i]):
-            store(i, acc, right, rows, row_mask, columns, column_mask, side)
-    if len(extremes) > 0:
-        finish_largest(peaks, counters + config.tiles * (config.split_k > 1), extremes, config)
+            store(i, acc, up, rows, row_mask, columns, column_mask, side)
+    if len(amaxes) > 0:
+        reduce_amaxes(tile_amaxes, counters + config.tiles * (config.split_k > 1), amaxes, config)
 
 
 @triton.jit
-def finish_largest(peaks, counter, extremes, config):
-    """The block whose tile is the last to be done finds the largest of all, in an order that makes no difference."""
+def reduce_amaxes(tile_amaxes, counter, amaxes, config):
+    """The block whose tile is the last to be done finds the largest magnitudes of all, in an order that makes no difference."""
     tl.debug_barrier()
     if tl.atomic_add(counter, 1, sem="acq_rel") == config.tiles - 1:
-        for i in tl.static_range(len(extremes)):
-            most = tl.zeros((PEAKS,), dtype=tl.int32)
-            for first in range(0, config.tiles, PEAKS):
-                at = first + tl.arange(0, PEAKS)
-                here = peaks + i * config.tiles + at
+        for i in tl.static_range(len(amaxes)):
+            most = tl.zeros((AT_ONCE,), dtype=tl.int32)
+            for first in range(0, config.tiles, AT_ONCE):
+                at = first + tl.arange(0, AT_ONCE)
+                here = tile_amaxes + i * config.tiles + at
                 most = tl.maximum(most, tl.load(here, mask=at < config.tiles, other=0, cache_modifier=".cg"))
-            tl.store(extremes[i], tl.max(most, axis=0).to(tl.float32, bitcast=True))
+            tl.store(amaxes[i], tl.max(most, axis=0).to(tl.float32, bitcast=True))
         tl.store(counter, 0)

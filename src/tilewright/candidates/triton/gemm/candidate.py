@@ -21,7 +21,7 @@ from tilewright.ir.build import broadcast
 from tilewright.ir.evaluate import evaluate_nodes
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import Dequantize, Param
-from tilewright.lowering.access import Access, gate_up, largest_of, of_operand, of_store
+from tilewright.lowering.access import Access, amax_of, gate_up, of_operand, of_store
 from tilewright.schedule.candidate import GEMM, GPU, Candidate, Kernel, Runner, Schedule, Unsupported, f32_precision
 from tilewright.schedule.cost import Work
 from tilewright.schedule.packed import packed_once
@@ -116,13 +116,13 @@ def plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported("its rows are not counted in 31 bits")
     tf32 = f32_precision() != "highest"
     dot = choose(problem.lhs.dtype, problem.rhs.dtype, problem.acc.dtype, problem.K, arch, tf32=tf32)
-    largest = [largest_of(root) for root in problem.op.stores]
-    each = tuple(inner or root for inner, root in zip(largest, problem.op.stores, strict=True))
+    amaxes = [amax_of(root) for root in problem.op.stores]
+    each = tuple(inner or root for inner, root in zip(amaxes, problem.op.stores, strict=True))
     check(each, blocks=True)
-    roots, second = gate_up(each, len(problem.types)) or (each, None)
+    roots, up = gate_up(each, len(problem.types)) or (each, None)
     stores = tuple(of_store(root) for root in roots)
-    columns = problem.N if second is None else problem.N // 2
-    if any(inner and (s.first, s.columns_extent) != (0, columns) for inner, s in zip(largest, stores, strict=True)):
+    columns = problem.N if up is None else problem.N // 2
+    if any(inner and (s.first, s.columns_extent) != (0, columns) for inner, s in zip(amaxes, stores, strict=True)):
         raise Unsupported("the largest of a range of columns")
     batch_shape = problem.acc.shape[:-2]
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
@@ -133,7 +133,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     read = {n.op.index for n in toposort([lhs.root, rhs.root, *problem.op.stores]) if isinstance(n.op, Param)}
     spec = KernelSpec(
         batch, rows, problem.N, problem.K, dot, lhs, rhs, stores, tuple(sorted(read)), modules.exact_fp8(arch),
-        TileConfig(16, 16, 32, 4, 1), second, tuple(i for i, inner in enumerate(largest) if inner),
+        TileConfig(16, 16, 32, 4, 1), up, tuple(i for i, inner in enumerate(amaxes) if inner),
     )  # fmt: skip
     return Plan(problem, target, arch, spec, outside)
 
@@ -196,7 +196,7 @@ def _evaluated(root: Node, weights: Mapping[int, torch.Tensor], *, transposed: b
 
 
 def _with_workspace(spec: KernelSpec, launch: modules.Launch, target: Target) -> modules.Launch:
-    """A launch with scratch memory for the sums of the parts of K and the largest of each tile, and counters of parts done."""
+    """A launch with scratch memory for sums of parts of K and largest magnitudes of tiles, and with counters of parts done."""
     device = torch.device(target.device)
     *sizes, count = spec.workspace.values()
     counters = Counters(count, device)

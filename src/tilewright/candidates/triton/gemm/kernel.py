@@ -18,7 +18,7 @@ from tilewright.lowering.access import Access
 
 KERNEL = "tilewright.candidates.triton.gemm._kernel.gemm"
 OPERAND = ("rows", "row_mask", "k", "k_mask", "k0", "side")
-RESULT = ("i: tl.constexpr", "acc", "right", "rows", "row_mask", "columns", "column_mask", "side")
+RESULT = ("i: tl.constexpr", "acc", "up", "rows", "row_mask", "columns", "column_mask", "side")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class KernelConfig(TileConfig):
     rows: int
     columns: int
     depth: int
-    halves: int  # columns of the product that meet in one of the results
+    accumulators: int  # sums that make one element of the result: 2 where a gate's and an up projection's columns meet
     integer: bool  # sums are int32, else f32
     precision: str | None  # of a product of f32, as `tl.dot` is told
     promote: int  # products after which short sums are added up in f32; 0 for never
@@ -51,7 +51,7 @@ class KernelConfig(TileConfig):
     second_unsigned: bool
     store_first: tuple[int, ...]  # columns that each result takes
     store_last: tuple[int, ...]
-    store_peak: tuple[int, ...]  # which of the results it is that keep the largest of their values alone, -1 for none
+    store_amax: tuple[int, ...]  # its number among the results that are a largest magnitude, -1 for others
 
     @property
     def results(self) -> int:
@@ -60,12 +60,12 @@ class KernelConfig(TileConfig):
     @property
     def stored(self) -> int:
         """Columns of the results."""
-        return self.columns // self.halves
+        return self.columns // self.accumulators
 
     @property
     def width(self) -> int:
         """Columns of the results that a tile has."""
-        return self.tile_n // self.halves
+        return self.tile_n // self.accumulators
 
     @property
     def down(self) -> int:
@@ -105,9 +105,9 @@ class KernelSpec:
         sources: numbers of the sources that are arguments, before the results.
         fp8: see `Printer`.
         point: tile sizes and other knobs.
-        second: what stands in the stores for sums of the right half of `rhs`, whose columns they read beside those of the left
-            half: a tile has as many of both.
-        largest: stores, by number, that keep the largest of their values alone.
+        up: what stands in the stores for sums of the right half of `rhs`, whose columns they read beside those of the left
+            half (SwiGLU): a tile has as many of both.
+        amaxes: stores, by number, that keep the largest magnitude of their values alone.
     """
 
     batch: int
@@ -121,8 +121,8 @@ class KernelSpec:
     sources: tuple[int, ...]
     fp8: frozenset[str]
     point: TileConfig
-    second: Node | None = None
-    largest: tuple[int, ...] = ()
+    up: Node | None = None
+    amaxes: tuple[int, ...] = ()
 
     @property
     def config(self) -> KernelConfig:
@@ -135,7 +135,7 @@ class KernelSpec:
             rows=self.rows,
             columns=self.columns,
             depth=self.depth,
-            halves=1 if self.second is None else 2,
+            accumulators=1 if self.up is None else 2,
             integer=dot.acc is not F32,
             precision=dot.precision or None,
             promote=min(dot.promote, self.point.tile_k),
@@ -143,16 +143,16 @@ class KernelSpec:
             second_unsigned=second,
             store_first=tuple(s.first for s in self.stores),
             store_last=tuple(s.first + s.columns_extent for s in self.stores),
-            store_peak=tuple(self.largest.index(i) if i in self.largest else -1 for i in range(len(self.stores))),
+            store_amax=tuple(self.amaxes.index(i) if i in self.amaxes else -1 for i in range(len(self.stores))),
         )
 
     @property
     def workspace(self) -> dict[str, int]:
-        """Words of scratch memory, by the argument that they are: sums of the parts of K, the largest of each tile for each
+        """Words of scratch memory, by the argument that they are: sums of parts of K, each tile's largest magnitude for each
         store that keeps that, and counters of parts that are done, one a tile, and of tiles that are."""
         tiles, point, split = self.config.tiles, self.point, self.point.split_k > 1
         sums = tiles * point.split_k * point.tile_m * point.tile_n * split
-        sizes = {"sums": sums, "peaks": tiles * len(self.largest), "counters": tiles * split + bool(self.largest)}
+        sizes = {"sums": sums, "tile_amaxes": tiles * len(self.amaxes), "counters": tiles * split + bool(self.amaxes)}
         return {name: size for name, size in sizes.items() if size}
 
     @property
@@ -170,24 +170,24 @@ def write(spec: KernelSpec) -> KernelSource:
     config, numbers = spec.config, Text()
     row_mask = "row_mask" if spec.rows % config.tile_m else None
     column_mask = "column_mask" if config.stored % config.width else None
-    near = {} if spec.second is None else {spec.second: "right"}
+    near = {} if spec.up is None else {spec.up: "up"}
     tile = Tile("rows", "columns", config.stored, row_mask, column_mask, "acc", config.swap_ab, near=near)
-    store, largest = Text(beside=numbers), Text(beside=numbers)
+    store, amax = Text(beside=numbers), Text(beside=numbers)
     for i, access in enumerate(spec.stores):
-        t = largest if i in spec.largest else store
+        t = amax if i in spec.amaxes else store
         with t.block(f"if i == {i}:"):
             emitter = Emitter(t, tile, fp8=spec.fp8)
-            if i in spec.largest:
-                t.do(f"return {emitter.largest_bits(access)}")
+            if i in spec.amaxes:
+                t.do(f"return {emitter.amax_bits(access)}")
             else:
                 emitter.store(access, f"o{i}")
     functions = {
         "load_lhs": (OPERAND, _load(spec, spec.lhs, row_mask, numbers, across=config.swap_ab)),
         "load_rhs": (OPERAND, _load(spec, spec.rhs, column_mask and "row_mask", numbers, across=not config.swap_ab)),
-        **{name: (RESULT, t) for name, t in (("store", store), ("largest", largest)) if t.lines},
+        **{name: (RESULT, t) for name, t in (("store", store), ("amax", amax)) if t.lines},
     }
-    extremes, workspace = "".join(f"o{i}, " for i in spec.largest), [*spec.workspace]
-    given = [*(name if name in workspace else "0" for name in ("sums", "peaks", "counters")), f"({extremes})"]
+    amaxes, workspace = "".join(f"o{i}, " for i in spec.amaxes), [*spec.workspace]
+    given = [*(name if name in workspace else "0" for name in ("sums", "tile_amaxes", "counters")), f"({amaxes})"]
     pointers = [name for name in spec.arguments if name not in workspace]
     return instance(KERNEL, config, given, pointers, functions, numbers.numbers, workspace, gluon=False)
 

@@ -18,7 +18,7 @@ from tilewright.dtype import PRED
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Param
 
-LATE = frozenset({"acc", "right", "aux"})  # names that a subtile's sums come with
+LATE = frozenset({"acc", "up", "aux"})  # names that a subtile's sums come with
 
 
 def write(spec: KernelSpec) -> KernelSource:
@@ -69,7 +69,7 @@ def _visitor(
         row_mask=t.v(f"{own} < M") if plan.M % (config.tile_m * (2 if config.multicast else 1)) else None,
         column_mask=t.v(f"{columns} < N") if plan.N % config.result_n else None,
         acc="acc",
-        near={} if plan.up is None else {plan.up: "right"},
+        near={} if plan.up is None else {plan.up: "up"},
     )
     near = {} if store.aux is None else {store.aux[0]: "aux"}
     emitter = FastMath(t, tile, lambda n: chosen.get(n) or pointer_of(n), near)
@@ -83,7 +83,7 @@ def _visitor(
             result = t.v(f"{result}.to(gl.uint8)")
     begun, loaded, body = _by_time(t.lines, result)
     names = _unpacked([*chosen.values()], "tile.chosen")
-    beside = ["right"] * (plan.up is not None) + ["aux"] * bool(near)
+    beside = ["up"] * (plan.up is not None) + ["aux"] * bool(near)
     known = [*names, *_unpacked(begun[0], "begun")]
     return (
         [*names, *begun[1], f"return {_tuple(begun[0])}"],

@@ -35,7 +35,7 @@ class TileConfig:
         blocks: that are started.
         stream_k: tiles at the end of which every block has an even share of K, their parts added up in order.
         split_k: blocks of a cluster that have a share of K each, add up their sums, and finish a share of the columns each.
-        ready: packed codes are stored as the bytes that are multiplied (`w4.tiles`); None, and no knob, of other kernels.
+        expanded: packed codes are pre-expanded to bytes, as they are multiplied (`w4.tiles`); None, and no knob, elsewhere.
     """
 
     tile_m: int
@@ -50,14 +50,14 @@ class TileConfig:
     blocks: int
     stream_k: int
     split_k: int = 1
-    ready: bool | None = None
+    expanded: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelConfig(TileConfig):
     """The constants of the kernel (`_kernel.py`), and what follows from them.
 
-    Of the knobs, `blocks` is 0 and `stream_k` 0 or 1: machine code serves any number.
+    The inherited knobs `blocks` and `stream_k` are set to 0 and to 0 or 1: machine code serves any number of either.
     """
 
     accumulators: int  # sums that make one element of the result: 2 where gate and up columns of the tile meet

@@ -744,23 +744,23 @@ def out_layout(config):
 @gluon.jit
 def epilogue(row_tile, count, block, side, store: gl.constexpr):
     """Stores the block's part of the row tile, columns of the results along the first axis. Where two rows of the weights make
-    one (`pack.in_turn`), the other one's sum is `second`."""
+    one (`pack.in_turn`), the other one's sum is `up`."""
     config: gl.constexpr = block.config
     layout: gl.constexpr = out_layout(config)
     r = gl.arange(0, config.cta_outs, gl.SliceLayout(1, layout))
     c = gl.arange(0, config.columns, gl.SliceLayout(0, layout))
-    if config.rows_per_out == 1:
+    if config.accumulators == 1:
         of_rows = r // 16 * (config.columns * 16) + r % 8 * 16 + r // 8 % 2 * 2
     else:
         of_rows = r // 8 * (config.columns * 16) + r % 8 * 16
     of_columns = c // 8 * 128 + c % 8 // 2 * 4 + c % 2
     place = (of_rows[:, None] + of_columns[None, :]) * 4
     y = total(place, count, config)
-    outs = row_tile * (config.cta_rows // config.rows_per_out) + block.rank * config.cta_outs + r
-    second = y
-    if config.rows_per_out > 1:
-        second = total(place + 8, count, config)
-    store(y, second, c, outs, side)
+    outs = row_tile * (config.cta_rows // config.accumulators) + block.rank * config.cta_outs + r
+    up = y
+    if config.accumulators > 1:
+        up = total(place + 8, count, config)
+    store(y, up, c, outs, side)
 
 
 # -- the kernel
@@ -775,7 +775,7 @@ def gemm(x, words, side, config: gl.constexpr, store: gl.constexpr):
         words: pointers to the words of codes, scales and maybe zero points (`pack.py`).
         side: pointers and numbers that `store` takes.
         config: see `KernelConfig`.
-        store: the program's function of sums (and `second`), rows of the activations and columns of the results.
+        store: the program's function of sums (and `up`), rows of the activations and columns of the results.
     """
     rows: gl.constexpr = config.shared_bytes // 512
     room = gl.allocate_shared_memory(gl.int32, [rows, 128], gl.SwizzledSharedLayout(1, 1, 1, [0]))

@@ -72,19 +72,19 @@ class FewRows:
     def machine_code(self, config: KernelConfig) -> module.Built:
         """The kernel with what the program does to its sums. Once it has run it is loaded on one device."""
         plan = self.plan
-        leaves = {n for a in plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)} - {plan.second}
+        leaves = {n for a in plan.stores for n in toposort((a.root,)) if isinstance(n.op, Param)} - {plan.up}
         sides = sorted({_pointer(n) for n in leaves}, key=lambda n: int(n[1:]))
         words = ["codes", "scales", "zeros"][: plan.weights.tensors]
         stores = {f"o{i}": access for i, access in enumerate(plan.stores)}
         t = Text("gl")
         row_mask = t.v(f"rows < {plan.rows}") if config.columns != plan.rows else None
-        ragged = plan.out_features % (config.cta_rows // plan.rows_per_out)
+        ragged = plan.out_features % (config.cta_rows // plan.accumulators)
         column_mask = t.v(f"columns < {plan.out_features}") if ragged else None
-        near = {} if plan.second is None else {plan.second: "second"}
+        near = {} if plan.up is None else {plan.up: "up"}
         tile = Tile("rows", "columns", plan.out_features, row_mask, column_mask, "acc", across=True, near=near)
         for name, access in stores.items():
             FastMath(t, tile, _pointer, {}).store(access, name)
-        functions = {"store": (("acc", "second", "rows", "columns", "side"), t)}
+        functions = {"store": (("acc", "up", "rows", "columns", "side"), t)}
         note = f"statements of {STATEMENTS}, rewritten by {REWRITE_DIGEST}"
         given = ["x", f"({', '.join(words)})"]
         text = module.instance(KERNEL, config, given, [*sides, *stores], functions, t.numbers, note=note)
@@ -148,7 +148,8 @@ class HopperW4:
     def schedules(self) -> Iterable[Schedule]:
         found = [*(c.schedule() for c in self.few.configs), *self.large_schedules]
         ranked = sorted(found, key=lambda s: float(predict_us(self.work(s), self.few.target)))
-        first = next((s for s in ranked if "ready" not in dict(s.knobs)), None)  # who measures nothing takes it: no more memory
+        # What is taken where nothing is measured needs no more memory.
+        first = next((s for s in ranked if "expanded" not in dict(s.knobs)), None)
         return self._spilling_last(sorted(ranked, key=lambda s: s is not first))
 
     def _spilling_last(self, ranked: Iterable[Schedule]) -> Iterable[Schedule]:
@@ -180,6 +181,11 @@ class HopperW4:
 
 
 def plan(problem: Problem, target: Target) -> HopperW4:
+    """The plan of a gemm by constant weights of 4 or 8 bits on an `sm_90` target, for few rows or for many.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
     if "sm_90" not in target.features:
         raise Unsupported("clusters, wgmma and dependent launches as they are used here are Hopper's (sm_90)")
     if not module.installed():
@@ -188,7 +194,7 @@ def plan(problem: Problem, target: Target) -> HopperW4:
     found = HopperW4(FewRows(problem, target, few), tiles.tiles_of(problem, target, few))
     if found.few.configs or found.large_schedules:
         return found
-    if few.second is not None:
+    if few.up is not None:
         raise Unsupported(f"{few.rows} rows are many for stores that read both halves of the columns together")
     if few.operand.bits == 8:
         raise Unsupported(
@@ -199,4 +205,4 @@ def plan(problem: Problem, target: Target) -> HopperW4:
     )
 
 
-CANDIDATE = Candidate("hopper_w4", GEMM, GPU, 3, plan, packing_knobs=("ready",))
+CANDIDATE = Candidate("hopper_w4", GEMM, GPU, 3, plan, packing_knobs=("expanded",))

@@ -123,7 +123,7 @@ class KernelConfig(TileConfig):
     Attributes:
         rows, K: extents of the activations.
         weight_rows, packed_rows: rows of the weights that are multiplied, and as they are packed, filled up.
-        rows_per_out: rows of the weights that make a column of the results: 2 of stores that read both halves together.
+        accumulators: rows of the weights that make a column of the results: 2 where gate and up meet, else 1.
         activation, code, scale: names of element types.
         scale_k: codes along K for which a packed scale stands: 32 or 64.
         rounded: codes are scaled before they are multiplied; else sums are.
@@ -134,7 +134,7 @@ class KernelConfig(TileConfig):
     K: int
     weight_rows: int
     packed_rows: int
-    rows_per_out: int
+    accumulators: int
     activation: str
     code: str
     scale: str
@@ -152,7 +152,7 @@ class KernelConfig(TileConfig):
             K=plan.K,
             weight_rows=plan.weight_rows,
             packed_rows=plan.packed_rows,
-            rows_per_out=plan.rows_per_out,
+            accumulators=plan.accumulators,
             activation=plan.operand.name,
             code=w.kind.name,
             scale=w.scales.name,
@@ -221,7 +221,7 @@ class KernelConfig(TileConfig):
     @property
     def cta_outs(self) -> int:
         """Columns of the results that a block finishes."""
-        return self.cta_rows // self.cluster // self.rows_per_out
+        return self.cta_rows // self.cluster // self.accumulators
 
     # -- types, and how codes become numbers
 

@@ -31,17 +31,17 @@ MAGIC = {(4, "f16"): (16, 256), (8, "f16"): (1024, 1024), (4, "bf16"): (128, 128
 
 
 def packed_weights(
-    sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool = False
+    sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, expanded: bool = False
 ) -> list[torch.Tensor]:
-    """Codes, scales and maybe zero points as kernels read them, on the sources' device; packed once for all kernels. `ready`:
-    codes of 4 bits as the bytes that are multiplied by 8-bit floats, their zero points taken off."""
+    """Codes, scales and maybe zero points as kernels read them, on the sources' device; packed once for all kernels.
+    `expanded`: codes of 4 bits as the bytes that are multiplied by 8-bit floats, their zero points taken off."""
     w = weights
-    form = "hopper_w4", w.kind, w.scale_k, w.group, w.k_contiguous, w.interleaved, operand, ready
-    count = 2 if ready else weights.tensors
-    return all_packed_once(sources, form, count, lambda: _all_packed(sources, weights, operand, ready=ready))
+    form = "hopper_w4", w.kind, w.scale_k, w.group, w.k_contiguous, w.interleaved, operand, expanded
+    count = 2 if expanded else weights.tensors
+    return all_packed_once(sources, form, count, lambda: _all_packed(sources, weights, operand, expanded=expanded))
 
 
-def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, ready: bool) -> list[torch.Tensor]:
+def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DType, *, expanded: bool) -> list[torch.Tensor]:
     codes, *sides = sources if weights.k_contiguous else [t.T for t in sources]
     if weights.scale is None:
         sides.insert(0, torch.ones((codes.shape[0], 1), dtype=weights.scales.to_torch(), device=codes.device))
@@ -50,7 +50,7 @@ def _all_packed(sources: Sequence[torch.Tensor], weights: Weights, operand: DTyp
     codes = codes.view(torch.int8) if codes.dtype == torch.uint8 else codes
     halves = 2 if weights.interleaved else 1
     step = max(AT_ONCE // codes.shape[1] // ROWS, 1) * ROWS // halves
-    if ready:
+    if expanded:
         own = [z.split(step) for z in zeros]
         found = [ready_bytes(part, [z[i] for z in own]) for i, part in enumerate(codes.split(step))]
         return [torch.cat(found), paired_rows(scales.repeat_interleave(repeats, dim=1))]

@@ -85,7 +85,7 @@ class Plan:
         operand: type of the left operand, of 16 bits or codes of 8.
         weights: the right operand.
         stores: the results; the scale of 8-bit activations is in them.
-        second: the leaf for the right half of the product's columns in stores that read both halves together: the left half is
+        up: the leaf for the right half of the product's columns in stores that read both halves together: the left half is
             the accumulator then.
     """
 
@@ -96,27 +96,27 @@ class Plan:
     operand: DType
     weights: Weights
     stores: tuple[Access, ...]
-    second: Node | None = None
+    up: Node | None = None
 
     @property
-    def rows_per_out(self) -> int:
-        """Rows of the weights that make a column of the results."""
-        return 1 if self.second is None else 2
+    def accumulators(self) -> int:
+        """Sums that make one element of the results, and rows of the weights: 2 where gate and up meet, else 1."""
+        return 1 if self.up is None else 2
 
     @property
     def weight_rows(self) -> int:
         """Rows of the weights that are multiplied."""
-        return self.out_features if self.second is None else -(-self.out_features // 8) * 16
+        return self.out_features if self.up is None else -(-self.out_features // 8) * 16
 
     @property
     def packed_rows(self) -> int:
         """Rows of the weights as they are packed, filled up."""
         return -(-self.weight_rows // ROWS) * ROWS
 
-    def packed_bytes(self, *, ready: bool = False) -> int:
+    def packed_bytes(self, *, expanded: bool = False) -> int:
         """Bytes of codes, scales and zero points as they are packed (`pack.packed_weights`)."""
         w = self.weights
-        bits, sides = (8, 1) if ready else (w.kind.bits, w.tensors - 1)
+        bits, sides = (8, 1) if expanded else (w.kind.bits, w.tensors - 1)
         return self.packed_rows * (self.K * bits + self.K // w.scale_k * sides * w.scales.bits) // 8
 
 
@@ -131,22 +131,22 @@ def plan_of(problem: Problem) -> Plan:
     integers = problem.acc.dtype is S32
     if operand not in OPERANDS or not (integers or problem.acc.dtype is F32):
         raise Unsupported("the left operand of codes is f16, bf16 or codes of 8 bits, added up in f32 or as integers")
-    roots, second = gate_up(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
-    sums = [n for n in toposort(roots) if isinstance(n.op, Acc) or n is second]
+    roots, up = gate_up(problem.op.stores, len(problem.types)) or (problem.op.stores, None)
+    sums = [n for n in toposort(roots) if isinstance(n.op, Acc) or n is up]
     if integers:
         found = [Node(replace(n.op, type=replace(n.tensor, dtype=F32))) for n in sums if isinstance(n.op, (Acc, Param))]
         roots = tuple(substitute(roots, {n: convert(f, S32) for n, f in zip(sums, found, strict=True)}))
-        second = None if second is None else Node(Param(len(problem.types), replace(second.tensor, dtype=F32)))
+        up = None if up is None else Node(Param(len(problem.types), replace(up.tensor, dtype=F32)))
     elif scale is not None:
         roots = tuple(substitute(roots, {n: map_("multiply", n, scale) for n in sums}))
     weights = _integers(problem, operand) if integers else _weights(problem, operand)
-    weights = replace(weights, interleaved=second is not None)
-    rows, out_features = problem.batch * problem.M, problem.N if second is None else problem.N // 2
+    weights = replace(weights, interleaved=up is not None)
+    rows, out_features = problem.batch * problem.M, problem.N if up is None else problem.N // 2
     if not rows * problem.N * problem.K:
         raise Unsupported("the result is empty or a sum of nothing")
     check(roots)
     stores = tuple(map(of_store, roots))
-    return Plan(rows, out_features, problem.K, _dense(problem, x, rows), operand, weights, stores, second)
+    return Plan(rows, out_features, problem.K, _dense(problem, x, rows), operand, weights, stores, up)
 
 
 def left_of(problem: Problem) -> tuple[Node, Node | None]:

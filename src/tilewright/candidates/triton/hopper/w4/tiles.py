@@ -41,7 +41,7 @@ from tilewright.schedule.problem import Problem
 FEWEST_ROWS = 33
 MOST_TRIED, FEWER_TRIED = 8, 2  # points, and those of a second packing
 FEWEST_ROWS_OF_BYTES = 17
-FEWEST_READY = 128  # columns: nothing was measured with fewer
+FEWEST_EXPANDED = 128  # columns: nothing was measured with fewer
 WIDTHS = (64, 128, 256)  # columns of a tile, as Triton knows them
 MOST_COLUMNS = 128  # of bytes that are multiplied at once: there are registers for sums of a group, beside those of all
 STEP = 128  # of K: a row of a stage of bytes
@@ -110,7 +110,7 @@ class PackedSpec(KernelSpec):
     def row_words(self) -> list[int]:
         """Words of scales and zero points that a pair of rows has in all, after a place for codes."""
         w, scales = self.weights.weights, self.weights.K // self.weights.weights.scale_k
-        stored = 3 if w.zero is not None and not self.tile.ready else 2
+        stored = 3 if w.zero is not None and not self.tile.expanded else 2
         return [0, scales * (2 if w.scales is F32 else 1), scales][:stored]
 
     @cached_property
@@ -129,11 +129,11 @@ class PackedSpec(KernelSpec):
     def config(self) -> PackedConfig:
         """The kernel's constants."""
         base, w, operand = super().config, self.weights.weights, self.weights.operand
-        zeros, k_blocks, bits = w.zero is not None, 16 // operand.bits, 8 if base.ready else w.kind.bits
+        zeros, k_blocks, bits = w.zero is not None, 16 // operand.bits, 8 if base.expanded else w.kind.bits
         if k_blocks == 1:
             rounded, scale_k = w.rounded, w.scale_k
             made = dequantize_to_halves(w.kind, operand, zeros=zeros, rounded=rounded, scale_k=scale_k, steps=2, slots=2)
-        elif base.ready:
+        elif base.expanded:
             made = flip_signs()
         else:
             made = dequantize_to_bytes(operand, w.kind, zeros=zeros, scale_k=w.scale_k)
@@ -144,7 +144,7 @@ class PackedSpec(KernelSpec):
         boxes = (base.tile_m // BLOCK, k_blocks * bits * 2, BLOCK), *boxes[1:]
         # A warpgroup asks for products when the other one has asked for its own where that was faster on an H200 (floats in 256
         # columns: up to 5 %; integers are up to 10 % slower), and with codes as bytes, which were measured so alone.
-        ordered = base.ready or (base.padded_n > MOST_COLUMNS and not operand.is_integer)
+        ordered = base.expanded or (base.padded_n > MOST_COLUMNS and not operand.is_integer)
         changed: dict[str, Any] = {
             "ordered": k_blocks > 1 and bool(ordered),
             "stage_bytes": sum(4 * math.prod(box) for box in boxes) + base.tile_n * 128,
@@ -203,11 +203,11 @@ class Tiles(HopperPlan):
         able = [t for t in able if of_bytes or not t.multicast]
         if of_bytes:
             if self.weights.weights.kind.bits == 4 and not self.gemm.rhs.dtype.is_integer:  # integers gained 3 % at most
-                able += [replace(t, ready=True) for t in able if t.tile_n >= FEWEST_READY]
+                able += [replace(t, expanded=True) for t in able if t.tile_n >= FEWEST_EXPANDED]
             # A ring has room for more codes than of a step's numbers, or for fewer.
             able = [replace(t, num_stages=hopper_space.ring_stages(self.spec(t))) for t in able]
         able.sort(key=lambda t: float(predict_us(self.work_of(t), self.gemm.target)))
-        first = [[t for t in able if t.ready is ready] for ready in (None, True)]
+        first = [[t for t in able if t.expanded is expanded] for expanded in (None, True)]
         return first[0][:MOST_TRIED] + first[1][:FEWER_TRIED]
 
     def work_of(self, tile: TileConfig) -> Work:
@@ -218,7 +218,7 @@ class Tiles(HopperPlan):
         groups, workers = tile.tile_m // 64, tile.blocks // (2 if tile.multicast else 1)
         cycles, shares = 0.0, tile.stream_k / workers
         products = tile.tile_n * groups * PRODUCT_CYCLES
-        words = tile.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if tile.ready else 0))
+        words = tile.tile_m * plan.tile_k // 64 * (WORD_BYTES + (32 if tile.expanded else 0))
         through_shared = (groups + 1) * tile.tile_n * 128 + 2 * words
         if of_bytes:
             config = self.spec(tile).config  # instructions: bytes made, sums scaled; those that make them floats took no time
@@ -240,12 +240,12 @@ class Tiles(HopperPlan):
     def packing(self, spec: KernelSpec) -> tuple[int, frozenset[int]]:
         """Bytes of packed weights, and the sources that they are made of."""
         weights = self.weights
-        return weights.packed_bytes(ready=bool(spec.tile.ready)), weights.weights.sources
+        return weights.packed_bytes(expanded=bool(spec.tile.expanded)), weights.weights.sources
 
     def prepare(self, spec: KernelSpec, built: Built, weights: Mapping[int, torch.Tensor]) -> Runner:
         """A function that runs a kernel, its weights packed."""
         w, first = self.weights.weights, len(self.gemm.problem.types)
-        packed = packed_weights(w.values(weights), w, self.weights.operand, ready=bool(spec.tile.ready))
+        packed = packed_weights(w.values(weights), w, self.weights.operand, expanded=bool(spec.tile.expanded))
         torch.cuda.synchronize(self.gemm.target.device)  # a launch reads weights before what is ahead of it has ended
         return super().prepare(spec, built, {**weights, **{first + i: t for i, t in enumerate(packed)}})
 
@@ -254,7 +254,7 @@ def tiles_of(problem: Problem, target: Target, weights: PlanOfWeights) -> Tiles 
     """The transposed product; None where this is no way to do it."""
     w, of_bytes = weights.weights, weights.operand.bits == 8
     if (
-        weights.second is not None
+        weights.up is not None
         or w.rounded == of_bytes
         or not (w.kind.bits == 4 or (w.kind is S8 and w.scale and w.zero is None and weights.operand.is_integer))
         or weights.rows < (FEWEST_ROWS_OF_BYTES if of_bytes else FEWEST_ROWS)
