@@ -262,6 +262,8 @@ class Plan:
 
 
 def plan(problem: Problem, target: Target) -> Plan | Refusal:
+    """Takes gemms with something to take apart: computed operands, several stores, or work between product and store; else a
+    refusal."""
     op = problem.op
     ways: list[str] = []
     if any(computed(root, problem.weights) is not None for root in (op.lhs, op.rhs)):

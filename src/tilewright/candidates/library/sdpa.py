@@ -52,6 +52,7 @@ def _build(problem: AttentionProblem, schedule: Schedule) -> Kernel:
 
 
 def plan(problem: AttentionProblem, target: Target) -> FixedPlan | Refusal:
+    """Takes attentions that scaled_dot_product_attention can express, a point for each type it computes in; else a refusal."""
     op = problem.op
     if op.scores is not None or op.weights is not None:
         return Refusal("scaled_dot_product_attention cannot round its scores or weights on the way")

@@ -94,6 +94,11 @@ class Plan:
 
 
 def plan(problem: FusionProblem, target: Target) -> Plan:
+    """The plan of a fusion as reduction nests, a kernel for all of them.
+
+    Raises:
+        Unsupported: the reason why there is none.
+    """
     arch = arch_of(target)
     nests = reduction_nests(problem.roots, check_node, problem.destinations)
     for nest in nests:

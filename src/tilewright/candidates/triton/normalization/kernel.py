@@ -77,12 +77,12 @@ class Tiles:
 
     @property
     def pieces(self) -> int:
-        """Programs side by side."""
+        """Programs that share a row's columns."""
         return -(-self.nest.columns // (self.chunks * self.tile_n))
 
     @property
     def grid(self) -> int:
-        """Programs."""
+        """Programs in all."""
         return -(-self.nest.rows // self.tile_m) * self.pieces
 
 
