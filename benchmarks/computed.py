@@ -11,17 +11,19 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
-from tilewright.candidates.split import Split
+from tilewright.candidates import split
 from tilewright.compiler import optimise
 from tilewright.dtype import BF16, F32, PRED, S8, DType
 from tilewright.hardware.detect import detect
+from tilewright.hardware.target import Target
 from tilewright.ir.build import const, convert, input_, map_
 from tilewright.ir.graph import Graph, Node, toposort
 from tilewright.ir.ops import Gemm, Input, Reduce, Select, gemm
-from tilewright.schedule.candidate import Kernel, Runner, discover
+from tilewright.schedule.candidate import Kernel, Refusal, Runner, discover
 from tilewright.schedule.problem import Problem, problem_of
 from tilewright.schedule.sample import random_sources
 from tilewright.schedule.search import search
@@ -61,11 +63,13 @@ def posed(outputs: Sequence[Node]) -> Problem:
     return problem_of(node)
 
 
-class Apart(Split):
+def first_way(problem: Problem, target: Target) -> split.Plan | Refusal:
     """Steps of their own alone, of one kind."""
+    plan = split.plan(problem, target)
+    return plan if isinstance(plan, Refusal) else replace(plan, ways=plan.ways[:1])
 
-    def _ways(self, problem: Problem) -> list[str]:
-        return super()._ways(problem)[:1]
+
+APART = replace(split.CANDIDATE, plan=first_way)
 
 
 def timed(run: Runner, sources: Sequence[torch.Tensor], cuda: bool) -> float:
@@ -101,7 +105,7 @@ def main() -> None:
                     sources = random_sources(problem)
                 weights = {i: sources[i] for i, w in enumerate(problem.weights) if w}
                 kernels: list[Kernel] = [
-                    search(problem, target, budget_s=0.5, candidates=c, weights=weights).kernel for c in (generated, [Apart()])
+                    search(problem, target, budget_s=0.5, candidates=c, weights=weights).kernel for c in (generated, [APART])
                 ]
                 runs = [kernel.prepare(weights) for kernel in kernels]
                 turns: list[list[float]] = [[], []]

@@ -48,7 +48,7 @@ def _coded(kind: str, rows: int, outs: int, k: int, group: int) -> Node:
     codes, scale = input_("b", S4, (outs, k)), input_("b_scale", F16, (outs, k // group))
     if kind == "s8":
         x = input_("x", F16, (rows, k))
-        inputs, y = (x, codes, scale), quantised_linear(x, codes, scale, group, quantise_activations=True)
+        inputs, y = (x, codes, scale), quantised_linear(x, codes, scale, group, quantize_activations=True)
     else:
         x, of_rows = input_("x", F8E4M3FN, (rows, k)), input_("x_scale", F32, (rows, 1))
         y = fused_gemm(Side(x, scale=of_rows), Side(codes, True, scale, None, (1, group)), Result(F16))

@@ -355,12 +355,14 @@ def test_a_file_of_another_kind_is_no_archive_and_is_not_to_be_unpickled(program
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
-@pytest.mark.thin(2)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-def test_a_full_disk_is_no_bug(unbuffered: str, program: str) -> None:
+@pytest.mark.parametrize("verb", ["read", "--help"])
+def test_a_full_disk_is_no_bug(verb: str, unbuffered: str, program: str) -> None:
+    arguments = [verb] if verb == "--help" else [verb, program, "--allow-calls"]
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "tilewright", "read", program, "--allow-calls"],
+            [sys.executable, "-m", "tilewright", *arguments],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

@@ -101,7 +101,9 @@ def test_a_processor_has_as_many_cores_as_torch_has_threads(monkeypatch):
     cores = detect.cpu().cores
     for threads in (1, cores, cores + 1):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
-        assert detect.detect("cpu").cores == min(threads, cores)
+        found = detect.detect("cpu")
+        assert found.cores == min(threads, cores) and detect.cores_of(found).endswith("cores" if cores > 1 else "core")
+        assert (" of " in detect.cores_of(found)) == (threads < cores)
 
 
 def test_caches_are_read_from_the_system(monkeypatch, tmp_path):

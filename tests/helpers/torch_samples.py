@@ -253,7 +253,7 @@ def _as_right(s: Sample, place: int, given: torch.Tensor) -> Iterator[torch.Tens
         ends = torch.iinfo(given.dtype)
         yield torch.where((given == ends.min) | (given == ends.max), given, ~given)
     extreme = s.name.removeprefix("masked.").split(".")[0] in ("amax", "amin", "aminmax", "max", "min")
-    product = s.name in PRODUCTS.split() and given.dtype in (torch.float32, torch.float64)
+    product = s.name in PRODUCTS.split() and given.dtype in (torch.float32, torch.float64) and all(t.numel() for t in s.tensors)
     if product or (extreme and _both_zeros(s.tensors[0])):
         # Of zeros of both signs torch's extreme is one by their order. Where every product is a zero, the library for these
         # types begins a sum at 0, at the first of them, or at the bias.

@@ -10,7 +10,7 @@ from tilewright.compiler import chooser, compile
 from tilewright.deadline import OverrunError
 from tilewright.dtype import F32, S8
 from tilewright.errors import InputError, UnsupportedError
-from tilewright.hardware.detect import detect
+from tilewright.hardware.detect import chips, detect
 from tilewright.ir.build import const, input_
 from tilewright.ir.graph import Graph
 from tilewright.ir.notation import parse
@@ -32,11 +32,12 @@ from tilewright.schedule.candidate import (
     planned,
     refusal,
 )
-from tilewright.schedule.cost import Phase, Work, clock_ghz
+from tilewright.schedule.cost import Phase, Work, clock_ghz, library_work
 from tilewright.schedule.problem import problem_of
 from tilewright.schedule.search import search
 
 CPU = detect("cpu")
+BF16_CHIP = next(c for c in chips() if c.name == "x86_64_avx512_bf16")
 PROBLEM = problem_of(parse("f32[8,16] @ f32[16,12]").outputs[0])
 
 
@@ -196,6 +197,22 @@ def test_no_budget_takes_a_library_where_a_kernel_is_expected_to_take_far_longer
     assert decision.kernel.candidate == tried and decision.time_us is None
     if tried == "library":
         assert "library is expected to take" in whys(decision)["generated"] and generated.builds == 0
+
+
+def test_a_cost_model_that_breaks_is_no_reason_to_end(times):
+    class Broken(Fake):
+        def work(self, schedule):
+            raise KeyError("no such unit")
+
+    generated, library = Broken("generated", preference=0), Fake("library", preference=30)
+    assert search(PROBLEM, CPU, budget_s=0, candidates=[library, generated]).kernel.candidate == "generated"
+
+
+@pytest.mark.parametrize(
+    "line", ["f32[1,2048] @ s8[2048,2048]", "bf16[1,2048] @ f8e4m3fn[2048,2048]", "f16[1,2048] @ f16[2048,2048]"]
+)
+def test_nothing_is_foreseen_of_a_library_that_converts_operands(line):
+    assert library_work(problem_of(parse(line).outputs[0]), replace(CPU, chip=BF16_CHIP)) is None
 
 
 def test_a_space_that_breaks_while_its_cost_is_asked_is_told_and_left(times):

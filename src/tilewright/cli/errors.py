@@ -7,6 +7,7 @@ import errno
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 
 import click
 
@@ -18,6 +19,7 @@ BUG = 70
 INTERRUPTED = 130
 CLOSED_PIPE = 141
 _TRACEBACK = "tilewright.traceback"
+NO_SPACE = "no space left where the output goes\n  try: another place, or free some"
 # What torch says when memory runs out, in place of a MemoryError.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "CUDA out of memory", "failed to map segment")
 
@@ -50,7 +52,7 @@ class Group(click.Group):
         except Exception as error:
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
                 _discard_output()
-                _say(ctx, "no space left where the output goes\n  try: another place, or free some")
+                _say(ctx, NO_SPACE)
                 ctx.exit(BAD_INPUT)
             if isinstance(error, MemoryError) or any(said in str(error) for said in _OUT_OF_MEMORY):
                 _say(ctx, "out of memory\n  try: smaller shapes (--batch, --input-dim), or another --device")
@@ -61,6 +63,22 @@ class Group(click.Group):
                 f"{type(error).__name__}: {said}\n  this is a bug in Tilewright: please report it with what --traceback shows",
             )
             ctx.exit(BUG)
+
+
+@contextlib.contextmanager
+def output_may_end() -> Iterator[None]:
+    """Exit with a sentence where standard output takes no more: what is printed before a verb runs, a page of help, too."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        _discard_output()
+        click.echo(f"error: {NO_SPACE}", err=True)
+        sys.exit(BAD_INPUT)
 
 
 def _discard_output() -> None:

@@ -17,7 +17,7 @@ import click
 from tilewright import __version__
 from tilewright.cli.cache import cache, tune
 from tilewright.cli.compile import Compiling, compile_options, compile_program, dump_option, measured_ceilings, rtol_option
-from tilewright.cli.errors import DIFFERS, Group, traceback_option
+from tilewright.cli.errors import DIFFERS, Group, output_may_end, traceback_option
 from tilewright.cli.gemm import gemm
 from tilewright.cli.given import Given, given_options, progress
 from tilewright.cli.options import NOT_NEGATIVE, WRITTEN, Command, common_options, everything_option, iterations_option
@@ -228,7 +228,8 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without µ still gets its report
-    cli(prog_name="tilewright")
+    with output_may_end():
+        cli(prog_name="tilewright")
 
 
 def _write(path: Path, program: Executable, results: Sequence[object]) -> None:

@@ -162,6 +162,14 @@ def _processor(cores: int) -> Target:
     return cpu() if cores == cpu().cores else replace(cpu(), cores=cores)
 
 
+def cores_of(target: Target) -> str:
+    """Name a target's cores as reports do: "4 cores", "1 of 4 cores" where torch has fewer threads, "132 SMs"."""
+    if target.kind != "cpu":
+        return f"{target.cores} SMs"
+    every = max(cpu().cores, target.cores)
+    return f"{target.cores} of {every} cores" if target.cores < every else f"{every} core{'s' * (every != 1)}"
+
+
 def _usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

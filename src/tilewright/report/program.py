@@ -7,6 +7,7 @@ from collections.abc import Generator, Mapping
 
 import torch
 
+from tilewright.hardware.detect import cores_of
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.types import TensorType
@@ -27,7 +28,7 @@ def restored(program: Executable) -> Generator[Mapping[str, torch.Tensor]]:
 
 def target_name(target: Target) -> str:
     """The machine in one line: what it calls itself, the chip it was taken for, and how many cores or SMs."""
-    return f"{target.name} ({target.chip.name}, {target.cores} {'cores' if target.kind == 'cpu' else 'SMs'})"
+    return f"{target.name} ({target.chip.name}, {cores_of(target)})"
 
 
 def tensor_types(node: Node) -> tuple[TensorType, ...]:

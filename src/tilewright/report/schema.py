@@ -285,13 +285,14 @@ class Unit(msgspec.Struct, frozen=True):
 
 
 class Device(msgspec.Struct, frozen=True):
-    """One device of `devices --json`."""
+    """One device of `devices --json`; of a processor's `cores` (a GPU's SMs) torch uses `used_cores`."""
 
     device: str
     name: str
     chip: str
     exact_match: bool
     cores: int
+    used_cores: int
     features: list[str]
     caches_bytes: dict[str, int]
     units: list[Unit]

@@ -18,7 +18,7 @@ from tilewright.hardware.target import Target, wider_units
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Param
 from tilewright.schedule.candidate import LIBRARIES, Candidate, HasCostModel, Schedule, planned
-from tilewright.schedule.problem import AnyProblem, Problem
+from tilewright.schedule.problem import AnyProblem, Operand, Problem
 
 Quantity = Any  # a float, or an array of them
 
@@ -117,8 +117,8 @@ def library_work(problem: AnyProblem, target: Target) -> Work | None:
     unit = next((u for u in target.chip.units if u.operand == operand), None)
     if unit is None or not target.cores:
         return None
-    if target.kind == "cpu" and operand not in (problem.lhs.dtype.name, problem.rhs.dtype.name):
-        return None  # torch's f16 products on a processor without an f16 unit are 20 to 80 times slower than its f32 ones
+    if target.kind == "cpu" and not all(_taken_as_it_is(problem, x, operand) for x in (problem.lhs, problem.rhs)):
+        return None  # a library converts such an operand in each call, or has a slow product of its own for its type
     rows, columns = TILE[target.kind]
     tiles = problem.batch * -(-problem.M // rows) * -(-problem.N // columns)
     waves = -(-tiles // target.cores)
@@ -129,6 +129,12 @@ def library_work(problem: AnyProblem, target: Target) -> Work | None:
     plain = Phase(cycles, 0.0, {"memory": float(problem.bytes - sum(t.size_bytes for t in problem.outputs) + between)})
     after = Phase(0.0, 0.0, {"memory": float(between + sum(t.size_bytes for t in problem.outputs))})
     return Work((plain, after), launches=1.0 + steps)
+
+
+def _taken_as_it_is(problem: Problem, operand: Operand, dtype: str) -> bool:
+    """Tell whether a library multiplies an operand as it is stored, or as it was converted once, when it was prepared."""
+    constant = operand.source is not None and problem.weights[operand.source]
+    return operand.dtype.name == dtype and (operand.plain or constant)
 
 
 def passes(roots: Sequence[Node], *, together: bool) -> Work:

@@ -332,16 +332,17 @@ class _Search:
 
     def _expected_us(self, space: _Space) -> float | None:
         """The time in µs that the cost model expects of a space's first point; None where it says nothing."""
+        first: tuple[Schedule, ...] = ()
         try:
             with considering():
-                point = next(space.points, None)
-        except Exception:  # said again, and told, where the space is entered
-            space.points = iter(space.plan.schedules())
+                first = tuple(itertools.islice(space.points, 1))
+                return predict(space.candidate, self._problem, first[0], self._target) if first else None
+        except Exception as error:
+            if not first:
+                space.points = _failing(error)  # told where the space is entered
             return None
-        if point is None:
-            return None
-        space.points = itertools.chain((point,), space.points)
-        return predict(space.candidate, self._problem, point, self._target)
+        finally:
+            space.points = itertools.chain(first, space.points)
 
     def _try_next(self, space: _Space) -> _Trial | None:
         """Build and verify the next point of a space; None if there is none, or it failed."""
@@ -468,3 +469,9 @@ class _Search:
 
 def _label(candidate: Candidate, schedule: Schedule) -> str:
     return f"{candidate.name} ({schedule})" if schedule.knobs else candidate.name
+
+
+def _failing(error: Exception) -> Iterator[Schedule]:
+    """Points that cannot be asked for."""
+    raise error
+    yield

@@ -82,7 +82,9 @@ def var_mean(
 ) -> list[Node] | None:
     """Variance or standard deviation, and mean."""
     axes, root = _axes(self, dim), "std" in site.target
-    if not root and site.readers <= {"aten.add.Tensor", "aten.add.Scalar"}:  # an epsilon: a norm, of f32 sums in torch, too
+    if (
+        not root and site.readers and site.readers <= {"aten.add.Tensor", "aten.add.Scalar"}
+    ):  # an epsilon: a norm, of f32 sums in torch, too
         x = cast(self, site.compute_dtype)
         results = _variance(x, axes, correction, keepdim), reduce_("mean", x, axes, keepdim)
     elif site.dtype is F64:  # torch's running mean has no sum that overflows, but differences that do

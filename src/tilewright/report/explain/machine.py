@@ -7,7 +7,7 @@ import re
 import torch
 
 from tilewright.hardware.ceilings import with_ceilings
-from tilewright.hardware.detect import detect
+from tilewright.hardware.detect import cpu, detect
 from tilewright.hardware.target import Target
 from tilewright.report.schema import Device, Devices, Unit
 
@@ -41,7 +41,8 @@ def _device(t: Target) -> Device:
         name=t.name,
         chip=t.chip.name,
         exact_match=t.exact_match,
-        cores=t.cores,
+        cores=cpu().cores if t.kind == "cpu" else t.cores,
+        used_cores=t.cores,
         features=sorted(matters),
         caches_bytes=dict(t.caches_bytes),
         units=units,

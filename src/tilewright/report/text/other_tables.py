@@ -118,7 +118,8 @@ def _device(out: Console, d: Device) -> None:
     line(out, f"{d.device}: {d.name}", style="bold")
     chip = d.chip if d.exact_match else f"{d.chip}, the nearest family: there is no description of this very chip"
     section(out, "Chip", [chip])
-    section(out, "Cores" if d.device == "cpu" else "SMs", [f"{d.cores:,}"])
+    idle = f", of which torch uses {d.used_cores:,}" if d.used_cores < d.cores else ""
+    section(out, "Cores" if d.device == "cpu" else "SMs", [f"{d.cores:,}{idle}"])
     section(out, "Features", [" ".join(d.features) or "none that matter here"])
     caches = ", ".join(f"{name} {_size(size)}" for name, size in d.caches_bytes.items())
     section(out, "Caches" if d.device == "cpu" else "Memories", [caches or "unknown"])

@@ -79,11 +79,11 @@ def with_descriptors(
     """
 
     @lru_cache(MOST_KEPT)
-    def arguments(*addresses: int) -> list[object]:
-        each = zip(views, addresses, metas, strict=False)
-        return [*(x for view, address, meta in each for x in view.at(address, meta)), *addresses[len(views) :]]
+    def descriptors(*addresses: int) -> list[object]:
+        return [x for view, address, meta in zip(views, addresses, metas, strict=True) for x in view.at(address, meta)]
 
-    return lambda *addresses: launch(*arguments(*addresses))
+    count = len(views)
+    return lambda *addresses: launch(*descriptors(*addresses[:count]), *addresses[count:])
 
 
 def descriptor(kind: str, box: Iterable[int], *, plain: bool = False) -> str:
