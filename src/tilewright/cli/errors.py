@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import click
 
@@ -66,7 +66,7 @@ class Group(click.Group):
 
 
 @contextlib.contextmanager
-def output_may_end() -> Iterator[None]:
+def output_may_end() -> Generator[None]:
     """Exit with a sentence where standard output takes no more: what is printed before a verb runs, a page of help, too."""
     try:
         try:
