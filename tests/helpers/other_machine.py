@@ -170,7 +170,7 @@ def sizes(nest: Nest, threads: int) -> list[int]:
         sources(access)
     for i, store in enumerate(nest.stores):
         found[nest.sources + i] = store.root.tensor.elements * size_bytes(store.root.dtype)
-    found[-2:] = nest.scratch(threads), nest.packed_rhs if nest.constant else 0
+    found[-2:] = nest.scratch(threads), nest.packed_rhs_bytes if nest.constant else 0
     return found
 
 

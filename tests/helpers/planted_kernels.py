@@ -21,7 +21,7 @@ def changed(function: str, what: str, to: str) -> Callable[[str, int], str]:
     """A pattern in one function of a module replaced; `N` in it stands for the result's columns. It must be there once."""
 
     def change(text: str, columns: int) -> str:
-        start = text.index(f"@{function}(ptr %d")
+        start = text.index(f"@{function}(ptr %arguments")
         end = text.index("\n}\n", start)
         body, count = re.subn(what.replace("N", str(columns)), to.replace("N-1", str(columns - 1)), text[start:end])
         assert count == 1, (function, what, count)
@@ -32,13 +32,13 @@ def changed(function: str, what: str, to: str) -> Callable[[str, int], str]:
 
 ONLY_ONCE = """
 @ran = internal global i64 0
-define void @run(ptr %d, i64 %threads, i64 %pack) #0 {
+define void @run(ptr %arguments, i64 %threads, i64 %pack) #0 {
   %before = load i64, ptr @ran
   store i64 1, ptr @ran
   %fresh = icmp eq i64 %before, 0
   br i1 %fresh, label %work, label %done
 work:
-  call void @really_run(ptr %d, i64 %threads, i64 %pack)
+  call void @really_run(ptr %arguments, i64 %threads, i64 %pack)
   br label %done
 done:
   ret void

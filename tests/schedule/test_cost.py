@@ -74,7 +74,7 @@ def test_what_is_illegal_is_said_to_be():
     p = product("x86_64_avx512_bf16", F32, 100, 100, 1000, in_place=False)
     best = Points.of(next(ranked(p, target)), p.dot)
     for wrong in (
-        {"mr": 0}, {"mr": 15, "nv": 2}, {"nv": 9}, {"mc_tiles": 0}, {"mc_tiles": 101}, {"nc_panels": 0},
+        {"mr": 0}, {"mr": 15, "nv": 2}, {"nv": 9}, {"mc_panels": 0}, {"mc_panels": 101}, {"nc_panels": 0},
         {"nc_panels": 99}, {"kc": 100}, {"kc": 16},
         {"pack_lhs": False}, {"pack_per_thread": True},
     ):  # fmt: skip

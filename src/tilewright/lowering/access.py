@@ -290,15 +290,17 @@ def amax_of(root: Node) -> Node | None:
 
 
 def gate_up(stores: Sequence[Node], number: int) -> tuple[tuple[Node, ...], Node] | None:
-    """Stores that all read the left half of the accumulator's columns and the right half together, as SwiGLU does, as stores
-    over the left half alone, which is their accumulator then; None if they are otherwise.
+    """Rewrite stores that each read both halves of the accumulator's columns, as SwiGLU reads gate and up.
+
+    In the rewritten stores the accumulator is the left half alone, and a Param stands for the right half.
 
     Args:
         stores: a gemm's stores.
         number: the number of its sources.
 
     Returns:
-        The stores, and what stands in them for the right half: a Param of that number, of the accumulator's type.
+        The rewritten stores and the Param, of the number `number` and the accumulator's type; None if a store reads one half
+        only, or reads the accumulator in another way, too.
     """
     found: list[Node] = []
     right: Node | None = None

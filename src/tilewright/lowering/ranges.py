@@ -96,7 +96,7 @@ def pieces_of(roots: Sequence[Node], destinations: Sequence[Destination | None] 
 
 
 def whole(shape: Shape) -> Ranges:
-    """All elements."""
+    """The ranges of a shape that take every element of each axis."""
     return tuple(range(d) for d in shape)
 
 

@@ -38,6 +38,7 @@ INF, NAN = float("inf"), float("nan")
 
 COMPARE = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<=", "greater": ">", "greater_equal": ">="}
 LOGIC = {"and": "&", "or": "|", "xor": "^", "add": "|", "multiply": "&", "maximum": "|", "minimum": "&"}
+BITWISE = ("and", "or", "xor")
 BINARY = {"add": "+", "subtract": "-", "multiply": "*"}
 TESTS: dict[str, Callable[[Value], Value]] = {
     "is_nan": lambda x: x != x,
@@ -45,6 +46,15 @@ TESTS: dict[str, Callable[[Value], Value]] = {
     "is_finite": lambda x: x.abs() < INF,
 }
 PICKED = frozenset({"negate", "abs", "relu", "maximum", "minimum", "clamp", "sign"})  # values that any type of the operands has
+
+
+def has_form(fn: str, dtype: DType) -> bool:
+    """Tell whether `apply` knows function `fn` of values of a type."""
+    if dtype.is_float:
+        return any(fn in table for table in (COMPARE, TESTS, FUNCTIONS, wide.FUNCTIONS))
+    if fn in COMPARE or fn == "not":
+        return True
+    return fn in LOGIC if dtype is PRED else fn in BITWISE or fn in BINARY or fn in integers.FUNCTIONS
 
 
 def apply(fn: str, dtype: DType, args: Sequence[Value]) -> Value:
@@ -70,28 +80,16 @@ def gelu_at_once(x: Value, dtype: DType, form: tuple[Sequence[float], float]) ->
 
 
 def _of_integers(fn: str, dtype: DType, args: Sequence[Value]) -> Value:
-    b, x = args[0].builder, args[0]
+    b = args[0].builder
     if fn in COMPARE:
         return b.compare(COMPARE[fn], *args)
     if fn == "not":
-        return x ^ (1 if dtype is PRED else -1)
-    if dtype is PRED or fn in ("and", "or", "xor"):
+        return args[0] ^ (1 if dtype is PRED else -1)
+    if dtype is PRED or fn in BITWISE:
         return b.binary(LOGIC[fn], *args)
     if fn in BINARY:
         return b.binary(BINARY[fn], *args)
-    match fn:
-        case "maximum":
-            return x.max(args[1])
-        case "minimum":
-            return x.min(args[1])
-        case "clamp":
-            return args[1].max(x).min(args[2])
-        case "relu":
-            return x.max(0) if dtype.is_signed else x
-        case "negate":
-            return -x
-        case _:
-            return integers.FUNCTIONS[fn](*args)
+    return integers.FUNCTIONS[fn](*args)
 
 
 # -- rounding to whole numbers

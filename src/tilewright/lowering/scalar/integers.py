@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from tilewright.dtype import S8, S16, S32, S64, U8, U16, U32, U64, DType
 from tilewright.lowering.scalar.values import Value
 
@@ -88,7 +90,9 @@ def shift_right_arithmetic(a: Value, n: Value) -> Value:
     return (a.bits(_signed(a.dtype)) >> by.bits(_signed(n.dtype))).bits(a.dtype)
 
 
-FUNCTIONS = {
-    "abs": absolute, "sign": sign, "divide": divide, "remainder": remainder, "modulo": modulo, "power": power,
+FUNCTIONS: dict[str, Callable[..., Value]] = {
+    "maximum": lambda x, y: x.max(y), "minimum": lambda x, y: x.min(y), "clamp": lambda low, x, high: x.max(low).min(high),
+    "relu": lambda x: x.max(0) if x.dtype.is_signed else x, "negate": lambda x: -x, "abs": absolute, "sign": sign,
+    "divide": divide, "remainder": remainder, "modulo": modulo, "power": power,
     "shift_left": shift_left, "shift_right_logical": shift_right_logical, "shift_right_arithmetic": shift_right_arithmetic,
 }  # fmt: skip

@@ -31,19 +31,19 @@ class Forms:
     to_64_bits: bool
 
     def check(self, roots: Sequence[Node], *, blocks: bool = False) -> None:
-        """Nothing if every node of an expression has a form; `blocks`: scales may be given by blocks.
+        """Refuse expressions of which a node has no form; `blocks`: scales may be given by blocks.
 
         Raises:
-            Unsupported: a sentence.
+            Unsupported: it names what has none.
         """
         for n in toposort(roots):
             self.check_node(n, blocks=blocks)
 
     def check_node(self, n: Node, *, blocks: bool = False) -> None:
-        """Nothing if a node has a form; `blocks`: scales may be given by blocks.
+        """Refuse a node that has no form; `blocks`: scales may be given by blocks.
 
         Raises:
-            Unsupported: a sentence.
+            Unsupported: it names what has none.
         """
         op, source = n.op, n.src[0].dtype if n.src else n.dtype
         if n.dtype in self.lacks:
@@ -55,6 +55,8 @@ class Forms:
             what = f"quantizing to {n.dtype}" if isinstance(op, Quantize) else f"dequantizing {source}"
             self._refuse(f"{what} by blocks")
         if isinstance(op, Map):
+            if not functions.has_form(op.fn, source):
+                self._refuse(op.fn)
             if source.bits == 4 or (source in FP8 and not self.of_fp8):
                 self._refuse(f"{op.fn} of {source}")
         elif isinstance(op, Const):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Literal
 
 from tilewright.candidates.llvm.expressions.printer import Printer, element
@@ -56,7 +55,7 @@ class Heads:
 
     @property
     def keys(self) -> int:
-        """T."""
+        """Number of keys of a head: T of queries [.., S, E] and keys [.., T, E]."""
         return self.scores.columns
 
     @property
@@ -68,24 +67,24 @@ class Heads:
 
     @property
     def queries_bytes(self) -> int:
-        return self.scores.lhs_tile
+        return self.scores.lhs_panel_bytes
 
     @property
     def scores_bytes(self) -> int:
-        return self.scores.panels * self.scores.result_tile
+        return self.scores.rhs_panels * self.scores.tile_bytes
 
     @property
     def values_at(self) -> int:
         """The offset of the packed values, behind the packed keys."""
-        return rounded(self.scores.packed_rhs)
+        return rounded(self.scores.packed_rhs_bytes)
 
     @property
     def threads_at(self) -> int:
-        return self.values_at + rounded(self.output.packed_rhs)
+        return self.values_at + rounded(self.output.packed_rhs_bytes)
 
     @property
     def thread_bytes(self) -> int:
-        return self.queries_bytes + self.scores_bytes + self.output.result_tile
+        return self.queries_bytes + self.scores_bytes + self.output.tile_bytes
 
     def scratch(self, threads: int) -> int:
         return self.threads_at + threads * self.thread_bytes
@@ -113,8 +112,7 @@ class AttentionWriter(GemmWriter):
         super().__init__(heads.output)
         self.heads = heads
 
-    @cached_property
-    def direct(self) -> bool:
+    def _fuses_epilogue(self) -> bool:
         """Say no: its micro-kernels fill tiles, which the softmax and the stores read."""
         return False
 
@@ -144,8 +142,8 @@ class AttentionWriter(GemmWriter):
         out = f.at(scores, h.scores_bytes)
         keys, values = self._scratch(f, 0), self._rhs(f)
         sources = self._sources(f, s.lhs)
-        with f.tasks(self._counter(f, 2), h.batch * h.heads * n.tiles) as task:
-            head, tile = f.div(task, n.tiles), f.rem(task, n.tiles)
+        with f.tasks(self._counter(f, 2), h.batch * h.heads * n.lhs_panels) as task:
+            head, tile = f.div(task, n.lhs_panels), f.rem(task, n.lhs_panels)
             begin = f.mul(tile, n.blocks.mr)
             row = f.add(f.mul(head, n.rows), begin)
             count = f.min(n.blocks.mr, f.sub(n.rows, begin))
@@ -154,30 +152,30 @@ class AttentionWriter(GemmWriter):
             self._copy_queries(f, sources, row, count, queries)
 
             def products(rows: int) -> None:
-                with f.loop(0, s.panels) as panel:
-                    right = f.at(keys, f.mul(f.add(f.mul(key_head, s.panels), panel.index), s.panel))
-                    to = f.at(scores, f.mul(panel.index, s.result_tile))
+                with f.loop(0, s.rhs_panels) as panel:
+                    right = f.at(keys, f.mul(f.add(f.mul(key_head, s.rhs_panels), panel.index), s.rhs_panel_bytes))
+                    to = f.at(scores, f.mul(panel.index, s.tile_bytes))
                     f.call(f"micro_{rows}", *_micro(queries, s.lhs_stride, right, to, s.groups(s.depth)))
-                f.call("softmax", ("ptr", "%d"), ("ptr", scores), ("i64", row), ("i64", begin), ("i64", rows))
-                with f.loop(0, n.panels) as panel:
-                    right = f.at(values, f.mul(f.add(f.mul(key_head, n.panels), panel.index), n.panel))
+                f.call("softmax", ("ptr", "%arguments"), ("ptr", scores), ("i64", row), ("i64", begin), ("i64", rows))
+                with f.loop(0, n.rhs_panels) as panel:
+                    right = f.at(values, f.mul(f.add(f.mul(key_head, n.rhs_panels), panel.index), n.rhs_panel_bytes))
                     width = s.nr  # scores in a panel
                     each, last = n.groups(width), n.groups(h.keys % width)
                     step = each * n.nr * 4  # bytes of as many rows of values
                     f.call(f"micro_{rows}", *_micro(scores, s.nr * 4, right, out, min(each, n.groups(h.keys))))
                     whole = h.keys // width
                     with f.loop(1, whole) as more:
-                        a, b = f.at(scores, f.mul(more.index, s.result_tile)), f.at(right, f.mul(more.index, step))
+                        a, b = f.at(scores, f.mul(more.index, s.tile_bytes)), f.at(right, f.mul(more.index, step))
                         f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, each))
                     if whole and h.keys % width:
-                        a, b = f.at(scores, whole * s.result_tile), f.at(right, whole * step)
+                        a, b = f.at(scores, whole * s.tile_bytes), f.at(right, whole * step)
                         f.call(f"micro_{rows}_more", *_micro(a, s.nr * 4, b, out, last))
                     self._epilogue(f, out, row, rows, panel.index)
 
-            if n.tiles > 1:
+            if n.lhs_panels > 1:
                 with f.when(f.compare("eq", count, n.blocks.mr)):
                     products(n.blocks.mr)
-            if n.tiles == 1 or n.last_mr != n.blocks.mr:
+            if n.lhs_panels == 1 or n.last_mr != n.blocks.mr:
                 with f.when(f.compare("eq", count, n.last_mr)):
                     products(n.last_mr)
         f.finish()
@@ -245,12 +243,12 @@ class AttentionWriter(GemmWriter):
             def panels(body: Callable[[str, Int, str | None, str], str], carried: str) -> str:
                 """body(place, column, mask, carried) over every panel; what it carries at the end."""
                 with f.loop(0, whole, 1, [(t, carried)]) as panel:
-                    place = f.at(line, f.mul(panel.index, s.result_tile))
+                    place = f.at(line, f.mul(panel.index, s.tile_bytes))
                     panel.next = [body(place, f.mul(panel.index, lanes), None, panel.carried[0])]
                 carried = panel.carried[0]
                 if rest:
                     mask = f.first_lanes(lanes, rest)
-                    carried = body(f.at(line, whole * s.result_tile), whole * lanes, mask, carried)
+                    carried = body(f.at(line, whole * s.tile_bytes), whole * lanes, mask, carried)
                 return carried
 
             def first(place: str, column: Int, mask: str | None, most: str) -> str:

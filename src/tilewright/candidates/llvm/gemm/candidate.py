@@ -61,7 +61,7 @@ class Plan(NestPlan):
 
             def pack() -> torch.Tensor:
                 value = operand(rhs, weights, nest.k_contiguous)
-                packed = maker((nest.packed_rhs + 64,), torch.uint8)()
+                packed = maker((nest.packed_rhs_bytes + 64,), torch.uint8)()
                 pointers = [0] * nest.pointers
                 pointers[len(self.problem.types) + 1], pointers[-1] = value.data_ptr(), aligned(packed)
                 call(*pointers, torch.get_num_threads(), 1)

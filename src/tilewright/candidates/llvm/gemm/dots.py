@@ -1,9 +1,11 @@
 """The instructions that multiply, with the operands that each takes and the few lines that emit it. Chips name theirs in their
 data file.
 
-Every one works on vectors with a column in each lane; a lane holds the bytes of `k` neighbours along K, 4 of them. The left
-operand's bytes are the same in all lanes. Some make a tile of several rows in one accumulator. In vector registers, lanes are
-then that many times wider along K, and the left operand's lanes are rows. Tile registers hold that many vectors along K.
+All work on vectors whose lanes are columns of the result. A lane of the right operand holds `k` neighbours along K of its
+column, 4 bytes together; in the left operand every lane holds the same 4 bytes, of one row.
+
+Two kinds have several rows in an accumulator (`tile`). In vector registers (bfmmla, smmla), a lane is as many times longer
+along K, and the left operand's lanes are rows. Tile registers (AMX) hold `tile` such vectors each, one after the other along K.
 """
 
 from __future__ import annotations
@@ -213,13 +215,14 @@ class Choice:
 
     Attributes:
         dot: the instruction.
-        flip: the right operand's codes change sign by their top bit (x ^ 0x80, that is x + 128 or x - 128 in the other type).
-        correction: what each row's sum of the left operand is to be multiplied by and added, to undo that.
+        shift_sign: the right operand's codes are shifted into the other sign's range (x ^ 0x80: x + 128 as u8, x - 128 as s8).
+        compensation: the factor of each row's sum of the left operand that is added to the row's results, to undo the shift;
+            0 without one.
     """
 
     dot: Dot
-    flip: bool = False
-    correction: int = 0
+    shift_sign: bool = False
+    compensation: int = 0
 
 
 def choose(lhs: DType, rhs: DType, acc: DType, chip: Chip) -> Choice | None:
@@ -240,7 +243,7 @@ def choose(lhs: DType, rhs: DType, acc: DType, chip: Chip) -> Choice | None:
         exact = next((d for d in unit if (d.lhs, d.rhs) == signs or d.lhs.bits > 8), None)
         if exact is not None:
             return Choice(exact)
-        flipped = next((d for d in unit if d.lhs is signs[0]), None)
-        if flipped is not None:
-            return Choice(flipped, flip=True, correction=-128 if flipped.rhs is U8 else 128)
+        shifted = next((d for d in unit if d.lhs is signs[0]), None)
+        if shifted is not None:
+            return Choice(shifted, shift_sign=True, compensation=-128 if shifted.rhs is U8 else 128)
     return None

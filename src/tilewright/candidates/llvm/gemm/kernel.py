@@ -1,18 +1,22 @@
-"""The loop nest of a matrix product as LLVM IR: packing, BLIS's five loops, micro-kernel, epilogue.
+"""The loop nest of a matrix product as LLVM IR: packing, BLIS's five loops in another order, micro-kernel, epilogue.
 
-    jc: columns by nc          one task each of (jc, ic), which threads take from a counter: `_block_loops`
+    jc: columns by nc            `_block_loops`  a task is one (jc, ic): a block of the result, for all of K
       ic: rows by mc
-        pc: K by kc            `_macro_kernel`
-          ir: rows by mr
-            jr: columns by nr
-              groups of K      `_micro_kernel`
-              and, in the last pass, `_epilogue`
+        pc: K by kc              `_pc_loop`      of several passes, the block's tiles, mc x nc, wait in the second-level cache
+          ir: rows by mr         `_macro_kernel` the right operand's block, kc x nc, stays in the second-level cache
+            jr: columns by nr                    the left operand's micro-panel, mr x kc, stays in the first-level cache
+              K by 4 bytes       `_micro_kernel` the tile of the result, mr x nr, stays in registers
+              after the last pc: `_epilogue`
 
-Both operands are packed first, unless they lie right as they are: the right one into panels of nr columns, K in groups of 4
-bytes; the left one into tiles of mr rows, copied row by row. A tile's columns are vectors; its rows are broadcast. Threads pack
-together, meet at a barrier, and take blocks of the result; or, of many matrices, each takes whole ones and packs for itself. No
-sum is ever split between threads, so results do not depend on how many there are. In the code, jc and jr count panels, ic and
-ir tiles, pc passes.
+BLIS's order is jc, pc, ic, jr, ir. Here pc lies inside ic: a task has its block of the result for all of K, so that no sum is
+split between threads and results do not depend on how many there are; the price is that tiles wait from pass to pass. And ir
+lies outside jr: the block that stays in the second-level cache is the right operand's, in BLIS the left one's (mc x kc).
+
+Operands are packed whole before the loops, unless they lie right as they are (BLIS packs a block inside pc, and one inside ic).
+The right one becomes micro-panels of nr columns, K in groups of 4 bytes; the left one micro-panels of mr rows, copied row by
+row. A tile's columns are vectors; its rows are broadcast. Threads pack together, meet at a barrier, and take tasks from a
+counter. With `pack_per_thread` a task is a whole matrix: its thread packs the left operand, and in each jc a block of the right
+one. In the code, jc and jr count micro-panels of the right operand, ic and ir those of the left one, pc passes.
 """
 
 from __future__ import annotations
@@ -34,21 +38,43 @@ from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import VIEWS, Acc, Const, Convert, Map, Param
 from tilewright.lowering.access import Access
 
-FEW = 3  # operations on an accumulator that registers are left for
+# Of an epilogue on accumulators in registers: operations that it may have, and functions that need no register of their own.
+# (`ir.expression.QUICK` has more: division, comparisons, and what else costs little, however many registers it takes.)
+FUSED_OPERATIONS, FUSED_FUNCTIONS = 3, {"add", "subtract", "multiply", "relu", "maximum", "minimum"}
 MASKED = 16  # lanes of vectors of which an instruction stores a part
-QUICK = {"add", "subtract", "multiply", "relu", "maximum", "minimum"}
-TILE_AT = (("i64", "row"), ("i64", "column"), ("ptr", "sums"))  # of a tile in the result, and its rows' corrections
+TILE_AT = (("i64", "row"), ("i64", "column"), ("ptr", "compensation"))  # a tile's place in the result; each row's compensation
 
 
 @dataclass(frozen=True)
-class Packed:
-    """Addresses of a block's operands: one matrix's tiles of the left one, the block's first panel of the right one, the rows'
-    corrections; and of memory for tiles of the result."""
+class Block:
+    """A block of the result: mc x nc of a matrix, or what the edges leave of it.
 
+    Attributes:
+        b: the matrix.
+        jc, ic: the first micro-panels of the right and of the left operand.
+        lhs: the address of the matrix's packed left operand.
+        rhs: of the block's first micro-panel of the right operand.
+        compensation: of what is added to each row's sums, s32[batch * M], where the choice has it.
+        tiles: of memory for one tile of the result or, in several passes, all of the block.
+    """
+
+    b: Int
+    jc: Int
+    ic: Int
     lhs: str
     rhs: str
-    sums: str
-    results: str
+    compensation: str
+    tiles: str
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass over kc of K: its number, its groups of K, and whether it starts and whether it finishes the sums."""
+
+    pc: Int
+    groups: Int
+    first: bool
+    last: bool
 
 
 class GemmWriter:
@@ -58,11 +84,11 @@ class GemmWriter:
         self.nest, self.module = nest, module or Module(rounds_bf16=nest.dot.instruction == PAIRS)
 
     def _function(self, name: str, *more: tuple[str, str]) -> Function:
-        return Function(self.module, name, [("ptr", "d"), *more])
+        return Function(self.module, name, [("ptr", "arguments"), *more])
 
     def _pointer(self, f: Function, index: int) -> str:
         """A pointer that the call was given."""
-        return f.load("ptr", f.at("%d", 8 * index), 8)
+        return f.load("ptr", f.at("%arguments", 8 * index), 8)
 
     def _sources(self, f: Function, access: Access) -> Callable[[Node], str]:
         leaves = [n for n in toposort((access.root,)) if isinstance(n.op, Param)]
@@ -76,19 +102,19 @@ class GemmWriter:
         return self._pointer(f, self.nest.pointers - 1) if self.nest.constant else self._scratch(f, self.nest.rhs_at)
 
     def _counter(self, f: Function, which: int) -> str:
-        return f.at("%d", rounded(8 * self.nest.pointers) + CACHE_LINE * which)
+        return f.at("%arguments", rounded(8 * self.nest.pointers) + CACHE_LINE * which)
 
     def write(self) -> Module:
         n = self.nest
         self._tile_kernels(more=n.passes > 1)
         self._pack_rhs()
-        if n.blocks.pack_lhs or n.choice.correction:
+        if n.blocks.pack_lhs or n.choice.compensation:
             self._pack_lhs()
         if n.blocks.pack_per_thread:
             self._prefetch()
         self._block_loops()
         packing = [] if n.constant else ["pack_rhs"]
-        packing += ["pack_lhs"] if n.blocks.pack_lhs or n.choice.correction else []
+        packing += ["pack_lhs"] if n.blocks.pack_lhs or n.choice.compensation else []
         self._worker([] if n.blocks.pack_per_thread else packing, "multiply")
         self._entry()
         return self.module
@@ -96,11 +122,11 @@ class GemmWriter:
     def _tile_kernels(self, *, more: bool) -> None:
         """Micro-kernels and epilogues of all tiles; with `more`, those that add to a tile, too."""
         n = self.nest
-        for rows in sorted({n.last_mr} | ({n.blocks.mr} if n.tiles > 1 else set())):
+        for rows in sorted({n.last_mr} | ({n.blocks.mr} if n.lhs_panels > 1 else set())):
             self._micro_kernel(rows, fresh=True)
             if more:
                 self._micro_kernel(rows, fresh=False)
-        for i, store in enumerate(() if self.direct else n.stores):
+        for i, store in enumerate(() if self.fused_epilogue else n.stores):
             self._store_tile(i, store, whole=True)
             if self._partial(store):
                 self._store_tile(i, store, whole=False)
@@ -123,28 +149,32 @@ class GemmWriter:
         return vectors.f.v(f"select {vec(vectors.lanes, 'i1')} {mask}, {t} {value}, {t} zeroinitializer")
 
     def _pack_lhs(self) -> None:
-        """pack_lhs(d): tiles of the left operand, a task each; pack_tile(d, b, tile, to, sums): one of them."""
+        """pack_lhs(arguments): micro-panels of the left operand, a task each.
+
+        pack_lhs_panel(arguments, b, panel, to, compensation): one of them."""
         n = self.nest
-        self._pack_tile()
+        self._pack_lhs_panel()
         if n.blocks.pack_per_thread:
             return
         f = self._function("pack_lhs")
-        copies, sums = self._scratch(f, 0), self._scratch(f, n.sums_at)
-        with f.tasks(self._counter(f, 1), n.batch * n.tiles) as task:
-            b, tile = f.div(task, n.tiles), f.rem(task, n.tiles)
-            place = f.add(f.mul(f.mul(b, n.passes), n.tiles), tile)
-            self._call_pack_tile(f, b, tile, f.at(copies, f.mul(place, n.lhs_tile)), f.at(sums, f.mul(f.mul(b, n.rows), 4)))
+        copies, compensation = self._scratch(f, 0), self._scratch(f, n.compensation_at)
+        with f.tasks(self._counter(f, 1), n.batch * n.lhs_panels) as task:
+            b, panel = f.div(task, n.lhs_panels), f.rem(task, n.lhs_panels)
+            place = f.add(f.mul(f.mul(b, n.passes), n.lhs_panels), panel)
+            to = f.at(copies, f.mul(place, n.lhs_panel_bytes))
+            self._call_pack_lhs_panel(f, b, panel, to, f.at(compensation, f.mul(f.mul(b, n.rows), 4)))
         f.finish()
 
-    def _call_pack_tile(self, f: Function, b: Int, tile: Int, to: str, sums: str) -> None:
-        f.call("pack_tile", ("ptr", "%d"), ("i64", b), ("i64", tile), ("ptr", to), ("ptr", sums))
+    def _call_pack_lhs_panel(self, f: Function, b: Int, panel: Int, to: str, compensation: str) -> None:
+        args = (("i64", b), ("i64", panel), ("ptr", to), ("ptr", compensation))
+        f.call("pack_lhs_panel", ("ptr", "%arguments"), *args)
 
-    def _pack_tile(self) -> None:
-        """A tile of matrix b to its place in the first pass, and its rows' sums to the matrix's where they are needed."""
+    def _pack_lhs_panel(self) -> None:
+        """Pack a micro-panel of matrix b to its place in the first pass; if signs are shifted, store its rows' compensation."""
         n, d = self.nest, self.nest.dot
-        f = self._function("pack_tile", ("i64", "b"), ("i64", "tile"), ("ptr", "to"), ("ptr", "sums"))
+        f = self._function("pack_lhs_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "to"), ("ptr", "compensation"))
         sources = self._sources(f, n.lhs)
-        begin = f.mul("%tile", n.blocks.mr)
+        begin = f.mul("%panel", n.blocks.mr)
         with f.loop(0, f.min(n.blocks.mr, f.sub(n.rows, begin))) as loop:
             inside = f.add(begin, loop.index)
             row = f.add(f.mul("%b", n.rows), inside)
@@ -156,11 +186,11 @@ class GemmWriter:
                 value = self._operand(vectors, row, "lhs")
                 if n.blocks.pack_lhs:
                     pass_, at = f.div(column, n.blocks.kc), f.rem(column, n.blocks.kc)
-                    place = f.mul(f.mul(pass_, n.tiles), n.lhs_tile)
+                    place = f.mul(f.mul(pass_, n.lhs_panels), n.lhs_panel_bytes)
                     offset = f.add(place, f.add(line, f.mul(at, d.rows * d.lane_bytes // d.k)))
                     for i, (type_, part) in enumerate(self._by_group(f, value)):
                         f.store(type_, part, f.at("%to", f.add(offset, i * d.rows * d.lane_bytes)), 4)
-                return d.emit(f, total, value, "splat (i8 1)") if n.choice.correction else total
+                return d.emit(f, total, value, "splat (i8 1)") if n.choice.compensation else total
 
             whole = n.depth // n.vector * n.vector
             zero = [(d.accumulator, "zeroinitializer")]
@@ -169,10 +199,12 @@ class GemmWriter:
             total = inner.carried[0]
             if n.depth % n.vector:
                 total = one(whole, f.first_lanes(n.vector, n.depth - whole), total)
-            if n.choice.correction:
+            if n.choice.compensation:
                 i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes * d.rows}i32", "i32", (d.accumulator, total))
                 times = d.lanes if d.rows > 1 else 1  # that each sum is in it, once for a column
-                f.store("i32", f.v(f"mul i32 {i32}, {n.choice.correction // times}"), f.at("%sums", f.mul(inside, 4)), 4)
+                f.store(
+                    "i32", f.v(f"mul i32 {i32}, {n.choice.compensation // times}"), f.at("%compensation", f.mul(inside, 4)), 4
+                )
         f.finish()
 
     def _by_group(self, f: Function, value: str) -> list[tuple[str, str]]:
@@ -184,7 +216,9 @@ class GemmWriter:
         return [(type_, f.shuffle(d.operand, value, value, range(at, at + d.k))) for at in range(0, n.vector, d.k)]
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
-        """name(d): panels of the right operand, a task each; name_panel(d, b, panel, out): one of them."""
+        """name(arguments): micro-panels of the right operand, a task each.
+
+        name_panel(arguments, b, panel, out): one of them."""
         n = self.nest
         f = self._function(f"{name}_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "out"))
         if n.depth:
@@ -192,14 +226,14 @@ class GemmWriter:
         f.finish()
         f = self._function(name)
         if not n.blocks.pack_per_thread:
-            with f.tasks(self._counter(f, counter), n.batch * n.panels) as task:
-                b, panel = f.div(task, n.panels), f.rem(task, n.panels)
-                out = f.at(self._rhs(f), f.mul(task, n.panel))
-                f.call(f"{name}_panel", ("ptr", "%d"), ("i64", b), ("i64", panel), ("ptr", out))
+            with f.tasks(self._counter(f, counter), n.batch * n.rhs_panels) as task:
+                b, panel = f.div(task, n.rhs_panels), f.rem(task, n.rhs_panels)
+                out = f.at(self._rhs(f), f.mul(task, n.rhs_panel_bytes))
+                f.call(f"{name}_panel", ("ptr", "%arguments"), ("i64", b), ("i64", panel), ("ptr", out))
         f.finish()
 
-    def _flipped(self, f: Function, type_: str, value: str) -> str:
-        return f.v(f"xor {type_} {value}, splat (i8 -128)") if self.nest.choice.flip else value
+    def _sign_shifted(self, f: Function, type_: str, value: str) -> str:
+        return f.v(f"xor {type_} {value}, splat (i8 -128)") if self.nest.choice.shift_sign else value
 
     def _column(self, f: Function, panel: Int, part: Int) -> Int:
         """The right operand's column at which a vector of a panel starts."""
@@ -226,7 +260,7 @@ class GemmWriter:
                 first = f.add(f.mul(b, n.depth), f.mul(index, d.k))
                 rows = [self._operand(vectors, f.add(first, i), "rhs", zeros=False) for i in range(count)]
                 rows += ["zeroinitializer"] * (d.k - count)
-                value = self._flipped(f, type_, self._interleaved(f, rows, lanes))
+                value = self._sign_shifted(f, type_, self._interleaved(f, rows, lanes))
                 f.store(type_, value, f.at(out, f.mul(f.add(f.mul(index, n.nv), at), d.vector_bytes)), 4)
 
             with f.loop(0, n.depth // d.k) as loop:
@@ -243,7 +277,7 @@ class GemmWriter:
         while len(rows) > 1:
             # each vector holds groups of `width` elements a column
             half = len(rows) // 2
-            width = len(rows[:1]) and (self.nest.dot.k // len(rows))
+            width = self.nest.dot.k // len(rows)
             pairs: list[str] = []
             for i in range(half):
                 count = lanes * width
@@ -270,7 +304,7 @@ class GemmWriter:
             def read(vectors: Vectors, i: Int, column: Int = column) -> str:
                 inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored
                 value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
-                return f.v(f"bitcast {d.operand} {self._flipped(f, d.operand, value)} to {words}")
+                return f.v(f"bitcast {d.operand} {self._sign_shifted(f, d.operand, value)} to {words}")
 
             def place(group: Int, at: Int = part.index) -> str:
                 return f.at(out, f.mul(f.add(f.mul(group, n.nv), at), width))
@@ -291,7 +325,7 @@ class GemmWriter:
                         value = f.load(word, f.at(line, f.mul(group.index, d.lane_bytes)), 4)
                         f.store(word, value, f.at(place(f.add(whole // d.k, group.index)), to), 4)
 
-    # -- the loops around blocks: jc, ic
+    # -- jc and ic: blocks of the result, which are tasks
 
     def _block_loops(self) -> None:
         n, blocks = self.nest, self.nest.blocks
@@ -300,47 +334,48 @@ class GemmWriter:
             shared = 0 if blocks.pack_per_thread else n.threads_at
             own = self._scratch(f, f.add(shared, f.mul(f.thread_number(), n.thread_bytes)))
         else:
-            own = f.alloca(n.result_tile)
+            own = f.alloca(n.tile_bytes)
         if not blocks.pack_per_thread:
-            copies, right, sums = self._scratch(f, 0), self._rhs(f), self._scratch(f, n.sums_at)
-            across, down = -(-n.panels // n.nc_panels), -(-n.tiles // n.mc_tiles)
+            copies, right, compensation = self._scratch(f, 0), self._rhs(f), self._scratch(f, n.compensation_at)
+            across, down = -(-n.rhs_panels // n.nc_panels), -(-n.lhs_panels // n.mc_panels)
             with f.tasks(self._counter(f, 2), n.batch * across * down) as task:
                 b, inner = f.div(task, across * down), f.rem(task, across * down)
-                jc, ic = f.mul(f.div(inner, down), n.nc_panels), f.mul(f.rem(inner, down), n.mc_tiles)
-                first = f.at(right, f.mul(f.add(f.mul(b, n.panels), jc), n.panel))
-                left = f.at(copies, f.mul(b, n.passes * n.tiles * n.lhs_tile))
-                self._macro_kernel(f, b, jc, ic, Packed(left, first, sums, own))
+                jc, ic = f.mul(f.div(inner, down), n.nc_panels), f.mul(f.rem(inner, down), n.mc_panels)
+                first = f.at(right, f.mul(f.add(f.mul(b, n.rhs_panels), jc), n.rhs_panel_bytes))
+                left = f.at(copies, f.mul(b, n.passes * n.lhs_panels * n.lhs_panel_bytes))
+                self._pc_loop(f, Block(b, jc, ic, left, first, compensation, own))
         else:
-            right, sums = f.at(own, n.rhs_at), f.at(own, n.sums_at)
-            results = f.at(own, n.threads_at) if n.passes > 1 else f.alloca(n.result_tile)
+            right, compensation = f.at(own, n.rhs_at), f.at(own, n.compensation_at)
+            tiles = f.at(own, n.threads_at) if n.passes > 1 else f.alloca(n.tile_bytes)
             with f.tasks_ahead(self._counter(f, 2), n.batch) as (b, following):
-                if blocks.pack_lhs or n.choice.correction:
-                    with f.loop(0, n.tiles) as tile:
-                        self._call_pack_tile(f, b, tile.index, f.at(own, f.mul(tile.index, n.lhs_tile)), sums)
-                of_row = f.at(sums, f.sub(0, f.mul(b, n.rows * 4)))
-                with f.loop(0, n.panels, n.nc_panels) as jc:
-                    with f.loop(jc.index, f.min(f.add(jc.index, n.nc_panels), n.panels)) as panel:
-                        out = f.at(right, f.mul(f.sub(panel.index, jc.index), n.panel))
-                        f.call("pack_rhs_panel", ("ptr", "%d"), ("i64", b), ("i64", panel.index), ("ptr", out))
-                    more = f.compare("slt", f.add(jc.index, n.nc_panels), n.panels)
+                if blocks.pack_lhs or n.choice.compensation:
+                    with f.loop(0, n.lhs_panels) as panel:
+                        to = f.at(own, f.mul(panel.index, n.lhs_panel_bytes))
+                        self._call_pack_lhs_panel(f, b, panel.index, to, compensation)
+                of_row = f.at(compensation, f.sub(0, f.mul(b, n.rows * 4)))
+                with f.loop(0, n.rhs_panels, n.nc_panels) as jc:
+                    with f.loop(jc.index, f.min(f.add(jc.index, n.nc_panels), n.rhs_panels)) as panel:
+                        out = f.at(right, f.mul(f.sub(panel.index, jc.index), n.rhs_panel_bytes))
+                        f.call("pack_rhs_panel", ("ptr", "%arguments"), ("i64", b), ("i64", panel.index), ("ptr", out))
+                    more = f.compare("slt", f.add(jc.index, n.nc_panels), n.rhs_panels)
                     next_jc = f.v(f"select i1 {more}, i64 {f.add(jc.index, n.nc_panels)}, i64 0")
                     next_b = f.v(f"select i1 {more}, i64 {b}, i64 {following}")
-                    with f.loop(0, n.tiles, n.mc_tiles) as ic:
-                        self._macro_kernel(f, b, jc.index, ic.index, Packed(own, right, of_row, results))
+                    with f.loop(0, n.lhs_panels, n.mc_panels) as ic:
+                        self._pc_loop(f, Block(b, jc.index, ic.index, own, right, of_row, tiles))
                         with f.when(f.compare("slt", next_b, n.batch)):
-                            f.call("prefetch", ("ptr", "%d"), ("i64", next_b), ("i64", next_jc), ("i64", ic.index))
+                            f.call("prefetch", ("ptr", "%arguments"), ("i64", next_b), ("i64", next_jc), ("i64", ic.index))
         if n.dot.tile_registers:
             amx.release(f)
         f.finish()
 
     def _prefetch(self) -> None:
-        """prefetch(d, b, panel, tile): a part of the operands of the block that starts at `panel` of matrix b.
+        """prefetch(arguments, b, jc, ic): a part of the operands of the block that starts at micro-panel jc of matrix b.
 
-        Each block of tiles prefetches its share, so that memory is read at an even pace while products are computed.
+        Each block of rows, ic, prefetches its share, so that memory is read at an even pace while products are computed.
         """
         n, blocks = self.nest, self.nest.blocks
-        f = self._function("prefetch", ("i64", "b"), ("i64", "panel"), ("i64", "tile"))
-        shares = -(-n.tiles // n.mc_tiles)
+        f = self._function("prefetch", ("i64", "b"), ("i64", "jc"), ("i64", "ic"))
+        shares = -(-n.lhs_panels // n.mc_panels)
 
         def region(access: Access, extent: int, first: Int, last: Int, begin: Int, end: Int) -> None:
             """Rows of matrix b, a share of them, and columns begin to end."""
@@ -350,9 +385,9 @@ class GemmWriter:
                 vectors = Vectors(f, access, line, Columns(column.index, True, None), self._sources(f, access))
                 vectors.prefetch(f.add(f.mul("%b", extent), row.index))
 
-        share = f.div("%tile", n.mc_tiles)
+        share = f.div("%ic", n.mc_panels)
         for half in range(0, n.columns, n.stored):
-            column = f.add(f.mul("%panel", n.width), half)
+            column = f.add(f.mul("%jc", n.width), half)
             until = f.min(f.add(column, n.nc_panels * n.width), half + n.stored)
             if n.k_contiguous:
                 each = -(-n.nc_panels * n.width // shares)
@@ -362,68 +397,73 @@ class GemmWriter:
                 each = -(-n.depth // shares)
                 first = f.mul(share, each)
                 region(n.rhs, n.depth, first, f.min(f.add(first, each), n.depth), column, until)
-        with f.when(f.compare("eq", "%panel", 0)):
-            each = n.mc_tiles * blocks.mr
+        with f.when(f.compare("eq", "%jc", 0)):
+            each = n.mc_panels * blocks.mr
             first = f.mul(share, each)
             region(n.lhs, n.rows, first, f.min(f.add(first, each), n.rows), 0, n.depth)
         f.finish()
 
-    # -- the macro-kernel: pc, ir, jr
+    # -- pc: passes over K
 
-    def _macro_kernel(self, f: Function, b: Int, jc: Int, ic: Int, packed: Packed) -> None:
-        """All tiles of a block: from panel jc and tile ic of matrix b on."""
-        n, blocks = self.nest, self.nest.blocks
-        jc_end, ic_end = f.min(f.add(jc, n.nc_panels), n.panels), f.min(f.add(ic, n.mc_tiles), n.tiles)
-        pass_bytes = n.panel_bytes(blocks.kc)
+    def _pc_loop(self, f: Function, block: Block) -> None:
+        """All passes over a block of the result."""
+        n, kc = self.nest, self.nest.blocks.kc
+        jc_end, ic_end = f.min(f.add(block.jc, n.nc_panels), n.rhs_panels), f.min(f.add(block.ic, n.mc_panels), n.lhs_panels)
+        each, final = n.groups(min(kc, n.depth)), n.groups(n.depth - (n.passes - 1) * kc)
+        if n.passes > 1:
+            self._macro_kernel(f, block, jc_end, ic_end, Pass(0, each, first=True, last=False))
+            with f.loop(1, n.passes - 1) as pc:
+                self._macro_kernel(f, block, jc_end, ic_end, Pass(pc.index, each, first=False, last=False))
+        self._macro_kernel(f, block, jc_end, ic_end, Pass(n.passes - 1, final, first=n.passes == 1, last=True))
 
-        def jr_loop(rows: int, ir: Int, pc: Int, groups: Int, *, first: bool, last: bool) -> None:
-            begin = f.mul(ir, blocks.mr)
-            a, stride = self._lhs_tile(f, packed.lhs, b, ir, begin, pc)
-            with f.loop(jc, jc_end) as jr:
-                offset = f.add(f.mul(f.sub(jr.index, jc), n.panel), f.mul(pc, pass_bytes))
-                out = packed.results
+    # -- ir and jr: the macro-kernel
+
+    def _macro_kernel(self, f: Function, block: Block, jc_end: Int, ic_end: Int, pass_: Pass) -> None:
+        """All tiles of a block in one pass: those of micro-panels jc to jc_end by ic to ic_end."""
+        n, mr = self.nest, self.nest.blocks.mr
+        pass_bytes = n.rhs_bytes_over(n.blocks.kc)
+
+        def jr_loop(rows: int, ir: Int) -> None:
+            begin = f.mul(ir, mr)
+            a, stride = self._lhs_panel(f, block.lhs, block.b, ir, begin, pass_.pc)
+            with f.loop(block.jc, jc_end) as jr:
+                offset = f.add(f.mul(f.sub(jr.index, block.jc), n.rhs_panel_bytes), f.mul(pass_.pc, pass_bytes))
+                tile = block.tiles
                 if n.passes > 1:
-                    index = f.add(f.mul(f.sub(ir, ic), n.nc_panels), f.sub(jr.index, jc))
-                    out = f.at(out, f.mul(index, n.result_tile))
-                right = f.at(packed.rhs, offset)
-                args = [("ptr", a), ("i64", stride), ("ptr", right), ("ptr", out), ("i64", groups)]
+                    index = f.add(f.mul(f.sub(ir, block.ic), n.nc_panels), f.sub(jr.index, block.jc))
+                    tile = f.at(tile, f.mul(index, n.tile_bytes))
+                right = f.at(block.rhs, offset)
+                args = [("ptr", a), ("i64", stride), ("ptr", right), ("ptr", tile), ("i64", pass_.groups)]
                 if n.prefetch_distance:  # this tile's share of the block that comes after
-                    share = f.mul(f.mul(ir, n.prefetch_distance * CACHE_LINE), groups)
+                    share = f.mul(f.mul(ir, n.prefetch_distance * CACHE_LINE), pass_.groups)
                     args.append(("ptr", f.at(right, f.add(pass_bytes, share))))
-                row = f.add(f.mul(b, n.rows), begin)
-                if self.direct:
-                    args += [("ptr", "%d"), ("i64", row), ("i64", f.mul(jr.index, n.width)), ("ptr", packed.sums)]
-                f.call(f"micro_{rows}{'' if first else '_more'}", *args)
-                if last and not self.direct:
-                    self._epilogue(f, out, row, rows, jr.index, packed.sums)
+                row = f.add(f.mul(block.b, n.rows), begin)
+                if self.fused_epilogue:
+                    at = (("i64", row), ("i64", f.mul(jr.index, n.width)), ("ptr", block.compensation))
+                    args += [("ptr", "%arguments"), *at]
+                f.call(f"micro_{rows}{'' if pass_.first else '_more'}", *args)
+                if pass_.last and not self.fused_epilogue:
+                    self._epilogue(f, tile, row, rows, jr.index, block.compensation)
 
         def configure(rows: int) -> None:
             if n.dot.tile_registers:
                 amx.configure(f, n.dot, rows)
 
-        def ir_loop(pc: Int, groups: Int, *, first: bool, last: bool) -> None:
-            full = n.tiles if n.last_mr == blocks.mr else n.tiles - 1
-            if full:
-                configure(blocks.mr)
-                with f.loop(ic, f.min(ic_end, full)) as ir:
-                    jr_loop(blocks.mr, ir.index, pc, groups, first=first, last=last)
-            if full < n.tiles:
-                with f.when(f.compare("eq", ic_end, n.tiles)):
-                    configure(n.last_mr)
-                    jr_loop(n.last_mr, n.tiles - 1, pc, groups, first=first, last=last)
+        full = n.lhs_panels if n.last_mr == mr else n.lhs_panels - 1
+        if full:
+            configure(mr)
+            with f.loop(block.ic, f.min(ic_end, full)) as ir:
+                jr_loop(mr, ir.index)
+        if full < n.lhs_panels:
+            with f.when(f.compare("eq", ic_end, n.lhs_panels)):
+                configure(n.last_mr)
+                jr_loop(n.last_mr, n.lhs_panels - 1)
 
-        each, final = n.groups(min(blocks.kc, n.depth)), n.groups(n.depth - (n.passes - 1) * blocks.kc)
-        if n.passes > 1:
-            ir_loop(0, each, first=True, last=False)
-            with f.loop(1, n.passes - 1) as pc:
-                ir_loop(pc.index, each, first=False, last=False)
-        ir_loop(n.passes - 1, final, first=n.passes == 1, last=True)
-
-    def _lhs_tile(self, f: Function, copies: str, b: Int, tile: Int, begin: Int, pc: Int) -> tuple[str, Int]:
-        """The address at which a tile of the left operand starts in one pass, and the bytes between its rows."""
+    def _lhs_panel(self, f: Function, copies: str, b: Int, panel: Int, begin: Int, pc: Int) -> tuple[str, Int]:
+        """The address at which a micro-panel of the left operand starts in one pass, and the bytes between its rows."""
         n = self.nest
         if n.blocks.pack_lhs:
-            return f.at(copies, f.mul(f.add(f.mul(pc, n.tiles), tile), n.lhs_tile)), n.lhs_stride
+            return f.at(copies, f.mul(f.add(f.mul(pc, n.lhs_panels), panel), n.lhs_panel_bytes)), n.lhs_stride
         leaf = next(x for x in toposort((n.lhs.root,)) if isinstance(x.op, Param))
         place, size = n.lhs.of_leaf(leaf), n.dot.lhs.bits // 8
         row_term, outer = place.rows[0], place.rows[1:]
@@ -439,9 +479,12 @@ class GemmWriter:
     # -- the micro-kernel
 
     @cached_property
-    def direct(self) -> bool:
-        """Results go to where they lie straight from the accumulators: what is done to them is little, so that no register is
-        missed, and each is all that is made of its tile."""
+    def fused_epilogue(self) -> bool:
+        """The micro-kernel ends in the epilogue: results go to where they lie straight from the accumulators."""
+        return self._fuses_epilogue()
+
+    def _fuses_epilogue(self) -> bool:
+        """Tell whether the one result is all that is made of its tiles, by so little that no register is missed."""
         n = self.nest
         (store, *others), d = n.stores, n.dot
         if others or any(n.largest) or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
@@ -451,10 +494,13 @@ class GemmWriter:
         if [(t.inner, t.stride) for t in store.of_result().columns] != [(1, 1)]:
             return False
         done = [x.op for x in toposort((store.root,)) if not isinstance(x.op, (Acc, Const, Param, *VIEWS))]
-        return len(done) <= FEW and all(isinstance(op, Convert) or (isinstance(op, Map) and op.fn in QUICK) for op in done)
+        return len(done) <= FUSED_OPERATIONS and all(
+            isinstance(op, Convert) or (isinstance(op, Map) and op.fn in FUSED_FUNCTIONS) for op in done
+        )
 
     def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
-        """result tile (+)= lhs tile x rhs panel over `groups` groups of K; or the result itself, see `direct`."""
+        """tile of the result (+)= lhs micro-panel x rhs micro-panel over `groups` groups of K; or the result itself, see
+        `fused_epilogue`."""
         d, nv = self.nest.dot, self.nest.nv
         name = f"micro_{rows}{'' if fresh else '_more'}"
         if d.tile_registers:
@@ -463,7 +509,7 @@ class GemmWriter:
         args = [("ptr", "a"), ("i64", "stride"), ("ptr", "b"), ("ptr", "tile"), ("i64", "groups")]
         distance = self.nest.prefetch_distance
         args += [("ptr", "next")] if distance else []
-        f = Function(self.module, name, [*args, ("ptr", "d"), *TILE_AT] if self.direct else args)
+        f = Function(self.module, name, [*args, ("ptr", "arguments"), *TILE_AT] if self.fused_epilogue else args)
         width, tops = d.vector_bytes, range(0, rows, d.rows)
         row_at = [f.mul("%stride", m) for m in tops]
         first = ["zeroinitializer"] * (len(tops) * nv)
@@ -499,7 +545,7 @@ class GemmWriter:
         with f.loop(done, "%groups", 1, carried) as loop:
             loop.next = step(loop.index, loop.carried)
         results = iter(loop.carried)
-        if self.direct:
+        if self.fused_epilogue:
             self._epilogue_in_registers(f, rows, results)
             tops = ()
         for m in tops:
@@ -518,15 +564,15 @@ class GemmWriter:
             parts.append(Vectors(f, store, lanes, Columns(column, True, mask), sources, n.gate_up))
         for m in range(rows):
             row = f.add("%row", m)
-            sums = [self._corrected(f, lanes, next(results), row) for _ in range(n.nv)]
+            sums = [self._compensated(f, lanes, next(results), row) for _ in range(n.nv)]
             for j, vectors in enumerate(parts):
                 vectors.store(row, vectors.row(row, *sums[j :: len(parts)]), target)
 
-    def _corrected(self, f: Function, lanes: int, acc: str, row: Int) -> str:
-        """A vector of one row's accumulators without what a changed sign has added to it."""
-        if not self.nest.choice.correction:
+    def _compensated(self, f: Function, lanes: int, acc: str, row: Int) -> str:
+        """A vector of one row's accumulators without what shifted signs have added to it."""
+        if not self.nest.choice.compensation:
             return acc
-        fix = f.splat(lanes, "i32", f.load("i32", f.at("%sums", f.mul(row, 4)), 4))
+        fix = f.splat(lanes, "i32", f.load("i32", f.at("%compensation", f.mul(row, 4)), 4))
         return f.v(f"add {vec(lanes, 'i32')} {acc}, {fix}")
 
     def _in_tile(self, f: Function, row: int, part: int) -> tuple[str, str, int]:
@@ -560,7 +606,7 @@ class GemmWriter:
     def _store_tile(self, index: int, store: Access, *, whole: bool) -> None:
         """A result tile through the epilogue into one result: whole rows at a time, so that long chains run side by side."""
         n, lanes = self.nest, self.nest.width
-        args = [("ptr", "tile"), ("i64", "row"), ("i64", "rows"), ("i64", "column"), ("ptr", "sums")]
+        args = [("ptr", "tile"), ("i64", "row"), ("i64", "rows"), ("i64", "column"), ("ptr", "compensation")]
         f = self._function(f"store_{index}{'' if whole else '_part'}", *args)
         mask = None
         if not whole:
@@ -578,7 +624,7 @@ class GemmWriter:
             sums: list[str] = []
             for half in range(0, n.nr, lanes):
                 place = f.at(f.at("%tile", f.mul(loop.index, n.nr * 4)), half * 4)
-                acc = self._corrected(f, lanes, f.load(type_, place, math.gcd(lanes * 4, CACHE_LINE)), row)
+                acc = self._compensated(f, lanes, f.load(type_, place, math.gcd(lanes * 4, CACHE_LINE)), row)
                 sums.append(self._accumulated(vectors, acc))
             value = vectors.row(row, *sums)
             if largest:
@@ -604,13 +650,13 @@ class GemmWriter:
         """The accumulator as the stores' expressions take it."""
         return acc
 
-    def _epilogue(self, f: Function, tile: str, row: Int, rows: Int, panel: Int, sums: str = "null") -> None:
-        """A finished tile into every result it has columns of; `sums`: corrections by row."""
+    def _epilogue(self, f: Function, tile: str, row: Int, rows: Int, panel: Int, compensation: str = "null") -> None:
+        """A finished tile into every result it has columns of; `compensation`: the address of each row's."""
         n, width = self.nest, self.nest.width
         column = f.mul(panel, width)
         for i, store in enumerate(n.stores):
             own, last = f.sub(column, store.first), store.columns_extent
-            args = (("ptr", "%d"), ("ptr", tile), ("i64", row), ("i64", rows), ("i64", own), ("ptr", sums))
+            args = (("ptr", "%arguments"), ("ptr", tile), ("i64", row), ("i64", rows), ("i64", own), ("ptr", compensation))
             if store.first == 0 and last == n.stored and last % width == 0:
                 f.call(f"store_{i}", *args)
                 continue
@@ -627,13 +673,13 @@ class GemmWriter:
     # -- entries
 
     def _worker(self, packing: Sequence[str], then: str) -> None:
-        """worker(d): all threads pack together; when they have, they do what is named `then`."""
+        """worker(arguments): all threads pack together; when they have, they do what is named `then`."""
         f = self._function("worker")
         for step in packing:
-            f.call(step, ("ptr", "%d"))
+            f.call(step, ("ptr", "%arguments"))
         if packing:
             f.intrinsic("GOMP_barrier", "void")
-        f.call(then, ("ptr", "%d"))
+        f.call(then, ("ptr", "%arguments"))
         f.finish()
 
     def _entry(self) -> None:

@@ -25,14 +25,14 @@ class Blocks:
 
     Attributes:
         instruction: as the chip's data names it.
-        mr: rows of a tile; the last tile may have fewer.
-        nr: columns of a tile: whole vectors.
+        mr: rows of a tile of the result, and of a micro-panel of the left operand; the last one may have fewer.
+        nr: columns of a tile, and of a micro-panel of the right operand: whole vectors.
         kc: of K in one pass; a multiple of a packed vector unless it is all of K.
-        mc: rows of a block: whole tiles.
-        nc: columns of a block: whole panels of nr.
+        mc: rows of a block: whole micro-panels.
+        nc: columns of a block: whole micro-panels.
         pack_lhs: the left operand is copied; else it is read where it lies.
-        pack_per_thread: a thread takes whole matrices and packs what it multiplies itself, a block of panels at a time, so
-            that packed data never leave its cache; else threads pack everything together first.
+        pack_per_thread: a thread takes whole matrices and packs what it multiplies itself, a block of the right operand
+            at a time, so that packed data never leave its cache; else threads pack everything together first.
     """
 
     instruction: str
@@ -62,8 +62,8 @@ class Nest:
         stores: the results.
         sources: pointers that a call is given before those of the results.
         blocks: the sizes.
-        gate_up: what stands in the stores for sums of the right half of `rhs`'s columns, that they read beside those of the
-            left half: a panel holds as many of both, those of the left half first.
+        gate_up: the node that stands, in the stores, for sums of the right half of `rhs`'s columns, where the stores read both
+            halves together; None if they do not. A micro-panel then holds nr / 2 columns of each, those of the left half first.
         largest: for each store whether it keeps the largest of its values alone; empty: none does.
     """
 
@@ -96,18 +96,18 @@ class Nest:
         return self.nr // self.dot.lanes
 
     @property
-    def mc_tiles(self) -> int:
-        """Tiles of mr rows in a block."""
+    def mc_panels(self) -> int:
+        """Micro-panels of the left operand in a block."""
         return self.blocks.mc // self.blocks.mr
 
     @property
     def nc_panels(self) -> int:
-        """Panels of nr columns in a block."""
+        """Micro-panels of the right operand in a block."""
         return self.blocks.nc // self.nr
 
     @property
     def width(self) -> int:
-        """Columns of the results that a panel makes."""
+        """Columns of the results that a micro-panel of the right operand makes."""
         return self.nr if self.gate_up is None else self.nr // 2
 
     @property
@@ -116,11 +116,13 @@ class Nest:
         return self.columns if self.gate_up is None else self.columns // 2
 
     @cached_property
-    def tiles(self) -> int:
+    def lhs_panels(self) -> int:
+        """Micro-panels of the left operand, of mr rows, in a matrix."""
         return -(-self.rows // self.blocks.mr)
 
     @cached_property
-    def panels(self) -> int:
+    def rhs_panels(self) -> int:
+        """Micro-panels of the right operand, of nr columns, in a matrix."""
         return -(-self.columns // self.nr)
 
     @cached_property
@@ -130,10 +132,11 @@ class Nest:
 
     @cached_property
     def prefetch_distance(self) -> int:
-        """Cache lines of the next block of the right operand that each group of K prefetches: its share, if two or three tiles
-        of rows are all that a packed weight meets, so that memory is read while any of them is computed. Else 0."""
-        few = self.constant and 1 < self.tiles <= 3 and self.nc_panels == 1 and self.dot.tile == 1
-        return -(-self.nv // self.tiles) if few else 0
+        """Cache lines of the next block of the right operand that each group of K prefetches: its share, if two or three
+        micro-panels of the left one are all that a packed weight meets, so that memory is read while any of them is multiplied.
+        Else 0."""
+        few = self.constant and 1 < self.lhs_panels <= 3 and self.nc_panels == 1 and self.dot.tile == 1
+        return -(-self.nv // self.lhs_panels) if few else 0
 
     def groups(self, k: int) -> int:
         """Groups of a lane's bytes that hold k elements of K: as many as the instruction takes at once, or a multiple."""
@@ -141,8 +144,8 @@ class Nest:
 
     @property
     def last_mr(self) -> int:
-        """Rows of the last tile."""
-        return self.rows - (self.tiles - 1) * self.blocks.mr
+        """Rows of the last micro-panel of the left operand."""
+        return self.rows - (self.lhs_panels - 1) * self.blocks.mr
 
     # -- memory, in bytes
 
@@ -153,42 +156,44 @@ class Nest:
 
     @property
     def lhs_stride(self) -> int:
-        """Stride between rows of a packed tile: whole vectors, and one more so that rows do not meet in a cache set. Rows that
-        an operand vector holds together take turns, a group each."""
+        """Stride between rows of a packed micro-panel: whole vectors, and one more so that rows do not meet in a cache set.
+        Rows that an operand vector holds together take turns, a group each."""
         width = self.dot.vector_bytes
         return rounded(self.groups(min(self.blocks.kc, self.depth)) * self.dot.lane_bytes, width) + width
 
     @property
-    def lhs_tile(self) -> int:
+    def lhs_panel_bytes(self) -> int:
+        """Size of a micro-panel of the left operand in one pass."""
         return rounded(self.lhs_stride * rounded(self.blocks.mr, self.dot.rows))
 
     @property
-    def panel(self) -> int:
-        """Size of one panel over all of K; its passes follow one another."""
-        return self.panel_bytes(self.depth)
+    def rhs_panel_bytes(self) -> int:
+        """Size of a micro-panel of the right operand over all of K; its passes follow one another."""
+        return self.rhs_bytes_over(self.depth)
 
-    def panel_bytes(self, k: int) -> int:
-        """Size of a panel over k elements of K."""
+    def rhs_bytes_over(self, k: int) -> int:
+        """Size of a micro-panel of the right operand over k elements of K."""
         return self.groups(k) * self.nr * self.dot.lane_bytes
 
     @property
-    def packed_rhs(self) -> int:
-        panels = self.nc_panels if self.blocks.pack_per_thread else self.batch * self.panels
-        return panels * self.panel + 4096  # that kernels prefetch past the end
+    def packed_rhs_bytes(self) -> int:
+        panels = self.nc_panels if self.blocks.pack_per_thread else self.batch * self.rhs_panels
+        return panels * self.rhs_panel_bytes + 4096  # that kernels prefetch past the end
 
     @property
-    def result_tile(self) -> int:
+    def tile_bytes(self) -> int:
+        """Size of a tile of the result as it waits for another pass or its epilogue."""
         return self.blocks.mr * self.nr * 4
 
     @property
-    def sums_at(self) -> int:
-        """Offset of the rows' corrections, behind the packed left operand."""
-        return self._matrices * self.passes * self.tiles * self.lhs_tile if self.blocks.pack_lhs else 0
+    def compensation_at(self) -> int:
+        """Offset of the rows' compensations, behind the packed left operand."""
+        return self._matrices * self.passes * self.lhs_panels * self.lhs_panel_bytes if self.blocks.pack_lhs else 0
 
     @property
     def rhs_at(self) -> int:
         """Offset of the packed right operand."""
-        return self.sums_at + (rounded(self._matrices * self.rows * 4) if self.choice.correction else 0)
+        return self.compensation_at + (rounded(self._matrices * self.rows * 4) if self.choice.compensation else 0)
 
     @property
     def _matrices(self) -> int:
@@ -198,12 +203,12 @@ class Nest:
     @property
     def threads_at(self) -> int:
         """Offset of the results in several passes, of the first thread or, packing per thread, of each."""
-        return self.rhs_at + (0 if self.constant else rounded(self.packed_rhs))
+        return self.rhs_at + (0 if self.constant else rounded(self.packed_rhs_bytes))
 
     @property
     def thread_bytes(self) -> int:
         """Size of what each thread has to itself, behind what all share; of everything if nothing is shared."""
-        results = self.mc_tiles * self.nc_panels * self.result_tile if self.passes > 1 else 0
+        results = self.mc_panels * self.nc_panels * self.tile_bytes if self.passes > 1 else 0
         return rounded(self.threads_at + results) if self.blocks.pack_per_thread else results
 
     def scratch(self, threads: int) -> int:

@@ -34,6 +34,7 @@ LONG = {
     "gelu": 28.0,
     "gelu_tanh": 24.0,
     "divide": 8.0,
+    "exponential": 12.0,
 }
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -57,7 +58,7 @@ class Product:
         batch, rows, columns, depth: matrices with a right operand of their own; of each of them.
         constant: the right operand is packed beforehand.
         in_place: the left operand may be read where it lies.
-        correction: rows of the left operand are added up.
+        compensation: rows of the left operand are added up.
         gate_up: both halves of the columns meet in the stores.
         threaded: it is worth more threads than one.
         lhs_row, rhs_bytes, out_bytes: bytes of a row of the left operand as it lies in memory, of an element of the right one,
@@ -73,7 +74,7 @@ class Product:
     depth: int
     constant: bool
     in_place: bool
-    correction: bool = False
+    compensation: bool = False
     gate_up: bool = False
     threaded: bool = True
     lhs_row: int = 0
@@ -93,7 +94,7 @@ class Product:
         written = sum(t.size_bytes for t in problem.outputs)
         return cls(
             nest.dot, nest.batch, nest.rows, nest.columns, nest.depth, nest.constant, in_place,
-            correction=bool(nest.choice.correction),
+            compensation=bool(nest.choice.compensation),
             gate_up=nest.gate_up is not None,
             threaded=problem.ops > ONE_THREAD_OPS,
             lhs_row=-(-problem.K * _stored_bits(problem.lhs, op.lhs) // 8),
@@ -141,12 +142,12 @@ def _stored_bits(operand: Operand, root: Node) -> int:
 
 @dataclass(frozen=True)
 class Points:
-    """Sizes side by side, as `Blocks` holds those of one nest, but for kc in groups, and in vectors, tiles and panels."""
+    """Sizes side by side, as `Blocks` holds those of one nest, but for kc in groups, and in vectors and micro-panels."""
 
     mr: Ints
     nv: Ints
     kc: Ints
-    mc_tiles: Ints
+    mc_panels: Ints
     nc_panels: Ints
     pack_lhs: Flags
     pack_per_thread: Flags
@@ -155,20 +156,20 @@ class Points:
         return len(self.mr)
 
     def at(self, keep: Flags | Ints) -> Points:
-        """Some of them, in the order asked for."""
+        """The points at these indices, in their order; or those that a mask keeps."""
         return Points(*(getattr(self, f.name)[keep] for f in fields(self)))
 
     def blocks(self, product: Product) -> Iterator[Blocks]:
-        """One after the other."""
+        """Yield the sizes of each point in elements, for a nest of this product."""
         dot = product.dot
         for mr, nv, kc, mc, nc, pack, pack_per_thread in zip(*(getattr(self, f.name) for f in fields(self)), strict=True):
-            tile, nr = int(mr), int(nv) * dot.lanes
+            m, nr = int(mr), int(nv) * dot.lanes
             deep = max(product.depth if kc >= product.groups else int(kc) * dot.k, 1)
-            yield Blocks(dot.instruction, tile, nr, deep, int(mc) * tile, int(nc) * nr, bool(pack), bool(pack_per_thread))
+            yield Blocks(dot.instruction, m, nr, deep, int(mc) * m, int(nc) * nr, bool(pack), bool(pack_per_thread))
 
     @classmethod
     def of(cls, b: Blocks, dot: Dot) -> Points:
-        """One nest's."""
+        """The one point that has a nest's sizes."""
         kc = rounded(-(-b.kc // dot.k), dot.steps)
         mr, nv, deep, mc, nc = (np.array([x], np.int64) for x in (b.mr, b.nr // dot.lanes, kc, b.mc // b.mr, b.nc // b.nr))
         return cls(mr, nv, deep, mc, nc, np.array([b.pack_lhs]), np.array([b.pack_per_thread]))
@@ -180,14 +181,14 @@ def legal(points: Points, product: Product, target: Target) -> Flags:
     p, dot, groups = points, product.dot, product.groups
     most = np.array([0, *(dot.most_rows(nv) for nv in range(1, 1 + max(NARROW)))])
     nr = p.nv * dot.lanes
-    tiles, panels, passes = (
+    lhs_panels, rhs_panels, passes = (
         -(-size // np.maximum(of, 1)) for size, of in ((product.rows, p.mr), (product.columns, nr), (groups, p.kc))
     )
     fits = (p.mr >= 1) & (p.mr <= most[np.minimum(p.nv, max(NARROW))]) & (p.mr <= product.rows)
-    inside = (p.mc_tiles >= 1) & (p.mc_tiles <= tiles) & (p.nc_panels >= 1) & (p.nc_panels <= panels)
+    inside = (p.mc_panels >= 1) & (p.mc_panels <= lhs_panels) & (p.nc_panels >= 1) & (p.nc_panels <= rhs_panels)
     steps = (p.kc >= groups) | ((p.kc % dot.lanes == 0) & (p.kc >= SHORTEST))
     l2 = target.caches_bytes.get("L2", 0) or L2_BYTES
-    sums = (passes == 1) | (p.mc_tiles * p.nc_panels * p.mr * nr * 4 <= l2)
+    sums = (passes == 1) | (p.mc_panels * p.nc_panels * p.mr * nr * 4 <= l2)
     near = (p.nc_panels == 1) | (p.nc_panels * nr * np.minimum(p.kc, groups) * dot.lane_bytes <= l2)
     read = p.pack_lhs | product.in_place
     halves = 1 + product.gate_up
@@ -202,9 +203,9 @@ def space(product: Product, target: Target) -> Points:
     columns: list[list[Ints]] = []
     for nv in NARROW:
         for mr in _heights(product, product.dot.most_rows(nv)):
-            tiles, panels = -(-product.rows // mr), -(-product.columns // (nv * product.dot.lanes))
+            lhs_panels, rhs_panels = -(-product.rows // mr), -(-product.columns // (nv * product.dot.lanes))
             sizes = np.meshgrid(
-                mr, nv, _passes(product), _parts(tiles), _parts(panels), *_flags(product), indexing="ij", copy=False
+                mr, nv, _passes(product), _parts(lhs_panels), _parts(rhs_panels), *_flags(product), indexing="ij", copy=False
             )  # fmt: skip
             columns.append([s.reshape(-1) for s in sizes])
     mr, nv, kc, mc, nc, pack, pack_per_thread = (np.concatenate(c) for c in zip(*columns, strict=True))
@@ -273,9 +274,9 @@ class _Model:
     """The work that each point makes a machine do.
 
     Attributes:
-        tiles, panels, passes: of a matrix.
+        lhs_panels, rhs_panels, passes: micro-panels of the operands, and blocks of K, of a matrix.
         deep: groups of K in a pass.
-        nr: columns of a panel.
+        nr: columns of a micro-panel of the right operand.
         down, across: blocks of a matrix.
         l1, l2, l3: bytes of the caches; 0 of one that is not there.
     """
@@ -284,9 +285,9 @@ class _Model:
         n, p = self.n, self.p = product, points
         self.target, self.cores = target, target.cores if n.threaded else 1
         self.nr = p.nv * n.dot.lanes
-        self.tiles, self.panels, self.passes = -(-n.rows // p.mr), -(-n.columns // self.nr), -(-n.groups // p.kc)
+        self.lhs_panels, self.rhs_panels, self.passes = -(-n.rows // p.mr), -(-n.columns // self.nr), -(-n.groups // p.kc)
         self.deep = np.minimum(p.kc, n.groups)
-        self.down, self.across = -(-self.tiles // p.mc_tiles), -(-self.panels // p.nc_panels)
+        self.down, self.across = -(-self.lhs_panels // p.mc_panels), -(-self.rhs_panels // p.nc_panels)
         known = target.caches_bytes
         self.l1, self.l2 = known.get("L1d", 0) or L1_BYTES, known.get("L2", 0) or L2_BYTES
         self.l3 = known.get("L3", 0) if known else L3_BYTES
@@ -300,14 +301,14 @@ class _Model:
     def work(self) -> Work:
         """The work: packing together, and then products."""
         n, p, cores, own = self.n, self.p, self.cores, self.p.pack_per_thread
-        every = n.batch * self.tiles * self.panels * n.rows / (self.tiles * p.mr)  # tiles; the last one has fewer rows
+        tiles = n.batch * self.lhs_panels * self.rhs_panels * n.rows / (self.lhs_panels * p.mr)  # the last one has fewer rows
         micro, call, epilogue = self._tile()
-        total = every * (self.passes * (micro + call) + epilogue)
-        cycles = every * self.passes * micro * self.share
+        total = tiles * (self.passes * (micro + call) + epilogue)
+        cycles = tiles * self.passes * micro * self.share
         tasks = np.where(own, n.batch, n.batch * self.down * self.across)
         uneven = np.where(p.nv & (p.nv - 1) == 0, PART, ODD_PART)
-        partial = (n.columns % self.nr != 0) * (uneven - 1) * n.batch * self.tiles * epilogue
-        jumps = n.batch * self.panels * self.passes * self.down * ((self.passes > 1) & (p.nc_panels > 1) & ~own)
+        partial = (n.columns % self.nr != 0) * (uneven - 1) * n.batch * self.lhs_panels * epilogue
+        jumps = n.batch * self.rhs_panels * self.passes * self.down * ((self.passes > 1) & (p.nc_panels > 1) & ~own)
         vector = total * self.share - cycles + TASK * -(-tasks // cores) + (partial + RESTART * jumps) * self.share
         home = self._home()
         reads = self._reads(home)
@@ -344,30 +345,31 @@ class _Model:
         """The level that holds everything a call touches, so that it lies there from the call before."""
         n = self.n
         operands = n.rows * n.lhs_row + (0 if n.constant else n.depth * n.columns * n.rhs_bytes)
-        everything = n.batch * (operands + self._packed_rhs + n.rows * n.columns * n.out_bytes)
+        everything = n.batch * (operands + self._packed_rhs_bytes + n.rows * n.columns * n.out_bytes)
         return np.where(everything <= NEAR * self.l2, 2, np.where(everything <= NEAR * self.l3, 3, 4))
 
     @property
-    def _packed_rhs(self) -> Quantity:
+    def _packed_rhs_bytes(self) -> Quantity:
         """Bytes of a packed right operand."""
-        return self.n.groups * self.nr * self.panels * self.n.dot.lane_bytes
+        return self.n.groups * self.nr * self.rhs_panels * self.n.dot.lane_bytes
 
     def _reads(self, home: Quantity) -> dict[str, Quantity]:
         """Bytes that products bring from each level: of the slowest thread; from memory, of as many threads as there are, since
         each has but its part of the bandwidth."""
         n, p, own, word = self.n, self.p, self.p.pack_per_thread, self.n.dot.lane_bytes
-        tile, panel, packed = p.mr * self.deep * word, self.nr * self.deep * word, self._packed_rhs
-        left, in_l1 = n.rows * n.groups * word, tile + panel <= NEAR * self.l1
+        lhs_panel, rhs_panel, packed = p.mr * self.deep * word, self.nr * self.deep * word, self._packed_rhs_bytes
+        left, in_l1 = n.rows * n.groups * word, lhs_panel + rhs_panel <= NEAR * self.l1
         # each operand once from where it lies, then from the nearest cache that holds what is gone through again
         rhs_first, lhs_first = packed * np.where(own, 1, self.down), left * np.where(own, 1, self.across)
-        rhs_level = np.where((p.nc_panels == 1) & in_l1, 1, np.where(p.nc_panels * panel + tile <= NEAR * self.l2, 2, 3))
-        sums = np.where(self.passes > 1, 2 * (self.passes - 1) * n.rows * self.nr * self.panels * 4, 0.0)
+        block_in_l2 = p.nc_panels * rhs_panel + lhs_panel <= NEAR * self.l2
+        rhs_level = np.where((p.nc_panels == 1) & in_l1, 1, np.where(block_in_l2, 2, 3))
+        sums = np.where(self.passes > 1, 2 * (self.passes - 1) * n.rows * self.nr * self.rhs_panels * 4, 0.0)
         parts = (
             (rhs_first, np.where(own, 2, home)),
-            (np.maximum(packed * self.tiles - rhs_first, 0), rhs_level),
+            (np.maximum(packed * self.lhs_panels - rhs_first, 0), rhs_level),
             (lhs_first, np.where(p.pack_lhs | own, np.minimum(home, 3), home)),
-            (np.maximum(left * self.panels - lhs_first, 0), np.where(in_l1, 1, 2)),
-            (sums, np.where(p.mc_tiles * p.nc_panels * p.mr * self.nr * 4 <= self.l1 // 2, 1, 2)),
+            (np.maximum(left * self.rhs_panels - lhs_first, 0), np.where(in_l1, 1, 2)),
+            (sums, np.where(p.mc_panels * p.nc_panels * p.mr * self.nr * 4 <= self.l1 // 2, 1, 2)),
             (n.rows * n.columns * n.out_bytes, home),
         )
         found: dict[str, Quantity] = dict.fromkeys(LEVELS.values(), 0.0)
@@ -379,18 +381,18 @@ class _Model:
     def _packing(self) -> tuple[Quantity, Quantity, Quantity]:
         """Packing in each call: cycles of a thread if all share it, bytes moved, and whether threads wait for its end."""
         n, p, cores = self.n, self.p, self.cores
-        rows, columns = p.pack_lhs | n.correction, not n.constant
+        rows, columns = p.pack_lhs | n.compensation, not n.constant
         lhs = rows * (COPIED * n.lhs_steps + COMPUTED * n.lhs_computed) * n.batch * n.rows * -(-n.groups // n.dot.lanes)
-        rhs = columns * (TURNED * n.rhs_steps + COMPUTED * n.rhs_computed) * n.batch * self.panels * p.nv * n.groups
-        tiles, panels = n.batch * self.tiles, n.batch * self.panels
-        cycles = lhs * -(-tiles // cores) / tiles + rhs * -(-panels // cores) / panels
-        moved = n.batch * (rows * n.rows * n.lhs_row + columns * (n.depth * n.columns * n.rhs_bytes + self._packed_rhs))
+        rhs = columns * (TURNED * n.rhs_steps + COMPUTED * n.rhs_computed) * n.batch * self.rhs_panels * p.nv * n.groups
+        lhs_tasks, rhs_tasks = n.batch * self.lhs_panels, n.batch * self.rhs_panels
+        cycles = lhs * -(-lhs_tasks // cores) / lhs_tasks + rhs * -(-rhs_tasks // cores) / rhs_tasks
+        moved = n.batch * (rows * n.rows * n.lhs_row + columns * (n.depth * n.columns * n.rhs_bytes + self._packed_rhs_bytes))
         return cycles, moved, (rows | columns) & ~p.pack_per_thread
 
     def makespan(self) -> Quantity:
         """The share of all work that the slowest thread does, taking blocks from a counter, the short ones at the edge last."""
         n, p, cores, down, across = self.n, self.p, self.cores, self.down, self.across
-        height, width = p.mc_tiles * p.mr / n.rows, p.nc_panels / self.panels
+        height, width = p.mc_panels * p.mr / n.rows, p.nc_panels / self.rhs_panels
         flat = across == 1  # then the short one is the lowest, else the column of blocks at the right
         size = np.where(flat, np.minimum(height, 1.0), np.minimum(width, 1.0) / down) / n.batch
         short = np.maximum(np.where(flat, 1 - (down - 1) * height, (1 - (across - 1) * width) / down), 0) / n.batch

@@ -132,15 +132,15 @@ class RowsWriter:
     def _worker(self) -> None:
         """Takes tasks: those of the first nest, then those of the next."""
         r = self.rows
-        f = Function(self.module, "worker", [("ptr", "d")])
-        at = {i: f.load("ptr", f.at("%d", 8 * i), 8) for i in r.sources}
-        *results, scratch, missed = (f.load("ptr", f.at("%d", 8 * i), 8) for i in range(r.types, r.pointers))
+        f = Function(self.module, "worker", [("ptr", "arguments")])
+        at = {i: f.load("ptr", f.at("%arguments", 8 * i), 8) for i in r.sources}
+        *results, scratch, missed = (f.load("ptr", f.at("%arguments", 8 * i), 8) for i in range(r.types, r.pointers))
         if r.thread_bytes:
             scratch = f.at(scratch, f.mul(f.thread_number(), r.thread_bytes))
         writers = [
             _LoopsWriter(f, x, [at[i] for i in x.nest.sources], results, missed, scratch, r.scales & x.scales) for x in r.each
         ]
-        with f.tasks(f.at("%d", rounded(8 * r.pointers)), r.tasks) as task:
+        with f.tasks(f.at("%arguments", rounded(8 * r.pointers)), r.tasks) as task:
             begun = 0
             for writer in writers:
                 mine = f.sub(task, begun)
@@ -380,7 +380,7 @@ class Combine:
         return self._f.v(f"select {vec(self._lanes, 'i1')} {mask}, {self.type} {value}, {self.type} {self.nothing}")
 
     def joined(self, a: str, b: str) -> str:
-        """One step."""
+        """The function of two values, lane by lane."""
         f, t = self._f, self.type
         if self._sizes:
             bits = vec(self._lanes, "i32")

@@ -170,21 +170,21 @@ def write_entries(
 ) -> None:
     """Write a kernel's entries into its module.
 
-    run(d, threads, pack), for callers in machine code, sets the counters to zero, which follow the pointers at `d` a cache line
-    each, and runs the function that `begin` gives on every thread. python(pointers…, threads) is the same, called by CPython as
-    METH_FASTCALL; with `packs`, `pack` is its last argument.
+    run(arguments, threads, pack), for callers in machine code, sets the counters to zero, which follow the pointers at
+    `arguments` a cache line each, and runs the function that `begin` gives on every thread. python(pointers…, threads) is the
+    same, called by CPython as METH_FASTCALL; with `packs`, `pack` is its last argument.
     """
     counters_at = rounded(8 * pointers)
-    f = Function(module, "run", [("ptr", "d"), ("i64", "threads"), ("i64", "pack")], public=True)
+    f = Function(module, "run", [("ptr", "arguments"), ("i64", "threads"), ("i64", "pack")], public=True)
     for i in range(counters):
-        f.store("i64", "0", f.at("%d", counters_at + CACHE_LINE * i), 8)
+        f.store("i64", "0", f.at("%arguments", counters_at + CACHE_LINE * i), 8)
     worker = begin(f)
     alone = f.compare("eq", "%threads", 1)
     with f.when(alone):
-        f.do(f"call void {worker}(ptr %d)")
+        f.do(f"call void {worker}(ptr %arguments)")
     with f.when(f.v(f"xor i1 {alone}, true")):
         count = f.v("trunc i64 %threads to i32")
-        f.intrinsic("GOMP_parallel", "void", ("ptr", worker), ("ptr", "%d"), ("i32", count), ("i32", "0"))
+        f.intrinsic("GOMP_parallel", "void", ("ptr", worker), ("ptr", "%arguments"), ("i32", count), ("i32", "0"))
     f.finish()
 
     f = Function(module, "python", [("ptr", "self"), ("ptr", "args"), ("i64", "count")], "ptr", public=True)

@@ -56,7 +56,7 @@ class NestPlan:
             schedule,
             prepare,
             workspace_bytes=nest.scratch(torch.get_num_threads()),
-            packed_bytes=nest.packed_rhs if nest.constant else 0,
+            packed_bytes=nest.packed_rhs_bytes if nest.constant else 0,
             releasable=frozenset(i for i, weight in enumerate(self.problem.weights) if weight and i not in read),
         )
 

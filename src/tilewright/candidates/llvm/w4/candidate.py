@@ -93,14 +93,14 @@ class Plan(NestPlan):
 
         def prepare(weights: Mapping[int, torch.Tensor]) -> Runner:
             def pack() -> torch.Tensor:
-                room = maker((nest.packed_rhs + 64,), torch.uint8)()
+                room = maker((nest.packed_rhs_bytes + 64,), torch.uint8)()
                 codes, *sides = (operand(s, weights, not nest.k_contiguous) for s in self.weights.src)
                 if self.group > nest.group:
                     sides = [s.repeat_interleave(self.group // nest.group, dim=1)[:, : nest.group_count] for s in sides]
                 codes, *sides = (nest.by_panel(x) for x in (codes, *sides))
                 stream = nest.packed(codes, sides[0], sides[1] if nest.zeros else None)
                 start = aligned(room) - room.data_ptr()
-                room[start : start + nest.batch * nest.panels * nest.panel] = stream.view(-1).view(torch.uint8)
+                room[start : start + nest.batch * nest.rhs_panels * nest.rhs_panel_bytes] = stream.view(-1).view(torch.uint8)
                 return room
 
             read = [weights[n.op.index] for n in toposort((self.weights,)) if isinstance(n.op, Param)]

@@ -174,20 +174,20 @@ class CodesNest(GroupedNest):
 
 
 class CodesWriter(GroupedWriter):
-    """Writes a `CodesNest`."""
+    """Writes a `CodesNest`: its left operand is always packed, and codes are multiplied by codes."""
 
     nest: CodesNest  # pyright: ignore[reportIncompatibleVariableOverride]
 
     # -- the left operand
 
     def _pack_lhs(self) -> None:
-        """pack_lhs(d): rows of the left operand, a task each."""
+        """pack_lhs(arguments): rows of the left operand, a task each."""
         n = self.nest
         f = self._function("pack_lhs")
         copies = self._scratch(f, 0)
         with f.tasks(self._counter(f, 1), n.rows) as row:
-            tile, inside = f.div(row, n.blocks.mr), f.rem(row, n.blocks.mr)
-            to = f.at(copies, f.add(f.mul(tile, n.lhs_tile), f.mul(inside, n.lhs_stride)))
+            panel, inside = f.div(row, n.blocks.mr), f.rem(row, n.blocks.mr)
+            to = f.at(copies, f.add(f.mul(panel, n.lhs_panel_bytes), f.mul(inside, n.lhs_stride)))
             self._each(f, n.lhs, n.depth, n.vector, row, to, 1)
             if n.summed:
                 self._pack_sums(f, to)
@@ -197,7 +197,7 @@ class CodesWriter(GroupedWriter):
         f.finish()
 
     def _each(self, f: Function, access: Access, count: int, lanes: int, row: str, to: str, size: int) -> None:
-        """A row's `count` values of so many bytes, one after the other; zeros up to a whole vector."""
+        """Store a row's `count` values, of `size` bytes each, one after the other; zeros up to a whole vector."""
         sources = self._sources(f, access)
         type_ = vec(lanes, f"i{8 * size}")
 
@@ -217,7 +217,7 @@ class CodesWriter(GroupedWriter):
             some(whole, f.first_lanes(lanes, count - whole))
 
     def _pack_sums(self, f: Function, to: str) -> None:
-        """Each group's sum of the packed codes; times -8 where that alone is what the accumulator starts from."""
+        """Store each group's sum of a row's packed codes; times -8 where the accumulator starts from that alone."""
         n, d = self.nest, self.nest.dot
         step = next(s for s in (n.vector, 32, 16, 8) if s <= n.vector and n.group % s == 0)
         by_dot = step == n.vector
@@ -242,7 +242,10 @@ class CodesWriter(GroupedWriter):
     # -- the kernel
 
     def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
-        """result tile = lhs tile x weight panel. Where there are no registers for totals beside sums, they stay in the tile."""
+        """tile of the result = lhs micro-panel x weight panel.
+
+        Where there are no registers for totals beside sums, they stay in the tile.
+        """
         assert fresh, "K is never cut"
         n, d = self.nest, self.nest.dot
         f, i32, nv, line = self._micro_function(rows), vec(d.lanes, "i32"), n.nv, d.lanes * 4

@@ -19,7 +19,7 @@ import torch
 
 from tilewright.candidates.llvm.expressions.printer import Printer
 from tilewright.candidates.llvm.expressions.text import Function, Int, vec
-from tilewright.candidates.llvm.gemm.kernel import GemmWriter, Packed
+from tilewright.candidates.llvm.gemm.kernel import Block, GemmWriter
 from tilewright.candidates.llvm.gemm.nest import CACHE_LINE, Nest, rounded
 from tilewright.dtype import F32, DType
 
@@ -77,12 +77,12 @@ class GroupedNest(Nest):
         return 1 if self.by_pairs else self.dot.k
 
     @property
-    def panel(self) -> int:
+    def rhs_panel_bytes(self) -> int:
         return self.group_count * self.group_rows * self.nr * 4
 
     @property
     def thread_bytes(self) -> int:
-        return rounded(self.panel_bytes(self.depth)) if self.decoded else super().thread_bytes
+        return rounded(self.rhs_bytes_over(self.depth)) if self.decoded else super().thread_bytes
 
     @cached_property
     def prefetch_distance(self) -> int:
@@ -97,7 +97,7 @@ class GroupedNest(Nest):
     def by_panel(self, of_columns: torch.Tensor) -> torch.Tensor:
         """Values of the weight's columns [N, ...] in the order of panels, filled up with zeros: [columns, ...]."""
         halves = of_columns.unflatten(0, (-1, self.stored))
-        filled = of_columns.new_zeros(len(halves), self.panels * self.width, *of_columns.shape[1:])
+        filled = of_columns.new_zeros(len(halves), self.rhs_panels * self.width, *of_columns.shape[1:])
         filled[:, : self.stored] = halves
         return filled.unflatten(1, (-1, self.width)).transpose(0, 1).flatten(0, 2)
 
@@ -116,13 +116,13 @@ def packed_stream(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.
     for i, place in enumerate(order):
         for lane in range(lanes):
             of_column[:, :, lane] |= (codes[:, i * lanes + lane :: span] & 15) << 4 * place
-    stream = torch.zeros(nest.panels, nest.group_count, nest.group_rows, nest.nr, dtype=torch.int32)
+    stream = torch.zeros(nest.rhs_panels, nest.group_count, nest.group_rows, nest.nr, dtype=torch.int32)
     for i, side in enumerate(sides):
-        values = side.view(torch.int32).view(nest.panels, nest.nr, nest.group_count).permute(0, 2, 1)
-        values = values.repeat_interleave(lanes, dim=2).view(nest.panels, nest.group_count, lanes, nest.nr)
+        values = side.view(torch.int32).view(nest.rhs_panels, nest.nr, nest.group_count).permute(0, 2, 1)
+        values = values.repeat_interleave(lanes, dim=2).view(nest.rhs_panels, nest.group_count, lanes, nest.nr)
         stream[:, :, i * lanes : (i + 1) * lanes] = values
-    by_word = words.view(nest.panels, nest.nr, nest.group_count, nest.group // span, lanes).permute(0, 2, 3, 1, 4)
-    stream[:, :, nest.side_rows :] = by_word.reshape(nest.panels, nest.group_count, nest.group // CODES, nest.nr)
+    by_word = words.view(nest.rhs_panels, nest.nr, nest.group_count, nest.group // span, lanes).permute(0, 2, 3, 1, 4)
+    stream[:, :, nest.side_rows :] = by_word.reshape(nest.rhs_panels, nest.group_count, nest.group // CODES, nest.nr)
     return stream
 
 
@@ -131,10 +131,9 @@ class GroupedWriter(GemmWriter):
 
     nest: GroupedNest
 
-    @cached_property
-    def direct(self) -> bool:
-        """Its own micro-kernels fill tiles."""
-        return self.nest.decoded and GemmWriter.direct.func(self)
+    def _fuses_epilogue(self) -> bool:
+        """Say no where tiles decode as they go: those micro-kernels fill tiles."""
+        return self.nest.decoded and super()._fuses_epilogue()
 
     def _pack_rhs(self, name: str = "pack_rhs", counter: int = 0) -> None:
         self._function(name).finish()
@@ -179,16 +178,15 @@ class GroupedWriter(GemmWriter):
                         f.store(floats, value, f.at(out, step * row_bytes + j * line), line)
         f.finish()
 
-    def _macro_kernel(self, f: Function, b: Int, jc: Int, ic: Int, packed: Packed) -> None:
+    def _pc_loop(self, f: Function, block: Block) -> None:
         if self.nest.decoded:
-            me = f.v(f"sext i32 {f.intrinsic('omp_get_thread_num', 'i32')} to i64")
-            own = self._scratch(f, f.add(self.nest.threads_at, f.mul(me, self.nest.thread_bytes)))
-            f.call("decode", ("ptr", packed.rhs), ("ptr", own))
-            packed = replace(packed, rhs=own)
-        super()._macro_kernel(f, b, jc, ic, packed)
+            own = self._scratch(f, f.add(self.nest.threads_at, f.mul(f.thread_number(), self.nest.thread_bytes)))
+            f.call("decode", ("ptr", block.rhs), ("ptr", own))
+            block = replace(block, rhs=own)
+        super()._pc_loop(f, block)
 
     def _micro_kernel(self, rows: int, *, fresh: bool) -> None:
-        """result tile = lhs tile x weight panel.
+        """tile of the result = lhs micro-panel x weight panel.
 
         A group's sums are scaled when they are complete; totals stay in the tile where there are no registers for them. Weights
         that are rounded once they are scaled are scaled as they are decoded.
