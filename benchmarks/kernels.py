@@ -66,7 +66,7 @@ def choices_of(program: Executable) -> Table:
             table.add_row(str(count), problem, "", "", "")
             continue
         d = chosen[problem]
-        timed = sorted((r.time_us, r.candidate) for r in d.rejected if r.time_us is not None)[:3]
+        timed = sorted((r.time_us, str(r)) for r in d.rejected if r.time_us is not None)[:3]
         others = "\n".join(f"{us:.2f} {name}" for us, name in timed)
         us = "" if d.time_us is None else f"{d.time_us:.2f}"
         table.add_row(str(count), str(problem)[:90], f"{d.kernel.candidate} {d.kernel.schedule}", us, others)

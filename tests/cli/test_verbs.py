@@ -24,6 +24,7 @@ from tilewright.ir.ops import LayerNorm, gemm
 from tilewright.ir.text import parse
 
 HEAVY = ("torch", "numpy", "rich", "onnx", "jaxlib", "msgspec", "tilewright.ir", "tilewright.report")
+REFUSAL_KEYS = ["candidate", "why", "time_us", "schedule", "predicted_us", "kind", "differs"]
 STEP_KEYS = [
     "name",
     "kind",
@@ -250,7 +251,7 @@ def test_perf_json_has_the_stable_schema_and_nothing_else(program: str) -> None:
     found = json.loads(result.stdout)
     assert list(found) == PERF_KEYS
     assert all(list(step) == STEP_KEYS for step in found["steps"])
-    assert all(list(r) == ["candidate", "why"] for step in found["steps"] for r in step["rejected"])
+    assert all(list(r) == ["candidate", "why", "kind", "schedule"] for step in found["steps"] for r in step["rejected"])
     assert all(list(f) == FINDING_KEYS for f in (*found["unfused"], *found["fallback"]))
     (product,) = (s for s in found["steps"] if s["kind"] == "gemm")
     assert product["ops"] == 2 * 10 * 6 * 8
@@ -321,7 +322,7 @@ def test_explain_json(program: str) -> None:
     (product,) = found["products"]
     assert product["names"] == ["net/Relu"] and product["measured"] and product["chosen"]["time_us"] > 0
     assert product["stores"] == [{"steps": ["+ f32[6] (input b)", "relu"], "writes": "f32[2,5,6]"}]
-    assert all(list(r) == ["candidate", "why", "time_us", "schedule", "predicted_us"] for r in product["rejected"])
+    assert all(list(r) == REFUSAL_KEYS for r in product["rejected"])
     assert [f["op"] for f in found["unfused"]] == ["quantize -> s8[4,4]"]
 
 

@@ -76,7 +76,7 @@ def timed_by(model, monkeypatch):
         found.sort(key=lambda f: f[0])
         (us, best, schedule), *others = found
         races.append((problem.M, [f.name for _, f, _ in found]))
-        rejected = tuple(Rejected(f"{f.name} ({s})", "slower", t) for t, f, s in others)
+        rejected = tuple(Rejected(f.name, "slower", "slower", s, t) for t, f, s in others)
         return Decision(problem, plan_for(best, problem, target).build(schedule), us, rejected, True, True)
 
     monkeypatch.setattr(module, "search", search)

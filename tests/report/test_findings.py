@@ -42,8 +42,8 @@ def test_kernels_that_were_called_wrong_are_told_of():
     program = compiled()
     (step,) = program.steps
     assert fallback(program, {}) == []
-    wrong = Rejected("fast", "the result is wrong: 3 of 64 elements differ, first at [0, 0]: 1 for 2")
-    object.__setattr__(step.decision, "rejected", (wrong, Rejected("slow", "slower: 3.0 µs", 3.0)))
+    wrong = Rejected("fast", "wrong", "the result is wrong: 3 of 64 elements differ, first at [0, 0]: 1 for 2")
+    object.__setattr__(step.decision, "rejected", (wrong, Rejected("slow", "slower", "slower: 3.0 µs", time_us=3.0)))
     (found,) = fallback(program, {})
     assert found.why.startswith(
         "kernels were refused that gave other results than the reference; report this (fast: the result is"

@@ -28,7 +28,7 @@ from tilewright.report.measure.timing import Rounds, device_us, wall_us
 from tilewright.report.measure.work import Work, describe, work_of
 from tilewright.report.text import console
 from tilewright.report.text.console import progress
-from tilewright.report.text.tables import count, listing, percent, small, us
+from tilewright.report.words import count, listing, percent, small, us
 from tilewright.runtime.executable import Executable
 
 
@@ -238,7 +238,7 @@ def test_the_schema_is_what_was_promised() -> None:
     ]
     promised = "name kind problem candidate schedule time_us ops bytes limit_us peak_fraction rejected chosen"
     assert names(schema.Step) == promised.split()
-    assert names(schema.Rejected) == ["candidate", "why"]
+    assert names(schema.Rejected) == ["candidate", "why", "kind", "schedule"]
     assert names(schema.Finding) == ["op", "where", "why", "cost_us"]
 
 

@@ -32,6 +32,8 @@ FLOORS = (
     {"cli"},
 )
 FLOOR = {name: i for i, floor in enumerate(FLOORS) for name in floor}
+# Inside `report`; those on one floor may import each other: a measurement says who did the work, an account verifies it.
+REPORT_FLOORS = ({"schema", "words", "program"}, {"measure", "explain"}, {"text"}, {"html"})
 OUTSIDE = {"tilewright": "tilewright/__init__.py", "__main__": "cli"}  # public names are imported when first asked for
 # Packages whose modules are found by name, and what such a module defines.
 DISCOVERED = {"frontends": "accepts", "candidates": "CANDIDATE", "hardware/chips": "CHIP"}
@@ -113,6 +115,17 @@ def test_nothing_imports_from_its_own_floor_or_above():
             lazily_public = there == "tilewright/__init__.py" and here == "cli"  # its version
             if there != here and not lazily_public and FLOOR.get(there, len(FLOORS)) >= FLOOR[here]:
                 wrong.append(f"{shown(path, line)}: {here} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_accounts_know_nothing_of_how_they_are_shown():
+    floor = {name: i for i, names in enumerate(REPORT_FLOORS) for name in names}
+    wrong = []
+    for path in sorted((PACKAGE / "report").rglob("*.py")):
+        here = module_name(path).split(".")[2:3] or ["schema"]
+        for name, line in imports(path):
+            if name.startswith("tilewright.report.") and floor[name.split(".")[2]] > floor[here[0]]:
+                wrong.append(f"{shown(path, line)}: {here[0]} imports {name}")
     assert not wrong, "\n".join(wrong)
 
 

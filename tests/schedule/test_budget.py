@@ -51,7 +51,7 @@ def slow(clock, name, seconds=1.0, points=20, **how):
 
 
 def whys(decision):
-    return {r.candidate: r.why for r in decision.rejected}
+    return {str(r): r.why for r in decision.rejected}
 
 
 @pytest.mark.parametrize("within_s", [20.0, 60.0, 200.0])

@@ -358,7 +358,8 @@ def test_sources_are_random_never_zeros_and_repeat_with_their_seed():
 def examined(text: str, runner):
     problem = posed(text)
     sources = random_sources(problem)
-    return examine(problem, expect(problem, sources), runner, sources)
+    fault = examine(problem, expect(problem, sources), runner, sources)
+    return None if fault is None else fault.why
 
 
 def test_a_runner_is_examined_beyond_one_result():
@@ -489,7 +490,7 @@ def test_planted_mistakes_are_found(name, shape):
     problem = posed(shape)
     sources = [guarded(t) for t in random_sources(problem)]
     expected = expect(problem, sources)
-    assert why in str(examine(problem, expected, kernel(), sources, exactly=True))
+    assert why in examine(problem, expected, kernel(), sources, exactly=True).why
     assert examine(problem, expected, wide, sources, exactly=True) is None
 
 
@@ -508,9 +509,8 @@ def test_a_kernel_that_is_far_slower_than_the_fastest_is_not_examined_to_the_end
     assert 0.06 < pace.fastest_s < 1 and len(calls) == 7
     assert examine(problem, expected, wide, sources, pace=pace) is None and pace.fastest_s < 0.06
     pace.fastest_s, calls[:] = 0.01, []
-    assert re.fullmatch(
-        r"slower: a run took \d+ ms, \d+\.\d times the fastest so far", examine(problem, expected, slow, sources, pace=pace)
-    )
+    fault = examine(problem, expected, slow, sources, pace=pace)
+    assert fault.kind == "slower" and re.fullmatch(r"slower: a run took \d+ ms, \d+\.\d times the fastest so far", fault.why)
     assert len(calls) == 3
     pace.fastest_s = 0.059
     assert examine(problem, expected, slow, sources, pace=pace) is None

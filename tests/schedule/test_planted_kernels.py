@@ -103,7 +103,7 @@ def test_offsets_that_are_too_narrow_are_refused_before_they_are_timed(planted, 
 
 def refusals(decision):
     """Why each candidate that was not timed was refused."""
-    return {r.candidate.split(" ")[0]: r.why for r in decision.rejected if r.time_us is None}
+    return {r.candidate: r.why for r in decision.rejected if r.time_us is None}
 
 
 def test_a_mistake_is_one_small_change():

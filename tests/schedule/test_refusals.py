@@ -106,8 +106,8 @@ def test_what_crashed_is_not_tried_by_the_next_process(kept, candidates, tmp_pat
     bad = dropped(tmp_path, f"open({str(seen)!r}, 'a').write('x'); {SIGSEGV}", points=3)
     candidates.insert(0, bad)
     first = compiled()
-    (lost,) = (r for r in first.rejected if r.fatal)
-    assert lost.candidate == f"{bad.name} (point=0)" and lost.why == "crashed: SIGSEGV"
+    (lost,) = (r for r in first.rejected if r.kind == "lost")
+    assert str(lost) == f"{bad.name} (point=0)" and lost.why == "crashed: SIGSEGV"
     (remembered,) = kept.refusals()
     assert (remembered.candidate, remembered.why) == (bad.name, "crashed: SIGSEGV")
     assert abs(remembered.made_s - time.time()) < 600 and remembered.problem == str(first.problem)
@@ -136,11 +136,11 @@ def test_only_a_retry_tries_it_again(kept, candidates, tmp_path):
     compiled()
     assert compiled().recalled
     still = compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True))
-    assert not still.recalled and any(r.fatal for r in still.rejected) and len(kept.refusals()) == 1
+    assert not still.recalled and any(r.kind == "lost" for r in still.rejected) and len(kept.refusals()) == 1
     mended.touch()
     assert compiled().recalled and len(kept.refusals()) == 1
     now = compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True))
-    assert not now.recalled and not any(r.fatal for r in now.rejected) and kept.refusals() == []
+    assert not now.recalled and not any(r.kind == "lost" for r in now.rejected) and kept.refusals() == []
     assert compiled(cache=TuningDatabase(detect("cpu"), kept, retry=True)).recalled
 
 

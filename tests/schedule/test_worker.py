@@ -140,7 +140,7 @@ def test_one_that_does_not_come_back_costs_itself_alone(drop, how):
         d = search(posed, CPU, budget_s=0.3, candidates=[bad, sound, before])  # all are timed on a busy machine, too
     assert d.kernel.candidate in (before.name, sound.name) and d.measured
     lost = [r for r in d.rejected if r.candidate.startswith(bad.name)]
-    assert [r.why.removesuffix(BUSY) for r in lost if r.fatal] == [why]
+    assert [r.why.removesuffix(BUSY) for r in lost if r.kind == "lost"] == [why]
     assert took.seconds < COST_S
     with Awake() as took:
         again = search(posed, CPU, budget_s=0.02, candidates=[bad, sound, before])
@@ -170,7 +170,7 @@ def test_one_that_had_not_its_time_is_killed_and_not_remembered(drop, monkeypatc
     bad, told = drop("while True: pass"), []
     posed = problem(60 + next(counter))
     d = search(posed, CPU, budget_s=0.02, candidates=[bad, drop(preference=30)], lost=lambda *lost: told.append(lost))
-    (lost,) = (r for r in d.rejected if r.fatal)
+    (lost,) = (r for r in d.rejected if r.kind == "lost")
     assert lost.why.removesuffix(BUSY) == "no answer in 1 s: killed" and lost.why.endswith(BUSY) == contended
     assert told == ([] if contended else [(bad.name, lost.why)])
 
@@ -187,7 +187,7 @@ def test_what_a_process_does_is_read_off_the_system():
 def test_out_of_memory_is_a_sentence(drop):
     d = search(problem(41), CPU, budget_s=0.02, candidates=[drop("torch.empty(1 << 60)"), drop()])
     assert any(r.why.startswith("failed: ") and "allocate" in r.why for r in d.rejected) and not any(
-        r.fatal for r in d.rejected
+        r.kind == "lost" for r in d.rejected
     )
 
 
@@ -418,7 +418,7 @@ def test_memory_shared_with_the_worker_is_given_back(drop):
 def test_real_candidates_are_all_found_there():
     d = search(problem(50), CPU, budget_s=0.05)
     assert d.measured and d.kernel.candidate in {c.name for c in discover()}
-    assert not [r for r in d.rejected if r.why.startswith("failed") or r.fatal]
+    assert not [r for r in d.rejected if r.why.startswith("failed") or r.kind == "lost"]
     assert search_module.TIE_BAND < 0.1
 
 

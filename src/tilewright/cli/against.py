@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 ROUNDS = 7
 WARM_S, TIMED_S = 0.1, 0.3
 SOURCE_RMS = 1e-3  # what results of floats may differ by from another library's, relative, in norm
-LIBRARY = 10  # preferences from here on are libraries'
 
 
 @dataclass(frozen=True)
@@ -82,6 +81,7 @@ def torch_peer(case: Case) -> Callable[[], object]:
     from tilewright.ir.pattern import Rule, Trace, discover, rewrite
     from tilewright.report.measure.perf import bind
     from tilewright.runtime.executable import prepare
+    from tilewright.schedule.candidate import LIBRARIES
     from tilewright.schedule.candidate import discover as candidates
     from tilewright.schedule.search import search
 
@@ -91,7 +91,7 @@ def torch_peer(case: Case) -> Callable[[], object]:
     for stage in ("accumulator", "recognise"):
         rules = discover("tilewright.rules", Rule)
         graph = rewrite(graph, [r for r in rules if r.stage in (stage, CANONICAL)], trace)
-    libraries = [c for c in candidates() if c.preference >= LIBRARY and c.name != "split"]
+    libraries = [c for c in candidates() if c.preference >= LIBRARIES.start and c.name != "split"]
     known: dict[Any, Any] = {}
 
     def decide(problem: Any, weights: Mapping[int, torch.Tensor]) -> Any:

@@ -37,7 +37,8 @@ def tune(
     Each choice is kept as soon as it is made, and the best so far of the one under way if Ctrl-C ends it.
     """
     from tilewright.hardware.detect import detect
-    from tilewright.report.explain.tuning import describe_tuning, print_tuning
+    from tilewright.report.explain.tuning import describe_tuning
+    from tilewright.report.text.tuning_table import print_tuning
     from tilewright.schedule.record import read_records, write_records
     from tilewright.schedule.tuning_database import TuningDatabase, user_cache
 
@@ -72,7 +73,8 @@ def cache() -> None:
 @common_options
 def info(as_json: bool) -> None:
     """Say where choices are kept, how many, of which chips and versions, and since when; and what crashed or hung."""
-    from tilewright.report.explain.tuning import describe_cache, print_cache
+    from tilewright.report.explain.tuning import describe_cache
+    from tilewright.report.text.tuning_table import print_cache
     from tilewright.schedule.tuning_database import user_cache
 
     show(describe_cache(user_cache()), as_json, print_cache)

@@ -7,6 +7,8 @@ from typing import Any, cast
 
 import msgspec
 
+from tilewright.schedule.record import Reason
+
 
 class Input(msgspec.Struct, frozen=True):
     """An input and what was put into it; `filled` if it was a constant, which flatters a measurement."""
@@ -18,10 +20,13 @@ class Input(msgspec.Struct, frozen=True):
 
 
 class Rejected(msgspec.Struct, frozen=True):
-    """A candidate that was not chosen."""
+    """A candidate that was not chosen, or a point of its space (`schedule`; "" for all of it), the kind of reason, and a
+    sentence."""
 
     candidate: str
     why: str
+    kind: Reason
+    schedule: str = ""
 
 
 class Step(msgspec.Struct, frozen=True):
@@ -209,13 +214,18 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Refusal(msgspec.Struct, frozen=True):
-    """A candidate that lost, and its time if it was timed."""
+    """A candidate that was not chosen, as `Rejected`, and its time if it was timed.
+
+    `differs`: of another point of the chosen candidate, the settings that are not those chosen.
+    """
 
     candidate: str
     why: str
     time_us: float | None
-    schedule: str = ""
-    predicted_us: float | None = None
+    schedule: str
+    predicted_us: float | None
+    kind: Reason
+    differs: str = ""
 
 
 class Store(msgspec.Struct, frozen=True):

@@ -11,10 +11,10 @@ from typing import TypeVar
 import torch
 
 from tilewright.hardware.target import Target
-from tilewright.schedule.candidate import LAST_RESORT, Candidate, Kernel, Runner, Schedule, plan_for
+from tilewright.schedule.candidate import LAST_RESORT, LIBRARIES, Candidate, Kernel, Runner, Schedule, plan_for
 from tilewright.schedule.expected import Expected, expect
 from tilewright.schedule.guard import guarded, intact, preparing
-from tilewright.schedule.measure import Cold, Pace, examine, time_interleaved
+from tilewright.schedule.measure import Cold, Fault, Pace, examine, time_interleaved
 from tilewright.schedule.problem import AnyProblem
 from tilewright.schedule.sample import random_sources
 
@@ -22,9 +22,7 @@ T = TypeVar("T")
 
 LARGE_BYTES = 16 << 20  # of a problem, from which a GPU draws its data and computes its right results
 OPS_A_BYTE = 64
-UNBUILT = "failed to build"  # begins the sentence on a point that could not be
 UNCHECKED = "its results cannot be checked"  # begins the sentence where the oracle gives none on random data
-GENERATED = 10  # candidates of a lower preference are generated here, and promise results to the bit on any number of threads
 
 
 @dataclass(frozen=True)
@@ -33,17 +31,20 @@ class Attempt:
 
     Attributes:
         schedule: the point as it was built.
-        why: the sentence that refused it; None if it may be timed.
+        fault: the reason that refused it; None if it may be timed.
         kernel: what was built, where that was done in this process.
-        fatal: it did not come back, and is not tried again.
         contended: other programs had the processors for much of the time that it was given.
     """
 
     schedule: Schedule
-    why: str | None = None
+    fault: Fault | None = None
     kernel: Kernel | None = None
-    fatal: bool = False
     contended: bool = False
+
+    @property
+    def why(self) -> str | None:
+        """The sentence that refused it; None if it may be timed."""
+        return None if self.fault is None else self.fault.why
 
 
 class Bench:
@@ -97,19 +98,19 @@ class Bench:
     def attempt(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         """Build and verify a point; `times` knows it by `key` if it passes."""
         attempt = self.build(key, candidate, schedule)
-        if attempt.why is None and candidate.preference < LAST_RESORT:
+        if attempt.fault is None and candidate.preference < LAST_RESORT:
             assert attempt.kernel is not None
             try:
                 self.expect(attempt.kernel.roundoff)
             except Exception as error:
-                return Attempt(attempt.schedule, failure(UNCHECKED, error))
-        return attempt if attempt.why is not None else Attempt(attempt.schedule, self.verify(key), attempt.kernel)
+                return Attempt(attempt.schedule, unchecked(error))
+        return attempt if attempt.fault is not None else Attempt(attempt.schedule, self.verify(key), attempt.kernel)
 
     def build(self, key: int, candidate: Candidate, schedule: Schedule) -> Attempt:
         try:
             kernel = plan_for(candidate, self._problem, self._target).build(schedule)
         except Exception as error:
-            return Attempt(schedule, failure(UNBUILT, error))
+            return Attempt(schedule, Fault("unbuilt", failure("failed to build", error)))
         self._kernels[key] = candidate, kernel
         return Attempt(kernel.schedule, None, kernel)
 
@@ -138,36 +139,36 @@ class Bench:
             torch.cuda.empty_cache()
             return None
 
-    def verify(self, key: int) -> str | None:
-        """None if the kernel that was built as `key` may be timed, else the sentence why not."""
+    def verify(self, key: int) -> Fault | None:
+        """None if the kernel that was built as `key` may be timed, else the reason why not."""
         candidate, kernel = self._kernels[key]
         try:
             with preparing() if self._watched else nullcontext():
                 runner = kernel.prepare(self._constants)
-            why = None
+            fault = None
             if candidate.preference >= LAST_RESORT:  # the others are examined by it; it only has to run
                 runner(self._sources)
             else:
-                why = examine(
+                fault = examine(
                     self._problem,
                     self._expected[kernel.roundoff],
                     runner,
                     self._sources,
-                    exactly=candidate.preference < GENERATED,
+                    exactly=candidate.preference < LIBRARIES.start,  # generated kernels promise that
                     counts=self._counts,
                     watched=self._watched,
                     pulse=self._pulse,
                     pace=self._pace,
                 )
-                if why is None and not all(intact(t) for t in self._guarded):
-                    why = "it writes beside its sources"
-            if self._watched and why is None:
+                if fault is None and not all(intact(t) for t in self._guarded):
+                    fault = Fault("failed", "it writes beside its sources")
+            if self._watched and fault is None:
                 runner = kernel.prepare(self._constants)  # as a program will run it
         except Exception as error:
-            why = failure("failed", error)
+            fault = Fault("failed", failure("failed", error))
         else:
             self._runners[key] = runner
-        return why
+        return fault
 
     def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
         """Medians in µs of points that passed, timed in turn."""
@@ -186,6 +187,11 @@ class Bench:
         kernel = plan_for(candidate, self._problem, self._target).build(schedule)
         self._kernels[key] = candidate, kernel
         self._runners[key] = kernel.prepare(self._constants)
+
+
+def unchecked(error: Exception) -> Fault:
+    """The reason why no kernel can be checked: the oracle raised on random data."""
+    return Fault("unchecked", failure(UNCHECKED, error))
 
 
 def failure(what: str, error: Exception) -> str:

@@ -232,8 +232,7 @@ class _Race:
         found = {self._name(decision.kernel, families): decision.time_us or math.inf}
         for r in decision.rejected:
             if r.time_us is not None:
-                name = r.candidate.split(" (")[0]
-                found[name] = min(r.time_us, found.get(name, math.inf))
+                found[r.candidate] = min(r.time_us, found.get(r.candidate, math.inf))
         self.measured.setdefault(rows, {}).update(found)
         return found
 

@@ -65,6 +65,12 @@ class Schedule:
         return " ".join(f"{k}={str(v).lower() if isinstance(v, bool) else v}" for k, v in self.knobs) or "default"
 
 
+def labelled(candidate: str, schedule: Schedule | str) -> str:
+    """A candidate's name and its settings, e.g. `llvm (mr=6 nr=32)`; the bare name where it has none."""
+    settings = str(schedule)
+    return candidate if settings in ("", "default") else f"{candidate} ({settings})"
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A built candidate.

@@ -22,6 +22,7 @@ from tilewright.schedule.capture import CudaGraphs
 from tilewright.schedule.expected import Expected, check
 from tilewright.schedule.guard import Watch, guarded, intact, otherwise_laid_out, poison, threads, with_wide_strides
 from tilewright.schedule.problem import AnyProblem, FusionProblem
+from tilewright.schedule.record import Reason
 
 HOPELESS = 8
 SHORT_S = 0.01
@@ -35,6 +36,14 @@ RECORD_US = 10.0  # of the host, about what it takes to record two events
 MOST_AHEAD_US = 20000.0
 LATE = 2  # times that a call is timed again because the device waited for the host
 SLOW_S, SLOWER = 0.25, 5.0  # a run that takes so long, and so many times that of the fastest kernel, is not examined further
+
+
+@dataclass(frozen=True)
+class Fault:
+    """The reason why a kernel is not trusted: its kind, and a sentence."""
+
+    kind: Reason
+    why: str
 
 
 @dataclass
@@ -55,8 +64,8 @@ def examine(
     watched: bool = True,
     pulse: Callable[[], None] = lambda: None,
     pace: Pace | None = None,
-) -> str | None:
-    """None if a runner may be trusted with `sources`, else a sentence.
+) -> Fault | None:
+    """None if a runner may be trusted with `sources`, else the reason why not.
 
     It runs on other data first, so that a result kept from an earlier call shows; then on `sources` laid out in memory
     otherwise, as a program's views will hand them over; with rows more than 2^31 bytes apart, where offsets of 32 bits end; as
@@ -108,40 +117,41 @@ def examine(
     why = check(problem, expected, run(laid_out))
     if why is not None:
         plain = check(problem, expected, run(sources))
-        return why if plain is not None else f"{why} (only when its sources are not contiguous)"
+        return Fault("wrong", why if plain is not None else f"{why} (only when its sources are not contiguous)")
     again = run(sources)
     if min(took_s) > max(SLOW_S, SLOWER * pace.fastest_s):
-        return f"slower: a run took {min(took_s) * 1e3:.0f} ms, {min(took_s) / pace.fastest_s:.1f} times the fastest so far"
+        ratio = min(took_s) / pace.fastest_s
+        return Fault("slower", f"slower: a run took {min(took_s) * 1e3:.0f} ms, {ratio:.1f} times the fastest so far")
     why = check(problem, expected, again)
     if why is not None:
-        return why
+        return Fault("wrong", why)
     if not _all_same(before, of(sources)) or not _all_same(before, of(laid_out)):
-        return "it writes its sources"
+        return Fault("failed", "it writes its sources")
     right = [t.clone() for t in again]
     far = variant(with_wide_strides)
     if any(a is not b for a, b in zip(far, sources, strict=True)):
         results = run(far)
         why = None if _all_same(right, results) else check(problem, expected, results)
         if why is not None:
-            return f"{why} (only when its sources reach past 2^31 bytes)"
+            return Fault("wrong", f"{why} (only when its sources reach past 2^31 bytes)")
     del far
     for repeat in range(REPEATS):
         with threads(counts[repeat % len(counts)] if counts else torch.get_num_threads()):
             results = run(sources)
         if not _all_same(right, results):
             if exactly:
-                return "it gave other results when it ran again: a race, or memory that it does not write"
+                return Fault("failed", "it gave other results when it ran again: a race, or memory that it does not write")
             why = check(problem, expected, results)
             if why is not None:
-                return f"{why} (only when it ran again)"
+                return Fault("wrong", f"{why} (only when it ran again)")
     if not _all_same(kept, first):
-        return "a result changed when it ran again: it gives memory that it writes later"
+        return Fault("failed", "a result changed when it ran again: it gives memory that it writes later")
     if not _all_same(before, of(sources)):
-        return "it writes its sources"
+        return Fault("failed", "it writes its sources")
     if not watch.intact():
-        return "it writes beside its results"
+        return Fault("failed", "it writes beside its results")
     if not all(intact(t) for t, weight in zip((*others, *laid_out), problem.weights * 2, strict=True) if not weight):
-        return "it writes beside its sources"
+        return Fault("failed", "it writes beside its sources")
     pace.fastest_s = min(pace.fastest_s, *took_s)
     return None
 

@@ -14,6 +14,18 @@ from tilewright.errors import InputError
 from tilewright.files import write_whole
 
 VERSION = 1  # of the JSON file
+Reason = Literal["refused", "unbuilt", "unchecked", "failed", "wrong", "lost", "slower", "tie", "untried"]
+"""The kinds of reason for which a candidate, or a point of its space, is not chosen.
+
+    refused: its plan refuses the problem, or could not be made.
+    unbuilt: the point could not be built.
+    unchecked: the oracle gives no results on random data.
+    failed: it raised, or it breaks a rule of kernels (it writes its sources, or gives other bits when it runs again).
+    wrong: its results differ from the oracle's.
+    lost: it crashed or hung; it is not tried again on this problem.
+    slower, tie: it was timed; a tie goes to the one that comes first.
+    untried: it was not built, or not timed.
+"""
 
 
 class Key(msgspec.Struct, frozen=True):
@@ -58,11 +70,16 @@ Text = Annotated[str, msgspec.Meta(max_length=4000)]
 
 
 class Loser(msgspec.Struct, frozen=True):
-    """A candidate that was not chosen: the sentence why, and its time if it was timed."""
+    """A candidate that was not chosen, or a point of its space (`knobs`): the sentence why, and its time if it was timed.
+
+    Files of earlier versions have neither knobs nor a kind, and the knobs in parentheses behind the candidate's name.
+    """
 
     candidate: Text
     why: Text
     time_us: Time | None
+    knobs: tuple[tuple[Text, bool | int | str], ...] = ()
+    kind: Reason = "untried"
 
 
 class Record(msgspec.Struct, frozen=True):

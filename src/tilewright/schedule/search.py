@@ -13,8 +13,7 @@ import torch
 from tilewright.deadline import considering
 from tilewright.errors import UnsupportedError, say
 from tilewright.hardware.target import Target
-from tilewright.schedule.bench import UNBUILT as UNBUILT_WHY
-from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
+from tilewright.schedule.bench import Attempt, Bench, failure, unchecked
 from tilewright.schedule.candidate import (
     LAST_RESORT,
     LIBRARIES,
@@ -26,11 +25,14 @@ from tilewright.schedule.candidate import (
     Schedule,
     concerns,
     discover,
+    labelled,
     planned,
 )
 from tilewright.schedule.cost import predict
 from tilewright.schedule.fork_server import UnavailableError
+from tilewright.schedule.measure import Fault
 from tilewright.schedule.problem import AnyProblem, FusionProblem
+from tilewright.schedule.record import Reason
 from tilewright.schedule.worker import HostedBench, hosted
 
 TIE_BAND = 0.03  # between candidates
@@ -42,8 +44,9 @@ UNBUILT = 4  # points that could not be built, and are made up for by later ones
 RACE, DUEL = 0.5, 0.1  # of the budget, for the points that compete from the start, and for one more against the winner
 # A generated kernel stands behind a library unmeasured, if it is expected to take this many times as long as the library and
 # the microseconds in which torch is called.
-FORESEEN, TORCH_US = 1.5, 10.0
+PREDICTED_SLOWDOWN, TORCH_US = 1.5, 10.0
 TIMING = 0.5  # of what it takes to build and check a point, for timing it: a check calls it eight times, a race at least four
+WHOLE = Schedule()  # where all of a candidate is left out, not one point
 
 Progress = Callable[[int, int, str], None]  # told how many choices are done, how many there are, and what comes next
 
@@ -53,15 +56,20 @@ _refused: dict[tuple[AnyProblem, str, str], str] = {}
 
 @dataclass(frozen=True)
 class Rejected:
-    """A candidate that was not chosen, the sentence why, and its time if it was timed.
+    """A candidate that was not chosen, or a point of its space: the kind of reason, the sentence, and its time if it was timed.
 
-    `fatal`: it crashed or never came back. It is not tried again on this problem.
+    The schedule is the default one where all of the candidate is meant.
     """
 
     candidate: str
+    kind: Reason
     why: str
+    schedule: Schedule = WHOLE
     time_us: float | None = None
-    fatal: bool = False
+
+    def __str__(self) -> str:
+        """The name and the settings, as reports show them."""
+        return labelled(self.candidate, self.schedule)
 
 
 @dataclass(frozen=True)
@@ -217,7 +225,7 @@ class _Search:
         except UnavailableError:
             raise
         except Exception as error:  # random data for it cannot be made
-            self._reject("the check", failure(UNCHECKED, error))
+            self._reject("the check", unchecked(error))
             return self._unchecked(spaces)
         try:
             winner = self._found(spaces, depth)
@@ -229,7 +237,7 @@ class _Search:
             left = space.left()
             if left and any(t.space is space for t in self._trials):
                 points = "1 more point" if left == 1 else f"{left:,} more points"
-                self._reject(space.candidate.name, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
+                self._leave(space, f"{points} ranked below {'was' if left == 1 else 'were'} not tried")
         return self._decided(winner)
 
     def _opened(self, spaces: Sequence[_Space]) -> Bench | HostedBench:
@@ -249,20 +257,20 @@ class _Search:
         fusion = isinstance(self._problem, FusionProblem)
         for space in spaces:
             if self._trials and self._budget_s <= 0:
-                self._reject(space.candidate.name, space.behind or "not tried: no time budget, and an earlier candidate passed")
+                self._leave(space, space.behind or "not tried: no time budget, and an earlier candidate passed")
             elif self._trials and space.candidate.preference >= LAST_RESORT and not fusion:
-                self._reject(space.candidate.name, "not timed: a verified kernel exists")
+                self._leave(space, "not timed: a verified kernel exists")
             else:
                 self._enter(space, depth)
         if not self._trials:
-            if any(r.why.startswith(UNCHECKED) for r in self._rejected):
+            if any(r.kind == "unchecked" for r in self._rejected):
                 return None
             raise self._nothing()
         if self._budget_s > 0 and time.perf_counter() < self._until:
             return self._timed()
         first, *others = self._trials
         for trial in others:
-            self._reject(_label(trial.space.candidate, trial.attempt.schedule), "not timed: the time for choosing was over")
+            self._leave(trial.space, "not timed: the time for choosing was over", trial.attempt.schedule)
         return first
 
     def _enter(self, space: _Space, depth: int) -> None:
@@ -270,13 +278,13 @@ class _Search:
         built = tried = 0
         while built < depth and tried < depth + UNBUILT:
             if self._trials and self._late(len(self._trials) + 1):
-                self._reject(space.candidate.name, "not tried: the time for choosing was over")
+                self._leave(space, "not tried: the time for choosing was over")
                 return
             count = len(self._rejected)
             if self._try_next(space) is None:
                 if len(self._rejected) == count:  # its space is used up
                     return
-                built -= self._rejected[-1].why.startswith(UNBUILT_WHY)
+                built -= self._rejected[-1].kind == "unbuilt"
             built, tried = built + 1, tried + 1
 
     def _late(self, racing: int) -> bool:
@@ -284,7 +292,7 @@ class _Search:
         return time.perf_counter() + self._longest_s * (1 + TIMING * racing) > self._until
 
     def _nothing(self) -> UnsupportedError:
-        reasons = "; ".join(f"{r.candidate}: {r.why}" for r in self._rejected) or "no candidate was given"
+        reasons = "; ".join(f"{r}: {r.why}" for r in self._rejected) or "no candidate was given"
         return UnsupportedError(
             f"nothing can run {self._problem}: {reasons}", hint="report this: the reference refuses nothing"
         )
@@ -305,7 +313,7 @@ class _Search:
                 lost = _refused.get(self._name(candidate))
                 plan = Refusal(lost) if lost else planned(candidate, self._problem, self._target)
                 if isinstance(plan, Refusal):
-                    self._reject(candidate.name, plan.why)
+                    self._reject(candidate.name, Fault("refused", plan.why))
                     continue
                 spaces.append(_Space(candidate, plan, iter(plan.schedules())))
                 if self._budget_s <= 0 and isinstance(plan, Leading):
@@ -314,7 +322,7 @@ class _Search:
                     if point is not None:
                         spaces.insert(0, _Space(candidate, plan, iter((point,))))
             except Exception as error:
-                self._reject(candidate.name, failure("failed to consider it", error))
+                self._reject(candidate.name, Fault("refused", failure("failed to consider it", error)))
         return spaces if self._budget_s > 0 else self._foreseen(spaces)
 
     def _foreseen(self, spaces: list[_Space]) -> list[_Space]:
@@ -323,7 +331,7 @@ class _Search:
         expected = [self._expected_us(s) for s in spaces]
         libraries = [i for i, s in enumerate(spaces) if s.candidate.preference in LIBRARIES and expected[i] is not None]
         best = min(libraries, key=lambda i: expected[i] or 0.0, default=None)
-        if best is None or expected[0] is None or expected[0] <= FORESEEN * (TORCH_US + (expected[best] or 0.0)):
+        if best is None or expected[0] is None or expected[0] <= PREDICTED_SLOWDOWN * (TORCH_US + (expected[best] or 0.0)):
             return spaces
         ahead, others = spaces[best], [s for i, s in enumerate(spaces) if i != best]
         why = f"not tried: {ahead.candidate.name} is expected to take {expected[best]:,.1f} µs, this {expected[0]:,.1f}"
@@ -350,7 +358,7 @@ class _Search:
             with considering():
                 schedule = next(space.points, None)
         except Exception as error:
-            self._reject(space.candidate.name, failure("failed to consider it", error))
+            self._reject(space.candidate.name, Fault("refused", failure("failed to consider it", error)))
             return None
         if schedule is None:
             return None
@@ -359,12 +367,12 @@ class _Search:
         attempt = self._bench.attempt(key, space.candidate, schedule)
         took_s = time.perf_counter() - began - (self._bench.expect_s - expected)  # the right results are computed once
         self._longest_s = max(self._longest_s, took_s)
-        if attempt.why is not None:
-            if attempt.fatal:
+        if attempt.fault is not None:
+            if attempt.fault.kind == "lost":
                 self._lose(space, attempt)
             else:
-                self._reject(_label(space.candidate, attempt.schedule), attempt.why)
-                if attempt.why.startswith(UNCHECKED):  # no point of any candidate can be
+                self._reject(space.candidate.name, attempt.fault, attempt.schedule)
+                if attempt.fault.kind == "unchecked":  # no point of any candidate can be
                     space.points = iter(())
             return None
         trial = _Trial(space, attempt, key, took_s)
@@ -384,9 +392,9 @@ class _Search:
         for trial in self._trials:
             if trial is not winner:
                 ratio = trial.us / winner.us
-                slower = f"slower: {trial.us:.1f} µs, {ratio:.2f} times the winner"
-                why = slower if ratio > 1 else "a tie; the earlier one is kept"
-                self._reject(_label(trial.space.candidate, trial.attempt.schedule), why, trial.us)
+                slower = Fault("slower", f"slower: {trial.us:.1f} µs, {ratio:.2f} times the winner")
+                fault = slower if ratio > 1 else Fault("tie", "a tie; the earlier one is kept")
+                self._reject(trial.space.candidate.name, fault, trial.attempt.schedule, trial.us)
         return winner
 
     def _time(self, trials: Sequence[_Trial], budget_s: float) -> None:
@@ -397,7 +405,7 @@ class _Search:
             if us == math.inf:
                 self._trials.remove(trial)
                 if self._name(trial.space.candidate) in _refused:
-                    self._reject(_label(trial.space.candidate, trial.attempt.schedule), "another point of it did not come back")
+                    self._leave(trial.space, "another point of it did not come back", trial.attempt.schedule)
                 else:
                     self._lose(trial.space, self._bench.lost[trial.key])
 
@@ -446,18 +454,21 @@ class _Search:
 
     def _lose(self, space: _Space, attempt: Attempt) -> None:
         """A candidate is out for good: each further point could cost as much."""
-        why = attempt.why or ""
+        assert attempt.fault is not None
         space.points = iter(())
-        _refused[self._name(space.candidate)] = why
-        self._rejected.append(Rejected(_label(space.candidate, attempt.schedule), why, fatal=True))
+        _refused[self._name(space.candidate)] = attempt.fault.why
+        self._reject(space.candidate.name, attempt.fault, attempt.schedule)
         if not attempt.contended:
-            self._lost(space.candidate.name, why)
+            self._lost(space.candidate.name, attempt.fault.why)
 
     def _name(self, candidate: Candidate) -> tuple[AnyProblem, str, str]:
         return self._problem, self._target.device, candidate.name
 
-    def _reject(self, label: str, why: str, us: float | None = None) -> None:
-        self._rejected.append(Rejected(label, why, us))
+    def _leave(self, space: _Space, why: str, schedule: Schedule = WHOLE) -> None:
+        self._reject(space.candidate.name, Fault("untried", why), schedule)
+
+    def _reject(self, candidate: str, fault: Fault, schedule: Schedule = WHOLE, us: float | None = None) -> None:
+        self._rejected.append(Rejected(candidate, fault.kind, fault.why, schedule, us))
 
     def _decided(self, winner: _Trial) -> Decision:
         us = winner.us if winner.us < math.inf else None
@@ -465,10 +476,6 @@ class _Search:
 
     def _decision(self, kernel: Kernel, us: float | None = None, checked_s: float = 0.0) -> Decision:
         return Decision(self._problem, kernel, us, tuple(self._rejected), us is not None, True, checked_s=checked_s)
-
-
-def _label(candidate: Candidate, schedule: Schedule) -> str:
-    return f"{candidate.name} ({schedule})" if schedule.knobs else candidate.name
 
 
 def _failing(error: Exception) -> Iterator[Schedule]:

@@ -113,7 +113,7 @@ class TuningDatabase:
             decision = repeat(problem, self._target, record.candidate, schedule, weights)
             if decision is None:
                 continue
-            losers = tuple(Rejected(r.candidate, r.why, r.time_us) for r in record.rejected)
+            losers = tuple(Rejected(r.candidate, r.kind, r.why, Schedule(r.knobs), r.time_us) for r in record.rejected)
             decision = replace(decision, time_us=record.time_us, rejected=losers, measured=True, recalled=True)
             self.settled[record.key.problem] = record
             return decision
@@ -172,10 +172,10 @@ class TuningDatabase:
         """Record what a search of `budget_s` decided, if it measured."""
         if not decision.measured or decision.time_us is None:
             return
-        losers = tuple(Loser(r.candidate[:LONGEST], r.why[:LONGEST], r.time_us) for r in decision.rejected)
+        losers = tuple(Loser(r.candidate, r.why[:LONGEST], r.time_us, r.schedule.knobs, r.kind) for r in decision.rejected)
         self._settle(self._key(decision.problem, budget_s), decision, losers)
         if self._cache is not None and self._retry:
-            lost = {r.candidate.split(" ")[0] for r in decision.rejected if r.fatal}
+            lost = {r.candidate for r in decision.rejected if r.kind == "lost"}
             for refusal in self._refusals(decision.problem):
                 if refusal.candidate not in lost:
                     self._cache.evict_refusal(refusal)

@@ -28,7 +28,7 @@ from tilewright.errors import say
 from tilewright.hardware.detect import cpu
 from tilewright.hardware.target import Target
 from tilewright.ir.literal import Literal, bits_of
-from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, failure
+from tilewright.schedule.bench import UNCHECKED, Attempt, Bench, unchecked
 from tilewright.schedule.candidate import LAST_RESORT, Candidate, Precompiled, Schedule, discover, f32_precision, planned
 from tilewright.schedule.fork_server import (
     KEY,
@@ -40,6 +40,7 @@ from tilewright.schedule.fork_server import (
     memory_file,
 )
 from tilewright.schedule.guard import Watch
+from tilewright.schedule.measure import Fault
 from tilewright.schedule.problem import AnyProblem, FusionProblem
 
 LIMIT_S = 4.0  # without a sign of life, beside what the right results took
@@ -127,25 +128,25 @@ class HostedBench:
         assert where is not None
         trusted = candidate.preference >= LAST_RESORT
         try:
-            built, why, roundoff = self._ask(("build", key, where, schedule), self._limit_s)
-            if why is not None:
-                return Attempt(built, why)
-            if not trusted and (why := self._expected(roundoff)) is not None:
-                return Attempt(built, why)
-            why = self._ask(("verify", key), None if trusted else self._limit_s)
+            built, fault, roundoff = self._ask(("build", key, where, schedule), self._limit_s)
+            if fault is not None:
+                return Attempt(built, fault)
+            if not trusted and (fault := self._expected(roundoff)) is not None:
+                return Attempt(built, fault)
+            fault = self._ask(("verify", key), None if trusted else self._limit_s)
         except DiedError as died:
             return _lost(schedule, died)
-        if why is None:
+        if fault is None:
             self._passed[key] = where, built
-        return Attempt(built, why)
+        return Attempt(built, fault)
 
-    def _expected(self, roundoff: float) -> str | None:
-        """None once the right results are known, else the sentence why they are not: that is no fault of a kernel's."""
+    def _expected(self, roundoff: float) -> Fault | None:
+        """None once the right results are known, else the reason why they are not."""
         try:
-            self.expect_s, why = self._ask(("expect", roundoff), None)
+            self.expect_s, fault = self._ask(("expect", roundoff), None)
         except DiedError as died:
-            return f"{UNCHECKED}: {died}"
-        return why
+            return Fault("unchecked", f"{UNCHECKED}: {died}")
+        return fault
 
     def times(self, keys: Sequence[int], budget_s: float) -> list[float]:
         """Medians in µs; infinity for one that did not come back, in place of which the others are timed again."""
@@ -186,7 +187,7 @@ class HostedBench:
 
 
 def _lost(schedule: Schedule, died: DiedError) -> Attempt:
-    return Attempt(schedule, str(died), fatal=True, contended=died.contended)
+    return Attempt(schedule, Fault("lost", str(died)), contended=died.contended)
 
 
 class _Weights:
@@ -344,17 +345,17 @@ class _Host:
                 for schedule in itertools.islice(plan.schedules(), at, at + 1):
                     plan.compile(schedule)
 
-    def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, str | None, float]:
+    def _build(self, key: int, where: Address, schedule: Schedule) -> tuple[Schedule, Fault | None, float]:
         assert self._bench is not None
         attempt = self._bench.build(key, _find(where), schedule)
-        return attempt.schedule, attempt.why, 0.0 if attempt.kernel is None else attempt.kernel.roundoff
+        return attempt.schedule, attempt.fault, 0.0 if attempt.kernel is None else attempt.kernel.roundoff
 
-    def _expect(self, roundoff: float) -> tuple[float, str | None]:
+    def _expect(self, roundoff: float) -> tuple[float, Fault | None]:
         assert self._bench is not None
         try:
             self._bench.expect(roundoff)
         except Exception as error:
-            return self._bench.expect_s, failure(UNCHECKED, error)
+            return self._bench.expect_s, unchecked(error)
         return self._bench.expect_s, None
 
 

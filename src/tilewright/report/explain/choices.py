@@ -7,13 +7,12 @@ from collections.abc import Iterable, Sequence
 
 from tilewright.hardware.target import Target
 from tilewright.report.schema import Choice, Refusal, Step
-from tilewright.report.text.tables import count, us
-from tilewright.schedule.candidate import Knob, Schedule, discover
+from tilewright.report.words import count, us
+from tilewright.schedule.candidate import LIBRARIES, Schedule, discover, labelled
 from tilewright.schedule.cost import predict
 from tilewright.schedule.search import Decision
 
 WRONG = 2.0  # a prediction this many times off is said to be
-FIRST_LIBRARY = 10  # the least preference of a candidate that is not generated for the problem
 _PRODUCTS = {"gemm": "matrix product", "attention": "attention"}
 READ_BACK, MEASURED, NOT_MEASURED = "read back", "measured", "not measured"
 
@@ -49,34 +48,19 @@ def chosen_of(decision: Decision, target: Target | None = None) -> Choice:
 
 def refusals_of(decision: Decision, target: Target | None = None) -> list[Refusal]:
     """The candidates that do not; what the cost model expects of those that could."""
-    found: list[Refusal] = []
+    chosen, found = decision.kernel, list[Refusal]()
     for r in decision.rejected:
-        name, schedule = parted(r.candidate)
-        expected = _predicted(decision, name, schedule, target) if schedule.knobs or r.time_us is not None else None
-        found.append(Refusal(r.candidate, r.why, r.time_us, str(schedule) if schedule.knobs else "", expected))
+        known = bool(r.schedule.knobs) or r.time_us is not None
+        expected = _predicted(decision, r.candidate, r.schedule, target) if known else None
+        other = r.schedule.knobs if r.candidate == chosen.candidate else ()
+        differs = Schedule(tuple(k for k in other if k not in chosen.schedule.knobs))
+        found.append(Refusal(r.candidate, r.why, r.time_us, settings(r.schedule), expected, r.kind, settings(differs)))
     return found
 
 
-def parted(label: str) -> tuple[str, Schedule]:
-    """The candidate and the point of its space that a label of the search names: `aten (compute=f32)`."""
-    name, found, knobs = label.partition(" (")
-    if not found or not knobs.endswith(")"):
-        return label, Schedule()
-    settings: list[tuple[str, Knob]] = []
-    for word in knobs[:-1].split(" "):
-        key, given, value = word.partition("=")
-        if given:
-            settings.append((key, _knob(value)))
-        elif settings:  # a value of several words
-            last, before = settings[-1]
-            settings[-1] = (last, f"{before} {word}")
-    return name, Schedule(tuple(settings))
-
-
-def _knob(text: str) -> Knob:
-    if text in ("true", "false"):
-        return text == "true"
-    return int(text) if text.lstrip("-").isdigit() else text
+def settings(schedule: Schedule) -> str:
+    """The settings of a point; "" where there are none."""
+    return str(schedule) if schedule.knobs else ""
 
 
 def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target | None) -> float | None:
@@ -86,7 +70,7 @@ def _predicted(decision: Decision, name: str, schedule: Schedule, target: Target
         return None
     try:
         expected = predict(candidate, decision.problem, schedule, target)
-    except (KeyError, ValueError, ArithmeticError):  # a label does not always name a whole point
+    except (KeyError, ValueError, ArithmeticError):  # the candidate's own account of a point that it cannot build
         return None
     return None if expected is None else round(float(expected), 3)
 
@@ -95,7 +79,7 @@ def mispredictions(chosen: Choice, rejected: Sequence[Refusal]) -> list[str]:
     """A sentence for each candidate that took more than twice, or less than half, of what was expected."""
     found: list[str] = []
     timed = [(f"{chosen.candidate} (chosen)", chosen.predicted_us, chosen.time_us)]
-    timed += [(r.candidate, r.predicted_us, r.time_us) for r in rejected]
+    timed += [(labelled(r.candidate, r.schedule), r.predicted_us, r.time_us) for r in rejected]
     for name, expected, took in timed:
         off = off_by(expected, took)
         if expected and took and off is not None:
@@ -123,7 +107,7 @@ def attribution(steps: Sequence[Step]) -> dict[str, dict[str, int]]:
 
 def attribution_words(steps: Sequence[Step]) -> list[str]:
     """The same in sentences; those done by a library say what kept the generated kernels from it."""
-    generated = {c.name for c in discover() if c.preference < FIRST_LIBRARY}
+    generated = {c.name for c in discover() if c.preference < LIBRARIES.start}
     sentences: list[str] = []
     for kind, by in attribution(steps).items():
         noun = _PRODUCTS.get(kind, "other step")
@@ -150,9 +134,8 @@ def _reasons(steps: Sequence[Step], kind: str, by: dict[str, int], generated: se
 
 def _why_not_generated(step: Step, generated: set[str]) -> str:
     """The sentence that stopped the generated kernel that came furthest: one that was timed, else the general one."""
-    said = [(r.candidate.split(" ")[0], r.why) for r in step.rejected]
-    own = [(name, why) for name, why in said if name in generated]
-    timed = [why for _, why in own if why.startswith(("slower", "a tie"))]
-    if timed:
-        return f"the generated kernel is {timed[0]}"
-    return next((f"{name} says: {why}" for name, why in sorted(own, key=lambda r: len(r[0]))), "")
+    own = [r for r in step.rejected if r.candidate in generated]
+    timed = next((r for r in own if r.kind in ("slower", "tie")), None)
+    if timed is not None:
+        return f"the generated kernel is {timed.why}"
+    return next((f"{r.candidate} says: {r.why}" for r in sorted(own, key=lambda r: len(r.candidate))), "")

@@ -12,7 +12,6 @@ from tilewright.ir.shown import VIEWS, op_name
 from tilewright.report.measure.work import describe
 from tilewright.report.schema import Finding
 from tilewright.runtime.executable import Executable, Step
-from tilewright.schedule.bench import UNCHECKED
 from tilewright.schedule.candidate import LAST_RESORT, discover
 from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.search import Decision
@@ -174,8 +173,8 @@ def fallback(program: Executable, cost_us: Mapping[int, float]) -> list[Finding]
 def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) -> str | None:
     """The sentence on what a step leaves to the reference, and what kept all others from it; None if nothing."""
     problem, kernel = decision.problem, decision.kernel
-    said = [(r.candidate, r.why) for r in decision.rejected if r.time_us is None or not isinstance(problem, FusionProblem)]
-    refused = "; ".join(f"{name}: {why}" for name, why in said)
+    said = [r for r in decision.rejected if r.time_us is None or not isinstance(problem, FusionProblem)]
+    refused = "; ".join(f"{r}: {r.why}" for r in said)
     if kernel.candidate not in last_resort:
         slow = [_PARTS[what] for what, who in kernel.parts if who in last_resort]
         return (
@@ -183,7 +182,7 @@ def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) ->
         )
     if not isinstance(problem, FusionProblem):
         return f"no kernel takes it ({refused})" if refused else "no kernel takes it"
-    unchecked = any(why.startswith(UNCHECKED) for _, why in said)
+    unchecked = any(r.kind == "unchecked" for r in said)
     if refused and not problem.only_views and (kind == "cpu" or unchecked):
         return f"torch runs it operation by operation ({refused})"
     return None
@@ -192,5 +191,5 @@ def _last_resort(decision: Decision, last_resort: Collection[str], kind: str) ->
 def _wrong(decision: Decision) -> str | None:
     """The sentence that kernels which could have been faster were refused for their results, or for not coming back; or
     None."""
-    said = [f"{r.candidate}: {r.why}" for r in decision.rejected if r.fatal or " is wrong: " in r.why]
+    said = [f"{r}: {r.why}" for r in decision.rejected if r.kind in ("lost", "wrong")]
     return f"kernels were refused that gave other results than the reference; report this ({'; '.join(said)})" if said else None

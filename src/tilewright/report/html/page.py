@@ -14,7 +14,8 @@ from tilewright.report.measure.perf import Measured
 from tilewright.report.schema import Device, Explain, Finding, Input, Peer, Product, Step
 from tilewright.report.text.explain_text import headline, places, product_sections, who_is_who
 from tilewright.report.text.perf_table import agreement, cut
-from tilewright.report.text.tables import alike, count, percent, us
+from tilewright.report.text.tables import alike
+from tilewright.report.words import count, percent, us
 
 WIDE, SMALL = (1000, 520), (400, 400)
 PROBLEM = 180  # characters of one that the table shows; the whole stands under the choices

@@ -11,7 +11,7 @@ import torch
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
 from tilewright.ir.ops import Attention, Dequantize, Gemm, LayerNorm, Map, Quantize, Reduce, Select, Softmax
-from tilewright.report.explain.choices import attribution, attribution_words, way_of, ways_of, ways_words
+from tilewright.report.explain.choices import attribution, attribution_words, settings, way_of, ways_of, ways_words
 from tilewright.report.explain.findings import Reasons, fallback, unfused
 from tilewright.report.measure.inputs import Feed
 from tilewright.report.measure.timing import Rounds, Times, device_us
@@ -132,18 +132,19 @@ def _row(step: Step, us: float, ceilings: Target) -> StepRow:
     work = work_of(step)
     limit = work.limit_us(ceilings)
     decision = step.decision
+    rejected = () if decision is None else decision.rejected
     return StepRow(
         name=step.name,
         kind=step.part.kind,
         problem=describe(step),
         candidate=candidate_of(step),
-        schedule=str(decision.kernel.schedule) if decision is not None and decision.kernel.schedule.knobs else "",
+        schedule="" if decision is None else settings(decision.kernel.schedule),
         time_us=round(us, 3),
         ops=work.ops,
         bytes=work.bytes,
         limit_us=round(limit, 3),
         peak_fraction=round(limit / us, 4) if us > 0 else 0.0,
-        rejected=[Rejected(r.candidate, r.why) for r in decision.rejected] if decision is not None else [],
+        rejected=[Rejected(r.candidate, r.why, r.kind, settings(r.schedule)) for r in rejected],
         chosen=way_of(decision) if decision is not None else "",
     )
 

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from tilewright.report.explain.choices import off_by, parted
+from tilewright.report.explain.choices import off_by
 from tilewright.report.schema import Choice, Explain, Finding, Product, Refusal
 from tilewright.report.text.quantized_table import print_quantized
-from tilewright.report.text.tables import count, findings, hanging, heading, line, listing, us
-from tilewright.schedule.candidate import Candidate, Schedule, discover
+from tilewright.report.text.tables import findings, hanging, heading, line
+from tilewright.report.words import count, listing, us
+from tilewright.schedule.candidate import Candidate, discover, labelled
 
 NOTHING_FELL_BACK = "Nothing fell back: no step was left to the slow reference or to the source's own library."
 NOTHING_UNFUSED = "Nothing is unfused: no step only converts or moves what another step made."
@@ -106,11 +107,6 @@ def section(out: Console, title: str, lines: Sequence[str]) -> None:
         out.print(hanging(f"   {title if not i else '':<21}", text))
 
 
-def choice(chosen: Choice) -> str:
-    """A candidate and its settings."""
-    return chosen.candidate if chosen.schedule == "default" else f"{chosen.candidate} ({chosen.schedule})"
-
-
 def how(chosen: Choice, measured: bool, *, tied: bool = False) -> str:
     """The words on why a candidate was chosen; `tied` if another was faster by less than what counts."""
     expected = _expected(chosen.predicted_us, chosen.time_us)
@@ -136,12 +132,9 @@ def refusals(rejected: Sequence[Refusal], chosen: Choice | None = None) -> list[
 
 def _beside_chosen(r: Refusal, chosen: Choice | None) -> str:
     """A candidate and its settings, as far as they are not those chosen."""
-    name, schedule = parted(r.candidate)
-    if chosen is None or name != chosen.candidate or not schedule.knobs:
-        return r.candidate
-    own = dict(parted(f"{chosen.candidate} ({chosen.schedule})")[1].knobs)
-    other = Schedule(tuple(k for k in schedule.knobs if own.get(k[0]) != k[1]))
-    return f"{name} with {other}" if other.knobs else r.candidate
+    if chosen is not None and r.differs:
+        return f"{r.candidate} with {r.differs}"
+    return labelled(r.candidate, r.schedule)
 
 
 def _lost(r: Refusal, best_us: float | None) -> str:
@@ -166,7 +159,7 @@ def who_is_who(report: Explain) -> list[tuple[str, str]]:
     """The candidates that the account names, each with what it is in its own words."""
     named: set[str] = set()
     for p in report.products:
-        for said in (p.chosen.candidate, p.chosen.schedule, *(r.candidate for r in p.rejected)):
+        for said in (p.chosen.candidate, p.chosen.schedule, *(labelled(r.candidate, r.schedule) for r in p.rejected)):
             named.update(re.findall(r"\w+", said))
     return [(c.name, _described(c)) for c in discover() if c.name in named]
 

@@ -8,9 +8,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tilewright.report.schema import Comparison, Device, Devices, Gemm, Run, Verify
-from tilewright.report.text.explain_text import choice, how, refusals, section
+from tilewright.report.text.explain_text import how, refusals, section
 from tilewright.report.text.quantized_table import print_accuracy, print_quantized
-from tilewright.report.text.tables import Align, count, heading, input_lines, line, small, table
+from tilewright.report.text.tables import Align, heading, input_lines, line, table
+from tilewright.report.words import count, small
+from tilewright.schedule.candidate import labelled
 
 STATISTICS: tuple[tuple[str, Align], ...] = tuple(
     (n, "right") for n in ("minimum", "maximum", "mean", "rms", "NaN", "infinite")
@@ -96,7 +98,8 @@ def print_gemm(out: Console, report: Gemm) -> None:
     line(out, f"{report.program} on {report.target}", style="bold")
     input_lines(out, report.inputs)
     out.print()
-    section(out, "Done by", [f"{choice(report.chosen)}: {how(report.chosen, report.measured)}"])
+    chosen = labelled(report.chosen.candidate, report.chosen.schedule)
+    section(out, "Done by", [f"{chosen}: {how(report.chosen, report.measured)}"])
     if not report.verified:
         section(out, "NOT verified", [report.why or ""])
     elif report.bound == 0:

@@ -13,7 +13,8 @@ from tilewright.report.schema import Peer, Step
 from tilewright.report.text.console import WIDE
 from tilewright.report.text.explain_text import NOTHING_FELL_BACK, NOTHING_UNFUSED
 from tilewright.report.text.quantized_table import print_quantized
-from tilewright.report.text.tables import Align, count, findings, heading, input_lines, line, percent, table, us
+from tilewright.report.text.tables import Align, findings, heading, input_lines, line, table
+from tilewright.report.words import count, percent, us
 
 FEW_ENOUGH = 60
 MOST_EXPENSIVE = 40

@@ -8,7 +8,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tilewright.report.schema import Accuracy, Layer, Loss, Quantized
-from tilewright.report.text.tables import count, heading, line, table
+from tilewright.report.text.tables import heading, line, table
+from tilewright.report.words import count
 
 MOST_LAYERS = 16
 

@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tilewright.report.schema import Finding, Input
+from tilewright.report.words import listing, us
 
 Align = Literal["left", "right"]
 TABLE_WIDTH = 64  # the widest table needs as much for its titles and numbers
@@ -70,33 +71,6 @@ def hanging(label: str, text: str, style: str = "") -> RenderableType:
     grid.add_column(overflow="fold")
     grid.add_row(Text(label), Text(printable(text), style=style))
     return grid
-
-
-def us(value: float) -> str:
-    """Microseconds: one decimal, thousands separated."""
-    return f"{value:,.1f}"
-
-
-def percent(fraction: float) -> str:
-    """A share; two digits that mean something, however small."""
-    value = 100 * fraction
-    return f"{value:.1f}" if value < 99.95 else f"{value:.0f}"
-
-
-def small(value: float) -> str:
-    """An error or bound: three digits, and a bare 0."""
-    return "0" if value == 0 else f"{value:.2e}"
-
-
-def count(n: int, noun: str) -> str:
-    """`1 step`, `2 steps`."""
-    return f"{n:,} {noun}{'' if n == 1 else 's'}"
-
-
-def listing(names: Sequence[str], most: int = 4) -> str:
-    """Some names, and how many more there are."""
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
 
 
 def findings(out: Console, title: str, found: Sequence[Finding], nothing: str) -> None:
