@@ -133,8 +133,8 @@ def compile(
         budget_s: seconds that measuring kernels may take in all; 0 takes what was measured before, or the first verified choice
             of a heuristic.
         quantize: quantise a float model on the way; `Executable.layers` then says what each product lost.
-        half: "f16" or "bf16": products, attention and norms of an f32 model read and leave that type (those that were quantised
-            leave it); inputs and results keep theirs.
+        half: "f16" or "bf16": products, attention and norms of an f32 model read and write that type; those that were quantised
+            read their codes and write it. Inputs and results of the program keep their types.
         excess_precision: keep values that a kernel holds in f32 unrounded where the program rounds them to 16 bits and widens
             them again: the result is not the program's to the last bit, but nearer to the real numbers'.
         cache: read back what was measured in the same circumstances before, by any process, and keep what is measured now, in

@@ -12,7 +12,7 @@ from tilewright.compiler import home, optimise
 from tilewright.errors import InputError, UnsupportedError, check_type
 from tilewright.hardware.detect import detect
 from tilewright.hardware.target import Target
-from tilewright.ir.graph import Graph
+from tilewright.ir.graph import Graph, label_of
 from tilewright.ir.pattern import Trace
 from tilewright.runtime.executable import Executable, prepare
 from tilewright.schedule.buckets import Buckets, PackingVariants, bucketed
@@ -176,7 +176,7 @@ def _varying_axis(one: Graph, other: Graph) -> tuple[list[str], tuple[int, int]]
     Raises:
         InputError: none does.
     """
-    names = [getattr(n.op, "label", "") for n in one.inputs]
+    names = [label_of(n) for n in one.inputs]
     for index, (a, b) in enumerate(zip(one.inputs, other.inputs, strict=True)):
         for axis, (x, y) in enumerate(zip(a.shape, b.shape, strict=True)):
             if x != y:

@@ -163,7 +163,7 @@ def test_a_phase_takes_its_slowest_resource_and_some_of_the_others():
     assert compute == pytest.approx(1000) and memory == pytest.approx(500)
     both = predict_us(Work((Phase(cycles=4e6, reads={"memory": 5e6}),)), target) - nothing
     assert 1000 < both < 1200
-    apart = predict_us(Work((Phase(cycles=4e6), Phase(reads={"memory": 5e6})), meetings=1), target) - nothing
+    apart = predict_us(Work((Phase(cycles=4e6), Phase(reads={"memory": 5e6})), barriers=1), target) - nothing
     assert apart > 1500
 
 

@@ -198,10 +198,11 @@ def _quantization(graph: Graph, how: Compiling) -> Quantization:
 
 def _batch(graph: Graph, path: Path) -> dict[str, torch.Tensor]:
     """One calibration batch, every input of the program in it."""
+    from tilewright.ir.graph import label_of
     from tilewright.report.measure.inputs import no_input, read_npz
 
     arrays = read_npz(path, graph, option="--calibration")
-    names = [str(getattr(n.op, "label", "")) for n in graph.inputs]
+    names = [label_of(n) for n in graph.inputs]
     for name in arrays:
         if name not in names:
             raise no_input(name, names, where=str(path))
@@ -212,11 +213,12 @@ def _batch(graph: Graph, path: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensors(graph: Graph, values: Mapping[str, object], path: Path | None) -> dict[str, torch.Tensor]:
+    from tilewright.ir.graph import label_of
     from tilewright.runtime.arrays import from_user
 
     found: dict[str, torch.Tensor] = {}
     for node in graph.inputs:
-        name = str(getattr(node.op, "label", ""))
+        name = label_of(node)
         try:
             found[name] = from_user(values[name], node.tensor, name, "cpu")
         except InputError as error:

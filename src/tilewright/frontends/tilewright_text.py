@@ -20,7 +20,7 @@ from tilewright.frontends import ALLOW_CALLS, LoadOptions
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.literal_file import FILE, read_literals
-from tilewright.ir.ops import Call, Item
+from tilewright.ir.ops import Call, Item, maker_of
 from tilewright.ir.text import parse
 from tilewright.ir.types import TensorType
 
@@ -110,7 +110,7 @@ def _shape_of(source: Node, known: Shapes) -> torch.Tensor | None:
     import torch
 
     index = source.op.index if isinstance(source.op, Item) else 0
-    maker = source.src[0] if isinstance(source.op, Item) else source
+    maker = maker_of(source)
     if maker in known:
         return known[maker][index] if index < len(known[maker]) else None
     if not isinstance(source.type, TensorType) or source.dtype is OPAQUE:

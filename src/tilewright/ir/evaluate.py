@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 from tilewright.errors import InputError, TilewrightError, TypeMismatchError, counted
-from tilewright.ir.graph import Graph, Node, toposort
+from tilewright.ir.graph import Graph, Node, label_of, toposort
 from tilewright.ir.literal import Literal
 from tilewright.ir.types import TensorType
 
@@ -61,12 +61,12 @@ def evaluate(
         InputError: an input is missing or of another type.
         TilewrightError: a node failed; says which.
     """
-    held = dict(zip([_label(n) for n in graph.inputs[len(graph.inputs) - len(graph.state) :]], graph.state, strict=True))
+    held = dict(zip([label_of(n) for n in graph.inputs[len(graph.inputs) - len(graph.state) :]], graph.state, strict=True))
     by_name = feeds if isinstance(feeds, Mapping) else _by_order(graph, feeds)
     by_name = {**{name: t.cpu() for name, t in held.items() if name not in by_name}, **by_name}
     bound: dict[Node, Value] = {}
     for node in graph.inputs:
-        name = _label(node)
+        name = label_of(node)
         if name not in by_name:
             raise InputError(f"no value for input {name!r}", where=graph.name, hint=f"it is {node.type}")
         bound[node] = check_value(by_name[name], node.tensor, f"input {name!r}")
@@ -85,11 +85,7 @@ def evaluate(
 def _by_order(graph: Graph, feeds: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
     if len(feeds) not in (len(graph.inputs), len(graph.inputs) - len(graph.state)):
         raise InputError(f"{counted(len(graph.inputs), 'input')} wanted, {len(feeds)} given", where=graph.name)
-    return {_label(n): t for n, t in zip(graph.inputs, feeds, strict=False)}
-
-
-def _label(node: Node) -> str:
-    return str(getattr(node.op, "label", ""))
+    return {label_of(n): t for n, t in zip(graph.inputs, feeds, strict=False)}
 
 
 def check_value(value: torch.Tensor, type: TensorType, where: str) -> torch.Tensor:

@@ -150,6 +150,11 @@ _LOCK = threading.Lock()
 _INTERNED: weakref.WeakValueDictionary[tuple[Op, tuple[Node, ...]], Node] = weakref.WeakValueDictionary()
 
 
+def label_of(node: Node) -> str:
+    """The name of an input; "" of any other node."""
+    return str(getattr(node.op, "label", ""))
+
+
 def toposort(
     roots: Iterable[Node],
     known: Container[Node] = (),

@@ -13,8 +13,9 @@ from tilewright.ir.expression import depends_on_acc
 from tilewright.ir.fused import natural_accumulator
 from tilewright.ir.graph import Node
 from tilewright.ir.notation import OPERATORS
-from tilewright.ir.ops import VIEWS as OPS_VIEWS
 from tilewright.ir.ops import (
+    ALIASES,
+    VIEWS,
     Acc,
     Call,
     Concat,
@@ -22,7 +23,6 @@ from tilewright.ir.ops import (
     Convert,
     Dequantize,
     Gemm,
-    Item,
     Map,
     Param,
     Quantize,
@@ -33,7 +33,6 @@ from tilewright.ir.ops import (
 from tilewright.ir.text import print_expression
 from tilewright.ir.types import Shape, TensorType, Type
 
-VIEWS = (*OPS_VIEWS, Item)
 SHOWN_OPS = 6
 SYMBOLS = {fn: sign for sign, fn in OPERATORS.items()}
 
@@ -140,7 +139,7 @@ def _show_step(node: Node, inner: list[Node], shape: Shape) -> str | None:
 
 def _show_side(side: Node, shape: Shape) -> str | None:
     value, scaled = side, False
-    while isinstance(value.op, (*OPS_VIEWS, Convert, Dequantize)):
+    while isinstance(value.op, (*VIEWS, Convert, Dequantize)):
         scaled |= isinstance(value.op, Dequantize)
         value = value.src[0]
     if isinstance(value.op, Const) and value.tensor.elements == 1 and not scaled:
@@ -172,7 +171,7 @@ def op_name(node: Node) -> str:
 def show_fusion(nodes: Sequence[Node], results: Sequence[Type]) -> str:
     """The operations of a fusion in order, views left out unless there is nothing else, and the types of its results."""
     inner = [n for n in nodes if not isinstance(n.op, (Param, Const))]
-    working = [n for n in inner if not isinstance(n.op, VIEWS)] or inner
+    working = [n for n in inner if not isinstance(n.op, ALIASES)] or inner
     runs = [(name, len(list(group))) for name, group in groupby(op_name(n) for n in working)]
     shown = [f"{name} x{count}" if count > 1 else name for name, count in runs[:SHOWN_OPS]]
     if len(runs) > SHOWN_OPS:

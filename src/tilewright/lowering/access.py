@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from tilewright.dtype import F32, DType
 from tilewright.ir.axes import Axis, Layout, axes_of, layout_of, propagate_to_source, reshaped
 from tilewright.ir.build import slice_
+from tilewright.ir.expression import ELEMENTWISE
 from tilewright.ir.graph import Node, substitute, toposort
 from tilewright.ir.ops import (
     VIEWS,
@@ -27,7 +28,6 @@ from tilewright.ir.ops import (
     Quantize,
     Reduce,
     Reshape,
-    Select,
     Slice,
     Transpose,
 )
@@ -165,9 +165,6 @@ def _terms(axes: Sequence[Axis], stride_of: dict[Axis, int]) -> tuple[StridedDig
             terms.append(StridedDigit(axis.extent, inner, stride))
         inner *= axis.extent
     return tuple(t for t in terms if t.stride)
-
-
-ELEMENTWISE = (Map, Convert, Select, Quantize, Dequantize)
 
 
 def _visit(root: Node) -> Access:

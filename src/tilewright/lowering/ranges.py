@@ -18,6 +18,7 @@ from tilewright import deadline
 from tilewright.dtype import F32
 from tilewright.ir.axes import axes_of, layout_of, reshaped
 from tilewright.ir.build import broadcast, const, map_, reshape
+from tilewright.ir.expression import ELEMENTWISE
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     VIEWS,
@@ -34,7 +35,6 @@ from tilewright.ir.ops import (
     Transpose,
 )
 from tilewright.ir.types import Shape
-from tilewright.lowering.access import ELEMENTWISE
 from tilewright.schedule.candidate import Unsupported
 from tilewright.schedule.problem import Destination
 

@@ -25,6 +25,7 @@ from tilewright.ir.axes import (
     propagate_to_user,
     reshaped,
 )
+from tilewright.ir.expression import ELEMENTWISE
 from tilewright.ir.graph import Node, toposort
 from tilewright.ir.ops import (
     VIEWS,
@@ -40,7 +41,7 @@ from tilewright.ir.ops import (
     Slice,
     Transpose,
 )
-from tilewright.lowering.access import ELEMENTWISE, Access, AccessMap, View, below_view
+from tilewright.lowering.access import Access, AccessMap, View, below_view
 from tilewright.lowering.decompose import decompose, param_per_access
 from tilewright.lowering.ranges import Piece, pieces_of
 from tilewright.schedule.candidate import Unsupported

@@ -236,7 +236,11 @@ class Store(msgspec.Struct, frozen=True):
 
 
 class Product(msgspec.Struct, frozen=True):
-    """One matmul or attention of the program, or several that are alike."""
+    """One matmul or attention of the program, or several that are alike.
+
+    `beside`: its unfused neighbours, operations that a product could hold and this one does not, each with the reason. `left`:
+    its near misses, the sentences of rules that recognised the product and left it as it is.
+    """
 
     names: list[str]
     kind: str

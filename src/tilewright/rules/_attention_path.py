@@ -22,12 +22,12 @@ from tilewright.ir.axes import (
     propagate_to_user,
 )
 from tilewright.ir.constant import is_rounding, scalar_value
+from tilewright.ir.expression import REARRANGE
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Map, Param, Quantize, Reshape, Select, Softmax, Transpose
+from tilewright.ir.ops import Acc, Convert, Dequantize, Gemm, Map, Param, Quantize, Select, Softmax
 
 MAX_STEPS = 16
 MAX_LOOKS = 48
-_VIEWS = (Reshape, Transpose)
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def _way(start: Node, wanted: Callable[[Node], bool]) -> list[Step] | None:
 def _onward(node: Node) -> Sequence[int]:
     """The sources of `node`, by index, that scores or weights may come from."""
     op = node.op
-    if isinstance(op, _VIEWS):
+    if isinstance(op, REARRANGE):
         return (0,)
     if isinstance(op, Convert):
         types = (node.dtype, node.src[0].dtype)
@@ -200,7 +200,7 @@ def _along(
     """
     done: list[Applied] = []
     for step in steps:
-        if isinstance(step.node.op, _VIEWS):
+        if isinstance(step.node.op, REARRANGE):
             beyond = past_view(step.node, layout)
             if beyond is None:
                 return None

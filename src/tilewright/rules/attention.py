@@ -207,7 +207,7 @@ class _Scores(_Expression):
         self.masks = Masks(by_role, acc.dtype)
 
     def apply(self, applied: Applied) -> None:
-        """One more step.
+        """Take one more step into the expression.
 
         Raises:
             _LeftError: the operation cannot do it in this place.
@@ -260,7 +260,7 @@ class _Weights(_Expression):
         self._masks = masks
 
     def apply(self, applied: Applied) -> None:
-        """One more step.
+        """Take one more step into the expression.
 
         Raises:
             _LeftError: the operation cannot do it in this place.

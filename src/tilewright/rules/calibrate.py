@@ -1,7 +1,8 @@
 """Quantising a float model: the types, the ranges behind them, and each layer's loss.
 
 Not rewrite rules but the choice that feeds them: `quantize` writes quantise-dequantise pairs around each product with a
-constant weight, exactly as a model file with such pairs would, and the rules fold them.
+constant weight, exactly as a model file with such pairs would, and the rules fold them. It stands beside them since it, too,
+makes one graph of another, of what they recognise as products.
 
 Symmetric throughout: scale = largest magnitude / largest code. Weights per column (or per group of K), activations per tensor
 (from calibration data) or per row (computed as the model runs). Source: Nagel et al. 2021, arXiv 2106.08295, sections 2 and 4.
@@ -22,7 +23,7 @@ from tilewright.errors import InputError, TypeMismatchError, check_type
 from tilewright.ir.build import const, map_, reduce_
 from tilewright.ir.evaluate import evaluate, evaluate_nodes
 from tilewright.ir.few_bits import held_finite
-from tilewright.ir.graph import Graph, Node
+from tilewright.ir.graph import Graph, Node, label_of
 from tilewright.ir.literal import Literal as Data
 from tilewright.ir.ops import Attention, Const, Convert, Dequantize, Gemm, Param, Quantize
 from tilewright.ir.types import Shape, TensorType
@@ -160,7 +161,7 @@ def calibrate(graph: Graph, batches: Sequence[Mapping[str, torch.Tensor]], devic
         check_type(batch, Mapping, "batches", "tensors by the names of the inputs, a mapping for each batch")
         _evaluate(graph, batch, visit, device)
         for node in graph.inputs:
-            visit(node, batch.get(getattr(node.op, "label", "")))
+            visit(node, batch.get(label_of(node)))
     return found
 
 

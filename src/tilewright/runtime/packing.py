@@ -188,9 +188,10 @@ def pack(
     Symmetric: scale = max|w| / largest code, code = round(w / scale). With zero points: low = min(w, 0), high = max(w, 0),
     scale = (high - low) / (largest - smallest code), zero point = round(smallest code - low / scale), code = round(w / scale)
     + zero point. Halves round to even, codes and zero points are clamped, and all is computed in f32 with the scale as rounded
-    to `scale_dtype`, so that no weight is off by more than half a step but for that rounding. At the end of the weight's type,
-    where that would decode to infinity, the scale is rounded down, and what half a step beyond a weight still is infinity is a
-    code nearer to zero. Source: Jacob et al. 2018, arXiv 1712.05877, section 3; Nagel et al. 2021, arXiv 2106.08295, section 2.
+    to `scale_dtype`, so that but for that rounding no weight is off by more than half a step. Near the largest value of the
+    weight's type a code may decode to infinity: there the scale is rounded down, and a code that still decodes to infinity is
+    moved by one towards zero. Source: Jacob et al. 2018, arXiv 1712.05877, section 3; Nagel et al. 2021, arXiv 2106.08295,
+    section 2.
 
     Args:
         weight: f16, bf16, f32 or f64 [out, in], as `torch.nn.Linear` keeps it.

@@ -16,6 +16,7 @@ from tilewright.hardware.target import Target
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.ops import (
+    ALIASES,
     VIEWS,
     Attention,
     Call,
@@ -35,6 +36,7 @@ from tilewright.ir.ops import (
     Reduce,
     Softmax,
     Write,
+    maker_of,
 )
 from tilewright.ir.types import TensorType
 from tilewright.schedule.candidate import LAST_RESORT, discover, refusal
@@ -46,7 +48,6 @@ Kind = Literal[
 
 Taken = Callable[[FusionProblem], bool]
 
-VIEW = (*VIEWS, Item)
 MOVE = (Concat, Pad)
 CAST = (Quantize, Dequantize, Convert)
 ALONE = (Gemm, Attention, Call, Write)
@@ -192,11 +193,11 @@ def _passes(
 
 
 def _of_what_is_stored(node: Node, readers: Mapping[Node, set[Node | None]], level: Mapping[Node, tuple[int, int]]) -> bool:
-    """Tell whether only later reductions of its level read a function of a value that is stored for them anyway: they compute
-    it."""
+    """Tell whether the readers of a node can compute it again: all are later reductions of its level, and the one value that it
+    is a function of is stored for others anyway."""
     at, part = level[node]
     later = all(r is not None and level[r][0] == at and level[r][1] > part for r in readers[node])
-    if node.constant or not later or not readers[node] or not isinstance(node.op, (Map, Convert, *VIEW)):
+    if node.constant or not later or not readers[node] or not isinstance(node.op, (Map, Convert, *ALIASES)):
         return False
     if any(not isinstance(s.type, TensorType) for s in node.src) or not isinstance(node.type, TensorType):
         return False
@@ -226,14 +227,14 @@ def _alone(node: Node) -> bool:
 
 def _waits_for(node: Node, readers: Mapping[Node, set[Node | None]]) -> Node | None:
     """The one reader of a cast or a move of values that are written whoever reads them, if it runs in a fusion."""
-    waits = isinstance(node.op, (*CAST, *MOVE, *VIEW)) and not isinstance(node.op, Item)
+    waits = isinstance(node.op, (*CAST, *MOVE, *VIEWS))
     if not waits or node.constant or len(readers[node]) != 1:
         return None
     (reader,) = readers[node]
     if reader is None or isinstance(reader.op, Item) or _alone(reader):
         return None
     for source in node.src:
-        while isinstance(source.op, (*VIEW, *CAST)) and not isinstance(source.op, Item):
+        while isinstance(source.op, (*VIEWS, *CAST)):
             source = source.src[0]
         if not (source.constant or isinstance(source.op, (Input, Item, *ALONE))):
             return None
@@ -246,20 +247,19 @@ def _touch(node: Node, source: Node) -> bool:
         return True
     if isinstance(node.op, Item):
         return True
-    alone = source.src[0] if isinstance(source.op, Item) else source
-    return not isinstance(alone.op, ALONE) and not _alone(node)
+    return not isinstance(maker_of(source).op, ALONE) and not _alone(node)
 
 
 def _what_it_does(members: Sequence[Node], level: tuple[int, int]) -> object | None:
     """The signature that fusions joined into one step share: the level, the product that they read, and their operations unless
     every generator has them all. None for a fusion that is constant, holds a step of its own, only views, or does not read
     exactly one product."""
-    if members[0].constant or any(map(_alone, members)) or all(isinstance(n.op, VIEW) for n in members):
+    if members[0].constant or any(map(_alone, members)) or all(isinstance(n.op, ALIASES) for n in members):
         return None
     at = {n: i for i, n in enumerate(members)}
     if not all(isinstance(v.type, TensorType) for n in members for v in (n, *n.src)):
         return None
-    read = {s.src[0] if isinstance(s.op, Item) else s for n in members for s in n.src if s not in at}
+    read = {maker_of(s) for n in members for s in n.src if s not in at}
     products = frozenset(s for s in read if isinstance(s.op, ALONE) and not s.constant)
     does = [(type(n.op), getattr(n.op, "fn", None), n.dtype, tuple(at.get(s, s.dtype) for s in n.src)) for n in members]
     return (level, products, None if all(map(_is_plain, members)) else tuple(does)) if len(products) == 1 else None
@@ -269,7 +269,7 @@ def _is_plain(n: Node) -> bool:
     """Tell whether every generator has a node's operation, so that no fusion that it joins is refused for it."""
     if isinstance(n.op, Write):
         n = n.src[2]
-    moves = isinstance(n.op, (*VIEW, Concat, Convert)) or (isinstance(n.op, Map) and n.op.fn in ARITHMETIC)
+    moves = isinstance(n.op, (*ALIASES, Concat, Convert)) or (isinstance(n.op, Map) and n.op.fn in ARITHMETIC)
     values = (n,) if isinstance(n.op, Item) else (n, *n.src)  # what an item picks from has several types
     return moves and all(v.dtype.is_float and 16 <= v.dtype.bits <= 32 for v in values)
 
@@ -303,7 +303,7 @@ def _kind(members: Sequence[Node]) -> Kind:
     for kind, classes in _NAMING:
         if any(isinstance(op, classes) for op in ops):
             return kind
-    rest = [op for op in ops if not isinstance(op, (*VIEW, Const))]
+    rest = [op for op in ops if not isinstance(op, (*ALIASES, Const))]
     if not rest:
         return "view"
     if any(isinstance(op, Write) for op in rest) and all(isinstance(op, (*CAST, *MOVE, Write)) for op in rest):
@@ -320,14 +320,14 @@ def _only_quantizes(members: Sequence[Node]) -> bool:
     for node in reversed(members):  # readers first
         if isinstance(node.op, Quantize):
             data = node.src[0]
-            while data in inside and isinstance(data.op, (*VIEW, Convert)):
+            while data in inside and isinstance(data.op, (*ALIASES, Convert)):
                 data = data.src[0]
             if data in inside:
                 return False
             needed.add(node)
         if node in needed:
             needed.update(node.src)
-    return bool(needed) and all(n in needed or isinstance(n.op, VIEW) for n in members)
+    return bool(needed) and all(n in needed or isinstance(n.op, ALIASES) for n in members)
 
 
 def parts_for(graph: Graph, target: Target) -> list[Part]:

@@ -1,6 +1,6 @@
 """The time a schedule is expected to take: the work that a candidate says it makes the machine do, and the machine's rates.
 
-A kernel is a sequence of phases with a meeting of all threads between them. A phase takes as long as its slowest resource (the
+A kernel is a sequence of phases with a barrier of all threads between them. A phase takes as long as its slowest resource (the
 roofline, by level of memory; Williams, Waterman and Patterson 2009, doi 10.1145/1498765.1498785), plus the part of the others'
 time that does not hide behind it. Quantities may be NumPy arrays, one element a schedule: thousands are ranked at once.
 """
@@ -23,7 +23,7 @@ from tilewright.schedule.problem import AnyProblem, Operand, Problem
 Quantity = Any  # a float, or an array of them
 
 LAUNCH_US = {"cpu": 3.0, "cuda": 4.0}  # of a kernel from Python: the call and, on a CPU, waking the threads
-MEETING_US = {"cpu": 6.0, "cuda": 2.0}
+BARRIER_US = {"cpu": 6.0, "cuda": 2.0}
 CLOCK_GHZ = 3.0  # where nothing was measured and the chip names none
 MEMORY_GBPS = {"cpu": 20.0, "cuda": 1000.0}  # likewise
 NEAR_BYTES_PER_CYCLE = {"L1d": 64.0, "L2": 32.0, "L3": 12.0}  # likewise, of one core
@@ -54,12 +54,12 @@ class Work:
     Attributes:
         phases: one after the other.
         launches: kernels started one after the other.
-        meetings: times that all threads wait for each other.
+        barriers: times that all threads wait for each other.
     """
 
     phases: tuple[Phase, ...]
     launches: Quantity = 1.0
-    meetings: Quantity = 0.0
+    barriers: Quantity = 0.0
 
 
 def clock_ghz(target: Target) -> float:
@@ -74,7 +74,7 @@ def clock_ghz(target: Target) -> float:
 def predict_us(work: Work, target: Target) -> Quantity:
     """Microseconds of a call, for one schedule or for each of an array."""
     ghz = clock_ghz(target)
-    total = work.launches * LAUNCH_US[target.kind] + work.meetings * MEETING_US[target.kind]
+    total = work.launches * LAUNCH_US[target.kind] + work.barriers * BARRIER_US[target.kind]
     for phase in work.phases:
         compute = (phase.cycles + phase.vector) / (ghz * 1e3)
         memory = sum((_read_us(n, b, target, ghz) for n, b in phase.reads.items()), 0.0)

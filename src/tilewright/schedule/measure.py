@@ -212,7 +212,7 @@ def time_interleaved(
     before: Callable[[], None] | None = None,
 ) -> list[float]:
     """Median time of each run in µs, in rounds that take each in turn, within a budget for all together: by the clock on a CPU,
-    by a GPU's own events there (`busy_us`), with as many calls between two of them as `together` says.
+    by a GPU's own events there (`busy_us`), with as many calls between two of them as `calls_per_sample` says.
 
     A run slower than the best by far stops taking part after the first round, so a hopeless candidate costs one call (or two,
     if short: one alone may have met an interruption). `at` is told which run comes next; `before` is called before each,
@@ -230,7 +230,7 @@ def time_interleaved(
         us, host_us = busy_us(runs[i], device, calls=calls[i], ahead_us=ahead[i] or 0.0, before=before)
         ahead[i] = min(host_us, ahead[i] or host_us)
         if before is None:
-            calls[i] = together(us)
+            calls[i] = calls_per_sample(us)
         return us / 1e6
 
     first = [once(i) for i in range(len(runs))]
@@ -289,7 +289,7 @@ def busy_us(
     return 1e3 * start.elapsed_time(end) / calls, 1e6 * launched / calls
 
 
-def together(us: float, span_us: float = SPAN_US) -> int:
+def calls_per_sample(us: float, span_us: float = SPAN_US) -> int:
     """The number of calls of so many µs between two events of a GPU: they keep it busy for a span of time."""
     return max(1, min(MOST_TOGETHER, math.ceil(span_us / max(us, 1.0))))
 

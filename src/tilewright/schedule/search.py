@@ -159,7 +159,8 @@ def search(
             where the last call left them.
         within_s: seconds by the clock for all of it, building and checking included: what would not fit any more is not tried.
             One candidate is built and checked however long that takes.
-        lost: told at once of a candidate that did not come back, and how, unless the machine may be to blame.
+        lost: called with the name of a candidate that crashed or hung, and how, as soon as it did; not where other programs
+            had the processors, which may be why it took so long.
 
     With a budget, kernels are built, verified and timed in another process (`worker.py`): one that crashes or hangs is
     killed, refused, and not tried again. Here the winner alone is built once more, from the object code that is kept; it is not

@@ -6,9 +6,12 @@ from tilewright.ir.ops.functions import FUNCTIONS
 from tilewright.ir.ops.gemm import Gemm, gemm
 from tilewright.ir.ops.norm import LayerNorm, Reduce, Softmax
 from tilewright.ir.ops.shape import VIEWS, Broadcast, Concat, Gather, Iota, Pad, Reshape, Slice, Transpose, Write
-from tilewright.ir.ops.source import Acc, Call, Const, Input, Item, Param
+from tilewright.ir.ops.source import Acc, Call, Const, Input, Item, Param, maker_of
+
+ALIASES = (*VIEWS, Item)  # operations that compute nothing: they name what another has, or a part of it
 
 __all__ = [
+    "ALIASES",
     "FUNCTIONS",
     "VIEWS",
     "Acc",
@@ -38,4 +41,5 @@ __all__ = [
     "Transpose",
     "Write",
     "gemm",
+    "maker_of",
 ]

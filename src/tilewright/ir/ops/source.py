@@ -142,3 +142,8 @@ class Call(Op):
             raise UnsupportedError(f"nothing can evaluate a call into {self.library!r}", where=self.target)
         results = tuple(run(self, src))
         return results[0] if len(self.types) == 1 else results
+
+
+def maker_of(node: Node) -> Node:
+    """The operation that computes a value: the one that an item picks from, else the node itself."""
+    return node.src[0] if isinstance(node.op, Item) else node

@@ -12,8 +12,8 @@ from tilewright.dtype import F32
 from tilewright.hardware.target import Target
 from tilewright.ir.anchor import ANCHORS, operands_of
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Const, Input, Item, Param
-from tilewright.ir.shown import VIEWS, op_name
+from tilewright.ir.ops import ALIASES, Const, Input, Item, Param
+from tilewright.ir.shown import op_name
 from tilewright.report.explain.choices import chosen_of, mispredictions, refusals_of
 from tilewright.report.explain.findings import FOLDABLE, Reasons, fallback, not_read_through, unfused
 from tilewright.report.explain.words import accumulator_words, operand_words, store_words
@@ -152,7 +152,7 @@ def _beside(program: Executable, node: Node, reasons: Reasons, ceilings: Target 
 
 def _cost_us(node: Node, ceilings: Target | None) -> float | None:
     """The least time to read what an operation reads and to write what it gives; None for a view, which does neither."""
-    if ceilings is None or isinstance(node.op, VIEWS):
+    if ceilings is None or isinstance(node.op, ALIASES):
         return None
     values = [*(s for s in dict.fromkeys(node.src) if not s.constant), node]
     return round(ceilings.limit_us(0, sum(t.size_bytes for v in values for t in tensor_types(v)), F32), 3)

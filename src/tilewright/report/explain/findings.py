@@ -7,8 +7,21 @@ from itertools import groupby
 
 from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Node, Op
-from tilewright.ir.ops import Call, Concat, Const, Convert, Dequantize, Input, Item, Map, Pad, Quantize, Select
-from tilewright.ir.shown import VIEWS, op_name
+from tilewright.ir.ops import (
+    ALIASES,
+    Call,
+    Concat,
+    Const,
+    Convert,
+    Dequantize,
+    Input,
+    Map,
+    Pad,
+    Quantize,
+    Select,
+    maker_of,
+)
+from tilewright.ir.shown import op_name
 from tilewright.report.measure.work import describe
 from tilewright.report.schema import Finding
 from tilewright.runtime.executable import Executable, Step
@@ -17,7 +30,7 @@ from tilewright.schedule.problem import FusionProblem
 from tilewright.schedule.search import Decision
 
 _PARTS = {"gemm": "product", "attention": "attention", "fusion": "epilogue"}
-FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *VIEWS)
+FOLDABLE = (Map, Select, Convert, Quantize, Dequantize, Concat, Pad, *ALIASES)
 
 
 class Reasons:
@@ -35,7 +48,7 @@ class Reasons:
                 self._by_origin.setdefault((miss.where, op_name(miss.node)), {})[sentence] = None
         self._made: dict[Op, dict[str, tuple[int, Op | None]]] = {}
         for i, step in enumerate(program.trace.steps):
-            after = _behind_items(step.after)
+            after = maker_of(step.after)
             if isinstance(after.op, ANCHORS):
                 self._made.setdefault(after.op, {}).setdefault(step.rule, (i, _continued(step.before, after)))
         self._readers: dict[Node, list[Node]] = {}
@@ -76,7 +89,7 @@ class Reasons:
         said = self.near_misses(node)
         if said:
             return "; ".join(said)
-        made_by = [_behind_items(s) for s in node.src if not s.constant]
+        made_by = [maker_of(s) for s in node.src if not s.constant]
         if not made_by:
             return "it depends on constants alone"
         anchors = [s for s in made_by if isinstance(s.op, ANCHORS)]
@@ -108,7 +121,7 @@ class Reasons:
         pending = list(self.readers(node))
         while pending:
             reader = pending.pop()
-            if isinstance(reader.op, VIEWS):
+            if isinstance(reader.op, ALIASES):
                 pending += self.readers(reader)
             else:
                 found.append(reader)
@@ -119,17 +132,13 @@ def _continued(before: Node, after: Node) -> Op | None:
     """The anchor that lives on in what a rule made: the one rewritten, or the one whose sources come first in the new one."""
     if isinstance(before.op, ANCHORS):
         return before.op
-    found = (n for n in map(_behind_items, before.src) if isinstance(n.op, ANCHORS) and after.src[: len(n.src)] == n.src)
+    found = (n for n in map(maker_of, before.src) if isinstance(n.op, ANCHORS) and after.src[: len(n.src)] == n.src)
     return next((n.op for n in found), None)
 
 
 def not_read_through(node: Node) -> str:
     """The sentence why a product's operand is not read through a node that makes it."""
     return f"read operand through views and casts: {op_name(node)} is no view, dequantisation or widening cast"
-
-
-def _behind_items(node: Node) -> Node:
-    return node.src[0] if isinstance(node.op, Item) else node
 
 
 def unfused(program: Executable, reasons: Reasons, cost_us: Mapping[int, float]) -> list[Finding]:
@@ -143,7 +152,7 @@ def unfused(program: Executable, reasons: Reasons, cost_us: Mapping[int, float])
 
 def _representative(step: Step) -> Node:
     """The node of an unfused step that makes it one."""
-    working = [n for n in step.part.nodes if not isinstance(n.op, (*VIEWS, Const))] or list(step.part.nodes)
+    working = [n for n in step.part.nodes if not isinstance(n.op, (*ALIASES, Const))] or list(step.part.nodes)
     return next((n for n in working if isinstance(n.op, Quantize)), working[0])
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tilewright.ir.graph import Graph
+from tilewright.ir.graph import Graph, label_of
 from tilewright.ir.ops import Const
 from tilewright.report.program import tensor_types
 from tilewright.report.schema import Output, Port, Read
@@ -23,7 +23,7 @@ def summarise(graph: Graph, name: str) -> Read:
     ops = Counter(n.op.name for n in nodes)
     return Read(
         program=name,
-        inputs=[Port(str(getattr(n.op, "label", "")), str(n.type)) for n in graph.inputs],
+        inputs=[Port(label_of(n), str(n.type)) for n in graph.inputs],
         outputs=[Port(label, str(n.type)) for label, n in zip(graph.output_names, graph.outputs, strict=True)],
         nodes=len(nodes),
         ops=dict(sorted(ops.items(), key=lambda item: (-item[1], item[0]))),

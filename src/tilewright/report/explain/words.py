@@ -18,13 +18,13 @@ from tilewright.ir.ops import (
     Dequantize,
     Gemm,
     Input,
-    Item,
     Map,
     Param,
     Quantize,
     Reshape,
     Slice,
     Transpose,
+    maker_of,
 )
 from tilewright.ir.text import print_expression
 from tilewright.ir.types import Shape, TensorType
@@ -42,7 +42,7 @@ def source_name(node: Node, graph: Graph) -> str:
         if node.tensor.elements == 1:
             return f"{node.op.data.scalar():g}"
         return f"constant {node.op.data.label}" if node.op.data.label else "a constant"
-    made_by = node.src[0] if isinstance(node.op, Item) else node
+    made_by = maker_of(node)
     origin = graph.origins.get(node) or graph.origins.get(made_by)
     name = made_by.op.fn if isinstance(made_by.op, Map) else made_by.op.name
     shown = name if origin is None else f"{name} {origin}"

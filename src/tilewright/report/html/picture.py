@@ -20,8 +20,22 @@ from tilewright.ir.anchor import ANCHORS
 from tilewright.ir.graph import Graph, Node
 from tilewright.ir.literal import Literal
 from tilewright.ir.literal_file import FILE, arrays_of
-from tilewright.ir.ops import Call, Const, Convert, Dequantize, Gather, Input, Item, LayerNorm, Quantize, Reduce, Softmax
-from tilewright.ir.shown import VIEWS, op_name
+from tilewright.ir.ops import (
+    ALIASES,
+    Call,
+    Const,
+    Convert,
+    Dequantize,
+    Gather,
+    Input,
+    Item,
+    LayerNorm,
+    Quantize,
+    Reduce,
+    Softmax,
+    maker_of,
+)
+from tilewright.ir.shown import op_name
 from tilewright.ir.text import print_with_literals
 from tilewright.report.measure.inputs import write_npz
 from tilewright.report.program import tensor_types
@@ -48,7 +62,7 @@ _FAMILIES: tuple[tuple[str, tuple[type, ...]], ...] = (
     ("product", ANCHORS),
     ("quantise, convert", (Quantize, Dequantize, Convert)),
     ("norm, softmax, reduce", (LayerNorm, Softmax, Reduce)),
-    ("view", VIEWS),
+    ("view", ALIASES),
     ("gather, call", (Gather, Call)),
     ("input, result", (Input,)),
 )
@@ -129,20 +143,16 @@ def _boxes(graph: Graph, nodes: Sequence[Node]) -> list[_Box]:
     for node in nodes:
         family = next((name for name, ops in _FAMILIES if isinstance(node.op, ops)), "elementwise")
         made[node] = _Box(tuple(_lines(node)), family, graph.origins.get(node, ""))
-        for source in dict.fromkeys(map(_maker, node.src)):
+        for source in dict.fromkeys(map(maker_of, node.src)):
             if source in made:
                 _join(made[source], made[node])
     found = list(made.values())
     for name, node in zip(graph.output_names, graph.outputs, strict=True):
-        maker = _maker(node)
+        maker = maker_of(node)
         if maker in made:
             found.append(_Box((_cut(name), str(node.type)), "input, result"))
             _join(made[maker], found[-1])
     return found
-
-
-def _maker(node: Node) -> Node:
-    return node.src[0] if isinstance(node.op, Item) else node
 
 
 def _join(source: _Box, reader: _Box) -> None:

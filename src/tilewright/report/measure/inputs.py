@@ -15,7 +15,7 @@ from tilewright.errors import InputError
 from tilewright.files import whole_file
 from tilewright.ir.anchor import ANCHORS, acc_of, operands_of
 from tilewright.ir.build import const
-from tilewright.ir.graph import Graph, Node, substitute
+from tilewright.ir.graph import Graph, Node, label_of, substitute
 from tilewright.ir.ops import Input, Param
 from tilewright.ir.state import caller_inputs
 from tilewright.ir.types import TensorType, no_numbers
@@ -59,7 +59,7 @@ def make_feeds(
         InputError: a name is no input, or is filled twice; an input is no array of numbers.
     """
     given = given or {}
-    labels = {_label(n): n for n in caller_inputs(graph)}
+    labels = {label_of(n): n for n in caller_inputs(graph)}
     for name in (*fill0, *fill1, *given):
         if name not in labels:
             raise no_input(name, labels)
@@ -136,10 +136,6 @@ def _opaque(node: Node) -> bool:
     return not isinstance(node.type, TensorType) or node.dtype.kind == "opaque"
 
 
-def _label(node: Node) -> str:
-    return str(getattr(node.op, "label", ""))
-
-
 def check_memory(graph: Graph) -> None:
     """See that the machine could hold the program's values, and what its largest product is checked against.
 
@@ -185,7 +181,8 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
             raise ValueError("it is one array without a name, an .npy file")
         with opened as archive:
             if isinstance(archive, np.lib.npyio.NpzFile):
-                check_sizes(archive, {_label(n): max(4096, WIDEST * n.tensor.elements) for n in graph.inputs if not _opaque(n)})
+                stored = [n for n in graph.inputs if not _opaque(n)]
+                check_sizes(archive, {label_of(n): max(4096, WIDEST * n.tensor.elements) for n in stored})
             arrays = {name: np.asarray(cast("object", archive[name])) for name in archive.files}  # or bytes, for another file
     except (FileNotFoundError, NotADirectoryError):
         raise InputError(f"no such file: {path}", where=option, hint="an .npz file: numpy.savez(path, name=array, …)") from None
@@ -197,7 +194,7 @@ def read_npz(path: Path, graph: Graph, option: str = "--inputs") -> dict[str, ob
         if "pickled" in said:  # NumPy's words for any file that it does not know; what they advise runs the file's code
             said = "it is another kind of file, or holds Python objects"
         raise InputError(f"not an .npz of arrays: {said}", where=str(path), hint="numpy.savez(path, name=array, …)") from error
-    labels = {_label(n): n for n in graph.inputs}
+    labels = {label_of(n): n for n in graph.inputs}
     for name, array in arrays.items():
         if name in labels and array.dtype.kind == "V":
             native = labels[name].tensor.dtype.to_numpy()

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tilewright.schedule.measure import busy_us, repeated, synchronize, together
+from tilewright.schedule.measure import busy_us, calls_per_sample, repeated, synchronize
 
 WARM_UPS = 2
 SPAN_US = 2000.0  # between two events of a GPU: two hundred times what they take
@@ -81,7 +81,7 @@ def device_us(run: Callable[[], object], device: str, rounds: Rounds, *, capture
     calls, host_us = 1, math.inf
     for _ in range(LOOKS):
         us, now_us = busy_us(run, device, calls=calls, ahead_us=0.0 if host_us == math.inf else host_us)
-        calls, host_us = together(us, SPAN_US), min(host_us, now_us)
+        calls, host_us = calls_per_sample(us, SPAN_US), min(host_us, now_us)
     replay = repeated(run, calls, device) if captured and calls > 1 else None
     if replay is not None:
         host_us = busy_us(replay, device)[1]

@@ -10,7 +10,7 @@ import torch
 from tilewright.dtype import F32
 from tilewright.ir.evaluate import accumulate_in_float64, evaluate, evaluate_nodes
 from tilewright.ir.graph import Node, toposort
-from tilewright.ir.ops import Acc, Const, Input, Item, Param
+from tilewright.ir.ops import ALIASES, Acc, Const, Input, Item, Param
 from tilewright.ir.types import TensorType
 from tilewright.report.measure.compare import Gap, Tolerances, element_gap, exact_gap, rms_gap, tolerated_gap
 from tilewright.report.measure.inputs import Feed
@@ -24,13 +24,12 @@ from tilewright.schedule.problem import FusionProblem, fusion_of
 
 if TYPE_CHECKING:
     from tilewright.ir.graph import Value
-from tilewright.ir.shown import VIEWS
 
 # Roundings a fusion may differ by, of its result's type and of f32, in which most of it is computed; relative to the largest.
 NARROW_ROUNDINGS, WIDE_ROUNDINGS = 16, 64
 PROGRAM_ROUNDINGS = 16
 PROGRAM_RMS = (1e-3, 0.25)
-MOVES = (Input, Const, Param, Acc, *VIEWS)
+MOVES = (Input, Const, Param, Acc, *ALIASES)
 
 
 def verify_program(

@@ -10,8 +10,8 @@ from itertools import pairwise
 from tilewright.dtype import F32, DType
 from tilewright.hardware.target import Target
 from tilewright.ir.graph import Node
-from tilewright.ir.ops import Call, Gather, Write
-from tilewright.ir.shown import VIEWS, show_fusion
+from tilewright.ir.ops import ALIASES, Call, Gather, Write
+from tilewright.ir.shown import show_fusion
 from tilewright.report.program import tensor_types
 from tilewright.runtime.executable import Step
 from tilewright.runtime.partition import Part
@@ -84,7 +84,7 @@ def _read(part: Part) -> int:
     for n in (*reversed(part.nodes), *part.inputs):
         total = 0
         for reader in readers.get(n, ()):
-            if isinstance(reader.op, VIEWS):
+            if isinstance(reader.op, ALIASES):
                 total += needed[reader]
             elif isinstance(reader.op, Gather) and n is reader.src[0]:
                 total += _size(reader)
@@ -101,7 +101,7 @@ def _written(part: Part) -> int:
     inside = set(part.nodes)
     made: set[Node] = set()
     for n in part.outputs:
-        while isinstance(n.op, VIEWS) and n in inside:
+        while isinstance(n.op, ALIASES) and n in inside:
             n = n.src[0]
         if isinstance(n.op, Write):
             made.add(n.src[2])

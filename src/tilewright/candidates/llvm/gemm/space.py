@@ -318,7 +318,7 @@ class _Model:
         together = _at(home, np.where(home == 4, moved, moved / cores))
         first = Phase(0.0, np.where(own, 0.0, packing), {k: v * ~own for k, v in together.items()})
         then = Phase(cycles, vector + np.where(own, alone, 0.0), {k: reads[k] + v * own for k, v in together.items()})
-        return Work((first, then), meetings=meets * (cores > 1))
+        return Work((first, then), barriers=meets * (cores > 1))
 
     def _tile(self) -> tuple[Quantity, Quantity, Quantity]:
         """Cycles of a tile: of its instructions in a pass, of the call around them, of its epilogue."""
