@@ -94,8 +94,8 @@ def plan(problem: Problem, target: Target) -> Plan:
         raise Unsupported("the result is empty")
     batch_shape, count = problem.acc.shape[:-2], len(problem.types)
     shared = math.prod(problem.op.rhs.shape[:-2]) == 1
-    largest = tuple(amax_of(root) for root in problem.op.stores)
-    written = powers_as_products([inner or root for inner, root in zip(largest, problem.op.stores, strict=True)])
+    amaxes = tuple(amax_of(root) for root in problem.op.stores)
+    written = powers_as_products([inner or root for inner, root in zip(amaxes, problem.op.stores, strict=True)])
     check(written)
     roots, second = gate_up(written, count) or (written, None)
     stores = tuple(of_store(root) for root in roots)
@@ -110,7 +110,7 @@ def plan(problem: Problem, target: Target) -> Plan:
     rhs, right = side_of(rhs_root, count + 1, columns_last=not k_contiguous, outside=constant)
     batch, rows = (1, problem.batch * problem.M) if shared else (problem.batch, problem.M)
     in_place = left is None and lies_right(lhs, problem, choice, rows)
-    reduced = tuple(inner is not None for inner in largest)
+    reduced = tuple(inner is not None for inner in amaxes)
     nest = Nest(
         batch, rows, problem.K, problem.N, choice, lhs, rhs, k_contiguous, constant, stores, count + 2, UNSIZED, second,
         reduced if any(reduced) else (),

@@ -487,7 +487,7 @@ class GemmWriter:
         """Tell whether the one result is all that is made of its tiles, by so little that no register is missed."""
         n = self.nest
         (store, *others), d = n.stores, n.dot
-        if others or any(n.largest) or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
+        if others or any(n.amaxes) or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
             return False
         if n.columns % n.nr and d.lanes < MASKED:
             return False
@@ -618,8 +618,8 @@ class GemmWriter:
         vectors = Vectors(f, store, lanes, columns, self._sources(f, store), n.gate_up)
         target = self._pointer(f, n.sources + index)
         type_ = vec(lanes, "float" if n.dot.acc is F32 else "i32")
-        words, largest = vec(lanes, "i32"), bool(n.largest) and n.largest[index]
-        with f.loop(0, "%rows", 1, [(words, "zeroinitializer")] if largest else []) as loop:
+        words, amax = vec(lanes, "i32"), bool(n.amaxes) and n.amaxes[index]
+        with f.loop(0, "%rows", 1, [(words, "zeroinitializer")] if amax else []) as loop:
             row = f.add("%row", loop.index)
             sums: list[str] = []
             for half in range(0, n.nr, lanes):
@@ -627,7 +627,7 @@ class GemmWriter:
                 acc = self._compensated(f, lanes, f.load(type_, place, math.gcd(lanes * 4, CACHE_LINE)), row)
                 sums.append(self._accumulated(vectors, acc))
             value = vectors.row(row, *sums)
-            if largest:
+            if amax:
                 bits = f.v(f"bitcast {vec(lanes, 'float')} {value} to {words}")
                 if mask is not None:
                     bits = f.v(f"select {vec(lanes, 'i1')} {mask}, {words} {bits}, {words} zeroinitializer")
@@ -635,12 +635,12 @@ class GemmWriter:
                 loop.next = [f.intrinsic(f"llvm.umax.{suffix(words)}", words, *more)]
             else:
                 vectors.store(row, value, target)
-        if largest:
-            self._store_largest(f, lanes, loop.carried[0], target)
+        if amax:
+            self._store_amax(f, lanes, loop.carried[0], target)
         f.finish()
 
-    def _store_largest(self, f: Function, lanes: int, bits: str, target: str) -> None:
-        """The largest of a tile's magnitudes, as bits, into the one of all: threads rarely have to agree on who writes."""
+    def _store_amax(self, f: Function, lanes: int, bits: str, target: str) -> None:
+        """Stores the largest of a tile's magnitudes, as bits, in the one of all: threads rarely have to agree on who writes."""
         most = f.intrinsic(f"llvm.vector.reduce.umax.v{lanes}i32", "i32", (vec(lanes, "i32"), bits))
         before = f.v(f"load atomic i32, ptr {target} monotonic, align 4")
         with f.when(f.v(f"icmp ugt i32 {most}, {before}")):
@@ -687,9 +687,9 @@ class GemmWriter:
         n = self.nest
 
         def begin(f: Function) -> str:
-            if any(n.largest):
+            if any(n.amaxes):
                 with f.when(f.compare("eq", "%pack", 0)):
-                    for i in (i for i, largest in enumerate(n.largest) if largest):
+                    for i in (i for i, amax in enumerate(n.amaxes) if amax):
                         f.store("i32", "0", self._pointer(f, n.sources + i), 4)
             return f.v(f"select i1 {f.compare('ne', '%pack', 0)}, ptr @pack_rhs, ptr @worker")
 

@@ -64,7 +64,7 @@ class Nest:
         blocks: the sizes.
         gate_up: the node that stands, in the stores, for sums of the right half of `rhs`'s columns, where the stores read both
             halves together; None if they do not. A micro-panel then holds nr / 2 columns of each, those of the left half first.
-        largest: for each store whether it keeps the largest of its values alone; empty: none does.
+        amaxes: for each store whether it keeps the largest magnitude of its values alone; empty: none does.
     """
 
     batch: int
@@ -80,7 +80,7 @@ class Nest:
     sources: int
     blocks: Blocks
     gate_up: Node | None = None
-    largest: tuple[bool, ...] = ()
+    amaxes: tuple[bool, ...] = ()
 
     @property
     def dot(self) -> Dot:
