@@ -119,9 +119,9 @@ def test_thousands_are_ranked_at_once():
 
 def simulated(blocks, p, cores):
     """The share of all tiles that the busiest thread gets, each taking the next task as soon as it is free."""
-    panels, together = -(-p.columns // blocks.nr), blocks.nc // blocks.nr
+    panels, together = -(-p.N // blocks.nr), blocks.nc // blocks.nr
     across = [min(together, panels - i) for i in range(0, panels, together)]
-    down = [min(blocks.mc, p.rows - i) for i in range(0, p.rows, blocks.mc)]
+    down = [min(blocks.mc, p.M - i) for i in range(0, p.M, blocks.mc)]
     tasks = [a * d for a in across for d in down] * p.batch
     ends = [0] * cores
     for each in tasks:
@@ -151,7 +151,7 @@ def test_predictions_keep_to_the_machine():
         us = predict_us(work(p, space(p, target), target), target)
         assert us.min() > 2 * rows * columns * depth / 230e3
         assert us.min() > columns * depth * 4 / 40e3 or columns * depth * 4 < CACHES["L3"]
-        longer = replace(p, depth=2 * depth, lhs_row=2 * p.lhs_row)
+        longer = replace(p, K=2 * depth, lhs_row=2 * p.lhs_row)
         assert predict_us(work(longer, space(longer, target), target), target).min() > 1.3 * us.min()
 
 

@@ -56,7 +56,7 @@ class Heads:
     @property
     def keys(self) -> int:
         """Number of keys of a head: T of queries [.., S, E] and keys [.., T, E]."""
-        return self.scores.columns
+        return self.scores.N
 
     @property
     def roots(self) -> list[Node]:
@@ -145,8 +145,8 @@ class AttentionWriter(GemmWriter):
         with f.tasks(self._counter(f, 2), h.batch * h.heads * n.lhs_panels) as task:
             head, tile = f.div(task, n.lhs_panels), f.rem(task, n.lhs_panels)
             begin = f.mul(tile, n.blocks.mr)
-            row = f.add(f.mul(head, n.rows), begin)
-            count = f.min(n.blocks.mr, f.sub(n.rows, begin))
+            row = f.add(f.mul(head, n.M), begin)
+            count = f.min(n.blocks.mr, f.sub(n.M, begin))
             # The key head of a query head; heads of one batch entry follow one another in both.
             key_head = f.div(head, h.shared)
             self._copy_queries(f, sources, row, count, queries)
@@ -155,7 +155,7 @@ class AttentionWriter(GemmWriter):
                 with f.loop(0, s.rhs_panels) as panel:
                     right = f.at(keys, f.mul(f.add(f.mul(key_head, s.rhs_panels), panel.index), s.rhs_panel_bytes))
                     to = f.at(scores, f.mul(panel.index, s.tile_bytes))
-                    f.call(f"micro_{rows}", *_micro(queries, s.lhs_stride, right, to, s.groups(s.depth)))
+                    f.call(f"micro_{rows}", *_micro(queries, s.lhs_stride, right, to, s.groups(s.K)))
                 f.call("softmax", ("ptr", "%arguments"), ("ptr", scores), ("i64", row), ("i64", begin), ("i64", rows))
                 with f.loop(0, n.rhs_panels) as panel:
                     right = f.at(values, f.mul(f.add(f.mul(key_head, n.rhs_panels), panel.index), n.rhs_panel_bytes))
@@ -192,11 +192,11 @@ class AttentionWriter(GemmWriter):
                 offset = f.add(f.mul(loop.index, s.lhs_stride), f.mul(column, 4 // d.k))
                 f.store(d.operand, value, f.at(to, offset), 4)
 
-            whole = s.depth // lanes * lanes
+            whole = s.K // lanes * lanes
             with f.loop(0, whole, lanes) as inner:
                 one(inner.index, None)
-            if s.depth % lanes:
-                one(whole, f.first_lanes(lanes, s.depth - whole))
+            if s.K % lanes:
+                one(whole, f.first_lanes(lanes, s.K - whole))
 
     # -- softmax
 
@@ -236,7 +236,7 @@ class AttentionWriter(GemmWriter):
                     else:
                         value = (b.named(value, F32) + b.named(seen.convert(given, h.mask.root.dtype, F32), F32)).name
                 if h.causal != "no":
-                    last = f.add(query, h.keys - s.rows if h.causal == "lower" else 0)
+                    last = f.add(query, h.keys - s.M if h.causal == "lower" else 0)
                     value = chosen(f.first_lanes(lanes, f.add(f.sub(last, column), 1)), value, -math.inf)
                 return value if mask is None else chosen(mask, value, -math.inf)
 

@@ -162,7 +162,7 @@ class GemmWriter:
             b, panel = f.div(task, n.lhs_panels), f.rem(task, n.lhs_panels)
             place = f.add(f.mul(f.mul(b, n.passes), n.lhs_panels), panel)
             to = f.at(copies, f.mul(place, n.lhs_panel_bytes))
-            self._call_pack_lhs_panel(f, b, panel, to, f.at(compensation, f.mul(f.mul(b, n.rows), 4)))
+            self._call_pack_lhs_panel(f, b, panel, to, f.at(compensation, f.mul(f.mul(b, n.M), 4)))
         f.finish()
 
     def _call_pack_lhs_panel(self, f: Function, b: Int, panel: Int, to: str, compensation: str) -> None:
@@ -175,9 +175,9 @@ class GemmWriter:
         f = self._function("pack_lhs_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "to"), ("ptr", "compensation"))
         sources = self._sources(f, n.lhs)
         begin = f.mul("%panel", n.blocks.mr)
-        with f.loop(0, f.min(n.blocks.mr, f.sub(n.rows, begin))) as loop:
+        with f.loop(0, f.min(n.blocks.mr, f.sub(n.M, begin))) as loop:
             inside = f.add(begin, loop.index)
-            row = f.add(f.mul("%b", n.rows), inside)
+            row = f.add(f.mul("%b", n.M), inside)
             turn = f.rem(loop.index, d.rows)
             line = f.add(f.mul(f.sub(loop.index, turn), n.lhs_stride), f.mul(turn, d.lane_bytes))
 
@@ -192,13 +192,13 @@ class GemmWriter:
                         f.store(type_, part, f.at("%to", f.add(offset, i * d.rows * d.lane_bytes)), 4)
                 return d.emit(f, total, value, "splat (i8 1)") if n.choice.compensation else total
 
-            whole = n.depth // n.vector * n.vector
+            whole = n.K // n.vector * n.vector
             zero = [(d.accumulator, "zeroinitializer")]
             with f.loop(0, whole, n.vector, zero) as inner:
                 inner.next = [one(inner.index, None, inner.carried[0])]
             total = inner.carried[0]
-            if n.depth % n.vector:
-                total = one(whole, f.first_lanes(n.vector, n.depth - whole), total)
+            if n.K % n.vector:
+                total = one(whole, f.first_lanes(n.vector, n.K - whole), total)
             if n.choice.compensation:
                 i32 = f.intrinsic(f"llvm.vector.reduce.add.v{d.lanes * d.rows}i32", "i32", (d.accumulator, total))
                 times = d.lanes if d.rows > 1 else 1  # that each sum is in it, once for a column
@@ -221,7 +221,7 @@ class GemmWriter:
         name_panel(arguments, b, panel, out): one of them."""
         n = self.nest
         f = self._function(f"{name}_panel", ("i64", "b"), ("i64", "panel"), ("ptr", "out"))
-        if n.depth:
+        if n.K:
             (self._pack_k_contiguous if n.k_contiguous else self._pack_n_contiguous)(f, "%b", "%panel", "%out")
         f.finish()
         f = self._function(name)
@@ -248,26 +248,26 @@ class GemmWriter:
         """Pack rows of N: k rows are interleaved into groups, for as many vectors at once as an accumulator has rows."""
         n, d = self.nest, self.nest.dot
         sources = self._sources(f, n.rhs)
-        inside, lanes = n.columns % n.nr, d.lanes * d.rows
+        inside, lanes = n.N % n.nr, d.lanes * d.rows
         type_ = vec(lanes * d.k, d.element)
         with f.loop(0, n.nv, d.rows) as part:
             column = self._column(f, panel, part.index)
-            mask = f.first_lanes(lanes, f.sub(n.columns, column)) if inside else None
+            mask = f.first_lanes(lanes, f.sub(n.N, column)) if inside else None
             aligned = n.gate_up is None or n.stored % lanes == 0
             vectors = Vectors(f, n.rhs, lanes, Columns(column, aligned, mask), sources)
 
             def group(index: Int, count: int, at: Int = part.index, vectors: Vectors = vectors) -> None:
-                first = f.add(f.mul(b, n.depth), f.mul(index, d.k))
+                first = f.add(f.mul(b, n.K), f.mul(index, d.k))
                 rows = [self._operand(vectors, f.add(first, i), "rhs", zeros=False) for i in range(count)]
                 rows += ["zeroinitializer"] * (d.k - count)
                 value = self._sign_shifted(f, type_, self._interleaved(f, rows, lanes))
                 f.store(type_, value, f.at(out, f.mul(f.add(f.mul(index, n.nv), at), d.vector_bytes)), 4)
 
-            with f.loop(0, n.depth // d.k) as loop:
+            with f.loop(0, n.K // d.k) as loop:
                 group(loop.index, d.k)
-            if n.depth % d.k:
-                group(n.depth // d.k, n.depth % d.k)
-            for index in range(-(-n.depth // d.k), n.groups(n.depth)):  # past K, up to a whole tile
+            if n.K % d.k:
+                group(n.K // d.k, n.K % d.k)
+            for index in range(-(-n.K // d.k), n.groups(n.K)):  # past K, up to a whole tile
                 place = f.mul(f.add(index * n.nv, part.index), d.vector_bytes)
                 f.store(d.operand, "zeroinitializer", f.at(out, place), 4)
 
@@ -295,15 +295,15 @@ class GemmWriter:
         sources = self._sources(f, n.rhs)
         word, width = f"i{8 * d.lane_bytes}", d.vector_bytes
         words = vec(d.lanes, word)
-        whole = n.depth // n.vector * n.vector
-        left = n.depth - whole
+        whole = n.K // n.vector * n.vector
+        left = n.K - whole
         line = f.alloca(width) if left else ""
         with f.loop(0, n.nv) as part:
             column = self._column(f, panel, part.index)
 
             def read(vectors: Vectors, i: Int, column: Int = column) -> str:
-                inside = f.min(f.add(column, i), n.columns - 1)  # columns past the last are never stored
-                value = self._operand(vectors, f.add(f.mul(b, n.columns), inside), "rhs")
+                inside = f.min(f.add(column, i), n.N - 1)  # columns past the last are never stored
+                value = self._operand(vectors, f.add(f.mul(b, n.N), inside), "rhs")
                 return f.v(f"bitcast {d.operand} {self._sign_shifted(f, d.operand, value)} to {words}")
 
             def place(group: Int, at: Int = part.index) -> str:
@@ -352,7 +352,7 @@ class GemmWriter:
                     with f.loop(0, n.lhs_panels) as panel:
                         to = f.at(own, f.mul(panel.index, n.lhs_panel_bytes))
                         self._call_pack_lhs_panel(f, b, panel.index, to, compensation)
-                of_row = f.at(compensation, f.sub(0, f.mul(b, n.rows * 4)))
+                of_row = f.at(compensation, f.sub(0, f.mul(b, n.M * 4)))
                 with f.loop(0, n.rhs_panels, n.nc_panels) as jc:
                     with f.loop(jc.index, f.min(f.add(jc.index, n.nc_panels), n.rhs_panels)) as panel:
                         out = f.at(right, f.mul(f.sub(panel.index, jc.index), n.rhs_panel_bytes))
@@ -386,21 +386,21 @@ class GemmWriter:
                 vectors.prefetch(f.add(f.mul("%b", extent), row.index))
 
         share = f.div("%ic", n.mc_panels)
-        for half in range(0, n.columns, n.stored):
+        for half in range(0, n.N, n.stored):
             column = f.add(f.mul("%jc", n.width), half)
             until = f.min(f.add(column, n.nc_panels * n.width), half + n.stored)
             if n.k_contiguous:
                 each = -(-n.nc_panels * n.width // shares)
                 first = f.add(column, f.mul(share, each))
-                region(n.rhs, n.columns, first, f.min(f.add(first, each), until), 0, n.depth)
+                region(n.rhs, n.N, first, f.min(f.add(first, each), until), 0, n.K)
             else:
-                each = -(-n.depth // shares)
+                each = -(-n.K // shares)
                 first = f.mul(share, each)
-                region(n.rhs, n.depth, first, f.min(f.add(first, each), n.depth), column, until)
+                region(n.rhs, n.K, first, f.min(f.add(first, each), n.K), column, until)
         with f.when(f.compare("eq", "%jc", 0)):
             each = n.mc_panels * blocks.mr
             first = f.mul(share, each)
-            region(n.lhs, n.rows, first, f.min(f.add(first, each), n.rows), 0, n.depth)
+            region(n.lhs, n.M, first, f.min(f.add(first, each), n.M), 0, n.K)
         f.finish()
 
     # -- pc: passes over K
@@ -409,7 +409,7 @@ class GemmWriter:
         """All passes over a block of the result."""
         n, kc = self.nest, self.nest.blocks.kc
         jc_end, ic_end = f.min(f.add(block.jc, n.nc_panels), n.rhs_panels), f.min(f.add(block.ic, n.mc_panels), n.lhs_panels)
-        each, final = n.groups(min(kc, n.depth)), n.groups(n.depth - (n.passes - 1) * kc)
+        each, final = n.groups(min(kc, n.K)), n.groups(n.K - (n.passes - 1) * kc)
         if n.passes > 1:
             self._macro_kernel(f, block, jc_end, ic_end, Pass(0, each, first=True, last=False))
             with f.loop(1, n.passes - 1) as pc:
@@ -437,7 +437,7 @@ class GemmWriter:
                 if n.prefetch_distance:  # this tile's share of the block that comes after
                     share = f.mul(f.mul(ir, n.prefetch_distance * CACHE_LINE), pass_.groups)
                     args.append(("ptr", f.at(right, f.add(pass_bytes, share))))
-                row = f.add(f.mul(block.b, n.rows), begin)
+                row = f.add(f.mul(block.b, n.M), begin)
                 if self.fused_epilogue:
                     at = (("i64", row), ("i64", f.mul(jr.index, n.width)), ("ptr", block.compensation))
                     args += [("ptr", "%arguments"), *at]
@@ -471,7 +471,7 @@ class GemmWriter:
         if outer:
             offset = f.add(offset, f.mul(b, outer[0].stride))
         elif n.batch > 1:
-            offset = f.add(offset, f.mul(f.mul(b, n.rows), row_term.stride))
+            offset = f.add(offset, f.mul(f.mul(b, n.M), row_term.stride))
         offset = f.add(offset, f.mul(pc, n.blocks.kc))
         assert isinstance(leaf.op, Param)
         return f.at(self._pointer(f, leaf.op.index), f.mul(offset, size)), row_term.stride * size
@@ -489,7 +489,7 @@ class GemmWriter:
         (store, *others), d = n.stores, n.dot
         if others or any(n.amaxes) or n.passes > 1 or d.tile > 1 or (store.first, store.columns_extent) != (0, n.stored):
             return False
-        if n.columns % n.nr and d.lanes < MASKED:
+        if n.N % n.nr and d.lanes < MASKED:
             return False
         if [(t.inner, t.stride) for t in store.of_result().columns] != [(1, 1)]:
             return False

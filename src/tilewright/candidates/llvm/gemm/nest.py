@@ -51,12 +51,10 @@ class Nest:
 
     Attributes:
         batch: matrices that have a right operand of their own.
-        rows: of each of them.
-        depth: K.
-        columns: N.
+        M, K, N: extents of each product.
         choice: the instruction.
-        lhs: the left operand, rows by K.
-        rhs: the right operand, by `k_contiguous` either columns by K or K by columns.
+        lhs: the left operand, [batch * M, K].
+        rhs: the right operand, by `k_contiguous` either [batch * N, K] or [batch * K, N].
         k_contiguous: K is the right operand's contiguous axis.
         constant: the right operand is packed beforehand, once.
         stores: the results.
@@ -68,9 +66,9 @@ class Nest:
     """
 
     batch: int
-    rows: int
-    depth: int
-    columns: int
+    M: int
+    K: int
+    N: int
     choice: Choice
     lhs: Access
     rhs: Access
@@ -113,22 +111,22 @@ class Nest:
     @property
     def stored(self) -> int:
         """Columns of the results."""
-        return self.columns if self.gate_up is None else self.columns // 2
+        return self.N if self.gate_up is None else self.N // 2
 
     @cached_property
     def lhs_panels(self) -> int:
         """Micro-panels of the left operand, of mr rows, in a matrix."""
-        return -(-self.rows // self.blocks.mr)
+        return -(-self.M // self.blocks.mr)
 
     @cached_property
     def rhs_panels(self) -> int:
         """Micro-panels of the right operand, of nr columns, in a matrix."""
-        return -(-self.columns // self.nr)
+        return -(-self.N // self.nr)
 
     @cached_property
     def passes(self) -> int:
         """Blocks of K."""
-        return max(1, -(-self.depth // self.blocks.kc))
+        return max(1, -(-self.K // self.blocks.kc))
 
     @cached_property
     def prefetch_distance(self) -> int:
@@ -145,7 +143,7 @@ class Nest:
     @property
     def last_mr(self) -> int:
         """Rows of the last micro-panel of the left operand."""
-        return self.rows - (self.lhs_panels - 1) * self.blocks.mr
+        return self.M - (self.lhs_panels - 1) * self.blocks.mr
 
     # -- memory, in bytes
 
@@ -159,7 +157,7 @@ class Nest:
         """Stride between rows of a packed micro-panel: whole vectors, and one more so that rows do not meet in a cache set.
         Rows that an operand vector holds together take turns, a group each."""
         width = self.dot.vector_bytes
-        return rounded(self.groups(min(self.blocks.kc, self.depth)) * self.dot.lane_bytes, width) + width
+        return rounded(self.groups(min(self.blocks.kc, self.K)) * self.dot.lane_bytes, width) + width
 
     @property
     def lhs_panel_bytes(self) -> int:
@@ -169,7 +167,7 @@ class Nest:
     @property
     def rhs_panel_bytes(self) -> int:
         """Size of a micro-panel of the right operand over all of K; its passes follow one another."""
-        return self.rhs_bytes_over(self.depth)
+        return self.rhs_bytes_over(self.K)
 
     def rhs_bytes_over(self, k: int) -> int:
         """Size of a micro-panel of the right operand over k elements of K."""
@@ -193,7 +191,7 @@ class Nest:
     @property
     def rhs_at(self) -> int:
         """Offset of the packed right operand."""
-        return self.compensation_at + (rounded(self._matrices * self.rows * 4) if self.choice.compensation else 0)
+        return self.compensation_at + (rounded(self._matrices * self.M * 4) if self.choice.compensation else 0)
 
     @property
     def _matrices(self) -> int:

@@ -55,7 +55,8 @@ class Product:
 
     Attributes:
         dot: the instruction.
-        batch, rows, columns, depth: matrices with a right operand of their own; of each of them.
+        batch: matrices with a right operand of their own.
+        M, N, K: extents of each of them.
         constant: the right operand is packed beforehand.
         in_place: the left operand may be read where it lies.
         compensation: rows of the left operand are added up.
@@ -69,9 +70,9 @@ class Product:
 
     dot: Dot
     batch: int
-    rows: int
-    columns: int
-    depth: int
+    M: int
+    N: int
+    K: int
     constant: bool
     in_place: bool
     compensation: bool = False
@@ -93,7 +94,7 @@ class Product:
         side_inputs = sum(n.tensor.size_bytes for n in toposort(op.stores) if isinstance(n.op, Param))
         written = sum(t.size_bytes for t in problem.outputs)
         return cls(
-            nest.dot, nest.batch, nest.rows, nest.columns, nest.depth, nest.constant, in_place,
+            nest.dot, nest.batch, nest.M, nest.N, nest.K, nest.constant, in_place,
             compensation=bool(nest.choice.compensation),
             gate_up=nest.gate_up is not None,
             threaded=problem.ops > ONE_THREAD_OPS,
@@ -110,7 +111,7 @@ class Product:
     @property
     def groups(self) -> int:
         """4-byte groups of K, as the instruction takes them."""
-        return -(-max(1, -(-self.depth // self.dot.k)) // self.dot.steps) * self.dot.steps
+        return -(-max(1, -(-self.K // self.dot.k)) // self.dot.steps) * self.dot.steps
 
 
 def _steps(roots: Sequence[Node]) -> float:
@@ -164,7 +165,7 @@ class Points:
         dot = product.dot
         for mr, nv, kc, mc, nc, pack, pack_per_thread in zip(*(getattr(self, f.name) for f in fields(self)), strict=True):
             m, nr = int(mr), int(nv) * dot.lanes
-            deep = max(product.depth if kc >= product.groups else int(kc) * dot.k, 1)
+            deep = max(product.K if kc >= product.groups else int(kc) * dot.k, 1)
             yield Blocks(dot.instruction, m, nr, deep, int(mc) * m, int(nc) * nr, bool(pack), bool(pack_per_thread))
 
     @classmethod
@@ -182,9 +183,9 @@ def legal(points: Points, product: Product, target: Target) -> Flags:
     most = np.array([0, *(dot.most_rows(nv) for nv in range(1, 1 + max(NARROW)))])
     nr = p.nv * dot.lanes
     lhs_panels, rhs_panels, passes = (
-        -(-size // np.maximum(of, 1)) for size, of in ((product.rows, p.mr), (product.columns, nr), (groups, p.kc))
+        -(-size // np.maximum(of, 1)) for size, of in ((product.M, p.mr), (product.N, nr), (groups, p.kc))
     )
-    fits = (p.mr >= 1) & (p.mr <= most[np.minimum(p.nv, max(NARROW))]) & (p.mr <= product.rows)
+    fits = (p.mr >= 1) & (p.mr <= most[np.minimum(p.nv, max(NARROW))]) & (p.mr <= product.M)
     inside = (p.mc_panels >= 1) & (p.mc_panels <= lhs_panels) & (p.nc_panels >= 1) & (p.nc_panels <= rhs_panels)
     steps = (p.kc >= groups) | ((p.kc % dot.lanes == 0) & (p.kc >= SHORTEST))
     l2 = target.caches_bytes.get("L2", 0) or L2_BYTES
@@ -203,7 +204,7 @@ def space(product: Product, target: Target) -> Points:
     columns: list[list[Ints]] = []
     for nv in NARROW:
         for mr in _heights(product, product.dot.most_rows(nv)):
-            lhs_panels, rhs_panels = -(-product.rows // mr), -(-product.columns // (nv * product.dot.lanes))
+            lhs_panels, rhs_panels = -(-product.M // mr), -(-product.N // (nv * product.dot.lanes))
             sizes = np.meshgrid(
                 mr, nv, _passes(product), _parts(lhs_panels), _parts(rhs_panels), *_flags(product), indexing="ij", copy=False
             )  # fmt: skip
@@ -215,7 +216,7 @@ def space(product: Product, target: Target) -> Points:
 
 def _heights(product: Product, most: int) -> range:
     """Rows of a tile: as many as fit into registers, down to two thirds of that."""
-    least, step = min(most, product.rows), product.dot.tile if product.rows > product.dot.tile else 1
+    least, step = min(most, product.M), product.dot.tile if product.dot.tile < product.M else 1
     return range(max(1, -(-2 * least // 3)), least + 1, step) if step == 1 else range(step, least + 1, step)
 
 
@@ -285,7 +286,7 @@ class _Model:
         n, p = self.n, self.p = product, points
         self.target, self.cores = target, target.cores if n.threaded else 1
         self.nr = p.nv * n.dot.lanes
-        self.lhs_panels, self.rhs_panels, self.passes = -(-n.rows // p.mr), -(-n.columns // self.nr), -(-n.groups // p.kc)
+        self.lhs_panels, self.rhs_panels, self.passes = -(-n.M // p.mr), -(-n.N // self.nr), -(-n.groups // p.kc)
         self.deep = np.minimum(p.kc, n.groups)
         self.down, self.across = -(-self.lhs_panels // p.mc_panels), -(-self.rhs_panels // p.nc_panels)
         known = target.caches_bytes
@@ -301,13 +302,13 @@ class _Model:
     def work(self) -> Work:
         """The work: packing together, and then products."""
         n, p, cores, own = self.n, self.p, self.cores, self.p.pack_per_thread
-        tiles = n.batch * self.lhs_panels * self.rhs_panels * n.rows / (self.lhs_panels * p.mr)  # the last one has fewer rows
+        tiles = n.batch * self.lhs_panels * self.rhs_panels * n.M / (self.lhs_panels * p.mr)  # the last one has fewer rows
         micro, call, epilogue = self._tile()
         total = tiles * (self.passes * (micro + call) + epilogue)
         cycles = tiles * self.passes * micro * self.share
         tasks = np.where(own, n.batch, n.batch * self.down * self.across)
         uneven = np.where(p.nv & (p.nv - 1) == 0, PART, ODD_PART)
-        partial = (n.columns % self.nr != 0) * (uneven - 1) * n.batch * self.lhs_panels * epilogue
+        partial = (n.N % self.nr != 0) * (uneven - 1) * n.batch * self.lhs_panels * epilogue
         jumps = n.batch * self.rhs_panels * self.passes * self.down * ((self.passes > 1) & (p.nc_panels > 1) & ~own)
         vector = total * self.share - cycles + TASK * -(-tasks // cores) + (partial + RESTART * jumps) * self.share
         home = self._home()
@@ -344,8 +345,8 @@ class _Model:
     def _home(self) -> Quantity:
         """The level that holds everything a call touches, so that it lies there from the call before."""
         n = self.n
-        operands = n.rows * n.lhs_row + (0 if n.constant else n.depth * n.columns * n.rhs_bytes)
-        everything = n.batch * (operands + self._packed_rhs_bytes + n.rows * n.columns * n.out_bytes)
+        operands = n.M * n.lhs_row + (0 if n.constant else n.K * n.N * n.rhs_bytes)
+        everything = n.batch * (operands + self._packed_rhs_bytes + n.M * n.N * n.out_bytes)
         return np.where(everything <= NEAR * self.l2, 2, np.where(everything <= NEAR * self.l3, 3, 4))
 
     @property
@@ -358,19 +359,19 @@ class _Model:
         each has but its part of the bandwidth."""
         n, p, own, word = self.n, self.p, self.p.pack_per_thread, self.n.dot.lane_bytes
         lhs_panel, rhs_panel, packed = p.mr * self.deep * word, self.nr * self.deep * word, self._packed_rhs_bytes
-        left, in_l1 = n.rows * n.groups * word, lhs_panel + rhs_panel <= NEAR * self.l1
+        left, in_l1 = n.M * n.groups * word, lhs_panel + rhs_panel <= NEAR * self.l1
         # each operand once from where it lies, then from the nearest cache that holds what is gone through again
         rhs_first, lhs_first = packed * np.where(own, 1, self.down), left * np.where(own, 1, self.across)
         block_in_l2 = p.nc_panels * rhs_panel + lhs_panel <= NEAR * self.l2
         rhs_level = np.where((p.nc_panels == 1) & in_l1, 1, np.where(block_in_l2, 2, 3))
-        sums = np.where(self.passes > 1, 2 * (self.passes - 1) * n.rows * self.nr * self.rhs_panels * 4, 0.0)
+        sums = np.where(self.passes > 1, 2 * (self.passes - 1) * n.M * self.nr * self.rhs_panels * 4, 0.0)
         parts = (
             (rhs_first, np.where(own, 2, home)),
             (np.maximum(packed * self.lhs_panels - rhs_first, 0), rhs_level),
             (lhs_first, np.where(p.pack_lhs | own, np.minimum(home, 3), home)),
             (np.maximum(left * self.rhs_panels - lhs_first, 0), np.where(in_l1, 1, 2)),
             (sums, np.where(p.mc_panels * p.nc_panels * p.mr * self.nr * 4 <= self.l1 // 2, 1, 2)),
-            (n.rows * n.columns * n.out_bytes, home),
+            (n.M * n.N * n.out_bytes, home),
         )
         found: dict[str, Quantity] = dict.fromkeys(LEVELS.values(), 0.0)
         for size, level in parts:
@@ -382,17 +383,17 @@ class _Model:
         """Packing in each call: cycles of a thread if all share it, bytes moved, and whether threads wait for its end."""
         n, p, cores = self.n, self.p, self.cores
         rows, columns = p.pack_lhs | n.compensation, not n.constant
-        lhs = rows * (COPIED * n.lhs_steps + COMPUTED * n.lhs_computed) * n.batch * n.rows * -(-n.groups // n.dot.lanes)
+        lhs = rows * (COPIED * n.lhs_steps + COMPUTED * n.lhs_computed) * n.batch * n.M * -(-n.groups // n.dot.lanes)
         rhs = columns * (TURNED * n.rhs_steps + COMPUTED * n.rhs_computed) * n.batch * self.rhs_panels * p.nv * n.groups
         lhs_tasks, rhs_tasks = n.batch * self.lhs_panels, n.batch * self.rhs_panels
         cycles = lhs * -(-lhs_tasks // cores) / lhs_tasks + rhs * -(-rhs_tasks // cores) / rhs_tasks
-        moved = n.batch * (rows * n.rows * n.lhs_row + columns * (n.depth * n.columns * n.rhs_bytes + self._packed_rhs_bytes))
+        moved = n.batch * (rows * n.M * n.lhs_row + columns * (n.K * n.N * n.rhs_bytes + self._packed_rhs_bytes))
         return cycles, moved, (rows | columns) & ~p.pack_per_thread
 
     def makespan(self) -> Quantity:
         """The share of all work that the slowest thread does, taking blocks from a counter, the short ones at the edge last."""
         n, p, cores, down, across = self.n, self.p, self.cores, self.down, self.across
-        height, width = p.mc_panels * p.mr / n.rows, p.nc_panels / self.rhs_panels
+        height, width = p.mc_panels * p.mr / n.M, p.nc_panels / self.rhs_panels
         flat = across == 1  # then the short one is the lowest, else the column of blocks at the right
         size = np.where(flat, np.minimum(height, 1.0), np.minimum(width, 1.0) / down) / n.batch
         short = np.maximum(np.where(flat, 1 - (down - 1) * height, (1 - (across - 1) * width) / down), 0) / n.batch

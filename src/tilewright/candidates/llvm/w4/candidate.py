@@ -61,17 +61,17 @@ class Plan(NestPlan):
         rounded = dot.lhs is BF16 and self.weights.dtype is BF16
         halves = 1 if nest.gate_up is None else 2  # of a panel
         most = min(ROWS, dot.registers // 2) // halves // (2 if rounded else 1)  # rounded pairs take more registers to decode
-        mr = -(-nest.rows // -(-nest.rows // most))
+        mr = -(-nest.M // -(-nest.M // most))
         nv = (2 if rounded else 4) if mr == 1 else 2 if 4 * mr <= dot.registers else 1
         nv = min(nv, halves * -(-nest.stored // dot.lanes))
-        few = max(1, min(RUN, -(-nest.columns // (nv * dot.lanes)) // (8 * self.target.cores)))  # enough tasks for every thread
-        nc = few if nest.rows <= mr else PANELS
+        few = max(1, min(RUN, -(-nest.N // (nv * dot.lanes)) // (8 * self.target.cores)))  # enough tasks for every thread
+        nc = few if mr >= nest.M else PANELS
         each = Schedule.of(instruction=dot.instruction, mr=mr, nr=nv * dot.lanes, nc=nc * nv * dot.lanes)
-        if not _panels(nest.choice, nest.rows):
+        if not _panels(nest.choice, nest.M):
             return (each,)
         nv = min(2, halves * -(-nest.stored // dot.lanes))
         most = dot.most_rows(nv)
-        mr = -(-nest.rows // -(-nest.rows // most))
+        mr = -(-nest.M // -(-nest.M // most))
         nr = nv * dot.lanes
         return (Schedule.of(instruction=dot.instruction, mr=mr, nr=nr, nc=nr, decoded=True), each)
 
@@ -81,9 +81,9 @@ class Plan(NestPlan):
         mr, nr, nc = (int(knobs[k]) for k in ("mr", "nr", "nc"))
         decoded = bool(knobs.get("decoded", False))
         l2 = self.target.caches_bytes.get("L2", 0) or L2_BYTES
-        near = max(1, l2 // 2 // (mr * nest.depth * 4))  # tiles whose rows stay in the cache from panel to panel
-        mc = min(-(-nest.rows // mr), near) if decoded else 1
-        deep = -(-nest.depth // (dot.lanes * dot.k)) * dot.lanes * dot.k
+        near = max(1, l2 // 2 // (mr * nest.K * 4))  # tiles whose rows stay in the cache from panel to panel
+        mc = min(-(-nest.M // mr), near) if decoded else 1
+        deep = -(-nest.K // (dot.lanes * dot.k)) * dot.lanes * dot.k
         blocks = Blocks(dot.instruction, mr, nr, deep, mc * mr, nc, not self.in_place)
         return replace(nest, blocks=blocks, decoded=decoded)
 

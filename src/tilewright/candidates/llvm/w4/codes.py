@@ -142,7 +142,7 @@ class CodesNest(GroupedNest):
     @property
     def group_sums_at(self) -> int:
         """The offset of the sums in a packed row, in bytes; those of scales and zero points follow."""
-        return rounded(self.depth)
+        return rounded(self.K)
 
     @property
     def scale_at(self) -> int:
@@ -165,9 +165,9 @@ class CodesNest(GroupedNest):
             sides.append(-(zeros.to(torch.int32) + above))
         if self.zero is not None:
             padded = torch.zeros(len(codes), self.group_count * self.group, dtype=torch.int32)
-            padded[:, : self.depth] = codes
+            padded[:, : self.K] = codes
             held = torch.full((len(codes), self.group_count), self.group, dtype=torch.int32)
-            held[:, -1] = self.depth - (self.group_count - 1) * self.group
+            held[:, -1] = self.K - (self.group_count - 1) * self.group
             total = padded.view(-1, self.group_count, self.group).sum(-1, dtype=torch.int32)
             sides.append(-(total if zeros is None else total - held * zeros.to(torch.int32)))
         return packed_stream(self, kept, sides, ORDER)
@@ -185,10 +185,10 @@ class CodesWriter(GroupedWriter):
         n = self.nest
         f = self._function("pack_lhs")
         copies = self._scratch(f, 0)
-        with f.tasks(self._counter(f, 1), n.rows) as row:
+        with f.tasks(self._counter(f, 1), n.M) as row:
             panel, inside = f.div(row, n.blocks.mr), f.rem(row, n.blocks.mr)
             to = f.at(copies, f.add(f.mul(panel, n.lhs_panel_bytes), f.mul(inside, n.lhs_stride)))
-            self._each(f, n.lhs, n.depth, n.vector, row, to, 1)
+            self._each(f, n.lhs, n.K, n.vector, row, to, 1)
             if n.summed:
                 self._pack_sums(f, to)
             for side, at in ((n.scale, n.scale_at), (n.zero, n.zero_at)):
@@ -222,7 +222,7 @@ class CodesWriter(GroupedWriter):
         step = next(s for s in (n.vector, 32, 16, 8) if s <= n.vector and n.group % s == 0)
         by_dot = step == n.vector
         type_, codes = d.accumulator if by_dot else vec(step, "i32"), vec(step, "i8")
-        padded = -(-n.depth // n.vector) * n.vector
+        padded = -(-n.K // n.vector) * n.vector
         grow = "sext" if d.lhs is S8 else "zext"
         with f.loop(0, n.group_count) as group:
             base = f.mul(group.index, n.group)

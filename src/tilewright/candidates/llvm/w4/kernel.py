@@ -54,7 +54,7 @@ class GroupedNest(Nest):
     @property
     def group_count(self) -> int:
         """Groups along K."""
-        return -(-self.depth // self.group)
+        return -(-self.K // self.group)
 
     @property
     def group_rows(self) -> int:
@@ -82,7 +82,7 @@ class GroupedNest(Nest):
 
     @property
     def thread_bytes(self) -> int:
-        return rounded(self.rhs_bytes_over(self.depth)) if self.decoded else super().thread_bytes
+        return rounded(self.rhs_bytes_over(self.K)) if self.decoded else super().thread_bytes
 
     @cached_property
     def prefetch_distance(self) -> int:
@@ -90,7 +90,7 @@ class GroupedNest(Nest):
 
     def prefetch(self, f: Function, at: str) -> None:
         """Prefetch what follows the words of a panel's columns at an address."""
-        ahead, cache = READING if self.rows == 1 else COMPUTING
+        ahead, cache = READING if self.M == 1 else COMPUTING
         for i in range(0, self.nr * 4 * self.words, CACHE_LINE):
             f.prefetch(f.at(at, ahead + i), level=cache)
 
@@ -112,7 +112,7 @@ def packed_stream(nest: GroupedNest, codes: torch.Tensor, sides: Sequence[torch.
     group, [columns, groups] of 4 bytes each. `order`: where in its word each of 8 neighbours of a column is kept."""
     columns, lanes, span = len(codes), nest.words, CODES * nest.words
     words = torch.zeros(columns, nest.group_count, nest.group // span, lanes, dtype=torch.int32)
-    of_column = words.view(columns, -1, lanes)[:, : nest.depth // span]
+    of_column = words.view(columns, -1, lanes)[:, : nest.K // span]
     for i, place in enumerate(order):
         for lane in range(lanes):
             of_column[:, :, lane] |= (codes[:, i * lanes + lane :: span] & 15) << 4 * place
@@ -159,7 +159,7 @@ class GroupedWriter(GemmWriter):
             if n.signed:
                 above = "splat (float 8.0)"
                 zeros = [[f.v(f"fadd {floats} {z}, {above}") for z in zeros[0]] if n.zeros else [above] * nv]
-            most = f.div(f.min(n.group, f.sub(n.depth, base)), CODES) if n.depth % n.group else n.group // CODES
+            most = f.div(f.min(n.group, f.sub(n.K, base)), CODES) if n.K % n.group else n.group // CODES
             with f.loop(0, most) as word:
                 at = f.at(group, f.mul(f.add(word.index, n.side_rows), row_bytes))
                 out = f.at("%out", f.mul(f.add(base, f.mul(word.index, CODES)), row_bytes))
@@ -271,7 +271,7 @@ class GroupedWriter(GemmWriter):
             ]
             start = first(outer.index, sides) if first else outer.carried if folded else zeros
             span = CODES * n.words
-            most = f.div(f.min(n.group, f.sub(n.depth, base)), span) if n.depth % n.group else n.group // span
+            most = f.div(f.min(n.group, f.sub(n.K, base)), span) if n.K % n.group else n.group // span
             with f.loop(0, most, 1, [(d.accumulator, x) for x in start]) as inner:
                 inner.next = products(inner.index, group, base, sides, inner.carried)
             totals = list(inner.carried)
